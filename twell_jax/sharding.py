@@ -1,0 +1,58 @@
+"""The `(data, fsdp)` device mesh and how parameters and batches lie on it.
+
+Batches are split over all devices. Every matrix has one "embed" axis (d_model), which is split over
+`fsdp`; XLA gathers a layer's weights before use and reduce-scatters their gradients (ZeRO-3).
+"""
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from twell_jax.config import ConfigError, MeshConfig
+
+BATCH = P(("data", "fsdp"))
+LOGICAL_AXES = (
+    ("embed", "fsdp"),
+    ("mlp", None),
+    ("heads", None),
+    ("vocab", None),
+    ("layers", None),
+)
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh over `devices` (default: all there are).
+
+    Raises:
+      ConfigError: if data * fsdp is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    data = len(devices) // config.fsdp if config.data == -1 else config.data
+    if data * config.fsdp != len(devices):
+        raise ConfigError(
+            f"mesh: data={config.data} x fsdp={config.fsdp} does not use {len(devices)} devices"
+        )
+    auto = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, config.fsdp), ("data", "fsdp"), auto, devices=devices)
+
+
+def of_params(params: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:
+    """`NamedSharding`s for a state of parameters that carry logical axes."""
+    with nnx.logical_axis_rules(LOGICAL_AXES):
+        return nnx.get_named_sharding(params, mesh)
+
+
+def of_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The sharding of an array whose leading axis is the batch."""
+    return NamedSharding(mesh, BATCH)
+
+
+def split_batch(x: jax.Array) -> jax.Array:
+    """Pins the leading axis of an activation to all devices of the current mesh, if there is one.
+
+    Without it XLA may follow the weights' FSDP sharding and split activations along d_model.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, BATCH)
