@@ -1,0 +1,135 @@
+"""Feed-forward block, forward: every implementation against jitted dense XLA in the same process.
+
+    python -m benchmarks.ffn [--quick] [--out DIRECTORY]
+
+A measured function runs the block with `LAYERS` sets of weights, one after the other, as a model
+does, so that weights come from memory and launch gaps count; times are per layer.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import patterns, record
+from twell_jax import sparse_ffn
+
+D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
+
+GOALS = [  # the sizes that the project's goals speak of
+    *({"m": 16384, "pattern": "skewed", "nnz": nnz} for nnz in (24, 29)),
+    {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 100},
+    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
+]
+CASES = [
+    *GOALS,
+    *({"m": 16384, "pattern": "skewed", "nnz": nnz} for nnz in (10, 60, 120, 300)),
+    *({"m": 16384, "pattern": "uniform", "nnz": nnz} for nnz in (10, 29, 60, 120, 300)),
+    {"m": 16384, "pattern": "recorded"},
+    {"m": 16384, "pattern": "recorded", "heavy_every": 1024},
+    {"m": 16384, "pattern": "skewed", "nnz": 29, "gated": False},
+    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (256, 2048, 131072)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="only the cases of the goals")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    rows = []
+    for case in GOALS if args.quick else CASES:
+        for row in measure(**case):
+            rows.append(row)
+            path = record.write("ffn", rows, args.out)  # a run cut short keeps what it measured
+            print(record.line(row), flush=True)
+    print(path)
+
+
+def measure(
+    *, m: int, pattern: str, nnz: float = 0, heavy_every: int = 0, gated: bool = True
+) -> Iterator[dict[str, Any]]:
+    """One row per implementation; the first is the baseline."""
+    key = jax.random.key(m + int(nnz))
+    if pattern == "recorded":
+        x, w_gate = patterns.recorded(key, m, D, DTYPE)
+    else:
+        x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE)
+    if heavy_every:
+        x = patterns.with_heavy_rows(x, heavy_every)
+    layers = [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
+    float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
+    with jax.default_matmul_precision("highest"):
+        reference, stats = jax.jit(sparse_ffn)(*float32)
+    case = {
+        "direction": "forward",
+        "m": m,
+        "d": D,
+        "h": H,
+        "dtype": jnp.dtype(DTYPE).name,
+        "gated": gated,
+        "pattern": pattern,
+        "nnz_mean": float(stats.nnz),
+        "nnz_max": int(stats.max_nnz),
+        "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
+    }
+    baseline_ms = None
+    for name, (ffn, prepare) in implementations(gated).items():
+        try:
+            stack = jax.jit(lambda x, layers, ffn=ffn: [ffn(x, *weights) for weights in layers])
+            layers = [prepare(weights) for weights in layers]
+            error = record.relative_error(stack(x, layers[:1])[0], reference)
+            ms = record.milliseconds(stack, x, layers, calls=max(2, min(50, 2**17 // m))) / LAYERS
+        except Exception as problem:  # a row says so, and the others go on
+            yield case | {"implementation": name, "failed": record.first_line(problem)}
+            continue
+        baseline_ms = baseline_ms or ms
+        yield case | {
+            "implementation": name,
+            "ms": ms,
+            "baseline": "xla",
+            "baseline_ms": baseline_ms,
+            "speedup": baseline_ms / ms,
+            "error": error,
+        }
+
+
+def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
+    """One layer's (w_gate, w_up, w_down), with the neurons of `w_gate` in an order of its own."""
+    key_order, key_up, key_down = jax.random.split(key, 3)
+    w_gate = w_gate[jax.random.permutation(key_order, H)]
+    w_down = (jax.random.normal(key_down, (H, D)) / H**0.5).astype(DTYPE)
+    if not gated:
+        return None, w_gate, w_down
+    return w_gate, (jax.random.normal(key_up, (H, D)) / D**0.5).astype(DTYPE), w_down
+
+
+def implementations(gated: bool) -> dict[str, tuple[Callable, Callable]]:
+    """By name, the baseline first: a function (x, w_gate, w_up, w_down) -> y, and one that lays
+    out the neuron-major weights as it wants them."""
+
+    def ours(name):
+        return lambda *args: sparse_ffn(*args, implementation=name)[0], lambda weights: weights
+
+    named = {"xla": ours("xla"), "mosaic": ours("mosaic")}
+    if gated:
+        named["tokamax"] = (
+            tokamax_ffn,
+            lambda weights: (weights[0].T.copy(), weights[1].T.copy(), weights[2]),
+        )
+    return named
+
+
+def tokamax_ffn(x, w_gate, w_up, w_down):
+    """Dense: tokamax's gated linear unit on `[D, H]` weights, and a matmul."""
+    import tokamax
+
+    h = tokamax.gated_linear_unit(x, (w_gate, w_up), activation=jax.nn.relu)
+    return h @ w_down
+
+
+if __name__ == "__main__":
+    main()

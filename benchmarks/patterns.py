@@ -1,0 +1,70 @@
+"""Inputs and gate weights that give a wanted pattern of non-zero activations.
+
+The last feature of x is 1 and its gate weight is the neuron's threshold, so that the pattern comes
+out of the gate matmul itself.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.stats import norm
+
+RECORDED = Path(__file__).parent / "data" / "recorded.npz"
+
+
+def independent(key, pattern: str, m: int, d: int, h: int, nnz: float, dtype):
+    """x `[m, d]` and w_gate `[h, d]` whose neurons fire independently, `nnz` of them per token.
+
+    "uniform": every neuron fires with probability nnz / h. "skewed": 30 % never fire, the others
+    with log-normal(0, 1.5) frequencies, at most 0.9.
+    """
+    key_x, key_w, key_p, key_dead = jax.random.split(key, 4)
+    if pattern == "uniform":
+        p = jnp.full(h, nnz / h)
+    else:
+        p = jnp.exp(1.5 * jax.random.normal(key_p, (h,)))
+        p = jnp.where(jax.random.permutation(key_dead, h) < 0.3 * h, 0.0, p)
+        for _ in range(20):  # clipping takes from the sum, so scale again
+            p = jnp.minimum(p * (nnz / p.sum()), 0.9)
+    x = jax.random.normal(key_x, (m, d)).at[:, -1].set(1.0)
+    w = jax.random.normal(key_w, (h, d)) / d**0.5
+    # sum_i w_i x_i over the other features is close to standard normal for every neuron
+    threshold = jnp.where(p > 0, norm.ppf(jnp.maximum(p, 1e-9)), -30.0)
+    return x.astype(dtype), w.at[:, -1].set(threshold).astype(dtype)
+
+
+def recorded(key, m: int, d: int, dtype):
+    """x and w_gate that reproduce layer 1 of a trained model on 16384 consecutive tokens.
+
+    The model: 6 layers, d_model 1024, H = 5632, L1 5e-4, Python source; mean nnz 20. x is fitted to
+    the recorded pattern by gradient steps on a hinge loss against random w_gate.
+    """
+    bits = np.load(RECORDED)["packed"]
+    active = np.unpackbits(bits, axis=1)[:, :5632].astype(bool)
+    active = jnp.asarray(np.resize(active, (m, active.shape[1])))
+    h = active.shape[1]
+    w = jax.random.normal(key, (h, d)) / d**0.5
+    w = w.at[:, -1].set(-0.5).astype(dtype).astype(jnp.float32)
+
+    def loss(x, active):
+        z = x @ w.T
+        return jnp.sum(jnp.square(jax.nn.relu(jnp.where(active, 0.25 - z, 0.25 + z))))
+
+    @jax.jit
+    def fit(active):
+        x = (active @ w).at[:, -1].set(1.0)
+
+        def step(_, x):
+            return (x - 0.2 * jax.grad(loss)(x, active)).at[:, -1].set(1.0)
+
+        return jax.lax.fori_loop(0, 60, step, x)
+
+    chunks = [fit(active[i : i + 4096].astype(jnp.float32)) for i in range(0, m, 4096)]
+    return jnp.concatenate(chunks).astype(dtype), w.astype(dtype)
+
+
+def with_heavy_rows(x, every: int):
+    """Makes every `every`-th token fire nearly all neurons, as the first one of a sequence does."""
+    return x.at[::every, -1].set(-1.0)  # turns the thresholds into pushes

@@ -1,0 +1,85 @@
+"""Timing and the JSON files under benchmarks/results/ (see docs/performance.md)."""
+
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
+    """Median over `repeats` of the time of one of `calls` calls of a jitted `f`, queued at once."""
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        results = [f(*args) for _ in range(calls)]
+        jax.block_until_ready(results)
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return statistics.median(times)
+
+
+def relative_error(out, reference) -> float:
+    """||out - reference|| / ||reference|| in float64."""
+    out, reference = (np.asarray(a.astype("float32"), np.float64) for a in (out, reference))
+    return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
+
+
+def write(benchmark: str, rows: list[dict[str, Any]], directory: Path = RESULTS) -> Path:
+    """Stores measured rows with the device, versions, commit and command."""
+    device = jax.devices()[0].device_kind
+    today = date.today()
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax")
+    content = {
+        "benchmark": benchmark,
+        "device": device,
+        "date": today.isoformat(),
+        "commit": _commit(),
+        "versions": {name: v for name in packages if (v := _version(name))},
+        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    slug = device.lower().replace(" ", "-")
+    path = directory / f"{benchmark}-{slug}-{today:%Y%m%d}.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for the terminal."""
+    return "  ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in row.items()
+        if name not in ("direction", "dtype", "baseline", "baseline_ms")
+    )
+
+
+def first_line(problem: Exception) -> str:
+    """An exception in a line."""
+    return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"[:200]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,152 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from twell_jax import data
+from twell_jax.config import ConfigError
+from twell_jax.data import sources, tokenizers
+
+CONTEXT = 16
+
+
+def first_epoch(loaded, stream):
+    """The first epoch over a training stream, and what it should hold, both sorted."""
+    count = (len(stream) - 1) // CONTEXT
+    batches = itertools.islice(loaded.train, -(-count // 8))
+    windows = np.concatenate([batch["tokens"] for batch in batches])[:count].tolist()
+    expected = [stream[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in range(count)]
+    return sorted(windows), sorted(expected)
+
+
+def files(text_dir, **settings):
+    return {"source": "files", "paths": [str(text_dir / "*.txt")], **settings}
+
+
+def stream_of(texts):
+    """The bytes of each text followed by end-of-text, as a list."""
+    return [token for text in texts for token in [*text.encode(), 256]]
+
+
+def test_splits_are_whole_documents_and_disjoint(make_config, text_dir, documents):
+    config = make_config(files(text_dir), eval_sequences=1000)
+    loaded = data.load(config)
+    held_out = [text for text in documents if sources.is_held_out(text, 0.3)]
+    train = [text for text in documents if text not in held_out]
+    assert held_out and train
+
+    epoch, expected = first_epoch(loaded, stream_of(train))
+    assert epoch == expected
+
+    stream = stream_of(held_out)
+    windows = (len(stream) - 1) // CONTEXT
+    assert loaded.held_out.dtype == np.int32
+    assert loaded.held_out.shape == (windows, CONTEXT + 1)
+    assert loaded.held_out[:, 1:].ravel().tolist() == stream[1 : windows * CONTEXT + 1]
+
+
+def test_second_load_reads_the_cache(make_config, text_dir, monkeypatch):
+    config = make_config(files(text_dir))
+    first = data.load(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizers, "encode_documents", lambda *_: pytest.fail("tokenised again"))
+        second = data.load(config)
+        np.testing.assert_array_equal(first.held_out, second.held_out)
+        np.testing.assert_array_equal(
+            next(iter(first.train))["tokens"], next(iter(second.train))["tokens"]
+        )
+        assert first.unigram_cross_entropy == second.unigram_cross_entropy
+
+
+@pytest.mark.parametrize("change", ["edit", "add", "fraction", "tokenizer"])
+def test_cache_follows_content_and_settings(make_config, text_dir, change):
+    before = data.load(make_config(files(text_dir), eval_sequences=1000))
+    settings = {}
+    if change == "edit":
+        path = text_dir / "00.txt"
+        path.write_text(path.read_text().swapcase())  # the same size
+    elif change == "add":
+        (text_dir / "new.txt").write_text("new document " * 200)
+    elif change == "fraction":
+        settings = {"held_out_fraction": 0.6}
+    else:
+        settings = {"tokenizer": "bpe"}
+    after = data.load(make_config(files(text_dir, **settings), eval_sequences=1000))
+    assert before.unigram_cross_entropy != after.unigram_cross_entropy
+
+
+def test_bpe_is_trained_on_the_training_documents_and_kept(
+    make_config, text_dir, documents, monkeypatch
+):
+    config = make_config(files(text_dir, tokenizer="bpe"))
+    train = [text for text in documents if not sources.is_held_out(text, 0.3)]
+    loaded = data.load(config)
+    assert loaded.tokenizer.to_json() == tokenizers.train_bpe(train, 300).to_json()
+    monkeypatch.setattr(tokenizers, "train_bpe", lambda *_: pytest.fail("trained again"))
+    assert data.load(config).tokenizer.to_json() == loaded.tokenizer.to_json()
+
+
+def test_jsonl_lines_are_documents(make_config, tmp_path, text_dir, documents):
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    lines = data.load(make_config({"source": "files", "paths": [str(path)]}))
+    whole = data.load(make_config(files(text_dir)))
+    np.testing.assert_array_equal(lines.held_out, whole.held_out)
+
+
+def test_unigram_cross_entropy():
+    train = np.array([[9, 0, 0, 1]])  # 0 twice, 1 once of three; smoothed 3/6, 2/6, 1/6
+    held_out = np.array([[0, 1, 2], [2, 0, 0]])
+    expected = -np.mean(np.log([2 / 6, 1 / 6, 3 / 6, 3 / 6]))
+    assert data.unigram_cross_entropy(train, held_out, 3) == pytest.approx(expected)
+
+
+def save_shards(directory, *shards):
+    for i, shard in enumerate(shards):
+        np.save(directory / f"{i}.npy", shard)
+    return {"source": "tokens", "paths": [str(directory / "[0-9].npy")]}
+
+
+def test_tokens_with_a_held_out_tail(make_config, tmp_path):
+    tokens = np.random.default_rng().integers(0, 257, 2000, np.uint16)
+    loaded = data.load(make_config(save_shards(tmp_path, tokens[:700], tokens[700:])))
+    tail = tokens[1400:]
+    assert loaded.held_out.shape == (4, CONTEXT + 1)
+    for window, i in zip(loaded.held_out, [0, 9, 18, 27], strict=True):  # of 37
+        np.testing.assert_array_equal(window, tail[i * CONTEXT : (i + 1) * CONTEXT + 1])
+    epoch, expected = first_epoch(loaded, tokens[:1400].tolist())
+    assert epoch == expected
+
+
+def test_tokens_with_held_out_shards(make_config, tmp_path):
+    settings = save_shards(tmp_path, np.full(100, 1, np.uint32))
+    np.save(tmp_path / "held_out.npy", np.full(200, 2, np.uint16))
+    settings["held_out_paths"] = [str(tmp_path / "held_out.npy")]
+    loaded = data.load(make_config(settings))
+    assert (loaded.held_out == 2).all()
+    assert (next(iter(loaded.train))["tokens"] == 1).all()
+    assert loaded.unigram_cross_entropy == pytest.approx(np.log(300 + 6 * CONTEXT))
+
+
+def test_tokens_beyond_the_vocabulary(make_config, tmp_path):
+    settings = save_shards(tmp_path, np.full(1000, 300, np.uint16))
+    with pytest.raises(ConfigError, match=r"^model\.vocab_size: .* token 300"):
+        data.load(make_config(settings))
+
+
+def test_tokenizer_beyond_the_vocabulary(make_config, text_dir):
+    with pytest.raises(ConfigError, match=r"^model\.vocab_size: the tokenizer byte has 257 tokens"):
+        data.load(make_config(files(text_dir), {"vocab_size": 256}))
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(1e-9, "held-out"), (1 - 1e-9, "training")])
+def test_both_splits_must_hold_a_window(make_config, text_dir, fraction, split):
+    with pytest.raises(ConfigError, match=rf"^data\.held_out_fraction: .* the {split} split has 0"):
+        data.load(make_config(files(text_dir, held_out_fraction=fraction)))
+
+
+@pytest.mark.parametrize("count", [3, 16])
+def test_batch_must_divide_among_processes(make_config, text_dir, count):
+    with pytest.raises(ConfigError, match=r"^batch_tokens: 8 sequences"):
+        data.load(make_config(files(text_dir)), process_count=count)

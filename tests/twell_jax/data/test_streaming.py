@@ -1,0 +1,120 @@
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from twell_jax import data
+from twell_jax.config import ConfigError
+from twell_jax.data import sources, streaming, tokenizers
+
+pytest.importorskip("datasets")
+
+CONTEXT = 16
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def dataset_dir(request, tmp_path, documents):
+    """A dataset of three files that hold the documents in order."""
+    directory = tmp_path / "dataset"
+    directory.mkdir()
+    for i, part in enumerate(itertools.batched(documents, 15)):
+        rows = [{"text": text, "length": len(text)} for text in part]
+        path = directory / f"train-{i}.{request.param}"
+        if request.param == "jsonl":
+            path.write_text("\n".join(map(json.dumps, rows)))
+        else:
+            pyarrow = pytest.importorskip("pyarrow")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=4)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def few_documents_at_once(monkeypatch):
+    """An epoch of 40 documents then takes several reads."""
+    monkeypatch.setattr(streaming, "_DOCUMENTS", 7)
+
+
+def streamed(dataset_dir, **settings):
+    return {"source": "hf", "name": str(dataset_dir), **settings}
+
+
+def take(iterator, steps):
+    return np.stack([next(iterator)["tokens"] for _ in range(steps)])
+
+
+def test_windows_are_the_training_documents_in_order(make_config, dataset_dir, documents):
+    loaded = data.load(make_config(streamed(dataset_dir)))
+    train, held_out = (
+        [text for text in documents if sources.is_held_out(text, 0.3) == split]
+        for split in (False, True)
+    )
+    stream = np.concatenate(list(tokenizers.encode_documents(loaded.tokenizer, train)))
+    steps = 2 * stream.size // (8 * CONTEXT)  # two epochs, but for a part of a batch
+    tokens = take(iter(loaded.train), steps).reshape(-1, CONTEXT + 1)
+    np.testing.assert_array_equal(tokens[:, :-1].ravel(), np.resize(stream, tokens.shape[0] * 16))
+    np.testing.assert_array_equal(tokens[1:, 0], tokens[:-1, -1])
+
+    stream = np.concatenate(list(tokenizers.encode_documents(loaded.tokenizer, held_out)))
+    np.testing.assert_array_equal(loaded.held_out[:, :-1].ravel(), stream[: 4 * CONTEXT])
+
+
+def test_resume_is_exact(make_config, dataset_dir):
+    config = make_config(streamed(dataset_dir))
+    iterator = iter(data.load(config).train)
+    states, steps = [iterator.get_state()], []
+    for _ in range(20):  # more than two epochs
+        steps.append(next(iterator)["tokens"])
+        states.append(json.loads(json.dumps(iterator.get_state())))
+    for step in 0, 1, 3, 8, 11, 17:
+        resumed = iter(data.load(config).train)
+        resumed.set_state(states[step])
+        np.testing.assert_array_equal(take(resumed, 20 - step), steps[step:])
+
+
+def test_processes_share_the_batch_of_one(make_config, dataset_dir):
+    config = make_config(streamed(dataset_dir))
+    single = iter(data.load(config).train)
+    for count in 2, 4:
+        processes = [
+            iter(data.load(config, process_index=i, process_count=count).train)
+            for i in range(count)
+        ]
+        for _ in range(3):
+            whole = next(single)["tokens"]
+            parts = [next(process)["tokens"] for process in processes]
+            assert sorted(np.concatenate(parts).tolist()) == sorted(whole.tolist())
+            assert all(process.get_state() == single.get_state() for process in processes)
+        single = iter(data.load(config).train)
+
+
+def test_bpe_is_trained_on_the_stream(make_config, dataset_dir, documents):
+    loaded = data.load(make_config(streamed(dataset_dir, tokenizer="bpe")))
+    train = [text for text in documents if not sources.is_held_out(text, 0.3)]
+    assert loaded.tokenizer.to_json() == tokenizers.train_bpe(train, 300).to_json()
+    first = loaded.tokenizer.decode(next(iter(loaded.train))["tokens"][0])
+    assert train[0].startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"text_field": "body"}, r"no field 'body' \(data\.text_field\); there are: text, length"),
+        ({"text_field": "length"}, "field 'length' must hold text, not int"),
+        ({"split": "validation"}, "validation"),
+        ({"subset": "fr"}, "fr"),
+        ({"name": "/no/such/directory"}, "/no/such/directory"),
+        ({"held_out_fraction": 1e-9}, "held-out split has 0 tokens"),
+    ],
+)
+def test_unusable_datasets(make_config, dataset_dir, settings, message):
+    with pytest.raises(ConfigError, match=rf"^data\.(name|held_out_fraction): .*{message}"):
+        data.load(make_config(streamed(dataset_dir) | settings))
+
+
+def test_missing_library_names_the_extra(make_config, dataset_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'twell-jax\[hf\]'"):
+        data.load(make_config(streamed(dataset_dir)))

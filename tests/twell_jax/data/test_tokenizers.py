@@ -1,0 +1,112 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twell_jax.config import ConfigError
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import ByteTokenizer
+
+ODD_TEXT = "naïve 🙂 <|endoftext|>\r\n\t  x\x00 漢字 "
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    (ids,) = ByteTokenizer().encode([text])
+    assert bytes(ids.tolist()) == text.encode()
+    assert ByteTokenizer().decode(ids) == text
+
+
+def test_byte_decode_of_what_is_no_text():
+    assert ByteTokenizer().decode(np.array([104, 256, 105, 0xFF, 299])) == "hi�"
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_documents_end_with_end_of_text(texts):
+    tokenizer = ByteTokenizer()
+    stream = np.concatenate(list(tokenizers.encode_documents(tokenizer, texts)))
+    assert stream.dtype == np.uint16
+    *documents, after = np.split(stream, np.flatnonzero(stream == tokenizer.eot_id) + 1)
+    assert after.size == 0
+    assert [tokenizer.decode(ids) for ids in documents] == texts
+
+
+def test_documents_are_encoded_in_bounded_batches(monkeypatch):
+    monkeypatch.setattr(tokenizers, "_BATCH_CHARACTERS", 10)
+    arrays = list(tokenizers.encode_documents(ByteTokenizer(), ["abcd"] * 5))
+    assert [array.size for array in arrays] == [10, 10, 5]
+
+
+@pytest.mark.parametrize("size", [257, 330])
+def test_bpe_has_the_asked_size_and_round_trips(documents, size):
+    bpe = tokenizers.train_bpe(documents, size)
+    assert bpe.size == size
+    ids = bpe.encode([*documents, ODD_TEXT])
+    assert [bpe.decode(i) for i in ids] == [*documents, ODD_TEXT]
+    assert all(bpe.eot_id not in i for i in ids)
+    assert bpe.decode([bpe.eot_id, *ids[0], bpe.eot_id, size + 5]) == documents[0]
+
+
+def test_bpe_merges_make_text_shorter_and_are_deterministic(documents):
+    small, large, again = (tokenizers.train_bpe(documents, size) for size in (257, 330, 330))
+    assert large.encode(documents)[0].size < small.encode(documents)[0].size
+    assert large.to_json() == again.to_json()
+
+
+@pytest.mark.parametrize(("size", "message"), [(256, "at least 257"), (50000, "at most, got")])
+def test_bpe_of_an_impossible_size(documents, size, message):
+    with pytest.raises(ConfigError, match=rf"^model\.vocab_size: .*{message}"):
+        tokenizers.train_bpe(documents, size)
+
+
+def test_saved_tokenizers_are_the_same(tmp_path, documents):
+    path = tmp_path / "tokenizer.json"
+    for tokenizer in ByteTokenizer(), tokenizers.train_bpe(documents, 300):
+        tokenizers.save(tokenizer, path)
+        loaded = tokenizers.load(path)
+        assert (loaded.size, loaded.eot_id) == (tokenizer.size, tokenizer.eot_id)
+        for text in [*documents, ODD_TEXT]:
+            np.testing.assert_array_equal(loaded.encode([text])[0], tokenizer.encode([text])[0])
+            assert loaded.decode(loaded.encode([text])[0]) == text
+
+
+def word_level(*special):
+    backend = hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+@pytest.mark.parametrize("as_directory", [True, False])
+def test_tokenizer_of_a_path(tmp_path, as_directory):
+    backend = word_level("<pad>", "</s>")
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizers.named(str(tmp_path if as_directory else tmp_path / "tokenizer.json"))
+    assert (tokenizer.size, tokenizer.eot_id) == (5, 4)
+    assert tokenizer.encode(["a b b a"])[0].tolist() == [0, 1, 1, 0]
+
+
+def test_tokenizer_without_end_of_text(tmp_path):
+    word_level("<pad>", "<stop>").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="special tokens are: <pad>, <stop>"):
+        tokenizers.named(str(tmp_path))
+
+
+def test_directory_without_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: .* is not byte, bpe, a path"):
+        tokenizers.named(str(tmp_path))
+
+
+def test_stored_form_is_one_json_object(documents):
+    assert json.loads(ByteTokenizer().to_json()) == {"type": "byte"}
+    assert json.loads(tokenizers.train_bpe(documents, 260).to_json())["eot"] == "<|endoftext|>"
+
+
+def test_ids_are_as_small_as_they_can_be():
+    assert tokenizers.token_dtype(2**16) == np.uint16
+    assert tokenizers.token_dtype(2**16 + 1) == np.uint32

@@ -1,0 +1,154 @@
+"""The tokenizer and the two token streams, training and held-out, of a configuration."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import __version__ as bpe_version
+
+from twell_jax.config import Config, ConfigError
+from twell_jax.data import cache, shards, sources, streaming, tokenizers
+from twell_jax.data.shards import TokenStream
+from twell_jax.data.tokenizers import Tokenizer
+
+UNIGRAM_TOKENS = 2**22  # training tokens that the unigram baseline counts
+BPE_CHARACTERS = 2**26  # of a streamed dataset's training documents that a bpe is trained on
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenizer and what it made of the documents; of a streamed dataset, of its beginning."""
+
+    tokenizer: Tokenizer
+    train: TokenStream
+    held_out: TokenStream
+
+
+def load(config: Config) -> Corpus:
+    """Reads or makes the corpus that `config.data` describes.
+
+    - stdlib, files: all documents, tokenised once and kept in `data.cache_dir`, keyed by the
+      content of the files and the settings.
+    - tokens: the given shards. Without `held_out_paths` the last `held_out_fraction` of their
+      tokens is held out.
+    - hf: the first `UNIGRAM_TOKENS` of the training documents, and as much of the first held-out
+      documents as an evaluation takes. A bpe is trained on the first `BPE_CHARACTERS`, anew at each
+      start, with the same outcome.
+
+    Raises:
+      ConfigError: if the documents or the tokenizer cannot be used, or do not fit the vocabulary.
+    """
+    if config.data.source == "hf":
+        return _streamed(config)
+    if config.data.source == "tokens":
+        return _given(config)
+    return _cached(config)
+
+
+def _cached(config: Config) -> Corpus:
+    data, cache_dir = config.data, Path(config.data.cache_dir)
+    paths = sources.text_files(data)
+    content = {
+        "source": data.source,
+        "files": [(path.suffix, _digest(path)) for path in paths],
+        "text_field": data.text_field,
+        "held_out_fraction": data.held_out_fraction,
+    }
+
+    def documents(held_out: bool) -> Iterator[str]:
+        for text in sources.texts(paths, data):
+            if sources.is_held_out(text, data.held_out_fraction) == held_out:
+                yield text
+
+    def train_bpe(directory: Path) -> None:
+        log.info("training a bpe of %d tokens on %d files", config.model.vocab_size, len(paths))
+        bpe = tokenizers.train_bpe(documents(held_out=False), config.model.vocab_size)
+        tokenizers.save(bpe, directory / "tokenizer.json")
+
+    def tokenise(directory: Path) -> None:
+        log.info("tokenising %d files", len(paths))
+        for name, held_out in ("train", False), ("held_out", True):
+            arrays = tokenizers.encode_documents(tokenizer, documents(held_out))
+            shards.write(directory, name, arrays)
+
+    if data.tokenizer == "bpe":
+        key = {**content, "bpe": [config.model.vocab_size, bpe_version]}
+        tokenizer = tokenizers.load(cache.entry(cache_dir, key, train_bpe) / "tokenizer.json")
+    else:
+        tokenizer = _named(config)
+    directory = cache.entry(cache_dir, {**content, "tokenizer": tokenizer.to_json()}, tokenise)
+    train, held_out = (
+        shards.open_shards(sorted(directory.glob(f"{name}-*.npy")), key="data.cache_dir")
+        for name in ("train", "held_out")
+    )
+    return Corpus(tokenizer, train, held_out)
+
+
+def _given(config: Config) -> Corpus:
+    data = config.data
+    key = "data.paths"
+    stream = shards.open_shards(sources.expand(data.paths, key=key), key=key)
+    if not data.held_out_paths:
+        train, held_out = stream.split(int(len(stream) * (1 - data.held_out_fraction)))
+    else:
+        key = "data.held_out_paths"
+        held_out = shards.open_shards(sources.expand(data.held_out_paths, key=key), key=key)
+        train = stream
+    return Corpus(_named(config), train, held_out)
+
+
+def _streamed(config: Config) -> Corpus:
+    data = config.data
+    if data.tokenizer == "bpe":
+        prefix = _first_characters(streaming.documents(data, held_out=False), BPE_CHARACTERS)
+        tokenizer = tokenizers.train_bpe(prefix, config.model.vocab_size)
+    else:
+        tokenizer = _named(config)
+
+    def prefix(held_out: bool, count: int) -> TokenStream:
+        documents = streaming.documents(data, held_out=held_out)
+        return _first_tokens(tokenizers.encode_documents(tokenizer, documents), count)
+
+    return Corpus(
+        tokenizer,
+        prefix(held_out=False, count=UNIGRAM_TOKENS),
+        prefix(held_out=True, count=config.eval_sequences * config.model.context + 1),
+    )
+
+
+def _named(config: Config) -> Tokenizer:
+    tokenizer = tokenizers.named(config.data.tokenizer)
+    if tokenizer.size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: the tokenizer {config.data.tokenizer} has {tokenizer.size} tokens, "
+            f"got {config.model.vocab_size}"
+        )
+    return tokenizer
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _first_tokens(arrays: Iterable[np.ndarray], count: int) -> TokenStream:
+    taken, size = [], 0
+    for array in arrays:
+        taken.append(array[: count - size])
+        size += array.size
+        if size >= count:
+            break
+    return TokenStream(taken)
+
+
+def _first_characters(texts: Iterable[str], count: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        count -= len(text)
+        if count <= 0:
+            return

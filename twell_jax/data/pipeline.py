@@ -1,0 +1,75 @@
+"""Training examples from a token stream of known length, through `grain`."""
+
+from dataclasses import dataclass
+
+import grain
+import numpy as np
+
+from twell_jax.config import ConfigError
+from twell_jax.data.shards import TokenStream
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The examples of a token stream, by index: windows of context + 1 tokens at stride context.
+
+    The last token of a window is the first of the next, so every token but the stream's first is
+    predicted exactly once. The stream's last (len - 1) % context tokens fill no window.
+
+    Raises:
+      ConfigError: when a window holds an id that is not below vocab_size.
+    """
+
+    stream: TokenStream
+    context: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return max(len(self.stream) - 1, 0) // self.context
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """{"tokens": int32 [context + 1]} of the window 0 <= index < len."""
+        start = index * self.context
+        tokens = self.stream.read(start, start + self.context + 1)
+        if tokens.max() >= self.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size: the data holds token {tokens.max()}, so the vocabulary needs "
+                f"more than {self.vocab_size} tokens"
+            )
+        return {"tokens": tokens.astype(np.int32)}
+
+    def spread(self, count: int) -> np.ndarray:
+        """Evenly spread windows, int32 [min(count, len), context + 1]."""
+        count = min(count, len(self))
+        indices = np.arange(count) * len(self) // count
+        return np.stack([self[int(index)]["tokens"] for index in indices])
+
+
+def batches(
+    windows: Windows, *, batch: int, seed: int, process_index: int, process_count: int
+) -> grain.IterDataset:
+    """Shuffled batches without end: every epoch holds each window once, in a new order.
+
+    Step k of all processes together takes the same set of windows for every `process_count`, and
+    the iterator's state, {"next_index": k}, is the same too.
+
+    Args:
+      windows: the examples.
+      batch: examples per step over all processes, divisible by `process_count`.
+      seed: of the order; any non-negative integer.
+      process_index: of this process.
+      process_count: processes that share a batch.
+
+    Returns:
+      A dataset of {"tokens": int32 [batch // process_count, context + 1]}.
+    """
+    # grain adds the number of the epoch to its seed: spread ours, so that runs do not overlap
+    (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
+    return (
+        grain.MapDataset.source(windows)
+        .shuffle(int(shuffle_seed))
+        .repeat()
+        .slice(slice(process_index, None, process_count))
+        .batch(batch // process_count, drop_remainder=True)  # of what never ends, there is none
+        .to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4))
+    )

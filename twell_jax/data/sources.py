@@ -1,0 +1,169 @@
+"""Documents: where text comes from, and which of it is held out for evaluation.
+
+A document is a text file, a line of a JSONL file, or a row of a Hugging Face dataset. Documents are
+always trained on or held out whole.
+"""
+
+import glob
+import hashlib
+import io
+import json
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from twell_jax.config import ConfigError, DataConfig
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the held-out split.
+
+    A hash of the text decides, so the answer needs no list of documents, does not depend on where
+    the corpus lies, and copies of one document are never split between training and evaluation.
+    """
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def text_files(data: DataConfig) -> list[Path]:
+    """The files of source `stdlib` or `files`, sorted by path.
+
+    Raises:
+      ConfigError: if there are none, or a pattern matches none.
+    """
+    if data.source == "files":
+        return expand(data.paths, key="data.paths")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "__pycache__"} & set(path.relative_to(root).parts)
+    )
+    if not paths:
+        raise ConfigError(f"data.source: no .py files in {root}; name your own with source=files")
+    return paths
+
+
+def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
+    """Files that match the globs (`**` descends into directories), sorted, each once.
+
+    Raises:
+      ConfigError: under the name `key`, if a pattern matches no file.
+    """
+    found = set()
+    for pattern in patterns:
+        matches = [path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()]
+        if not matches:
+            raise ConfigError(
+                f"{key}: {pattern!r} matches no file (all files of a directory: 'directory/**/*')"
+            )
+        found.update(path.absolute() for path in matches)
+    return sorted(found)
+
+
+def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
+    """Reads the documents of files from `text_files`, one at a time.
+
+    A .jsonl file holds a document per line (blank lines are none); any other file is one document.
+    User files must be UTF-8. Standard library files follow their declared encoding; the few that
+    break it on purpose (input of the parser's own tests) are read as UTF-8 with U+FFFD for every
+    undecodable byte.
+
+    Raises:
+      ConfigError: naming the file, and the line or byte, that cannot be read as described.
+    """
+    for path in paths:
+        if data.source == "stdlib":
+            yield _decode_python(path.read_bytes())
+        elif path.suffix == ".jsonl":
+            yield from _json_lines(path, data.text_field)
+        else:
+            yield _decode_utf8(path)
+
+
+def _decode_python(raw: bytes) -> str:
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        return raw.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError):
+        return raw.decode(errors="replace")
+
+
+def _decode_utf8(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.paths: {path}: not UTF-8 text at byte {error.start}; convert the file or leave "
+            "it out"
+        ) from None
+
+
+def _json_lines(path: Path, field: str) -> Iterator[str]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
+            try:
+                text = _text_of(json.loads(line), field)
+                text.encode()  # JSON can spell half a surrogate pair, which is no text
+            except ValueError as error:
+                raise ConfigError(f"data.paths: {path}:{number}: {error}") from None
+            yield text
+
+
+def _text_of(row: Any, field: str) -> str:
+    if not isinstance(row, dict):
+        raise ValueError(f"must be an object with the field {field!r} (data.text_field)")
+    if field not in row:
+        raise ValueError(f"no field {field!r} (data.text_field); there are: {', '.join(row)}")
+    if not isinstance(row[field], str):
+        raise ValueError(f"field {field!r} must hold text, not {type(row[field]).__name__}")
+    return row[field]
+
+
+class StreamedDocuments(Iterator[str]):
+    """One pass over a Hugging Face dataset (a name, or a local directory), read as a stream.
+
+    Args:
+      data: names the dataset, its subset, split and text field.
+      position: where to continue, from `position` of an earlier pass; None starts at the beginning.
+
+    Raises:
+      ConfigError: if the `datasets` library is missing, or the dataset cannot be opened or read.
+    """
+
+    def __init__(self, data: DataConfig, position: dict[str, Any] | None = None):
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(
+                "data.source: hf needs the Hugging Face datasets library: "
+                "pip install 'twell-jax[hf]'"
+            ) from None
+        try:
+            self._dataset = datasets.load_dataset(
+                data.name, data.subset, split=data.split, streaming=True
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"data.name: {data.name}: {' '.join(str(error).split())}") from None
+        if position is not None:
+            self._dataset.load_state_dict(position)
+        self._position = position
+        self._rows = iter(self._dataset)
+        self._data = data
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """A small JSON-serialisable record of what was read so far."""
+        return self._position
+
+    def __next__(self) -> str:
+        row = next(self._rows)
+        self._position = self._dataset.state_dict()
+        try:
+            return _text_of(row, self._data.text_field)
+        except ValueError as error:
+            raise ConfigError(f"data.name: {self._data.name}: {error}") from None

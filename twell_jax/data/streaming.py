@@ -1,0 +1,107 @@
+"""Training examples from a Hugging Face dataset that is tokenised while it is read."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from twell_jax.config import DataConfig
+from twell_jax.data.sources import StreamedDocuments, is_held_out
+from twell_jax.data.tokenizers import Tokenizer, encode_documents
+
+_DOCUMENTS = 256  # read and tokenised at once
+
+
+def documents(data: DataConfig, *, held_out: bool) -> Iterator[str]:
+    """One pass over the documents of one split."""
+    for text in StreamedDocuments(data):
+        if is_held_out(text, data.held_out_fraction) == held_out:
+            yield text
+
+
+def batches(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    batch: int,
+    process_index: int,
+    process_count: int,
+) -> grain.IterDataset:
+    """Batches without end, in the order of the dataset, which is read anew when it ends.
+
+    Every process reads the whole stream and takes every `process_count`-th window of it: step k of
+    all processes together takes the same windows for every `process_count`, and the iterator's
+    state is the same too. It holds the position in the dataset, the tokens left over from before it
+    (at most `context`) and the number of windows taken since.
+
+    Args:
+      data: names the dataset and the share of it that is held out, which training skips.
+      tokenizer: applied to the documents, each followed by end-of-text.
+      context: a window holds one token more; consecutive windows share one token.
+      batch: examples per step over all processes, divisible by `process_count`.
+      process_index: of this process.
+      process_count: processes that share a batch.
+
+    Returns:
+      A dataset of {"tokens": int32 [batch // process_count, context + 1]}.
+    """
+    windows_from = functools.partial(_windows, data, tokenizer, context)
+    windows = _WindowDataset(windows_from, process_index, process_count)
+    return grain.experimental.ThreadPrefetchIterDataset(
+        windows.batch(batch // process_count), prefetch_buffer_size=4
+    )
+
+
+class _WindowDataset(grain.IterDataset):
+    def __init__(self, windows_from, process_index: int, process_count: int):
+        super().__init__()
+        self._arguments = (windows_from, process_index, process_count)
+
+    def __iter__(self) -> "_WindowIterator":
+        return _WindowIterator(*self._arguments)
+
+
+class _WindowIterator(grain.DatasetIterator):
+    def __init__(self, windows_from, process_index: int, process_count: int):
+        super().__init__()
+        self._windows_from = windows_from
+        self._process_index = process_index
+        self._process_count = process_count
+        self.set_state({"position": None, "leftover": [], "taken": 0})
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        group = [next(self._windows) for _ in range(self._process_count)]
+        _, self._state = group[-1]
+        window, _ = group[self._process_index]
+        return {"tokens": window}
+
+    def get_state(self) -> dict[str, Any]:
+        return self._state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._windows = self._windows_from(state)
+
+
+def _windows(
+    data: DataConfig, tokenizer: Tokenizer, context: int, state: dict[str, Any]
+) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    """All windows from `state` on, each with the state that continues behind it."""
+    stream = StreamedDocuments(data, state["position"])
+    leftover, taken = np.array(state["leftover"], np.int32), state["taken"]
+    while True:
+        start = {"position": stream.position, "leftover": leftover.tolist()}
+        texts = list(itertools.islice(stream, _DOCUMENTS))
+        if not texts:
+            stream = StreamedDocuments(data)
+        kept = [text for text in texts if not is_held_out(text, data.held_out_fraction)]
+        tokens = np.concatenate([leftover, *encode_documents(tokenizer, kept)], dtype=np.int32)
+        count = max(tokens.size - 1, 0) // context
+        for index in range(taken, count):
+            window = tokens[index * context : (index + 1) * context + 1]
+            yield window, {**start, "taken": index + 1}
+        leftover, taken = tokens[count * context :], 0

@@ -1,0 +1,196 @@
+"""Tokenizers: text to token ids and back, each stored as one JSON file."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import numpy as np
+import tokenizers as hf
+
+from twell_jax.config import ConfigError
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
+_BATCH_CHARACTERS = 2**18  # encoded at once: enough for the threads, little to hold in memory
+
+
+class Tokenizer(Protocol):
+    """What training and generation need of a tokenizer."""
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eot_id(self) -> int:
+        """The id that follows every document."""
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, 1-D of `token_dtype(size)`, without end-of-text.
+
+        Every text is plain text: what looks like a special token is not taken for one.
+        """
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of 1-D ids. Undecodable bytes become U+FFFD; ids that stand for no text
+        (end-of-text, rows of an embedding beyond `size`) contribute nothing."""
+
+    def to_json(self) -> str:
+        """Everything that `from_json` needs to make this tokenizer again."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0-255, end-of-text as 256. Lossless for any text."""
+
+    size: ClassVar[int] = 257
+    eot_id: ClassVar[int] = 256
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"type": "byte"})
+
+
+@dataclass(frozen=True)
+class SubwordTokenizer:
+    """A tokenizer of the `tokenizers` library with the token that ends a document."""
+
+    backend: hf.Tokenizer
+    eot: str
+
+    def __post_init__(self):
+        # A tokenizer.json may carry the limits of the model it was made for: documents are whole.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+
+    @cached_property
+    def size(self) -> int:
+        return max(self.backend.get_vocab().values()) + 1
+
+    @cached_property
+    def eot_id(self) -> int:
+        return self.backend.token_to_id(self.eot)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        dtype = token_dtype(self.size)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        backend = json.loads(self.backend.to_str())
+        return json.dumps({"type": "tokenizers", "eot": self.eot, "tokenizer": backend})
+
+
+def from_json(text: str) -> Tokenizer:
+    """The inverse of `Tokenizer.to_json`."""
+    tree = json.loads(text)
+    if tree["type"] == "byte":
+        return ByteTokenizer()
+    return SubwordTokenizer(hf.Tokenizer.from_str(json.dumps(tree["tokenizer"])), tree["eot"])
+
+
+def save(tokenizer: Tokenizer, path: Path) -> None:
+    """Writes a tokenizer as one JSON file."""
+    path.write_text(tokenizer.to_json(), encoding="utf-8")
+
+
+def load(path: Path) -> Tokenizer:
+    """Reads what `save` wrote."""
+    return from_json(path.read_text(encoding="utf-8"))
+
+
+def named(name: str) -> Tokenizer:
+    """The byte tokenizer ("byte"), or one of Hugging Face.
+
+    Args:
+      name: a tokenizer.json, a directory that holds one, or a name on the Hugging Face hub.
+
+    Raises:
+      ConfigError: if there is no such tokenizer, or it has no known end-of-text token.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        backend = (
+            hf.Tokenizer.from_file(str(path))
+            if path.exists() or Path(name).is_dir()
+            else hf.Tokenizer.from_pretrained(name)
+        )
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(
+            f"data.tokenizer: {name!r} is not byte, bpe, a path to a tokenizer.json or a "
+            f"Hugging Face name that can be fetched ({' '.join(str(error).split())})"
+        ) from None
+    for token in END_OF_TEXT:
+        if backend.token_to_id(token) is not None:
+            return SubwordTokenizer(backend, token)
+    found = [token.content for token in backend.get_added_tokens_decoder().values()]
+    raise ConfigError(
+        f"data.tokenizer: {name!r} has no end-of-text token (one of {', '.join(END_OF_TEXT)}); "
+        f"its special tokens are: {', '.join(found) or 'none'}"
+    )
+
+
+def train_bpe(texts: Iterable[str], size: int) -> SubwordTokenizer:
+    """Trains a byte-level BPE of exactly `size` ids: end-of-text, 256 bytes, merges. Deterministic.
+
+    Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", over
+    bytes and with the splitting into words of GPT-2.
+
+    Raises:
+      ConfigError: if `size` leaves no room for the bytes, or the texts hold too few merges.
+    """
+    if size < 257:
+        raise ConfigError(f"model.vocab_size: a byte-level bpe needs at least 257, got {size}")
+    backend = hf.Tokenizer(hf.models.BPE())
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() != size:
+        raise ConfigError(
+            f"model.vocab_size: the training documents give a bpe of {backend.get_vocab_size()} "
+            f"tokens at most, got {size}"
+        )
+    return SubwordTokenizer(backend, END_OF_TEXT[0])
+
+
+def token_dtype(size: int) -> type[np.unsignedinteger]:
+    """The smaller of uint16 and uint32 that holds ids below `size`."""
+    return np.uint16 if size <= 2**16 else np.uint32
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """The tokens of documents, each followed by end-of-text, in 1-D arrays of many documents."""
+    eot = np.array([tokenizer.eot_id], token_dtype(tokenizer.size))
+    for batch in _batches(texts):
+        yield np.concatenate([part for ids in tokenizer.encode(batch) for part in (ids, eot)])
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text) + 1
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
