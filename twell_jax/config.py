@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -19,6 +27,14 @@ class ConfigError(ValueError):
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value, info):
+        # pydantic takes true for 1
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise PydanticCustomError("bool_as_number", "must not be true or false")
+        return value
 
 
 class ModelConfig(_Section):
@@ -174,6 +190,10 @@ class Config(_Section):
                 f"batch_tokens: must be a multiple of model.context={self.model.context}, "
                 f"got {self.batch_tokens}"
             )
+        if self.model.d_model % self.mesh.fsdp:
+            raise ValueError(
+                f"mesh.fsdp: must divide model.d_model={self.model.d_model}, got {self.mesh.fsdp}"
+            )
         start, end = self.l1_warmup
         if not 0 <= start <= end:
             raise ValueError(f"l1_warmup: needs 0 <= start <= end, got [{start}, {end}]")
@@ -218,7 +238,9 @@ def from_dict(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_one_line(error.errors()[0])) from None
+        # A misspelt key is also a missing one: what is unknown says more.
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        raise ConfigError(_one_line(first)) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -231,17 +253,21 @@ def describe() -> str:
     return "\n".join(_describe(Config, prefix=""))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold keys and values, such as 'steps: 100'")
     base = tree.pop("base", None)
-    return tree if base is None else _merge(_read(path.parent / base), tree)
+    if base is None:
+        return tree
+    if not isinstance(base, str) or path.parent / base in (path, *above):
+        raise ConfigError(f"base: {path} must name another file beside it, got {base!r}")
+    return _merge(_read(path.parent / base, (path, *above)), tree)
 
 
 def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""Trains a sparse language model: python train.py configs/tiny.yaml [key=value ...]
+
+Everything is kept in the configuration's `run_dir`. The same command continues an interrupted run
+from its last checkpoint, with exactly the result of an uninterrupted one.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+
+import jax
+from rich.console import Console
+
+from twell_jax import config as config_lib
+from twell_jax import data, display, metrics, sharding
+from twell_jax.checkpoint import CheckpointError, Checkpoints
+from twell_jax.config import Config, ConfigError
+from twell_jax.data import tokenizers
+from twell_jax.plots import plot_run
+from twell_jax.run import RunPaths, open_run
+from twell_jax.training import make_trainer
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = config_lib.load(args.config, args.overrides)
+        if args.print_config:
+            print(config_lib.to_yaml(config), end="")
+        elif args.dry_run:
+            estimate_memory(config, args.dry_run)
+        else:
+            train(config)
+    except (ConfigError, CheckpointError, metrics.NonFiniteLoss) as error:
+        sys.exit(f"error: {error}")
+
+
+def train(config: Config) -> None:
+    console = Console()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    paths = open_run(config)
+    corpus = data.load(config, process_index=jax.process_index(), process_count=jax.process_count())
+    mesh = sharding.make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    trainer = make_trainer(config, corpus.tokenizer.eot_id, mesh)
+    batches = iter(corpus.train)
+
+    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+        restored = checkpoints.restore(trainer.abstract_state)
+        if restored is None:
+            state = trainer.init()
+        else:
+            state, position = restored
+            if position["corpus"] != corpus.fingerprint:
+                raise ConfigError(
+                    f"data: the training text is not that of the run in {paths.directory}; "
+                    "restore the old files, or choose another run_dir"
+                )
+            batches.set_state(position["iterator"])
+            console.print(f"continuing {paths.directory} at step {state.step}", highlight=False)
+        step = int(state.step)
+        tokenizers.save(corpus.tokenizer, paths.tokenizer)
+
+        with (
+            metrics.Log(paths.metrics, step, config.tensorboard) as log,
+            display.Progress(console, step, config.steps, config.model.d_ff) as progress,
+        ):
+            recorder = metrics.Recorder(config, log, progress.show, checkpoints)
+            while step < config.steps and not stop.is_set():
+                state, measured = trainer.step(state, trainer.put_batch(next(batches)["tokens"]))
+                step += 1
+                recorder.add(step, measured)
+                if step % config.eval_every == 0 or step == config.steps:
+                    held_out_ce = trainer.evaluate(state.params, corpus.held_out)
+                    recorder.add_evaluation(step, held_out_ce)
+                    progress.print(f"step {step}  held-out CE {held_out_ce:.3f}")
+                if step % config.checkpoint_every == 0 or step == config.steps or stop.is_set():
+                    recorder.flush()
+                    position = {"corpus": corpus.fingerprint, "iterator": batches.get_state()}
+                    checkpoints.save(step, state, position)
+            recorder.flush()
+        batches.close()
+
+    if step < config.steps:
+        console.print(f"stopped at step {step}; the same command continues", highlight=False)
+    else:
+        show_result(config, paths, corpus.unigram_cross_entropy, console)
+
+
+def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Console) -> None:
+    records = metrics.read(paths.metrics)
+    last = [record for record in records if "ce" in record][-1]
+    held_out_ce = [record for record in records if "held_out_ce" in record][-1]["held_out_ce"]
+    console.print(display.layer_table(last, config.model.d_ff))
+    console.print(display.verdict(held_out_ce, unigram_ce), highlight=False)
+    for path in plot_run(records, config.model.d_ff, unigram_ce, paths.directory):
+        console.print(f"plot: {path}", highlight=False)
+
+
+def estimate_memory(config: Config, devices: int) -> None:
+    """Lowers and compiles one step for so many virtual devices and prints what it would hold."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    mesh = sharding.make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    trainer = make_trainer(config, document_end=0, mesh=mesh)
+    compiled = trainer.step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+    print(display.memory(compiled.memory_analysis(), trainer.abstract_state.params, mesh.size))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"configuration keys:\n{config_lib.describe()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file, such as configs/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.d_model=256")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and exit"
+    )
+    parser.add_argument(
+        "--dry-run",
+        type=int,
+        metavar="DEVICES",
+        help="compile a step for so many devices on the CPU and print its memory; nothing is run",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

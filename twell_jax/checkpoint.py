@@ -1,0 +1,91 @@
+"""Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
+
+`DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
+JSON. No random state is stored: whatever a step draws follows from the seed and its number.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from twell_jax.training import TrainState
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """Checkpoints exist, but none of them can be restored."""
+
+
+class Checkpoints:
+    """The checkpoints of one run; a context manager that waits for pending writes at its end.
+
+    Args:
+      directory: where they are; made if missing.
+      keep: how many of the newest are kept.
+    """
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory = directory.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
+        """Starts writing a checkpoint; returns once `state` may be consumed."""
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)
+        )
+        self._manager.save(step, args=items)
+
+    def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest checkpoint that is whole, or None if the directory has none at all.
+
+        Broken ones are reported and set aside as STEP.broken; their step can be saved again.
+
+        Raises:
+          CheckpointError: if there are checkpoints, but none can be restored.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
+        )
+        problems = {}
+        for step in steps:
+            try:
+                restored = self._manager.restore(step, args=items)
+            except Exception as error:  # Orbax raises many kinds; all mean "not this one"
+                problems[step] = f"step {step}: {_first_line(error)}"
+                log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
+                continue
+            self._set_aside(list(problems))
+            return restored.state, restored.data
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "
+                + "; ".join(problems.values())
+            )
+        return None
+
+    def _set_aside(self, steps: list[int]) -> None:
+        if jax.process_index() == 0:
+            for step in steps:
+                (self.directory / str(step)).rename(self.directory / f"{step}.broken")
+        if steps:
+            self._manager.reload()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

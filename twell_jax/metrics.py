@@ -1,0 +1,135 @@
+"""What a run measures: taken from the device a step late, checked, shown and kept in a file."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twell_jax.checkpoint import Checkpoints
+from twell_jax.config import Config, ConfigError
+from twell_jax.run import write_atomically
+from twell_jax.training import StepMetrics
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or its gradient became inf or NaN; nothing was saved since."""
+
+
+class Log:
+    """`metrics.jsonl`, a line of JSON per logged step or evaluation; a context manager.
+
+    Args:
+      path: the file. Records after `step` are removed: a continued run writes them anew.
+      step: the step at which the run starts or continues.
+      tensorboard: also write TensorBoard events beside the file.
+
+    Raises:
+      ConfigError: if `tensorboard` is asked for but its package is not installed.
+    """
+
+    def __init__(self, path: Path, step: int, tensorboard: bool = False):
+        self._events = _event_writer(path.parent, step) if tensorboard else None
+        kept = [record for record in read(path) if record["step"] <= step]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a")
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+        if self._events:
+            self._events.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds `record`, which has a "step"; values are numbers or lists with one per layer."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._events:
+            for name, value in record.items():
+                layers = enumerate(value) if isinstance(value, list) else [("all", value)]
+                for layer, number in layers:
+                    self._events.add_scalar(f"{name}/{layer}", number, record["step"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Recorder:
+    """Handles the metrics of a step while the next one runs, so that the device never waits.
+
+    Args:
+      config: the run.
+      log: receives every `log_every`-th record and all evaluations.
+      show: called with each record, and whether it is a logged one.
+      checkpoints: named when the run goes wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        log: Log,
+        show: Callable[[dict[str, Any], bool], None],
+        checkpoints: Checkpoints,
+    ):
+        self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._clock: tuple[int, float] | None = None
+
+    def add(self, step: int, measured: StepMetrics) -> None:
+        """Takes the metrics of `step`, which may still be running, and handles those before it."""
+        self.flush()
+        self._pending = step, measured
+
+    def add_evaluation(self, step: int, held_out_ce: float) -> None:
+        """Records a held-out evaluation after `step`."""
+        self.flush()
+        self._log.write({"step": step, "held_out_ce": held_out_ce})
+
+    def flush(self) -> None:
+        """Waits for the last step added; checks, shows and logs what it measured.
+
+        Raises:
+          NonFiniteLoss: names the step and the last good checkpoint.
+        """
+        if self._pending is None:
+            return
+        (step, measured), self._pending = self._pending, None
+        record = {"step": step, "tokens": step * self._config.batch_tokens}
+        record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
+        if not all(math.isfinite(record[name]) for name in ("ce", "l1", "grad_norm")):
+            good = self._checkpoints.latest_step
+            where = "none" if good is None else self._checkpoints.directory / str(good)
+            raise NonFiniteLoss(
+                f"step {step}: not finite: ce={record['ce']}, l1={record['l1']}, "
+                f"grad_norm={record['grad_norm']}; last good checkpoint: {where}"
+            )
+        now = time.monotonic()
+        since, then = self._clock or (step, now)  # the first step compiles; it is not counted
+        tokens = (step - since) * self._config.batch_tokens
+        record["tokens_per_second"] = tokens / (now - then) if tokens else 0.0
+        logged = step % self._config.log_every == 0 or step == self._config.steps
+        self._show(record, logged)
+        if logged:
+            self._log.write(record)
+        if logged or self._clock is None:
+            self._clock = step, now
+
+
+def _event_writer(directory: Path, step: int):
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "tensorboard: needs the package tensorboardX (pip install 'twell-jax[tensorboard]')"
+        ) from None
+    return SummaryWriter(str(directory), purge_step=step)

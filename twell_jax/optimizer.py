@@ -1,0 +1,53 @@
+"""Schedules and the optimizer of the training recipe (arXiv 2603.23198, section 5)."""
+
+import jax
+import optax
+
+from twell_jax.config import Config, OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up from 0, then cosine decay, or a plateau with a linear decay at the end (WSD).
+
+    A run that is shorter than its warm-up ends within it.
+    """
+    rest = max(steps - config.warmup_steps, 1)
+    warmup = optax.linear_schedule(0.0, config.lr, config.warmup_steps)
+    if config.schedule == "cosine":
+        decay = optax.cosine_decay_schedule(config.lr, rest, config.final_lr_fraction)
+        return optax.join_schedules([warmup, decay], [config.warmup_steps])
+    decay_steps = min(round(steps * config.decay_fraction), rest)
+    plateau = optax.constant_schedule(config.lr)
+    decay = optax.linear_schedule(config.lr, config.lr * config.final_lr_fraction, decay_steps)
+    start = config.warmup_steps + rest - decay_steps
+    return optax.join_schedules([warmup, plateau, decay], [config.warmup_steps, start])
+
+
+def l1_coefficient(config: Config) -> optax.Schedule:
+    """0 up to `l1_warmup[0]`, rising linearly to the full coefficient at `l1_warmup[1]`."""
+    start, end = config.l1_warmup
+    if end == 0:
+        return optax.constant_schedule(config.l1_coefficient)
+    return optax.linear_schedule(0.0, config.l1_coefficient, max(end - start, 1), start)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW on gradients clipped by their global norm; scales of norms are not decayed."""
+
+    def decayed(params):
+        def is_matrix(path, _):
+            return not any(getattr(key, "key", None) == "scale" for key in path)
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate(config, steps),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        ),
+    )

@@ -1,0 +1,84 @@
+"""The directory of a run: its resolved configuration, tokenizer, checkpoints, metrics and plots."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from twell_jax import config as config_lib
+from twell_jax.config import Config, ConfigError
+
+# What may change between a run and its continuation; everything else decides the result.
+_FREE = {
+    "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
+    "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "model.remat",
+    "model.ffn_implementation",
+}  # fmt: skip
+
+
+class RunPaths:
+    """Names of what lies in a run directory."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.config = self.directory / "config.yaml"
+        self.tokenizer = self.directory / "tokenizer.json"
+        self.checkpoints = self.directory / "checkpoints"
+        self.metrics = self.directory / "metrics.jsonl"
+
+
+def open_run(config: Config) -> RunPaths:
+    """Makes the run's directory, or joins the run that is there if it is the same one.
+
+    A run that has no checkpoint yet starts anew, with any settings.
+
+    Raises:
+      ConfigError: the directory holds something else, or a run whose settings differ in a way that
+        would change its result; the message names the first such key.
+    """
+    paths = RunPaths(config.run_dir)
+    started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
+    if started and paths.config.exists():
+        before = load_config(paths.directory)
+        for key, old, new in _differences(before.model_dump(), config.model_dump()):
+            raise ConfigError(
+                f"{key}: the run in {paths.directory} was started with {old!r}, now {new!r}; "
+                "choose another run_dir, or the old value to continue it"
+            )
+    elif not paths.config.exists() and paths.directory.exists() and any(paths.directory.iterdir()):
+        raise ConfigError(
+            f"run_dir: {paths.directory} is not empty and holds no run (no config.yaml); "
+            "choose another directory"
+        )
+    if jax.process_index() == 0:
+        paths.directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(paths.config, config_lib.to_yaml(config))
+    return paths
+
+
+def load_config(run_dir: str | Path) -> Config:
+    """The resolved configuration that a run was last started with.
+
+    Raises:
+      ConfigError: if there is no run.
+    """
+    return config_lib.load(RunPaths(run_dir).config)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that is either whole or not there, also after a kill."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = ""):
+    for name, new in now.items():
+        key, old = f"{prefix}{name}", before[name]
+        if key in _FREE or old == new:
+            continue
+        if isinstance(new, dict):
+            yield from _differences(old, new, f"{key}.")
+        else:
+            yield key, old, new
