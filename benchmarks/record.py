@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -78,6 +79,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    if commit := os.environ.get("COMMIT"):  # for copies of the tree without its history
+        return commit
     try:
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
