@@ -30,7 +30,7 @@ def main() -> None:
         config = config_lib.load(args.config, args.overrides)
         if args.print_config:
             print(config_lib.to_yaml(config), end="")
-        elif args.dry_run:
+        elif args.dry_run is not None:
             estimate_memory(config, args.dry_run)
         else:
             train(config)
@@ -62,7 +62,8 @@ def train(config: Config) -> None:
                     "restore the old files, or choose another run_dir"
                 )
             batches.set_state(position["iterator"])
-            console.print(f"continuing {paths.directory} at step {state.step}", highlight=False)
+            done = "finished" if state.step >= config.steps else "continuing"
+            console.out(f"{done} {paths.directory} at step {state.step}", highlight=False)
         step = int(state.step)
         tokenizers.save(corpus.tokenizer, paths.tokenizer)
 
@@ -71,7 +72,8 @@ def train(config: Config) -> None:
             display.Progress(console, step, config.steps, config.model.d_ff) as progress,
         ):
             recorder = metrics.Recorder(config, log, progress.show, checkpoints)
-            while step < config.steps and not stop.is_set():
+            stopping = stop.is_set()
+            while step < config.steps and not stopping:
                 state, measured = trainer.step(state, trainer.put_batch(next(batches)["tokens"]))
                 step += 1
                 recorder.add(step, measured)
@@ -79,7 +81,8 @@ def train(config: Config) -> None:
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)
                     recorder.add_evaluation(step, held_out_ce)
                     progress.print(f"step {step}  held-out CE {held_out_ce:.3f}")
-                if step % config.checkpoint_every == 0 or step == config.steps or stop.is_set():
+                stopping = stop.is_set()  # asked once a step: what ends the loop also saves
+                if step % config.checkpoint_every == 0 or step == config.steps or stopping:
                     recorder.flush()
                     position = {"corpus": corpus.fingerprint, "iterator": batches.get_state()}
                     checkpoints.save(step, state, position)
@@ -87,23 +90,27 @@ def train(config: Config) -> None:
         batches.close()
 
     if step < config.steps:
-        console.print(f"stopped at step {step}; the same command continues", highlight=False)
+        console.out(f"stopped at step {step}; the same command continues", highlight=False)
     else:
         show_result(config, paths, corpus.unigram_cross_entropy, console)
 
 
 def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Console) -> None:
     records = metrics.read(paths.metrics)
-    last = [record for record in records if "ce" in record][-1]
-    held_out_ce = [record for record in records if "held_out_ce" in record][-1]["held_out_ce"]
-    console.print(display.layer_table(last, config.model.d_ff))
-    console.print(display.verdict(held_out_ce, unigram_ce), highlight=False)
+    steps = [record for record in records if "ce" in record]
+    evaluations = [record for record in records if "held_out_ce" in record]
+    if not (steps and evaluations):
+        raise ConfigError(f"{paths.metrics}: the records of this run are gone; nothing to show")
+    console.print(display.layer_table(steps[-1], config.model.d_ff))
+    console.out(display.verdict(evaluations[-1]["held_out_ce"], unigram_ce), highlight=False)
     for path in plot_run(records, config.model.d_ff, unigram_ce, paths.directory):
-        console.print(f"plot: {path}", highlight=False)
+        console.out(f"plot: {path}", highlight=False)
 
 
 def estimate_memory(config: Config, devices: int) -> None:
     """Lowers and compiles one step for so many virtual devices and prints what it would hold."""
+    if devices < 1:
+        raise ConfigError(f"--dry-run: needs at least one device, got {devices}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     mesh = sharding.make_mesh(config.mesh)
@@ -130,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="DEVICES",
         help="compile a step for so many devices on the CPU and print its memory; nothing is run",
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # overrides may follow the options
 
 
 if __name__ == "__main__":

@@ -97,10 +97,22 @@ def unpack(
             f"packed must be uint32 {list(shape)} for {h} columns, {tile=} and {compression=}, got "
             f"{packed.dtype} {list(packed.shape)}"
         )
-    entry = packed[..., 1:]
-    rank = jnp.arange(1, shape[2], dtype=jnp.uint32)
-    column = jnp.where(rank <= packed[..., :1], entry & 0xFFFF, h).reshape(m, -1)
-    bits = (entry >> 16).astype(jnp.uint16).reshape(m, -1)
+    column = _columns(packed, h)
+    bits = (packed[..., 1:] >> 16).astype(jnp.uint16).reshape(column.shape)
     g = jnp.zeros((m, h), jnp.uint16).at[jnp.arange(m)[:, None], column].set(bits, mode="drop")
     g = lax.bitcast_convert_type(g, dtype)
     return jnp.where(overflowed(packed)[:, None], jnp.array(jnp.nan, dtype), g)
+
+
+def fired(packed: jax.Array, h: int) -> jax.Array:
+    """Columns with an entry in any row that did not overflow, `bool [h]`."""
+    column = jnp.where(overflowed(packed)[:, None], h, _columns(packed, h))
+    return jnp.zeros(h, bool).at[column].set(True, mode="drop")
+
+
+def _columns(packed: jax.Array, h: int) -> jax.Array:
+    """The column of every word behind the counts, `[M, tiles * (W - 1)]`; h if it is no entry."""
+    m, tiles, words = packed.shape
+    rank = jnp.arange(1, words, dtype=jnp.uint32)
+    column = jnp.where(rank <= packed[..., :1], packed[..., 1:] & 0xFFFF, h)
+    return column.reshape(m, tiles * (words - 1))

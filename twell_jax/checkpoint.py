@@ -4,6 +4,7 @@
 JSON. No random state is stored: whatever a step draws follows from the seed and its number.
 """
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ class Checkpoints:
     def __exit__(self, *_) -> None:
         self._manager.close()
 
-    @property
-    def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+    def newest_before(self, step: int) -> Path | None:
+        """Where the newest checkpoint of fewer than `step` steps is."""
+        steps = [saved for saved in self._manager.all_steps() if saved < step]
+        return self.directory / str(max(steps)) if steps else None
 
     def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
         """Starts writing a checkpoint; returns once `state` may be consumed."""
@@ -82,7 +84,9 @@ class Checkpoints:
     def _set_aside(self, steps: list[int]) -> None:
         if jax.process_index() == 0:
             for step in steps:
-                (self.directory / str(step)).rename(self.directory / f"{step}.broken")
+                names = (self.directory / f"{step}.broken{n or ''}" for n in itertools.count())
+                free = next(path for path in names if not path.exists())
+                (self.directory / str(step)).rename(free)
         if steps:
             self._manager.reload()
 

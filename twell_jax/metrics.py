@@ -91,8 +91,9 @@ class Recorder:
         self._pending = step, measured
 
     def add_evaluation(self, step: int, held_out_ce: float) -> None:
-        """Records a held-out evaluation after `step`."""
+        """Records a held-out evaluation after `step`; raises `NonFiniteLoss` as `flush` does."""
         self.flush()
+        self._require_finite(step, updates=step, held_out_ce=held_out_ce)
         self._log.write({"step": step, "held_out_ce": held_out_ce})
 
     def flush(self) -> None:
@@ -106,13 +107,8 @@ class Recorder:
         (step, measured), self._pending = self._pending, None
         record = {"step": step, "tokens": step * self._config.batch_tokens}
         record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
-        if not all(math.isfinite(record[name]) for name in ("ce", "l1", "grad_norm")):
-            good = self._checkpoints.latest_step
-            where = "none" if good is None else self._checkpoints.directory / str(good)
-            raise NonFiniteLoss(
-                f"step {step}: not finite: ce={record['ce']}, l1={record['l1']}, "
-                f"grad_norm={record['grad_norm']}; last good checkpoint: {where}"
-            )
+        checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
+        self._require_finite(step, updates=step - 1, **checked)
         now = time.monotonic()
         since, then = self._clock or (step, now)  # the first step compiles; it is not counted
         tokens = (step - since) * self._config.batch_tokens
@@ -123,6 +119,15 @@ class Recorder:
             self._log.write(record)
         if logged or self._clock is None:
             self._clock = step, now
+
+    def _require_finite(self, step: int, *, updates: int, **measured: float) -> None:
+        """`measured` in `step`, on parameters that `updates` steps made."""
+        if not all(map(math.isfinite, measured.values())):
+            values = ", ".join(f"{name}={value}" for name, value in measured.items())
+            good = self._checkpoints.newest_before(updates)
+            raise NonFiniteLoss(
+                f"step {step}: not finite: {values}; last good checkpoint: {good or 'none'}"
+            )
 
 
 def _event_writer(directory: Path, step: int):

@@ -1,6 +1,5 @@
 """The directory of a run: its resolved configuration, tokenizer, checkpoints, metrics and plots."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ _FREE = {
     "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "model.remat",
     "model.ffn_implementation",
 }  # fmt: skip
+
+_TEMPORARY = ".tmp"
 
 
 class RunPaths:
@@ -39,18 +40,14 @@ def open_run(config: Config) -> RunPaths:
     """
     paths = RunPaths(config.run_dir)
     started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
-    if started and paths.config.exists():
+    if paths.directory.exists() and not _is_empty(paths.directory):
         before = load_config(paths.directory)
-        for key, old, new in _differences(before.model_dump(), config.model_dump()):
+        differences = _differences(before.model_dump(), config.model_dump()) if started else ()
+        for key, old, new in differences:
             raise ConfigError(
                 f"{key}: the run in {paths.directory} was started with {old!r}, now {new!r}; "
                 "choose another run_dir, or the old value to continue it"
             )
-    elif not paths.config.exists() and paths.directory.exists() and any(paths.directory.iterdir()):
-        raise ConfigError(
-            f"run_dir: {paths.directory} is not empty and holds no run (no config.yaml); "
-            "choose another directory"
-        )
     if jax.process_index() == 0:
         paths.directory.mkdir(parents=True, exist_ok=True)
         write_atomically(paths.config, config_lib.to_yaml(config))
@@ -63,14 +60,22 @@ def load_config(run_dir: str | Path) -> Config:
     Raises:
       ConfigError: if there is no run.
     """
-    return config_lib.load(RunPaths(run_dir).config)
+    try:
+        return config_lib.load(RunPaths(run_dir).config)
+    except ConfigError as error:
+        raise ConfigError(f"run_dir: {run_dir} is not the directory of a run ({error})") from None
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file that is either whole or not there, also after a kill."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}{_TEMPORARY}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def _is_empty(directory: Path) -> bool:
+    """Whether there is nothing but what a kill left of a file that was being written."""
+    return directory.is_dir() and all(p.suffix == _TEMPORARY for p in directory.iterdir())
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = ""):

@@ -1,0 +1,308 @@
+"""python train.py as a person runs it, kills it, and starts it again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from twell_jax import config, sharding
+from twell_jax.checkpoint import Checkpoints
+from twell_jax.training import abstract_state
+
+ROOT = Path(__file__).parents[1]
+STEPS = 60
+
+# Runs train.py with a call that kills the process at an exact point: argv[1] names a function
+# and how often it is to be called before, argv[2:] is the command line.
+KILL_AT = """
+import importlib, os, runpy, signal, sys
+where, calls = sys.argv[1].split("*")
+module, *owner, name = where.split(":")
+target = importlib.import_module(module)
+for part in owner:
+    target = getattr(target, part)
+original, count = getattr(target, name), 0
+def wrapped(*args, **kwargs):
+    global count
+    count += 1
+    if count > int(calls):
+        if name == "write":  # half a line of metrics.jsonl
+            args[0]._file.write('{"step": ')
+            args[0]._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+setattr(target, name, wrapped)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A directory with a small corpus, a configuration and caches that all runs share."""
+    directory = tmp_path_factory.mktemp("train")
+    draw = random.Random()
+    (directory / "corpus").mkdir()
+    for i in range(60):
+        words = draw.choices(["alpha", "beta", "gamma", "delta", "epsilon"], k=100)
+        (directory / f"corpus/{i}.txt").write_text(" ".join(words))
+    settings = {
+        "run_dir": str(directory / "run"),
+        "steps": STEPS,
+        "batch_tokens": 256,
+        "micro_batch": 4,
+        "l1_coefficient": 1e-2,
+        "l1_warmup": [0, 20],
+        "dead_window_tokens": 2560,
+        "eval_every": 25,
+        "eval_sequences": 5,
+        "checkpoint_every": 10,
+        "log_every": 3,
+        "model": {
+            "vocab_size": 257, "context": 32, "d_model": 32, "layers": 2, "heads": 2, "d_ff": 64,
+            "dtype": "float32",
+        },
+        "data": {
+            "source": "files",
+            "paths": [str(directory / "corpus/*.txt")],
+            "held_out_fraction": 0.2,
+            "mask_documents": True,
+            "cache_dir": str(directory / "tokens"),
+        },
+        "optimizer": {"lr": 3e-3, "warmup_steps": 5},
+    }  # fmt: skip
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    return directory
+
+
+def start(workspace, *arguments, before=("train.py",)):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(workspace / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, *before, str(workspace / "config.yaml"), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    output, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def run(workspace, *arguments, **options):
+    return finish(start(workspace, *arguments, **options))
+
+
+def records(run_dir):
+    """Lines of metrics.jsonl, without what depends on the clock."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def final_state(run_dir):
+    """All arrays of the newest checkpoint, as bytes, and the position in the data."""
+    run = config.load(run_dir / "config.yaml")
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    with Checkpoints(run_dir / "checkpoints", run.checkpoint_keep) as checkpoints:
+        state, position = checkpoints.restore(abstract_state(run, mesh))
+    assert state.step == STEPS
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position
+
+
+def assert_same_result(run_dir, expected_dir):
+    assert final_state(run_dir) == final_state(expected_dir)
+    assert records(run_dir) == records(expected_dir)
+    assert not list(run_dir.rglob("*tmp*"))
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workspace):
+    process = run(workspace)
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_shows_what_it_did(workspace, uninterrupted):
+    directory = workspace / "run"
+    text = uninterrupted.stdout
+    assert f"step {STEPS}" in text
+    for word in ("mean nnz", "max nnz", "dead", "held-out CE", "unigram baseline"):
+        assert word in text
+    for plot in ("training.png", "layers.png"):
+        assert (directory / plot).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    lines = records(directory)
+    training = [line for line in lines if "ce" in line]
+    assert [line["step"] for line in training] == list(range(3, STEPS + 1, 3))
+    assert [line["step"] for line in lines if "held_out_ce" in line] == [25, 50, 60]
+    assert training[-1]["ce"] < 0.8 * training[0]["ce"]
+    assert len(training[-1]["nnz"]) == 2
+    assert training[-1]["tokens"] == 256 * STEPS
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {"40", "50", "60"}
+    stored = config.load(directory / "config.yaml")
+    assert stored == config.load(workspace / "config.yaml")
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so(workspace, uninterrupted):
+    before = final_state(workspace / "run"), records(workspace / "run")
+    process = run(workspace)
+    assert process.returncode == 0
+    assert process.stdout.startswith(f"finished {workspace / 'run'} at step {STEPS}")
+    assert "held-out CE" in process.stdout
+    assert (final_state(workspace / "run"), records(workspace / "run")) == before
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrupted, tmp_path):
+    run_dir = tmp_path / "killed"
+    for point in (
+        "pathlib:Path:replace*0",  # its config.yaml is written, but not yet named so
+        "twell_jax.metrics:Recorder:add*7",  # no checkpoint yet
+        "twell_jax.checkpoint:ocp:CheckpointManager:save*0",  # at the first checkpoint
+        "twell_jax.metrics:Recorder:add*12",  # two steps after it
+        "twell_jax.metrics:Log:write*1",  # in the middle of a line
+        "twell_jax.metrics:Recorder:add_evaluation*1",  # step 50: logged, but not yet evaluated
+        "os:rename*2",  # a checkpoint is written, but not yet named so
+        "twell_jax.plots:plot_run*0",  # trained, but nothing shown
+    ):
+        process = run(workspace, f"run_dir={run_dir}", before=("-c", KILL_AT, point, "train.py"))
+        assert process.returncode == -signal.SIGKILL, f"{point}: {process.stderr}"
+        if point == "os:rename*2":
+            assert list(run_dir.glob("checkpoints/*tmp*"))
+    process = run(workspace, f"run_dir={run_dir}")
+    assert process.returncode == 0, process.stderr
+    assert_same_result(run_dir, workspace / "run")
+
+
+@pytest.mark.slow
+def test_killed_while_a_checkpoint_is_written(workspace, uninterrupted, tmp_path):
+    checkpoints = tmp_path / "killed/checkpoints"
+    for _ in range(3):
+        process, seen = start(workspace, f"run_dir={tmp_path / 'killed'}"), None
+        while process.poll() is None and seen is None:
+            names = os.listdir(checkpoints) if checkpoints.exists() else []
+            seen = next((name for name in names if "tmp" in name), None)
+        process.kill()
+        finish(process)
+    process = run(workspace, f"run_dir={tmp_path / 'killed'}")
+    assert process.returncode == 0, process.stderr
+    assert_same_result(tmp_path / "killed", workspace / "run")
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
+    run_dir = tmp_path / "stopped"
+    process = start(workspace, f"run_dir={run_dir}")
+    while process.poll() is None and not (
+        (run_dir / "metrics.jsonl").exists() and records(run_dir)
+    ):
+        time.sleep(0.001)
+    process.terminate()
+    process = finish(process)
+    assert process.returncode == 0, process.stderr
+    (step,) = (int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    assert 3 <= step < STEPS
+    assert f"stopped at step {step}; the same command continues" in process.stdout
+    process = run(workspace, f"run_dir={run_dir}")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(f"continuing {run_dir} at step {step}")
+    assert_same_result(run_dir, workspace / "run")
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run(workspace, tmp_path):
+    # The first step has a learning rate of 0, the second one destroys the model.
+    process = run(
+        workspace,
+        f"run_dir={tmp_path / 'run'}",
+        "optimizer.lr=1e30",
+        "optimizer.warmup_steps=1",
+        "checkpoint_every=1",
+        "log_every=1",
+    )
+    assert process.returncode == 1
+    assert "error: step 3: not finite: ce=" in process.stderr
+    assert f"last good checkpoint: {tmp_path / 'run/checkpoints/1'}\n" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert [line["step"] for line in records(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
+    before = contents(workspace / "run")
+    process = run(workspace, "model.d_ff=128")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: model.d_ff: the run in")
+    assert "was started with 64, now 128" in process.stderr
+    assert process.stderr.count("\n") == 1
+    assert contents(workspace / "run") == before
+
+
+def test_a_foreign_directory_is_refused(workspace, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    before = contents(tmp_path)
+    process = run(workspace, f"run_dir={tmp_path}")
+    assert process.returncode == 1
+    assert process.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
+    assert process.stderr.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+def test_print_config_is_a_config(workspace, tmp_path):
+    process = run(workspace, "--print-config", "steps=7", "optimizer.lr=1e-3")
+    assert process.returncode == 0
+    (tmp_path / "printed.yaml").write_text(process.stdout)
+    expected = config.load(workspace / "config.yaml", ["steps=7", "optimizer.lr=1e-3"])
+    assert config.load(tmp_path / "printed.yaml") == expected
+
+
+def test_help_explains_every_key(workspace):
+    process = run(workspace, "--help")
+    assert process.returncode == 0
+    assert "python train.py configs/tiny.yaml [key=value ...]" in process.stdout
+    assert config.describe() in process.stdout
+
+
+def test_a_wrong_key_is_one_line(workspace):
+    process = run(workspace, "stepz=7")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: stepz: unknown key; did you mean steps?")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path):
+    def gibibytes(*arguments):
+        process = run(workspace, f"run_dir={tmp_path / 'run'}", *arguments)
+        assert process.returncode == 0, process.stderr
+        assert "0.001 billion parameters" in process.stdout
+        return float(process.stdout.split(" GiB state")[0].split()[-1])
+
+    shape = ("model.d_model=128", "model.d_ff=1024", "micro_batch=1")
+    whole = gibibytes("--dry-run", "1", *shape)
+    split = gibibytes("--dry-run", "8", "mesh.fsdp=8", *shape)
+    assert split < 0.3 * whole
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,230 @@
+"""Configuration: what is wrong is named in one line, and what is right survives a round trip."""
+
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from twell_jax import Config, ConfigError, config, sharding
+from twell_jax.config import MeshConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VALID = {
+    "run_dir": "run",
+    "steps": 100,
+    "batch_tokens": 256,
+    "micro_batch": 2,
+    "model": {
+        "vocab_size": 257, "context": 32, "d_model": 32, "layers": 1, "heads": 4, "d_ff": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "valid.yaml"
+    file.write_text(yaml.safe_dump(VALID))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        # unknown keys, with a suggestion where one is close
+        ("stepz=3", "stepz", "unknown key; did you mean steps?"),
+        ("modle.d_model=3", "modle", "unknown key; did you mean model?"),
+        ("model.d_modle=3", "model.d_modle", "unknown key; did you mean d_model?"),
+        ("optimizer.zzz=3", "optimizer.zzz", "allowed: lr, warmup_steps"),
+        ("model.d_model.x=3", "model.d_model.x", "single value"),
+        ("base=tiny.yaml", "base", "unknown key"),
+        # wrong types
+        ("steps=ten", "steps", "integer"),
+        ("steps=1.5", "steps", "integer"),
+        ("steps=true", "steps", "true or false"),
+        ("steps=", "steps", "integer"),
+        ("optimizer.lr=fast", "optimizer.lr", "number"),
+        ("optimizer.lr=yes", "optimizer.lr", "true or false"),
+        ("optimizer.lr=.nan", "optimizer.lr", "finite"),
+        ("tensorboard=maybe", "tensorboard", "boolean"),
+        ("run_dir=3", "run_dir", "string"),
+        ("model=3", "model", "dictionary"),
+        ("data.paths=[1]", "data.paths.0", "string"),
+        ("l1_warmup=[1]", "l1_warmup.1", "required"),
+        # values outside of what is allowed
+        ("steps=0", "steps", "greater than 0"),
+        ("optimizer.b2=1", "optimizer.b2", "less than 1"),
+        ("l1_coefficient=-1", "l1_coefficient", "greater than or equal to 0"),
+        ("model.dtype=float64", "model.dtype", "'bfloat16' or 'float32'"),
+        ("model.activation=gelu", "model.activation", "'relu' or 'silu'"),
+        ("model.remat=all", "model.remat", "'none', 'dots' or 'block'"),
+        ("model.ffn_implementation=cuda", "model.ffn_implementation", "'xla' or 'mosaic'"),
+        ("optimizer.schedule=linear", "optimizer.schedule", "'cosine' or 'wsd'"),
+        ("data.source=web", "data.source", "'stdlib', 'files', 'hf' or 'tokens'"),
+        ("mesh.data=0", "mesh.data", "-1"),
+        # combinations that cannot be
+        ("batch_tokens=100", "batch_tokens", "multiple of model.context=32"),
+        ("l1_warmup=[3, 1]", "l1_warmup", "start <= end"),
+        ("model.heads=5", "model.heads", "d_model=32"),
+        ("model.heads=32", "model.heads", "even size"),
+        ("model.kv_heads=3", "model.kv_heads", "heads=4"),
+        ("mesh.fsdp=3", "mesh.fsdp", "model.d_model=32"),
+        ("data.source=files", "data.paths", "at least one path"),
+        ("data.source=hf", "data.name", "needs the name"),
+        ("data={source: tokens, paths: [x.npy], tokenizer: bpe}", "data.tokenizer", "no text"),
+        # not an override at all
+        ("steps", "'steps'", "key=value"),
+        ("=3", "'=3'", "key=value"),
+        ("steps=[", "steps", "not a valid YAML value"),
+    ],
+)
+def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
+    with pytest.raises(ConfigError) as error:
+        config.load(path, [override])
+    message = str(error.value)
+    assert message.startswith(f"{key}:")
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "must hold keys and values"),
+        (b"[steps, 3]", "must hold keys and values"),
+        (b"steps: [", "not valid YAML"),
+        (b"\x89PNG\r\n\x1a\n\xff", "not valid YAML"),
+        (b"stepz: 3", "stepz: unknown key; did you mean steps?"),
+        (b"run_dir: x", "steps: required, but not given"),
+        (b"base: valid.yaml\n1: 2", "1: keys should be strings"),
+        (b"base: missing.yaml", "missing.yaml: cannot be read"),
+        (b"base: bad.yaml", "must name another file"),
+        (b"base: 3", "must name another file"),
+    ],
+)
+def test_a_bad_file_is_an_error_of_one_line(path, content, says):
+    path = path.with_name("bad.yaml")
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        config.load(path)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_an_unreadable_path_is_named(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config.load(tmp_path / name)
+
+
+def test_overrides_are_yaml_and_the_last_one_wins(path):
+    settings = config.load(
+        path,
+        [
+            "steps=3",
+            "steps=7",
+            "optimizer.lr=1e-3",  # YAML 1.1 alone would read this as text
+            "optimizer.eps=1E-9",
+            "l1_warmup=[10, 20]",
+            "model.tie_embeddings=false",
+            "model.kv_heads=2",
+            "data.source=files",
+            "data.paths=['a=b.txt', c/**/*.md]",
+            "mesh={data: 2, fsdp: 4}",
+        ],
+    )
+    assert settings.steps == 7
+    assert settings.optimizer.lr == 1e-3
+    assert settings.optimizer.eps == 1e-9
+    assert settings.l1_warmup == (10, 20)
+    assert settings.model.tie_embeddings is False
+    assert (settings.model.num_kv_heads, settings.model.head_dim) == (2, 8)
+    assert settings.data.paths == ("a=b.txt", "c/**/*.md")
+    assert settings.mesh == MeshConfig(data=2, fsdp=4)
+
+
+def test_null_restores_an_optional_value(path):
+    overrides = ["model.kv_heads=2", "model.kv_heads=null"]
+    assert config.load(path, overrides).model.num_kv_heads == 4
+
+
+def test_a_file_may_give_only_what_differs_from_its_base(tmp_path, path):
+    (tmp_path / "a.yaml").write_text("base: valid.yaml\nmodel: {layers: 5}\noptimizer: {lr: 0.5}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\nmodel: {heads: 2}\nsteps: 9\n")
+    settings = config.load(tmp_path / "b.yaml", ["model.d_ff=128"])
+    expected = config.load(
+        path, ["model.layers=5", "optimizer.lr=0.5", "model.heads=2", "steps=9", "model.d_ff=128"]
+    )
+    assert settings == expected
+
+
+def test_to_yaml_is_read_back_as_the_same_config(tmp_path, path):
+    overrides = ["optimizer.lr=1e-30", "l1_warmup=[1, 5]", "data.paths=[a, 'b: c']", "run_dir='7'"]
+    settings = config.load(path, overrides)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(config.to_yaml(settings))
+    assert config.load(copy) == settings
+    # Every default is written out, so that a later version cannot change an old run.
+    tree = yaml.safe_load(copy.read_text())
+    assert set(tree) == set(Config.model_fields)
+    assert tree["optimizer"]["b2"] == 0.95
+
+
+def test_describe_has_every_key_with_its_meaning(path):
+    text = config.describe()
+    tree = yaml.safe_load(config.to_yaml(config.load(path)))
+    for key, value in tree.items():
+        names = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+        for name in names:
+            assert f"  {name}: " in text
+
+
+def test_a_config_cannot_be_changed(path):
+    with pytest.raises(ValueError, match="frozen"):
+        config.load(path).steps = 3
+
+
+def test_accumulation_steps(path):
+    settings = config.load(path)  # 8 sequences of 32 tokens, 2 to a device
+    assert [settings.accumulation_steps(devices) for devices in (1, 2, 4)] == [4, 2, 1]
+    for devices in (3, 8):
+        with pytest.raises(ConfigError, match=rf"^micro_batch: 2 .* {devices} devices"):
+            settings.accumulation_steps(devices)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"), [({}, (8, 1)), ({"fsdp": 4}, (2, 4)), ({"data": 1, "fsdp": 8}, (1, 8))]
+)
+def test_mesh_uses_all_devices(mesh, shape):
+    made = sharding.make_mesh(MeshConfig(**mesh), jax.devices("cpu")[:8])
+    assert tuple(made.shape[axis] for axis in ("data", "fsdp")) == shape
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 3}, {"data": 2}, {"fsdp": 16}, {"data": 8, "fsdp": 2}])
+def test_mesh_that_does_not_fit_the_devices(mesh):
+    with pytest.raises(ConfigError, match=r"^mesh: .*8 devices"):
+        sharding.make_mesh(MeshConfig(**mesh), jax.devices("cpu")[:8])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_load_and_divide(path):
+    settings = config.load(path)
+    assert settings.accumulation_steps(1) >= 1
+    assert settings.run_dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize(("name", "layers"), [("0p5b", 8), ("1b", 18), ("1p5b", 28), ("2b", 38)])
+def test_published_recipe(name, layers):
+    settings = config.load(CONFIGS / f"{name}.yaml")
+    shape = settings.model
+    assert (shape.layers, shape.d_model, shape.heads, shape.d_ff) == (layers, 2048, 32, 5632)
+    assert (shape.vocab_size, shape.context, shape.num_kv_heads) == (49152, 2048, 32)
+    assert (shape.rope_theta, shape.norm_eps, shape.tie_embeddings) == (1e5, 1e-5, True)
+    assert (shape.gated, shape.activation) == (True, "relu")
+    assert (settings.batch_sequences, settings.steps) == (512, 30_000)
+    assert (settings.l1_coefficient, settings.l1_warmup) == (2e-5, (0, 0))
+    optimizer = settings.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, optimizer.schedule) == (1e-3, 600, "cosine")
+    assert (optimizer.b2, optimizer.weight_decay, optimizer.clip_norm) == (0.95, 0.1, 1.0)
+    for devices in (1, 2, 4, 8):
+        settings.accumulation_steps(devices)

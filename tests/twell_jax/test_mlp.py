@@ -1,0 +1,187 @@
+"""SparseMLP as anyone would use it: alone, in a Linen model, on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
+
+from twell_jax import SparseMLP, sparse_ffn
+
+
+def fresh_rngs():
+    return nnx.Rngs(int(np.random.default_rng().integers(2**31)))
+
+
+def shapes(mlp):
+    return {path[-1]: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(mlp, nnx.Param))}
+
+
+def numpy_weights(mlp):
+    flat = nnx.to_flat_state(nnx.state(mlp, nnx.Param))
+    return {path[-1]: np.asarray(leaf[...], np.float64) for path, leaf in flat}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_parameters_are_neuron_major(gated, use_bias):
+    mlp = SparseMLP(8, 24, gated=gated, use_bias=use_bias, rngs=nnx.Rngs(0))
+    expected = {"w_up": (24, 8), "w_down": (24, 8)}
+    if use_bias:
+        expected |= {"b_up": (24,), "b_down": (8,)}
+    if gated:
+        expected["w_gate"] = (24, 8)
+    if gated and use_bias:
+        expected["b_gate"] = (24,)
+    assert shapes(mlp) == expected
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_output_is_the_formula(gated):
+    rngs = fresh_rngs()
+    mlp = SparseMLP(8, 24, gated=gated, use_bias=True, rngs=rngs)
+    # Biases start at zero; here every one of them must matter.
+    for path, leaf in nnx.to_flat_state(nnx.state(mlp, nnx.Param)):
+        if path[-1].startswith("b_"):
+            leaf[...] = rngs.params.normal(leaf.shape)
+    x = rngs.params.normal((3, 5, 8))
+    y, stats = mlp(x)
+    w = numpy_weights(mlp)
+    up = np.asarray(x, np.float64) @ w["w_up"].T + w["b_up"]
+    gate = np.asarray(x, np.float64) @ w["w_gate"].T + w["b_gate"] if gated else up
+    h = np.maximum(gate, 0) * (up if gated else 1)
+    np.testing.assert_allclose(y, h @ w["w_down"] + w["b_down"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats.l1, np.abs(h).sum(-1).mean(), rtol=1e-5)
+
+
+def test_silu_is_the_dense_twin():
+    mlp = SparseMLP(8, 24, activation="silu", rngs=nnx.Rngs(0))
+    _, stats = mlp(jax.random.normal(jax.random.key(1), (4, 8)))
+    assert stats.max_nnz == 24
+
+
+def test_initial_weights_keep_the_scale_of_the_input():
+    # LeCun: variance 1 / fan-in, d_model for gate and up, d_ff for down. The gates differ.
+    weights = numpy_weights(SparseMLP(64, 256, rngs=nnx.Rngs(3)))
+    for name, fan_in in {"w_gate": 64, "w_up": 64, "w_down": 256}.items():
+        assert weights[name].std() == pytest.approx(fan_in**-0.5, rel=0.1), name
+    assert not np.array_equal(weights["w_gate"], weights["w_up"])
+
+
+def test_initialisers_are_called_with_the_shape_of_the_weight():
+    def rows(_key, shape, dtype):
+        return jnp.broadcast_to(jnp.arange(shape[0], dtype=dtype)[:, None], shape)
+
+    mlp = SparseMLP(4, 6, up_init=rows, down_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(mlp.w_up[...][:, 0], np.arange(6))
+    np.testing.assert_array_equal(mlp.w_gate[...][:, 0], np.arange(6))
+    np.testing.assert_array_equal(mlp.w_down[...], np.ones((6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "input_dtype", "output_dtype"),
+    [
+        (None, "float32", "float32", "float32"),
+        (None, "float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32", "bfloat16"),
+        ("float16", "bfloat16", "float32", "float16"),
+        (None, "bfloat16", "float32", "float32"),
+    ],
+)
+def test_dtypes(dtype, param_dtype, input_dtype, output_dtype):
+    mlp = SparseMLP(4, 6, dtype=dtype, param_dtype=param_dtype, use_bias=True, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 4), input_dtype)
+    y, _ = mlp(x)
+    assert y.dtype == output_dtype
+    grads = nnx.grad(lambda mlp: mlp(x)[0].astype(jnp.float32).sum())(mlp)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp))} == {jnp.dtype(param_dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(param_dtype)}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_trains_alone_and_becomes_sparse(gated):
+    rngs = fresh_rngs()
+    mlp = SparseMLP(8, 64, gated=gated, rngs=rngs)
+    optimizer = nnx.Optimizer(mlp, optax.adam(1e-2), wrt=nnx.Param)
+    # A constant feature, as RMS-normalised tokens have directions of: it can switch neurons off.
+    x = rngs.params.normal((64, 8)).at[:, 0].set(2.0)
+    target = jnp.roll(x, 1, axis=-1)
+
+    @nnx.jit
+    def step(mlp, optimizer):
+        def loss(mlp):
+            y, stats = mlp(x)
+            return jnp.mean((y - target) ** 2) + 0.03 * stats.l1, stats
+
+        (value, stats), grads = nnx.value_and_grad(loss, has_aux=True)(mlp)
+        optimizer.update(mlp, grads)
+        return value, stats.nnz
+
+    losses, nnz = zip(*(step(mlp, optimizer) for _ in range(60)), strict=True)
+    assert losses[20] < 0.8 * losses[0]
+    assert nnz[-1] < 0.8 * nnz[0]
+
+
+def test_works_inside_a_linen_model():
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Dense(8)(x)
+            y, stats = nnx.bridge.to_linen(SparseMLP, d_model=8, d_ff=24)(x)
+            return linen.Dense(1)(x + y), stats
+
+    model, x = Model(), jax.random.normal(jax.random.key(0), (5, 3))
+    variables = model.init(jax.random.key(1), x)
+
+    def loss(params):
+        y, stats = model.apply({**variables, "params": params}, x)
+        return jnp.mean(y**2) + 0.1 * stats.l1
+
+    grads = linen.unbox(jax.jit(jax.grad(loss))(variables["params"]))
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(grads)}
+    for name in ("w_gate", "w_up", "w_down"):
+        (grad,) = [leaf for path, leaf in found.items() if name in path]
+        assert grad.shape == (24, 8)
+        assert np.any(grad)
+
+    # and it is the same function of the same weights
+    alone = linen.unbox(variables["params"])
+    (module,) = [name for name in alone if "Dense" not in name]
+    x1 = x @ alone["Dense_0"]["kernel"] + alone["Dense_0"]["bias"]
+    y1, stats = sparse_ffn(x1, **alone[module])
+    expected = (x1 + y1) @ alone["Dense_1"]["kernel"] + alone["Dense_1"]["bias"]
+    y, linen_stats = model.apply(variables, x)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(linen_stats.l1, stats.l1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rules", "matrix", "d_ff_bias", "d_model_bias"),
+    [
+        ((("embed", "x"), ("mlp", None)), P(None, "x"), P(None), P("x")),
+        ((("embed", None), ("mlp", "x")), P("x", None), P("x"), P(None)),
+    ],
+    ids=["fsdp", "tensor"],
+)
+def test_logical_axes_map_to_the_mesh(rules, matrix, d_ff_bias, d_model_bias):
+    mesh = jax.make_mesh((8,), ("x",), devices=jax.devices("cpu")[:8])
+    abstract = nnx.eval_shape(lambda: SparseMLP(16, 24, use_bias=True, rngs=nnx.Rngs(0)))
+    with nnx.logical_axis_rules(rules):
+        shardings = nnx.get_named_sharding(nnx.state(abstract), mesh)
+    specs = {path[-1]: leaf.get_value().spec for path, leaf in nnx.to_flat_state(shardings)}
+    weights = dict.fromkeys(("w_gate", "w_up", "w_down"), matrix)
+    biases = {"b_gate": d_ff_bias, "b_up": d_ff_bias, "b_down": d_model_bias}
+    assert specs == weights | biases
+
+
+def test_is_made_and_used_without_a_mesh():
+    mlp = SparseMLP(16, 24, rngs=nnx.Rngs(0))
+    y, _ = nnx.jit(lambda mlp, x: mlp(x))(mlp, jnp.ones((2, 16)))
+    assert y.shape == (2, 16)
+
+
+def test_wrong_width_names_what_is_wrong():
+    with pytest.raises(ValueError, match=r"w_down must be \[H, 5\].*got \[24, 8\]"):
+        SparseMLP(8, 24, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
