@@ -41,8 +41,8 @@ def packed_shape(m: int, h: int, *, tile: int = TILE, compression: int = COMPRES
 def overflowed(packed: jax.Array) -> jax.Array:
     """Heavy rows of `packed: uint32 [M, tiles, W]`, as `bool [M]`.
 
-    A row is heavy if one of its tiles has more entries than the W - 1 that fit; the entries that did
-    not fit are not in `packed`.
+    A row is heavy if one of its tiles has more entries than the W - 1 that fit; those that did not
+    fit are not in `packed`.
     """
     return jnp.any(packed[..., 0] > packed.shape[-1] - 1, axis=-1)
 

@@ -1,0 +1,63 @@
+"""Values of single lanes, for code inside `plgpu.inline_mgpu`."""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+
+def const(value: int) -> ir.Value:
+    """An i32 constant."""
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def less(a: ir.Value, b: ir.Value) -> ir.Value:
+    """Whether a < b, unsigned."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+def lane_and_warp() -> tuple[ir.Value, ir.Value]:
+    """This thread's lane in its warp and its warp in the warpgroup, i32."""
+    thread = mgpu.thread_idx()
+    warp = arith.shrui(thread, const(5))
+    return arith.andi(thread, const(31)), arith.andi(warp, const(3))
+
+
+def gmem_address(ref: ir.Value, offset: ir.Value) -> ir.Value:
+    """Address, i64, `offset` bytes (i32, unsigned) into a GMEM reference."""
+    i64 = ir.IntegerType.get_signless(64)
+    base = mgpu.utils.inline_ptx("mov.b64 $0, $1;", mgpu.utils.memref_ptr(ref), result_types=i64)
+    return arith.addi(base, arith.extui(i64, offset))
+
+
+def smem_address(ref: ir.Value) -> ir.Value:
+    """Address of an SMEM reference, i32."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx("mov.b32 $0, $1;", mgpu.utils.memref_ptr(ref), result_types=i32)
+
+
+def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> list[ir.Value]:
+    """The `n` (1 or 4) words at `address + offset`, in bytes, in GMEM; zeros, without any access,
+    if not `active`. Nothing may write them while the kernel runs."""
+    results = [f"${i}" for i in range(n)]
+    zero = " ".join(f"mov.b32 {result}, 0;" for result in results)
+    load = "ld.global.nc.v4.b32" if n == 4 else "ld.global.nc.b32"
+    words = mgpu.utils.inline_ptx(
+        f"{zero} @${n + 1} {load} {{{', '.join(results)}}}, [${n} + {offset}];",
+        address,
+        active,
+        result_types=[ir.IntegerType.get_signless(32)] * n,
+    )
+    return list(words)
+
+
+def inclusive_sum(x: ir.Value, lane: ir.Value) -> ir.Value:
+    """Sum of `x` (i32) over the lanes of the warp up to this one."""
+    for distance in (1, 2, 4, 8, 16):
+        below = mgpu.utils.inline_ptx(
+            f"shfl.sync.up.b32 $0, $1, {distance}, 0, -1;",
+            x,
+            result_types=ir.IntegerType.get_signless(32),
+            convergent=True,
+        )
+        x = arith.addi(x, arith.select(less(lane, const(distance)), const(0), below))
+    return x
