@@ -82,7 +82,9 @@ def measure(
             stack = jax.jit(lambda x, layers, ffn=ffn: [ffn(x, *weights) for weights in layers])
             layers = [prepare(weights) for weights in layers]
             error = record.relative_error(stack(x, layers[:1])[0], reference)
-            ms = record.milliseconds(stack, x, layers, calls=max(2, min(50, 2**17 // m))) / LAYERS
+            calls = max(2, min(50, 2**17 // m))
+            ms = record.milliseconds(stack, x, layers, calls=calls) / LAYERS
+            enqueue_ms = record.enqueue_milliseconds(stack, x, layers) / LAYERS
         except Exception as problem:  # a row says so, and the others go on
             yield case | {"implementation": name, "failed": record.first_line(problem)}
             continue
@@ -90,6 +92,7 @@ def measure(
         yield case | {
             "implementation": name,
             "ms": ms,
+            "enqueue_ms": enqueue_ms,
             "baseline": "xla",
             "baseline_ms": baseline_ms,
             "speedup": baseline_ms / ms,

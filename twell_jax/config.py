@@ -159,7 +159,9 @@ class Config(_Section):
     """A training run."""
 
     run_dir: str = Field(description="checkpoints, metrics and plots go here")
-    seed: int = Field(0, ge=0, lt=2**32, description="of the initial weights and the order of the data")
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="of the initial weights and the order of the data"
+    )
     steps: int = Field(gt=0, description="optimizer steps")
     batch_tokens: int = Field(gt=0, description="tokens per optimizer step, over all devices")
     micro_batch: int = Field(gt=0, description="sequences per device in one forward pass")

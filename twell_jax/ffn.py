@@ -8,6 +8,7 @@ so that y = sum_n h_n * w_down[n]. `ffn_xla` is the definition that every other 
 tested against.
 """
 
+import os
 from typing import Literal
 
 import jax
@@ -18,6 +19,7 @@ from twell_jax.ffn_xla import ACTIVATIONS, Activation, FFNStats
 
 Implementation = Literal["xla", "mosaic"]
 
+_VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -43,6 +45,7 @@ def sparse_ffn(
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
       implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs), or None for the
+        one that the environment variable TWELL_JAX_IMPLEMENTATION names or, without it, the
         fastest that can serve these inputs on this machine.
 
     Returns:
@@ -61,11 +64,14 @@ def sparse_ffn(
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     _check(x, weights, biases, activation)
+    source = "implementation"
+    if implementation is None and _VARIABLE in os.environ:
+        source, implementation = _VARIABLE, os.environ[_VARIABLE]
     if implementation not in ("xla", "mosaic", None):
-        raise ValueError(f"implementation must be 'xla', 'mosaic' or None, got {implementation!r}")
+        raise ValueError(f"{source} must be 'xla', 'mosaic' or None, got {implementation!r}")
     obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
     if implementation == "mosaic" and obstacle:
-        raise ValueError(f"implementation='mosaic' cannot serve: {obstacle}")
+        raise ValueError(f"{source}='mosaic' cannot serve: {obstacle}")
     if implementation == "xla" or obstacle:
         return ffn_xla.ffn(x, **weights, **biases, activation=activation)
     return ffn_mosaic.ffn(x, **weights)

@@ -1,17 +1,122 @@
-"""`sparse_ffn` on Hopper GPUs, by the Pallas kernels."""
+"""`sparse_ffn` on Hopper GPUs: the Pallas kernels, and the dense path of rows that do not fit them.
+
+Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its result as TwELL and
+a second kernel does the rest, except for heavy rows, of which a tile has more entries than TwELL
+holds: these are computed densely, in chunks, as many as there are.
+"""
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels import operands, twell
+from pallas_kernels.fused_ffn import fused_ffn
+from pallas_kernels.gate_pack import gate_pack
+from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
+from twell_jax import ffn_xla
+from twell_jax.ffn_xla import FFNStats
+
+_HEAVY_ROWS = 256  # computed at once: as long as the weights come from memory, fewer cost the same
 
 
 def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> str | None:
-    """Why the kernels cannot serve these inputs here; None if they can."""
+    """Why the kernels cannot serve these inputs here, in words; None if they can."""
     if activation != "relu":
         return f"the activation must be relu, got {activation}"
-    if b_gate is not None or b_up is not None or b_down is not None:
-        return "it has no biases"
-    if x.dtype.itemsize != 2:
-        return f"the dtype must be bfloat16 or float16, got {x.dtype}"
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
-        return f"it needs a Hopper GPU, and this is {device.device_kind}"
-    return "its kernels are not there yet"
+    if any(b is not None for b in (b_gate, b_up, b_down)):
+        return "the kernels add no biases"
+    try:
+        operands.check_weight("w_down", w_down)  # the others have its shape and dtype
+    except ValueError as error:
+        return str(error)
+    return _no_hopper() or _no_single_device()
+
+
+def ffn(x, w_gate, w_up, w_down) -> tuple[jax.Array, FFNStats]:
+    """`sparse_ffn` where `obstacle` finds none.
+
+    Differentiated, it is the dense computation, forward included, since gradients need all of h.
+    """
+    y, stats = _ffn(x.reshape(-1, x.shape[-1]), w_gate, w_up, w_down)
+    return y.reshape(x.shape), stats
+
+
+@jax.custom_vjp
+def _ffn(*operands):
+    return _ffn_batched(*operands)
+
+
+_ffn.defvjp(
+    lambda *operands: jax.vjp(ffn_xla.ffn, *operands), lambda vjp, cotangent: vjp(cotangent)
+)
+
+
+@jax.custom_batching.custom_vmap
+def _ffn_batched(x, w_gate, w_up, w_down):
+    if x.shape[0] <= MAX_TOKENS:
+        y, nnz, l1, fired = small_m_ffn(x, w_gate, w_up, w_down)
+        return y, _stats(nnz, l1, fired)
+    gated = w_gate is not None
+    packed = gate_pack(x, w_gate if gated else w_up)
+    y, nnz, l1 = fused_ffn(*((x, packed, w_up) if gated else (None, packed, None)), w_down)
+    light = _stats(jnp.where(nnz < 0, ~nnz, nnz), l1, twell.fired(packed, w_down.shape[0]))
+    return _add_heavy_rows(nnz < 0, y, light, x, w_gate, w_up, w_down)
+
+
+@_ffn_batched.def_vmap
+def _(size, is_batched, *operands):
+    # One call after the other: the kernels fill the GPU, and weights may differ between calls.
+    def call(mapped):
+        mapped = iter(mapped)
+        return _ffn_batched(
+            *(next(mapped) if b else a for a, b in zip(operands, is_batched, strict=True))
+        )
+
+    mapped = [a for a, b in zip(operands, is_batched, strict=True) if b]
+    out = jax.lax.map(call, mapped)
+    return out, jax.tree.map(lambda _: True, out)
+
+
+def _add_heavy_rows(heavy, y, stats, x, *weights):
+    """Fills in the rows of y that `heavy: bool [M]` marks, and what they add to the stats."""
+    m = x.shape[0]
+
+    def is_left(carry):
+        return jnp.any(carry[0])
+
+    def compute_some(carry):
+        left, y, l1, fired = carry
+        (rows,) = jnp.nonzero(left, size=min(_HEAVY_ROWS, m), fill_value=m)
+        chunk = x.at[rows].get(mode="fill", fill_value=0)  # a row of zeros fires nothing
+        y_chunk, some = ffn_xla.ffn(chunk, *weights)
+        return (
+            left.at[rows].set(False, mode="drop"),
+            y.at[rows].set(y_chunk, mode="drop"),
+            l1 + some.l1 * (rows.size / m),
+            fired | some.fired,
+        )
+
+    carry = (heavy, y, stats.l1, stats.fired)
+    _, y, l1, fired = jax.lax.while_loop(is_left, compute_some, carry)
+    return y, FFNStats(l1, stats.nnz, stats.max_nnz, fired)
+
+
+def _stats(nnz, l1, fired):
+    return FFNStats(jnp.mean(l1), jnp.mean(nnz, dtype=jnp.float32), jnp.max(nnz), fired)
+
+
+def _no_hopper() -> str | None:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:  # lowering for a device that need not be here
+        kind, is_hopper = device.device_kind, "H100" in device.device_kind
+    else:
+        device = jax.devices()[0]
+        kind = device.device_kind
+        is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
+    return None if is_hopper else f"it needs a Hopper GPU, got {kind}"
+
+
+def _no_single_device() -> str | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+        return None
+    return "XLA cannot partition the kernels over a mesh; call it inside shard_map"

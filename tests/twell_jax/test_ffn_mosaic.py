@@ -1,0 +1,258 @@
+"""`sparse_ffn(implementation="mosaic")`: the kernels on a GPU, else their pure-JAX twins."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import fused_ffn, gate_pack, small_m
+from twell_jax import SparseMLP, ffn_mosaic, sparse_ffn
+
+mosaic = functools.partial(sparse_ffn, implementation="mosaic")
+xla = functools.partial(sparse_ffn, implementation="xla")
+H100 = AbstractMesh(
+    (1,),
+    ("x",),
+    (AxisType.Explicit,),
+    abstract_device=AbstractDevice(
+        device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"
+    ),
+)
+
+
+@pytest.fixture
+def twins(monkeypatch):
+    """The kernels replaced by the functions that define them, to test what is around them."""
+    monkeypatch.setattr(ffn_mosaic, "_no_hopper", lambda: None)
+    monkeypatch.setattr(ffn_mosaic, "gate_pack", gate_pack.gate_pack_reference)
+    monkeypatch.setattr(ffn_mosaic, "fused_ffn", fused_ffn.fused_ffn_reference)
+    monkeypatch.setattr(ffn_mosaic, "small_m_ffn", small_m.small_m_ffn_reference)
+
+
+def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
+    """(x, w_gate, w_up, w_down) whose gates fire above `threshold` standard deviations.
+
+    The last feature of x is 1; -1 there makes a token fire nearly everything, 0 half.
+    """
+    rng = np.random.default_rng()
+    x, w_gate, w_up, w_down = (rng.standard_normal(s) for s in ((m, d), *3 * [(h, d)]))
+    x[:, -1] = 1
+    for w in (w_gate, w_up, w_down):
+        w /= d**0.5
+    (w_gate if gated else w_up)[:, -1] = -threshold
+    arrays = [jnp.asarray(a, dtype) for a in (x, w_gate, w_up, w_down)]
+    return arrays if gated else [arrays[0], None, *arrays[2:]]
+
+
+def reference(x, w_gate, w_up, w_down):
+    """y, nnz [M] and sum |h| [M] in float64 behind the gate as rounded to the dtype."""
+    dtype = x.dtype
+    x, w_gate, w_up, w_down = (None if a is None else np.asarray(a, np.float64) for a in
+                               (x, w_gate, w_up, w_down))  # fmt: skip
+    g = np.maximum(x @ (w_up if w_gate is None else w_gate).T, 0)
+    g = np.asarray(jnp.asarray(g, dtype), np.float64)
+    h = g if w_gate is None else g * (x @ w_up.T)
+    return h @ w_down, np.sum(g != 0, axis=1), np.sum(np.abs(h), axis=1)
+
+
+def error(out, ref):
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    return np.linalg.norm(out - ref) / np.linalg.norm(ref)
+
+
+def assert_exact(operands):
+    y, stats = jax.jit(mosaic)(*operands)
+    y_ref, nnz, l1 = reference(*operands)
+    assert y.dtype == operands[0].dtype
+    assert error(y, y_ref) < 5e-3
+    # A gate within rounding of zero may fall on either side of it.
+    np.testing.assert_allclose(stats.nnz, nnz.mean(), rtol=1e-3)
+    np.testing.assert_allclose(stats.l1, l1.mean(), rtol=5e-3)
+    assert abs(int(stats.max_nnz) - nnz.max()) <= 2
+    return y, stats
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("m", "heavy"), [(5, 1), (100, 0), (100, 1), (300, 300), (600, 7)])
+def test_any_number_of_heavy_rows(twins, m, heavy, gated):
+    operands = draw(m, 128, 768, gated=gated)
+    operands[0] = operands[0].at[:heavy, -1].set(-1)
+    _, stats = assert_exact(operands)
+    np.testing.assert_array_equal(stats.fired, xla(*operands)[1].fired)
+
+
+def test_all_zero(twins):
+    x, w_gate, w_up, w_down = draw(100, 128, 768, threshold=1000)
+    y, stats = mosaic(x, w_gate, w_up, w_down)
+    assert not np.any(y) and stats.nnz == 0 and stats.l1 == 0 and not np.any(stats.fired)
+
+
+def test_vmap_and_gradients_equal_the_dense_ones(twins):
+    x, *weights = draw(2 * 70, 128, 384)
+    x = x.reshape(2, 70, 128)
+
+    def loss(ffn, x, weights):
+        y, stats = ffn(x, *weights)
+        return jnp.sum(jnp.square(y.astype(jnp.float32))) + 0.1 * stats.l1
+
+    def mapped(ffn):
+        gradients = jax.grad(functools.partial(loss, ffn), argnums=(0, 1))
+        rematerialised = jax.checkpoint(functools.partial(loss, ffn))
+        return (
+            jax.vmap(lambda x: ffn(x, *weights))(x),
+            jax.vmap(gradients, in_axes=(0, None))(x, weights),
+            jax.jit(jax.grad(rematerialised))(x, weights),
+        )
+
+    for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (mosaic, xla))), strict=True):
+        assert ours.shape == dense.shape and ours.dtype == dense.dtype
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(dense, np.float32), rtol=0.02, atol=0.02
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"activation": "silu"}, "must be relu"),
+        ({"b_down": jnp.zeros(128, jnp.bfloat16)}, "no biases"),
+        ({"dtype": jnp.float32}, "bfloat16 or float16"),
+        ({"d": 96}, "D a multiple of 64"),
+        ({"h": 200}, "H a multiple of 128"),
+    ],
+)
+def test_says_why_it_cannot_serve(twins, change, reason):
+    shape = {"d": 128, "h": 256, "dtype": jnp.bfloat16} | {
+        k: change.pop(k) for k in ("d", "h", "dtype") if k in change
+    }
+    operands = draw(4, **shape)
+    with pytest.raises(ValueError, match=reason):
+        mosaic(*operands, **change)
+    sparse_ffn(*operands, **change)  # None falls back
+
+
+def test_says_that_there_is_no_hopper_gpu():
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="needs a Hopper GPU, got cpu"):
+        mosaic(*draw(4, 128, 256))
+
+
+def test_environment_forces_a_choice(monkeypatch):
+    monkeypatch.setenv("TWELL_JAX_IMPLEMENTATION", "mosaic")
+    operands = draw(4, 128, 200)
+    with pytest.raises(ValueError, match=r"TWELL_JAX_IMPLEMENTATION.*cannot serve"):
+        sparse_ffn(*operands)
+    xla(*operands)  # a named implementation is not overridden
+    monkeypatch.setenv("TWELL_JAX_IMPLEMENTATION", "fast")
+    with pytest.raises(ValueError, match=r"TWELL_JAX_IMPLEMENTATION.*'fast'"):
+        sparse_ffn(*operands)
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 1000])
+@pytest.mark.parametrize("gated", [True, False])
+def test_lowers_for_an_h100(m, gated):
+    shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
+              for a in draw(m, 512, 1408, gated=gated)]  # fmt: skip
+    with jax.sharding.use_abstract_mesh(H100):
+        lowered = jax.jit(sparse_ffn).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("every", [16384, 1024, 100])
+def test_heavy_rows_at_full_size(every):
+    operands = draw(16384, 2048, 5632, threshold=2.57)
+    operands[0] = operands[0].at[7::every, -1].set(-1)
+    assert_exact(operands)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("last_feature", [1, 0, -1])
+@pytest.mark.parametrize("m", [1, 33, 65, 1000])
+def test_sparse_half_and_dense_rows(m, last_feature, gated, dtype):
+    operands = draw(m, 512, 1408, gated=gated, dtype=dtype)
+    operands[0] = operands[0].at[:, -1].set(last_feature)
+    assert_exact(operands)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("d", "h"),
+    [
+        (128, 65536),
+        (192, 384),
+        (512, 5632),
+        (768, 128),
+        (1024, 1408),
+        (2048, 5632),
+        (4096, 384),
+        (8192, 640),
+    ],
+)
+@pytest.mark.parametrize("m", [3, 130])
+def test_shapes(m, d, h):
+    operands = draw(m, d, h)
+    operands[0] = operands[0].at[0, -1].set(-1)
+    assert_exact(operands)
+
+
+@gpu
+@pytest.mark.parametrize("m", [4, 200])
+def test_counts_at_and_above_capacity(m):
+    x, w_gate, w_up, w_down = draw(m, 256, 512)
+    x = x.at[:, -1].set(0).at[:, :2].set(0).at[0, 0].set(1).at[1, 1].set(1)
+    w_gate = w_gate.at[:, :].set(0).at[:31, 0].set(1).at[256:288, 1].set(1)
+    y, stats = assert_exact([x, w_gate, w_up, w_down])
+    assert int(stats.max_nnz) == 32 and np.sum(stats.fired) == 31 + 32
+    assert not np.any(y[2:])
+
+
+@gpu
+@pytest.mark.parametrize("m", [4, 200])
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+def test_nan_and_inf_go_where_they_go_in_the_dense_computation(m, poison):
+    operands = draw(m, 512, 1408)
+    operands[0] = operands[0].at[1, 5].set(poison)
+    y, stats = jax.jit(mosaic)(*operands)
+    dense, dense_stats = jax.jit(xla)(*operands)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(dense))
+    rest = np.arange(m) != 1
+    assert error(y[rest], dense[rest]) < 5e-3
+    assert not np.isfinite(stats.l1) and not np.isfinite(dense_stats.l1)
+
+
+@gpu
+def test_all_zero_on_the_gpu():
+    operands = draw(300, 512, 1408, threshold=1000)
+    y, stats = jax.jit(mosaic)(*operands)
+    assert not np.any(y) and stats.nnz == 0
+
+
+@gpu
+def test_jit_of_a_module_and_export_use_the_kernels():
+    from flax import nnx
+
+    mlp = SparseMLP(512, 1408, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(mlp)
+    infer = jax.jit(lambda params, x: nnx.merge(graph, params)(x)[0])
+    x = jax.random.normal(jax.random.key(1), (2, 100, 512), jnp.bfloat16)
+    lowered = infer.lower(params, x)
+    assert "mosaic_gpu" in lowered.as_text()
+    leaves, tree = jax.tree.flatten(params)
+    flat = jax.jit(lambda leaves, x: infer(jax.tree.unflatten(tree, leaves), x))
+    exported = jax.export.export(
+        flat, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    )(leaves, x)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(leaves, x), infer(params, x))
+    mlp.implementation = "xla"
+    assert error(infer(params, x), mlp(x)[0]) < 5e-3
