@@ -46,7 +46,8 @@ def sparse_ffn(
       activation: "relu", or "silu" for the dense twin.
       implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs), or None for the
         one that the environment variable TWELL_JAX_IMPLEMENTATION names or, without it, the
-        fastest that can serve these inputs on this machine.
+        kernels wherever they can serve. These are exact for every input, but pay only for sparse
+        activations: name "xla" for a ReLU block that is not. Gradients are always dense.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; g, u, h
