@@ -3,17 +3,11 @@
 # make clean  removes .venv; runs/ stays
 
 PYTHON := .venv/bin/python
-DEMO := JAX_PLATFORMS=cpu $(PYTHON)
 
 .PHONY: demo test clean
 
 demo: .venv/installed
-	@echo "== a sparse model: ReLU, L1 on the hidden activations"
-	$(DEMO) train.py configs/tiny.yaml
-	@echo "== its dense twin: SiLU, no L1"
-	$(DEMO) train.py configs/tiny.yaml run_dir=runs/tiny-dense model.activation=silu l1_coefficient=0
-	@echo "== a sample of the sparse model"
-	$(DEMO) -m twell_jax.generate runs/tiny --prompt "def "
+	bash .ci/demo
 
 test: .venv/installed-dev
 	.venv/bin/ruff check

@@ -18,14 +18,16 @@ from twell_jax import data, display, metrics, sharding
 from twell_jax.checkpoint import CheckpointError, Checkpoints
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
+from twell_jax.ffn import CannotServe
 from twell_jax.plots import plot_run
-from twell_jax.run import RunPaths, open_run
+from twell_jax.run import RunPaths, lock_run, open_run
 from twell_jax.training import make_trainer
 
 
 def main() -> None:
     args = parse_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("twell_jax").setLevel(logging.INFO)
     try:
         config = config_lib.load(args.config, args.overrides)
         if args.print_config:
@@ -33,8 +35,9 @@ def main() -> None:
         elif args.dry_run is not None:
             estimate_memory(config, args.dry_run)
         else:
-            train(config)
-    except (ConfigError, CheckpointError, metrics.NonFiniteLoss) as error:
+            with lock_run(config.run_dir):
+                train(config)
+    except (ConfigError, CheckpointError, CannotServe, metrics.NonFiniteLoss, OSError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -78,6 +81,7 @@ def train(config: Config) -> None:
                 step += 1
                 recorder.add(step, measured)
                 if step % config.eval_every == 0 or step == config.steps:
+                    recorder.flush()
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)
                     recorder.add_evaluation(step, held_out_ce)
                     progress.print(f"step {step}  held-out CE {held_out_ce:.3f}")

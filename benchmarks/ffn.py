@@ -80,12 +80,14 @@ def measure(
     for name, (ffn, prepare) in implementations(gated).items():
         try:
             stack = jax.jit(lambda x, layers, ffn=ffn: [ffn(x, *weights) for weights in layers])
-            layers = [prepare(weights) for weights in layers]
-            error = record.relative_error(stack(x, layers[:1])[0], reference)
+            mine = [prepare(weights) for weights in layers]
+            error = record.relative_error(stack(x, mine[:1])[0], reference)
             calls = max(2, min(50, 2**17 // m))
-            ms = record.milliseconds(stack, x, layers, calls=calls) / LAYERS
-            enqueue_ms = record.enqueue_milliseconds(stack, x, layers) / LAYERS
+            ms = record.milliseconds(stack, x, mine, calls=calls) / LAYERS
+            enqueue_ms = record.enqueue_milliseconds(stack, x, mine) / LAYERS
         except Exception as problem:  # a row says so, and the others go on
+            if baseline_ms is None:
+                raise
             yield case | {"implementation": name, "failed": record.first_line(problem)}
             continue
         baseline_ms = baseline_ms or ms

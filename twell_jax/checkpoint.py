@@ -33,6 +33,7 @@ class Checkpoints:
         self.directory = directory.absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._broken: list[int] = []
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -47,6 +48,7 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
         """Starts writing a checkpoint; returns once `state` may be consumed."""
+        self._set_broken_aside()
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)
         )
@@ -55,7 +57,7 @@ class Checkpoints:
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest checkpoint that is whole, or None if the directory has none at all.
 
-        Broken ones are reported and set aside as STEP.broken; their step can be saved again.
+        Broken ones are reported; the next `save` sets them aside as STEP.broken.
 
         Raises:
           CheckpointError: if there are checkpoints, but none can be restored.
@@ -72,7 +74,7 @@ class Checkpoints:
                 problems[step] = f"step {step}: {_first_line(error)}"
                 log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
                 continue
-            self._set_aside(list(problems))
+            self._broken = list(problems)
             return restored.state, restored.data
         if problems:
             raise CheckpointError(
@@ -81,15 +83,17 @@ class Checkpoints:
             )
         return None
 
-    def _set_aside(self, steps: list[int]) -> None:
+    def _set_broken_aside(self) -> None:
         if jax.process_index() == 0:
-            for step in steps:
+            for step in self._broken:
                 names = (self.directory / f"{step}.broken{n or ''}" for n in itertools.count())
                 free = next(path for path in names if not path.exists())
                 (self.directory / str(step)).rename(free)
-        if steps:
+        if self._broken:
             self._manager.reload()
+        self._broken = []
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    line, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {line[:200]}"

@@ -84,6 +84,14 @@ class ModelConfig(_Section):
         return self.kv_heads or self.heads
 
 
+_ONLY_FOR = {
+    "paths": ("files", "tokens"),
+    "held_out_paths": ("tokens",),
+    "name": ("hf",),
+    "subset": ("hf",),
+}
+
+
 class DataConfig(_Section):
     """Where the text comes from and how it becomes token sequences."""
 
@@ -113,6 +121,9 @@ class DataConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self):
+        for name, sources in _ONLY_FOR.items():
+            if getattr(self, name) and self.source not in sources:
+                raise ValueError(f"data.{name}: source={self.source} does not use it; leave it out")
         if self.source in ("files", "tokens") and not self.paths:
             raise ValueError(f"data.paths: source={self.source} needs at least one path or glob")
         if self.source == "hf" and not self.name:
@@ -135,9 +146,9 @@ class OptimizerConfig(_Section):
     )
     decay_fraction: float = Field(0.2, gt=0, le=1, description="share of the steps wsd decays over")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="last over peak learning rate")
-    b1: float = Field(0.9, ge=0, lt=1)
-    b2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not applied to norms")
     clip_norm: float = Field(1.0, gt=0, description="largest global norm of the gradient")
 

@@ -23,6 +23,10 @@ _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
+class CannotServe(ValueError):
+    """The implementation that was asked for cannot serve these inputs on this machine."""
+
+
 def sparse_ffn(
     x: jax.Array,
     w_gate: jax.Array | None,
@@ -50,11 +54,12 @@ def sparse_ffn(
         activations: name "xla" for a ReLU block that is not. Gradients are always dense.
 
     Returns:
-      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; g, u, h
-      and y are each rounded once to the dtype of x.
+      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
+        rounds g, u, h and y to the dtype of x, the kernels only g and y.
 
     Raises:
-      ValueError: shapes or dtypes do not agree, or `implementation` cannot serve them here.
+      ValueError: shapes or dtypes do not agree.
+      CannotServe: `implementation` cannot serve them here; the message says why.
 
     Example:
       >>> x, w = jnp.ones((4, 8)), jnp.ones((32, 8))
@@ -72,7 +77,7 @@ def sparse_ffn(
         raise ValueError(f"{source} must be 'xla', 'mosaic' or None, got {implementation!r}")
     obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
     if implementation == "mosaic" and obstacle:
-        raise ValueError(f"{source}='mosaic' cannot serve: {obstacle}")
+        raise CannotServe(f"{source}='mosaic' cannot serve: {obstacle}")
     if implementation == "xla" or obstacle:
         return ffn_xla.ffn(x, **weights, **biases, activation=activation)
     return ffn_mosaic.ffn(x, **weights)

@@ -2,7 +2,7 @@
 
 Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its result as TwELL and
 a second kernel does the rest, except for heavy rows, of which a tile has more entries than TwELL
-holds: these are computed densely, in chunks, as many as there are.
+holds, and rows that are not finite: these are computed densely, in chunks, as many as there are.
 """
 
 import jax
@@ -15,7 +15,7 @@ from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
 from twell_jax import ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
-_HEAVY_ROWS = 256  # computed at once: as long as the weights come from memory, fewer cost the same
+_DENSE_ROWS = 256  # computed at once: as long as the weights come from memory, fewer cost the same
 
 
 def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> str | None:
@@ -34,7 +34,8 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
 def ffn(x, w_gate, w_up, w_down) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` where `obstacle` finds none.
 
-    Differentiated, it is the dense computation, forward included, since gradients need all of h.
+    Differentiated, it is the dense computation, forward included, since gradients need all of h;
+    there is no forward-mode differentiation.
     """
     y, stats = _ffn(x.reshape(-1, x.shape[-1]), w_gate, w_up, w_down)
     return y.reshape(x.shape), stats
@@ -52,14 +53,19 @@ _ffn.defvjp(
 
 @jax.custom_batching.custom_vmap
 def _ffn_batched(x, w_gate, w_up, w_down):
+    # The kernels skip neurons whose gate is zero. In the dense computation 0 * inf makes NaN.
+    finite = jnp.all(jnp.isfinite(x), axis=-1)
     if x.shape[0] <= MAX_TOKENS:
         y, nnz, l1, fired = small_m_ffn(x, w_gate, w_up, w_down)
+        y, l1 = jnp.where(finite[:, None], y, jnp.nan), jnp.where(finite, l1, jnp.nan)
         return y, _stats(nnz, l1, fired)
     gated = w_gate is not None
     packed = gate_pack(x, w_gate if gated else w_up)
     y, nnz, l1 = fused_ffn(*((x, packed, w_up) if gated else (None, packed, None)), w_down)
-    light = _stats(jnp.where(nnz < 0, ~nnz, nnz), l1, twell.fired(packed, w_down.shape[0]))
-    return _add_heavy_rows(nnz < 0, y, light, x, w_gate, w_up, w_down)
+    is_dense = (nnz < 0) | ~finite
+    fired = twell.fired(packed, w_down.shape[0])
+    light = _stats(jnp.where(nnz < 0, ~nnz, nnz), jnp.where(is_dense, 0, l1), fired)
+    return _add_dense_rows(is_dense, y, light, x, w_gate, w_up, w_down)
 
 
 @_ffn_batched.def_vmap
@@ -76,8 +82,8 @@ def _(size, is_batched, *operands):
     return out, jax.tree.map(lambda _: True, out)
 
 
-def _add_heavy_rows(heavy, y, stats, x, *weights):
-    """Fills in the rows of y that `heavy: bool [M]` marks, and what they add to the stats."""
+def _add_dense_rows(is_dense, y, stats, x, *weights):
+    """Computes the rows of y that `is_dense: bool [M]` marks, and adds their part of the stats."""
     m = x.shape[0]
 
     def is_left(carry):
@@ -85,7 +91,7 @@ def _add_heavy_rows(heavy, y, stats, x, *weights):
 
     def compute_some(carry):
         left, y, l1, fired = carry
-        (rows,) = jnp.nonzero(left, size=min(_HEAVY_ROWS, m), fill_value=m)
+        (rows,) = jnp.nonzero(left, size=min(_DENSE_ROWS, m), fill_value=m)
         chunk = x.at[rows].get(mode="fill", fill_value=0)  # a row of zeros fires nothing
         y_chunk, some = ffn_xla.ffn(chunk, *weights)
         return (
@@ -95,7 +101,7 @@ def _add_heavy_rows(heavy, y, stats, x, *weights):
             fired | some.fired,
         )
 
-    carry = (heavy, y, stats.l1, stats.fired)
+    carry = (is_dense, y, stats.l1, stats.fired)
     _, y, l1, fired = jax.lax.while_loop(is_left, compute_some, carry)
     return y, FFNStats(l1, stats.nnz, stats.max_nnz, fired)
 
@@ -109,7 +115,7 @@ def _no_hopper() -> str | None:
     if device is not None:  # lowering for a device that need not be here
         kind, is_hopper = device.device_kind, "H100" in device.device_kind
     else:
-        device = jax.devices()[0]
+        device = jax.config.jax_default_device or jax.devices()[0]
         kind = device.device_kind
         is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
     return None if is_hopper else f"it needs a Hopper GPU, got {kind}"

@@ -8,33 +8,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from twell_jax import sharding
-from twell_jax.checkpoint import CheckpointError, Checkpoints
-from twell_jax.config import Config, ConfigError, MeshConfig
-from twell_jax.data import tokenizers
-from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.model import KVCache, Transformer, graphdef
-from twell_jax.run import RunPaths, load_config
-from twell_jax.training import abstract_state
-
-
-def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
-    """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
-
-    Raises:
-      ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
-      CheckpointError: no checkpoint is whole.
-    """
-    paths, config = RunPaths(run_dir), load_config(run_dir)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
-        restored = checkpoints.restore(abstract_state(config, mesh))
-    if restored is None:
-        raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
-    model = nnx.merge(graphdef(config.model), restored[0].params)
-    return config, tokenizers.load(paths.tokenizer), model
+from twell_jax.checkpoint import CheckpointError
+from twell_jax.config import ConfigError
+from twell_jax.model import KVCache, Transformer
+from twell_jax.run import load_run
 
 
 def generate(
@@ -60,7 +38,15 @@ def generate(
 
     Yields:
       The ids of the sampled tokens.
+
+    Raises:
+      ValueError: there is no prompt, or max_tokens < 0; and as `sample` does.
     """
+    if not len(prompt) or max_tokens < 0:
+        raise ValueError(
+            f"the prompt must have a token and max_tokens be at least 0, got {len(prompt)} tokens "
+            f"and max_tokens={max_tokens}"
+        )
     choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
 
     @jax.jit
@@ -98,7 +84,7 @@ def sample(
     Raises:
       ValueError: temperature < 0, top_k < 1, or top_p outside (0, 1].
     """
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
@@ -141,7 +127,7 @@ def main() -> None:
             seed=args.seed,
         )
         print(args.prompt + tokenizer.decode(list(tokens)))
-    except (ConfigError, CheckpointError, ValueError) as error:
+    except (ConfigError, CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -57,11 +57,20 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; a last line that a kill cut short is left out."""
+    """The records of a `metrics.jsonl`; a last line that a kill cut short is left out.
+
+    Raises:
+      ConfigError: if another line is not JSON.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    records = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ConfigError(f"{path}:{number}: not a line of JSON; mend or remove it") from None
+    return records
 
 
 class Recorder:
@@ -83,7 +92,8 @@ class Recorder:
     ):
         self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
         self._pending: tuple[int, StepMetrics] | None = None
-        self._clock: tuple[int, float] | None = None
+        self._clock: tuple[int, float] | None = None  # a step and when it ended
+        self._tokens_per_second = 0.0
 
     def add(self, step: int, measured: StepMetrics) -> None:
         """Takes the metrics of `step`, which may still be running, and handles those before it."""
@@ -91,8 +101,12 @@ class Recorder:
         self._pending = step, measured
 
     def add_evaluation(self, step: int, held_out_ce: float) -> None:
-        """Records a held-out evaluation after `step`; raises `NonFiniteLoss` as `flush` does."""
-        self.flush()
+        """Records a held-out evaluation after `step`, whose own record must have been flushed.
+
+        Raises:
+          NonFiniteLoss: as `flush` does.
+        """
+        self._clock = None  # evaluating is not training
         self._require_finite(step, updates=step, held_out_ce=held_out_ce)
         self._log.write({"step": step, "held_out_ce": held_out_ce})
 
@@ -110,9 +124,11 @@ class Recorder:
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
         now = time.monotonic()
-        since, then = self._clock or (step, now)  # the first step compiles; it is not counted
-        tokens = (step - since) * self._config.batch_tokens
-        record["tokens_per_second"] = tokens / (now - then) if tokens else 0.0
+        if self._clock is not None:  # not in the first step, which compiles
+            since, then = self._clock
+            tokens = (step - since) * self._config.batch_tokens
+            self._tokens_per_second = tokens / (now - then)
+        record["tokens_per_second"] = self._tokens_per_second
         logged = step % self._config.log_every == 0 or step == self._config.steps
         self._show(record, logged)
         if logged:

@@ -1,12 +1,22 @@
 """The directory of a run: its resolved configuration, tokenizer, checkpoints, metrics and plots."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
+from flax import nnx
 
 from twell_jax import config as config_lib
-from twell_jax.config import Config, ConfigError
+from twell_jax import sharding
+from twell_jax.checkpoint import Checkpoints
+from twell_jax.config import Config, ConfigError, MeshConfig
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.model import Transformer, graphdef
+from twell_jax.training import abstract_state
 
 # What may change between a run and its continuation; everything else decides the result.
 _FREE = {
@@ -27,6 +37,23 @@ class RunPaths:
         self.tokenizer = self.directory / "tokenizer.json"
         self.checkpoints = self.directory / "checkpoints"
         self.metrics = self.directory / "metrics.jsonl"
+        self.analysis = self.directory / "analysis.json"
+
+
+@contextlib.contextmanager
+def lock_run(run_dir: str | Path) -> Iterator[None]:
+    """Keeps other processes of this machine out of a run; a kill opens the lock.
+
+    Raises:
+      ConfigError: another process has it.
+    """
+    directory = Path(run_dir).absolute()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(directory.parent / f".{directory.name}.lock", timeout=0):
+            yield
+    except filelock.Timeout:
+        raise ConfigError(f"run_dir: another process is training in {run_dir}") from None
 
 
 def open_run(config: Config) -> RunPaths:
@@ -64,6 +91,23 @@ def load_config(run_dir: str | Path) -> Config:
         return config_lib.load(RunPaths(run_dir).config)
     except ConfigError as error:
         raise ConfigError(f"run_dir: {run_dir} is not the directory of a run ({error})") from None
+
+
+def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
+    """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
+
+    Raises:
+      ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
+      CheckpointError: no checkpoint is whole.
+    """
+    paths, config = RunPaths(run_dir), load_config(run_dir)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+        restored = checkpoints.restore(abstract_state(config, mesh))
+    if restored is None:
+        raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
+    model = nnx.merge(graphdef(config.model), restored[0].params)
+    return config, tokenizers.load(paths.tokenizer), model
 
 
 def write_atomically(path: Path, text: str) -> None:

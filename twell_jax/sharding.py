@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import ConfigError, MeshConfig
 
-BATCH = P(("data", "fsdp"))
+_AXES = ("data", "fsdp")
+BATCH = P(_AXES)
 LOGICAL_AXES = (
     ("embed", "fsdp"),
     ("mlp", None),
@@ -28,13 +29,15 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> ja
       ConfigError: if data * fsdp is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    if len(devices) % config.fsdp:
+        raise ConfigError(f"mesh.fsdp: {config.fsdp} does not divide {len(devices)} devices")
     data = len(devices) // config.fsdp if config.data == -1 else config.data
     if data * config.fsdp != len(devices):
         raise ConfigError(
-            f"mesh: data={config.data} x fsdp={config.fsdp} does not use {len(devices)} devices"
+            f"mesh.data: {config.data} x fsdp={config.fsdp} must use all {len(devices)} devices"
         )
     auto = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, config.fsdp), ("data", "fsdp"), auto, devices=devices)
+    return jax.make_mesh((data, config.fsdp), _AXES, auto, devices=devices)
 
 
 def of_params(params: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:
@@ -49,10 +52,12 @@ def of_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """Pins the leading axis of an activation to all devices of the current mesh, if there is one.
+    """Pins the leading axis of an activation to all devices of the current mesh.
 
-    Without it XLA may follow the weights' FSDP sharding and split activations along d_model.
+    Without it XLA may follow the weights' FSDP sharding and split activations along d_model. A
+    batch that does not divide, and meshes other than those of `make_mesh`, are left to XLA.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != _AXES or x.shape[0] % mesh.size:
         return x
     return jax.lax.with_sharding_constraint(x, BATCH)

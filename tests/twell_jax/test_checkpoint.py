@@ -43,6 +43,13 @@ def restore(directory):
         return checkpoints.restore(abstract(make_state(0)))
 
 
+def continue_to(directory, step):
+    """Restores, and saves another step, as a run does."""
+    with Checkpoints(directory, keep=3) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        checkpoints.save(step, make_state(step), {"next_index": step})
+
+
 def assert_is_step(restored, step):
     state, position = restored
     assert position == {"next_index": step}
@@ -137,9 +144,10 @@ def test_a_broken_newest_step_is_set_aside(directory, damage, caplog):
         restored = restore(directory)
     assert_is_step(restored, 3)
     assert "step 6" in caplog.text
+    assert contents(directory / "6") == broken  # who only reads changes nothing
+    # Who goes on can save the step again; the broken one is kept beside it.
+    continue_to(directory, 6)
     assert contents(directory / "6.broken") == broken
-    # Its step can be saved again, and is the newest then.
-    save(directory, 6)
     assert_is_step(restore(directory), 6)
 
 
@@ -147,7 +155,7 @@ def test_a_step_may_break_more_than_once(directory):
     for count in (1, 2, 3):
         (directory / "6/state/_METADATA").write_text(f"broken {count}")
         assert_is_step(restore(directory), 3)
-        save(directory, 6)
+        continue_to(directory, 6)
     aside = [path / "state/_METADATA" for path in directory.glob("6.broken*")]
     assert {path.read_text() for path in aside} == {"broken 1", "broken 2", "broken 3"}
 

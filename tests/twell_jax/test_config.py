@@ -71,6 +71,8 @@ def path(tmp_path):
         ("mesh.fsdp=3", "mesh.fsdp", "model.d_model=32"),
         ("data.source=files", "data.paths", "at least one path"),
         ("data.source=hf", "data.name", "needs the name"),
+        ("data.name=some/dataset", "data.name", "source=stdlib does not use it"),
+        ("data.held_out_paths=[a.txt]", "data.held_out_paths", "does not use it"),
         ("data={source: tokens, paths: [x.npy], tokenizer: bpe}", "data.tokenizer", "no text"),
         # not an override at all
         ("steps", "'steps'", "key=value"),
@@ -159,7 +161,13 @@ def test_a_file_may_give_only_what_differs_from_its_base(tmp_path, path):
 
 
 def test_to_yaml_is_read_back_as_the_same_config(tmp_path, path):
-    overrides = ["optimizer.lr=1e-30", "l1_warmup=[1, 5]", "data.paths=[a, 'b: c']", "run_dir='7'"]
+    overrides = [
+        "optimizer.lr=1e-30",
+        "l1_warmup=[1, 5]",
+        "data.source=files",
+        "data.paths=[a, 'b: c']",
+        "run_dir='7'",
+    ]
     settings = config.load(path, overrides)
     copy = tmp_path / "copy.yaml"
     copy.write_text(config.to_yaml(settings))
@@ -202,7 +210,7 @@ def test_mesh_uses_all_devices(mesh, shape):
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 3}, {"data": 2}, {"fsdp": 16}, {"data": 8, "fsdp": 2}])
 def test_mesh_that_does_not_fit_the_devices(mesh):
-    with pytest.raises(ConfigError, match=r"^mesh: .*8 devices"):
+    with pytest.raises(ConfigError, match=r"^mesh\.(data|fsdp): .*8 devices"):
         sharding.make_mesh(MeshConfig(**mesh), jax.devices("cpu")[:8])
 
 

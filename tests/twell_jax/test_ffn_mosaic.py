@@ -216,18 +216,35 @@ def test_counts_at_and_above_capacity(m):
     assert not np.any(y[2:])
 
 
-@gpu
-@pytest.mark.parametrize("m", [4, 200])
-@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
-def test_nan_and_inf_go_where_they_go_in_the_dense_computation(m, poison):
+def assert_poison_spreads_as_in_the_dense_computation(m, feature, poison):
     operands = draw(m, 512, 1408)
-    operands[0] = operands[0].at[1, 5].set(poison)
+    operands[0] = operands[0].at[1, feature].set(poison)
     y, stats = jax.jit(mosaic)(*operands)
     dense, dense_stats = jax.jit(xla)(*operands)
     np.testing.assert_array_equal(np.isnan(y), np.isnan(dense))
     rest = np.arange(m) != 1
     assert error(y[rest], dense[rest]) < 5e-3
     assert not np.isfinite(stats.l1) and not np.isfinite(dense_stats.l1)
+
+
+POISON = [
+    (feature, poison)
+    for feature in (5, -1)  # the last one opens (-inf) or shuts (inf) all gates at once
+    for poison in (np.nan, np.inf, -np.inf)
+]
+
+
+@pytest.mark.parametrize("m", [4, 100])
+@pytest.mark.parametrize(("feature", "poison"), POISON)
+def test_poison_around_the_kernels(twins, m, feature, poison):
+    assert_poison_spreads_as_in_the_dense_computation(m, feature, poison)
+
+
+@gpu
+@pytest.mark.parametrize("m", [4, 200])
+@pytest.mark.parametrize(("feature", "poison"), POISON)
+def test_poison_on_the_gpu(m, feature, poison):
+    assert_poison_spreads_as_in_the_dense_computation(m, feature, poison)
 
 
 @gpu

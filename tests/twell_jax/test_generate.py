@@ -13,7 +13,7 @@ from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.generate import generate, sample
 from twell_jax.model import Transformer
-from twell_jax.run import RunPaths, open_run
+from twell_jax.run import RunPaths, load_run, open_run
 from twell_jax.training import init_state
 
 MODEL = {
@@ -125,7 +125,7 @@ def save_checkpoint(config, paths):
 def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, monkeypatch, capsys):
     config, paths = run_dir
     state = save_checkpoint(config, paths)
-    loaded_config, tokenizer, model = generation.load_run(str(paths.directory))
+    loaded_config, tokenizer, model = load_run(str(paths.directory))
     assert loaded_config == config and tokenizer == ByteTokenizer()
     for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -3,7 +3,7 @@
 import pytest
 
 from twell_jax import ConfigError, config
-from twell_jax.run import load_config, open_run, write_atomically
+from twell_jax.run import load_config, lock_run, open_run, write_atomically
 
 
 def settings(directory, **changes):
@@ -93,3 +93,13 @@ def test_writing_that_is_cut_short_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
     write_atomically(path, "new")
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"file.txt": "new"}
+
+
+def test_a_run_has_one_process(tmp_path):
+    with lock_run(tmp_path / "a"):
+        with pytest.raises(ConfigError, match=r"another process is training in .*a$"):
+            lock_run(tmp_path / "a").__enter__()
+        with lock_run(tmp_path / "b"):
+            pass
+    with lock_run(tmp_path / "a"):
+        pass
