@@ -73,7 +73,11 @@ class Transformer(nnx.Module):
             self.unembed = _linear(config, "embed", "vocab", config.vocab_size, rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, *, document_end: int | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        document_end: int | None = None,
+        per_token_stats: bool = False,
     ) -> tuple[jax.Array, FFNStats]:
         """Next-token logits.
 
@@ -81,14 +85,17 @@ class Transformer(nnx.Module):
           tokens: int `[B, T]`.
           document_end: id of the end-of-text token. If given, attention does not cross it and
             positions restart after it (it belongs to the document that it ends).
+          per_token_stats: measure each token by itself, not all of them together; `fired` is then
+            the pattern of the activations. Kernels run token by token: name "xla" with it.
 
         Returns:
-          logits: float32 `[B, T, vocab]`, and the `FFNStats` with a leading layers axis.
+          logits: float32 `[B, T, vocab]`, and the `FFNStats` with leading axes `[layers]`, or
+          `[layers, B, T]` if per token.
         """
         positions, mask = jnp.arange(tokens.shape[1])[None], None
         if document_end is not None:
             positions, mask = _split_documents(tokens, document_end)
-        x, stats, _ = self._run(tokens, positions, mask, cache=None)
+        x, stats, _ = self._run(tokens, positions, mask, None, per_token_stats)
         return self._logits(x), stats
 
     def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -102,14 +109,16 @@ class Transformer(nnx.Module):
         x, _, cache = self._run(tokens, positions, mask, cache)
         return self._logits(x[:, -1]), cache
 
-    def _run(self, tokens, positions, mask, cache):
+    def _run(self, tokens, positions, mask, cache, per_token_stats=False):
         rope = _rope_table(positions, self.config)
         graph, params = nnx.split(self.blocks)
         length = None if cache is None else cache.length
 
         def block(x, layer):
             params, keys_values = layer
-            x, stats, keys_values = nnx.merge(graph, params)(x, rope, mask, keys_values, length)
+            x, stats, keys_values = nnx.merge(graph, params)(
+                x, rope, mask, keys_values, length, per_token_stats
+            )
             return split_batch(x), (stats, keys_values)
 
         if self.config.remat != "none":
@@ -152,12 +161,13 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x, rope, mask, keys_values, length):
+    def __call__(self, x, rope, mask, keys_values, length, per_token_stats):
         attended, keys_values = self.attention(
             self.attention_norm(x), rope, mask, keys_values, length
         )
         x = x + attended
-        y, stats = self.mlp(self.mlp_norm(x))
+        mlp = jax.vmap(jax.vmap(self.mlp)) if per_token_stats else self.mlp
+        y, stats = mlp(self.mlp_norm(x))
         return x + y, stats, keys_values
 
 
@@ -190,11 +200,26 @@ class Attention(nnx.Module):
             k = extend(keys_values[0], k, length, axis=1)
             v = extend(keys_values[1], v, length, axis=1)
             keys_values = k, v
-        fast = jax.default_backend() == "gpu" and x.dtype != jnp.float32
         attended = jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=mask is None, implementation="cudnn" if fast else "xla"
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=mask is None,
+            implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
         )
         return self.out(attended.reshape(*x.shape[:2], -1)), keys_values
+
+
+def _cudnn_can_serve(q, k, mask) -> bool:
+    length, head_dim = q.shape[1], q.shape[3]
+    return (
+        jax.default_backend() == "gpu"
+        and q.dtype.itemsize == 2
+        and head_dim % 8 == 0
+        and head_dim <= 128
+        and (mask is None or (length == k.shape[1] and length % 2 == 0))
+    )
 
 
 def _rope_table(positions, config):

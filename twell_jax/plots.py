@@ -1,4 +1,4 @@
-"""PNG plots of a run, from the records of its `metrics.jsonl`."""
+"""PNG plots of a run: its training, from the records of `metrics.jsonl`, and its neurons."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from twell_jax.sparsity import Activity, concentration
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150})
 
@@ -21,6 +24,16 @@ def plot_run(
     return [
         _plot_training(steps, evaluations, d_ff, unigram_ce, directory / "training.png"),
         _plot_layers(steps[-1], d_ff, directory / "layers.png"),
+    ]
+
+
+def plot_activity(activity: Activity, directory: Path) -> list[Path]:
+    """Draws `nnz_by_layer.png`, `nnz_by_position.png`, `union.png` and `usage.png`."""
+    return [
+        _plot_nnz_by_layer(activity, directory / "nnz_by_layer.png"),
+        _plot_nnz_by_position(activity, directory / "nnz_by_position.png"),
+        _plot_union(activity, directory / "union.png"),
+        _plot_usage(activity, directory / "usage.png"),
     ]
 
 
@@ -52,9 +65,73 @@ def _plot_layers(record, d_ff, path):
     axes.set(
         yscale="symlog", xlabel="layer", ylabel="non-zero activations per token", xticks=layers
     )
-    axes.set_title(f"step {record['step']}", fontsize="medium")
-    axes.legend(frameon=False)
+    axes.set_title(f"step {record['step']}", loc="left", fontsize="medium")
+    figure.legend(loc="outside upper right", ncols=3, frameon=False)
     return _save(figure, path)
+
+
+def _plot_nnz_by_layer(activity, path):
+    layers, d_ff = activity.usage.shape
+    low, p50, p99 = np.percentile(activity.nnz, (1, 50, 99), axis=(1, 2))
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    at = np.arange(layers)
+    axes.bar(at, p99 - low, 0.5, low, alpha=0.3, label="1st-99th percentile")
+    axes.hlines(p50, at - 0.25, at + 0.25, lw=2, label="median")
+    axes.plot(at, activity.nnz.mean(axis=(1, 2)), "ko", ms=4, label="mean")
+    axes.axhline(d_ff, color="gray", ls="--", lw=1, label="dense")
+    axes.set(yscale="symlog", xlabel="layer", ylabel="neurons that fire for a token")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    return _save(figure, path)
+
+
+def _plot_nnz_by_position(activity, path):
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    position = np.arange(1, activity.nnz.shape[2] + 1)
+    _plot_layer_lines(axes, position, activity.nnz.mean(axis=1))
+    axes.set(
+        xscale="log", xlabel="position in the sequence", ylabel="neurons that fire, mean", ylim=0
+    )
+    return _save(figure, path)
+
+
+def _plot_union(activity, path):
+    sizes = list(activity.union)
+    share = activity.usage / activity.nnz[0].size  # of the tokens that a neuron fires for
+    measured = np.stack(list(activity.union.values()), axis=1)
+    # Of n tokens drawn at random, any fires a neuron of share p with probability 1 - (1 - p)^n.
+    every_size = np.arange(1, sizes[-1] + 1)
+    independent = np.stack([1 - np.mean((1 - share) ** n, axis=1) for n in every_size], axis=1)
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    _plot_layer_lines(axes, sizes, 100 * measured, "o-")
+    for line, y in zip(axes.get_lines(), independent, strict=True):
+        axes.plot(every_size, 100 * y, ls=":", lw=1, color=line.get_color())
+    axes.set(xlabel="tokens", ylabel="neurons that any of them fires (%)", ylim=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, map(str, sizes))
+    axes.plot([], [], "o-", color="gray", label="consecutive")
+    axes.plot([], [], ":", color="gray", label="drawn at random")
+    axes.legend(frameon=False, loc="upper left")
+    return _save(figure, path)
+
+
+def _plot_usage(activity, path):
+    d_ff = activity.usage.shape[1]
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    neurons = 100 * np.arange(1, d_ff + 1) / d_ff
+    _plot_layer_lines(axes, neurons, 100 * concentration(activity.usage))
+    axes.plot([0, 100], [0, 100], color="gray", ls="--", lw=1, label="if all were used alike")
+    axes.set(xlabel="most used neurons (%)", ylabel="share of the activations (%)", ylim=0)
+    axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
+def _plot_layer_lines(axes, x, layers, style="-"):
+    """Draws a line per layer, coloured by depth."""
+    colors = plt.cm.ScalarMappable(plt.Normalize(0, max(1, len(layers) - 1)), "winter")
+    for layer, y in enumerate(layers):
+        axes.plot(x, y, style, ms=3, lw=1.2, color=colors.to_rgba(layer))
+    axes.figure.colorbar(colors, ax=axes, label="layer", ticks=MaxNLocator(integer=True))
 
 
 def _save(figure, path):
