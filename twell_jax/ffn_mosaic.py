@@ -2,7 +2,8 @@
 
 Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its result as TwELL and
 a second kernel does the rest, except for heavy rows, of which a tile has more entries than TwELL
-holds, and rows that are not finite: these are computed densely, in chunks, as many as there are.
+holds, and rows that are not finite: these are computed densely, in as many chunks as it takes, or
+all rows at once where many are such.
 """
 
 import jax
@@ -16,6 +17,7 @@ from twell_jax import ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
 _DENSE_ROWS = 256  # computed at once: as long as the weights come from memory, fewer cost the same
+_MANY = 4  # with more than M / 4 dense rows, computing all M at once is cheaper
 
 
 def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> str | None:
@@ -89,6 +91,13 @@ def _add_dense_rows(is_dense, y, stats, x, *weights):
     def is_left(carry):
         return jnp.any(carry[0])
 
+    def compute(carry):
+        return jax.lax.cond(jnp.sum(carry[0]) > m // _MANY, compute_all, compute_some, carry)
+
+    def compute_all(carry):
+        y, stats = ffn_xla.ffn(x, *weights)
+        return jnp.zeros_like(carry[0]), y, stats.l1, stats.fired
+
     def compute_some(carry):
         left, y, l1, fired = carry
         (rows,) = jnp.nonzero(left, size=min(_DENSE_ROWS, m), fill_value=m)
@@ -101,8 +110,9 @@ def _add_dense_rows(is_dense, y, stats, x, *weights):
             fired | some.fired,
         )
 
+    # A loop that need not run at all leaves y where it is; a `cond` around it would copy y.
     carry = (is_dense, y, stats.l1, stats.fired)
-    _, y, l1, fired = jax.lax.while_loop(is_left, compute_some, carry)
+    _, y, l1, fired = jax.lax.while_loop(is_left, compute, carry)
     return y, FFNStats(l1, stats.nnz, stats.max_nnz, fired)
 
 

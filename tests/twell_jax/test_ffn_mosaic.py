@@ -76,7 +76,9 @@ def assert_exact(operands):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("m", "heavy"), [(5, 1), (100, 0), (100, 1), (300, 300), (600, 7)])
+@pytest.mark.parametrize(
+    ("m", "heavy"), [(5, 1), (100, 0), (100, 1), (300, 300), (600, 7), (2100, 520)]
+)
 def test_any_number_of_heavy_rows(twins, m, heavy, gated):
     operands = draw(m, 128, 768, gated=gated)
     operands[0] = operands[0].at[:heavy, -1].set(-1)

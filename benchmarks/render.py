@@ -1,0 +1,84 @@
+"""Turns a record of benchmarks.ffn into what docs/performance.md shows: a table and a plot.
+
+python -m benchmarks.render benchmarks/results/ffn-....json [--plot docs/ffn.png]
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLUMNS = ("m", "pattern", "gated", "nnz_mean", "heavy_rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--plot", type=Path, help="where to draw speed-up over nnz, a PNG")
+    args = parser.parse_args()
+    record = json.loads(args.record.read_text())
+    print(table(record["rows"]))
+    if args.plot:
+        plot(record, args.plot)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line per case: the baseline's time, and time and speed-up of the others."""
+    cases: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[c] for c in COLUMNS), {})[row["implementation"]] = row
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    lines = [
+        "| M | pattern | gated | mean nnz | dense rows | " + " | ".join(names) + " | error |",
+        "|---" * (len(COLUMNS) + len(names) + 1) + "|",
+    ]
+    for (m, pattern, gated, nnz, heavy), measured in cases.items():
+        cells = [_cell(measured.get(name)) for name in names]
+        errors = " / ".join(f"{row['error']:.1e}" for row in measured.values() if "error" in row)
+        kind = "yes" if gated else "no"
+        lines.append(f"| {m} | {pattern} | {kind} | {nnz:.1f} | {heavy} | "
+                     + " | ".join(cells) + f" | {errors} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Speed-up of "mosaic" over nnz, a line per M; skewed solid, uniform dashed."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    rows = [
+        row
+        for row in record["rows"]
+        if row["implementation"] == "mosaic" and row["gated"] and not row["heavy_rows"]
+    ]
+    for index, m in enumerate(sorted({row["m"] for row in rows})):
+        for pattern, style in (("skewed", "o-"), ("uniform", "s--")):
+            line = sorted(
+                (row["nnz_mean"], row["speedup"])
+                for row in rows
+                if (row["m"], row["pattern"]) == (m, pattern) and "speedup" in row
+            )
+            label = f"M = {m}" if pattern == "skewed" else None
+            axes.plot(*zip(*line, strict=True), style, color=f"C{index}", ms=4, label=label)
+    axes.axhline(1, color="gray", lw=1)
+    axes.set(
+        xscale="log",
+        xlabel="mean non-zeros per token (solid: skewed, dashed: uniform)",
+        ylabel="speed-up over jitted dense XLA",
+        title=f"{record['device']}, {record['date']}",
+    )
+    axes.legend(frameon=False, ncols=2)
+    figure.savefig(path, dpi=150)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None or "failed" in row:
+        return "-"
+    return f"{row['ms']:.3f} ms ({row['speedup']:.2f}x)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The benchmark harness: its patterns are what it says, its records are complete."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import ffn, patterns, record, render
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "skewed"])
+@pytest.mark.parametrize("nnz", [10, 60])
+def test_independent_patterns_have_the_wanted_density(pattern, nnz):
+    key = jax.random.key(np.random.default_rng().integers(2**31))
+    x, w_gate = patterns.independent(key, pattern, 2000, 256, 1408, nnz, jnp.bfloat16)
+    active = np.asarray(x, np.float32) @ np.asarray(w_gate, np.float32).T > 0
+    assert abs(active.sum(1).mean() / nnz - 1) < 0.15
+    never = 1 - active.any(0).mean()
+    assert never > 0.29 if pattern == "skewed" else never < 0.1
+    heavy = np.asarray(patterns.with_heavy_rows(x, 500), np.float32)
+    fired = np.sum(heavy @ np.asarray(w_gate, np.float32).T > 0, axis=1)
+    assert np.all(fired[::500] > 0.9 * 1408) and np.all(fired[1:500] < 0.5 * 1408)
+
+
+@pytest.mark.slow
+def test_the_recorded_pattern_comes_out_of_the_gate():
+    x, w_gate = patterns.recorded(jax.random.key(0), 64, 2048, jnp.bfloat16)
+    active = np.asarray(x, np.float32) @ np.asarray(w_gate, np.float32).T > 0
+    expected = np.unpackbits(np.load(patterns.RECORDED)["packed"][:64], axis=1)[:, :5632]
+    np.testing.assert_array_equal(active, expected.astype(bool))
+
+
+def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
+    monkeypatch.setattr(ffn, "D", 128)
+    monkeypatch.setattr(ffn, "H", 256)
+    monkeypatch.setitem(ffn.IMPLEMENTATIONS, "mosaic", ffn.IMPLEMENTATIONS["xla"])
+    rows = []
+    for pattern in ("skewed", "uniform"):
+        for nnz in (5, 20):
+            rows += ffn.measure(m=32, pattern=pattern, nnz=nnz)
+    rows += ffn.measure(m=32, pattern="skewed", nnz=5, heavy_every=8, gated=False)
+    for row in rows:
+        if row["implementation"] == "tokamax" and "failed" in row:
+            continue  # an optional baseline
+        assert row["ms"] > 0 and row["error"] < 1e-2
+        assert row["speedup"] == row["baseline_ms"] / row["ms"]
+    path = record.write("ffn", rows, tmp_path)
+    stored = json.loads(path.read_text())
+    assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
+    lines = render.table(rows).splitlines()
+    assert len(lines) == 2 + 5 and lines[-1].startswith("| 32 | skewed | no |")
+    render.plot(stored, tmp_path / "ffn.png")
+    assert (tmp_path / "ffn.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
+    monkeypatch.setattr(ffn, "D", 128)
+    monkeypatch.setattr(ffn, "H", 256)
+
+    def broken(*_):
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setitem(ffn.IMPLEMENTATIONS, "mosaic", broken)
+    ffn.stack.clear_cache()
+    rows = {row["implementation"]: row for row in ffn.measure(m=32, pattern="uniform", nnz=5)}
+    assert rows["mosaic"]["failed"] == "RuntimeError: no such kernel"
+    assert "speedup" in rows["xla"]
