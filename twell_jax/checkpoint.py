@@ -6,11 +6,13 @@ JSON. No random state is stored: whatever a step draws follows from the seed and
 
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from twell_jax.training import TrainState
 
@@ -62,20 +64,38 @@ class Checkpoints:
         Raises:
           CheckpointError: if there are checkpoints, but none can be restored.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
         )
+        restored = self._newest(lambda step: self._manager.restore(step, args=items))
+        return restored and (restored.state, restored.data)
+
+    def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
+        """As `restore`, but the parameters alone: a third of what there is to read."""
+        tree = {"params": abstract_params}
+        args = ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = self._newest(
+                lambda step: reader.restore(self.directory / str(step) / "state", args=args)
+            )
+        return restored and restored["params"]
+
+    def _newest(self, read: Callable[[int], Any]) -> Any:
+        """What `read` makes of the newest step that it can read; None if there are no steps."""
         problems = {}
-        for step in steps:
+        for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                restored = self._manager.restore(step, args=items)
+                restored = read(step)
             except Exception as error:  # Orbax raises many kinds; all mean "not this one"
                 problems[step] = f"step {step}: {_first_line(error)}"
                 log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
                 continue
             self._broken = list(problems)
-            return restored.state, restored.data
+            return restored
         if problems:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "

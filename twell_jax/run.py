@@ -103,11 +103,10 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     paths, config = RunPaths(run_dir), load_config(run_dir)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
-        restored = checkpoints.restore(abstract_state(config, mesh))
-    if restored is None:
+        params = checkpoints.restore_params(abstract_state(config, mesh).params)
+    if params is None:
         raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
-    model = nnx.merge(graphdef(config.model), restored[0].params)
-    return config, tokenizers.load(paths.tokenizer), model
+    return config, tokenizers.load(paths.tokenizer), nnx.merge(graphdef(config.model), params)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -160,6 +160,21 @@ def test_a_step_may_break_more_than_once(directory):
     assert {path.read_text() for path in aside} == {"broken 1", "broken 2", "broken 3"}
 
 
+def test_parameters_alone_are_those_of_the_newest_whole_step(directory):
+    def params():
+        with Checkpoints(directory, keep=3) as checkpoints:
+            return checkpoints.restore_params(abstract(make_state(0).params))
+
+    for step in (6, 3):
+        for found, leaf in zip(
+            jax.tree.leaves(params()), jax.tree.leaves(make_state(step).params), strict=True
+        ):
+            assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes()
+        (directory / f"{step}/state/manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        params()
+
+
 def test_without_a_whole_step_nothing_is_touched(directory):
     for step in ("3", "6"):
         (directory / step / "state/manifest.ocdbt").unlink()
