@@ -80,6 +80,8 @@ def train(config: Config) -> None:
                 state, measured = trainer.step(state, trainer.put_batch(next(batches)["tokens"]))
                 step += 1
                 recorder.add(step, measured)
+                if config.reinit_every and step % config.reinit_every == 0:
+                    state = trainer.reinitialise(state)
                 if step % config.eval_every == 0 or step == config.steps:
                     recorder.flush()
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)

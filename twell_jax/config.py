@@ -185,6 +185,9 @@ class Config(_Section):
     dead_window_tokens: int = Field(
         10_000_000, gt=0, description="a neuron that has not fired for so many tokens is dead"
     )
+    reinit_every: int = Field(
+        0, ge=0, description="steps between re-initialisations of dead neurons' gates; 0: never"
+    )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
     eval_sequences: int = Field(64, gt=0, description="held-out sequences per evaluation")
     checkpoint_every: int = Field(500, gt=0, description="steps between checkpoints")

@@ -17,6 +17,7 @@ from twell_jax.config import Config
 from twell_jax.ffn import FFNStats
 from twell_jax.model import Transformer, graphdef
 from twell_jax.optimizer import l1_coefficient, learning_rate, make_optimizer
+from twell_jax.reinit import reinitialise
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +70,8 @@ class Trainer:
       abstract_batch: the tokens that `step` takes, int32 [accumulation, sequences, context + 1].
       init: () -> state.
       step: (state, tokens) -> state, metrics; the given state is consumed.
+      reinitialise: state -> state, with the gates of dead neurons drawn anew; the given state is
+        consumed.
       evaluate: (params, int32 [n, context + 1]) -> mean held-out cross-entropy, nats per token.
     """
 
@@ -77,6 +80,7 @@ class Trainer:
     abstract_batch: jax.ShapeDtypeStruct
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
+    reinitialise: Callable[[TrainState], TrainState]
     evaluate: Callable[[nnx.State, np.ndarray], float]
 
     def put_batch(self, tokens: np.ndarray) -> jax.Array:
@@ -140,6 +144,18 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         )
         return TrainState(state.step + 1, params, opt_state, idle), metrics
 
+    def revive(state):
+        dead = state.idle_steps >= dead_steps
+        params, opt_state = reinitialise(
+            state.params,
+            state.opt_state,
+            dead,
+            key=jax.random.fold_in(jax.random.key(config.seed), state.step),
+            scale=config.model.init_scale,
+            optimizer=optimizer,
+        )
+        return TrainState(state.step, params, opt_state, jnp.where(dead, 0, state.idle_steps))
+
     abstract = abstract_state(config, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     replicated = NamedSharding(mesh, P())
@@ -179,6 +195,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         abstract_batch=batch,
         init=jax.jit(partial(init_state, config), out_shardings=shardings),
         step=step,
+        reinitialise=jax.jit(revive, out_shardings=shardings, donate_argnums=0),
         evaluate=evaluate,
     )
 

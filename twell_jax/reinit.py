@@ -1,0 +1,52 @@
+"""Re-initialisation of dead neurons during training (arXiv 2603.23198, on dead neurons)."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+def reinitialise(
+    params: nnx.State,
+    opt_state: optax.OptState,
+    dead: jax.Array,
+    *,
+    key: jax.Array,
+    scale: float,
+    optimizer: optax.GradientTransformation,
+) -> tuple[nnx.State, optax.OptState]:
+    """Draws the gate weights of dead neurons anew and forgets what the optimizer knew of them.
+
+    Args:
+      params: of a `Transformer`.
+      opt_state: the optimizer's state for them.
+      dead: bool `[layers, d_ff]`.
+      key: a `jax.random.key`.
+      scale: standard deviation of the new weights (`model.init_scale`).
+      optimizer: made `opt_state`.
+
+    Returns:
+      `params` and `opt_state`, where the rows of dead neurons in `w_gate` (`w_up` if the block has
+      no gate) are drawn from N(0, scale^2) and their moments are 0. All else is unchanged.
+    """
+    gate = "w_gate" if "w_gate" in params["blocks"]["mlp"] else "w_up"
+
+    def rows_of(path, _):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return dead[..., None] if name.startswith(f"blocks/mlp/{gate}/") else False
+
+    def draw(weights, rows):
+        if rows is False:
+            return weights
+        return jnp.where(
+            rows, scale * jax.random.normal(key, weights.shape, weights.dtype), weights
+        )
+
+    def forget(moment, rows):
+        return moment if rows is False else jnp.where(rows, 0, moment)
+
+    rows = jax.tree_util.tree_map_with_path(rows_of, params)
+    return (
+        jax.tree.map(draw, params, rows),
+        optax.tree_utils.tree_map_params(optimizer, forget, opt_state, rows),
+    )
