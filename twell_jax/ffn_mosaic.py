@@ -16,6 +16,7 @@ from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
 from twell_jax import ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
+_HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 _DENSE_ROWS = 256  # computed at once: as long as the weights come from memory, fewer cost the same
 _MANY = 4  # with more than M / 4 dense rows, computing all M at once is cheaper
 
@@ -123,7 +124,8 @@ def _stats(nnz, l1, fired):
 def _no_hopper() -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:  # lowering for a device that need not be here
-        kind, is_hopper = device.device_kind, "H100" in device.device_kind
+        kind = device.device_kind
+        is_hopper = any(name in kind for name in _HOPPER)
     else:
         device = jax.config.jax_default_device or jax.devices()[0]
         kind = device.device_kind

@@ -6,21 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import fused_ffn, gate_pack, small_m
-from twell_jax import SparseMLP, ffn_mosaic, sparse_ffn
+from twell_jax import KVCache, ModelConfig, SparseMLP, Transformer, ffn_mosaic, sparse_ffn
+from twell_jax.model import graphdef
 
 mosaic = functools.partial(sparse_ffn, implementation="mosaic")
 xla = functools.partial(sparse_ffn, implementation="xla")
-H100 = AbstractMesh(
-    (1,),
-    ("x",),
-    (AxisType.Explicit,),
-    abstract_device=AbstractDevice(
-        device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"
-    ),
-)
+
+
+def abstract_gpu(name):
+    device = AbstractDevice(device_kind=name, num_cores=132, platform="gpu")
+    return AbstractMesh((1, 1), ("data", "fsdp"), 2 * (AxisType.Auto,), abstract_device=device)
+
+
+H100 = abstract_gpu("NVIDIA H100 80GB HBM3")
 
 
 @pytest.fixture
@@ -164,6 +166,33 @@ def test_lowers_for_an_h100(m, gated):
     assert "mosaic_gpu" in lowered.as_text()
 
 
+def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():
+    config = ModelConfig(
+        vocab_size=257, context=128, d_model=128, layers=2, heads=2, d_ff=256, dtype="bfloat16"
+    )
+    params = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+    model = functools.partial(nnx.merge, graphdef(config))
+
+    def loss(params, tokens):
+        logits, stats = model(params)(tokens)
+        return jnp.mean(logits) + jnp.mean(stats.l1)
+
+    def kernels(function, *operands):
+        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().count("mosaic_gpu")
+
+    tokens = jax.ShapeDtypeStruct((2, 100), jnp.int32)
+    cache = jax.eval_shape(lambda: KVCache.empty(config, 1, 8))
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    with jax.sharding.use_abstract_mesh(H100):
+        assert kernels(loss, params, tokens) > 0
+        assert kernels(lambda p, t, c: model(p).decode(t, c), params, one, cache) > 0
+        assert kernels(jax.grad(loss), params, tokens) == 0
+    for name, there in (("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", False)):
+        with jax.sharding.use_abstract_mesh(abstract_gpu(name)):
+            assert (kernels(loss, params, tokens) > 0) == there
+
+
 gpu = pytest.mark.gpu
 
 
@@ -258,8 +287,6 @@ def test_all_zero_on_the_gpu():
 
 @gpu
 def test_jit_of_a_module_and_export_use_the_kernels():
-    from flax import nnx
-
     mlp = SparseMLP(512, 1408, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     graph, params = nnx.split(mlp)
     infer = jax.jit(lambda params, x: nnx.merge(graph, params)(x)[0])
