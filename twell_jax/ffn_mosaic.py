@@ -89,31 +89,34 @@ def _add_dense_rows(is_dense, y, stats, x, *weights):
     """Computes the rows of y that `is_dense: bool [M]` marks, and adds their part of the stats."""
     m = x.shape[0]
 
-    def is_left(carry):
-        return jnp.any(carry[0])
+    def update(result, all_rows, some_rows):
+        def compute(carry):
+            return jax.lax.cond(jnp.sum(carry[0]) > m // _MANY, compute_all, compute_some, carry)
 
-    def compute(carry):
-        return jax.lax.cond(jnp.sum(carry[0]) > m // _MANY, compute_all, compute_some, carry)
+        def compute_all(carry):
+            return jnp.zeros_like(is_dense), all_rows(ffn_xla.ffn(x, *weights))
 
-    def compute_all(carry):
-        y, stats = ffn_xla.ffn(x, *weights)
-        return jnp.zeros_like(carry[0]), y, stats.l1, stats.fired
+        def compute_some(carry):
+            left, result = carry
+            (rows,) = jnp.nonzero(left, size=min(_DENSE_ROWS, m), fill_value=m)
+            chunk = x.at[rows].get(mode="fill", fill_value=0)  # a row of zeros fires nothing
+            result = some_rows(result, rows, ffn_xla.ffn(chunk, *weights))
+            return left.at[rows].set(False, mode="drop"), result
 
-    def compute_some(carry):
-        left, y, l1, fired = carry
-        (rows,) = jnp.nonzero(left, size=min(_DENSE_ROWS, m), fill_value=m)
-        chunk = x.at[rows].get(mode="fill", fill_value=0)  # a row of zeros fires nothing
-        y_chunk, some = ffn_xla.ffn(chunk, *weights)
-        return (
-            left.at[rows].set(False, mode="drop"),
-            y.at[rows].set(y_chunk, mode="drop"),
-            l1 + some.l1 * (rows.size / m),
-            fired | some.fired,
-        )
+        # A loop that need not run at all leaves y where it is; a `cond` around it would copy y.
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), compute, (is_dense, result))[1]
 
-    # A loop that need not run at all leaves y where it is; a `cond` around it would copy y.
-    carry = (is_dense, y, stats.l1, stats.fired)
-    _, y, l1, fired = jax.lax.while_loop(is_left, compute, carry)
+    def set_rows(y, rows, computed):
+        return y.at[rows].set(computed[0], mode="drop")
+
+    def add_stats(totals, rows, computed):
+        (l1, fired), more = totals, computed[1]
+        return l1 + more.l1 * (rows.size / m), fired | more.fired
+
+    # Two loops, so that XLA drops the one for the stats where nobody asks for them.
+    y = update(y, lambda computed: computed[0], set_rows)
+    totals = stats.l1, stats.fired
+    l1, fired = update(totals, lambda computed: (computed[1].l1, computed[1].fired), add_stats)
     return y, FFNStats(l1, stats.nnz, stats.max_nnz, fired)
 
 

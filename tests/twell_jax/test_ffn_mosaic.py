@@ -88,6 +88,15 @@ def test_any_number_of_heavy_rows(twins, m, heavy, gated):
     np.testing.assert_array_equal(stats.fired, xla(*operands)[1].fired)
 
 
+def test_statistics_that_nobody_asks_for_are_not_computed(twins):
+    def asks_for(output):
+        operands = draw(100, 128, 896)
+        compiled = jax.jit(lambda *operands: output(mosaic(*operands))).lower(*operands).compile()
+        return "pred[896]" in compiled.as_text()  # which neurons fired
+
+    assert asks_for(lambda result: result) and not asks_for(lambda result: result[0])
+
+
 def test_all_zero(twins):
     x, w_gate, w_up, w_down = draw(100, 128, 768, threshold=1000)
     y, stats = mosaic(x, w_gate, w_up, w_down)
