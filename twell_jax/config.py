@@ -59,7 +59,7 @@ class ModelConfig(_Section):
         "none", description="recompute in the backward pass: nothing, all but matmuls, whole blocks"
     )
     ffn_implementation: Literal["xla", "mosaic"] | None = Field(
-        None, description="of the feed-forward block; null picks the fastest that can serve"
+        None, description="of the feed-forward block; null takes the default of sparse_ffn"
     )
 
     @model_validator(mode="after")

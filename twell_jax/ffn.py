@@ -48,10 +48,9 @@ def sparse_ffn(
       w_down: `[H, D]`.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
-      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs), or None for the
-        one that the environment variable TWELL_JAX_IMPLEMENTATION names or, without it, the
-        kernels wherever they can serve. These are exact for every input, but pay only for sparse
-        activations: name "xla" for a ReLU block that is not. Gradients are always dense.
+      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs, which pay
+        for sparse activations alone; gradients stay dense), or None for what the environment
+        variable TWELL_JAX_IMPLEMENTATION names or, without it, "xla".
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
@@ -75,11 +74,10 @@ def sparse_ffn(
         source, implementation = _VARIABLE, os.environ[_VARIABLE]
     if implementation not in ("xla", "mosaic", None):
         raise ValueError(f"{source} must be 'xla', 'mosaic' or None, got {implementation!r}")
-    obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
-    if implementation == "mosaic" and obstacle:
-        raise CannotServe(f"{source}='mosaic' cannot serve: {obstacle}")
-    if implementation == "xla" or obstacle:
+    if implementation != "mosaic":
         return ffn_xla.ffn(x, **weights, **biases, activation=activation)
+    if obstacle := ffn_mosaic.obstacle(x, **weights, **biases, activation=activation):
+        raise CannotServe(f"{source}='mosaic' cannot serve: {obstacle}")
     return ffn_mosaic.ffn(x, **weights)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import fused_ffn, gate_pack, small_m
 from twell_jax import KVCache, ModelConfig, SparseMLP, Transformer, ffn_mosaic, sparse_ffn
+from twell_jax.ffn import CannotServe
 from twell_jax.model import graphdef
 
 mosaic = functools.partial(sparse_ffn, implementation="mosaic")
@@ -144,7 +145,7 @@ def test_says_why_it_cannot_serve(twins, change, reason):
     operands = draw(4, **shape)
     with pytest.raises(ValueError, match=reason):
         mosaic(*operands, **change)
-    sparse_ffn(*operands, **change)  # None falls back
+    sparse_ffn(*operands, **change)  # the default serves
 
 
 def test_says_that_there_is_no_hopper_gpu():
@@ -171,13 +172,20 @@ def test_lowers_for_an_h100(m, gated):
     shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
               for a in draw(m, 512, 1408, gated=gated)]  # fmt: skip
     with jax.sharding.use_abstract_mesh(H100):
-        lowered = jax.jit(sparse_ffn).trace(*shapes).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(mosaic).trace(*shapes).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():
     config = ModelConfig(
-        vocab_size=257, context=128, d_model=128, layers=2, heads=2, d_ff=256, dtype="bfloat16"
+        vocab_size=257,
+        context=128,
+        d_model=128,
+        layers=2,
+        heads=2,
+        d_ff=256,
+        dtype="bfloat16",
+        ffn_implementation="mosaic",
     )
     params = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
     model = functools.partial(nnx.merge, graphdef(config))
@@ -197,9 +205,13 @@ def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():
         assert kernels(loss, params, tokens) > 0
         assert kernels(lambda p, t, c: model(p).decode(t, c), params, one, cache) > 0
         assert kernels(jax.grad(loss), params, tokens) == 0
-    for name, there in (("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", False)):
-        with jax.sharding.use_abstract_mesh(abstract_gpu(name)):
-            assert (kernels(loss, params, tokens) > 0) == there
+    with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA H200")):
+        assert kernels(loss, params, tokens) > 0
+    with (
+        jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA A100-SXM4-80GB")),
+        pytest.raises(CannotServe, match="needs a Hopper GPU, got NVIDIA A100"),
+    ):
+        kernels(loss, params, tokens)
 
 
 gpu = pytest.mark.gpu
@@ -296,7 +308,7 @@ def test_all_zero_on_the_gpu():
 
 @gpu
 def test_jit_of_a_module_and_export_use_the_kernels():
-    mlp = SparseMLP(512, 1408, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    mlp = SparseMLP(512, 1408, dtype=jnp.bfloat16, implementation="mosaic", rngs=nnx.Rngs(0))
     graph, params = nnx.split(mlp)
     infer = jax.jit(lambda params, x: nnx.merge(graph, params)(x)[0])
     x = jax.random.normal(jax.random.key(1), (2, 100, 512), jnp.bfloat16)
