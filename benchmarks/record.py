@@ -19,16 +19,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 RESULTS = Path(__file__).parent / "results"
+_HOLD_MS = 30.0
 
 
 def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
-    """Median over `repeats` of the GPU's time for one of `calls` calls of a jitted `f`.
+    """Median over `repeats` of the GPU's time for one of at most `calls` calls of a jitted `f`.
 
     The calls are queued while the GPU is held busy, so that it runs them without waiting for the
-    host, as it does in a program that stays ahead of it.
+    host, as it does in a program that stays ahead of it; no more of them than the host manages in
+    two thirds of that time.
     """
     hold = _spin if jax.default_backend() == "gpu" else lambda: None
     jax.block_until_ready([hold(), f(*args)])
+    calls = min(calls, max(1, int(_HOLD_MS / 1.5 / enqueue_milliseconds(f, *args, calls=5))))
     times = []
     for count in (0, calls) * repeats:
         start = time.perf_counter()
@@ -51,14 +54,14 @@ def enqueue_milliseconds(f: Callable, *args, calls: int = 20) -> float:
 
 @jax.jit
 def _spin() -> jax.Array:
-    """Keeps one thread of the GPU busy for 30 ms."""
+    """Keeps one thread of the GPU busy for `_HOLD_MS`."""
 
     def kernel(out_ref):
         @plgpu.inline_mgpu()
         def wait(_):
             mgpu.utils.inline_ptx(
                 "{ .reg .u64 now, end; .reg .pred early; mov.u64 end, %globaltimer; "
-                "add.u64 end, end, 30000000; again: mov.u64 now, %globaltimer; "
+                f"add.u64 end, end, {_HOLD_MS * 1e6:.0f}; again: mov.u64 now, %globaltimer; "
                 "setp.lt.u64 early, now, end; @early bra again; }",
                 has_side_effects=True,
             )

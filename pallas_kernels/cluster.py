@@ -100,7 +100,8 @@ def wait_for_parts(arrived_ref) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def step(_, arrived_ref):
         mgpu.utils.inline_ptx(
-            "{ .reg .pred done; wait: mbarrier.try_wait.parity.shared.b64 done, [$0], 0; "
+            "{ .reg .pred done; wait: "
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
             "@!done bra wait; }",
             simt.smem_address(arrived_ref),
             convergent=True,

@@ -3,7 +3,8 @@
 One warpgroup takes one token: it collects the row's entries from its tiles into shared memory and
 walks that list (`gather.gather_ffn`), so that the hidden activation h lives in registers alone. A
 block holds a few neighbouring tokens, which share neurons; blocks are short, so the hardware's own
-scheduler balances rows of different lengths.
+scheduler balances rows of different lengths. Heavy rows, which TwELL does not hold or which have
+more than `MAX_ENTRIES`, are put on a list for `dense_rows`.
 """
 
 import dataclasses
@@ -14,9 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import gather, operands, simt, twell
+
+MAX_ENTRIES = 128  # of a row; `dense_rows` computes a longer one in less time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +37,22 @@ class FusedFFNConfig:
     rows: int = 6
 
 
-def fused_ffn_reference(
-    x: jax.Array | None, packed: jax.Array, w_up: jax.Array | None, w_down: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pure-JAX meaning of `fused_ffn`, one row at a time."""
-    f32 = jnp.float32
+_TUNED = {  # (D, H) of common shapes where another schedule was faster: benchmarks/tune.py
+    (1024, 5632): FusedFFNConfig(loads=8, rows=4),
+    (4096, 11008): FusedFFNConfig(loads=8, rows=4),
+}
 
-    def row(x_and_tiles):
-        x, tiles = x_and_tiles
+
+def fused_ffn_reference(
+    x: jax.Array, packed: jax.Array, w_up: jax.Array | None, w_down: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Pure-JAX meaning of `fused_ffn`, one row at a time; lists heavy rows in ascending order."""
+    f32 = jnp.float32
+    is_heavy = twell.overflowed(packed) | (jnp.sum(packed[..., 0], axis=1) > MAX_ENTRIES)
+
+    def row(operands):
+        x, tiles, heavy = operands
         counts, words = tiles[:, 0].astype(jnp.int32), tiles[:, 1:]
-        heavy = jnp.any(counts > words.shape[1])
         rank = jnp.arange(words.shape[1])
         stored = ((rank < counts[:, None]) & ~heavy).ravel()
         n = jnp.where(stored, (words & 0xFFFF).ravel(), 0)
@@ -52,46 +62,53 @@ def fused_ffn_reference(
             h *= jnp.sum(x.astype(f32) * w_up[n].astype(f32), axis=1)
         h = jnp.where(stored, h, 0)
         y = jnp.sum(jnp.where(stored[:, None], h[:, None] * w_down[n].astype(f32), 0), axis=0)
-        nnz = jnp.sum(counts)
-        return y.astype(w_down.dtype), jnp.where(heavy, ~nnz, nnz), jnp.sum(jnp.abs(h))
+        l1 = jnp.sum(jnp.abs(h))
+        if w_up is not None:
+            y, l1 = (jnp.where(heavy | jnp.all(jnp.isfinite(x)), a, jnp.nan) for a in (y, l1))
+        return y.astype(w_down.dtype), jnp.sum(counts), l1
 
-    return lax.map(row, (x, packed))
+    m = x.shape[0]
+    (rows,) = jnp.nonzero(is_heavy, size=m, fill_value=0)
+    count = jnp.sum(is_heavy, dtype=jnp.int32)
+    x_rows = jnp.pad(x[rows], ((0, -m % 8), (0, 0)))
+    return *lax.map(row, (x, packed, is_heavy)), (count[None], rows, x_rows)
 
 
 def fused_ffn(
-    x: jax.Array | None,
+    x: jax.Array,
     packed: jax.Array,
     w_up: jax.Array | None,
     w_down: jax.Array,
     *,
-    config: FusedFFNConfig = FusedFFNConfig(),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    config: FusedFFNConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Computes `y[m] = sum_n h[m, n] w_down[n]` over the entries (n, g) of row m of `packed`.
 
     h[m, n] = g (x[m] . w_up[n]), or g in the non-gated form. Sums in float32, in a fixed order for
     a fixed order of the entries; y is rounded once. Weights of neurons without an entry are not
-    read. Heavy rows, of which `packed` does not hold every entry, are not computed but marked.
+    read. Where x[m] is not finite, neither is any up projection, and its product with a gate of
+    zero makes the gated y and l1 NaN. Heavy rows, of which `packed` does not hold every entry or
+    which have more than 128, are not computed but listed.
 
     Args:
-      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192. None in the
-        non-gated form.
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       packed: uint32 `[M, ceil(H / 256), 32]`, the gate in TwELL (see `twell`), values in the dtype
         of the weights.
       w_up: `[H, D]`, H a multiple of 128 up to 65536. None in the non-gated form.
       w_down: `[H, D]`.
-      config: schedule.
+      config: schedule; None for the one that suits D and H.
 
     Returns:
       y: `[M, D]` in the dtype of the weights; 0 in heavy rows.
-      nnz: int32 `[M]`, the row's number of non-zeros k, or ~k = -1 - k if the row is heavy.
+      nnz: int32 `[M]`, the row's number of non-zeros.
       l1: float32 `[M]`, `sum_n |h[m, n]|`; 0 in heavy rows.
+      heavy: the list of heavy rows, in any order, as `dense_rows` takes it: int32 `[1]`, their
+        number; int32 `[M]`, the rows; `[M rounded up to a multiple of 8, D]`, their rows of x.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these, or only one of x and w_up is None.
+      ValueError: if a shape or dtype is not one of these.
     """
     operands.check_weight("w_down", w_down)
-    if (x is None) != (w_up is None):
-        raise ValueError("x and w_up must both be arrays or, in the non-gated form, both be None")
     if not packed.shape or packed.shape[0] < 1:
         raise ValueError(f"packed must have at least one row, got {list(packed.shape)}")
     m, (h, d) = packed.shape[0], w_down.shape
@@ -100,6 +117,7 @@ def fused_ffn(
     operands.check_array("x", x, (m, d), w_down.dtype)
     operands.check_array("w_up", w_up, (h, d), w_down.dtype)
 
+    config = config or _TUNED.get((d, h), FusedFFNConfig())
     steps = gather.row_steps(d)
     batch = max(1, config.loads // steps)
     rows = min(config.rows, 16 // steps)
@@ -109,6 +127,8 @@ def fused_ffn(
             jax.ShapeDtypeStruct((m, d), w_down.dtype),
             jax.ShapeDtypeStruct((m,), jnp.int32),
             jax.ShapeDtypeStruct((m,), jnp.float32),
+            jax.ShapeDtypeStruct((m,), jnp.int32),
+            jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), x.dtype),
         ),
         scratch_types=dict(
             entries=plgpu.SMEM((rows, tiles * (words - 1) + 2 * batch), jnp.uint32),
@@ -123,23 +143,72 @@ def fused_ffn(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    return kernel(x, packed, w_up, w_down)
+    count = jax.new_ref(jnp.zeros(1, jnp.int32))
+    *out, rows, x_rows = kernel(x, packed, w_up, w_down, count)
+    return *out, (count[...], rows, x_rows)
 
 
-def _kernel(x, packed, w_up, w_down, y, nnz, l1, *, entries, sums):
+def _kernel(
+    x, packed, w_up, w_down, heavy_count, y, nnz, l1, heavy_rows, heavy_x, *, entries, sums
+):
     warpgroup = lax.axis_index("warpgroup")
     row = lax.axis_index("block") * entries.shape[0] + warpgroup
 
     @pl.when(row < packed.shape[0])
     def _():
-        mine = entries.at[warpgroup]
-        x_row = None if x is None else gather.widen(gather.load_row(x.at[row], jnp.bool(True)))
-        row_nnz = collect_entries(packed.at[row], mine)
-        count = jnp.maximum(row_nnz, 0)
-        y_row, row_l1 = gather.gather_ffn(x_row, mine, count, w_up, w_down, sums.at[warpgroup])
+        mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
+        x_row = gather.load_row(x.at[row], jnp.bool(True))
+        count = collect_entries(packed.at[row], mine)
+        wide = None if w_up is None else gather.widen(x_row)
+        y_row, row_l1 = gather.gather_ffn(wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums)
+        if w_up is not None:
+            poison = jnp.where((count < 0) | gather.all_finite(wide, my_sums.at[1]), 0.0, jnp.nan)
+            y_row, row_l1 = y_row + poison, row_l1 + poison
         gather.store_row(y.at[row], y_row.astype(y.dtype))
-        nnz[row] = row_nnz
+        nnz[row] = jnp.maximum(count, ~count)
         l1[row] = row_l1
+
+        @pl.when(count < 0)
+        def _():
+            place = append(heavy_count, my_sums)
+            heavy_rows[place] = row
+            gather.store_row(heavy_x.at[place], x_row)
+
+
+def append(count_ref, scratch_ref) -> jax.Array:
+    """Adds 1 to `count_ref` (GMEM, int32 `[1]`), atomically, once for the whole warpgroup.
+
+    Args:
+      count_ref: the counter.
+      scratch_ref: SMEM, at least 4 bytes.
+
+    Returns:
+      int32 scalar, the count before.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
+    )
+    def step(_, count_ref, scratch_ref):
+        ptx, scratch = mgpu.utils.inline_ptx, simt.smem_address(scratch_ref)
+        lane, warp = simt.lane_and_warp()
+        i32 = ir.IntegerType.get_signless(32)
+        mgpu.warpgroup_barrier()  # the scratch has been read
+        with mgpu.utils.when(simt.less(arith.addi(lane, warp), simt.const(1))):
+            address = simt.gmem_address(count_ref, simt.const(0))
+            count = ptx(
+                "atom.global.add.u32 $0, [$1], 1;",
+                address,
+                result_types=i32,
+                has_side_effects=True,
+            )
+            ptx("st.shared.b32 [$0], $1;", scratch, count)
+        mgpu.warpgroup_barrier()
+        count = ptx("ld.shared.b32 $0, [$1];", scratch, result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(count, (), is_signed=True)
+
+    return step(count_ref, scratch_ref)
 
 
 def collect_entries(packed_ref, entries_ref) -> jax.Array:
@@ -189,7 +258,8 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
             place = arith.addi(place, arith.muli(in_tiles, const(4)))
         mgpu.warpgroup_barrier()
         complement = arith.xori(total, const(-1))
-        total = arith.select(less(const(words - 1), most), complement, total)
+        is_heavy = arith.ori(less(const(words - 1), most), less(const(MAX_ENTRIES), total))
+        total = arith.select(is_heavy, complement, total)
         return mgpu.FragmentedArray.splat(total, (), is_signed=True)
 
     return step(packed_ref, entries_ref)

@@ -153,8 +153,8 @@ def widen(row: jax.Array) -> jax.Array:
 def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     """Sums each of `rows` (float32) over its columns, in a fixed order, with one barrier for all.
 
-    Every lane reads `scratch_ref` (SMEM, float32 `[len(rows), 4]`) after the barrier, so the next
-    call needs another one.
+    Every lane reads `scratch_ref` (SMEM, float32 `[>= len(rows), 4]`) after the barrier, so the
+    next call needs another one.
     """
     layout = row_layout(rows[0].size)
     scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
@@ -189,6 +189,12 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
         return totals
 
     return step(rows, scratch_ref)
+
+
+def all_finite(row: jax.Array, scratch_ref) -> jax.Array:
+    """Whether `row` (float32) holds neither inf nor NaN; a bool scalar. See `sum_rows`."""
+    (total,) = sum_rows([row * 0.0], scratch_ref)
+    return total == 0.0
 
 
 def lane_columns(row: mgpu.FragmentedArray):

@@ -48,9 +48,10 @@ def sparse_ffn(
       w_down: `[H, D]`.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
-      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs, which pay
-        for sparse activations alone; gradients stay dense), or None for what the environment
-        variable TWELL_JAX_IMPLEMENTATION names or, without it, "xla".
+      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs; gradients stay
+        dense), or None for what the environment variable TWELL_JAX_IMPLEMENTATION names or,
+        without it, what is faster here when about 1 % of the activations are not zero. Where they
+        are dense, that may be the slower one (docs/performance.md); then name "xla".
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
@@ -74,11 +75,14 @@ def sparse_ffn(
         source, implementation = _VARIABLE, os.environ[_VARIABLE]
     if implementation not in ("xla", "mosaic", None):
         raise ValueError(f"{source} must be 'xla', 'mosaic' or None, got {implementation!r}")
-    if implementation != "mosaic":
-        return ffn_xla.ffn(x, **weights, **biases, activation=activation)
-    if obstacle := ffn_mosaic.obstacle(x, **weights, **biases, activation=activation):
+    obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
+    if implementation == "mosaic" and obstacle:
         raise CannotServe(f"{source}='mosaic' cannot serve: {obstacle}")
-    return ffn_mosaic.ffn(x, **weights)
+    if implementation == "mosaic" or (
+        implementation is None and not obstacle and ffn_mosaic.is_faster(x)
+    ):
+        return ffn_mosaic.ffn(x, **weights, anywhere=implementation is None)
+    return ffn_xla.ffn(x, **weights, **biases, activation=activation)
 
 
 def _check(x, weights, biases, activation):

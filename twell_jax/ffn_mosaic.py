@@ -1,24 +1,23 @@
-"""`sparse_ffn` on Hopper GPUs: the Pallas kernels, and the dense path of rows that do not fit them.
+"""`sparse_ffn` on Hopper GPUs: the Pallas kernels.
 
 Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its result as TwELL and
 a second kernel does the rest, except for heavy rows, of which a tile has more entries than TwELL
-holds, and rows that are not finite: these are computed densely, in as many chunks as it takes, or
-all rows at once where many are such.
+holds: these it lists for `dense_rows`. The host waits for nothing.
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import operands, twell
+from pallas_kernels.dense_rows import dense_rows
 from pallas_kernels.fused_ffn import fused_ffn
 from pallas_kernels.gate_pack import gate_pack
 from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
 from twell_jax import ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
+_MANY_TOKENS = 256
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
-_DENSE_ROWS = 256  # computed at once: as long as the weights come from memory, fewer cost the same
-_MANY = 4  # with more than M / 4 dense rows, computing all M at once is cheaper
 
 
 def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> str | None:
@@ -34,94 +33,69 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
     return _no_hopper() or _no_single_device()
 
 
-def ffn(x, w_gate, w_up, w_down) -> tuple[jax.Array, FFNStats]:
-    """`sparse_ffn` where `obstacle` finds none.
+def is_faster(x: jax.Array) -> bool:
+    """Whether the kernels win at this number of tokens if about 1 % of the gates are open."""
+    tokens = x.size // x.shape[-1]
+    return tokens <= MAX_TOKENS or tokens >= _MANY_TOKENS
+
+
+def ffn(x, w_gate, w_up, w_down, *, anywhere: bool) -> tuple[jax.Array, FFNStats]:
+    """`sparse_ffn` where `obstacle` finds none; if `anywhere`, densely for devices without CUDA.
 
     Differentiated, it is the dense computation, forward included, since gradients need all of h;
     there is no forward-mode differentiation.
     """
-    y, stats = _ffn(x.reshape(-1, x.shape[-1]), w_gate, w_up, w_down)
+    compute = _anywhere if anywhere else _on_cuda
+    y, stats = compute(x.reshape(-1, x.shape[-1]), w_gate, w_up, w_down)
     return y.reshape(x.shape), stats
 
 
-@jax.custom_vjp
-def _ffn(*operands):
-    return _ffn_batched(*operands)
+def _densely_differentiated(compute):
+    compute = jax.custom_vjp(compute)
+    compute.defvjp(
+        lambda *operands: jax.vjp(ffn_xla.ffn, *operands), lambda vjp, cotangent: vjp(cotangent)
+    )
+    return compute
 
 
-_ffn.defvjp(
-    lambda *operands: jax.vjp(ffn_xla.ffn, *operands), lambda vjp, cotangent: vjp(cotangent)
-)
+@_densely_differentiated
+def _on_cuda(*operands):
+    return _ffn(*operands)
+
+
+@_densely_differentiated
+@jax.jit  # for the platform of the operands to count outside of jit too
+def _anywhere(*operands):
+    return jax.lax.platform_dependent(*operands, cuda=_ffn, default=ffn_xla.ffn)
 
 
 @jax.custom_batching.custom_vmap
-def _ffn_batched(x, w_gate, w_up, w_down):
-    # The kernels skip neurons whose gate is zero. In the dense computation 0 * inf makes NaN.
-    finite = jnp.all(jnp.isfinite(x), axis=-1)
+def _ffn(x, w_gate, w_up, w_down):
     if x.shape[0] <= MAX_TOKENS:
         y, nnz, l1, fired = small_m_ffn(x, w_gate, w_up, w_down)
-        y, l1 = jnp.where(finite[:, None], y, jnp.nan), jnp.where(finite, l1, jnp.nan)
-        return y, _stats(nnz, l1, fired)
-    gated = w_gate is not None
-    packed = gate_pack(x, w_gate if gated else w_up)
-    y, nnz, l1 = fused_ffn(*((x, packed, w_up) if gated else (None, packed, None)), w_down)
-    is_dense = (nnz < 0) | ~finite
-    fired = twell.fired(packed, w_down.shape[0])
-    light = _stats(jnp.where(nnz < 0, ~nnz, nnz), jnp.where(is_dense, 0, l1), fired)
-    return _add_dense_rows(is_dense, y, light, x, w_gate, w_up, w_down)
+        return y, _stats(nnz, jnp.sum(l1), fired)
+    packed = gate_pack(x, w_up if w_gate is None else w_gate)
+    y, nnz, l1, heavy = fused_ffn(x, packed, None if w_gate is None else w_up, w_down)
+    y_ref = jax.new_ref(y)
+    heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
+    fired = twell.fired(packed, w_down.shape[0]) | heavy_fired
+    return y_ref[...], _stats(nnz, jnp.sum(l1) + heavy_l1, fired)
 
 
-@_ffn_batched.def_vmap
+@_ffn.def_vmap
 def _(size, is_batched, *operands):
     # One call after the other: the kernels fill the GPU, and weights may differ between calls.
     def call(mapped):
         mapped = iter(mapped)
-        return _ffn_batched(
-            *(next(mapped) if b else a for a, b in zip(operands, is_batched, strict=True))
-        )
+        return _ffn(*(next(mapped) if b else a for a, b in zip(operands, is_batched, strict=True)))
 
     mapped = [a for a, b in zip(operands, is_batched, strict=True) if b]
     out = jax.lax.map(call, mapped)
     return out, jax.tree.map(lambda _: True, out)
 
 
-def _add_dense_rows(is_dense, y, stats, x, *weights):
-    """Computes the rows of y that `is_dense: bool [M]` marks, and adds their part of the stats."""
-    m = x.shape[0]
-
-    def update(result, all_rows, some_rows):
-        def compute(carry):
-            return jax.lax.cond(jnp.sum(carry[0]) > m // _MANY, compute_all, compute_some, carry)
-
-        def compute_all(carry):
-            return jnp.zeros_like(is_dense), all_rows(ffn_xla.ffn(x, *weights))
-
-        def compute_some(carry):
-            left, result = carry
-            (rows,) = jnp.nonzero(left, size=min(_DENSE_ROWS, m), fill_value=m)
-            chunk = x.at[rows].get(mode="fill", fill_value=0)  # a row of zeros fires nothing
-            result = some_rows(result, rows, ffn_xla.ffn(chunk, *weights))
-            return left.at[rows].set(False, mode="drop"), result
-
-        # A loop that need not run at all leaves y where it is; a `cond` around it would copy y.
-        return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), compute, (is_dense, result))[1]
-
-    def set_rows(y, rows, computed):
-        return y.at[rows].set(computed[0], mode="drop")
-
-    def add_stats(totals, rows, computed):
-        (l1, fired), more = totals, computed[1]
-        return l1 + more.l1 * (rows.size / m), fired | more.fired
-
-    # Two loops, so that XLA drops the one for the stats where nobody asks for them.
-    y = update(y, lambda computed: computed[0], set_rows)
-    totals = stats.l1, stats.fired
-    l1, fired = update(totals, lambda computed: (computed[1].l1, computed[1].fired), add_stats)
-    return y, FFNStats(l1, stats.nnz, stats.max_nnz, fired)
-
-
 def _stats(nnz, l1, fired):
-    return FFNStats(jnp.mean(l1), jnp.mean(nnz, dtype=jnp.float32), jnp.max(nnz), fired)
+    return FFNStats(l1 / nnz.size, jnp.mean(nnz, dtype=jnp.float32), jnp.max(nnz), fired)
 
 
 def _no_hopper() -> str | None:

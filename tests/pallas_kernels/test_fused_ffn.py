@@ -19,6 +19,7 @@ def draw(m, d, h, nnz, dtype):
     rng = np.random.default_rng()
     normal = functools.partial(rng.standard_normal, dtype=np.float32)
     gate = np.abs(normal((m, h))) * (rng.random((m, h)) < nnz / h)
+    gate[0, 0] = 1  # not all zero
     x, w_up, w_down = normal((m, d)), normal((h, d)) / d**0.5, normal((h, d))
     return [jnp.asarray(a, dtype) for a in (x, gate, w_up, w_down)]
 
@@ -43,12 +44,21 @@ def assert_matches(out, x, gate, w_up, w_down):
     assert relative_error(out[2], l1) < 1e-5
 
 
+def assert_lists(heavy, rows, x):
+    """`heavy` is the list of `rows`, ascending, in any order, with their rows of x."""
+    count, listed, x_rows = heavy
+    assert int(count[0]) == len(rows)
+    listed, x_rows = (np.asarray(a)[: len(rows)] for a in (listed, x_rows))
+    np.testing.assert_array_equal(np.sort(listed), rows)
+    np.testing.assert_array_equal(x_rows.view(np.uint16), np.asarray(x)[listed].view(np.uint16))
+
+
 def lower(m, d, h, dtype, gated=True):
     device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
     packed = jax.ShapeDtypeStruct(twell.packed_shape(m, h), jnp.uint32)
-    operands = (x, packed, w, w) if gated else (None, packed, None, w)
+    operands = (x, packed, w if gated else None, w)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(fused.fused_ffn).trace(*operands).lower(lowering_platforms=("cuda",))
 
@@ -72,13 +82,13 @@ def test_reference_matches_dense(dtype):
     assert_matches(out, x, gate, w_up, w_down)
 
 
-def test_reference_marks_heavy_rows_and_skips_weights_without_entry():
+def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
     x, gate, w_up, w_down = draw(3, 128, 384, 9, jnp.bfloat16)
     gate = gate.at[1, 256 : 256 + CAPACITY + 1].set(1).at[:, 5].set(0)
     w_up, w_down = w_up.at[5].set(jnp.nan), w_down.at[5].set(jnp.inf)
-    y, nnz, l1 = fused.fused_ffn_reference(x, twell.pack_reference(gate), w_up, w_down)
-    true = np.sum(np.asarray(gate) != 0, axis=1)
-    np.testing.assert_array_equal(nnz, [true[0], ~true[1], true[2]])
+    y, nnz, l1, heavy = fused.fused_ffn_reference(x, twell.pack_reference(gate), w_up, w_down)
+    np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
+    assert_lists(heavy, [1], x)
     assert not y[1].any() and l1[1] == 0
     assert jnp.all(jnp.isfinite(y.astype(jnp.float32)))
 
@@ -105,34 +115,44 @@ def steps_in_jax(monkeypatch):
         order = jnp.argsort(~stored, stable=True)
         entries_ref[:n] = words.ravel()[order]
         total = counts.sum()
-        return jnp.where(jnp.any(counts > words.shape[1]), ~total, total)
+        is_heavy = jnp.any(counts > words.shape[1]) | (total > fused.MAX_ENTRIES)
+        return jnp.where(is_heavy, ~total, total)
+
+    def append(count_ref, _):
+        place = count_ref[0]
+        count_ref[0] = place + 1
+        return place
 
     monkeypatch.setattr(gather, "load_row", load_row)
     monkeypatch.setattr(gather, "store_row", store_row)
     monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))
     monkeypatch.setattr(gather, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])
     monkeypatch.setattr(fused, "collect_entries", collect_entries)
+    monkeypatch.setattr(fused, "append", append)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_interpreted(steps_in_jax, gated):
     x, gate, w_up, w_down = draw(8, 192, 384, 7, jnp.bfloat16)
     gate = gate.at[2].set(0).at[3, 256 : 256 + CAPACITY + 1].set(1)
+    x = x.at[5, 17].set(jnp.inf).at[3, 190].set(jnp.nan)
     if not gated:
-        x = w_up = None
+        w_up = None
     packed = twell.pack_reference(gate)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out = jax.jit(fused.fused_ffn)(x, packed, w_up, w_down)
     ref = fused.fused_ffn_reference(x, packed, w_up, w_down)
-    assert relative_error(out[0], ref[0]) < 4e-3
+    is_nan = gated & (np.arange(8) == 5)
+    for i, bound in ((0, 4e-3), (2, 1e-5)):
+        assert relative_error(out[i][~is_nan], ref[i][~is_nan]) < bound
+        assert np.isnan(out[i][is_nan]).all() and np.isnan(ref[i][is_nan]).all()
     np.testing.assert_array_equal(out[1], ref[1])
-    assert relative_error(out[2], ref[2]) < 1e-5
+    assert_lists(out[3], [3], x)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(w_up=None), "both be None"),
         (dict(w_down=jnp.zeros((384, 192), jnp.float32)), "w_down must be a bfloat16"),
         (dict(w_down=jnp.zeros((300, 192), jnp.bfloat16)), "H a multiple of 128"),
         (dict(w_down=jnp.zeros((384, 200), jnp.bfloat16)), "D a multiple of 64"),
@@ -171,7 +191,7 @@ def run(*operands):
         (1000, 768, 5632, 60),
         (1000, 1024, 128, 5),
         (1000, 2048, 5632, 29),
-        (65, 256, 65536, 200),
+        (65, 256, 65536, 60),
         (65, 4096, 5632, 60),
         (7, 8192, 5632, 29),
     ],
@@ -186,32 +206,34 @@ def test_matches_dense(m, d, h, nnz, dtype):
 
 @pytest.mark.gpu
 def test_non_gated_matches_dense():
-    _, gate, _, w_down = draw(65, 2048, 5632, 29, jnp.bfloat16)
-    y, nnz, l1 = run(None, twell.pack_reference(gate), None, w_down)
+    x, gate, _, w_down = draw(65, 2048, 5632, 29, jnp.bfloat16)
+    y, nnz, l1, _ = run(x, twell.pack_reference(gate), None, w_down)
     assert relative_error(y, np.asarray(gate, np.float64) @ np.asarray(w_down, np.float64)) < 4e-3
     np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
     assert relative_error(l1, np.sum(np.asarray(gate, np.float64), axis=1)) < 1e-5
 
 
 @pytest.mark.gpu
-def test_rows_at_and_past_capacity():
+def test_rows_at_and_past_the_limits_and_not_finite():
     x, gate, w_up, w_down = draw(13, 2048, 5632, 29, jnp.bfloat16)
-    full, heavy, empty, dense_row = 1, 5, 6, 12
-    at_capacity = jnp.tile(jnp.arange(twell.TILE) < CAPACITY, 22)
-    gate = gate.at[full].set(at_capacity).at[heavy, -CAPACITY - 1 :].set(1)
+    full, heavy, empty, inf, nan, longest, long, dense_row = 1, 5, 6, 7, 8, 9, 10, 12
+    x = x.at[inf, 2047].set(-jnp.inf).at[nan, 0].set(jnp.nan)
+    column = jnp.arange(5632)
+    gate = gate.at[full].set((column % 256 < CAPACITY) & (column < 4 * 256))
+    gate = gate.at[longest].set(column % 44 == 0).at[long].set(column % 44 == 1)
+    gate = gate.at[long, 0].set(1).at[heavy, -CAPACITY - 1 :].set(1)
     gate = gate.at[empty].set(0).at[dense_row].set(1)
     packed = twell.pack_reference(gate)
     packed = packed.at[empty, :, 1:].set(0xFFFFFFFF)  # words past the count are unspecified
-    y, nnz, l1 = run(x, packed, w_up, w_down)
-    marked = np.isin(np.arange(13), [heavy, dense_row])
-    np.testing.assert_array_equal(np.asarray(nnz) < 0, marked)
-    np.testing.assert_array_equal(
-        np.where(marked, ~nnz, nnz), np.sum(np.asarray(gate) != 0, axis=1)
-    )
-    assert not np.asarray(y)[marked].any() and not np.asarray(l1)[marked].any()
-    kept = ~marked
+    y, nnz, l1, listed = run(x, packed, w_up, w_down)
+    np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
+    assert nnz[longest] == fused.MAX_ENTRIES and nnz[long] == fused.MAX_ENTRIES + 1
+    assert_lists(listed, [heavy, long, dense_row], x)
+    zero, poisoned = [heavy, long, dense_row, empty], [inf, nan]
+    assert not np.asarray(y)[zero].any() and not np.asarray(l1)[zero].any()
+    assert np.isnan(y[poisoned,]).all() and np.isnan(l1[poisoned,]).all()
+    kept = ~np.isin(np.arange(13), zero + poisoned)
     assert_matches((y[kept], nnz[kept], l1[kept]), x[kept], gate[kept], w_up, w_down)
-    assert not np.asarray(y)[empty].any() and l1[empty] == 0
 
 
 @pytest.mark.gpu
@@ -221,7 +243,7 @@ def test_nan_and_inf_reach_their_rows_and_no_others():
     w_up, w_down = w_up.at[3].set(jnp.nan), w_down.at[3].set(jnp.inf)  # no row has neuron 3
     w_up = w_up.at[2].set(jnp.inf)
     out = run(x, twell.pack_reference(gate), w_up, w_down)
-    y, _, l1 = (np.asarray(a, np.float32) for a in out)
+    y, _, l1 = (np.asarray(a, np.float32) for a in out[:3])
     assert np.isnan(y[0]).all() and np.isnan(l1[0])
     assert not np.isfinite(y[1]).any() and np.isposinf(l1[1])
     assert not np.isfinite(y[2]).any() and not np.isfinite(l1[2])

@@ -82,7 +82,7 @@ def pack_relu_reference(acc, dtype, tile, packed_ref):
 @pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (130, 320, 384)])
 def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
     monkeypatch.setattr(lanes, "pack_relu", pack_relu_reference)
-    monkeypatch.setattr(gate, "_sm_count", lambda: 1)
+    monkeypatch.setattr(gate, "sm_count", lambda: 1)
     x, w, g = draw(m, d, h, 0.1, jnp.bfloat16)
     x, g = x.at[0].set(jnp.nan), np.concatenate([np.full((1, h), np.nan, g.dtype), g[1:]])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):

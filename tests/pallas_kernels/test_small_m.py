@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels.small_m import small_m_ffn, small_m_ffn_reference
+from pallas_kernels.small_m import multiply, small_m_ffn, small_m_ffn_reference
 
 
 def draw(m, d, h, active, dtype):
@@ -81,6 +82,49 @@ def test_reference_matches_dense(gated, dtype):
     assert_matches(small_m_ffn_reference(*operands), *operands)
 
 
+def with_non_finite_rows(x):
+    """x with an inf in token 1 and a NaN in token 2, in a column where weights have both signs."""
+    return x.at[1, 3].set(jnp.inf).at[2, 5].set(jnp.nan)
+
+
+def assert_non_finite_as_in_dense(out, x, w_gate, w_up, w_down):
+    y, nnz, l1, _ = (np.asarray(a, np.float32) for a in out)
+    with np.errstate(invalid="ignore"):
+        y_ref, l1_ref = dense(x, w_gate, w_up, w_down)
+    assert np.isnan(y_ref[1:3]).all() and np.isfinite(np.delete(y_ref, [1, 2], 0)).all()
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(y_ref))
+    np.testing.assert_array_equal(l1[1:3], l1_ref[1:3])  # NaN, or inf in the non-gated form
+    assert 0 < nnz[1] < nnz[2] == w_up.shape[0]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_reference_is_non_finite_where_dense_is(gated):
+    x, w_gate, w_up, w_down = draw(4, 192, 384, 0.05, jnp.bfloat16)
+    operands = (with_non_finite_rows(x), w_gate if gated else None, w_up, w_down)
+    assert_non_finite_as_in_dense(small_m_ffn_reference(*operands), *operands)
+
+
+@pytest.mark.parametrize(("m", "d"), [(3, 192), (16, 128)])
+def test_gate_multiplies_like_xla(m, d):
+    x, w_gate, *_ = draw(m, d, 128, 0.05, jnp.bfloat16)
+    tokens = -(-m // 8) * 8
+
+    def kernel(x, w, out):
+        acc = multiply(x, w, jax.lax.axis_index("tile"), tokens=tokens, stages=2)
+        out[jax.lax.axis_index("tile")] = acc
+
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out = jax.ShapeDtypeStruct((2, 64, tokens), jnp.float32)
+    call = plgpu.kernel(
+        kernel, out_type=out, grid=(2,), grid_names=("tile",), compiler_params=params
+    )
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        product = call(x, w_gate).reshape(128, tokens).T
+    reference = np.asarray(x, np.float64) @ np.asarray(w_gate, np.float64).T
+    assert relative_error(product[:m], reference) < 1e-5
+    assert not np.any(product[m:])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -142,6 +186,31 @@ def test_same_bits_every_time_and_none_for_a_silent_token():
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     y, nnz, l1, _ = first
     assert not y[3].any() and nnz[3] == 0 and l1[3] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("m", "d"), [(4, 192), (33, 2048)])
+def test_non_finite_where_dense_is(m, d, gated):
+    x, w_gate, w_up, w_down = draw(m, d, 384, 0.05, jnp.bfloat16)
+    operands = (with_non_finite_rows(x), w_gate if gated else None, w_up, w_down)
+    assert_non_finite_as_in_dense(run(*operands), *operands)
+
+
+@pytest.mark.gpu
+def test_layers_in_a_chain_wait_for_each_other():
+    x, w_gate, w_up, w_down = draw(8, 2048, 5632, 0.005, jnp.bfloat16)
+    weights = (w_gate, w_up, w_down / 32)
+
+    def chain(x, layer):
+        outs = [layer(x, *weights)[0]]
+        for _ in range(3):
+            outs.append(layer(outs[-1], *weights)[0])
+        return outs
+
+    together = jax.jit(functools.partial(chain, layer=small_m_ffn))(x)
+    for a, b in zip(together, chain(x, run), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 @pytest.mark.gpu

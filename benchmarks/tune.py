@@ -1,0 +1,60 @@
+"""Schedules of the kernels on common shapes: where the table of tuned configs comes from.
+
+python -m benchmarks.tune [--out DIRECTORY]
+"""
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import patterns, record
+from pallas_kernels.fused_ffn import FusedFFNConfig, fused_ffn
+from pallas_kernels.gate_pack import GatePackConfig, gate_pack
+
+M, NNZ, DTYPE = 16384, 29, jnp.bfloat16
+SHAPES = [(512, 1408), (768, 3072), (1024, 2816), (1024, 5632), (2048, 5632), (4096, 11008)]
+GATE_CONFIGS = [GatePackConfig(grid_tile_width=width) for width in (4, 8, 16, 32)]
+FUSED_CONFIGS = [
+    FusedFFNConfig(loads=loads, rows=rows) for loads in (4, 8) for rows in (2, 4, 6, 8)
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    rows = []
+    for d, h in SHAPES:
+        for row in measure(d, h):
+            rows.append(row)
+            path = record.write("tune", rows, args.out)
+            print(record.line(row), flush=True)
+    print(path)
+
+
+def measure(d: int, h: int) -> Iterator[dict[str, Any]]:
+    """One row per kernel and config."""
+    key = jax.random.key(d + h)
+    x, w_gate = patterns.independent(key, "skewed", M, d, h, NNZ, DTYPE)
+    w_up, w_down = (jax.random.normal(k, (h, d)).astype(DTYPE) for k in jax.random.split(key))
+    packed = gate_pack(x, w_gate)
+    calls = [(gate_pack, config, (x, w_gate)) for config in GATE_CONFIGS]
+    calls += [(fused_ffn, config, (x, packed, w_up, w_down)) for config in FUSED_CONFIGS]
+    for kernel, config, operands in calls:
+        case = {"kernel": kernel.__name__, "m": M, "d": d, "h": h, "config": repr(config)}
+        try:
+            ms = record.milliseconds(
+                jax.jit(partial(kernel, config=config)), *operands, calls=20, repeats=3
+            )
+            yield case | {"ms": ms}
+        except Exception as problem:  # a config may not fit; the others go on
+            yield case | {"failed": record.first_line(problem)}
+
+
+if __name__ == "__main__":
+    main()
