@@ -26,18 +26,20 @@ def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
     """Median over `repeats` of the GPU's time for one of at most `calls` calls of a jitted `f`.
 
     The calls are queued while the GPU is held busy, so that it runs them without waiting for the
-    host, as it does in a program that stays ahead of it; no more of them than the host manages in
-    two thirds of that time.
+    host, as it does in a program that stays ahead of it; there are fewer of them if the host does
+    not manage so many in that time.
     """
     hold = _spin if jax.default_backend() == "gpu" else lambda: None
     jax.block_until_ready([hold(), f(*args)])
-    calls = min(calls, max(1, int(_HOLD_MS / 1.5 / enqueue_milliseconds(f, *args, calls=5))))
     times = []
     for count in (0, calls) * repeats:
         start = time.perf_counter()
         results = [hold(), *(f(*args) for _ in range(count))]
+        enqueued = time.perf_counter()
         jax.block_until_ready(results)
         times.append((time.perf_counter() - start) * 1e3)
+        if (enqueued - start) * 1e3 > 0.8 * _HOLD_MS and calls > 1:
+            return milliseconds(f, *args, calls=calls // 2, repeats=repeats)
     held = statistics.median(times[::2])
     return (statistics.median(times[1::2]) - held) / calls
 
