@@ -5,6 +5,7 @@ from twell_jax.ffn import FFNStats, sparse_ffn
 from twell_jax.formats import TwELL, pack, unpack
 from twell_jax.mlp import SparseMLP
 from twell_jax.model import KVCache, Transformer
+from twell_jax.pretrained import PretrainedError, from_pretrained, save_pretrained
 from twell_jax.prune import PruneReport, fires_removed, prune_dead
 from twell_jax.sparsity import Activity, measure_activity
 
@@ -15,14 +16,17 @@ __all__ = [
     "FFNStats",
     "KVCache",
     "ModelConfig",
+    "PretrainedError",
     "PruneReport",
     "SparseMLP",
     "Transformer",
     "TwELL",
     "fires_removed",
+    "from_pretrained",
     "measure_activity",
     "pack",
     "prune_dead",
+    "save_pretrained",
     "sparse_ffn",
     "unpack",
 ]

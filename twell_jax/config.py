@@ -44,8 +44,12 @@ class ModelConfig(_Section):
     context: int = Field(gt=1, description="tokens per training sequence")
     d_model: int = Field(gt=0, description="width of the residual stream")
     layers: int = Field(gt=0, description="number of transformer blocks")
-    heads: int = Field(gt=0, description="query heads; d_model is divided among them")
+    heads: int = Field(gt=0, description="query heads")
     kv_heads: int | None = Field(None, gt=0, description="key/value heads (default: heads)")
+    head_size: int | None = Field(
+        None, gt=0, description="features of a head (default: d_model is divided among them)"
+    )
+    attention_bias: bool = Field(False, description="add biases to the attention's projections")
     d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
     activation: Literal["relu", "silu"] = Field("relu", description="silu gives the dense twin")
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
@@ -64,7 +68,9 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.d_model % self.heads or self.head_dim % 2:
+        if self.head_size is not None and self.head_size % 2:
+            raise ValueError(f"model.head_size: must be even, got {self.head_size}")
+        if self.head_size is None and self.d_model % (2 * self.heads):
             raise ValueError(
                 f"model.heads: d_model={self.d_model} must split into heads of an even size, "
                 f"got heads={self.heads}"
@@ -77,7 +83,7 @@ class ModelConfig(_Section):
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.heads
+        return self.head_size or self.d_model // self.heads
 
     @property
     def num_kv_heads(self) -> int:

@@ -1,134 +1,176 @@
-"""Samples text from a trained run: python -m twell_jax.generate RUN_DIR --prompt "def " """
+"""Continues text: python -m twell_jax.generate DIRECTORY --prompt "def "
+
+DIRECTORY is a run of train.py or a model in Hugging Face's format. The text is printed as it comes,
+and then, on stderr, the rates of reading the prompts (prefill) and of writing (decode).
+"""
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from twell_jax import language_model
 from twell_jax.checkpoint import CheckpointError
-from twell_jax.config import ConfigError
+from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.model import KVCache, Transformer
-from twell_jax.run import load_run
+from twell_jax.sampling import Sampling, sample
+
+_MULTIPLE = 64  # lengths of prompts are padded to one, so that few of them are compiled
+ENDED = -1  # in place of an id
 
 
 def generate(
     model: Transformer,
-    prompt: np.ndarray,
+    prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    stop_id: int | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    stop_ids: Sequence[int] = (),
     seed: int = 0,
-) -> Iterator[int]:
-    """Continues a prompt, a token at a time.
+) -> Iterator[np.ndarray]:
+    """Continues a batch of prompts, a token of each at a time.
 
     Args:
       model: the language model.
-      prompt: int `[T]`, at least one token.
-      max_tokens: how many to sample at most.
-      stop_id: the token after which to stop (it is not yielded).
-      temperature, top_k, top_p: see `sample`.
-      seed: the same seed gives the same tokens.
+      prompts: token ids, at least one for each; they may differ in length.
+      max_tokens: how many to append to each at most.
+      sampling: how tokens are chosen.
+      stop_ids: tokens after which a sequence has ended (they are not yielded).
+      seed: the same seed gives the same tokens for the same prompts.
 
     Yields:
-      The ids of the sampled tokens.
+      int `[B]`, the next token of each sequence, or `ENDED` (-1) for those that have. Stops when
+      all have.
 
     Raises:
-      ValueError: there is no prompt, or max_tokens < 0; and as `sample` does.
+      ValueError: there is no prompt, an empty one, or max_tokens < 0.
     """
-    if not len(prompt) or max_tokens < 0:
+    if not len(prompts) or not all(map(len, prompts)) or max_tokens < 0:
         raise ValueError(
-            f"the prompt must have a token and max_tokens be at least 0, got {len(prompt)} tokens "
-            f"and max_tokens={max_tokens}"
+            "there must be a prompt, each must have a token, and max_tokens must be at least 0, "
+            f"got {[len(prompt) for prompt in prompts]} tokens and max_tokens={max_tokens}"
         )
-    choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+    return _generate(model, prompts, max_tokens, sampling, stop_ids, seed)
 
-    @jax.jit
-    def extend(model, tokens, cache, key):
-        logits, cache = model.decode(tokens, cache)
-        return choose(logits, key), cache
 
-    cache = KVCache.empty(model.config, batch=1, capacity=len(prompt) + max_tokens)
-    tokens = jnp.asarray(prompt, jnp.int32)[None]
-    for key in jax.random.split(jax.random.key(seed), max_tokens):
-        token, cache = extend(model, tokens, cache, key)
-        if int(token[0]) == stop_id:
+def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    width = -(-lengths.max() // _MULTIPLE) * _MULTIPLE
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[width - len(prompt) :] = prompt
+    graph, params = nnx.split(model)
+    key, ended = jax.random.key(seed), np.zeros(len(prompts), bool)
+    following = _prefill(
+        graph, params, tokens, width - lengths, key, capacity=width + max_tokens, sampling=sampling
+    )
+    for step in range(max_tokens):
+        token, cache = following
+        if step + 1 < max_tokens:  # enqueued before the host waits for this step's tokens
+            following = _extend(graph, params, token, cache, key, sampling=sampling)
+        ids = np.asarray(token)
+        ended |= np.isin(ids, stop_ids)
+        if ended.all():
             return
-        yield int(token[0])
-        tokens = token[:, None]
+        yield np.where(ended, ENDED, ids)
 
 
-def sample(
-    logits: jax.Array,
-    key: jax.Array,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-) -> jax.Array:
-    """Draws a token for each row of `logits: float32 [B, vocab]`; returns int32 `[B]`.
+@partial(jax.jit, static_argnames=("graph", "capacity", "sampling"))
+def _prefill(graph, params, tokens, padding, key, *, capacity, sampling):
+    """The first new token of each row, int32 [B], and a cache of that capacity."""
+    model = nnx.merge(graph, params)
+    # Among the prompts' tokens alone, attention can be a fused one; room for more comes after.
+    cache = KVCache.empty(model.config, *tokens.shape, padding)
+    logits, cache = model.decode(tokens, cache)
+    return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache.grow(capacity)
 
-    Args:
-      key: a `jax.random.key`.
-      temperature: divides the logits; 0 takes the most likely token.
-      top_k: only the k most likely tokens, if given.
-      top_p: only the fewest most likely tokens whose probabilities sum to at least p (nucleus
-        sampling, arXiv 1904.09751).
 
-    Raises:
-      ValueError: temperature < 0, top_k < 1, or top_p outside (0, 1].
-    """
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorted from the most likely down; a token stays if those before it have not reached p.
-    order = jnp.argsort(-logits, axis=-1)
-    sorted_logits = jnp.take_along_axis(logits, order, axis=-1) / temperature
-    probability = jax.nn.softmax(sorted_logits, axis=-1)
-    kept = jnp.cumsum(probability, axis=-1) - probability < top_p
-    kept &= jnp.arange(logits.shape[-1]) < (top_k or logits.shape[-1])
-    drawn = jax.random.categorical(key, jnp.where(kept, sorted_logits, -jnp.inf))
-    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+@partial(jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache")
+def _extend(graph, params, token, cache, key, *, sampling):
+    logits, cache = nnx.merge(graph, params).decode(token[:, None], cache)
+    return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache
+
+
+def stream_text(
+    tokenizer: Tokenizer, prompt: Sequence[int], new_ids: Iterable[int]
+) -> Iterator[str]:
+    """The text of `new_ids`, which follow a prompt, in pieces: each as soon as it is certain."""
+    ids, shown = list(prompt), len(tokenizer.decode(prompt))
+    for token in new_ids:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # else the bytes of a character are not complete
+            yield text[shown:]
+            shown = len(text)
+    yield tokenizer.decode(ids)[shown:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", help="directory of a run, such as runs/tiny")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", help="of a run, such as runs/tiny, or with a config.json")
+    parser.add_argument(
+        "--prompt", required=True, action="append", help="text to continue; may be repeated"
+    )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--top-k", type=int, help="sample among the k most likely tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling")
+    parser.add_argument("--min-p", type=float, default=0.0, help="relative to the most likely")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--implementation", choices=("xla", "mosaic"), help="of the FFN")
     args = parser.parse_args()
     try:
-        _, tokenizer, model = load_run(args.run_dir)
-        # An empty prompt continues the end of the text before it.
-        prompt = tokenizer.encode([args.prompt])[0] if args.prompt else [tokenizer.eot_id]
-        tokens = generate(
-            model,
-            np.asarray(prompt),
-            max_tokens=args.max_tokens,
-            stop_id=tokenizer.eot_id,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
-        print(args.prompt + tokenizer.decode(list(tokens)))
-    except (ConfigError, CheckpointError, ValueError, OSError) as error:
+        _print_continuations(args)
+    except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+def _print_continuations(args: argparse.Namespace) -> None:
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    lm = language_model.load(args.directory, args.implementation)
+    prompts = [lm.encode(prompt) for prompt in args.prompt]
+    steps = partial(
+        generate,
+        lm.model,
+        prompts,
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        stop_ids=lm.stop_ids,
+        seed=args.seed,
+    )
+    for _ in itertools.islice(steps(), 2):  # compiles, so that the rates are those of the work
+        pass
+    start, history = time.perf_counter(), []
+
+    def first_sequence():
+        for ids in steps():
+            history.append((time.perf_counter(), ids))
+            if ids[0] != ENDED:
+                yield ids[0]
+
+    print(args.prompt[0], end="", flush=True)
+    for piece in stream_text(lm.tokenizer, prompts[0], first_sequence()):
+        print(piece, end="", flush=True)
+    print()
+    times, tokens = [t for t, _ in history], np.array([ids for _, ids in history])
+    for row in range(1, len(prompts)):
+        ids = tokens[tokens[:, row] != ENDED, row]
+        print("---\n" + args.prompt[row], *stream_text(lm.tokenizer, prompts[row], ids), sep="")
+    if len(times) > 1:
+        read, written = sum(map(len, prompts)), np.sum(tokens[1:] != ENDED)
+        print(
+            f"prefill: {read} tokens, {read / (times[0] - start):,.0f} tokens/s; "
+            f"decode: {written} tokens, {written / (times[-1] - times[0]):,.0f} tokens/s",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A Llama-style decoder whose feed-forward blocks are sparse: RMSNorm, RoPE, causal attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,31 @@ class KVCache:
 
     Attributes:
       k, v: `[layers, B, S, kv_heads, head_dim]` in the compute dtype; S is the capacity.
-      length: int32 [], tokens stored.
+      length: int32 [], tokens stored, padding included.
+      padding: int32 [B], how many of a sequence's first tokens are padding. Nothing attends to
+        them, and positions count from the first token after them.
     """
 
     k: jax.Array
     v: jax.Array
     length: jax.Array
+    padding: jax.Array
 
     @classmethod
-    def empty(cls, config: ModelConfig, batch: int, capacity: int) -> "KVCache":
+    def empty(
+        cls, config: ModelConfig, batch: int, capacity: int, padding: jax.Array | None = None
+    ) -> "KVCache":
+        """Room for `capacity` tokens; `padding` is 0 for every sequence unless given."""
         shape = (config.layers, batch, capacity, config.num_kv_heads, config.head_dim)
-        zeros = jnp.zeros(shape, config.dtype)
-        return cls(zeros, zeros, jnp.zeros((), jnp.int32))
+        k, v = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+        padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
+        return cls(k, v, jnp.zeros((), jnp.int32), padding)
+
+    def grow(self, capacity: int) -> "KVCache":
+        """The same tokens with room for more: `capacity` in all."""
+        more = [(0, 0)] * 5
+        more[2] = (0, capacity - self.k.shape[2])
+        return replace(self, k=jnp.pad(self.k, more), v=jnp.pad(self.v, more))
 
 
 class Transformer(nnx.Module):
@@ -70,7 +84,8 @@ class Transformer(nnx.Module):
         self.norm = _norm(config, rngs)
         self.unembed = nnx.data(None)
         if not config.tie_embeddings:
-            self.unembed = _linear(config, "embed", "vocab", config.vocab_size, rngs=rngs)
+            shape = (config.d_model, config.vocab_size)
+            self.unembed = _linear(config, shape, ("embed", "vocab"), rngs=rngs)
 
     def __call__(
         self,
@@ -104,9 +119,10 @@ class Transformer(nnx.Module):
         Returns the float32 `[B, vocab]` logits after the last of them and the extended cache. The
         caller keeps `cache.length + T` within the capacity.
         """
-        positions = cache.length + jnp.arange(tokens.shape[1])[None]
-        mask = jnp.arange(cache.k.shape[2]) <= positions[:, None, :, None]
-        x, _, cache = self._run(tokens, positions, mask, cache)
+        slots, stored = cache.length + jnp.arange(tokens.shape[1]), jnp.arange(cache.k.shape[2])
+        positions = slots - cache.padding[:, None]
+        mask = (stored <= slots[:, None]) & (stored >= cache.padding[:, None, None])
+        x, _, cache = self._run(tokens, positions, mask[:, None], cache)
         return self._logits(x[:, -1]), cache
 
     def _run(self, tokens, positions, mask, cache, per_token_stats=False):
@@ -127,7 +143,8 @@ class Transformer(nnx.Module):
         x = split_batch(self.embed(tokens))
         x, (stats, keys_values) = jax.lax.scan(block, x, (params, keys_values))
         if cache is not None:
-            cache = KVCache(*keys_values, length + tokens.shape[1])
+            k, v = keys_values
+            cache = replace(cache, k=k, v=v, length=length + tokens.shape[1])
         return self.norm(x), stats, cache
 
     def _logits(self, x):
@@ -176,12 +193,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        width, kv_width = config.d_model, config.num_kv_heads * config.head_dim
-        self.query = _linear(config, "embed", "heads", width, rngs=rngs)
-        self.key = _linear(config, "embed", "heads", kv_width, rngs=rngs)
-        self.value = _linear(config, "embed", "heads", kv_width, rngs=rngs)
-        self.out = _linear(
-            config, "heads", "embed", width, kernel_init=_residual_init(config), rngs=rngs
+        width, kv_width = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
+        linear = partial(_linear, config, use_bias=config.attention_bias, rngs=rngs)
+        self.query = linear((config.d_model, width), ("embed", "heads"))
+        self.key = linear((config.d_model, kv_width), ("embed", "heads"))
+        self.value = linear((config.d_model, kv_width), ("embed", "heads"))
+        self.out = linear(
+            (width, config.d_model), ("heads", "embed"), kernel_init=_residual_init(config)
         )
 
     def __call__(self, x, rope, mask, keys_values, length):
@@ -260,15 +278,15 @@ def _norm(config, rngs):
     )
 
 
-def _linear(config, from_axis, to_axis, width, *, kernel_init=None, rngs):
+def _linear(config, shape, axes, *, use_bias=False, kernel_init=None, rngs):
     return nnx.Linear(
-        config.d_model,
-        width,
-        use_bias=False,
+        *shape,
+        use_bias=use_bias,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         kernel_init=kernel_init or nnx.initializers.normal(config.init_scale),
-        kernel_metadata=_axes(from_axis, to_axis),
+        kernel_metadata=_axes(*axes),
+        bias_metadata=_axes(axes[1]),
         rngs=rngs,
     )
 

@@ -32,11 +32,11 @@ def l1_coefficient(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; scales of norms are not decayed."""
+    """AdamW on gradients clipped by their global norm; scales of norms and biases are not decayed."""
 
     def decayed(params):
         def is_matrix(path, _):
-            return not any(getattr(key, "key", None) == "scale" for key in path)
+            return not any(getattr(key, "key", None) in ("scale", "bias") for key in path)
 
         return jax.tree_util.tree_map_with_path(is_matrix, params)
 

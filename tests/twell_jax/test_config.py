@@ -67,6 +67,7 @@ def path(tmp_path):
         ("l1_warmup=[3, 1]", "l1_warmup", "start <= end"),
         ("model.heads=5", "model.heads", "d_model=32"),
         ("model.heads=32", "model.heads", "even size"),
+        ("model.head_size=7", "model.head_size", "even"),
         ("model.kv_heads=3", "model.kv_heads", "heads=4"),
         ("mesh.fsdp=3", "mesh.fsdp", "model.d_model=32"),
         ("data.source=files", "data.paths", "at least one path"),
@@ -141,6 +142,7 @@ def test_overrides_are_yaml_and_the_last_one_wins(path):
     assert settings.l1_warmup == (10, 20)
     assert settings.model.tie_embeddings is False
     assert (settings.model.num_kv_heads, settings.model.head_dim) == (2, 8)
+    assert config.load(path, ["model.heads=3", "model.head_size=6"]).model.head_dim == 6
     assert settings.data.paths == ("a=b.txt", "c/**/*.md")
     assert settings.mesh == MeshConfig(data=2, fsdp=4)
 

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,15 +7,16 @@ import pytest
 from flax import nnx
 
 from twell_jax import config as config_lib
+from twell_jax import export, sharding
 from twell_jax import generate as generation
-from twell_jax import sharding
 from twell_jax.checkpoint import Checkpoints
 from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.generate import generate, sample
+from twell_jax.generate import ENDED, generate, stream_text
 from twell_jax.model import Transformer
-from twell_jax.run import RunPaths, load_run, open_run
+from twell_jax.run import load_run, open_run
+from twell_jax.sampling import GREEDY
 from twell_jax.training import init_state
 
 MODEL = {
@@ -33,69 +36,68 @@ def model():
     return Transformer(ModelConfig(**MODEL), rngs=nnx.Rngs(0))
 
 
-def draws(logits, count, **options):
-    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), count)
-    return np.asarray(jax.vmap(lambda key: sample(logits, key, **options)[0])(keys))
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
-def test_the_narrowest_choice_is_the_most_likely_token(options):
-    logits = jnp.asarray(np.random.default_rng().standard_normal((5, 40)), jnp.float32)
-    tokens = sample(logits, jax.random.key(0), **options)
-    np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
-    assert tokens.dtype == jnp.int32
-
-
-def test_frequencies_follow_the_temperature():
-    logits, temperature, count = jnp.array([[0.0, 1.0, 2.0, -1.0]]), 0.7, 20000
-    frequencies = np.bincount(draws(logits, count, temperature=temperature), minlength=4) / count
-    expected = np.exp(np.array([0, 1, 2, -1]) / temperature)
-    expected /= expected.sum()
-    assert np.all(np.abs(frequencies - expected) < 6 * np.sqrt(expected / count) + 1e-3)
-
-
-def test_top_k_and_top_p_keep_just_the_likely_tokens():
-    probability = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
-    logits = jnp.log(jnp.asarray(probability))[None]
-    assert set(draws(logits, 500, top_k=3)) == {1, 3, 2}
-    assert set(draws(logits, 500, top_p=0.65)) == {1, 3}
-    assert set(draws(logits, 500, top_p=0.75)) == {1, 3, 2}
-    assert set(draws(logits, 500, top_p=0.75, top_k=2)) == {1, 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_k": 0}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        sample(jnp.zeros((1, 4)), jax.random.key(0), **options)
+# Of different lengths; one is as long as generation pads them to.
+PROMPTS = [[5], [7, 250, 3, 99, 4], list(range(64)), [1, 2]]
 
 
 def test_greedy_tokens_are_those_of_the_whole_forward_pass(model):
-    prompt = np.random.default_rng().integers(0, 257, 7)
-    tokens = list(generate(model, prompt, max_tokens=9, temperature=0.0))
-    sequence = list(prompt)
-    for token in tokens:
-        logits, _ = model(jnp.asarray(sequence)[None])
-        assert token == int(jnp.argmax(logits[0, -1]))
-        sequence.append(token)
-    assert len(tokens) == 9
+    steps = list(generate(model, PROMPTS, max_tokens=9, sampling=GREEDY))
+    assert len(steps) == 9 and all(step.shape == (4,) for step in steps)
+    forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+    for row, prompt in enumerate(PROMPTS):
+        sequence = [*prompt, *(step[row] for step in steps)]
+        logits = forward(model, jnp.asarray(sequence + [0] * (80 - len(sequence)))[None])[0]
+        expected = jnp.argmax(logits[len(prompt) - 1 : len(sequence) - 1], axis=-1)
+        np.testing.assert_array_equal(sequence[len(prompt) :], expected)
 
 
-def test_a_seed_decides_and_a_stop_token_ends(model):
-    prompt = np.arange(5)
-    first = list(generate(model, prompt, max_tokens=12, seed=3))
-    assert first == list(generate(model, prompt, max_tokens=12, seed=3))
-    assert first != list(generate(model, prompt, max_tokens=12, seed=4))
-    stop = first[5]
-    ended = list(generate(model, prompt, max_tokens=12, seed=3, stop_id=stop))
-    assert ended == first[: first.index(stop)]
+def test_a_sequence_does_not_depend_on_those_beside_it(model):
+    together = np.array(list(generate(model, PROMPTS, max_tokens=9, sampling=GREEDY)))
+    for row, prompt in enumerate(PROMPTS):
+        alone = list(generate(model, [prompt], max_tokens=9, sampling=GREEDY))
+        np.testing.assert_array_equal(np.array(alone)[:, 0], together[:, row])
+
+
+def test_a_seed_decides(model):
+    first, again, other = (
+        np.array(list(generate(model, PROMPTS, max_tokens=12, seed=seed))) for seed in (3, 3, 4)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert (first[:, 0] != first[:, 1]).any()
+
+
+def test_stop_tokens_end_each_sequence_by_itself(model):
+    free = np.array(list(generate(model, PROMPTS[:2], max_tokens=12, seed=3)))
+    stops = [free[7, 0], free[4, 1]]
+    ends = [np.isin(free[:, row], stops).argmax() for row in range(2)]
+    stopped = np.array(list(generate(model, PROMPTS[:2], max_tokens=12, seed=3, stop_ids=stops)))
+    assert len(stopped) == max(ends)
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(stopped[:end, row], free[:end, row])
+        assert (stopped[end:, row] == ENDED).all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "says"),
+    [([], 3, "got \\[\\]"), ([[1], []], 3, "got \\[1, 0\\]"), ([[1]], -1, "max_tokens=-1")],
+)
+def test_what_cannot_be_continued(model, prompts, max_tokens, says):
+    with pytest.raises(ValueError, match=says):
+        generate(model, prompts, max_tokens=max_tokens)
+
+
+def test_no_tokens_are_wanted(model):
+    assert list(generate(model, [[1]], max_tokens=0)) == []
+
+
+def test_text_is_streamed_in_whole_characters():
+    tokenizer = ByteTokenizer()
+    prompt, text = tokenizer.encode(["d\u00e9f "])[0], "x = '\u6f22' \u00e9!"
+    pieces = list(stream_text(tokenizer, prompt, tokenizer.encode([text])[0]))
+    assert "".join(pieces) == text and "\u6f22" in pieces and len(pieces) > 8
+    cut = tokenizer.encode(["a\u6f22"])[0][:-1]  # ends within a character
+    assert "".join(stream_text(tokenizer, prompt, cut)) == "a\ufffd"
 
 
 @pytest.fixture
@@ -122,6 +124,7 @@ def save_checkpoint(config, paths):
     return state
 
 
+@pytest.mark.slow
 def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, monkeypatch, capsys):
     config, paths = run_dir
     state = save_checkpoint(config, paths)
@@ -130,24 +133,41 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, monkeypatc
     for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(a, b)
 
-    arguments = ["generate", str(paths.directory), "--prompt", "def ", "--max-tokens", "8"]
-    printed = []
-    for _ in range(2):
-        monkeypatch.setattr("sys.argv", [*arguments, "--top-k", "20", "--seed", "1"])
-        generation.main()
-        printed.append(capsys.readouterr().out)
-    assert printed[0].startswith("def ") and len(printed[0]) > 5
-    assert printed[0] == printed[1]
-    monkeypatch.setattr("sys.argv", [*arguments[:3], "", *arguments[4:]])
-    generation.main()  # an empty prompt continues the end of a text
-    assert capsys.readouterr().out
+    def run(command, *arguments):
+        monkeypatch.setattr("sys.argv", ["command", *arguments])
+        command()
+        return capsys.readouterr()
+
+    def continued(directory, *prompts):
+        prompts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+        options = ["--max-tokens", "8", "--top-k", "20", "--seed", "1"]
+        return run(generation.main, str(directory), *prompts, *options)
+
+    first = continued(paths.directory, "def ")
+    assert first.out.startswith("def ") and len(first.out) > 5
+    assert re.fullmatch(
+        r"prefill: 4 tokens, [\d,]+ tokens/s; decode: \d+ tokens, [\d,]+ tokens/s\n", first.err
+    )
+    several = continued(paths.directory, "def ", "class")
+    assert several.out.startswith("def ") and "\n---\nclass" in several.out
+    assert continued(paths.directory, "").out  # continues the end of a text
+
+    exported = paths.directory / "exported"
+    run(export.main, str(paths.directory), str(exported))
+    assert continued(exported, "def ").out == first.out
 
 
-@pytest.mark.parametrize("state", ["no run", "no checkpoint"])
-def test_what_is_no_run_is_one_clear_line(run_dir, state, monkeypatch):
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("run", "has no checkpoint yet"),
+        ("nowhere", "not the directory of a run"),
+        (".", "is not the directory of a run and holds no config.json"),
+    ],
+)
+def test_what_is_no_model_is_one_clear_line(run_dir, directory, message, monkeypatch):
     _, paths = run_dir
-    directory = paths.directory if state == "no checkpoint" else RunPaths("nowhere").directory
-    monkeypatch.setattr("sys.argv", ["generate", str(directory), "--prompt", "x"])
-    message = "has no checkpoint yet" if state == "no checkpoint" else "not the directory of a run"
+    directory = str(paths.directory.parent / directory)
+    monkeypatch.setattr("sys.argv", ["generate", directory, "--prompt", "x"])
     with pytest.raises(SystemExit, match=message):
         generation.main()

@@ -46,6 +46,9 @@ def reference_logits(module, tokens):
     def norm(x, scale):
         return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + c.norm_eps) * scale
 
+    def linear(x, layer, name):
+        return x @ layer[f"{name}.kernel"] + layer.get(f"{name}.bias", 0)
+
     def rotate(x):  # [T, heads, head_dim]: pairs (i, i + head_dim / 2) turn by t * theta^(-2i/d)
         half = c.head_dim // 2
         angle = np.outer(np.arange(len(x)), c.rope_theta ** (-np.arange(half) * 2 / c.head_dim))
@@ -57,7 +60,7 @@ def reference_logits(module, tokens):
         layer = {n.removeprefix("blocks."): v[i] for n, v in w.items() if n.startswith("blocks.")}
         normed = norm(x, layer["attention_norm.scale"])
         q, k, v = (
-            (normed @ layer[f"attention.{name}.kernel"]).reshape(len(x), -1, c.head_dim)
+            linear(normed, layer, f"attention.{name}").reshape(len(x), -1, c.head_dim)
             for name in ("query", "key", "value")
         )
         q, k = rotate(q), rotate(k)
@@ -67,7 +70,7 @@ def reference_logits(module, tokens):
                 kv_head = head * c.num_kv_heads // c.heads
                 score = np.exp(k[: t + 1, kv_head] @ q[t, head] / np.sqrt(c.head_dim))
                 attended[t, head] = score / score.sum() @ v[: t + 1, kv_head]
-        x = x + attended.reshape(len(x), -1) @ layer["attention.out.kernel"]
+        x = x + linear(attended.reshape(len(x), -1), layer, "attention.out")
         normed = norm(x, layer["mlp_norm.scale"])
         h = up = normed @ layer["mlp.w_up"].T
         gate = normed @ layer["mlp.w_gate"].T if c.gated else up
@@ -93,14 +96,19 @@ def assert_close(a, b, tolerance=1e-5):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kv_heads": 2, "tie_embeddings": False}, {"kv_heads": 1, "gated": False, "layers": 3}],
-    ids=["default", "grouped, untied", "multi-query, not gated"],
+    [
+        {},
+        {"kv_heads": 2, "tie_embeddings": False},
+        {"kv_heads": 1, "gated": False, "layers": 3},
+        {"kv_heads": 2, "head_size": 6, "attention_bias": True},
+    ],
+    ids=["default", "grouped, untied", "multi-query, not gated", "narrow heads, biases"],
 )
 def test_logits_match_float64(changes):
     module, tokens = make(**changes), draw_tokens(2, 12)
-    # Norm scales start at 1; here they must matter.
+    # Norm scales start at 1, biases at 0; here they must matter.
     for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        if path[-1] == "scale":
+        if path[-1] in ("scale", "bias"):
             leaf[...] = jnp.linspace(0.5, 2.0, leaf.size).reshape(leaf.shape)
     logits, stats = forward(module, tokens)
     assert logits.dtype == jnp.float32
@@ -207,6 +215,21 @@ def test_decoding_in_any_pieces_equals_the_forward_pass(split, kv_heads):
         end += count
         assert int(cache.length) == end
         assert_close(logits, expected[:, end - 1])
+
+
+def test_padding_is_as_if_it_were_not_there():
+    module, tokens = make(kv_heads=2), draw_tokens(3, 12)
+    padding = np.array([5, 0, 2], np.int32)
+    cache = KVCache.empty(module.config, batch=3, capacity=8, padding=padding)
+    logits, cache = decode(module, tokens[:, :8], cache)
+    cache = cache.grow(16)
+    expected = [
+        forward(module, tokens[row : row + 1, start:])[0][0, 7 - start :]
+        for row, start in enumerate(padding)
+    ]
+    for step in range(4):
+        assert_close(logits, [rows[step] for rows in expected])
+        logits, cache = decode(module, tokens[:, 8 + step : 9 + step], cache)
 
 
 def test_decoding_in_bfloat16():

@@ -1,0 +1,294 @@
+"""Whole models at inference: speed, memory and energy, sparse against the fastest dense twin.
+
+    python -m benchmarks.inference [--shapes 0p5b 2b] [--directions forward decode]
+    python -m benchmarks.inference --checkpoint DIRECTORY --text FILE
+
+"forward" scores 64 x 2048 tokens, or the largest half, quarter, ... that fits for every variant.
+"decode" appends a token to each of a few sequences; "prefill" is what comes before that. Without a
+checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say.
+"""
+
+import argparse
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks import patterns, record
+from twell_jax import KVCache, Transformer, language_model
+from twell_jax import config as config_lib
+from twell_jax.config import ModelConfig
+from twell_jax.model import graphdef
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+# Mean non-zeros per token that arXiv 2603.23198 reports; 1b, for which it has none, lies between.
+NNZ = {"0p5b": 39, "1b": 34, "1p5b": 29, "2b": 24}
+# How they are spread over the depth: mean non-zeros by layer of the 6-layer model from which
+# patterns.RECORDED comes.
+PROFILE = (42, 18, 25, 41, 54, 139)
+
+# The dense ones come first: the fastest of them is the baseline.
+VARIANTS = {
+    "xla, silu": {"activation": "silu", "ffn_implementation": "xla"},
+    "xla, relu": {"activation": "relu", "ffn_implementation": "xla"},
+    "mosaic, relu": {"activation": "relu", "ffn_implementation": "mosaic"},
+}
+DENSE = ("xla, silu", "xla, relu")
+BATCH, CONTEXT = 64, 2048
+DECODE_BATCHES, PROMPT, CAPACITY = (1, 8, 32), 512, 1024
+ENERGY_SECONDS = 5.0  # NVML's counter advances in steps of up to 0.1 s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=NNZ, default=list(NNZ))
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument("--checkpoint", help="a run or Hugging Face directory, for `shapes`")
+    parser.add_argument("--text", type=Path, help="what the checkpoint reads")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    if (args.checkpoint is None) != (args.text is None):
+        parser.error("--checkpoint and --text belong together")
+    rows = []
+    for name in [args.checkpoint] if args.checkpoint else args.shapes:
+        config, params, tokens = from_checkpoint(name, args.text) if args.text else random(name)
+        case = {"model": name, "dtype": config.dtype} | pattern(config, params, tokens)
+        for direction in args.directions:
+            for row in DIRECTIONS[direction](config, params, tokens):
+                rows.append(case | {"direction": direction} | row)
+                path = record.write("inference", rows, args.out)
+                print(record.line(rows[-1]), flush=True)
+    print(path)
+
+
+def from_checkpoint(directory: str, text: Path) -> tuple[ModelConfig, nnx.State, np.ndarray]:
+    """Configuration, parameters, and the text as int32 [BATCH, CONTEXT + 1]."""
+    lm = language_model.load(directory)
+    ids = np.array(lm.encode(text.read_text(encoding="utf-8"))[len(lm.prefix) :], np.int32)
+    start = np.array(lm.prefix or [lm.tokenizer.eot_id], np.int32)
+    rows = np.resize(ids, (BATCH, CONTEXT + 1 - len(start)))
+    tokens = np.concatenate([np.tile(start, (BATCH, 1)), rows], axis=1)
+    return lm.model.config, nnx.state(lm.model), tokens
+
+
+def random(name: str) -> tuple[ModelConfig, nnx.State, np.ndarray]:
+    """A model of configs/NAME.yaml in bfloat16, and tokens of which the first of each row is 0."""
+    config = config_lib.load(CONFIGS / f"{name}.yaml").model
+    config = config.model_copy(update={"param_dtype": "bfloat16", "remat": "none"})
+    profile = np.interp(np.linspace(0, 1, config.layers), np.linspace(0, 1, len(PROFILE)), PROFILE)
+    params = with_pattern(config, profile * NNZ[name] / profile.mean(), jax.random.key(0))
+    shape = (BATCH, CONTEXT + 1)
+    tokens = np.random.default_rng(0).integers(1, config.vocab_size, shape, dtype=np.int32)
+    tokens[:, 0] = 0
+    return config, params, tokens
+
+
+def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.State:
+    """Random parameters with which layer i fires `nnz[i]` skewed neurons for a token, on average.
+
+    The last feature of the residual stream is 1 and no block writes to it, so that its weights are
+    the gates' thresholds (`patterns.independent`). The embeddings' other features are N(0, 1), next
+    to which the blocks' outputs are small. Token 0 has -1 there and fires most neurons, as the
+    first token of a sequence does.
+    """
+    model = Transformer(config, rngs=nnx.Rngs(key))
+    embedding, blocks = model.embed.embedding, model.blocks
+    embedding[...] = jax.random.normal(key, embedding.shape, embedding.dtype)
+    embedding[...] = embedding[...].at[:, -1].set(1.0).at[0, -1].set(-1.0)
+    blocks.attention.out.kernel[...] = blocks.attention.out.kernel[...].at[..., -1].set(0.0)
+    blocks.mlp.w_down[...] = blocks.mlp.w_down[...].at[..., -1].set(0.0)
+    w_gate = blocks.mlp.w_gate
+    for layer, mean in enumerate(nnz):
+        layer_key = jax.random.fold_in(key, layer)
+        shape = (config.d_model, config.d_ff)
+        _, w = patterns.independent(layer_key, "skewed", 1, *shape, float(mean), w_gate.dtype)
+        w_gate[...] = w_gate[...].at[layer].set(w)
+    return nnx.state(model)
+
+
+def pattern(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> dict[str, Any]:
+    """What fires, in two sequences: mean non-zeros by layer, and those of the first tokens."""
+    graph = graphdef(config.model_copy(update=VARIANTS["xla, relu"]))
+
+    @jax.jit
+    def nnz(params, tokens):
+        return nnx.merge(graph, params)(tokens, per_token_stats=True)[1].nnz
+
+    counts = np.asarray(nnz(params, tokens[:2, :-1]), np.float64)
+    return {
+        "nnz_mean": counts.mean(),
+        "nnz_by_layer": counts.mean(axis=(1, 2)).round(1).tolist(),
+        "nnz_first_token": counts[:, :, 0].mean(),
+    }
+
+
+@dataclass(frozen=True)
+class Call:
+    """Compiled work.
+
+    Attributes:
+      run: enqueues it once and returns something to wait for.
+      tokens: that it reads or writes each time.
+      peak_bytes: of device memory.
+    """
+
+    run: Callable[[], Any]
+    tokens: int
+    peak_bytes: int
+
+
+def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
+    """The cross-entropy of every token."""
+
+    def score(graph, params, tokens):
+        logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+    batch, rows = len(tokens), []
+    while not rows:
+        part = jnp.asarray(tokens[:batch])
+
+        def prepare(graph, part=part):
+            compiled = jax.jit(partial(score, graph)).lower(params, part).compile()
+            return Call(partial(compiled, params, part), part[:, 1:].size, _peak(compiled))
+
+        try:
+            rows = compare(config, prepare)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or batch == 1:
+                raise
+            batch //= 2
+    for row in rows:
+        yield {"batch": batch, "context": part.shape[1] - 1} | row
+
+
+def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Prompts into a cache, and the next token of each."""
+
+    def read(graph, params, tokens):
+        model = nnx.merge(graph, params)
+        logits, cache = model.decode(tokens, KVCache.empty(model.config, *tokens.shape))
+        return jnp.argmax(logits, axis=-1), cache.grow(CAPACITY)
+
+    for batch in DECODE_BATCHES:
+        part = jnp.asarray(tokens[:batch, :PROMPT])
+
+        def prepare(graph, part=part):
+            compiled = jax.jit(partial(read, graph)).lower(params, part).compile()
+            return Call(partial(compiled, params, part), part.size, _peak(compiled))
+
+        for row in compare(config, prepare):
+            yield {"batch": batch, "context": PROMPT} | row
+
+
+def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
+    """One more token of each sequence, always the same one; the cache is updated in place."""
+
+    def extend(graph, params, token, cache):
+        logits, longer = nnx.merge(graph, params).decode(token[:, None], cache)
+        return jnp.argmax(logits, axis=-1), replace(longer, length=cache.length)
+
+    for batch in DECODE_BATCHES:
+        token = jnp.asarray(tokens[:batch, PROMPT])
+
+        def prepare(graph, token=token):
+            cache = KVCache.empty(config, len(token), CAPACITY)
+            cache = replace(cache, length=jnp.int32(PROMPT))
+            step = jax.jit(partial(extend, graph), donate_argnums=2)
+            compiled = step.lower(params, token, cache).compile()
+
+            def run():
+                nonlocal cache
+                following, cache = compiled(params, token, cache)
+                return following
+
+            return Call(run, len(token), _peak(compiled))
+
+        for row in compare(config, prepare):
+            yield {"batch": batch, "context": PROMPT} | row
+
+
+DIRECTIONS = {"forward": forward, "prefill": prefill, "decode": decode}
+
+
+def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> list[dict[str, Any]]:
+    """A row per variant, each against the fastest dense one.
+
+    Raises:
+      Exception: what a dense variant raises, or any for want of memory. What else goes wrong with a
+        sparse one is a row of its own.
+    """
+    rows = []
+    for name, changes in VARIANTS.items():
+        try:
+            measured = measure(prepare(graphdef(config.model_copy(update=changes))))
+        except Exception as problem:
+            if name in DENSE or "RESOURCE_EXHAUSTED" in str(problem):
+                raise
+            measured = {"failed": record.first_line(problem)}
+        rows.append({"implementation": name} | measured)
+    baseline = min((row for row in rows if row["implementation"] in DENSE), key=lambda r: r["ms"])
+    for row in rows:
+        if "ms" in row:
+            row["baseline"], row["baseline_ms"] = baseline["implementation"], baseline["ms"]
+            row["speedup"] = baseline["ms"] / row["ms"]
+        if "joules_per_token" in row:
+            row["energy"] = row["joules_per_token"] / baseline["joules_per_token"]
+    return rows
+
+
+def measure(call: Call) -> dict[str, Any]:
+    """Time, peak memory and, where NVML has it, the energy of the GPU."""
+    jax.block_until_ready(call.run())
+    start = time.perf_counter()
+    jax.block_until_ready(call.run())
+    calls = max(2, min(50, math.ceil(0.5 / (time.perf_counter() - start))))
+    ms = record.milliseconds(call.run, calls=calls)
+    row = {
+        "ms": ms,
+        "tokens_per_second": call.tokens / ms * 1e3,
+        "peak_bytes": call.peak_bytes,
+    }
+    if (before := joules()) is not None:
+        calls = math.ceil(ENERGY_SECONDS / ms * 1e3)
+        for _ in range(calls):
+            result = call.run()
+        jax.block_until_ready(result)
+        row["joules_per_token"] = (joules() - before) / (calls * call.tokens)
+    return row
+
+
+def joules() -> float | None:
+    """What the machine's first GPU has used since its driver was loaded; None without NVML."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    failed = (
+        nvml.nvmlInit_v2()
+        or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+        or nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules))
+    )
+    return None if failed else millijoules.value / 1e3
+
+
+def _peak(compiled) -> int:
+    return compiled.memory_analysis().peak_memory_in_bytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import inference, record
+from twell_jax import config as config_lib
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """A model, batches and a clock that a CPU can do."""
+    (tmp_path / "2b.yaml").write_text(
+        "{run_dir: x, steps: 1, batch_tokens: 64, micro_batch: 1, model: {vocab_size: 300, "
+        "context: 64, d_model: 256, layers: 3, heads: 4, d_ff: 512}}"
+    )
+    monkeypatch.setattr(inference, "CONFIGS", tmp_path)
+    monkeypatch.setattr(inference, "BATCH", 2)
+    monkeypatch.setattr(inference, "CONTEXT", 32)
+    monkeypatch.setattr(inference, "DECODE_BATCHES", (1, 2))
+    monkeypatch.setattr(inference, "PROMPT", 8)
+    monkeypatch.setattr(inference, "CAPACITY", 16)
+    monkeypatch.setattr(record, "milliseconds", lambda f, calls: (f(), 2.0)[1])
+    joules = iter(range(0, 1000, 5))
+    monkeypatch.setattr(inference, "joules", lambda: next(joules))
+    monkeypatch.setattr(inference, "ENERGY_SECONDS", 0.01)
+
+
+def test_a_record_of_all_directions(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["inference", "--shapes", "2b", "--out", str(tmp_path)])
+    inference.main()
+    (path,) = tmp_path.glob("inference-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    found = [(row["direction"], row["batch"], row["implementation"]) for row in rows]
+    sizes = [("forward", 2), *((d, b) for d in ("prefill", "decode") for b in (1, 2))]
+    assert found == [(*size, name) for size in sizes for name in inference.VARIANTS]
+    for row in rows:
+        if row["implementation"].startswith("mosaic"):
+            assert "needs a Hopper GPU" in row["failed"] and "speedup" not in row
+            continue
+        tokens = row["batch"] * {"forward": 32, "prefill": 8, "decode": 1}[row["direction"]]
+        assert row["tokens_per_second"] == tokens / 2e-3
+        assert row["joules_per_token"] == 5 / (5 * tokens)  # 5 calls of 2 ms fill 10 ms
+        assert (row["speedup"], row["energy"], row["baseline"]) == (1, 1, "xla, silu")
+
+
+def test_random_weights_fire_as_stated():
+    config, params, tokens = inference.random("2b")
+    assert tokens.shape == (2, 33) and (tokens[:, 0] == 0).all()
+    wanted = np.array([30.0, 8.0, 70.0])
+    params = inference.with_pattern(config, wanted, inference.jax.random.key(5))
+    found = inference.pattern(config, params, tokens[:, 1:])  # without the first tokens
+    np.testing.assert_allclose(found["nnz_by_layer"], wanted, rtol=0.35)
+    assert inference.pattern(config, params, tokens)["nnz_first_token"] > 0.4 * config.d_ff
+
+
+def test_the_batch_is_halved_until_it_fits(monkeypatch):
+    tried = []
+
+    def compare(config, prepare):
+        tried.append(prepare.__defaults__[0].shape[0])
+        if tried[-1] > 1:
+            raise inference.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return [{"ms": 1.0}]
+
+    monkeypatch.setattr(inference, "compare", compare)
+    (row,) = inference.forward(*inference.random("2b"))
+    assert tried == [2, 1] and row["batch"] == 1
+
+
+def test_a_checkpoint_reads_a_text(tmp_path):
+    from flax import nnx
+
+    from twell_jax import Transformer
+    from twell_jax.data.tokenizers import ByteTokenizer
+    from twell_jax.pretrained import save_pretrained
+
+    config = config_lib.load(inference.CONFIGS / "2b.yaml").model
+    save_pretrained(tmp_path / "m", Transformer(config, rngs=nnx.Rngs(0)), ByteTokenizer())
+    text = tmp_path / "text.txt"
+    text.write_text("some text. " * 3)
+    loaded, _, tokens = inference.from_checkpoint(str(tmp_path / "m"), text)
+    assert (loaded.d_ff, tokens.shape) == (512, (2, 33))
+    assert (tokens[:, 0] == 256).all() and bytes(tokens[0, 1:12].tolist()) == b"some text. "

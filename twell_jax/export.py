@@ -1,0 +1,35 @@
+"""Writes a run for Hugging Face's transformers: python -m twell_jax.export RUN_DIR DIRECTORY"""
+
+import argparse
+import sys
+
+from twell_jax.checkpoint import CheckpointError
+from twell_jax.pretrained import save_pretrained
+from twell_jax.run import load_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", help="directory of a run, such as runs/tiny")
+    parser.add_argument("directory", help="where to write; new or empty")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as trained)"
+    )
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a file, in 1e9 B")
+    args = parser.parse_args()
+    try:
+        _, tokenizer, model = load_run(args.run_dir)
+        save_pretrained(
+            args.directory,
+            model,
+            tokenizer,
+            dtype=args.dtype,
+            max_shard_bytes=int(args.max_shard_gb * 1e9),
+        )
+    except (CheckpointError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"model: {args.directory}")
+
+
+if __name__ == "__main__":
+    main()

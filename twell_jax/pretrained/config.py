@@ -1,0 +1,183 @@
+"""config.json of Hugging Face models: to `ModelConfig` and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from twell_jax.config import ModelConfig
+
+# What a key means that config.json leaves out: the defaults of transformers' LlamaConfig and
+# Qwen2Config.
+_COMMON = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "head_dim": None,
+    "attention_bias": False,
+}
+_DEFAULTS = {
+    "llama": _COMMON | {"max_position_embeddings": 2048, "num_key_value_heads": None},
+    "qwen2": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+}
+# Qwen2 always has biases, but not for the output.
+_OUT_BIAS = "blocks.attention.out.bias"
+
+_ROPE_THETA = 1e4
+_DTYPES = ("bfloat16", "float32")
+
+# The one value of other keys that the model implements, which is also their default.
+_FIXED = {
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "quantization_config": None,
+    "pretraining_tp": 1,
+}
+
+_SPARSE = "_sparse_relu"  # of the checkpoints released with arXiv 2603.23198
+
+
+class PretrainedError(ValueError):
+    """A directory that cannot be loaded, or a model that cannot be saved; the message says why."""
+
+
+def read(
+    directory: Path, dtype: str | None, param_dtype: str | None
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The model that config.json describes; the dtypes are those of `from_pretrained`.
+
+    Returns:
+      The configuration, and the parameters of a `Transformer` that such a model does not have and
+      that are zero then.
+
+    Raises:
+      PretrainedError: the file is missing or broken, or describes what `Transformer` does not do.
+    """
+    path = directory / "config.json"
+    tree = read_json(path)
+    model_type = str(tree.get("model_type"))
+    family, sparse = model_type.removesuffix(_SPARSE), model_type.endswith(_SPARSE)
+    if family not in _DEFAULTS:
+        supported = [name + suffix for name in _DEFAULTS for suffix in ("", _SPARSE)]
+        raise _unsupported(path, "model_type", tree.get("model_type"), supported)
+    for key, value in _FIXED.items():
+        if tree.get(key, value) != value:
+            raise _unsupported(path, key, tree[key], [value])
+    if other := set(tree.get("layer_types") or ()) - {"full_attention"}:
+        raise _unsupported(path, "layer_types", min(other), ["full_attention"])
+    given = _DEFAULTS[family] | tree
+    # The released sparse models keep hidden_act="silu" and use ReLU regardless.
+    activation = "relu" if sparse else given["hidden_act"]
+    if activation not in ("relu", "silu"):
+        raise _unsupported(path, "hidden_act", activation, ["relu", "silu"])
+    dtype = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise PretrainedError(f"{path}: dtype={dtype!r}; name bfloat16 or float32 to load it as")
+    try:
+        config = ModelConfig(
+            vocab_size=given["vocab_size"],
+            context=given["max_position_embeddings"],
+            d_model=given["hidden_size"],
+            layers=given["num_hidden_layers"],
+            heads=given["num_attention_heads"],
+            kv_heads=given["num_key_value_heads"],
+            head_size=given["head_dim"],
+            attention_bias=family == "qwen2" or given["attention_bias"],
+            d_ff=tree.get("sparsity_new_intermediate_size") or given["intermediate_size"],
+            activation=activation,
+            gated=tree.get("sparsity_gated_mlp", True),
+            tie_embeddings=given["tie_word_embeddings"],
+            rope_theta=_rope_theta(path, tree),
+            norm_eps=given["rms_norm_eps"],
+            init_scale=given["initializer_range"],
+            dtype=dtype,
+            param_dtype=param_dtype or dtype,
+        )
+        return config, (_OUT_BIAS,) if family == "qwen2" else ()
+    except KeyError as error:
+        raise PretrainedError(f"{path}: has no {error.args[0]}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise PretrainedError(f"{path}: {key} {first['msg']}".replace("  ", " ")) from None
+
+
+def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
+    """What `write` writes.
+
+    Raises:
+      PretrainedError: transformers has no such model.
+    """
+    if not config.gated:
+        raise PretrainedError("gated=False: transformers' Llama has gated feed-forward blocks only")
+    if dtype not in _DTYPES:
+        raise PretrainedError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": config.activation,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_bias,
+        "intermediate_size": config.d_ff,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_scale,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": eot_id,
+    }
+
+
+def write(directory: Path, tree: dict[str, Any]) -> None:
+    """Writes config.json and the part of it that generation needs, generation_config.json."""
+    ends = {key: tree[key] for key in ("bos_token_id", "eos_token_id")}
+    ends["pad_token_id"] = tree["eos_token_id"]
+    for name, content in (("config", tree), ("generation_config", ends)):
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def stop_ids(directory: Path) -> tuple[int, ...]:
+    """The ids of the tokens that end a text; none if the files do not say."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        ids = read_json(path).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises `PretrainedError` if the file cannot be read or holds no JSON object."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PretrainedError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise PretrainedError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise PretrainedError(f"{path}: must hold an object")
+    return tree
+
+
+def _rope_theta(path, tree):
+    # transformers 5 writes rope_parameters, earlier versions rope_theta.
+    rope = tree.get("rope_parameters") or {}
+    for key, value in {"rope_type": "default", "partial_rotary_factor": 1.0}.items():
+        if rope.get(key, value) != value:
+            raise _unsupported(path, f"rope_parameters.{key}", rope[key], [value])
+    return rope.get("rope_theta") or tree.get("rope_theta") or _ROPE_THETA
+
+
+def _unsupported(path, key, value, supported):
+    allowed = " or ".join(repr(value) for value in supported)
+    return PretrainedError(f"{path}: {key}={value!r} is not supported; it must be {allowed}")

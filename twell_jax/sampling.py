@@ -1,0 +1,61 @@
+"""How a token is chosen: the most likely one, or drawn with temperature, top-k, top-p and min-p."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A way to choose tokens; the default draws from the model's own distribution.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: only the k most likely tokens, if given.
+      top_p: only the fewest most likely tokens whose probabilities sum to at least p (nucleus
+        sampling, arXiv 1904.09751).
+      min_p: only tokens with at least min_p times the probability of the most likely one
+        (arXiv 2407.01082).
+
+    top_k, top_p and min_p act one after the other, each on what the one before has left, as in
+    Hugging Face's transformers.
+
+    Raises:
+      ValueError: temperature < 0, top_k < 1, top_p outside (0, 1], or min_p outside [0, 1].
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """Draws a token for each row of `logits: float32 [B, vocab]`; returns int32 `[B]`."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Sorted from the most likely down, every rule keeps a prefix.
+    order = jnp.argsort(-logits, axis=-1)
+    logits = jnp.take_along_axis(logits, order, axis=-1) / sampling.temperature
+    if sampling.top_k is not None:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.top_k, logits, -jnp.inf)
+    probability = jax.nn.softmax(logits, axis=-1)
+    # A token stays if those before it have not reached p.
+    kept = jnp.cumsum(probability, axis=-1) - probability < sampling.top_p
+    kept &= probability >= sampling.min_p * probability[:, :1]
+    drawn = jax.random.categorical(key, jnp.where(kept, logits, -jnp.inf))
+    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
