@@ -62,10 +62,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
                 if (row["m"], row["pattern"]) == (m, pattern) and "speedup" in row
             )
             label = f"M = {m}" if pattern == "skewed" else None
-            axes.plot(*zip(*line, strict=True), style, color=f"C{index}", ms=4, label=label)
+            nnz, speedup = ([point[i] for point in line] for i in (0, 1))
+            axes.plot(nnz, speedup, style, color=f"C{index}", ms=4, label=label)
     axes.axhline(1, color="gray", lw=1)
     axes.set(
         xscale="log",
+        ylim=(0, None),
         xlabel="mean non-zeros per token (solid: skewed, dashed: uniform)",
         ylabel="speed-up over jitted dense XLA",
         title=f"{record['device']}, {record['date']}",

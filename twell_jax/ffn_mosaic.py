@@ -16,7 +16,7 @@ from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
 from twell_jax import ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
-_MANY_TOKENS = 256
+_MANY_TOKENS = 512
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
 

@@ -32,7 +32,7 @@ def l1_coefficient(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; scales of norms and biases are not decayed."""
+    """AdamW on gradients clipped by their global norm; norms and biases do not decay."""
 
     def decayed(params):
         def is_matrix(path, _):
