@@ -220,7 +220,7 @@ def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():
         logits, stats = model(params)(tokens)
         return jnp.mean(logits) + jnp.mean(stats.l1)
 
-    tokens = jax.ShapeDtypeStruct((4, 100), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((6, 100), jnp.int32)
     cache = jax.eval_shape(lambda: KVCache.empty(config, 1, 8))
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     with jax.sharding.use_abstract_mesh(H100):
