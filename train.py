@@ -5,6 +5,7 @@ from its last checkpoint, with exactly the result of an uninterrupted one.
 """
 
 import argparse
+import dataclasses
 import logging
 import signal
 import sys
@@ -20,7 +21,7 @@ from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.ffn import CannotServe
 from twell_jax.plots import plot_run
-from twell_jax.run import RunPaths, lock_run, open_run
+from twell_jax.run import RunPaths, initial_params, lock_run, open_run
 from twell_jax.training import make_trainer
 
 
@@ -57,6 +58,10 @@ def train(config: Config) -> None:
         restored = checkpoints.restore(trainer.abstract_state)
         if restored is None:
             state = trainer.init()
+            if config.init_from:
+                params = trainer.abstract_state.params
+                params = initial_params(config, corpus.tokenizer, params)
+                state = dataclasses.replace(state, params=params)
         else:
             state, position = restored
             if position["corpus"] != corpus.fingerprint:

@@ -13,9 +13,11 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 
 from twell_jax import config, sharding
 from twell_jax.checkpoint import Checkpoints
+from twell_jax.run import load_run
 from twell_jax.training import abstract_state
 
 ROOT = Path(__file__).parents[1]
@@ -260,6 +262,23 @@ def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
     assert "was started with 64, now 128" in process.stderr
     assert process.stderr.count("\n") == 1
     assert contents(workspace / "run") == before
+
+
+def test_a_dense_run_is_sparsified(workspace, tmp_path):
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    silu = ["steps=10", "model.activation=silu", "l1_coefficient=0"]
+    assert run(workspace, f"run_dir={dense}", *silu).returncode == 0
+    first = [f"run_dir={sparse}", f"init_from={dense}", "steps=1", "optimizer.lr=1e-9"]
+    assert run(workspace, *first).returncode == 0
+    before, after = (nnx.state(load_run(directory)[2]) for directory in (dense, sparse))
+    for ours, theirs in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+    refused = run(workspace, f"run_dir={sparse}2", f"init_from={dense}", "model.d_ff=128")
+    assert refused.returncode == 1
+    assert "model.d_ff: 128, but init_from" in refused.stderr
+    refused = run(workspace, f"run_dir={sparse}3", f"init_from={tmp_path / 'none'}")
+    assert refused.returncode == 1 and "is not the directory of a run" in refused.stderr
 
 
 def test_a_foreign_directory_is_refused(workspace, tmp_path):

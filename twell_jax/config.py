@@ -176,6 +176,9 @@ class Config(_Section):
     """A training run."""
 
     run_dir: str = Field(description="checkpoints, metrics and plots go here")
+    init_from: str | None = Field(
+        None, description="run whose last parameters are the initial ones; null: drawn from seed"
+    )
     seed: int = Field(
         0, ge=0, lt=2**32, description="of the initial weights and the order of the data"
     )
@@ -187,6 +190,9 @@ class Config(_Section):
     )
     l1_warmup: tuple[int, int] = Field(
         (0, 0), description="steps between which the L1 coefficient rises linearly from zero"
+    )
+    l1_stages: int = Field(
+        0, ge=0, description="it rises in so many equal stages instead; 0: linearly"
     )
     dead_window_tokens: int = Field(
         10_000_000, gt=0, description="a neuron that has not fired for so many tokens is dead"
@@ -219,6 +225,11 @@ class Config(_Section):
         start, end = self.l1_warmup
         if not 0 <= start <= end:
             raise ValueError(f"l1_warmup: needs 0 <= start <= end, got [{start}, {end}]")
+        if self.l1_stages > end - start:
+            raise ValueError(
+                f"l1_stages: {self.l1_stages} stages do not fit into the {end - start} steps of "
+                "l1_warmup"
+            )
         return self
 
     @property

@@ -24,10 +24,19 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def l1_coefficient(config: Config) -> optax.Schedule:
-    """0 up to `l1_warmup[0]`, rising linearly to the full coefficient at `l1_warmup[1]`."""
+    """0 up to `l1_warmup[0]`, rising to the full coefficient up to `l1_warmup[1]`.
+
+    It rises linearly, or in `l1_stages` stages of equal length and equal steps, of which the last
+    has the full coefficient, for a dense model that has just lost its SiLU (after ProSparse, arXiv
+    2402.13516).
+    """
     start, end = config.l1_warmup
     if end == 0:
         return optax.constant_schedule(config.l1_coefficient)
+    if stages := config.l1_stages:
+        rises = [start + round(i * (end - start) / stages) for i in range(stages)]
+        heights = [config.l1_coefficient * i / stages for i in range(stages + 1)]
+        return optax.join_schedules([optax.constant_schedule(h) for h in heights], rises)
     return optax.linear_schedule(0.0, config.l1_coefficient, max(end - start, 1), start)
 
 

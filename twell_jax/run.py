@@ -25,6 +25,11 @@ _FREE = {
     "model.ffn_implementation",
 }  # fmt: skip
 
+_FREE_OF_PARAMS = {
+    "model.activation", "model.context", "model.dtype", "model.rope_theta", "model.norm_eps",
+    "model.init_scale",
+}  # fmt: skip
+
 _TEMPORARY = ".tmp"
 
 
@@ -100,13 +105,40 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
       CheckpointError: no checkpoint is whole.
     """
-    paths, config = RunPaths(run_dir), load_config(run_dir)
+    config = load_config(run_dir)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
-        params = checkpoints.restore_params(abstract_state(config, mesh).params)
+    params = _last_params(run_dir, config, abstract_state(config, mesh).params)
+    tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
+    return config, tokenizer, nnx.merge(graphdef(config.model), params)
+
+
+def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.State) -> nnx.State:
+    """The last parameters of the run `config.init_from`.
+
+    The model must be the same up to what its parameters do not depend on, such as the activation
+    of the feed-forward blocks.
+
+    Raises:
+      ConfigError: there is no such run, it has no checkpoint, or its model or tokenizer differs.
+      CheckpointError: no checkpoint is whole.
+    """
+    source = load_config(config.init_from)
+    for key, old, new in _differences(
+        source.model.model_dump(), config.model.model_dump(), "model."
+    ):
+        if key not in _FREE_OF_PARAMS:
+            raise ConfigError(f"{key}: {new!r}, but init_from={config.init_from} has {old!r}")
+    if tokenizers.load(RunPaths(config.init_from).tokenizer).to_json() != tokenizer.to_json():
+        raise ConfigError(f"data.tokenizer: not that of init_from={config.init_from}")
+    return _last_params(config.init_from, source, abstract_params)
+
+
+def _last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx.State:
+    with Checkpoints(RunPaths(run_dir).checkpoints, config.checkpoint_keep) as checkpoints:
+        params = checkpoints.restore_params(abstract_params)
     if params is None:
         raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
-    return config, tokenizers.load(paths.tokenizer), nnx.merge(graphdef(config.model), params)
+    return params
 
 
 def write_atomically(path: Path, text: str) -> None:

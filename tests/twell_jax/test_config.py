@@ -65,6 +65,7 @@ def path(tmp_path):
         # combinations that cannot be
         ("batch_tokens=100", "batch_tokens", "multiple of model.context=32"),
         ("l1_warmup=[3, 1]", "l1_warmup", "start <= end"),
+        ("l1_stages=4", "l1_stages", "do not fit into the 0 steps"),
         ("model.heads=5", "model.heads", "d_model=32"),
         ("model.heads=32", "model.heads", "even size"),
         ("model.head_size=7", "model.head_size", "even"),

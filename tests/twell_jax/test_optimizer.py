@@ -18,10 +18,16 @@ def rates(steps, **settings):
     return np.array([float(schedule(step)) for step in range(steps)])
 
 
-def l1_weights(warmup, steps):
+def l1_weights(warmup, steps, stages=0):
     tree = {"run_dir": "x", "steps": 1, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
-    schedule = l1_coefficient(from_dict({**tree, "l1_coefficient": 2.0, "l1_warmup": warmup}))
+    tree |= {"l1_coefficient": 2.0, "l1_warmup": warmup, "l1_stages": stages}
+    schedule = l1_coefficient(from_dict(tree))
     return [float(schedule(step)) for step in steps]
+
+
+def test_l1_rises_in_stages():
+    weights = l1_weights([10, 50], range(70), stages=4)
+    assert weights == 10 * [0.0] + 10 * [0.5] + 10 * [1.0] + 10 * [1.5] + 30 * [2.0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
