@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
-from twell_jax import sparse_ffn
+from twell_jax import sparse_ffn, timing
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 
@@ -93,8 +93,8 @@ def measure(
             mine = jax.tree.map(jnp.transpose, layers) if name == "tokamax" else layers
             error = record.relative_error(run(x, mine[:1])[0], reference)
             calls = max(2, min(50, 2**17 // m))
-            ms = record.milliseconds(run, x, mine, calls=calls) / LAYERS
-            enqueue_ms = record.enqueue_milliseconds(run, x, mine) / LAYERS
+            ms = timing.milliseconds(run, x, mine, calls=calls) / LAYERS
+            enqueue_ms = timing.enqueue_milliseconds(run, x, mine) / LAYERS
         except Exception as problem:  # a row says so, and the others go on
             if baseline_ms is None:
                 raise

@@ -1,5 +1,6 @@
-"""Turns a record of benchmarks.ffn into what docs/performance.md shows: a table and a plot.
+"""Turns a record of benchmarks.ffn or .inference into what docs/performance.md shows.
 
+python -m benchmarks.render benchmarks/results/inference-....json
 python -m benchmarks.render benchmarks/results/ffn-....json [--plot docs/ffn.png]
 """
 
@@ -19,10 +20,10 @@ COLUMNS = ("m", "pattern", "gated", "nnz_mean", "heavy_rows")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("record", type=Path)
-    parser.add_argument("--plot", type=Path, help="where to draw speed-up over nnz, a PNG")
+    parser.add_argument("--plot", type=Path, help="where to draw ffn's speed-up over nnz, a PNG")
     args = parser.parse_args()
     record = json.loads(args.record.read_text())
-    print(table(record["rows"]))
+    print({"ffn": table, "inference": model_table}[record["benchmark"]](record["rows"]))
     if args.plot:
         plot(record, args.plot)
 
@@ -43,6 +44,25 @@ def table(rows: list[dict[str, Any]]) -> str:
         kind = "yes" if gated else "no"
         lines.append(f"| {m} | {pattern} | {kind} | {nnz:.1f} | {heavy} | "
                      + " | ".join(cells) + f" | {errors} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def model_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line per case and implementation, in brackets against the fastest dense one."""
+    lines = [
+        "| model | direction | sequences | mean nnz | block | tokens/s | mJ/token | peak memory |",
+        "|---" * 8 + "|",
+    ]
+    for row in rows:
+        speed = energy = memory = "-"
+        if "ms" in row:
+            speed = f"{row['tokens_per_second']:,.0f} ({row['speedup']:.2f}x)"
+            memory = f"{row['peak_bytes'] / 2**30:.1f} GiB"
+        if "energy" in row:
+            energy = f"{row['joules_per_token'] * 1e3:,.2f} ({row['energy']:.2f}x)"
+        lines.append(f"| {row['model']} | {row['direction']} | {row['batch']} x {row['context']} "
+                     f"| {row['nnz_mean']:.1f} | {row['implementation']} "
+                     f"| {speed} | {energy} | {memory} |")  # fmt: skip
     return "\n".join(lines)
 
 

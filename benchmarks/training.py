@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks import record
 from twell_jax import config as config_lib
-from twell_jax import sharding
+from twell_jax import sharding, timing
 from twell_jax.training import make_trainer
 
 VARIANTS = {  # by implementation; the first is the baseline
@@ -52,7 +52,7 @@ def measure(config: config_lib.Config) -> dict:
         state, metrics = compiled(state, batch)
         return metrics
 
-    ms = record.milliseconds(step, calls=1)
+    ms = timing.milliseconds(step, calls=1)
     return {
         "devices": mesh.size,
         "micro_batch": config.micro_batch,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from benchmarks import patterns, record
 from pallas_kernels.fused_ffn import FusedFFNConfig, fused_ffn
 from pallas_kernels.gate_pack import GatePackConfig, gate_pack
+from twell_jax import timing
 
 M, NNZ, DTYPE = 16384, 29, jnp.bfloat16
 SHAPES = [(512, 1408), (768, 3072), (1024, 2816), (1024, 5632), (2048, 5632), (4096, 11008)]
@@ -48,7 +49,7 @@ def measure(d: int, h: int) -> Iterator[dict[str, Any]]:
     for kernel, config, operands in calls:
         case = {"kernel": kernel.__name__, "m": M, "d": d, "h": h, "config": repr(config)}
         try:
-            ms = record.milliseconds(
+            ms = timing.milliseconds(
                 jax.jit(partial(kernel, config=config)), *operands, calls=20, repeats=3
             )
             yield case | {"ms": ms}

@@ -3,8 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import inference, record
+from benchmarks import inference, render
 from twell_jax import config as config_lib
+from twell_jax import timing
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (1, 2))
     monkeypatch.setattr(inference, "PROMPT", 8)
     monkeypatch.setattr(inference, "CAPACITY", 16)
-    monkeypatch.setattr(record, "milliseconds", lambda f, calls: (f(), 2.0)[1])
+    monkeypatch.setattr(timing, "milliseconds", lambda f, calls: (f(), 2.0)[1])
     joules = iter(range(0, 1000, 5))
     monkeypatch.setattr(inference, "joules", lambda: next(joules))
     monkeypatch.setattr(inference, "ENERGY_SECONDS", 0.01)
@@ -42,6 +43,9 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
         assert row["tokens_per_second"] == tokens / 2e-3
         assert row["joules_per_token"] == 5 / (5 * tokens)  # 5 calls of 2 ms fill 10 ms
         assert (row["speedup"], row["energy"], row["baseline"]) == (1, 1, "xla, silu")
+    lines = render.model_table(rows).splitlines()
+    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - |")
+    assert lines[2].startswith("| 2b | forward | 2 x 32 | ") and "| 32,000 (1.00x) | " in lines[2]
 
 
 def test_random_weights_fire_as_stated():
