@@ -16,31 +16,42 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
+from pallas_kernels.small_m import MAX_TOKENS
 from twell_jax import sparse_ffn, timing
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 
-GOALS = [  # the sizes that the project's goals speak of
-    *({"m": 16384, "pattern": "skewed", "nnz": nnz} for nnz in (24, 29)),
+GOALS = [  # what the project's goals speak of
+    *({"m": 16384, "pattern": "skewed", "nnz": nnz} for nnz in (24, 29, 60, 120, 300)),
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 100},
+    *(
+        {"m": 16384, "pattern": "recorded", "superposed": copies, "heavy_every": every}
+        for every in (0, 1024)
+        for copies in (1, 2, 3)
+    ),
+    *({"m": 16384, "pattern": "uniform", "nnz": nnz} for nnz in (29, 120, 1500)),
+    {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
 ]
 CASES = [
     *GOALS,
-    {"m": 16384, "pattern": "recorded"},
-    {"m": 16384, "pattern": "recorded", "heavy_every": 1024},
-    {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
-    {"m": 16384, "pattern": "skewed", "nnz": 29, "gated": False},
-    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (64, 256, 2048)),
+    *({"m": 16384, "pattern": "skewed", "nnz": 29, "pruned": dead} for dead in (0.3, 0.5)),
     *(
-        {"m": m, "pattern": "skewed", "nnz": nnz}
-        for m in (1, 8, 32, 64, 256, 2048, 16384)
-        for nnz in (10, 60, 120, 300)
+        {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
+        for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
     ),
     *(
-        {"m": m, "pattern": "uniform", "nnz": nnz}
-        for m in (2048, 16384)
-        for nnz in (10, 29, 60, 120, 300)
+        {"m": m, "pattern": pattern, "nnz": nnz}
+        for m in (256, 512, 1024, 2048, 4096)
+        for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
+    ),
+    *({"m": 16384, "pattern": pattern, "nnz": 10} for pattern in ("skewed", "uniform")),
+    *({"m": 16384, "pattern": "uniform", "nnz": nnz} for nnz in (60, 300)),
+    {"m": 64, "pattern": "skewed", "nnz": 29},
+    *(
+        {"m": m, "pattern": "skewed", "nnz": nnz}
+        for m in (1, 8, 32, 64)
+        for nnz in (10, 60, 120, 300)
     ),
 ]
 
@@ -60,14 +71,26 @@ def main() -> None:
 
 
 def measure(
-    *, m: int, pattern: str, nnz: float = 0, heavy_every: int = 0, gated: bool = True
+    *,
+    m: int,
+    pattern: str,
+    nnz: float = 0,
+    superposed: int = 1,
+    heavy_every: int = 0,
+    gated: bool = True,
+    pruned: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per implementation; the first is the baseline."""
+    """One row per implementation; the first is the baseline.
+
+    Neurons that never fire are a fraction `pruned` of all, if it is not 0, and only the baseline
+    has them.
+    """
     key = jax.random.key(m + int(nnz))
     if pattern == "recorded":
-        x, w_gate = patterns.recorded(key, m, D, DTYPE)
+        x, w_gate = patterns.recorded(key, m, D, DTYPE, superposed=superposed)
     else:
-        x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE)
+        dead = pruned or patterns.DEAD
+        x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE, dead=dead)
     if heavy_every:
         x = patterns.with_heavy_rows(x, heavy_every)
     layers = [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
@@ -84,13 +107,20 @@ def measure(
         "pattern": pattern,
         "nnz_mean": float(stats.nnz),
         "nnz_max": int(stats.max_nnz),
+        "superposed": superposed,
         "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
+        "pruned": pruned,
     }
     baseline_ms = None
-    for name in IMPLEMENTATIONS if gated else ("xla", "mosaic"):
+    ours = ("mosaic",) if m <= MAX_TOKENS else ("twell", "unions")
+    for name in ("xla", *ours, *(("tokamax",) if gated else ())):
         try:
             run = partial(stack, name=name)
-            mine = jax.tree.map(jnp.transpose, layers) if name == "tokamax" else layers
+            mine = layers
+            if name == "tokamax":
+                mine = jax.tree.map(jnp.transpose, layers)
+            elif name != "xla" and pruned:
+                mine = [without_dead(x, layer) for layer in layers]
             error = record.relative_error(run(x, mine[:1])[0], reference)
             calls = max(2, min(50, 2**17 // m))
             ms = timing.milliseconds(run, x, mine, calls=calls) / LAYERS
@@ -122,6 +152,14 @@ def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
     return w_gate, (jax.random.normal(key_up, (H, D)) / D**0.5).astype(DTYPE), w_down
 
 
+def without_dead(x: jax.Array, layer):
+    """The layer without the neurons that no token fires, but for the last few of 128."""
+    _, stats = jax.jit(sparse_ffn)(x, *layer)
+    order = jnp.argsort(~stats.fired)
+    kept = order[: -(-int(stats.fired.sum()) // 128) * 128]
+    return jax.tree.map(lambda w: w[kept], layer)
+
+
 def tokamax_ffn(x, w_gate, w_up, w_down):
     """Dense: tokamax's gated linear unit on `[D, H]` weights, and a matmul."""
     import tokamax
@@ -137,6 +175,8 @@ def _relu(g):  # jax.nn.relu with its own derivative does not lower in tokamax's
 IMPLEMENTATIONS: dict[str, Callable] = {  # (x, w_gate, w_up, w_down) -> y; the baseline first
     "xla": lambda *operands: sparse_ffn(*operands, implementation="xla")[0],
     "mosaic": lambda *operands: sparse_ffn(*operands, implementation="mosaic")[0],
+    "twell": lambda *operands: sparse_ffn(*operands, implementation="twell")[0],
+    "unions": lambda *operands: sparse_ffn(*operands, implementation="unions")[0],
     "tokamax": tokamax_ffn,
 }
 

@@ -11,21 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.stats import norm
 
+DEAD = 0.3
 RECORDED = Path(__file__).parent / "data" / "recorded.npz"
 
 
-def independent(key, pattern: str, m: int, d: int, h: int, nnz: float, dtype):
+def independent(
+    key, pattern: str, m: int, d: int, h: int, nnz: float, dtype, *, dead: float = DEAD
+):
     """x `[m, d]` and w_gate `[h, d]` whose neurons fire independently, `nnz` of them per token.
 
-    "uniform": every neuron fires with probability nnz / h. "skewed": 30 % never fire, the others
-    with log-normal(0, 1.5) frequencies, at most 0.9.
+    "uniform": every neuron fires with probability nnz / h. "skewed": a fraction `dead` never fires,
+    the others with log-normal(0, 1.5) frequencies, at most 0.9.
     """
     key_x, key_w, key_p, key_dead = jax.random.split(key, 4)
     if pattern == "uniform":
         p = jnp.full(h, nnz / h)
     else:
         p = jnp.exp(1.5 * jax.random.normal(key_p, (h,)))
-        p = jnp.where(jax.random.permutation(key_dead, h) < 0.3 * h, 0.0, p)
+        p = jnp.where(jax.random.permutation(key_dead, h) < dead * h, 0.0, p)
         for _ in range(20):  # clipping takes from the sum, so scale again
             p = jnp.minimum(p * (nnz / p.sum()), 0.9)
     x = jax.random.normal(key_x, (m, d)).at[:, -1].set(1.0)
@@ -35,13 +38,15 @@ def independent(key, pattern: str, m: int, d: int, h: int, nnz: float, dtype):
     return x.astype(dtype), w.at[:, -1].set(threshold).astype(dtype)
 
 
-def recorded(key, m: int, d: int, dtype):
+def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
     """x and w_gate that reproduce layer 1 of a trained model on 16384 consecutive tokens.
 
     The model: 6 layers, d_model 1024, H = 5632, L1 5e-4, Python source; mean nnz 20. x is fitted to
-    the recorded pattern by gradient steps on a hinge loss against random w_gate.
+    the recorded pattern by gradient steps on a hinge loss against random w_gate. `superposed`
+    copies of the pattern, moved by 4999 tokens each, give a denser one.
     """
     bits = np.load(RECORDED)["packed"]
+    bits = np.bitwise_or.reduce([np.roll(bits, 4999 * i, axis=0) for i in range(superposed)])
     active = np.unpackbits(bits, axis=1)[:, :5632].astype(bool)
     active = jnp.asarray(np.resize(active, (m, active.shape[1])))
     h = active.shape[1]

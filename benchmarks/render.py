@@ -14,7 +14,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLUMNS = ("m", "pattern", "gated", "nnz_mean", "heavy_rows")
+COLUMNS = {  # of a case, and how they are shown
+    "m": ("M", str),
+    "pattern": ("pattern", str),
+    "superposed": ("copies", str),
+    "gated": ("gated", lambda gated: "yes" if gated else "no"),
+    "pruned": ("pruned", lambda dead: f"{dead:.0%}" if dead else "-"),
+    "nnz_mean": ("mean nnz", "{:.1f}".format),
+    "heavy_rows": ("dense rows", str),
+}
 
 
 def main() -> None:
@@ -35,15 +43,14 @@ def table(rows: list[dict[str, Any]]) -> str:
         cases.setdefault(tuple(row[c] for c in COLUMNS), {})[row["implementation"]] = row
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = [
-        "| M | pattern | gated | mean nnz | dense rows | " + " | ".join(names) + " | error |",
+        "| " + " | ".join([*(title for title, _ in COLUMNS.values()), *names, "error"]) + " |",
         "|---" * (len(COLUMNS) + len(names) + 1) + "|",
     ]
-    for (m, pattern, gated, nnz, heavy), measured in cases.items():
-        cells = [_cell(measured.get(name)) for name in names]
+    for case, measured in cases.items():
         errors = " / ".join(f"{row['error']:.1e}" for row in measured.values() if "error" in row)
-        kind = "yes" if gated else "no"
-        lines.append(f"| {m} | {pattern} | {kind} | {nnz:.1f} | {heavy} | "
-                     + " | ".join(cells) + f" | {errors} |")  # fmt: skip
+        cells = [show(value) for (_, show), value in zip(COLUMNS.values(), case, strict=True)]
+        cells += [_cell(measured.get(name)) for name in names]
+        lines.append("| " + " | ".join([*cells, errors]) + " |")
     return "\n".join(lines)
 
 
@@ -67,30 +74,30 @@ def model_table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Speed-up of "mosaic" over nnz, a line per M; skewed solid, uniform dashed."""
+    """Speed-up of our implementations over nnz at the largest M; skewed solid, uniform dashed."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    rows = [
-        row
-        for row in record["rows"]
-        if row["implementation"] == "mosaic" and row["gated"] and not row["heavy_rows"]
-    ]
-    for index, m in enumerate(sorted({row["m"] for row in rows})):
+    m = max(row["m"] for row in record["rows"])
+    for index, name in enumerate(("mosaic", "twell", "unions")):
         for pattern, style in (("skewed", "o-"), ("uniform", "s--")):
             line = sorted(
                 (row["nnz_mean"], row["speedup"])
-                for row in rows
-                if (row["m"], row["pattern"]) == (m, pattern) and "speedup" in row
+                for row in record["rows"]
+                if (row["m"], row["implementation"], row["pattern"]) == (m, name, pattern)
+                and row["gated"]
+                and not row["heavy_rows"]
+                and not row["pruned"]
+                and "speedup" in row
             )
-            label = f"M = {m}" if pattern == "skewed" else None
-            nnz, speedup = ([point[i] for point in line] for i in (0, 1))
-            axes.plot(nnz, speedup, style, color=f"C{index}", ms=4, label=label)
+            if line:
+                label = f"{name}, {pattern}"
+                axes.plot(*zip(*line, strict=True), style, color=f"C{index}", ms=4, label=label)
     axes.axhline(1, color="gray", lw=1)
     axes.set(
         xscale="log",
         ylim=(0, None),
-        xlabel="mean non-zeros per token (solid: skewed, dashed: uniform)",
+        xlabel="mean non-zeros per token",
         ylabel="speed-up over jitted dense XLA",
-        title=f"{record['device']}, {record['date']}",
+        title=f"M = {m}, {record['device']}, {record['date']}",
     )
     axes.legend(frameon=False, ncols=2)
     figure.savefig(path, dpi=150)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import operands
-from pallas_kernels.gate_pack import sm_count
+from pallas_kernels.gate_matmul import sm_count
 
 _CONSUMERS = 2
 _ROWS = 64  # of a consumer's accumulator

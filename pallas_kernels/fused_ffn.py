@@ -15,10 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels import gather, operands, simt, twell
+from pallas_kernels import gather, lists, operands, simt, twell
 
 MAX_ENTRIES = 128  # of a row; `dense_rows` computes a longer one in less time
 
@@ -170,45 +169,9 @@ def _kernel(
 
         @pl.when(count < 0)
         def _():
-            place = append(heavy_count, my_sums)
+            place = lists.append(heavy_count, jnp.int32(1), my_sums)
             heavy_rows[place] = row
             gather.store_row(heavy_x.at[place], x_row)
-
-
-def append(count_ref, scratch_ref) -> jax.Array:
-    """Adds 1 to `count_ref` (GMEM, int32 `[1]`), atomically, once for the whole warpgroup.
-
-    Args:
-      count_ref: the counter.
-      scratch_ref: SMEM, at least 4 bytes.
-
-    Returns:
-      int32 scalar, the count before.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
-    )
-    def step(_, count_ref, scratch_ref):
-        ptx, scratch = mgpu.utils.inline_ptx, simt.smem_address(scratch_ref)
-        lane, warp = simt.lane_and_warp()
-        i32 = ir.IntegerType.get_signless(32)
-        mgpu.warpgroup_barrier()  # the scratch has been read
-        with mgpu.utils.when(simt.less(arith.addi(lane, warp), simt.const(1))):
-            address = simt.gmem_address(count_ref, simt.const(0))
-            count = ptx(
-                "atom.global.add.u32 $0, [$1], 1;",
-                address,
-                result_types=i32,
-                has_side_effects=True,
-            )
-            ptx("st.shared.b32 [$0], $1;", scratch, count)
-        mgpu.warpgroup_barrier()
-        count = ptx("ld.shared.b32 $0, [$1];", scratch, result_types=i32, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(count, (), is_signed=True)
-
-    return step(count_ref, scratch_ref)
 
 
 def collect_entries(packed_ref, entries_ref) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from twell_jax.config import Config, ConfigError, ModelConfig
 from twell_jax.ffn import FFNStats, sparse_ffn
-from twell_jax.formats import TwELL, pack, unpack
+from twell_jax.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.mlp import SparseMLP
 from twell_jax.model import KVCache, Transformer
 from twell_jax.pretrained import PretrainedError, from_pretrained, save_pretrained
@@ -19,12 +19,14 @@ __all__ = [
     "PretrainedError",
     "PruneReport",
     "SparseMLP",
+    "TileUnions",
     "Transformer",
     "TwELL",
     "fires_removed",
     "from_pretrained",
     "measure_activity",
     "pack",
+    "pack_unions",
     "prune_dead",
     "save_pretrained",
     "sparse_ffn",

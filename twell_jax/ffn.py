@@ -9,7 +9,7 @@ tested against.
 """
 
 import os
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from twell_jax import ffn_mosaic, ffn_xla
 from twell_jax.ffn_xla import ACTIVATIONS, Activation, FFNStats
 
-Implementation = Literal["xla", "mosaic"]
+Implementation = Literal["xla", "mosaic", "twell", "unions"]
 
+_IMPLEMENTATIONS = get_args(Implementation)
 _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -49,9 +50,10 @@ def sparse_ffn(
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
       implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs; gradients stay
-        dense), or None for what the environment variable TWELL_JAX_IMPLEMENTATION names or,
-        without it, what is faster here when about 1 % of the activations are not zero. Where they
-        are dense, that may be the slower one (docs/performance.md); then name "xla".
+        dense), "twell" or "unions" ("mosaic" with this packed format of the gate, for more than 64
+        tokens), or None for what the environment variable TWELL_JAX_IMPLEMENTATION names or,
+        without it, what is faster here: the kernels for up to 64 tokens, where that takes about 1 %
+        of open gates, and from 1024 tokens on, at any density (docs/performance.md).
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
@@ -73,15 +75,17 @@ def sparse_ffn(
     source = "implementation"
     if implementation is None and _VARIABLE in os.environ:
         source, implementation = _VARIABLE, os.environ[_VARIABLE]
-    if implementation not in ("xla", "mosaic", None):
-        raise ValueError(f"{source} must be 'xla', 'mosaic' or None, got {implementation!r}")
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+        names = ", ".join(map(repr, _IMPLEMENTATIONS))
+        raise ValueError(f"{source} must be {names} or None, got {implementation!r}")
     obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
-    if implementation == "mosaic" and obstacle:
-        raise CannotServe(f"{source}='mosaic' cannot serve: {obstacle}")
-    if implementation == "mosaic" or (
-        implementation is None and not obstacle and ffn_mosaic.is_faster(x)
-    ):
-        return ffn_mosaic.ffn(x, **weights, anywhere=implementation is None)
+    if implementation not in (None, "xla"):
+        if obstacle:
+            raise CannotServe(f"{source}={implementation!r} cannot serve: {obstacle}")
+        form = None if implementation == "mosaic" else implementation
+        return ffn_mosaic.ffn(x, **weights, form=form, anywhere=False)
+    if implementation is None and not obstacle and ffn_mosaic.is_faster(x):
+        return ffn_mosaic.ffn(x, **weights, form=None, anywhere=True)
     return ffn_xla.ffn(x, **weights, **biases, activation=activation)
 
 

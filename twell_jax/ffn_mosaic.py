@@ -1,22 +1,33 @@
 """`sparse_ffn` on Hopper GPUs: the Pallas kernels.
 
-Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its result as TwELL and
-a second kernel does the rest, except for heavy rows, of which a tile has more entries than TwELL
-holds: these it lists for `dense_rows`. The host waits for nothing.
+Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its result in one of two
+formats. Behind TwELL a second kernel gathers the weights of each token's own neurons; behind tile
+unions two tensor-core matmuls take the neurons that any of 256 tokens uses. Either way heavy rows,
+which would not fit or would cost the others too much, are listed for `dense_rows`. The host waits
+for nothing.
 """
+
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import operands, twell
+from pallas_kernels import operands, tile_union, twell
 from pallas_kernels.dense_rows import dense_rows
 from pallas_kernels.fused_ffn import fused_ffn
 from pallas_kernels.gate_pack import gate_pack
+from pallas_kernels.gate_union import gate_union
 from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
+from pallas_kernels.union_down import union_down
+from pallas_kernels.union_plan import union_plan
+from pallas_kernels.union_up import union_up
 from twell_jax import ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
-_MANY_TOKENS = 512
+Form = Literal["twell", "unions"]
+
+_MANY_TOKENS = 1024  # from here on tile unions beat XLA, whatever the density
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
 
@@ -34,64 +45,91 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
 
 
 def is_faster(x: jax.Array) -> bool:
-    """Whether the kernels win at this number of tokens if about 1 % of the gates are open."""
+    """Whether the kernels win at this number of tokens; for few, if some 1 % of gates are open."""
     tokens = x.size // x.shape[-1]
     return tokens <= MAX_TOKENS or tokens >= _MANY_TOKENS
 
 
-def ffn(x, w_gate, w_up, w_down, *, anywhere: bool) -> tuple[jax.Array, FFNStats]:
-    """`sparse_ffn` where `obstacle` finds none; if `anywhere`, densely for devices without CUDA.
+def ffn(
+    x, w_gate, w_up, w_down, *, form: Form | None, anywhere: bool
+) -> tuple[jax.Array, FFNStats]:
+    """`sparse_ffn` where `obstacle` finds none.
 
     Differentiated, it is the dense computation, forward included, since gradients need all of h;
     there is no forward-mode differentiation.
+
+    Args:
+      x, w_gate, w_up, w_down: as in `sparse_ffn`.
+      form: of the packed gate of more than 64 tokens; None for the one that is faster on
+        patterns of trained models.
+      anywhere: compute densely on devices without CUDA.
     """
-    compute = _anywhere if anywhere else _on_cuda
-    y, stats = compute(x.reshape(-1, x.shape[-1]), w_gate, w_up, w_down)
+    x_2d = x.reshape(-1, x.shape[-1])
+    form = form or ("unions" if x_2d.shape[0] >= _MANY_TOKENS else "twell")
+    y, stats = _compute(form, anywhere)(x_2d, w_gate, w_up, w_down)
     return y.reshape(x.shape), stats
 
 
-def _densely_differentiated(compute):
-    compute = jax.custom_vjp(compute)
+@functools.cache
+def _compute(form: Form, anywhere: bool):
+    kernels = _mapped_in_turn(functools.partial(_ffn, form=form))
+
+    def compute(*operands):
+        if not anywhere:
+            return kernels(*operands)
+        return jax.lax.platform_dependent(*operands, cuda=kernels, default=ffn_xla.ffn)
+
+    # Under jit the platform of the operands counts where nothing else is compiled.
+    compute = jax.custom_vjp(jax.jit(compute) if anywhere else compute)
     compute.defvjp(
         lambda *operands: jax.vjp(ffn_xla.ffn, *operands), lambda vjp, cotangent: vjp(cotangent)
     )
     return compute
 
 
-@_densely_differentiated
-def _on_cuda(*operands):
-    return _ffn(*operands)
+def _mapped_in_turn(function):
+    """Under `vmap`, one call after the other: the kernels fill the GPU, and weights may differ."""
+    function = jax.custom_batching.custom_vmap(function)
+
+    @function.def_vmap
+    def _(size, is_batched, *operands):
+        def call(mapped):
+            mapped = iter(mapped)
+            pairs = zip(operands, is_batched, strict=True)
+            return function(*(next(mapped) if batched else a for a, batched in pairs))
+
+        mapped = [a for a, batched in zip(operands, is_batched, strict=True) if batched]
+        out = jax.lax.map(call, mapped)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return function
 
 
-@_densely_differentiated
-@jax.jit  # for the platform of the operands to count outside of jit too
-def _anywhere(*operands):
-    return jax.lax.platform_dependent(*operands, cuda=_ffn, default=ffn_xla.ffn)
-
-
-@jax.custom_batching.custom_vmap
-def _ffn(x, w_gate, w_up, w_down):
+def _ffn(x, w_gate, w_up, w_down, *, form):
     if x.shape[0] <= MAX_TOKENS:
         y, nnz, l1, fired = small_m_ffn(x, w_gate, w_up, w_down)
         return y, _stats(nnz, jnp.sum(l1), fired)
-    packed = gate_pack(x, w_up if w_gate is None else w_gate)
-    y, nnz, l1, heavy = fused_ffn(x, packed, None if w_gate is None else w_up, w_down)
+    packed_ffn = {"twell": _twell_ffn, "unions": _union_ffn}[form]
+    w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
+    y, nnz, l1, fired, heavy = packed_ffn(x, w_first, w_second, w_down)
     y_ref = jax.new_ref(y)
     heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
-    fired = twell.fired(packed, w_down.shape[0]) | heavy_fired
-    return y_ref[...], _stats(nnz, jnp.sum(l1) + heavy_l1, fired)
+    return y_ref[...][: x.shape[0]], _stats(nnz, l1 + heavy_l1, fired | heavy_fired)
 
 
-@_ffn.def_vmap
-def _(size, is_batched, *operands):
-    # One call after the other: the kernels fill the GPU, and weights may differ between calls.
-    def call(mapped):
-        mapped = iter(mapped)
-        return _ffn(*(next(mapped) if b else a for a, b in zip(operands, is_batched, strict=True)))
+def _twell_ffn(x, w_first, w_second, w_down):
+    packed = gate_pack(x, w_first)
+    y, nnz, l1, heavy = fused_ffn(x, packed, w_second, w_down)
+    return y, nnz, jnp.sum(l1), twell.fired(packed, w_down.shape[0]), heavy
 
-    mapped = [a for a, b in zip(operands, is_batched, strict=True) if b]
-    out = jax.lax.map(call, mapped)
-    return out, jax.tree.map(lambda _: True, out)
+
+def _union_ffn(x, w_first, w_second, w_down):
+    gate, masks, counts = gate_union(x, w_first)
+    gate_ref = jax.new_ref(gate)
+    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts)
+    h, l1 = union_up(x, gate_ref[...], w_second, plan)
+    y = union_down(h, w_down, plan, x.shape[0])
+    return y, nnz, l1, tile_union.fired(masks), heavy
 
 
 def _stats(nnz, l1, fired):

@@ -50,7 +50,7 @@ def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
     stored = json.loads(path.read_text())
     assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
     lines = render.table(rows).splitlines()
-    assert len(lines) == 2 + 5 and lines[-1].startswith("| 32 | skewed | no |")
+    assert len(lines) == 2 + 5 and lines[-1].startswith("| 32 | skewed | 1 | no |")
     render.plot(stored, tmp_path / "ffn.png")
     assert (tmp_path / "ffn.png").read_bytes().startswith(b"\x89PNG")
 

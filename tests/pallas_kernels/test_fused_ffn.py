@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import fused_ffn as fused
-from pallas_kernels import gather, twell
+from pallas_kernels import gather, lists, twell
 
 CAPACITY = twell.TILE // twell.COMPRESSION - 1
 
@@ -118,9 +118,9 @@ def steps_in_jax(monkeypatch):
         is_heavy = jnp.any(counts > words.shape[1]) | (total > fused.MAX_ENTRIES)
         return jnp.where(is_heavy, ~total, total)
 
-    def append(count_ref, _):
-        place = count_ref[0]
-        count_ref[0] = place + 1
+    def append(length_ref, n, _):
+        place = length_ref[0]
+        length_ref[0] = place + n
         return place
 
     monkeypatch.setattr(gather, "load_row", load_row)
@@ -128,7 +128,7 @@ def steps_in_jax(monkeypatch):
     monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))
     monkeypatch.setattr(gather, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])
     monkeypatch.setattr(fused, "collect_entries", collect_entries)
-    monkeypatch.setattr(fused, "append", append)
+    monkeypatch.setattr(lists, "append", append)
 
 
 @pytest.mark.parametrize("gated", [True, False])

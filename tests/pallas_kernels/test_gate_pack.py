@@ -5,8 +5,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from pallas_kernels import gate_matmul, pack_relu, twell
 from pallas_kernels import gate_pack as gate
-from pallas_kernels import lanes, twell
 
 gate_pack = jax.jit(gate.gate_pack)
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -72,7 +72,7 @@ def test_reference_packs_the_dense_gate(dtype):
 
 
 def pack_relu_reference(acc, dtype, tile, packed_ref):
-    """`lanes.pack_relu` without lanes, for the interpreter."""
+    """`pack_relu` without for the interpreter."""
     packed = twell.pack_reference(jnp.maximum(acc, 0).astype(dtype))[:, 0]
     word = jnp.arange(packed.shape[1])
     is_entry = (word > 0) & (word <= packed[:, :1])
@@ -81,8 +81,8 @@ def pack_relu_reference(acc, dtype, tile, packed_ref):
 
 @pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (130, 320, 384)])
 def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
-    monkeypatch.setattr(lanes, "pack_relu", pack_relu_reference)
-    monkeypatch.setattr(gate, "sm_count", lambda: 1)
+    monkeypatch.setattr(pack_relu, "pack_relu", pack_relu_reference)
+    monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
     x, w, g = draw(m, d, h, 0.1, jnp.bfloat16)
     x, g = x.at[0].set(jnp.nan), np.concatenate([np.full((1, h), np.nan, g.dtype), g[1:]])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -123,7 +123,7 @@ def test_bad_dtype_is_named(x, w, message):
 @pytest.mark.parametrize("stages", [2, 5])
 def test_bad_number_of_stages_is_named(stages):
     with pytest.raises(ValueError, match=f"stages.*{stages}"):
-        gate.GatePackConfig(stages=stages)
+        gate_matmul.GateConfig(stages=stages)
 
 
 @pytest.mark.gpu

@@ -9,11 +9,21 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import dense_rows, fused_ffn, gate_pack, small_m
+from pallas_kernels import (
+    dense_rows,
+    fused_ffn,
+    gate_pack,
+    gate_union,
+    small_m,
+    union_down,
+    union_plan,
+    union_up,
+)
 from twell_jax import KVCache, ModelConfig, SparseMLP, Transformer, ffn_mosaic, sparse_ffn
 from twell_jax.ffn import CannotServe
 from twell_jax.model import graphdef
 
+both_forms = pytest.mark.parametrize("form", ["twell", "unions"])
 mosaic = functools.partial(sparse_ffn, implementation="mosaic")
 xla = functools.partial(sparse_ffn, implementation="xla")
 
@@ -30,10 +40,14 @@ H100 = abstract_gpu("NVIDIA H100 80GB HBM3")
 def twins(monkeypatch):
     """The kernels replaced by the functions that define them, to test what is around them."""
     monkeypatch.setattr(ffn_mosaic, "_no_hopper", lambda: None)
-    monkeypatch.setattr(ffn_mosaic, "gate_pack", gate_pack.gate_pack_reference)
-    monkeypatch.setattr(ffn_mosaic, "fused_ffn", fused_ffn.fused_ffn_reference)
-    monkeypatch.setattr(ffn_mosaic, "dense_rows", dense_rows.dense_rows_reference)
+    modules = gate_pack, fused_ffn, gate_union, union_plan, union_up, union_down, dense_rows
+    for module in modules:
+        name = module.__name__.split(".")[-1]
+        monkeypatch.setattr(ffn_mosaic, name, getattr(module, f"{name}_reference"))
     monkeypatch.setattr(ffn_mosaic, "small_m_ffn", small_m.small_m_ffn_reference)
+    ffn_mosaic._compute.cache_clear()
+    yield
+    ffn_mosaic._compute.cache_clear()
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
@@ -67,8 +81,8 @@ def error(out, ref):
     return np.linalg.norm(out - ref) / np.linalg.norm(ref)
 
 
-def assert_exact(operands):
-    y, stats = jax.jit(mosaic)(*operands)
+def assert_exact(operands, implementation="mosaic"):
+    y, stats = jax.jit(functools.partial(sparse_ffn, implementation=implementation))(*operands)
     y_ref, nnz, l1 = reference(*operands)
     assert y.dtype == operands[0].dtype
     assert error(y, y_ref) < 5e-3
@@ -79,14 +93,15 @@ def assert_exact(operands):
     return y, stats
 
 
+@both_forms
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("m", "heavy"), [(5, 1), (100, 0), (100, 1), (300, 300), (600, 7), (2100, 520)]
 )
-def test_any_number_of_heavy_rows(twins, m, heavy, gated):
+def test_any_number_of_heavy_rows(twins, m, heavy, gated, form):
     operands = draw(m, 128, 768, gated=gated)
     operands[0] = operands[0].at[:heavy, -1].set(-1)
-    _, stats = assert_exact(operands)
+    _, stats = assert_exact(operands, form)
     np.testing.assert_array_equal(stats.fired, xla(*operands)[1].fired)
 
 
@@ -181,9 +196,11 @@ def kernels(function, *operands, platform="cuda"):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("m", [1, 64, 65, 1000])
-def test_lowers_for_an_h100(m, gated):
+@pytest.mark.parametrize("implementation", ["mosaic", "twell", "unions"])
+def test_lowers_for_an_h100(m, gated, implementation):
+    function = functools.partial(sparse_ffn, implementation=implementation)
     with jax.sharding.use_abstract_mesh(H100):
-        assert kernels(mosaic, *draw(m, 512, 1408, gated=gated)) > 0
+        assert kernels(function, *draw(m, 512, 1408, gated=gated)) > 0
 
 
 def test_by_default_the_kernels_serve_where_they_win():
@@ -194,13 +211,13 @@ def test_by_default_the_kernels_serve_where_they_win():
         return jax.grad(lambda *operands: jnp.sum(sparse_ffn(*operands)[0]))(*operands)
 
     with jax.sharding.use_abstract_mesh(H100):
-        assert default(1) > 0 and default(64) > 0 and default(1000) > 0
-        assert default(100) == 0
-        assert default(1000, activation="silu") == default(1000, implementation="xla") == 0
-        assert kernels(gradient, *draw(1000, 512, 1408)) == 0
-        assert kernels(sparse_ffn, *draw(1000, 512, 1408), platform="cpu") == 0
+        assert default(1) > 0 and default(64) > 0 and default(1024) > 0
+        assert default(65) == default(1023) == 0
+        assert default(1024, activation="silu") == default(1024, implementation="xla") == 0
+        assert kernels(gradient, *draw(1024, 512, 1408)) == 0
+        assert kernels(sparse_ffn, *draw(1024, 512, 1408), platform="cpu") == 0
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA A100-SXM4-80GB")):
-        assert default(1000) == 0
+        assert default(1024) == 0
 
 
 def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():
@@ -220,7 +237,7 @@ def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():
         logits, stats = model(params)(tokens)
         return jnp.mean(logits) + jnp.mean(stats.l1)
 
-    tokens = jax.ShapeDtypeStruct((6, 100), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((11, 100), jnp.int32)
     cache = jax.eval_shape(lambda: KVCache.empty(config, 1, 8))
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     with jax.sharding.use_abstract_mesh(H100):
@@ -235,22 +252,26 @@ gpu = pytest.mark.gpu
 
 
 @gpu
+@both_forms
 @pytest.mark.parametrize("every", [16384, 1024, 100])
-def test_heavy_rows_at_full_size(every):
+def test_heavy_rows_at_full_size(every, form):
     operands = draw(16384, 2048, 5632, threshold=2.57)
     operands[0] = operands[0].at[7::every, -1].set(-1)
-    assert_exact(operands)
+    assert_exact(operands, form)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("last_feature", [1, 0, -1])
-@pytest.mark.parametrize("m", [1, 33, 65, 1000])
-def test_sparse_half_and_dense_rows(m, last_feature, gated, dtype):
+@pytest.mark.parametrize(
+    ("m", "form"),
+    [(1, None), (33, None), (65, "twell"), (1000, "twell"), (65, "unions"), (1000, "unions")],
+)
+def test_sparse_half_and_dense_rows(m, form, last_feature, gated, dtype):
     operands = draw(m, 512, 1408, gated=gated, dtype=dtype)
     operands[0] = operands[0].at[:, -1].set(last_feature)
-    assert_exact(operands)
+    assert_exact(operands, form or "mosaic")
 
 
 @gpu
@@ -267,11 +288,11 @@ def test_sparse_half_and_dense_rows(m, last_feature, gated, dtype):
         (8192, 640),
     ],
 )
-@pytest.mark.parametrize("m", [3, 130])
-def test_shapes(m, d, h):
+@pytest.mark.parametrize(("m", "form"), [(3, "mosaic"), (130, "twell"), (600, "unions")])
+def test_shapes(m, form, d, h):
     operands = draw(m, d, h)
     operands[0] = operands[0].at[0, -1].set(-1)
-    assert_exact(operands)
+    assert_exact(operands, form)
 
 
 @gpu
@@ -285,10 +306,10 @@ def test_counts_at_and_above_capacity(m):
     assert not np.any(y[2:])
 
 
-def assert_poison_spreads_as_in_the_dense_computation(m, feature, poison):
+def assert_poison_spreads_as_in_the_dense_computation(m, form, feature, poison):
     operands = draw(m, 512, 1408)
     operands[0] = operands[0].at[1, feature].set(poison)
-    y, stats = jax.jit(mosaic)(*operands)
+    y, stats = jax.jit(functools.partial(sparse_ffn, implementation=form))(*operands)
     dense, dense_stats = jax.jit(xla)(*operands)
     np.testing.assert_array_equal(np.isnan(y), np.isnan(dense))
     rest = np.arange(m) != 1
@@ -304,23 +325,24 @@ POISON = [
 ]
 
 
-@pytest.mark.parametrize("m", [4, 100])
+@pytest.mark.parametrize(("m", "form"), [(4, "mosaic"), (100, "twell"), (100, "unions")])
 @pytest.mark.parametrize(("feature", "poison"), POISON)
-def test_poison_around_the_kernels(twins, m, feature, poison):
-    assert_poison_spreads_as_in_the_dense_computation(m, feature, poison)
+def test_poison_around_the_kernels(twins, m, form, feature, poison):
+    assert_poison_spreads_as_in_the_dense_computation(m, form, feature, poison)
 
 
 @gpu
-@pytest.mark.parametrize("m", [4, 200])
+@pytest.mark.parametrize(("m", "form"), [(4, "mosaic"), (200, "twell"), (400, "unions")])
 @pytest.mark.parametrize(("feature", "poison"), POISON)
-def test_poison_on_the_gpu(m, feature, poison):
-    assert_poison_spreads_as_in_the_dense_computation(m, feature, poison)
+def test_poison_on_the_gpu(m, form, feature, poison):
+    assert_poison_spreads_as_in_the_dense_computation(m, form, feature, poison)
 
 
 @gpu
-def test_all_zero_on_the_gpu():
+@both_forms
+def test_all_zero_on_the_gpu(form):
     operands = draw(300, 512, 1408, threshold=1000)
-    y, stats = jax.jit(mosaic)(*operands)
+    y, stats = jax.jit(functools.partial(sparse_ffn, implementation=form))(*operands)
     assert not np.any(y) and stats.nnz == 0
 
 

@@ -1,4 +1,4 @@
-"""TwELL: any matrix either round-trips to the bit or is reported as overflowed."""
+"""Any matrix round-trips to the bit, or TwELL reports a row as overflowed."""
 
 import doctest
 import functools
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from twell_jax import TwELL, formats, pack, unpack
+from twell_jax import TwELL, formats, pack, pack_unions, unpack
 
 DTYPES = ["bfloat16", "float16"]
 # tile, compression, columns: one tile, several, and a last tile that is not full
@@ -192,4 +192,33 @@ def test_errors(make, message):
 
 
 def test_docstring_example():
-    assert doctest.testmod(formats) == (0, 2)
+    assert doctest.testmod(formats) == (0, 4)
+
+
+@given(st.data())
+def test_any_matrix_round_trips_through_tile_unions(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    m, h = data.draw(st.sampled_from([(1, 128), (256, 128), (300, 256)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    matrix = rng.integers(0, 2**16, (m, h), np.uint16)
+    matrix[rng.random((m, h)) < data.draw(st.sampled_from([0, 0.9, 1]))] = 0
+    special = rng.random((m, h)) < 0.1
+    matrix[special] = rng.choice(SPECIAL, special.sum())
+    sparse = jax.jit(pack_unions)(from_bits(matrix, dtype))
+    np.testing.assert_array_equal(bits(jit_unpack(sparse)), matrix)
+    np.testing.assert_array_equal(sparse.nnz, np.count_nonzero(matrix, axis=1))
+    tiles = np.pad(matrix, ((0, -m % 256), (0, 0))).reshape(-1, 256, h)
+    np.testing.assert_array_equal(sparse.sizes, tiles.any(axis=1).sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 100), "bfloat16", r"H a multiple of 128.*\[4, 100\]"),
+        ((4, 128), "float32", r"bfloat16 or float16.*float32"),
+        ((128,), "bfloat16", r"\[M, H\].*\[128\]"),
+    ],
+)
+def test_what_has_no_tile_unions_is_named(shape, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        pack_unions(jnp.zeros(shape, dtype))

@@ -1,0 +1,189 @@
+"""`a @ b^T` on Hopper, with an epilogue that sees the accumulators: the frame of the gate kernels.
+
+A producer warpgroup streams tiles of `a` and `b` through a ring of shared-memory stages by TMA; two
+consumer warpgroups, one above the other along the rows of `a`, multiply them with WGMMA and hand
+their 64 x 256 accumulators to the epilogue. A stage passes from the producer to the first consumer,
+from it to the second and back: the second stays a step behind, so that it still multiplies when
+the epilogue of the first begins. The ring runs on across output blocks, so that the next operands
+are there when a consumer's epilogue ends.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CONSUMERS = 2
+ROWS = 64  # of a consumer's accumulator
+COLUMNS = 256
+_BLOCK_ROWS = CONSUMERS * ROWS
+_STEP = 64  # columns of a and b in a stage: one 128-byte swizzle
+
+
+@dataclasses.dataclass(frozen=True)
+class GateConfig:
+    """Schedule of a gate matmul on Hopper.
+
+    Attributes:
+      stages: stages of the ring in shared memory, 3 or 4, of 48 KiB each. The consumers hold two
+        between them and the producer must be able to fill another.
+      grid_tile_width: column tiles that are swept together along the rows, for reuse in L2.
+    """
+
+    stages: int = 4
+    grid_tile_width: int = 8
+
+    def __post_init__(self):
+        if not 3 <= self.stages <= 4:
+            raise ValueError(f"stages must be 3 or 4, got {self.stages}")
+
+
+def gate_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    epilogue: Callable[..., None],
+    *,
+    out_type,
+    scratch_types: dict[str, plgpu.SMEM],
+    config: GateConfig,
+):
+    """Multiplies `a @ b^T` and gives the result to `epilogue`, 64 x 256 at a time.
+
+    Args:
+      a: `[rows, D]`, bfloat16 or float16, D a multiple of 64.
+      b: `[columns, D]` of the same dtype.
+      epilogue: called by each consumer as `epilogue(acc, slab, tile, *out_refs, **scratch_refs)`
+        with float32 `acc: [64, 256]`, rows from 64 * slab and columns from 256 * tile on. Products
+        with rows and columns past the ends are those with zeros: NaN where the other factor is not
+        finite. Before the next call its copies from SMEM to GMEM have ended, and its warpgroup has
+        met at a barrier.
+      out_type: shapes of the outputs, in GMEM.
+      scratch_types: SMEM shared by the consumers; by convention indexed by `slab % CONSUMERS`.
+      config: schedule.
+
+    Returns:
+      The outputs.
+    """
+    d = a.shape[1]
+    stages = min(config.stages, d // _STEP)
+    blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(b.shape[0], COLUMNS)
+    a, b = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, b))  # for the tiling below
+    operand = (plgpu.TilingTransform((8, _STEP)), plgpu.SwizzleTransform(128))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, epilogue=epilogue, blocks=blocks, config=config),
+        out_type=out_type,
+        scratch_types=dict(
+            ring=dict(
+                a=plgpu.SMEM((stages, _BLOCK_ROWS, _STEP), a.dtype, transforms=operand),
+                b=plgpu.SMEM((stages, COLUMNS, _STEP), b.dtype, transforms=operand),
+                loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one per operand
+                handed=plgpu.Barrier(num_barriers=stages),
+                free=plgpu.Barrier(num_barriers=stages),
+            ),
+            scratch=scratch_types,
+        ),
+        grid=(min(sm_count(), math.prod(blocks)),),
+        grid_names=("sm",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(a, b)
+
+
+def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+    steps = a_gmem.shape[1] // _STEP
+    loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
+    stages = ring["a"].shape[0]
+    warpgroup = lax.axis_index("warpgroup")
+    is_first = warpgroup == 0
+
+    def stage(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    def for_each_block(body):
+        """Calls `body(row block, column tile, steps before)` for every block of this SM."""
+
+        @plgpu.nd_loop((math.prod(blocks),), collective_axes="sm")
+        def _(loop):
+            (index,) = loop.index
+            block, tile = plgpu.planar_snake(index, blocks, 1, config.grid_tile_width)
+            body(block, tile, loop.local_index * steps)
+
+    def produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        @for_each_block
+        def _(block, tile, before):
+            @pl.loop(0, steps)
+            def _(k):
+                s = stage(before + k)
+                plgpu.barrier_wait(free.at[s])
+                columns = pl.ds(k * _STEP, _STEP)
+                plgpu.copy_gmem_to_smem(
+                    a_gmem.at[pl.ds(block * _BLOCK_ROWS, _BLOCK_ROWS), columns],
+                    ring["a"].at[s],
+                    loaded.at[s],
+                )
+                plgpu.copy_gmem_to_smem(
+                    b_gmem.at[pl.ds(tile * COLUMNS, COLUMNS), columns],
+                    ring["b"].at[s],
+                    loaded.at[s],
+                )
+
+        for s in range(stages):
+            plgpu.barrier_wait(free.at[s])
+
+    def consume():
+        plgpu.set_max_registers(232, action="increase")
+        my_rows = pl.ds(warpgroup * ROWS, ROWS)
+
+        for s in range(stages):
+            plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+
+        def pass_on(s):
+            plgpu.barrier_arrive(handed.at[s], predicate=is_first)
+            plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+
+        @for_each_block
+        def _(block, tile, before):
+            def multiply(acc, k):
+                s = stage(before + k)
+                lax.cond(
+                    is_first,
+                    lambda: plgpu.barrier_wait(loaded.at[s]),
+                    lambda: plgpu.barrier_wait(handed.at[s]),
+                )
+                plgpu.wgmma(acc, ring["a"].at[s, my_rows], ring["b"].at[s].T)
+
+            def accumulate(acc):
+                multiply(acc, 0)
+
+                @pl.loop(1, steps)
+                def _(k):
+                    multiply(acc, k)
+                    plgpu.wgmma_wait(1)
+                    pass_on(stage(before + k - 1))
+
+                plgpu.wgmma_wait(0)
+                pass_on(stage(before + steps - 1))
+                return acc[...]
+
+            acc = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            epilogue(acc, CONSUMERS * block + warpgroup, tile, *outs, **scratch)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(warpgroup == CONSUMERS, produce, consume)
+
+
+def sm_count() -> int:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.num_cores if device else jax.local_devices()[0].core_count

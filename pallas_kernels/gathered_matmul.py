@@ -1,0 +1,289 @@
+"""Matmuls of a row tile with gathered rows of a weight on Hopper: the frame of the union kernels.
+
+A producer warpgroup fills a ring of shared-memory stages; two consumer warpgroups multiply them,
+each into a 64 x 256 accumulator of its own, 256 being the tokens of a row tile. TMA gathers no rows
+on Hopper. The producer's threads fetch them by `cp.async` instead, 16 bytes at a time; a stage is
+handed over two steps later, when they have arrived.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels import simt
+from pallas_kernels.gate_matmul import sm_count
+from pallas_kernels.gather import SCALAR
+from pallas_kernels.simt import const
+
+CONSUMERS = 2
+ROWS = 64  # of a consumer's accumulator
+STEP = 64  # summands of a stage
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+_STAGES = 4
+_LAG = 2  # steps from the fetch of a stage to its handing over
+_LANES = 128
+_CHUNK = 8  # columns in 16 bytes
+_CHUNKS = 8  # that a lane fetches for a stage, one of each row of a tile
+_INDICES = plgpu.Layout.WG_STRIDED((_CHUNKS * _LANES,), vec_size=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Stages on their way from the producer to the consumers, numbered by `step` across all jobs.
+
+    Attributes:
+      a: SMEM, gathered rows, an array for every stage.
+      b: SMEM, what TMA copies.
+      loaded, free: barriers.
+    """
+
+    a: jax.Ref
+    b: jax.Ref
+    loaded: jax.Ref
+    free: jax.Ref
+
+    def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
+        """Fills a stage by `fill(a, b, loaded)`: one arrival at `loaded`, and `gather_rows`."""
+        s = _stage(step)
+        plgpu.barrier_wait(self.free.at[s])
+        fill(self.a.at[s], self.b.at[s], self.loaded.at[s])
+        _await_rows(lag=_LAG)
+        self._hand_over(step - _LAG)
+
+    def close(self, step: jax.Array) -> None:
+        """Hands over the last stages and waits for all to be free again; `step` is their number."""
+        _await_rows(lag=0)
+        for lag in range(_LAG, 0, -1):
+            self._hand_over(step - lag)
+        for s in range(_STAGES):
+            plgpu.barrier_wait(self.free.at[_stage(step + s)])
+
+    def _hand_over(self, step):
+        s = _stage(jnp.maximum(step, 0))
+        plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= 0)
+
+    def take(self, step: jax.Array):
+        """`(a, b)` of a stage, by a consumer, when it is loaded."""
+        s = _stage(step)
+        plgpu.barrier_wait(self.loaded.at[s])
+        return self.a.at[s], self.b.at[s]
+
+    def release(self, step: jax.Array, predicate: jax.Array | None = None) -> None:
+        """Gives a stage back; both consumers must."""
+        s = _stage(jnp.maximum(step, 0))
+        plgpu.barrier_arrive(self.free.at[s], predicate=predicate)
+
+    def multiply(self, step: jax.Array, steps: jax.Array, wgmma: Callable[..., None]) -> jax.Array:
+        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, 256]`."""
+
+        def accumulate(acc):
+            @pl.loop(0, steps)
+            def _(k):
+                wgmma(acc, *self.take(step + k))
+                plgpu.wgmma_wait(1)
+                self.release(step + k - 1, predicate=k > 0)
+
+            plgpu.wgmma_wait(0)
+            self.release(step + steps - 1, predicate=steps > 0)
+            return acc[...]
+
+        return pl.run_scoped(accumulate, plgpu.ACC((ROWS, 4 * ROWS), jnp.float32))
+
+
+def gathered_matmul(
+    produce: Callable[..., jax.Array],
+    consume: Callable[..., jax.Array],
+    *operands: jax.Array,
+    jobs: Callable[..., jax.Array],
+    a_shape: tuple[int, int],
+    b_shape: tuple[int, int],
+    out_type,
+    name: str,
+):
+    """Runs `jobs(*refs)` jobs, each a product of 128 x 256, on all SMs.
+
+    Args:
+      produce: called by the producer as `produce(i, ring, step, *refs)` for the i-th job; `refs`
+        are the operands and outputs in GMEM, `step` is the ring's next. Returns the next after it.
+      consume: called by both consumers as `consume(i, ring, step, warpgroup, buffers, *refs)`;
+        `buffers` are for `write`. Returns the same step as `produce`.
+      *operands: arrays; the last one's dtype is that of the stages.
+      jobs: their number, int32.
+      a_shape, b_shape: of a stage in SMEM, with transforms `TILED`.
+      out_type: shapes of the outputs.
+      name: of the kernel.
+    """
+    dtype = operands[-1].dtype
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, produce=produce, consume=consume, jobs=jobs),
+        out_type=out_type,
+        scratch_types=dict(
+            ring=dict(
+                a=plgpu.SMEM((_STAGES, *a_shape), dtype, transforms=TILED),
+                b=plgpu.SMEM((_STAGES, *b_shape), dtype, transforms=TILED),
+                loaded=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),  # a and b
+                free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=_STAGES),
+            ),
+            buffers=plgpu.SMEM((CONSUMERS, 2, ROWS, ROWS), dtype, transforms=TILED),
+        ),
+        grid=(sm_count(),),
+        grid_names=("sm",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        # `write`, the only one to store to SMEM, has the barriers that it needs.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    return kernel(*operands)
+
+
+def _kernel(*refs, ring, buffers, produce, consume, jobs):
+    ring = Ring(**ring)
+    warpgroup = lax.axis_index("warpgroup")
+    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
+
+    def for_each_job(body):
+        return lax.fori_loop(
+            0,
+            pl.cdiv(jobs(*refs) - sm, sms),
+            lambda i, step: body(sm + i * sms, ring, step),
+            jnp.int32(0),
+        )
+
+    def be_producer():
+        plgpu.set_max_registers(56, action="decrease")
+        ring.close(for_each_job(lambda *job: produce(*job, *refs)))
+
+    def be_consumer():
+        plgpu.set_max_registers(224, action="increase")
+        for s in range(_STAGES):
+            ring.release(jnp.int32(s))
+        for_each_job(lambda *job: consume(*job, warpgroup, buffers.at[warpgroup], *refs))
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)
+
+
+def _stage(step):
+    return lax.rem(step, jnp.int32(_STAGES))
+
+
+def load_indices(indices_ref) -> jax.Array:
+    """Loads `indices_ref` (GMEM, int32 `[64]` or `[128]`) as `gather_rows` takes it.
+
+    Lanes that fetch pieces of the same 8 rows hold their 8 indices.
+    """
+    result = plgpu.ShapeDtypeStruct((_CHUNKS * _LANES,), jnp.int32, layout=_INDICES)
+    width = _LANES * _CHUNKS * _CHUNK // indices_ref.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, indices_ref):
+        group, _ = _group_and_chunk(width)
+        address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
+        vector, i32 = ir.VectorType.get((1,), group.type), [group.type] * 4
+        words = [
+            word
+            for offset in (0, 16)
+            for word in mgpu.utils.inline_ptx(
+                # Not .nc, and volatile: it shall begin here, neither where an index is needed nor
+                # before the last fence, which would wait for it.
+                f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+                address,
+                result_types=i32,
+                has_side_effects=True,
+            )
+        ]
+        return mgpu.FragmentedArray(
+            _registers=np.array([mgpu.utils.bitcast(w, vector) for w in words], dtype=object),
+            _layout=_INDICES.to_mgpu(),
+            _is_signed=True,
+        )
+
+    return step(indices_ref)
+
+
+def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
+    """Begins to copy rows of `source_ref` to `target_ref`, by the producer.
+
+    Row i is `source[indices[i], column:]`, or zeros if i >= limit; so are columns past the end.
+
+    Args:
+      source_ref: GMEM `[H, D]`, 16-bit, D a multiple of 8.
+      indices: from `load_indices`; those from limit on may be anything.
+      limit: int32 scalar.
+      column: int32 scalar, a multiple of 8.
+      target_ref: SMEM `[64, 128]` or `[128, 64]`, of transforms `TILED`.
+    """
+    width = target_ref.shape[1]
+    d = source_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, plgpu.RefType(TILED)))
+    def step(_, source_ref, indices, limit, column, target_ref):
+        group, chunk = _group_and_chunk(width)
+        # The target consists of 8 x 64 tiles, row by row, with the chunks of a row swizzled.
+        tile = arith.addi(arith.muli(group, const(width // 64)), arith.divui(chunk, const(8)))
+        tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
+        chunk_in_tile = arith.remui(chunk, const(8))
+        column = arith.addi(column.registers.item(), arith.muli(chunk, const(_CHUNK)))
+        source = simt.gmem_address(source_ref, arith.muli(column, const(2)))
+        is_column = simt.less(column, const(d))
+        limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
+        for i, index in enumerate(indices.registers):
+            is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), limit)
+            place = arith.muli(arith.xori(chunk_in_tile, const(i)), const(16))
+            mgpu.utils.inline_ptx(
+                f"""{{.reg .b32 index, bytes; .reg .b64 address;
+                    selp.b32 bytes, 16, 0, $3;
+                    selp.b32 index, $2, 0, $3;
+                    mad.wide.u32 address, index, {2 * d}, $1;
+                    cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
+                arith.addi(tile, place),
+                source,
+                mgpu.utils.bitcast(index, column.type),
+                arith.andi(is_row, is_column),
+                has_side_effects=True,
+            )
+
+    step(source_ref, indices, limit, column, target_ref)
+
+
+def _group_and_chunk(width: int):
+    """The group of 8 rows and the 16-byte chunk in each that this lane fetches."""
+    lane, warp = simt.lane_and_warp()
+    thread = arith.addi(arith.muli(warp, const(32)), lane)
+    chunks = const(width // _CHUNK)
+    return arith.divui(thread, chunks), arith.remui(thread, chunks)
+
+
+def _await_rows(*, lag: int) -> None:
+    """Ends a step's copies by `gather_rows`; waits for those of all but the last `lag` steps."""
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx(
+            f"cp.async.commit_group; cp.async.wait_group {lag}; fence.proxy.async.shared::cta;",
+            has_side_effects=True,
+        )
+
+    step()
+
+
+def write(array: jax.Array, buffer_ref, target_ref, *, transposed: bool = False) -> None:
+    """Begins to copy `array` (`[64, 64]` or its transpose) to GMEM by way of a buffer, in turn."""
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    (buffer_ref.T if transposed else buffer_ref)[...] = array
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer_ref, target_ref)

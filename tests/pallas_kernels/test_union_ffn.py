@@ -1,0 +1,143 @@
+"""union_up and union_down, one after the other as they are used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import gathered_matmul, tile_union, union_plan
+from pallas_kernels.tile_union import TOKENS
+from pallas_kernels.union_down import union_down, union_down_reference
+from pallas_kernels.union_up import union_up, union_up_reference
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+CASES = [  # M, D, H, density
+    (1, 128, 128, 0.1),
+    (300, 192, 384, 0.002),
+    (700, 320, 256, 0),
+    (520, 128, 256, 1),
+]
+
+
+def draw(m, d, h, density, gated, dtype):
+    """(x, gate, w_up, w_down, plan) and the dense gate; three tokens fire everywhere and leave the
+    unions, and what nobody should read is NaN."""
+    rng = np.random.default_rng()
+    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
+    z = np.where(rng.random((m, h)) < density, z, -z)
+    dense = rng.permutation(m)[:3]
+    z[dense] = np.abs(z[dense])
+    arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]
+    x, w_up, w_down = (jnp.asarray(a, dtype) for a in arrays)
+    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), dtype)
+    gate_ref = jax.new_ref(gate)
+    plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
+    is_member = np.zeros(gate.shape[:2], bool)
+    for r, size in enumerate(plan.sizes):
+        is_member[r, plan.neurons[r, :size]] = True
+    gate = jnp.where(is_member[:, :, None], gate_ref[...], jnp.nan)
+    g = np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)
+    g[np.asarray(rows)[: count[0]]] = 0
+    return (x, gate, w_up if gated else None, w_down, plan), g
+
+
+def run(up, down, x, gate, w_up, w_down, plan):
+    @jax.jit
+    def run(x, gate, w_up, w_down, plan):
+        h, l1 = up(x, gate, w_up, plan)
+        return h, l1, down(h, w_down, plan, x.shape[0])
+
+    return run(x, gate, w_up, w_down, plan)
+
+
+def assert_matches(out, g, x, gate, w_up, w_down, plan):
+    h, l1, y = out
+    ref = g
+    if w_up is not None:
+        ref = ref * (np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
+    np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
+    for r, size in enumerate(plan.sizes):  # and zeros to the end of the chunk
+        tile = np.asarray(ref[TOKENS * r : TOKENS * (r + 1), plan.neurons[r, :size]]).T
+        expected = np.zeros((-(-size // 128) * 128, TOKENS))
+        expected[:size, : tile.shape[1]] = tile
+        np.testing.assert_allclose(h[r, : len(expected)], expected, rtol=1e-2, atol=1e-2)
+    ref = ref @ np.asarray(w_down, np.float64)
+    assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
+    y = y[: len(x)]
+    error = np.linalg.norm(np.asarray(y, np.float64) - ref)
+    assert error <= 5e-3 * np.linalg.norm(ref)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_reference(case, gated):
+    operands, g = draw(*case, gated, jnp.bfloat16)
+    assert_matches(run(union_up_reference, union_down_reference, *operands), g, *operands)
+
+
+def gather_rows_reference(source_ref, indices, limit, column, target_ref):
+    n, width = target_ref.shape
+    source = jnp.pad(source_ref[...], ((0, 0), (0, width)))
+    rows = jax.lax.dynamic_slice_in_dim(source[indices], column, width, axis=1)
+    target_ref[...] = jnp.where((jnp.arange(n) < limit)[:, None], rows, 0)
+
+
+@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
+def test_interpreted(case, gated, monkeypatch, capsys):
+    monkeypatch.setattr(gathered_matmul, "gather_rows", gather_rows_reference)
+    monkeypatch.setattr(gathered_matmul, "_await_rows", lambda *, lag: None)
+    monkeypatch.setattr(gathered_matmul, "load_indices", lambda indices_ref: indices_ref[...])
+    monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 2)
+    operands, g = draw(*case, gated, jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        assert_matches(run(union_up, union_down, *operands), g, *operands)
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("shape", [(1, 128, 128), (1001, 2048, 5632), (65, 8192, 65536)])
+def test_lowers_without_a_gpu(shape, gated, dtype):
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
+    m, d, h = shape
+    tiles, i32 = -(-m // TOKENS), jnp.int32
+    w = jax.ShapeDtypeStruct((h, d), dtype)
+    shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,)]
+    plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
+    x = jax.ShapeDtypeStruct((m, d), dtype)
+    gate = jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype)
+    call = jax.jit(lambda *operands: run(union_up, union_down, *operands))
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = call.trace(x, gate, w if gated else None, w, plan)
+        assert "mosaic_gpu" in lowered.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*CASES, (1001, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)])
+def test_on_the_gpu(case, gated, dtype):
+    operands, g = draw(*case, gated, dtype)
+    assert_matches(run(union_up, union_down, *operands), g, *operands)
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_in_its_token():
+    (x, gate, w_up, w_down, plan), _ = draw(300, 192, 384, 0.05, True, jnp.bfloat16)
+    x = x.at[7].set(jnp.nan).at[290, 3].set(jnp.inf)
+    _, _, y = run(union_up, union_down, x, gate, w_up, w_down, plan)
+    is_finite = np.isfinite(np.asarray(y[:300], np.float32)).all(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
+
+
+def test_bad_shapes_are_named():
+    x, gate, w_up, w_down, plan = draw(9, 128, 256, 0.1, True, jnp.bfloat16)[0]
+    with pytest.raises(ValueError, match=r"gate must be .*\[1, 256, 256\].*\[2, 256, 256\]"):
+        union_up(x, jnp.concatenate([gate, gate]), w_up, plan)
+    with pytest.raises(ValueError, match=r"w_up must be .*\[256, 128\].*\[256, 64\]"):
+        union_up(x, gate, w_up[:, :64], plan)
+    with pytest.raises(ValueError, match=r"h must be .*\[2, 256, 256\].*\[1, 256, 256\]"):
+        union_down(gate, w_down, plan, 300)
