@@ -130,18 +130,23 @@ class Transformer(nnx.Module):
         graph, params = nnx.split(self.blocks)
         length = None if cache is None else cache.length
 
-        def block(x, layer):
-            params, keys_values = layer
+        def block(carry, layer):
+            x, keys_values = carry
+            index, params = layer
             x, stats, keys_values = nnx.merge(graph, params)(
-                x, rope, mask, keys_values, length, per_token_stats
+                x, rope, mask, keys_values, (index, length), per_token_stats
             )
-            return split_batch(x), (stats, keys_values)
+            return (split_batch(x), keys_values), stats
 
         if self.config.remat != "none":
             block = jax.checkpoint(block, policy=_REMAT[self.config.remat], prevent_cse=False)
         keys_values = None if cache is None else (cache.k, cache.v)
         x = split_batch(self.embed(tokens))
-        x, (stats, keys_values) = jax.lax.scan(block, x, (params, keys_values))
+        (x, keys_values), stats = jax.lax.scan(
+            block,
+            (x, keys_values),
+            (jnp.arange(self.config.layers), params),
+        )
         if cache is not None:
             k, v = keys_values
             cache = replace(cache, k=k, v=v, length=length + tokens.shape[1])
@@ -178,9 +183,9 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x, rope, mask, keys_values, length, per_token_stats):
+    def __call__(self, x, rope, mask, keys_values, place, per_token_stats):
         attended, keys_values = self.attention(
-            self.attention_norm(x), rope, mask, keys_values, length
+            self.attention_norm(x), rope, mask, keys_values, place
         )
         x = x + attended
         mlp = jax.vmap(jax.vmap(self.mlp)) if per_token_stats else self.mlp
@@ -202,10 +207,12 @@ class Attention(nnx.Module):
             (width, config.d_model), ("heads", "embed"), kernel_init=_residual_init(config)
         )
 
-    def __call__(self, x, rope, mask, keys_values, length):
-        """`x: [B, T, D]`; returns the same shape and the layer's extended keys and values, if any.
+    def __call__(self, x, rope, mask, keys_values, place):
+        """`x: [B, T, D]`; returns the same shape and the extended keys and values, if any.
 
         mask: bool `[B or 1, 1, T, S]`, or None for causal attention within `x`.
+        keys_values: those of all layers, or None.
+        place: in them, the layer and how many tokens are stored.
         """
 
         def heads(projection):
@@ -214,10 +221,13 @@ class Attention(nnx.Module):
         q, k = _rotate(heads(self.query), rope), _rotate(heads(self.key), rope)
         v = heads(self.value)
         if keys_values is not None:
-            extend = jax.lax.dynamic_update_slice_in_dim
-            k = extend(keys_values[0], k, length, axis=1)
-            v = extend(keys_values[1], v, length, axis=1)
-            keys_values = k, v
+            layer, length = place
+            start = layer, 0, length, 0, 0
+            keys_values = tuple(
+                jax.lax.dynamic_update_slice(stored, new[None], start)
+                for stored, new in zip(keys_values, (k, v), strict=True)
+            )
+            k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in keys_values)
         attended = jax.nn.dot_product_attention(
             q,
             k,
