@@ -1,21 +1,21 @@
 """Trains a sparse language model: python train.py configs/tiny.yaml [key=value ...]
 
 Everything is kept in the configuration's `run_dir`. The same command continues an interrupted run
-from its last checkpoint, with exactly the result of an uninterrupted one.
+from its last checkpoint, with exactly the result of an uninterrupted one. On several hosts it is
+started on each; they need a `run_dir` that all can write to.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import logging
-import signal
-import sys
-import threading
+import traceback
 
 import jax
 from rich.console import Console
 
 from twell_jax import config as config_lib
-from twell_jax import data, display, metrics, sharding
+from twell_jax import data, display, distributed, metrics, sharding
 from twell_jax.checkpoint import CheckpointError, Checkpoints
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
@@ -36,16 +36,26 @@ def main() -> None:
         elif args.dry_run is not None:
             estimate_memory(config, args.dry_run)
         else:
-            with lock_run(config.run_dir):
+            distributed.initialize(config.mesh.heartbeat_seconds)
+            first = jax.process_index() == 0
+            with lock_run(config.run_dir) if first else contextlib.nullcontext():
                 train(config)
     except (ConfigError, CheckpointError, CannotServe, metrics.NonFiniteLoss, OSError) as error:
-        sys.exit(f"error: {error}")
+        distributed.fail(f"error: {error}")
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        distributed.fail(
+            "error: stopped by the exception above; if it is of a collective, another process was "
+            "lost. The same command on all hosts continues from the last checkpoint"
+        )
 
 
 def train(config: Config) -> None:
-    console = Console()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    first = jax.process_index() == 0
+    console = Console(quiet=not first)
+    stop_requested = distributed.stop_request()
 
     paths = open_run(config)
     corpus = data.load(config, process_index=jax.process_index(), process_count=jax.process_count())
@@ -73,14 +83,15 @@ def train(config: Config) -> None:
             done = "finished" if state.step >= config.steps else "continuing"
             console.out(f"{done} {paths.directory} at step {state.step}", highlight=False)
         step = int(state.step)
-        tokenizers.save(corpus.tokenizer, paths.tokenizer)
+        if first:
+            tokenizers.save(corpus.tokenizer, paths.tokenizer)
 
         with (
             metrics.Log(paths.metrics, step, config.tensorboard) as log,
             display.Progress(console, step, config.steps, config.model.d_ff) as progress,
         ):
             recorder = metrics.Recorder(config, log, progress.show, checkpoints)
-            stopping = stop.is_set()
+            stopping = stop_requested(step)
             while step < config.steps and not stopping:
                 state, measured = trainer.step(state, trainer.put_batch(next(batches)["tokens"]))
                 step += 1
@@ -92,7 +103,7 @@ def train(config: Config) -> None:
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)
                     recorder.add_evaluation(step, held_out_ce)
                     progress.print(f"step {step}  held-out CE {held_out_ce:.3f}")
-                stopping = stop.is_set()  # asked once a step: what ends the loop also saves
+                stopping = stop_requested(step)  # asked once a step: what ends the loop also saves
                 if step % config.checkpoint_every == 0 or step == config.steps or stopping:
                     recorder.flush()
                     position = {"corpus": corpus.fingerprint, "iterator": batches.get_state()}
@@ -102,7 +113,7 @@ def train(config: Config) -> None:
 
     if step < config.steps:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
-    else:
+    elif first:
         show_result(config, paths, corpus.unigram_cross_entropy, console)
 
 

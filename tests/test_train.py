@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 import yaml
 from flax import nnx
 
-from twell_jax import config, sharding
+from twell_jax import config, distributed, metrics, sharding
 from twell_jax.checkpoint import Checkpoints
 from twell_jax.run import load_run
 from twell_jax.training import abstract_state
@@ -87,11 +88,12 @@ def workspace(tmp_path_factory):
     return directory
 
 
-def start(workspace, *arguments, before=("train.py",)):
+def start(workspace, *arguments, before=("train.py",), **variables):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(workspace / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **variables,
     }
     command = [sys.executable, *before, str(workspace / "config.yaml"), *arguments]
     return subprocess.Popen(
@@ -262,6 +264,83 @@ def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
     assert "was started with 64, now 128" in process.stderr
     assert process.stderr.count("\n") == 1
     assert contents(workspace / "run") == before
+
+
+def start_two(workspace, *arguments):
+    """Two processes with two devices each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return [
+        start(
+            workspace,
+            *arguments,
+            "micro_batch=1",
+            JAX_NUM_CPU_DEVICES="2",
+            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(index),
+        )
+        for index in range(2)
+    ]
+
+
+def wait_for_step(run_dir, step, processes):
+    while not any(line["step"] > step for line in metrics.read(run_dir / "metrics.jsonl")):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, tmp_path):
+    # Adam's first step for a neuron is as large as any: at a usual learning rate, rounding that
+    # lets one fire a step earlier grows to 1e-2 within 30 steps.
+    calm = ["optimizer.lr=1e-6", "reinit_every=0"]
+    one, several = tmp_path / "one", tmp_path / "several"
+    reference = start(workspace, f"run_dir={one}", *calm)
+    arguments = [f"run_dir={several}", *calm, "mesh.heartbeat_seconds=10"]
+
+    processes = start_two(workspace, *arguments, "mesh.fsdp=4")
+    wait_for_step(several, 12, processes)
+    processes[1].kill()
+    first, _ = map(finish, processes)
+    assert first.returncode == 1
+    assert "another process was lost. The same command on all hosts continues" in first.stderr
+
+    processes = start_two(workspace, *arguments, "mesh.fsdp=2")
+    wait_for_step(several, 15, processes)
+    processes[1].terminate()
+    first, second = map(finish, processes)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert f"continuing {several} at step 10" in first.stdout
+    assert "; the same command continues" in first.stdout
+    assert "step" not in second.stdout
+
+    last = run(workspace, *arguments, "micro_batch=1", JAX_NUM_CPU_DEVICES="8")
+    assert last.returncode == 0, last.stderr
+    reference = finish(reference)
+    assert reference.returncode == 0, reference.stderr
+    assert final_state(several)[1] == final_state(one)[1]
+    found, expected = records(several), records(one)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for line, right in zip(found, expected, strict=True):
+        for name in {"ce", "l1", "held_out_ce"} & set(right):
+            np.testing.assert_allclose(line[name], right[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID must be numbers"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "must be below JAX_NUM_PROCESSES=2"),
+    ],
+)
+def test_a_wrong_launch_is_one_line(monkeypatch, variables, message):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(config.ConfigError, match=message):
+        distributed.initialize(10)
 
 
 def test_a_dense_run_is_sparsified(workspace, tmp_path):

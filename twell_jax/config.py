@@ -164,6 +164,9 @@ class MeshConfig(_Section):
 
     data: int = Field(-1, ge=-1, description="copies of the model that see different data")
     fsdp: int = Field(1, gt=0, description="devices that share one copy's state")
+    heartbeat_seconds: int = Field(
+        100, gt=0, description="a process that is silent for so long is lost, and ends the others"
+    )
 
     @model_validator(mode="after")
     def _check(self):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from twell_jax.checkpoint import Checkpoints
@@ -22,6 +23,8 @@ class NonFiniteLoss(RuntimeError):
 class Log:
     """`metrics.jsonl`, a line of JSON per logged step or evaluation; a context manager.
 
+    Of several processes the first one writes, the others do nothing.
+
     Args:
       path: the file. Records after `step` are removed: a continued run writes them anew.
       step: the step at which the run starts or continues.
@@ -32,6 +35,9 @@ class Log:
     """
 
     def __init__(self, path: Path, step: int, tensorboard: bool = False):
+        self._file = self._events = None
+        if jax.process_index() > 0:
+            return
         self._events = _event_writer(path.parent, step) if tensorboard else None
         kept = [record for record in read(path) if record["step"] <= step]
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
@@ -41,12 +47,15 @@ class Log:
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._events:
             self._events.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds `record`, which has a "step"; values are numbers or lists with one per layer."""
+        if not self._file:
+            return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._events:
