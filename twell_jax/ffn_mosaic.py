@@ -12,6 +12,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import operands, tile_union, twell
 from pallas_kernels.dense_rows import dense_rows
@@ -41,12 +43,12 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
         operands.check_weight("w_down", w_down)  # the others have its shape and dtype
     except ValueError as error:
         return str(error)
-    return _no_hopper() or _no_single_device()
+    return _no_hopper() or _no_split(x)
 
 
 def is_faster(x: jax.Array) -> bool:
     """Whether the kernels win at this number of tokens; for few, if some 1 % of gates are open."""
-    tokens = x.size // x.shape[-1]
+    tokens = x.size // x.shape[-1] // _devices()
     return tokens <= MAX_TOKENS or tokens >= _MANY_TOKENS
 
 
@@ -65,19 +67,19 @@ def ffn(
       anywhere: compute densely on devices without CUDA.
     """
     x_2d = x.reshape(-1, x.shape[-1])
-    form = form or ("unions" if x_2d.shape[0] >= _MANY_TOKENS else "twell")
+    form = form or ("unions" if x_2d.shape[0] // _devices() >= _MANY_TOKENS else "twell")
     y, stats = _compute(form, anywhere)(x_2d, w_gate, w_up, w_down)
     return y.reshape(x.shape), stats
 
 
 @functools.cache
 def _compute(form: Form, anywhere: bool):
-    kernels = _mapped_in_turn(functools.partial(_ffn, form=form))
+    kernels = _split_over_mesh(_mapped_in_turn(functools.partial(_ffn, form=form)))
 
     def compute(*operands):
         if not anywhere:
             return kernels(*operands)
-        return jax.lax.platform_dependent(*operands, cuda=kernels, default=ffn_xla.ffn)
+        return lax.platform_dependent(*operands, cuda=kernels, default=ffn_xla.ffn)
 
     # Under jit the platform of the operands counts where nothing else is compiled.
     compute = jax.custom_vjp(jax.jit(compute) if anywhere else compute)
@@ -85,6 +87,27 @@ def _compute(form: Form, anywhere: bool):
         lambda *operands: jax.vjp(ffn_xla.ffn, *operands), lambda vjp, cotangent: vjp(cotangent)
     )
     return compute
+
+
+def _split_over_mesh(function):
+    """Each device of the current mesh takes its share of the tokens, and all of the weights."""
+
+    def split(x, *weights):
+        if _devices() == 1:
+            return function(x, *weights)
+        axes = jax.sharding.get_abstract_mesh().axis_names
+
+        def local(*operands):
+            y, stats = function(*operands)
+            mean, most = (functools.partial(f, axis_name=axes) for f in (lax.pmean, lax.pmax))
+            fired = most(stats.fired.astype(jnp.int32)) > 0
+            return y, FFNStats(mean(stats.l1), mean(stats.nnz), most(stats.max_nnz), fired)
+
+        tokens, whole = PartitionSpec(axes), PartitionSpec()
+        specs = {"in_specs": (tokens, whole, whole, whole), "out_specs": (tokens, whole)}
+        return jax.shard_map(local, **specs, check_vma=False)(x, *weights)
+
+    return split
 
 
 def _mapped_in_turn(function):
@@ -99,7 +122,7 @@ def _mapped_in_turn(function):
             return function(*(next(mapped) if batched else a for a, batched in pairs))
 
         mapped = [a for a, batched in zip(operands, is_batched, strict=True) if batched]
-        out = jax.lax.map(call, mapped)
+        out = lax.map(call, mapped)
         return out, jax.tree.map(lambda _: True, out)
 
     return function
@@ -136,6 +159,12 @@ def _stats(nnz, l1, fired):
     return FFNStats(l1 / nnz.size, jnp.mean(nnz, dtype=jnp.float32), jnp.max(nnz), fired)
 
 
+def _devices() -> int:
+    """Over how many devices XLA would have to partition a computation at this place."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.are_all_axes_manual else mesh.size
+
+
 def _no_hopper() -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:  # lowering for a device that need not be here
@@ -148,8 +177,10 @@ def _no_hopper() -> str | None:
     return None if is_hopper else f"it needs a Hopper GPU, got {kind}"
 
 
-def _no_single_device() -> str | None:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
-        return None
-    return "XLA cannot partition the kernels over a mesh; call it inside shard_map"
+def _no_split(x: jax.Array) -> str | None:
+    mesh, tokens = jax.sharding.get_abstract_mesh(), x.size // x.shape[-1]
+    if _devices() > 1 and any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return "XLA cannot partition the kernels over this mesh; call it inside shard_map"
+    if tokens % _devices():
+        return f"{tokens} tokens do not divide over {_devices()} devices"
+    return None

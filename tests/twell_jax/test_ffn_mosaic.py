@@ -1,13 +1,15 @@
 """`sparse_ffn(implementation="mosaic")`: the kernels on a GPU, else their pure-JAX twins."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import (
     dense_rows,
@@ -28,9 +30,11 @@ mosaic = functools.partial(sparse_ffn, implementation="mosaic")
 xla = functools.partial(sparse_ffn, implementation="xla")
 
 
-def abstract_gpu(name):
+def abstract_gpu(name, devices=1):
     device = AbstractDevice(device_kind=name, num_cores=132, platform="gpu")
-    return AbstractMesh((1, 1), ("data", "fsdp"), 2 * (AxisType.Auto,), abstract_device=device)
+    return AbstractMesh(
+        (1, devices), ("data", "fsdp"), 2 * (AxisType.Auto,), abstract_device=device
+    )
 
 
 H100 = abstract_gpu("NVIDIA H100 80GB HBM3")
@@ -144,6 +148,32 @@ def test_vmap_and_gradients_equal_the_dense_ones(twins):
         )
 
 
+TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(twins, gated):
+    operands = draw(8 * 100, 128, 256, gated=gated)
+    operands[0] = operands[0].at[5, -1].set(-1)
+    mesh = jax.make_mesh((4, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    with jax.set_mesh(mesh):
+        x, *weights = (
+            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
+        )
+        compiled = jax.jit(mosaic).lower(x, *weights).compile()
+        y, stats = compiled(x, *weights)
+        with pytest.raises(CannotServe, match="801 tokens do not divide over 8 devices"):
+            mosaic(jnp.zeros((801, 128), x.dtype), *operands[1:])
+    collectives = re.findall(r" (all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    assert collectives == ["all-gather"] * (3 if gated else 2)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), y.ndim)
+    y_alone, alone = xla(*operands)
+    assert error(y, y_alone) < 5e-3
+    for ours, theirs in zip(*map(jax.tree.leaves, (stats, alone)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=5e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -218,6 +248,8 @@ def test_by_default_the_kernels_serve_where_they_win():
         assert kernels(sparse_ffn, *draw(1024, 512, 1408), platform="cpu") == 0
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA A100-SXM4-80GB")):
         assert default(1024) == 0
+    with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA H200", devices=4)):
+        assert default(1024) == 0 and default(4096) > 0
 
 
 def test_a_whole_model_lowers_with_the_kernels_where_it_is_not_differentiated():

@@ -119,6 +119,7 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
             array = np.asarray(leaf[i] if layout.stacked else leaf).astype(dtype)
             tensors[name] = np.ascontiguousarray(array.T if layout.transposed else array)
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o644)  # safetensors lets nobody else read it
     if len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
