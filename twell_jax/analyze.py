@@ -17,9 +17,11 @@ from twell_jax import config as config_lib
 from twell_jax import data, display
 from twell_jax.checkpoint import CheckpointError
 from twell_jax.config import ConfigError
+from twell_jax.ffn import CannotServe
 from twell_jax.plots import plot_activity
 from twell_jax.run import RunPaths, load_run, write_atomically
 from twell_jax.sparsity import measure_activity, summarise
+from twell_jax.speedup import measure_speedup
 
 
 def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
@@ -42,13 +44,16 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
         raise ConfigError(
             f"data: its tokenizer is not that of the run in {run_dir}; restore the old files"
         )
+    document_end = tokenizer.eot_id if config.data.mask_documents else None
     activity = measure_activity(
-        model,
-        corpus.held_out,
-        batch=config.micro_batch,
-        document_end=tokenizer.eot_id if config.data.mask_documents else None,
+        model, corpus.held_out, batch=config.micro_batch, document_end=document_end
     )
-    summary = summarise(activity)
+    try:
+        speedup = measure_speedup(model, corpus.held_out, document_end=document_end)
+    except CannotServe as error:
+        speedup = None
+        console.out(f"speed-up not measured: {error}", highlight=False)
+    summary = summarise(activity) | {"speedup": speedup and speedup.summarise()}
     paths = RunPaths(run_dir)
     write_atomically(paths.analysis, json.dumps(summary) + "\n")
     for table in tables(summary):
@@ -57,12 +62,12 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
     verdict = display.verdict(activity.ce, corpus.unigram_cross_entropy)
     console.out(f"{measured}: {verdict}", highlight=False)
     console.out(f"analysis: {paths.analysis}", highlight=False)
-    for path in plot_activity(activity, paths.directory):
+    for path in plot_activity(activity, speedup, paths.directory):
         console.out(f"plot: {path}", highlight=False)
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """What `sparsity.summarise` returns, as tables with a row per layer."""
+    """What analysis.json holds, as tables with a row per layer."""
     d_ff = summary["d_ff"]
     fired = _table(
         f"neurons of {d_ff} that fire for a token",
@@ -94,7 +99,20 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         "activations that the most used neurons have",
         {f"top {k} %": _format(shares, ".1%") for k, shares in summary["top_percent"].items()},
     )
-    return [fired, positions, shared, top]
+    speedup = summary["speedup"]
+    return [fired, positions, shared, top, *([_speedup_table(speedup)] if speedup else [])]
+
+
+def _speedup_table(speedup: dict[str, Any]) -> Table:
+    return _table(
+        f"feed-forward block, forward, {speedup['tokens']:,} tokens on {speedup['device']}",
+        {
+            "mean nnz": _format(speedup["nnz"], ".1f"),
+            "dense XLA, ms": _format(speedup["xla_ms"], ".3f"),
+            "kernels, ms": _format(speedup["mosaic_ms"], ".3f"),
+            "speed-up": _format(speedup["factor"], ".2f"),
+        },
+    )
 
 
 def _table(title: str, columns: dict[str, list[str]]) -> Table:

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from twell_jax.sparsity import Activity, concentration
+from twell_jax.speedup import Speedup
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150})
 
@@ -27,9 +28,12 @@ def plot_run(
     ]
 
 
-def plot_activity(activity: Activity, directory: Path) -> list[Path]:
-    """Draws `nnz_by_layer.png`, `nnz_by_position.png`, `union.png` and `usage.png`."""
+def plot_activity(activity: Activity, speedup: Speedup | None, directory: Path) -> list[Path]:
+    """Draws `nnz_by_layer.png`, `nnz_by_position.png`, `union.png`, `usage.png`, and, where it was
+    measured, `speedup.png`."""
+    drawn = [_plot_speedup(speedup, directory / "speedup.png")] if speedup else []
     return [
+        *drawn,
         _plot_nnz_by_layer(activity, directory / "nnz_by_layer.png"),
         _plot_nnz_by_position(activity, directory / "nnz_by_position.png"),
         _plot_union(activity, directory / "union.png"),
@@ -123,6 +127,22 @@ def _plot_usage(activity, path):
     axes.plot([0, 100], [0, 100], color="gray", ls="--", lw=1, label="if all were used alike")
     axes.set(xlabel="most used neurons (%)", ylabel="share of the activations (%)", ylim=0)
     axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
+def _plot_speedup(speedup, path):
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot(speedup.nnz, speedup.factor, "o", ms=5)
+    for layer, point in enumerate(zip(speedup.nnz, speedup.factor, strict=True)):
+        axes.annotate(
+            str(layer), point, xytext=(4, 4), textcoords="offset points", fontsize="small"
+        )
+    axes.axhline(1, color="gray", ls="--", lw=1)
+    axes.set(xlabel="mean non-zeros per token", ylabel="speed-up over dense XLA", ylim=(0, None))
+    title = f"feed-forward block of each layer, {speedup.device}"
+    if len(speedup.nnz) > 2:
+        title += f", r = {np.corrcoef(speedup.nnz, speedup.factor)[0, 1]:.3f}"
+    axes.set_title(title, loc="left", fontsize="medium")
     return _save(figure, path)
 
 

@@ -6,7 +6,7 @@ import random
 import jax
 import pytest
 
-from twell_jax import analyze, data, sharding
+from twell_jax import analyze, data, sharding, sparse_ffn, speedup
 from twell_jax import config as config_lib
 from twell_jax.checkpoint import Checkpoints
 from twell_jax.data import tokenizers
@@ -74,6 +74,36 @@ def test_tables_figures_and_plots_of_a_run(run, monkeypatch, capsys):
     for name in ("nnz_by_layer", "nnz_by_position", "union", "usage"):
         path = paths.directory / f"{name}.png"
         assert path.read_bytes().startswith(b"\x89PNG") and str(path) in printed
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is measured there")
+def test_without_a_gpu_it_says_that_no_speed_up_is_measured(run, monkeypatch, capsys):
+    paths, _ = run
+    run_main(monkeypatch, paths.directory)
+    assert "speed-up not measured: implementation='mosaic' cannot serve" in capsys.readouterr().out
+    assert json.loads(paths.analysis.read_text())["speedup"] is None
+
+
+def test_speed_up_per_layer_is_that_of_the_inputs_which_the_layer_sees(run, monkeypatch, capsys):
+    """With the dense block in the kernels' place and a clock that says what it was asked."""
+    times = {"xla": 3.0, "mosaic": 2.0}
+    asked = []
+
+    def dense(*operands, implementation, **options):
+        asked.append(implementation)
+        return sparse_ffn(*operands, **options, implementation="xla")
+
+    monkeypatch.setattr(speedup, "sparse_ffn", dense)
+    monkeypatch.setattr(
+        speedup.timing, "milliseconds", lambda f, *a, calls: (f(*a), times[asked[-1]])[1]
+    )
+    paths, _ = run
+    run_main(monkeypatch, paths.directory)
+    summary = json.loads(paths.analysis.read_text())
+    assert summary["speedup"]["nnz"] == pytest.approx(summary["nnz_mean"])
+    assert summary["speedup"]["factor"] == [1.5, 1.5]
+    assert "1.50" in capsys.readouterr().out
+    assert (paths.directory / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_number_of_sequences_can_be_chosen(run, monkeypatch):
