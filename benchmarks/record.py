@@ -23,23 +23,31 @@ def relative_error(out, reference) -> float:
 
 def write(benchmark: str, rows: list[dict[str, Any]], directory: Path = RESULTS) -> Path:
     """Stores measured rows with the device, versions, commit and command."""
-    device = jax.devices()[0].device_kind
-    today = date.today()
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax")
     content = {
         "benchmark": benchmark,
-        "device": device,
-        "date": today.isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "date": date.today().isoformat(),
         "commit": _commit(),
         "versions": {name: v for name in packages if (v := _version(name))},
         "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "rows": rows,
     }
-    slug = device.lower().replace(" ", "-")
-    path = directory / f"{benchmark}-{slug}-{today:%Y%m%d}.json"
+    path = _path(benchmark, directory)
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def rows_of_today(benchmark: str, directory: Path = RESULTS) -> list[dict[str, Any]]:
+    """What `write` stored today on this device, to continue an interrupted benchmark."""
+    path = _path(benchmark, directory)
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def _path(benchmark, directory):
+    slug = jax.devices()[0].device_kind.lower().replace(" ", "-")
+    return directory / f"{benchmark}-{slug}-{date.today():%Y%m%d}.json"
 
 
 def line(row: dict[str, Any]) -> str:
