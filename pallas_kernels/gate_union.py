@@ -43,12 +43,8 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_weight("w_gate", w_gate)
-    h, d = w_gate.shape
-    if x.ndim != 2 or x.shape[0] < 1:
-        raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
-    m = x.shape[0]
-    operands.check_array("x", x, (m, d), w_gate.dtype)
+    operands.check_tokens(x, w_gate)
+    m, h = x.shape[0], w_gate.shape[0]
     tiles = pl.cdiv(m, TOKENS)
     return gate_matmul.gate_matmul(
         w_gate,

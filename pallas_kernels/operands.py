@@ -20,6 +20,14 @@ def check_weight(name: str, w: jax.Array) -> None:
         )
 
 
+def check_tokens(x: jax.Array, w_gate: jax.Array) -> None:
+    """Raises ValueError unless the kernels take these two operands of a gate matmul."""
+    check_weight("w_gate", w_gate)
+    if x.ndim != 2 or x.shape[0] < 1:
+        raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
+    check_array("x", x, (x.shape[0], w_gate.shape[1]), w_gate.dtype)
+
+
 def check_array(
     name: str, array: jax.Array | None, shape: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> None:
