@@ -53,11 +53,12 @@ def sparse_ffn(
         dense), "twell" or "unions" ("mosaic" with this packed format of the gate, for more than 64
         tokens), or None for what the environment variable TWELL_JAX_IMPLEMENTATION names or,
         without it, what is faster here: the kernels for up to 64 tokens, where that takes about 1 %
-        of open gates, and from 1024 tokens on, at any density (docs/performance.md).
+        of open gates, and from 1024 tokens on; dense ones cost a few percent there
+        (docs/performance.md).
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
-        rounds g, u, h and y to the dtype of x, the kernels only g and y.
+        rounds g, u, h and y to the dtype of x, the kernels g and y, and with unions h.
 
     Raises:
       ValueError: shapes or dtypes do not agree.

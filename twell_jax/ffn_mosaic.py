@@ -29,7 +29,7 @@ from twell_jax.ffn_xla import FFNStats
 
 Form = Literal["twell", "unions"]
 
-_MANY_TOKENS = 1024  # from here on tile unions beat XLA, whatever the density
+_MANY_TOKENS = 1024  # from here on tile unions beat XLA on patterns of trained models
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
 

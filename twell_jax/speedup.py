@@ -63,27 +63,26 @@ def measure_speedup(
         stacked = (mlp.w_gate, mlp.w_up, mlp.w_down)
         return [None if w is None else w[layer].astype(config.dtype) for w in stacked]
 
-    @partial(jax.jit, static_argnames="implementation")
     def block(x, *weights, implementation):
         return sparse_ffn(x, *weights, activation=config.activation, implementation=implementation)
-
-    def milliseconds(x, layer, implementation):
-        output = jax.jit(lambda *operands: block(*operands, implementation=implementation)[0])
-        return timing.milliseconds(output, x, *weights(layer), calls=20)
 
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
     x = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
     jax.eval_shape(partial(block, implementation="mosaic"), x, *weights(0))  # or it cannot serve
     inputs = ffn_inputs(model, tokens, document_end=document_end)
     layers = list(enumerate(inputs.reshape(config.layers, *x.shape)))
+    statistics = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
+
+    def measure(implementation):
+        output = jax.jit(lambda *operands: block(*operands, implementation=implementation)[0])
+        return np.array([timing.milliseconds(output, x, *weights(i), calls=20) for i, x in layers])
+
     return Speedup(
         device=jax.devices()[0].device_kind,
         tokens=tokens.size,
-        nnz=np.array(
-            [block(x, *weights(i), implementation="xla")[1].nnz for i, x in layers], np.float64
-        ),
-        xla_ms=np.array([milliseconds(x, i, "xla") for i, x in layers]),
-        mosaic_ms=np.array([milliseconds(x, i, "mosaic") for i, x in layers]),
+        nnz=np.array([statistics(x, *weights(i)).nnz for i, x in layers], np.float64),
+        xla_ms=measure("xla"),
+        mosaic_ms=measure("mosaic"),
     )
 
 
