@@ -153,7 +153,7 @@ def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
 
 
 def without_dead(x: jax.Array, layer):
-    """The layer without the neurons that no token fires, but for the last few of 128."""
+    """The layer without neurons that no token fires, but for some to make H a multiple of 128."""
     _, stats = jax.jit(sparse_ffn)(x, *layer)
     order = jnp.argsort(~stats.fired)
     kept = order[: -(-int(stats.fired.sum()) // 128) * 128]

@@ -135,6 +135,8 @@ def _ffn(x, w_gate, w_up, w_down, *, form):
     packed_ffn = {"twell": _twell_ffn, "unions": _union_ffn}[form]
     w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
     y, nnz, l1, fired, heavy = packed_ffn(x, w_first, w_second, w_down)
+    # y may have padding rows, which are cut last: XLA would hand a slice to the in-place kernel as
+    # a part of the larger buffer, and take the result from another one.
     y_ref = jax.new_ref(y)
     heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
     return y_ref[...][: x.shape[0]], _stats(nnz, l1 + heavy_l1, fired | heavy_fired)
