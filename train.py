@@ -20,6 +20,7 @@ from twell_jax.checkpoint import CheckpointError, Checkpoints
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.ffn import CannotServe
+from twell_jax.optimizer import l1_coefficient
 from twell_jax.plots import plot_run
 from twell_jax.run import RunPaths, initial_params, lock_run, open_run
 from twell_jax.training import make_trainer
@@ -93,7 +94,8 @@ def train(config: Config) -> None:
             recorder = metrics.Recorder(config, log, progress.show, checkpoints)
             stopping = stop_requested(step)
             while step < config.steps and not stopping:
-                state, measured = trainer.step(state, trainer.put_batch(next(batches)["tokens"]))
+                batch = trainer.put_batch(next(batches)["tokens"])
+                state, measured = trainer.step(state, batch, l1_coefficient(config, step))
                 step += 1
                 recorder.add(step, measured)
                 if config.reinit_every and step % config.reinit_every == 0:
@@ -138,7 +140,7 @@ def estimate_memory(config: Config, devices: int) -> None:
     mesh = sharding.make_mesh(config.mesh)
     jax.set_mesh(mesh)
     trainer = make_trainer(config, document_end=0, mesh=mesh)
-    compiled = trainer.step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+    compiled = trainer.step.lower(trainer.abstract_state, trainer.abstract_batch, 0.0).compile()
     print(display.memory(compiled.memory_analysis(), trainer.abstract_state.params, mesh.size))
 
 

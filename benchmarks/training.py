@@ -44,12 +44,12 @@ def measure(config: config_lib.Config) -> dict:
     shape = (config.batch_sequences, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     batch = trainer.put_batch(tokens)
-    compiled = trainer.step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+    compiled = trainer.step.lower(trainer.abstract_state, trainer.abstract_batch, 0.0).compile()
     state = trainer.init()
 
     def step():
         nonlocal state
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, batch, config.l1_coefficient)
         return metrics
 
     ms = timing.milliseconds(step, calls=1)

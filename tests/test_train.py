@@ -163,6 +163,8 @@ def test_a_run_learns_and_shows_what_it_did(workspace, uninterrupted):
     assert [line["step"] for line in training] == list(range(3, STEPS + 1, 3))
     assert [line["step"] for line in lines if "held_out_ce" in line] == [25, 50, 60]
     assert training[-1]["ce"] < 0.8 * training[0]["ce"]
+    l1 = [0.5e-3 * min(line["step"] - 1, 20) for line in training]  # l1_warmup, before the update
+    np.testing.assert_allclose([line["l1_coefficient"] for line in training], l1, rtol=1e-6)
     assert len(training[-1]["nnz"]) == 2
     assert training[-1]["tokens"] == 256 * STEPS
     assert {path.name for path in (directory / "checkpoints").iterdir()} == {"40", "50", "60"}

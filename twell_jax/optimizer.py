@@ -23,21 +23,24 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, plateau, decay], [config.warmup_steps, start])
 
 
-def l1_coefficient(config: Config) -> optax.Schedule:
+def l1_coefficient(config: Config, step: int) -> float:
     """0 up to `l1_warmup[0]`, rising to the full coefficient up to `l1_warmup[1]`.
 
     It rises linearly, or in `l1_stages` stages of equal length and equal steps, of which the last
     has the full coefficient, for a dense model that has just lost its SiLU (after ProSparse, arXiv
     2402.13516).
+
+    Args:
+      config: the run.
+      step: steps taken before.
     """
     start, end = config.l1_warmup
     if end == 0:
-        return optax.constant_schedule(config.l1_coefficient)
+        return config.l1_coefficient
     if stages := config.l1_stages:
         rises = [start + round(i * (end - start) / stages) for i in range(stages)]
-        heights = [config.l1_coefficient * i / stages for i in range(stages + 1)]
-        return optax.join_schedules([optax.constant_schedule(h) for h in heights], rises)
-    return optax.linear_schedule(0.0, config.l1_coefficient, max(end - start, 1), start)
+        return config.l1_coefficient * sum(step >= rise for rise in rises) / stages
+    return config.l1_coefficient * min(max(step - start, 0) / max(end - start, 1), 1.0)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

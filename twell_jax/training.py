@@ -16,7 +16,7 @@ from twell_jax import sharding
 from twell_jax.config import Config
 from twell_jax.ffn import FFNStats
 from twell_jax.model import Transformer, graphdef
-from twell_jax.optimizer import l1_coefficient, learning_rate, make_optimizer
+from twell_jax.optimizer import learning_rate, make_optimizer
 from twell_jax.reinit import reinitialise
 
 
@@ -69,7 +69,8 @@ class Trainer:
       abstract_state: `TrainState` of shapes, dtypes and shardings (what a checkpoint restores to).
       abstract_batch: the tokens that `step` takes, int32 [accumulation, sequences, context + 1].
       init: () -> state.
-      step: (state, tokens) -> state, metrics; the given state is consumed.
+      step: (state, tokens, L1 coefficient) -> state, metrics; the given state is consumed. What is
+        compiled does not depend on the coefficient, so that runs which differ in it alone share it.
       reinitialise: state -> state, with the gates of dead neurons drawn anew; the given state is
         consumed.
       evaluate: (params, int32 [n, context + 1]) -> mean held-out cross-entropy, nats per token.
@@ -79,7 +80,7 @@ class Trainer:
     abstract_state: TrainState
     abstract_batch: jax.ShapeDtypeStruct
     init: Callable[[], TrainState]
-    step: Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
+    step: Callable[[TrainState, jax.Array, float], tuple[TrainState, StepMetrics]]
     reinitialise: Callable[[TrainState], TrainState]
     evaluate: Callable[[nnx.State, np.ndarray], float]
 
@@ -102,7 +103,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
     """
     accumulation = config.accumulation_steps(mesh.size)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    lr, l1_weight = learning_rate(config.optimizer, config.steps), l1_coefficient(config)
+    lr = learning_rate(config.optimizer, config.steps)
     dead_steps = -(-config.dead_window_tokens // config.batch_tokens)
     document_end = document_end if config.data.mask_documents else None
     graph = graphdef(config.model)
@@ -112,16 +113,14 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         logits, stats = model(tokens[:, :-1], document_end=document_end)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), stats
 
-    def loss(params, tokens, weight):
+    def loss(params, tokens, l1_coefficient):
         ce, stats = cross_entropy(params, tokens)
         ce = jnp.mean(ce)
-        return ce + weight * jnp.mean(stats.l1), (ce, stats)
+        return ce + l1_coefficient * jnp.mean(stats.l1), (ce, stats)
 
-    def step(state, batch):
-        weight = l1_weight(state.step)
-
+    def step(state, batch, l1_coefficient):
         def accumulate(total, tokens):
-            grads, aux = jax.grad(loss, has_aux=True)(state.params, tokens, weight)
+            grads, aux = jax.grad(loss, has_aux=True)(state.params, tokens, l1_coefficient)
             return jax.tree.map(jnp.add, total, grads), aux
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
@@ -135,7 +134,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         metrics = StepMetrics(
             ce=jnp.mean(ce),
             l1=jnp.mean(stats.l1),
-            l1_coefficient=weight,
+            l1_coefficient=l1_coefficient,
             lr=lr(state.step),
             grad_norm=optax.tree.norm(grads),
             nnz=stats.nnz,
@@ -167,7 +166,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
     )
     step = jax.jit(
         step,
-        in_shardings=(shardings, batch.sharding),
+        in_shardings=(shardings, batch.sharding, replicated),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )

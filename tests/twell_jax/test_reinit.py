@@ -80,7 +80,7 @@ def test_a_dead_neuron_can_fire_again_and_the_draw_follows_from_seed_and_step():
             gate = state.params["blocks"]["mlp"]["w_gate"]
             gate[...] = gate[...].at[1, 7].set(0)  # relu(0) never fires, and has no gradient
             for _ in range(3):
-                state, metrics = trainer.step(state, trainer.put_batch(tokens))
+                state, metrics = trainer.step(state, trainer.put_batch(tokens), 0.0)
             assert metrics.dead[1] >= 1 / D_FF and state.idle_steps[1, 7] == 3
             return trainer.reinitialise(state)
 
@@ -88,5 +88,5 @@ def test_a_dead_neuron_can_fire_again_and_the_draw_follows_from_seed_and_step():
         assert state.idle_steps[1, 7] == 0 and state.step == 3
         for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
             np.testing.assert_array_equal(a, b)
-        state, _ = trainer.step(state, trainer.put_batch(tokens))
+        state, _ = trainer.step(state, trainer.put_batch(tokens), 0.0)
         assert state.idle_steps[1, 7] == 0  # it fired

@@ -9,10 +9,12 @@ import pytest
 from flax import nnx
 
 from twell_jax import ConfigError, Transformer, config, sharding
+from twell_jax.optimizer import l1_coefficient
 from twell_jax.training import init_state, make_trainer
 
 SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
 END = 60
+L1 = 1e-2
 
 
 def settings(**changes):
@@ -21,7 +23,6 @@ def settings(**changes):
         "steps": 50,
         "batch_tokens": SEQUENCES * CONTEXT,
         "micro_batch": 2,
-        "l1_coefficient": 1e-2,
         "dead_window_tokens": 2 * SEQUENCES * CONTEXT,
         "optimizer": {"lr": 1e-2},
         "model": {
@@ -53,7 +54,7 @@ def train(trainer, batches):
     with jax.set_mesh(trainer.mesh):
         state, measured = trainer.init(), []
         for tokens in batches:
-            state, metrics = trainer.step(state, trainer.put_batch(tokens))
+            state, metrics = trainer.step(state, trainer.put_batch(tokens), L1)
             measured.append({name: np.asarray(value) for name, value in vars(metrics).items()})
     return state, measured
 
@@ -114,7 +115,7 @@ def test_metrics_are_those_of_the_batch_before_the_update(batches):
     with jax.set_mesh(trainer.mesh):
         params = trainer.init().params
     gradient = jax.jit(jax.grad(reference_loss, has_aux=True))
-    grads, (ce, stats) = gradient(params, batches[0], 1e-2)
+    grads, (ce, stats) = gradient(params, batches[0], L1)
     _, (measured,) = train(trainer, batches[:1])
     np.testing.assert_allclose(measured["ce"], ce, rtol=1e-5)
     np.testing.assert_allclose(measured["l1"], stats.l1.mean(), rtol=1e-5)
@@ -122,7 +123,7 @@ def test_metrics_are_those_of_the_batch_before_the_update(batches):
     np.testing.assert_array_equal(measured["max_nnz"], stats.max_nnz)
     norm = np.sqrt(sum(np.sum(np.asarray(leaf) ** 2) for leaf in jax.tree.leaves(grads)))
     np.testing.assert_allclose(measured["grad_norm"], norm, rtol=1e-5)
-    np.testing.assert_allclose((measured["lr"], measured["l1_coefficient"]), (1e-2, 1e-2))
+    np.testing.assert_allclose((measured["lr"], measured["l1_coefficient"]), (1e-2, L1))
 
 
 @pytest.mark.parametrize(("devices", "count"), [(1, 5), (1, 1), (8, 21), (8, 16)])
@@ -161,7 +162,7 @@ def test_a_neuron_that_never_fires_is_counted_as_dead():
         gate = state.params["blocks"]["mlp"]["w_gate"]
         gate[...] = gate[...].at[1, 7].set(0.0)  # relu(0) = 0, with no gradient
         for step in (1, 2, 3):
-            state, metrics = trainer.step(state, trainer.put_batch(draw()))
+            state, metrics = trainer.step(state, trainer.put_batch(draw()), L1)
             assert state.idle_steps[1, 7] == step
             # The window is two batches long.
             assert metrics.dead[1] >= (1 / D_FF if step >= 2 else 0)
@@ -171,18 +172,32 @@ def test_a_neuron_that_never_fires_is_counted_as_dead():
 
 @pytest.mark.slow
 def test_l1_makes_the_model_sparse():
-    def train_longer(trainer):
+    trainer = trainer_on(1, micro_batch=16)
+
+    def train_longer(l1_coefficient):
         with jax.set_mesh(trainer.mesh):
             state, tokens = trainer.init(), trainer.put_batch(draw())
             for _ in range(50):
-                state, metrics = trainer.step(state, tokens)
+                state, metrics = trainer.step(state, tokens, l1_coefficient)
         return float(metrics.nnz.mean()), float(metrics.ce)
 
-    weak = trainer_on(1, micro_batch=16)
-    strong = make_trainer(settings(l1_coefficient=0.3, micro_batch=16), END, weak.mesh)
-    (dense, dense_ce), (sparse, sparse_ce) = train_longer(weak), train_longer(strong)
+    (dense, dense_ce), (sparse, sparse_ce) = train_longer(L1), train_longer(0.3)
     assert sparse < 0.3 * dense
     assert max(dense_ce, sparse_ce) < 0.5 * np.log(VOCAB)
+
+
+def test_runs_that_differ_in_l1_share_the_compiled_step():
+    def lowered(**changes):
+        run = settings(**changes)
+        mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+        with jax.set_mesh(mesh):
+            trainer = make_trainer(run, END, mesh)
+            operands = trainer.abstract_state, trainer.abstract_batch, l1_coefficient(run, step=3)
+            return trainer.step.lower(*operands).as_text()
+
+    plain = lowered(l1_coefficient=0)
+    assert lowered(l1_coefficient=0.3) == plain
+    assert lowered(l1_coefficient=0.3, l1_warmup=(2, 9)) == plain
 
 
 def test_the_seed_decides_the_weights():
