@@ -111,6 +111,8 @@ def _speedup_table(speedup: dict[str, Any]) -> Table:
             "dense XLA, ms": _format(speedup["xla_ms"], ".3f"),
             "kernels, ms": _format(speedup["mosaic_ms"], ".3f"),
             "speed-up": _format(speedup["factor"], ".2f"),
+            "error, XLA": _format(speedup["xla_error"], ".1e"),
+            "error, kernels": _format(speedup["mosaic_error"], ".1e"),
         },
     )
 

@@ -85,13 +85,14 @@ def test_without_a_gpu_it_says_that_no_speed_up_is_measured(run, monkeypatch, ca
 
 
 def test_speed_up_per_layer_is_that_of_the_inputs_which_the_layer_sees(run, monkeypatch, capsys):
-    """With the dense block in the kernels' place and a clock that says what it was asked."""
+    """With a dense block that errs in the kernels' place; the clock says what it was asked."""
     times = {"xla": 3.0, "mosaic": 2.0}
     asked = []
 
     def dense(*operands, implementation, **options):
         asked.append(implementation)
-        return sparse_ffn(*operands, **options, implementation="xla")
+        y, stats = sparse_ffn(*operands, **options, implementation="xla")
+        return (y * 1.01 if implementation == "mosaic" else y), stats
 
     monkeypatch.setattr(speedup, "sparse_ffn", dense)
     monkeypatch.setattr(
@@ -102,7 +103,10 @@ def test_speed_up_per_layer_is_that_of_the_inputs_which_the_layer_sees(run, monk
     summary = json.loads(paths.analysis.read_text())
     assert summary["speedup"]["nnz"] == pytest.approx(summary["nnz_mean"])
     assert summary["speedup"]["factor"] == [1.5, 1.5]
-    assert "1.50" in capsys.readouterr().out
+    assert summary["speedup"]["xla_error"] == pytest.approx([0, 0], abs=1e-5)
+    assert summary["speedup"]["mosaic_error"] == pytest.approx([0.01, 0.01], rel=1e-3)
+    printed = capsys.readouterr().out
+    assert "1.50" in printed and "1.0e-02" in printed
     assert (paths.directory / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
