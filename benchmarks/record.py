@@ -21,33 +21,36 @@ def relative_error(out, reference) -> float:
     return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
 
 
-def write(benchmark: str, rows: list[dict[str, Any]], directory: Path = RESULTS) -> Path:
-    """Stores measured rows with the device, versions, commit and command."""
+def write(
+    benchmark: str, rows: list[dict[str, Any]], directory: Path = RESULTS, **details: Any
+) -> Path:
+    """Stores measured rows with the device, versions, commit, command and any JSON `details`."""
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax")
     content = {
         "benchmark": benchmark,
-        "device": jax.devices()[0].device_kind,
+        "device": device(),
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {name: v for name in packages if (v := _version(name))},
         "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        **details,
         "rows": rows,
     }
-    path = _path(benchmark, directory)
+    path = path_of_today(benchmark, directory)
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 
 
-def rows_of_today(benchmark: str, directory: Path = RESULTS) -> list[dict[str, Any]]:
-    """What `write` stored today on this device, to continue an interrupted benchmark."""
-    path = _path(benchmark, directory)
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
-def _path(benchmark, directory):
-    slug = jax.devices()[0].device_kind.lower().replace(" ", "-")
+def path_of_today(benchmark: str, directory: Path = RESULTS) -> Path:
+    """Where `write` stores what is measured today on this device."""
+    slug = device().lower().replace(" ", "-")
     return directory / f"{benchmark}-{slug}-{date.today():%Y%m%d}.json"
+
+
+def device() -> str:
+    """What is measured on."""
+    return jax.devices()[0].device_kind
 
 
 def line(row: dict[str, Any]) -> str:
@@ -71,9 +74,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    if commit := os.environ.get("COMMIT"):  # for copies of the tree without its history
-        return commit
+def commit() -> str | None:
+    """What is measured, as `git describe` names it."""
+    if named := os.environ.get("COMMIT"):  # for copies of the tree without its history
+        return named
     try:
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

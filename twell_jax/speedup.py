@@ -87,7 +87,6 @@ def measure_speedup(
     inputs = ffn_inputs(model, tokens, document_end=document_end)
     layers = list(enumerate(inputs.reshape(config.layers, *x.shape)))
     statistics = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
-
     error = jax.jit(partial(_relative_error, activation=config.activation))
 
     def measure(implementation):

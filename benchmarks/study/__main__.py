@@ -1,10 +1,11 @@
 """What L1 does to a language model, and what the kernels make of it: docs/study.md.
 
-    python -m benchmarks.study [--only NAME ...] [--out DIRECTORY] [key=value ...]
+    python -m benchmarks.study [--only NAME ...] [--resume FILE] [--out DIRECTORY] [key=value ...]
 
-Trains and analyses variants of base.yaml, one after the other, by the commands that a user has. A
-variant that the record of the day has already is left out, an interrupted one continues. Overrides
-count for all of them: on a machine with more source, data.source=files and data.paths=[...].
+Trains and analyses variants of base.yaml, one after the other, by the commands that a user has. The
+record of the day in DIRECTORY takes over the rows of FILE, a record of another day or machine. A
+variant that it has already is left out, an interrupted one continues. Overrides count for all
+variants: on a machine with more source, data.source=files and data.paths=[...].
 """
 
 import argparse
@@ -12,11 +13,15 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import record
 from twell_jax import config as config_lib
+from twell_jax.config import ConfigError
 from twell_jax.run import RunPaths
 
 BASE = Path(__file__).parent / "base.yaml"
@@ -40,16 +45,51 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="record to continue")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     # This process asks for the device's name alone and must leave its memory to the others.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    rows = record.rows_of_today("study", args.out)
-    done = {row["variant"] for row in rows}
+    today, rows = record.path_of_today("study", args.out), {}
+    try:
+        base = base_settings(args.overrides)
+        for path in (args.resume, today if today.exists() else None):
+            rows |= rows_of(path, base) if path else {}
+    except (ConfigError, OSError) as error:
+        sys.exit(f"error: {error}")
     for name in args.only:
-        if name not in done:
-            rows.append(measure(name, args.overrides))
-            print(record.write("study", rows, args.out), flush=True)
+        if name not in rows:
+            rows[name] = measure(name, args.overrides)
+            print(record.write("study", list(rows.values()), args.out, base=base), flush=True)
+
+
+def base_settings(overrides: list[str]) -> dict[str, Any]:
+    """What all variants share, by the keys of overrides, without the names of directories."""
+    config = config_lib.load(BASE, overrides)
+    tree = config.model_dump(mode="json", exclude={"run_dir": True, "data": {"cache_dir"}})
+    return {
+        f"{section}.{key}" if key else section: value
+        for section, values in tree.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+
+
+def rows_of(path: Path, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a record, by variant.
+
+    Raises:
+      ConfigError: it is of another device, or its variants are of another base.
+    """
+    content = json.loads(path.read_text())
+    if content["device"] != record.device():
+        raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
+    for key, now in base.items():
+        if (before := content.get("base", {}).get(key)) != now:
+            raise ConfigError(
+                f"{key}: {path} was measured with {before!r}, now {now!r}; "
+                "give the old value, or start anew in another --out"
+            )
+    return {row["variant"]: row for row in content["rows"]}
 
 
 def measure(name: str, overrides: list[str]) -> dict[str, Any]:
@@ -58,11 +98,25 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     run_dir = Path(config.run_dir) / name.replace(", ", "-").replace(" ", "-")
     settings = [*overrides, *VARIANTS[name], f"run_dir={run_dir}"]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+    # Most variants, and all their evaluations, run the same programs: each is compiled once.
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(config.run_dir) / "compiled"))
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     for command in (["train.py", str(BASE), *settings], ["-m", "twell_jax.analyze", str(run_dir)]):
         subprocess.run([sys.executable, *command], check=True, env=environment)
     analysis = json.loads(RunPaths(run_dir).analysis.read_text())
-    return {"variant": name, "settings": settings, **analysis}
+    when = {"date": date.today().isoformat(), "commit": record.commit()}
+    return {"variant": name, **when, "settings": settings, **over_position_ranges(analysis)}
+
+
+def over_position_ranges(analysis: dict[str, Any]) -> dict[str, Any]:
+    """Averages nnz_by_position over 0, 1, 2-3, 4-7, ...; `positions` has their starts and stops."""
+    by_position = np.array(analysis["nnz_by_position"])
+    length = by_position.shape[1]
+    starts = [0, *(2**i for i in range((length - 1).bit_length()))]
+    stops = [*starts[1:], length]
+    means = np.add.reduceat(by_position, starts, axis=1) / np.subtract(stops, starts)
+    positions = {"positions": list(zip(starts, stops, strict=True))}
+    return analysis | positions | {"nnz_by_position": means.tolist()}
 
 
 if __name__ == "__main__":
