@@ -1,4 +1,4 @@
-"""Turns a record of benchmarks.study into what docs/study.md shows: a table and three plots.
+"""Turns a record of benchmarks.study into what docs/study.md shows: a table and four plots.
 
 python -m benchmarks.study.report benchmarks/results/study-....json [--plots docs]
 """
@@ -22,6 +22,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = json.loads(args.record.read_text())["rows"]
     print(table(rows))
+    if (r := correlation(rows)) is not None:
+        print(f"\nspeed-up and mean nnz of the gated variants' layers: r = {r:.3f}")
     if args.plots:
         for path in plots(rows, args.plots):
             print(path)
@@ -56,11 +58,26 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def correlation(rows: list[dict[str, Any]]) -> float | None:
+    """Pearson's r of speed-up and mean nnz, over all measured layers of the gated variants.
+
+    A plain block spends another share of its time on the non-zeros. None without three layers.
+    """
+    layers = [
+        layer
+        for row in rows
+        if row["speedup"] and "model.gated=false" not in row["settings"]
+        for layer in zip(row["speedup"]["nnz"], row["speedup"]["factor"], strict=True)
+    ]
+    return float(np.corrcoef(layers, rowvar=False)[0, 1]) if len(layers) > 2 else None
+
+
 def plots(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
-    """Cross-entropy over nnz, nnz over depth, and each layer's speed-up over its nnz."""
+    """Cross-entropy over nnz, nnz over depth and position, and layers' speed-ups over their nnz."""
     figures = {
         "study-cross-entropy": _plot_cross_entropy,
         "study-depth": _plot_depth,
+        "study-position": _plot_position,
         "study-speedup": _plot_speedup,
     }
     paths = []
@@ -91,12 +108,24 @@ def _plot_depth(axes, rows):
     axes.legend(frameon=False, fontsize="small", ncols=2)
 
 
+def _plot_position(axes, rows):
+    for row in rows:
+        start, stop = np.transpose(row["positions"])
+        # The geometric middle of a range of positions, counted from 1.
+        at, nnz = np.sqrt((start + 1) * stop), np.mean(row["nnz_by_position"], axis=0)
+        axes.plot(at, nnz, "o-", ms=3, lw=1, label=row["variant"])
+    axes.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="mean non-zeros")
+    axes.legend(frameon=False, fontsize="small", ncols=2)
+
+
 def _plot_speedup(axes, rows):
     measured = [row for row in rows if row["speedup"]]
     for row in measured:
         axes.plot(row["speedup"]["nnz"], row["speedup"]["factor"], "o", ms=4, label=row["variant"])
     axes.axhline(1, color="gray", ls="--", lw=1)
     axes.set(xscale="log", xlabel="mean non-zeros per token", ylabel="speed-up over dense XLA")
+    if (r := correlation(rows)) is not None:
+        axes.set_title(f"gated variants: r = {r:.3f}", loc="left", fontsize="medium")
     if measured:
         axes.legend(frameon=False, fontsize="small", ncols=2)
 

@@ -2,10 +2,50 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks.study import __main__ as study
 from benchmarks.study import report
+
+
+def test_a_study_goes_on_from_its_record(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        study, "measure", lambda name, _: measured.append(name) or {"variant": name}
+    )
+
+    def run(directory, *arguments):
+        measured.clear()
+        monkeypatch.setattr("sys.argv", ["study", "--out", str(tmp_path / directory), *arguments])
+        study.main()
+        (path,) = (tmp_path / directory).glob("study-*.json")
+        return measured, path
+
+    _, path = run("first", "--only", "relu", "silu")
+    elsewhere = tmp_path / "of-another-day.json"
+    elsewhere.write_text(path.read_text())
+    arguments = ["--only", "relu", "l1 1.0e-4", "--resume", str(elsewhere)]
+    assert run("second", *arguments)[0] == ["l1 1.0e-4"]
+    names, path = run("second", *arguments, f"run_dir={tmp_path}")
+    assert names == []
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["relu", "silu", "l1 1.0e-4"]
+
+    with pytest.raises(SystemExit, match=r"model.layers: .*-day.json was measured with 8, now 4;"):
+        run("third", *arguments, "model.layers=4")
+    elsewhere.write_text(json.dumps(json.loads(elsewhere.read_text()) | {"device": "abacus"}))
+    with pytest.raises(SystemExit, match=r"-day.json: measured on abacus, this is"):
+        run("third", *arguments)
+
+
+def test_positions_are_averaged_over_ranges():
+    analysis = {"nnz_by_position": [[8, 4, 2, 4, 1, 2], [1, 1, 1, 1, 1, 1]], "d_ff": 9}
+    assert study.over_position_ranges(analysis) == {
+        "positions": [(0, 1), (1, 2), (2, 4), (4, 6)],
+        "nnz_by_position": [[8, 4, 3, 1.5], [1, 1, 1, 1]],
+        "d_ff": 9,
+    }
 
 
 @pytest.mark.slow
@@ -31,11 +71,17 @@ def test_variants_are_trained_once_and_reported(tmp_path, monkeypatch):
     first = run("relu")
     rows = run("relu", "l1 3.0e-4, not gated")
     assert rows[0] == first[0]
+    assert rows[0]["positions"][:4] == [[0, 1], [1, 2], [2, 4], [4, 8]]
+    assert np.shape(rows[0]["nnz_by_position"]) == (2, len(rows[0]["positions"])) == (2, 9)
     assert [row["variant"] for row in rows] == ["relu", "l1 3.0e-4, not gated"]
     assert rows[1]["d_ff"] == 4224 and "model.gated=false" in rows[1]["settings"]
     lines = report.table(rows).splitlines()
     assert len(lines) == 4 and f"| relu | {first[0]['held_out_ce']:.3f} |" in lines[2]
-    rows[0]["speedup"] = {"nnz": [5, 9], "factor": [2, 1.5], "xla_ms": [3, 3], "mosaic_ms": [1, 2]}
+    assert report.correlation(rows) is None
+    times = {"xla_ms": [3, 2, 1], "mosaic_ms": [1, 1, 1]}
+    rows[0]["speedup"] = times | {"nnz": [5, 6, 7], "factor": [3, 2, 1]}
+    rows[1]["speedup"] = times | {"nnz": [9, 2, 1], "factor": [3, 2, 1]}  # not gated
     assert report.table(rows).splitlines()[2].endswith("| 6.00 | 3.00 | 2.00x |")
+    assert report.correlation(rows) == pytest.approx(-1)
     for path in report.plots(rows, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
