@@ -1,6 +1,6 @@
 """What L1 does to a language model, and what the kernels make of it: docs/study.md.
 
-    python -m benchmarks.study [--only NAME ...] [--resume FILE] [--out DIRECTORY] [key=value ...]
+    python -m benchmarks.study [key=value ...] [--only NAME ...] [--resume FILE] [--out DIRECTORY]
 
 Trains and analyses variants of base.yaml, one after the other, by the commands that a user has. The
 record of the day in DIRECTORY takes over the rows of FILE, a record of another day or machine. A
