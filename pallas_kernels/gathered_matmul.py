@@ -1,9 +1,9 @@
-"""Matmuls of a row tile with gathered rows of a weight on Hopper: the frame of the union kernels.
+"""Matmuls with gathered rows on Hopper: the frame of the union kernels and of `weight_grads`.
 
 A producer warpgroup fills a ring of shared-memory stages; two consumer warpgroups multiply them,
-each into a 64 x 256 accumulator of its own, 256 being the tokens of a row tile. TMA gathers no rows
-on Hopper. The producer's threads fetch them by `cp.async` instead, 16 bytes at a time; a stage is
-handed over two steps later, when they have arrived.
+each into an accumulator of its own, 64 x 256 as a rule. TMA gathers no rows on Hopper. The
+producer's threads fetch them by `cp.async` instead, 16 bytes at a time; a stage is handed over two
+steps later, when they have arrived.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 _STAGES = 4
 _LAG = 2  # steps from the fetch of a stage to its handing over
+_AHEAD = _LAG + 1  # steps from the fetch of indices to that of their rows
 _LANES = 128
 _CHUNK = 8  # columns in 16 bytes
 _CHUNKS = 8  # that a lane fetches for a stage, one of each row of a tile
@@ -46,20 +47,48 @@ class Ring:
       a: SMEM, gathered rows, an array for every stage.
       b: SMEM, what TMA copies.
       loaded, free: barriers.
+      indices: SMEM, int32 `[3, 64]`, of the rows of the next stages, if each stage has others.
     """
 
     a: jax.Ref
     b: jax.Ref
     loaded: jax.Ref
     free: jax.Ref
+    indices: jax.Ref | None = None
 
     def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
-        """Fills a stage by `fill(a, b, loaded)`: one arrival at `loaded`, and `gather_rows`."""
+        """Fills a stage by `fill(a, b, loaded)`: `gather_rows`, and an arrival at `loaded` for each
+        copy to b."""
         s = _stage(step)
         plgpu.barrier_wait(self.free.at[s])
         fill(self.a.at[s], self.b.at[s], self.loaded.at[s])
         _await_rows(lag=_LAG)
         self._hand_over(step - _LAG)
+
+    def put_lists(self, step: jax.Array, steps: jax.Array, source, fill: Callable[..., None]):
+        """Fills `steps` stages, the k-th by `fill(k, indices, a, b, loaded)`.
+
+        Its indices, as `gather_rows` takes them, are `source(k)` (GMEM, int32 `[64]`), which is
+        also called for some k past the end. They are fetched as the rows are, and early enough that
+        no stage waits for them.
+
+        Returns:
+          The next step.
+        """
+        for k in range(_AHEAD):
+            _fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
+        _await_rows(lag=0)
+
+        @pl.loop(0, steps)
+        def _(k):
+            def fill_stage(a, b, loaded):
+                buffer = self.indices.at[lax.rem(k, jnp.int32(_AHEAD))]
+                fill(k, _read_indices(buffer), a, b, loaded)
+                _fetch_indices(source(k + _AHEAD), buffer, k + _AHEAD < steps)
+
+            self.put(step + k, fill_stage)
+
+        return step + steps
 
     def close(self, step: jax.Array) -> None:
         """Hands over the last stages and waits for all to be free again; `step` is their number."""
@@ -84,8 +113,15 @@ class Ring:
         s = _stage(jnp.maximum(step, 0))
         plgpu.barrier_arrive(self.free.at[s], predicate=predicate)
 
-    def multiply(self, step: jax.Array, steps: jax.Array, wgmma: Callable[..., None]) -> jax.Array:
-        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, 256]`."""
+    def multiply(
+        self,
+        step: jax.Array,
+        steps: jax.Array,
+        wgmma: Callable[..., None],
+        *,
+        columns: int = 4 * ROWS,
+    ) -> jax.Array:
+        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, columns]`."""
 
         def accumulate(acc):
             @pl.loop(0, steps)
@@ -98,7 +134,7 @@ class Ring:
             self.release(step + steps - 1, predicate=steps > 0)
             return acc[...]
 
-        return pl.run_scoped(accumulate, plgpu.ACC((ROWS, 4 * ROWS), jnp.float32))
+        return pl.run_scoped(accumulate, plgpu.ACC((ROWS, columns), jnp.float32))
 
 
 def gathered_matmul(
@@ -108,10 +144,11 @@ def gathered_matmul(
     jobs: Callable[..., jax.Array],
     a_shape: tuple[int, int],
     b_shape: tuple[int, int],
+    b_copies: int = 1,
     out_type,
     name: str,
 ):
-    """Runs `jobs(*refs)` jobs, each a product of 128 x 256, on all SMs.
+    """Runs `jobs(*refs)` jobs, each a product for either consumer, on all SMs.
 
     Args:
       produce: called by the producer as `produce(i, ring, step, *refs)` for the i-th job; `refs`
@@ -120,11 +157,13 @@ def gathered_matmul(
         `buffers` are for `write`. Returns the same step as `produce`.
       *operands: arrays; the last one's dtype is that of the stages.
       jobs: their number, int32.
-      a_shape, b_shape: of a stage in SMEM, with transforms `TILED`.
+      a_shape, b_shape: of a stage in SMEM, with transforms `TILED`; a has 64 rows for `put_lists`.
+      b_copies: that fill b of a stage.
       out_type: shapes of the outputs.
       name: of the kernel.
     """
     dtype = operands[-1].dtype
+    indices = {"indices": plgpu.SMEM((_AHEAD, STEP), jnp.int32)} if a_shape[0] == STEP else {}
     kernel = plgpu.kernel(
         functools.partial(_kernel, produce=produce, consume=consume, jobs=jobs),
         out_type=out_type,
@@ -132,8 +171,9 @@ def gathered_matmul(
             ring=dict(
                 a=plgpu.SMEM((_STAGES, *a_shape), dtype, transforms=TILED),
                 b=plgpu.SMEM((_STAGES, *b_shape), dtype, transforms=TILED),
-                loaded=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),  # a and b
+                loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=_STAGES),
                 free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=_STAGES),
+                **indices,
             ),
             buffers=plgpu.SMEM((CONSUMERS, 2, ROWS, ROWS), dtype, transforms=TILED),
         ),
@@ -193,26 +233,67 @@ def load_indices(indices_ref) -> jax.Array:
     def step(_, indices_ref):
         group, _ = _group_and_chunk(width)
         address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
-        vector, i32 = ir.VectorType.get((1,), group.type), [group.type] * 4
-        words = [
-            word
-            for offset in (0, 16)
-            for word in mgpu.utils.inline_ptx(
-                # Not .nc, and volatile: it shall begin here, neither where an index is needed nor
-                # before the last fence, which would wait for it.
-                f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-                address,
-                result_types=i32,
-                has_side_effects=True,
-            )
-        ]
-        return mgpu.FragmentedArray(
-            _registers=np.array([mgpu.utils.bitcast(w, vector) for w in words], dtype=object),
-            _layout=_INDICES.to_mgpu(),
-            _is_signed=True,
-        )
+        # Not .nc, and volatile: it shall begin here, neither where an index is needed nor before
+        # the last fence, which would wait for it.
+        return _indices("ld.global", address)
 
     return step(indices_ref)
+
+
+def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
+    i32 = ir.IntegerType.get_signless(32)
+    words = [
+        word
+        for offset in (0, 16)
+        for word in mgpu.utils.inline_ptx(
+            f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            address,
+            result_types=[i32] * 4,
+            has_side_effects=True,
+        )
+    ]
+    vector = ir.VectorType.get((1,), i32)
+    return mgpu.FragmentedArray(
+        _registers=np.array([mgpu.utils.bitcast(w, vector) for w in words], dtype=object),
+        _layout=_INDICES.to_mgpu(),
+        _is_signed=True,
+    )
+
+
+def _fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
+    """Begins to copy 64 indices from GMEM to SMEM, each warp those of the rows that it gathers."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    def step(_, indices_ref, target_ref, active):
+        lane, warp = simt.lane_and_warp()
+        offset = arith.addi(arith.muli(warp, const(64)), arith.muli(lane, const(16)))
+        _warp_barrier()  # until all lanes have read what was there
+        mgpu.utils.inline_ptx(
+            "cp.async.cg.shared.global [$0], [$1], 16;",
+            arith.addi(simt.smem_address(target_ref), offset),
+            simt.gmem_address(indices_ref, offset),
+            predicate=arith.andi(active.registers.item(), simt.less(lane, const(4))),
+        )
+
+    step(indices_ref, target_ref, active)
+
+
+def _read_indices(indices_ref) -> jax.Array:
+    """What `load_indices` loads, from SMEM, where `_fetch_indices` has put it."""
+    result = plgpu.ShapeDtypeStruct((_CHUNKS * _LANES,), jnp.int32, layout=_INDICES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, indices_ref):
+        group, _ = _group_and_chunk(2 * STEP)
+        address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(32)))
+        _warp_barrier()  # for what other lanes have fetched
+        return _indices("ld.shared", address)
+
+    return step(indices_ref)
+
+
+def _warp_barrier() -> None:
+    mgpu.utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
 
 
 def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
@@ -225,37 +306,41 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
       indices: from `load_indices`; those from limit on may be anything.
       limit: int32 scalar.
       column: int32 scalar, a multiple of 8.
-      target_ref: SMEM `[64, 128]` or `[128, 64]`, of transforms `TILED`.
+      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]`, of transforms `TILED`.
     """
-    width = target_ref.shape[1]
+    target_columns = target_ref.shape[1]
+    width = min(target_columns, 128)  # that the layout of the indices covers
     d = source_ref.shape[1]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, plgpu.RefType(TILED)))
     def step(_, source_ref, indices, limit, column, target_ref):
-        group, chunk = _group_and_chunk(width)
-        # The target consists of 8 x 64 tiles, row by row, with the chunks of a row swizzled.
-        tile = arith.addi(arith.muli(group, const(width // 64)), arith.divui(chunk, const(8)))
-        tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
-        chunk_in_tile = arith.remui(chunk, const(8))
-        column = arith.addi(column.registers.item(), arith.muli(chunk, const(_CHUNK)))
-        source = simt.gmem_address(source_ref, arith.muli(column, const(2)))
-        is_column = simt.less(column, const(d))
-        limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
-        for i, index in enumerate(indices.registers):
-            is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), limit)
-            place = arith.muli(arith.xori(chunk_in_tile, const(i)), const(16))
-            mgpu.utils.inline_ptx(
-                f"""{{.reg .b32 index, bytes; .reg .b64 address;
-                    selp.b32 bytes, 16, 0, $3;
-                    selp.b32 index, $2, 0, $3;
-                    mad.wide.u32 address, index, {2 * d}, $1;
-                    cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
-                arith.addi(tile, place),
-                source,
-                mgpu.utils.bitcast(index, column.type),
-                arith.andi(is_row, is_column),
-                has_side_effects=True,
-            )
+        group, first_chunk = _group_and_chunk(width)
+        for part in range(0, target_columns, width):
+            chunk = arith.addi(first_chunk, const(part // _CHUNK))
+            # The target consists of 8 x 64 tiles, row by row, with the chunks of a row swizzled.
+            tile = arith.muli(group, const(target_columns // 64))
+            tile = arith.addi(tile, arith.divui(chunk, const(8)))
+            tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
+            chunk_in_tile = arith.remui(chunk, const(8))
+            my_column = arith.addi(column.registers.item(), arith.muli(chunk, const(_CHUNK)))
+            source = simt.gmem_address(source_ref, arith.muli(my_column, const(2)))
+            is_column = simt.less(my_column, const(d))
+            my_limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
+            for i, index in enumerate(indices.registers):
+                is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), my_limit)
+                place = arith.muli(arith.xori(chunk_in_tile, const(i)), const(16))
+                mgpu.utils.inline_ptx(
+                    f"""{{.reg .b32 index, bytes; .reg .b64 address;
+                        selp.b32 bytes, 16, 0, $3;
+                        selp.b32 index, $2, 0, $3;
+                        mad.wide.u32 address, index, {2 * d}, $1;
+                        cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
+                    arith.addi(tile, place),
+                    source,
+                    mgpu.utils.bitcast(index, my_column.type),
+                    arith.andi(is_row, is_column),
+                    has_side_effects=True,
+                )
 
     step(source_ref, indices, limit, column, target_ref)
 

@@ -18,6 +18,9 @@ Tokens past M have gates of zero, or unspecified ones where a weight is not fini
 outlying in a group if its count, flag included, exceeds THRESHOLD: one such token may widen the
 union of its tile by most of H, as the first one of a sequence does. `union_plan` decides which
 leave.
+
+What is computed for the neurons of a union comes in blocks `[128, 256]`, neurons by tokens: block i
+belongs to item i of the work list in the `Plan`.
 """
 
 import dataclasses
@@ -42,15 +45,17 @@ class Plan:
     Attributes:
       neurons: int32 `[R, H]`, the union of each tile in ascending order; unspecified past its size.
       sizes: int32 `[R]`, neurons in each union.
-      items: int32 `[R * H / 128]`, work list in any order: `tile * (H / 128) + chunk` for each
-        started chunk of 128 neurons of a union; unspecified from `item_count` on.
+      items: int32 `[R * H / 128]`, work list, its tiles in any order: `tile * (H / 128) + chunk`
+        for each started chunk of 128 neurons of a union; unspecified from `item_count` on.
       item_count: int32 `[1]`.
+      firsts: int32 `[R]`, place of each tile's first item in the list; its others follow in order.
     """
 
     neurons: jax.Array
     sizes: jax.Array
     items: jax.Array
     item_count: jax.Array
+    firsts: jax.Array
 
 
 def check_columns(name: str, dense: jax.Array) -> None:

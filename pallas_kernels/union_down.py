@@ -1,4 +1,4 @@
-"""Down projection on tile unions: `h @ w_down[neurons]` for each row tile.
+"""Down projection on tile unions: `h @ w_down[neurons]` for each row tile, or a sum of such.
 
 The product is computed transposed, columns of y along the rows of an accumulator and tokens along
 its columns, as h and the gathered rows lie in memory.
@@ -6,32 +6,38 @@ its columns, as h and the gathered rows lie in memory.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gathered_matmul, operands
 from pallas_kernels.gathered_matmul import CONSUMERS, ROWS, STEP
-from pallas_kernels.tile_union import TOKENS, Plan
+from pallas_kernels.tile_union import CHUNK, TOKENS, Plan
 
 _COLUMNS = CONSUMERS * ROWS
+_STEPS = CHUNK // STEP  # of a block
 
 
-def union_down_reference(h, w_down, plan, m):
+def union_down_reference(h, weights, plan, m):
     """Pure-JAX meaning of `union_down`."""
-    keep = (jnp.arange(h.shape[1]) < plan.sizes[:, None])[:, :, None]
-    h, w = jnp.where(keep, h, 0), jnp.where(keep, w_down[plan.neurons], 0)
-    y = jnp.einsum("rht,rhd->rtd", h, w, preferred_element_type=jnp.float32)
-    return y.reshape(-1, w_down.shape[1])[: -(-m // 8) * 8].astype(w_down.dtype)
+    column = jnp.arange(plan.neurons.shape[1])
+    keep = (column < plan.sizes[:, None])[:, :, None]
+    blocks = jnp.minimum(plan.firsts[:, None] + column // CHUNK, len(h) - 1)
+    y = 0
+    for i, w in enumerate(weights):
+        part = jnp.where(keep, h[blocks, i * CHUNK + column % CHUNK], 0)
+        rows = jnp.where(keep, w[plan.neurons], 0)
+        y += jnp.einsum("rht,rhd->rtd", part, rows, preferred_element_type=jnp.float32)
+    return y.reshape(-1, y.shape[-1])[: -(-m // 8) * 8].astype(h.dtype)
 
 
-def union_down(h: jax.Array, w_down: jax.Array, plan: Plan, m: int) -> jax.Array:
-    """Sums `h[r, j] w_down[neurons[r, j]]` over the union of each tile r, in float32.
+def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int) -> jax.Array:
+    """Sums `h[n] w[n]` over the neurons n in the union of each tile, and over weights, in float32.
 
     Args:
-      h: `[R, H, 256]`, bfloat16 or float16, R = ceil(m / 256), as `union_up` returns it.
-      w_down: `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a multiple of 64 from
-        128 to 8192.
+      h: `[items, 128 * len(weights), 256]`, bfloat16 or float16, the block of each item for every
+        weight, one above the other, as `union_up` returns h; at least `item_count` items.
+      weights: one or two arrays `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a
+        multiple of 64 from 128 to 8192: `w_down`, or for the gradient `w_gate` and `w_up`.
       plan: the unions.
       m: number of tokens.
 
@@ -41,16 +47,21 @@ def union_down(h: jax.Array, w_down: jax.Array, plan: Plan, m: int) -> jax.Array
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_weight("w_down", w_down)
-    neurons, d = w_down.shape
-    operands.check_array("h", h, (pl.cdiv(m, TOKENS), neurons, TOKENS), w_down.dtype)
+    for w in weights:
+        operands.check_weight("a weight", w)
+    neurons, d = weights[0].shape
+    operands.check_array("the second weight", weights[-1], (neurons, d), weights[0].dtype)
+    operands.check_array("h", h, (h.shape[0], CHUNK * len(weights), TOKENS), weights[0].dtype)
+    tiles = pl.cdiv(m, TOKENS)
+    operands.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
     return gathered_matmul.gathered_matmul(
         _produce,
         _consume,
         plan.neurons,
         plan.sizes,
+        plan.firsts,
         h,
-        w_down,
+        *weights,
         jobs=lambda _, sizes, *rest: jnp.int32(sizes.shape[0] * pl.cdiv(d, _COLUMNS)),
         a_shape=(STEP, _COLUMNS),
         b_shape=(STEP, TOKENS),
@@ -59,30 +70,31 @@ def union_down(h: jax.Array, w_down: jax.Array, plan: Plan, m: int) -> jax.Array
     )
 
 
-def _produce(i, ring, step, neurons, sizes, h, w_down, y):
+def _produce(i, ring, step, neurons, sizes, firsts, h, *weights_and_y):
+    *weights, y = weights_and_y
     tile, column = _place(i, y)
-    size = sizes[tile]
+    size, first_block = sizes[tile], firsts[tile]
     steps = pl.cdiv(size, STEP)
 
-    def load(k):
+    def indices_of(k):
         first = jnp.minimum(k * STEP, neurons.shape[1] - STEP)
-        return gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, STEP)])
+        return neurons.at[tile, pl.ds(first, STEP)]
 
-    def put(k, indices):
-        def fill(a, b, loaded):
-            plgpu.copy_gmem_to_smem(h.at[tile, pl.ds(k * STEP, STEP)], b, loaded)
-            gathered_matmul.gather_rows(w_down, indices, size - k * STEP, column, a)
+    for w, weight in enumerate(weights):
 
-        ring.put(step + k, fill)
-        return load(k + 1)
+        def fill(k, indices, a, b, loaded, w=w, weight=weight):
+            rows = pl.ds(w * CHUNK + k % _STEPS * STEP, STEP)
+            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows], b, loaded)
+            gathered_matmul.gather_rows(weight, indices, size - k * STEP, column, a)
 
-    lax.fori_loop(0, steps, put, load(0))
-    return step + steps
+        step = ring.put_lists(step, steps, indices_of, fill)
+    return step
 
 
-def _consume(i, ring, step, warpgroup, buffers, neurons, sizes, h, w_down, y):
+def _consume(i, ring, step, warpgroup, buffers, neurons, sizes, firsts, h, *weights_and_y):
+    *weights, y = weights_and_y
     tile, column = _place(i, y)
-    steps = pl.cdiv(sizes[tile], STEP)
+    steps = len(weights) * pl.cdiv(sizes[tile], STEP)
     mine = pl.ds(warpgroup * ROWS, ROWS)
     out = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[:, mine].T, b))
     columns = pl.ds(column + warpgroup * ROWS, ROWS)

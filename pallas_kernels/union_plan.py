@@ -24,7 +24,9 @@ def union_plan_reference(x, gate_ref, masks, counts):
     neurons = jax.vmap(lambda words: _places(to_bits(words)))(union)
     chunks = jnp.arange(h // CHUNK) < -(-sizes // CHUNK)[:, None]
     items = _places(chunks.reshape(-1))
-    plan = Plan(neurons, sizes, items, jnp.sum(chunks, dtype=jnp.int32)[None])
+    chunk_counts = jnp.sum(chunks, axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(chunk_counts)
+    plan = Plan(neurons, sizes, items, ends[-1:], ends - chunk_counts)
     padded_m = pl.cdiv(m, 8) * 8
     rows = _places(heavy.reshape(-1)[:padded_m])
     x_rows = jnp.pad(x, ((0, padded_m - m), (0, 0)))[rows]
@@ -70,6 +72,7 @@ def union_plan(
         out_type=(
             jax.ShapeDtypeStruct((tiles, h), jnp.int32),
             jax.ShapeDtypeStruct((tiles * h // CHUNK,), jnp.int32),
+            jax.ShapeDtypeStruct((tiles,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m, d), x.dtype),
         ),
@@ -81,8 +84,10 @@ def union_plan(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    neurons, items, rows, x_rows = kernel(union, sizes, heavy, x, gate_ref, item_count, heavy_count)
-    plan = Plan(neurons, sizes, items, item_count[...])
+    neurons, items, firsts, rows, x_rows = kernel(
+        union, sizes, heavy, x, gate_ref, item_count, heavy_count
+    )
+    plan = Plan(neurons, sizes, items, item_count[...], firsts)
     return plan, nnz, (heavy_count[...], rows, x_rows)
 
 
@@ -96,6 +101,7 @@ def _kernel(
     heavy_count,
     neurons,
     items,
+    firsts,
     rows,
     x_rows,
     *,
@@ -111,6 +117,7 @@ def _kernel(
 
     chunks = pl.cdiv(sizes[tile], CHUNK)
     place = lists.append(item_count, chunks, scratch)
+    firsts[tile] = place
 
     @pl.loop(0, chunks)
     def _(chunk):

@@ -1,6 +1,13 @@
+import contextlib
+
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import gathered_matmul
 
 
 @pytest.fixture
@@ -15,3 +22,36 @@ def lower():
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     return lower
+
+
+@pytest.fixture
+def interpreted(monkeypatch, capsys):
+    """`with interpreted():` runs kernels of `gathered_matmul` on the CPU and looks for races."""
+
+    def gather_rows(source_ref, indices, limit, column, target_ref):
+        n, width = target_ref.shape
+        source = jnp.pad(source_ref[...], ((0, 0), (0, width)))
+        rows = jax.lax.dynamic_slice_in_dim(source[indices], column, width, axis=1)
+        target_ref[...] = jnp.where((jnp.arange(n) < limit)[:, None], rows, 0)
+
+    def fetch_indices(indices_ref, target_ref, active):
+        @pl.when(active)
+        def _():
+            target_ref[...] = indices_ref[...]
+
+    def read(ref):
+        return ref[...]
+
+    @contextlib.contextmanager
+    def run():
+        monkeypatch.setattr(gathered_matmul, "gather_rows", gather_rows)
+        monkeypatch.setattr(gathered_matmul, "_await_rows", lambda *, lag: None)
+        monkeypatch.setattr(gathered_matmul, "load_indices", read)
+        monkeypatch.setattr(gathered_matmul, "_fetch_indices", fetch_indices)
+        monkeypatch.setattr(gathered_matmul, "_read_indices", read)
+        monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 3)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield
+        assert "RACE" not in capsys.readouterr().out
+
+    return run

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gathered_matmul, tile_union, union_plan
+from pallas_kernels import tile_union, union_plan
 from pallas_kernels.tile_union import TOKENS
 from pallas_kernels.union_down import union_down, union_down_reference
 from pallas_kernels.union_up import union_up, union_up_reference
@@ -48,7 +47,7 @@ def run(up, down, x, gate, w_up, w_down, plan):
     @jax.jit
     def run(x, gate, w_up, w_down, plan):
         h, l1 = up(x, gate, w_up, plan)
-        return h, l1, down(h, w_down, plan, x.shape[0])
+        return h, l1, down(h, (w_down,), plan, x.shape[0])
 
     return run(x, gate, w_up, w_down, plan)
 
@@ -61,9 +60,10 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan):
     np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
     for r, size in enumerate(plan.sizes):  # and zeros to the end of the chunk
         tile = np.asarray(ref[TOKENS * r : TOKENS * (r + 1), plan.neurons[r, :size]]).T
-        expected = np.zeros((-(-size // 128) * 128, TOKENS))
-        expected[:size, : tile.shape[1]] = tile
-        np.testing.assert_allclose(h[r, : len(expected)], expected, rtol=1e-2, atol=1e-2)
+        expected = np.zeros((-(-size // 128), 128, TOKENS))
+        expected.reshape(-1, TOKENS)[:size, : tile.shape[1]] = tile
+        blocks = h[plan.firsts[r] : plan.firsts[r] + len(expected)]
+        np.testing.assert_allclose(blocks, expected, rtol=1e-2, atol=1e-2)
     ref = ref @ np.asarray(w_down, np.float64)
     assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
     y = y[: len(x)]
@@ -78,23 +78,11 @@ def test_reference(case, gated):
     assert_matches(run(union_up_reference, union_down_reference, *operands), g, *operands)
 
 
-def gather_rows_reference(source_ref, indices, limit, column, target_ref):
-    n, width = target_ref.shape
-    source = jnp.pad(source_ref[...], ((0, 0), (0, width)))
-    rows = jax.lax.dynamic_slice_in_dim(source[indices], column, width, axis=1)
-    target_ref[...] = jnp.where((jnp.arange(n) < limit)[:, None], rows, 0)
-
-
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
-def test_interpreted(case, gated, monkeypatch, capsys):
-    monkeypatch.setattr(gathered_matmul, "gather_rows", gather_rows_reference)
-    monkeypatch.setattr(gathered_matmul, "_await_rows", lambda *, lag: None)
-    monkeypatch.setattr(gathered_matmul, "load_indices", lambda indices_ref: indices_ref[...])
-    monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 2)
+def test_interpreted(case, gated, interpreted):
     operands, g = draw(*case, gated, jnp.bfloat16)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         assert_matches(run(union_up, union_down, *operands), g, *operands)
-    assert "RACE" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,7 +92,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     m, d, h = shape
     tiles, i32 = -(-m // TOKENS), jnp.int32
     w = jax.ShapeDtypeStruct((h, d), dtype)
-    shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,)]
+    shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
     plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
     x = jax.ShapeDtypeStruct((m, d), dtype)
     gate = jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype)
@@ -137,5 +125,10 @@ def test_bad_shapes_are_named():
         union_up(x, jnp.concatenate([gate, gate]), w_up, plan)
     with pytest.raises(ValueError, match=r"w_up must be .*\[256, 128\].*\[256, 64\]"):
         union_up(x, gate, w_up[:, :64], plan)
-    with pytest.raises(ValueError, match=r"h must be .*\[2, 256, 256\].*\[1, 256, 256\]"):
-        union_down(gate, w_down, plan, 300)
+    h = jnp.zeros((2, 128, 256), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 128, 128\]"):
+        union_down(h[:, :, :128], (w_down,), plan, 9)
+    with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 256\].*\[1, 256\]"):
+        union_down(h, (w_down,), plan, 300)
+    with pytest.raises(ValueError, match=r"keep must be from 0 to 2, .* got 3"):
+        union_up(x, gate, w_up, plan, keep=3)

@@ -51,6 +51,7 @@ def make(planner, z):
     heavy[rows] = True
     assert heavy.sum() == count[0]
     items = []
+    firsts, listed = np.asarray(plan.firsts), np.asarray(plan.items)
     for r, size in enumerate(np.asarray(plan.sizes)):
         neurons = np.asarray(plan.neurons[r, :size])
         tile = slice(TOKENS * r, TOKENS * (r + 1))
@@ -62,8 +63,10 @@ def make(planner, z):
         assert set(used) <= set(neurons) and (np.diff(neurons) > 0).all()
         if not heavy[tile].any():
             assert size == fires[tile].any(axis=0).sum()
-        items += [r * (h // CHUNK) + chunk for chunk in range(-(-size // CHUNK))]
-    np.testing.assert_array_equal(np.sort(plan.items[: plan.item_count[0]]), items)
+        mine = [r * (h // CHUNK) + chunk for chunk in range(-(-size // CHUNK))]
+        np.testing.assert_array_equal(listed[firsts[r] : firsts[r] + len(mine)], mine)
+        items += mine
+    np.testing.assert_array_equal(np.sort(listed[: plan.item_count[0]]), items)
     return plan, np.flatnonzero(heavy)
 
 
