@@ -1,0 +1,332 @@
+"""Gradients of h and of its factors on tile unions, `dh = dy @ w_down[neurons]^T` at first.
+
+With h = g u this is the up projection of dy, but for what follows the matmul: dg = dh u and
+du = dh g take the places of g and u, as the gradient of x needs them, and go, with h, to the neuron
+lists, as the gradients of the weights need them. There every non-zero entry is stored for itself.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels import gather, gathered_matmul, operands, simt
+from pallas_kernels.gate_matmul import sm_count
+from pallas_kernels.gathered_matmul import CONSUMERS, ROWS, STEP
+from pallas_kernels.neuron_lists import NeuronLists
+from pallas_kernels.simt import const
+from pallas_kernels.tile_union import CHUNK, GROUP, TOKENS, Plan
+
+_PARTS = TOKENS // ROWS  # of a block
+_WORDS = 4  # that describe the 64 tokens of a part in a list
+_NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
+_PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
+
+
+def hidden_grads_reference(dy, w_down, factors_ref, l1_grad, plan, lists):
+    """Pure-JAX meaning of `hidden_grads`."""
+    tiles, h = plan.neurons.shape
+    items = plan.items[: len(factors_ref), None]
+    tile, column = items // (h // CHUNK), items % (h // CHUNK) * CHUNK + jnp.arange(CHUNK)
+    in_union = (column < plan.sizes[tile]) & (jnp.arange(len(items)) < plan.item_count)[:, None]
+    neurons = plan.neurons[tile, column]
+    dy = jnp.pad(dy, ((0, -dy.shape[0] % TOKENS), (0, 0))).reshape(tiles, TOKENS, -1)
+    dh = jnp.einsum(
+        "idt,ihd->iht", dy[tile[:, 0]].mT, w_down[neurons], preferred_element_type=jnp.float32
+    )
+    gate, *up = jnp.split(
+        factors_ref[...].astype(jnp.float32), len(factors_ref[0]) // CHUNK, axis=1
+    )
+    value, *grads = chain_rule(dh, gate, up, l1_grad[0])
+    factors_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
+
+    token = tile[:, :, None] * TOKENS + jnp.arange(TOKENS)
+    every_slot = lists.slots(jnp.arange(tiles * TOKENS))
+    slot = every_slot[neurons[:, :, None] // GROUP, token]
+    slot = jnp.where(in_union[:, :, None] & (gate != 0), slot, len(lists.tokens))
+    zeros = jnp.zeros((len(lists.tokens), GROUP), w_down.dtype)
+    place = slot, jnp.broadcast_to(neurons[:, :, None] % GROUP, slot.shape)
+    return tuple(zeros.at[place].set(a.astype(zeros.dtype), mode="drop") for a in (value, *grads))
+
+
+def hidden_grads(
+    dy: jax.Array,
+    w_down: jax.Array,
+    factors_ref: jax.Ref,
+    l1_grad: jax.Array,
+    plan: Plan,
+    lists: NeuronLists,
+) -> tuple[jax.Array, ...]:
+    """Replaces the factors of h by the gradients for them, and enters all of it in the lists.
+
+    Sums in float32; h and the gradients are rounded once. There is no gradient where the gate is 0.
+
+    Args:
+      dy: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      w_down: `[H, D]`, H a multiple of 128 up to 65536.
+      factors_ref: mutable `[items, 256 or 128, 256]`, of at least `item_count` items, as `union_up`
+        returns the factors of h: the gate and, in the gated form, the up projection.
+      l1_grad: float32 `[1]`, the gradient for the sum of |h|.
+      plan: the unions.
+      lists: for at least the non-zeros of the gate, in C slots.
+
+    Returns:
+      h, dg and, in the gated form, du: `[C, 64]` each, on the lists; zero in what is not entered.
+
+    Raises:
+      ValueError: if a shape or dtype is not one of these.
+    """
+    operands.check_weight("w_down", w_down)
+    operands.check_array("dy", dy, (dy.shape[0], w_down.shape[1]), w_down.dtype)
+    operands.check_array(
+        "plan.neurons", plan.neurons, (pl.cdiv(dy.shape[0], TOKENS), len(w_down)), jnp.int32
+    )
+    operands.check_array("l1_grad", l1_grad, (1,), jnp.float32)
+    items, rows, _ = factors_ref.shape
+    if rows not in (CHUNK, 2 * CHUNK):
+        raise ValueError(f"factors_ref must be [items, 128 or 256, 256], got {factors_ref.shape}")
+    operands.check_array("factors_ref", factors_ref, (items, rows, TOKENS), w_down.dtype)
+    dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
+    entries = [jax.new_ref(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
+    gathered_matmul.gathered_matmul(
+        _produce,
+        _consume,
+        plan.item_count,
+        plan.items,
+        plan.neurons,
+        plan.sizes,
+        l1_grad,
+        lists.words,
+        entries,
+        factors_ref,
+        dy,
+        w_down,
+        jobs=lambda item_count, *_: item_count[0],
+        a_shape=(CONSUMERS * ROWS, STEP),
+        b_shape=(TOKENS, STEP),
+        out_type=(),
+        name="hidden_grads",
+    )
+    return tuple(entry[...] for entry in entries)
+
+
+def _no_entries(lists: NeuronLists, n: int, dtype):
+    """`n` arrays `[C, 64]`, zero up to the end of the last list: C has room for longer ones."""
+    (capacity,) = lists.tokens.shape
+
+    def body(starts, lengths, *arrays_and_zeros):
+        *arrays, zeros = arrays_and_zeros
+        zeros[...] = jnp.zeros(zeros.shape, dtype)
+        plgpu.commit_smem()
+        sm, sms, last = lax.axis_index("sm"), lax.axis_size("sm"), lengths.shape[0] - 1
+        blocks = pl.cdiv(starts[last] + lengths[last], GROUP)
+
+        @pl.loop(0, pl.cdiv(blocks - sm, sms))
+        def _(i):
+            for array in arrays:
+                slots = pl.ds((sm + i * sms) * GROUP, GROUP)
+                plgpu.copy_smem_to_gmem(zeros, array.at[slots])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((capacity, GROUP), dtype)] * n,
+        scratch_types=[plgpu.SMEM((GROUP, GROUP), dtype)],
+        grid=(sm_count(),),
+        grid_names=("sm",),
+        kernel_name="no_entries",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(lists.starts, lists.lengths)
+
+
+def chain_rule(dh, gate, up, l1_grad):
+    """h, dg and, if there is an up projection, du, from the gradient for h without its L1 term."""
+    value = gate * up[0] if up else gate
+    dh += jnp.where(value > 0, l1_grad, jnp.where(value < 0, -l1_grad, 0.0))
+    d_gate = jnp.where(gate != 0, dh * up[0] if up else dh, 0.0)
+    return value, d_gate, *(dh * gate for _ in up)
+
+
+def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, factors, dy, w_down):
+    tile, first = _place(items[i], neurons)
+    indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
+    limit = sizes[tile] - first
+
+    def put_weights(k, step):
+        def fill(a, b, loaded):
+            tokens = dy.at[pl.ds(tile * TOKENS, TOKENS), pl.ds(k * STEP, STEP)]
+            plgpu.copy_gmem_to_smem(tokens, b, loaded)
+            gathered_matmul.gather_rows(w_down, indices, limit, k * STEP, a)
+
+        ring.put(step, fill)
+        return step + 1
+
+    def put_factors(part, step):
+        def fill(_, b, loaded):
+            block = factors.at[i, :, pl.ds(part * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, factors.shape[1])], loaded)
+
+        ring.put(step, fill)
+        return step + 1
+
+    step = lax.fori_loop(0, dy.shape[1] // STEP, put_weights, step)
+    return lax.fori_loop(0, _PARTS, put_factors, step)
+
+
+def _consume(i, ring, step, warpgroup, buffers, *refs):
+    _, items, neurons, _, l1_grad, words, entries, factors, dy, _ = refs
+    tile, first = _place(items[i], neurons)
+    mine = pl.ds(warpgroup * ROWS, ROWS)
+    my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ROWS, ROWS)])
+    steps = dy.shape[1] // STEP
+    products = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T))
+    step += steps
+    writes = 0
+    for part in range(_PARTS):
+        places = _load_places(words, my_neurons, (tile * TOKENS + part * ROWS) // 32)
+        _, b = ring.take(step + part)
+        starts = [f * CHUNK + warpgroup * ROWS for f in range(factors.shape[1] // CHUNK)]
+        gate, *up = [b[pl.ds(start, ROWS)].astype(jnp.float32) for start in starts]
+        dh = products[:, part * ROWS : (part + 1) * ROWS]
+        arrays = [a.astype(dy.dtype) for a in chain_rule(dh, gate, up, l1_grad[0])]
+        for start, grad in zip(starts, arrays[1:], strict=True):
+            target = factors.at[i, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
+            gathered_matmul.write(grad, buffers.at[writes % 2], target)
+            writes += 1
+        ring.release(step + part)  # behind the fence of the writes: TMA will fill it again
+        _enter(entries, my_neurons, places, arrays)
+    return step + _PARTS
+
+
+def _place(item, neurons):
+    chunks = neurons.shape[1] // CHUNK
+    return item // chunks, item % chunks * CHUNK
+
+
+def _load_neurons(neurons_ref):
+    """Loads `neurons_ref` (GMEM, int32 `[64]`): a lane's two are those of its rows."""
+    result = plgpu.ShapeDtypeStruct((2 * 128,), jnp.int32, layout=_NEURONS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, neurons_ref):
+        lane, warp = simt.lane_and_warp()
+        row = arith.addi(arith.muli(warp, const(16)), arith.divui(lane, const(4)))
+        address = simt.gmem_address(neurons_ref, arith.muli(row, const(4)))
+        return _int_array([_load(address, 32 * i, n=1) for i in range(2)], _NEURONS)
+
+    return step(neurons_ref)
+
+
+def _load_places(words_ref, neurons, first_word):
+    """Loads the words that describe 64 tokens in the lists of a lane's two neurons.
+
+    Args:
+      words_ref: GMEM, int32 `[H / 64, T / 32, 2]`.
+      neurons: from `_load_neurons`; those that are no neurons are taken for the last one.
+      first_word: int32 scalar.
+    """
+    result = plgpu.ShapeDtypeStruct((2 * _WORDS * 128,), jnp.int32, layout=_PLACES)
+    blocks, words, _ = words_ref.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NEURONS, gather.SCALAR), return_type=result)
+    def step(_, words_ref, neurons, first_word):
+        first = arith.muli(first_word.registers.item(), const(8))
+        loaded = []
+        for neuron in _int_values(neurons):
+            block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
+            offset = arith.addi(arith.muli(block, const(8 * words)), first)
+            loaded.append(_load(simt.gmem_address(words_ref, offset), 0, n=_WORDS))
+        return _int_array(loaded, _PLACES)
+
+    return step(words_ref, neurons, first_word)
+
+
+def _enter(entries, neurons, places, arrays) -> None:
+    """Stores the non-zero elements of `arrays` to the lists.
+
+    Args:
+      entries: a GMEM `[C, 64]` for each array, 16-bit.
+      neurons, places: of the rows and columns, from `_load_neurons` and `_load_places`.
+      arrays: `[64, 64]` in the WGMMA layout, 16-bit. An element is stored if it is not zero in each
+        of them and its slot is less than C.
+    """
+    refs, layouts = [plgpu.RefType()] * len(entries), [plgpu.Layout.WGMMA] * len(arrays)
+    capacity = entries[0].shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(refs, _NEURONS, _PLACES, layouts))
+    def step(_, entries, neurons, places, arrays):
+        i32 = ir.IntegerType.get_signless(32)
+        lane, _ = simt.lane_and_warp()
+        column = arith.muli(arith.remui(lane, const(4)), const(2))
+        places = _int_values(places)
+        # The bits below this lane's columns among the first 8; then those of the 8 before.
+        below = arith.subi(arith.shli(const(1), column), const(1))
+        for row, neuron in enumerate(_int_values(neurons)):
+            offset = arith.muli(arith.andi(neuron, const(GROUP - 1)), const(2))
+            targets = [simt.gmem_address(entry, offset) for entry in entries]
+            for j in range(ROWS // 8):
+                word = row * _WORDS + j // 4 * 2
+                shift = j % 4 * 8
+                mask = arith.ori(arith.shli(below, const(shift)), const((1 << shift) - 1))
+                pairs = [mgpu.utils.bitcast(a.registers.flat[2 * j + row], i32) for a in arrays]
+                _store_pair(targets, pairs, places[word], places[word + 1], mask, capacity)
+
+    step(entries, neurons, places, arrays)
+
+
+def _store_pair(targets, pairs, bits, first_slot, mask, capacity):
+    """Stores two neighbouring elements of each array where they belong.
+
+    Args:
+      targets: i64, the address of each array's slot 0, for this neuron.
+      pairs: i32, two elements of each array.
+      bits, first_slot: i32, which of 32 tokens are in the list, and the slot of the first.
+      mask: i32, the bits below the first element's token.
+      capacity: number of slots.
+    """
+    n = len(pairs)
+    bits_arg, slot_arg, mask_arg = 2 * n, 2 * n + 1, 2 * n + 2
+    any_of = " ".join(f"or.b32 any, any, ${n + i};" for i in range(1, n))
+    element = """
+        and.b32 x, any, {half}; setp.ne.u32 p, x, 0;
+        and.b32 x, ${bits}, below; popc.b32 x, x; add.u32 slot, x, ${slot};
+        setp.lt.and.u32 p, slot, {capacity}, p;"""
+    store = """mad.wide.u32 address, slot, {row_bytes}, ${target};
+        mov.b32 {{near, far}}, ${pair}; @p st.global.b16 [address], {half};"""
+    code = f"""{{.reg .pred p; .reg .b32 any, x, below, slot; .reg .b64 address;
+        .reg .b16 near, far;
+        mov.b32 any, ${n}; {any_of} and.b32 any, any, 0x7FFF7FFF;
+        setp.eq.u32 p, any, 0; @p bra done;
+        mov.b32 below, ${mask_arg};"""
+    for half_mask, half in (("0xFFFF", "near"), ("0xFFFF0000", "far")):
+        code += element.format(half=half_mask, bits=bits_arg, slot=slot_arg, capacity=capacity)
+        for i in range(n):
+            code += store.format(row_bytes=2 * GROUP, target=i, pair=n + i, half=half)
+        code += "shl.b32 below, below, 1; or.b32 below, below, 1;"
+    mgpu.utils.inline_ptx(
+        code + " done:}", *targets, *pairs, bits, first_slot, mask, has_side_effects=True
+    )
+
+
+def _load(address, offset, *, n):
+    always = arith.constant(ir.IntegerType.get_signless(1), 1)
+    return simt.load_words(address, offset, always, n)
+
+
+def _int_array(words, layout):
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    registers = [mgpu.utils.bitcast(word, one) for group in words for word in group]
+    return mgpu.FragmentedArray(
+        _registers=np.array(registers, dtype=object), _layout=layout.to_mgpu(), _is_signed=True
+    )
+
+
+def _int_values(array):
+    i32 = ir.IntegerType.get_signless(32)
+    return [mgpu.utils.bitcast(register, i32) for register in array.registers]
