@@ -15,20 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import operands, tile_union, twell
+from pallas_kernels import operands, twell
 from pallas_kernels.dense_rows import dense_rows
 from pallas_kernels.fused_ffn import fused_ffn
 from pallas_kernels.gate_pack import gate_pack
-from pallas_kernels.gate_union import gate_union
 from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
-from pallas_kernels.union_down import union_down
-from pallas_kernels.union_plan import union_plan
-from pallas_kernels.union_up import union_up
-from twell_jax import ffn_xla
+from twell_jax import ffn_unions, ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
 Form = Literal["twell", "unions"]
 
+_CAPACITY = 0.5  # of what the gradients' matrices take densely
 _MANY_TOKENS = 1024  # from here on tile unions beat XLA on patterns of trained models
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
@@ -57,8 +54,8 @@ def ffn(
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` where `obstacle` finds none.
 
-    Differentiated, it is the dense computation, forward included, since gradients need all of h;
-    there is no forward-mode differentiation.
+    Behind unions the gradients are sparse, too, unless `anywhere`; else, and if they exceed their
+    capacity, they are those of the dense computation. There is no forward-mode differentiation.
 
     Args:
       x, w_gate, w_up, w_down: as in `sparse_ffn`.
@@ -67,14 +64,19 @@ def ffn(
       anywhere: compute densely on devices without CUDA.
     """
     x_2d = x.reshape(-1, x.shape[-1])
-    form = form or ("unions" if x_2d.shape[0] // _devices() >= _MANY_TOKENS else "twell")
-    y, stats = _compute(form, anywhere)(x_2d, w_gate, w_up, w_down)
+    tokens = x_2d.shape[0] // _devices()
+    form = form or ("unions" if tokens >= _MANY_TOKENS else "twell")
+    if form == "unions" and tokens > MAX_TOKENS and not anywhere:
+        compute = _compute_with_sparse_grads()
+    else:
+        compute = _compute(form, anywhere)
+    y, stats = compute(x_2d, w_gate, w_up, w_down)
     return y.reshape(x.shape), stats
 
 
 @functools.cache
 def _compute(form: Form, anywhere: bool):
-    kernels = _split_over_mesh(_mapped_in_turn(functools.partial(_ffn, form=form)))
+    kernels = _on_gpu(functools.partial(_ffn, form=form), *_FORWARD)
 
     def compute(*operands):
         if not anywhere:
@@ -89,23 +91,63 @@ def _compute(form: Form, anywhere: bool):
     return compute
 
 
-def _split_over_mesh(function):
+@functools.cache
+def _compute_with_sparse_grads():
+    def kept_forward(*operands):
+        *out, kept = ffn_unions.forward(*operands, capacity=_CAPACITY)
+        return *_with_stats(*out), kept
+
+    def forward(*operands):
+        y, stats, kept = _on_gpu(kept_forward, *_KEPT_FORWARD)(*operands)
+        return (y, stats), (kept, operands)
+
+    def backward(residuals, cotangent):
+        (kept, operands), (dy, stats) = residuals, cotangent
+        l1_grad = stats.l1 / dy.shape[0]  # l1 is a mean over tokens
+        return _on_gpu(ffn_unions.backward, *_BACKWARD)(kept, *operands, dy, l1_grad)
+
+    compute = jax.custom_vjp(_on_gpu(functools.partial(_ffn, form="unions"), *_FORWARD))
+    compute.defvjp(forward, backward)
+    return compute
+
+
+# Who has what on a mesh: the tokens' rows lie on the first axis, weights are whole on each device
+# and the results for them are added up.
+_TOKENS, _WHOLE, _SUM, _STATS = "tokens", "whole", "sum", "stats"
+_FORWARD = (_TOKENS, *3 * [_WHOLE]), (_TOKENS, _STATS)
+_KEPT_FORWARD = _FORWARD[0], (*_FORWARD[1], _TOKENS)
+_BACKWARD = (_TOKENS, _TOKENS, *3 * [_WHOLE], _TOKENS, _WHOLE), (_TOKENS, *3 * [_SUM])
+
+
+def _on_gpu(function, inputs, outputs):
+    """`function`, of kernels, under `vmap` and over a mesh, with who has what of its operands."""
+    return _split_over_mesh(_mapped_in_turn(function), inputs, outputs)
+
+
+def _split_over_mesh(function, inputs, outputs):
     """Each device of the current mesh takes its share of the tokens, and all of the weights."""
 
-    def split(x, *weights):
+    def split(*operands):
         if _devices() == 1:
-            return function(x, *weights)
+            return function(*operands)
         axes = jax.sharding.get_abstract_mesh().axis_names
 
         def local(*operands):
-            y, stats = function(*operands)
+            merge = {_TOKENS: lambda a: a, _SUM: lambda a: lax.psum(a, axes), _STATS: merge_stats}
+            return tuple(merge[o](a) for o, a in zip(outputs, function(*operands), strict=True))
+
+        def merge_stats(stats):
             mean, most = (functools.partial(f, axis_name=axes) for f in (lax.pmean, lax.pmax))
             fired = most(stats.fired.astype(jnp.int32)) > 0
-            return y, FFNStats(mean(stats.l1), mean(stats.nnz), most(stats.max_nnz), fired)
+            return FFNStats(mean(stats.l1), mean(stats.nnz), most(stats.max_nnz), fired)
 
-        tokens, whole = PartitionSpec(axes), PartitionSpec()
-        specs = {"in_specs": (tokens, whole, whole, whole), "out_specs": (tokens, whole)}
-        return jax.shard_map(local, **specs, check_vma=False)(x, *weights)
+        spec = {_TOKENS: PartitionSpec(axes)}
+        return jax.shard_map(
+            local,
+            in_specs=tuple(spec.get(i, PartitionSpec()) for i in inputs),
+            out_specs=tuple(spec.get(o, PartitionSpec()) for o in outputs),
+            check_vma=False,
+        )(*operands)
 
     return split
 
@@ -116,12 +158,15 @@ def _mapped_in_turn(function):
 
     @function.def_vmap
     def _(size, is_batched, *operands):
+        leaves, tree = jax.tree.flatten(operands)
+        is_batched = jax.tree.leaves(is_batched)
+
         def call(mapped):
             mapped = iter(mapped)
-            pairs = zip(operands, is_batched, strict=True)
-            return function(*(next(mapped) if batched else a for a, batched in pairs))
+            pairs = zip(leaves, is_batched, strict=True)
+            return function(*tree.unflatten(next(mapped) if b else a for a, b in pairs))
 
-        mapped = [a for a, batched in zip(operands, is_batched, strict=True) if batched]
+        mapped = [a for a, batched in zip(leaves, is_batched, strict=True) if batched]
         out = lax.map(call, mapped)
         return out, jax.tree.map(lambda _: True, out)
 
@@ -131,34 +176,24 @@ def _mapped_in_turn(function):
 def _ffn(x, w_gate, w_up, w_down, *, form):
     if x.shape[0] <= MAX_TOKENS:
         y, nnz, l1, fired = small_m_ffn(x, w_gate, w_up, w_down)
-        return y, _stats(nnz, jnp.sum(l1), fired)
-    packed_ffn = {"twell": _twell_ffn, "unions": _union_ffn}[form]
+        return _with_stats(y, nnz, jnp.sum(l1), fired)
+    forward = {"twell": _twell_ffn, "unions": ffn_unions.forward}[form]
+    return _with_stats(*forward(x, w_gate, w_up, w_down))
+
+
+def _twell_ffn(x, w_gate, w_up, w_down):
     w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
-    y, nnz, l1, fired, heavy = packed_ffn(x, w_first, w_second, w_down)
-    # y may have padding rows, which are cut last: XLA would hand a slice to the in-place kernel as
-    # a part of the larger buffer, and take the result from another one.
-    y_ref = jax.new_ref(y)
-    heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
-    return y_ref[...][: x.shape[0]], _stats(nnz, l1 + heavy_l1, fired | heavy_fired)
-
-
-def _twell_ffn(x, w_first, w_second, w_down):
     packed = gate_pack(x, w_first)
     y, nnz, l1, heavy = fused_ffn(x, packed, w_second, w_down)
-    return y, nnz, jnp.sum(l1), twell.fired(packed, w_down.shape[0]), heavy
+    y_ref = jax.new_ref(y)
+    heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
+    fired = twell.fired(packed, w_down.shape[0]) | heavy_fired
+    return y_ref[...], nnz, jnp.sum(l1) + heavy_l1, fired
 
 
-def _union_ffn(x, w_first, w_second, w_down):
-    gate, masks, counts = gate_union(x, w_first)
-    gate_ref = jax.new_ref(gate)
-    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts)
-    h, l1 = union_up(x, gate_ref[...], w_second, plan)
-    y = union_down(h, w_down, plan, x.shape[0])
-    return y, nnz, l1, tile_union.fired(masks), heavy
-
-
-def _stats(nnz, l1, fired):
-    return FFNStats(l1 / nnz.size, jnp.mean(nnz, dtype=jnp.float32), jnp.max(nnz), fired)
+def _with_stats(y, nnz, l1, fired):
+    nnz_mean = jnp.mean(nnz, dtype=jnp.float32)
+    return y, FFNStats(l1 / nnz.size, nnz_mean, jnp.max(nnz), fired)
 
 
 def _devices() -> int:

@@ -16,12 +16,22 @@ from pallas_kernels import (
     fused_ffn,
     gate_pack,
     gate_union,
+    hidden_grads,
     small_m,
     union_down,
     union_plan,
     union_up,
+    weight_grads,
 )
-from twell_jax import KVCache, ModelConfig, SparseMLP, Transformer, ffn_mosaic, sparse_ffn
+from twell_jax import (
+    KVCache,
+    ModelConfig,
+    SparseMLP,
+    Transformer,
+    ffn_mosaic,
+    ffn_unions,
+    sparse_ffn,
+)
 from twell_jax.ffn import CannotServe
 from twell_jax.model import graphdef
 
@@ -44,14 +54,20 @@ H100 = abstract_gpu("NVIDIA H100 80GB HBM3")
 def twins(monkeypatch):
     """The kernels replaced by the functions that define them, to test what is around them."""
     monkeypatch.setattr(ffn_mosaic, "_no_hopper", lambda: None)
-    modules = gate_pack, fused_ffn, gate_union, union_plan, union_up, union_down, dense_rows
-    for module in modules:
-        name = module.__name__.split(".")[-1]
-        monkeypatch.setattr(ffn_mosaic, name, getattr(module, f"{name}_reference"))
-    monkeypatch.setattr(ffn_mosaic, "small_m_ffn", small_m.small_m_ffn_reference)
-    ffn_mosaic._compute.cache_clear()
+    every = gate_pack, fused_ffn, dense_rows, small_m
+    of_unions = gate_union, union_plan, union_up, union_down, dense_rows, hidden_grads, weight_grads
+    for user, modules in ((ffn_mosaic, every), (ffn_unions, of_unions)):
+        for module in modules:
+            name = {small_m: "small_m_ffn"}.get(module, module.__name__.split(".")[-1])
+            monkeypatch.setattr(user, name, getattr(module, f"{name}_reference"))
+    forget()
     yield
+    forget()
+
+
+def forget():
     ffn_mosaic._compute.cache_clear()
+    ffn_mosaic._compute_with_sparse_grads.cache_clear()
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
@@ -124,7 +140,9 @@ def test_all_zero(twins):
     assert not np.any(y) and stats.nnz == 0 and stats.l1 == 0 and not np.any(stats.fired)
 
 
-def test_vmap_and_gradients_equal_the_dense_ones(twins):
+@both_forms
+def test_vmap_and_gradients_equal_the_dense_ones(twins, form, monkeypatch):
+    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
     x, *weights = draw(2 * 70, 128, 384)
     x = x.reshape(2, 70, 128)
 
@@ -141,11 +159,10 @@ def test_vmap_and_gradients_equal_the_dense_ones(twins):
             jax.jit(jax.grad(rematerialised))(x, weights),
         )
 
-    for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (mosaic, xla))), strict=True):
+    kernels = functools.partial(sparse_ffn, implementation=form)
+    for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
-        np.testing.assert_allclose(
-            np.asarray(ours, np.float32), np.asarray(dense, np.float32), rtol=0.02, atol=0.02
-        )
+        assert error(ours, dense) < 1e-2
 
 
 TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
@@ -172,6 +189,82 @@ def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(twins, gated):
     assert error(y, y_alone) < 5e-3
     for ours, theirs in zip(*map(jax.tree.leaves, (stats, alone)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=5e-3)
+
+
+def gradients(implementation, operands, dy):
+    """Those of sum(y dy) + l1, in the dtype of the operands; None for a missing w_gate."""
+
+    def loss(*operands):
+        y, stats = sparse_ffn(*operands, implementation=implementation)
+        return jnp.sum(y.astype(jnp.float32) * dy) + stats.l1
+
+    x, w_gate, *weights = operands
+    if w_gate is None:
+        dx, *grads = jax.grad(lambda x, *w: loss(x, None, *w), argnums=(0, 1, 2))(x, *weights)
+        return dx, None, *grads
+    return jax.grad(loss, argnums=(0, 1, 2, 3))(*operands)
+
+
+def assert_exact_gradients(operands, tolerance=1e-2):
+    """Of unions, against dense ones in float32; twice the same bits."""
+    dy = np.random.default_rng().standard_normal(operands[0].shape).astype(np.float32)
+    dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
+    wide = [None if a is None else a.astype(jnp.float32) for a in operands]
+    with jax.default_matmul_precision("highest"):
+        reference = jax.jit(functools.partial(gradients, "xla"))(wide, dy)
+    ours = jax.jit(functools.partial(gradients, "unions"))
+    grads, again = ours(operands, dy), ours(operands, dy)
+    for grad, same, ref in zip(*map(jax.tree.leaves, (grads, again, reference)), strict=True):
+        assert grad.dtype == operands[0].dtype and grad.shape == ref.shape
+        assert error(grad, ref) < tolerance if np.any(ref) else not np.any(grad)
+        np.testing.assert_array_equal(grad, same)
+    return grads
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("m", "every", "threshold", "capacity", "fits"),
+    [
+        (600, 1000, 2.2, 1.0, True),
+        (600, 100, 2.2, 1.0, True),
+        (600, 100, 2.2, 0.1, False),  # more in the unions than is kept
+        (2100, 8, 9.0, 1.0, False),  # too many heavy rows
+        (100, 1000, 1000, 0.5, True),  # all zero
+        (300, 1000, -1000, 1.0, True),  # all dense
+    ],
+)
+def test_sparse_gradients(twins, monkeypatch, m, every, threshold, capacity, fits, gated):
+    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", capacity)
+    dense_calls = []
+    dense_backward = ffn_unions.dense_backward
+    monkeypatch.setattr(
+        ffn_unions,
+        "dense_backward",
+        lambda *operands: jax.debug.callback(dense_calls.append, 1) or dense_backward(*operands),
+    )
+    operands = draw(m, 128, 768, gated=gated, threshold=threshold)
+    operands[0] = operands[0].at[3::every, -1].set(-1)
+    # Dense 16-bit gradients round those for h, of which a dense row has many.
+    assert_exact_gradients(operands, tolerance=1e-2 if fits else 2e-2)
+    jax.effects_barrier()
+    assert bool(dense_calls) != fits
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_sparse_gradients_over_a_mesh(twins, monkeypatch, gated):
+    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
+    operands = draw(4 * 200, 128, 256, gated=gated)
+    dy = jnp.asarray(np.random.default_rng().standard_normal((800, 128)), jnp.float32)
+    alone = jax.jit(functools.partial(gradients, "xla"))(operands, dy)
+    mesh = jax.make_mesh((2, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
+        placed = [
+            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
+        ]
+        grads = jax.jit(functools.partial(gradients, "unions"))(placed, dy)
+    for ours, dense in zip(*map(jax.tree.leaves, (grads, alone)), strict=True):
+        assert error(ours, dense) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -368,6 +461,27 @@ def test_poison_around_the_kernels(twins, m, form, feature, poison):
 @pytest.mark.parametrize(("feature", "poison"), POISON)
 def test_poison_on_the_gpu(m, form, feature, poison):
     assert_poison_spreads_as_in_the_dense_computation(m, form, feature, poison)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("m", "every", "threshold"),
+    [(600, 100, 2.8), (600, 1000, 2.0), (1001, 50, 2.8), (300, 1000, 1000), (300, 1000, -1000)],
+)
+def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
+    operands = draw(m, 512, 1408, gated=gated, dtype=dtype, threshold=threshold)
+    operands[0] = operands[0].at[3::every, -1].set(-1)
+    assert_exact_gradients(operands, tolerance=2e-2)
+
+
+@gpu
+@pytest.mark.parametrize("threshold", [2.57, 1.5])
+def test_sparse_gradients_at_full_size(threshold):
+    operands = draw(16384, 2048, 5632, threshold=threshold)
+    operands[0] = operands[0].at[7::1024, -1].set(-1)
+    assert_exact_gradients(operands)
 
 
 @gpu

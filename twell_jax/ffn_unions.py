@@ -1,0 +1,144 @@
+"""The feed-forward block on tile unions, and its gradients, in Pallas kernels.
+
+For gradients the forward keeps the factors of h on the unions, in `capacity` of the memory that
+they take densely. What does not fit is computed again, densely; the others' backward touches only
+what is not zero:
+
+    dh = dy w_down^T    dg = dh u    du = dh g        on the unions, as the forward
+    dx = dg w_gate + du w_up                          on the unions
+    dw_gate = dg^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of each neuron's tokens
+
+Tokens that leave the unions are few there, too few for kernels of their own.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tile_union
+from pallas_kernels.dense_rows import dense_rows
+from pallas_kernels.gate_union import gate_union
+from pallas_kernels.hidden_grads import chain_rule, hidden_grads
+from pallas_kernels.neuron_lists import NeuronLists, neuron_lists
+from pallas_kernels.tile_union import GROUP, Plan
+from pallas_kernels.union_down import union_down
+from pallas_kernels.union_plan import union_plan
+from pallas_kernels.union_up import union_up
+from pallas_kernels.weight_grads import weight_grads
+from twell_jax import ffn_xla
+
+_MAX_HEAVY = 256  # tokens outside the unions that the sparse backward takes
+_CHUNK_TOKENS = 8192  # of the dense backward, which recomputes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What the forward keeps for the gradients, besides its operands.
+
+    Attributes:
+      fits: bool `[1]`, whether the rest is complete.
+      factors: the factors of h by `union_up`.
+      plan, lists: where they are.
+      heavy: int32 `[256]`, the tokens outside the unions, ascending, then M.
+    """
+
+    fits: jax.Array
+    factors: jax.Array
+    plan: Plan
+    lists: NeuronLists
+    heavy: jax.Array
+
+
+def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
+    """The block for `x: [M, D]`.
+
+    Returns:
+      y `[M, D]`, nnz `[M]`, the sum of |h|, which neurons fired, and `Kept` if there is a capacity.
+    """
+    m = x.shape[0]
+    w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
+    gate, masks, counts = gate_union(x, w_first)
+    gate_ref = jax.new_ref(gate)
+    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts)
+    keep = 0 if capacity is None else max(1, int(capacity * plan.items.size))
+    h, l1, *factors = union_up(x, gate_ref[...], w_second, plan, keep=keep)
+    # y may have padding rows, which are cut last: XLA would hand a slice to the in-place kernel as
+    # a part of the larger buffer, and take the result from another one.
+    y_ref = jax.new_ref(union_down(h, (w_down,), plan, m))
+    heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
+    out = y_ref[...][:m], nnz, l1 + heavy_l1, tile_union.fired(masks) | heavy_fired
+    if capacity is None:
+        return out
+    slots = max(1, int(capacity * counts.size / GROUP)) * GROUP
+    lists, lists_fit = neuron_lists(counts, m, slots)
+    count, rows, _ = heavy
+    rows = rows[:_MAX_HEAVY]
+    rows = jnp.sort(jnp.where(jnp.arange(rows.size) < count, rows, m))
+    is_finite = jnp.all(counts[:, :m] <= 127)
+    fits = lists_fit & (plan.item_count <= keep) & (count <= _MAX_HEAVY) & is_finite
+    return *out, Kept(fits, *factors, plan, lists, rows)
+
+
+def backward(kept: Kept, x, w_gate, w_up, w_down, dy, l1_grad):
+    """Gradients for x and the weights, from those for y and for the sum of |h|."""
+
+    def sparse(*operands):
+        return _sparse_backward(kept, *operands)
+
+    return lax.cond(kept.fits[0], sparse, dense_backward, x, w_gate, w_up, w_down, dy, l1_grad)
+
+
+def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
+    m, h = x.shape[0], w_down.shape[0]
+    first_weights = (w_up,) if w_gate is None else (w_gate, w_up)
+    factors_ref = jax.new_ref(kept.factors)
+    entries = hidden_grads(dy, w_down, factors_ref, l1_grad[None], kept.plan, kept.lists)
+    dx = union_down(factors_ref[...], first_weights, kept.plan, m)
+
+    def rows_of(a):
+        return a.at[kept.heavy].get(mode="fill", fill_value=0)
+
+    def product(a, b):
+        return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+    x_heavy, dy_heavy = rows_of(x), rows_of(dy)
+    gate, *up = [product(x_heavy, w.T) for w in first_weights]
+    gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
+    arrays = [a.astype(x.dtype) for a in chain_rule(product(dy_heavy, w_down.T), gate, up, l1_grad)]
+    dx_heavy = sum(product(a, w) for a, w in zip(arrays[1:], first_weights, strict=True))
+    dx = dx.at[kept.heavy].set(dx_heavy.astype(x.dtype), mode="drop")
+    slots = kept.lists.slots(jnp.minimum(kept.heavy, m - 1))
+    slots = jnp.where(kept.heavy < m, slots, kept.lists.tokens.size)
+    value, *grads = [
+        entry.at[slots].set(a.reshape(-1, h // GROUP, GROUP).swapaxes(0, 1), mode="drop")
+        for entry, a in zip(entries, arrays, strict=True)
+    ]
+    dw_first = weight_grads(tuple(grads), x, kept.lists)
+    dw_gate, dw_up = (None, *dw_first) if w_gate is None else dw_first
+    return dx[:m], dw_gate, dw_up, *weight_grads((value,), dy, kept.lists)
+
+
+def dense_backward(x, w_gate, w_up, w_down, dy, l1_grad):
+    """The gradients by XLA, from the operands alone, some tokens at a time to save memory."""
+    m = x.shape[0]
+    size = min(m, _CHUNK_TOKENS)
+    weights = w_gate, w_up, w_down
+
+    def outputs(*operands):
+        y, stats = ffn_xla.ffn(*operands)
+        return y, stats.l1  # a mean over tokens
+
+    def add(total, chunk):
+        x, dy = chunk
+        _, vjp = jax.vjp(outputs, x, *weights)
+        dx, *grads = vjp((dy, l1_grad * size))
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, tuple(grads)), dx
+
+    x, dy = (jnp.pad(a, ((0, -m % size), (0, 0))).reshape(-1, size, a.shape[1]) for a in (x, dy))
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    grads, dx = lax.scan(add, zeros, (x, dy))
+    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+    return dx.reshape(-1, x.shape[-1])[:m], *grads
