@@ -85,15 +85,7 @@ def measure(
     Neurons that never fire are a fraction `pruned` of all, if it is not 0, and only the baseline
     has them.
     """
-    key = jax.random.key(m + int(nnz))
-    if pattern == "recorded":
-        x, w_gate = patterns.recorded(key, m, D, DTYPE, superposed=superposed)
-    else:
-        dead = pruned or patterns.DEAD
-        x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE, dead=dead)
-    if heavy_every:
-        x = patterns.with_heavy_rows(x, heavy_every)
-    layers = [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
+    x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated, pruned or patterns.DEAD)
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
     with jax.default_matmul_precision("highest"):
         reference, stats = jax.jit(sparse_ffn)(*float32)
@@ -140,6 +132,18 @@ def measure(
             "speedup": baseline_ms / ms,
             "error": error,
         }
+
+
+def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
+    """x `[m, D]` and the weights of each layer; see `measure`."""
+    key = jax.random.key(m + int(nnz))
+    if pattern == "recorded":
+        x, w_gate = patterns.recorded(key, m, D, DTYPE, superposed=superposed)
+    else:
+        x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE, dead=dead)
+    if heavy_every:
+        x = patterns.with_heavy_rows(x, heavy_every)
+    return x, [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
 
 
 def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
