@@ -20,10 +20,12 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--plots", type=Path, help="directory for the plots")
     args = parser.parse_args()
-    rows = json.loads(args.record.read_text())["rows"]
+    rows = sorted(json.loads(args.record.read_text())["rows"], key=l1_coefficient)
     print(table(rows))
-    if (r := correlation(rows)) is not None:
-        print(f"\nspeed-up and mean nnz of the gated variants' layers: r = {r:.3f}")
+    print("\ncorrelations of the layers' speed-ups:")
+    for name, of in [("all gated", rows), *((row["variant"], [row]) for row in rows)]:
+        if found := correlations(of):
+            print(f"{name}: " + ", ".join(f"{r:.3f} with {x}" for x, r in found.items()))
     if args.plots:
         for path in plots(rows, args.plots):
             print(path)
@@ -58,22 +60,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def correlation(rows: list[dict[str, Any]]) -> float | None:
-    """Pearson's r of speed-up and mean nnz, over all measured layers of the gated variants.
+def l1_coefficient(row: dict[str, Any]) -> float:
+    """What the variant was trained with; its last setting counts."""
+    return float(dict(s.split("=", 1) for s in row["settings"]).get("l1_coefficient", 0))
 
-    A plain block spends another share of its time on the non-zeros. None without three layers.
+
+def correlations(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Pearson's r of speed-up and what it may depend on, over all layers of the gated variants.
+
+    A plain block spends another share of its time on the non-zeros. Empty without three layers.
     """
     layers = [
         layer
         for row in rows
         if row["speedup"] and "model.gated=false" not in row["settings"]
-        for layer in zip(row["speedup"]["nnz"], row["speedup"]["factor"], strict=True)
+        for layer in zip(
+            row["speedup"]["nnz"], row["union"]["256"], row["speedup"]["factor"], strict=True
+        )
     ]
-    return float(np.corrcoef(layers, rowvar=False)[0, 1]) if len(layers) > 2 else None
+    if len(layers) < 3:
+        return {}
+    of_nnz, of_share, _ = np.corrcoef(layers, rowvar=False)[-1]
+    return {"mean nnz": float(of_nnz), "256 tokens share": float(of_share)}
 
 
 def plots(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
-    """Cross-entropy over nnz, nnz over depth and position, and layers' speed-ups over their nnz."""
+    """Cross-entropy over nnz, nnz over depth and position, layers' speed-ups over nnz and union."""
     figures = {
         "study-cross-entropy": _plot_cross_entropy,
         "study-depth": _plot_depth,
@@ -82,15 +94,16 @@ def plots(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
     }
     paths = []
     for name, draw in figures.items():
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        draw(axes, rows)
+        figure = plt.figure(figsize=(9, 4.5), layout="constrained")
+        draw(figure, rows)
         paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=150)
+        figure.savefig(paths[-1], dpi=120)
         plt.close(figure)
     return paths
 
 
-def _plot_cross_entropy(axes, rows):
+def _plot_cross_entropy(figure, rows):
+    axes = figure.subplots()
     for row in rows:
         point = np.mean(row["nnz_mean"]), row["held_out_ce"]
         axes.plot(*point, "o", color="C0", ms=5)
@@ -101,33 +114,44 @@ def _plot_cross_entropy(axes, rows):
     axes.margins(x=0.2)
 
 
-def _plot_depth(axes, rows):
+def _plot_depth(figure, rows):
+    axes = figure.subplots()
     for row in rows:
         axes.plot(row["nnz_mean"], "o-", ms=3, lw=1, label=row["variant"])
     axes.set(yscale="log", xlabel="layer", ylabel="mean non-zeros per token")
-    axes.legend(frameon=False, fontsize="small", ncols=2)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_position(axes, rows):
+def _plot_position(figure, rows):
+    axes = figure.subplots()
     for row in rows:
         start, stop = np.transpose(row["positions"])
         # The geometric middle of a range of positions, counted from 1.
         at, nnz = np.sqrt((start + 1) * stop), np.mean(row["nnz_by_position"], axis=0)
         axes.plot(at, nnz, "o-", ms=3, lw=1, label=row["variant"])
     axes.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="mean non-zeros")
-    axes.legend(frameon=False, fontsize="small", ncols=2)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_speedup(axes, rows):
-    measured = [row for row in rows if row["speedup"]]
-    for row in measured:
-        axes.plot(row["speedup"]["nnz"], row["speedup"]["factor"], "o", ms=4, label=row["variant"])
-    axes.axhline(1, color="gray", ls="--", lw=1)
-    axes.set(xscale="log", xlabel="mean non-zeros per token", ylabel="speed-up over dense XLA")
-    if (r := correlation(rows)) is not None:
-        axes.set_title(f"gated variants: r = {r:.3f}", loc="left", fontsize="medium")
-    if measured:
-        axes.legend(frameon=False, fontsize="small", ncols=2)
+def _plot_speedup(figure, rows):
+    by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
+    for i, row in enumerate(rows):  # the colours are those of the other plots
+        if speedup := row["speedup"]:
+            style = {"color": f"C{i}", "ms": 4, "label": row["variant"]}
+            by_nnz.plot(speedup["nnz"], speedup["factor"], "o", **style)
+            by_share.plot(row["union"]["256"], speedup["factor"], "o", **style)
+    by_nnz.set(xscale="log", xlabel="mean nnz", ylabel="speed-up over dense XLA")
+    by_share.set(xlabel="256 tokens share")
+    for axes in panels:
+        axes.axhline(1, color="gray", ls="--", lw=1)
+        if (r := correlations(rows).get(axes.get_xlabel())) is not None:
+            axes.set_title(f"gated variants: r = {r:.3f}", loc="left", fontsize="medium")
+    figure.legend(
+        *by_nnz.get_legend_handles_labels(),
+        loc="outside right upper",
+        frameon=False,
+        fontsize="small",
+    )
 
 
 if __name__ == "__main__":
