@@ -94,12 +94,13 @@ def train(config: Config) -> None:
             recorder = metrics.Recorder(config, log, progress.show, checkpoints)
             stopping = stop_requested(step)
             while step < config.steps and not stopping:
+                # Before a step, not after: what is saved or evaluated has no gates without training.
+                if config.reinit_every and step and step % config.reinit_every == 0:
+                    state = trainer.reinitialise(state)
                 batch = trainer.put_batch(next(batches)["tokens"])
                 state, measured = trainer.step(state, batch, l1_coefficient(config, step))
                 step += 1
                 recorder.add(step, measured)
-                if config.reinit_every and step % config.reinit_every == 0:
-                    state = trainer.reinitialise(state)
                 if step % config.eval_every == 0 or step == config.steps:
                     recorder.flush()
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)

@@ -66,7 +66,7 @@ def workspace(tmp_path_factory):
         "l1_coefficient": 1e-2,
         "l1_warmup": [0, 20],
         "dead_window_tokens": 2560,
-        "reinit_every": 7,
+        "reinit_every": 5,
         "eval_every": 25,
         "eval_sequences": 5,
         "checkpoint_every": 10,
