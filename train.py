@@ -94,7 +94,7 @@ def train(config: Config) -> None:
             recorder = metrics.Recorder(config, log, progress.show, checkpoints)
             stopping = stop_requested(step)
             while step < config.steps and not stopping:
-                # Before a step, not after: what is saved or evaluated has no gates without training.
+                # Before a step, not after: what is saved or evaluated has no untrained gates.
                 if config.reinit_every and step and step % config.reinit_every == 0:
                     state = trainer.reinitialise(state)
                 batch = trainer.put_batch(next(batches)["tokens"])

@@ -1,4 +1,4 @@
-"""Turns a record of benchmarks.ffn or .inference into what docs/performance.md shows.
+"""Turns a record of benchmarks.ffn, .gradients or .inference into what docs/performance.md shows.
 
 python -m benchmarks.render benchmarks/results/inference-....json
 python -m benchmarks.render benchmarks/results/ffn-....json [--plot docs/ffn.png]
@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where to draw ffn's speed-up over nnz, a PNG")
     args = parser.parse_args()
     record = json.loads(args.record.read_text())
-    print({"ffn": table, "inference": model_table}[record["benchmark"]](record["rows"]))
+    render = {"ffn": table, "gradients": gradient_table, "inference": model_table}
+    print(render[record["benchmark"]](record["rows"]))
     if args.plot:
         plot(record, args.plot)
 
@@ -51,6 +52,22 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [show(value) for (_, show), value in zip(COLUMNS.values(), case, strict=True)]
         cells += [_cell(measured.get(name)) for name in names]
         lines.append("| " + " | ".join([*cells, errors]) + " |")
+    return "\n".join(lines)
+
+
+def gradient_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line per case and implementation, in brackets against dense XLA."""
+    lines = [
+        "| pattern | gated | mean nnz | dense rows | block | forward and backward | kept | peak "
+        "| error |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        gated = "yes" if row["gated"] else "no"
+        lines.append(f"| {row['pattern']} | {gated} | {row['nnz_mean']:.1f} | {row['heavy_rows']} "
+                     f"| {row['implementation']} | {_cell(row)} "
+                     f"| {row['kept_bytes'] / 1e9:.2f} GB | {row['peak_bytes'] / 1e9:.2f} GB "
+                     f"| {max(row['errors']):.1e} |")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -57,15 +57,21 @@ class Progress:
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     """What each layer's neurons did in a step, as a table."""
     table = Table(title=f"step {record['step']}, {d_ff} neurons a layer")
-    for heading in ("layer", "mean nnz", "max nnz", "sparsity", "dead"):
+    has_overflow = any(record["overflow"])
+    headings = ["layer", "mean nnz", "max nnz", "sparsity", "dead"]
+    for heading in [*headings, "dense gradients"] if has_overflow else headings:
         table.add_column(heading, justify="right")
-    rows = zip(record["nnz"], record["max_nnz"], record["dead"], strict=True)
-    for layer, (nnz, most, dead) in enumerate(rows):
-        table.add_row(str(layer), f"{nnz:.1f}", str(most), f"{1 - nnz / d_ff:.1%}", f"{dead:.1%}")
-    nnz, dead = _mean(record["nnz"]), _mean(record["dead"])
+
+    def add(name, nnz, most, dead, overflow):
+        cells = [name, f"{nnz:.1f}", str(most), f"{1 - nnz / d_ff:.1%}", f"{dead:.1%}"]
+        table.add_row(*cells, *([f"{overflow:.0%}"] if has_overflow else []))
+
+    columns = record["nnz"], record["max_nnz"], record["dead"], record["overflow"]
+    for layer, row in enumerate(zip(*columns, strict=True)):
+        add(str(layer), *row)
     table.add_section()
-    most = max(record["max_nnz"])
-    table.add_row("all", f"{nnz:.1f}", str(most), f"{1 - nnz / d_ff:.1%}", f"{dead:.1%}")
+    nnz, most, dead, overflow = columns
+    add("all", _mean(nnz), max(most), _mean(dead), _mean(overflow))
     return table
 
 

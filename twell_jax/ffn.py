@@ -49,12 +49,14 @@ def sparse_ffn(
       w_down: `[H, D]`.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
-      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs; gradients stay
-        dense), "twell" or "unions" ("mosaic" with this packed format of the gate, for more than 64
-        tokens), or None for what the environment variable TWELL_JAX_IMPLEMENTATION names or,
-        without it, what is faster here: the kernels for up to 64 tokens, where that takes about 1 %
-        of open gates, and from 1024 tokens on; dense ones cost a few percent there
-        (docs/performance.md).
+      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs), "twell" or "unions"
+        ("mosaic" with this packed format of the gate, for more than 64 tokens; "mosaic" takes
+        unions from 1024 tokens on), or None for what the environment variable
+        TWELL_JAX_IMPLEMENTATION names or, without it, what is faster here: the kernels for up to 64
+        tokens, where that takes about 1 % of open gates, and from 1024 tokens on; dense ones cost a
+        few percent there (docs/performance.md). Gradients are sparse behind unions that were asked
+        for by name, and else dense: they gain while 256 tokens share up to half of the neurons, and
+        lose beyond.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"

@@ -95,7 +95,8 @@ def _compute(form: Form, anywhere: bool):
 def _compute_with_sparse_grads():
     def kept_forward(*operands):
         *out, kept = ffn_unions.forward(*operands, capacity=_CAPACITY)
-        return *_with_stats(*out), kept
+        overflow = 1.0 - kept.fits[0].astype(jnp.float32)
+        return *_with_stats(*out, overflow), kept
 
     def forward(*operands):
         y, stats, kept = _on_gpu(kept_forward, *_KEPT_FORWARD)(*operands)
@@ -139,7 +140,9 @@ def _split_over_mesh(function, inputs, outputs):
         def merge_stats(stats):
             mean, most = (functools.partial(f, axis_name=axes) for f in (lax.pmean, lax.pmax))
             fired = most(stats.fired.astype(jnp.int32)) > 0
-            return FFNStats(mean(stats.l1), mean(stats.nnz), most(stats.max_nnz), fired)
+            return FFNStats(
+                mean(stats.l1), mean(stats.nnz), most(stats.max_nnz), fired, mean(stats.overflow)
+            )
 
         spec = {_TOKENS: PartitionSpec(axes)}
         return jax.shard_map(
@@ -191,9 +194,14 @@ def _twell_ffn(x, w_gate, w_up, w_down):
     return y_ref[...], nnz, jnp.sum(l1) + heavy_l1, fired
 
 
-def _with_stats(y, nnz, l1, fired):
-    nnz_mean = jnp.mean(nnz, dtype=jnp.float32)
-    return y, FFNStats(l1 / nnz.size, nnz_mean, jnp.max(nnz), fired)
+def _with_stats(y, nnz, l1, fired, overflow=0.0):
+    return y, FFNStats(
+        l1=l1 / nnz.size,
+        nnz=jnp.mean(nnz, dtype=jnp.float32),
+        max_nnz=jnp.max(nnz),
+        fired=fired,
+        overflow=jnp.asarray(overflow, jnp.float32),
+    )
 
 
 def _devices() -> int:

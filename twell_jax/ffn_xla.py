@@ -20,12 +20,15 @@ class FFNStats:
       nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated).
       max_nnz: int32 [], the largest number of non-zero activations of any token.
       fired: bool [H], whether a neuron was non-zero for any token.
+      overflow: float32 [], 1 if sparse gradients were asked for, but what they need exceeded its
+        room, so that they are computed densely; else 0.
     """
 
     l1: jax.Array
     nnz: jax.Array
     max_nnz: jax.Array
     fired: jax.Array
+    overflow: jax.Array
 
 
 def ffn(
@@ -56,4 +59,5 @@ def _stats(h: jax.Array, active: jax.Array) -> FFNStats:
         nnz=jnp.mean(nnz, dtype=jnp.float32),
         max_nnz=jnp.max(nnz),
         fired=jnp.any(nonzero, axis=tuple(range(h.ndim - 1))),
+        overflow=jnp.zeros((), jnp.float32),
     )

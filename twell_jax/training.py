@@ -48,6 +48,8 @@ class StepMetrics:
       l1_coefficient, lr, grad_norm: float32 [].
       nnz, max_nnz, dead: [layers], mean and largest number of non-zero activations of a token, and
         the fraction of neurons that have not fired for `dead_window_tokens`.
+      overflow: float32 [layers], how often sparse gradients were replaced by dense ones, from 0 to
+        1; see `FFNStats`.
     """
 
     ce: jax.Array
@@ -58,6 +60,7 @@ class StepMetrics:
     nnz: jax.Array
     max_nnz: jax.Array
     dead: jax.Array
+    overflow: jax.Array
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
             nnz=stats.nnz,
             max_nnz=stats.max_nnz,
             dead=jnp.mean(idle >= dead_steps, axis=-1, dtype=jnp.float32),
+            overflow=stats.overflow,
         )
         return TrainState(state.step + 1, params, opt_state, idle), metrics
 
@@ -224,4 +228,5 @@ def _over_micro_batches(stats: FFNStats) -> FFNStats:
         nnz=jnp.mean(stats.nnz, axis=0),
         max_nnz=jnp.max(stats.max_nnz, axis=0),
         fired=jnp.any(stats.fired, axis=0),
+        overflow=jnp.mean(stats.overflow, axis=0),
     )

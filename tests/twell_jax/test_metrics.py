@@ -15,7 +15,9 @@ def clock(monkeypatch):
 
 def measured():
     layers = jnp.ones(2)
-    return StepMetrics(*[jnp.float32(1)] * 5, nnz=layers, max_nnz=layers, dead=layers)
+    return StepMetrics(
+        *[jnp.float32(1)] * 5, nnz=layers, max_nnz=layers, dead=layers, overflow=layers
+    )
 
 
 def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, clock):

@@ -1,0 +1,22 @@
+"""benchmarks.gradients: its rows are complete and rendered."""
+
+import json
+
+from benchmarks import ffn, gradients, record, render
+
+
+def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
+    for module in (ffn, gradients):
+        monkeypatch.setattr(module, "D", 128)
+        monkeypatch.setattr(module, "H", 256)
+    monkeypatch.setattr(gradients, "IMPLEMENTATIONS", ("xla", "xla"))
+    rows = list(gradients.measure(m=64, pattern="skewed", nnz=10))
+    rows += gradients.measure(m=64, pattern="uniform", nnz=10, heavy_every=8, gated=False)
+    for row in rows:
+        matrices = 5 if row["gated"] else 4  # y and the gradients
+        assert len(row["errors"]) == matrices and max(row["errors"]) < 2e-2
+        assert row["speedup"] == row["baseline_ms"] / row["ms"]
+        assert row["peak_bytes"] > 0 and row["kept_bytes"] >= 2 * 2 * 64 * 256
+    stored = json.loads(record.write("gradients", rows, tmp_path).read_text())
+    lines = render.gradient_table(stored["rows"]).splitlines()
+    assert len(lines) == 2 + 4 and lines[-1].startswith("| uniform | no |")
