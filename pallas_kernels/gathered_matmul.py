@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -252,12 +251,7 @@ def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
             has_side_effects=True,
         )
     ]
-    vector = ir.VectorType.get((1,), i32)
-    return mgpu.FragmentedArray(
-        _registers=np.array([mgpu.utils.bitcast(w, vector) for w in words], dtype=object),
-        _layout=_INDICES.to_mgpu(),
-        _is_signed=True,
-    )
+    return simt.int_array(words, _INDICES)
 
 
 def _fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:

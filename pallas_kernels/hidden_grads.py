@@ -7,7 +7,6 @@ lists, as the gradients of the weights need them. There every non-zero entry is 
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -218,7 +217,7 @@ def _load_neurons(neurons_ref):
         lane, warp = simt.lane_and_warp()
         row = arith.addi(arith.muli(warp, const(16)), arith.divui(lane, const(4)))
         address = simt.gmem_address(neurons_ref, arith.muli(row, const(4)))
-        return _int_array([_load(address, 32 * i, n=1) for i in range(2)], _NEURONS)
+        return simt.int_array(_load(address, 0, n=1) + _load(address, 32, n=1), _NEURONS)
 
     return step(neurons_ref)
 
@@ -241,8 +240,8 @@ def _load_places(words_ref, neurons, first_word):
         for neuron in _int_values(neurons):
             block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
             offset = arith.addi(arith.muli(block, const(8 * words)), first)
-            loaded.append(_load(simt.gmem_address(words_ref, offset), 0, n=_WORDS))
-        return _int_array(loaded, _PLACES)
+            loaded += _load(simt.gmem_address(words_ref, offset), 0, n=_WORDS)
+        return simt.int_array(loaded, _PLACES)
 
     return step(words_ref, neurons, first_word)
 
@@ -253,8 +252,8 @@ def _enter(entries, neurons, places, arrays) -> None:
     Args:
       entries: a GMEM `[C, 64]` for each array, 16-bit.
       neurons, places: of the rows and columns, from `_load_neurons` and `_load_places`.
-      arrays: `[64, 64]` in the WGMMA layout, 16-bit. An element is stored if it is not zero in each
-        of them and its slot is less than C.
+      arrays: `[64, 64]` in the WGMMA layout, 16-bit. An element is not stored if it is zero in all
+        of them, or its slot not less than C.
     """
     refs, layouts = [plgpu.RefType()] * len(entries), [plgpu.Layout.WGMMA] * len(arrays)
     capacity = entries[0].shape[0]
@@ -265,7 +264,7 @@ def _enter(entries, neurons, places, arrays) -> None:
         lane, _ = simt.lane_and_warp()
         column = arith.muli(arith.remui(lane, const(4)), const(2))
         places = _int_values(places)
-        # The bits below this lane's columns among the first 8; then those of the 8 before.
+        # The bits of the tokens before this lane's first one, among the first 8 of a word.
         below = arith.subi(arith.shli(const(1), column), const(1))
         for row, neuron in enumerate(_int_values(neurons)):
             offset = arith.muli(arith.andi(neuron, const(GROUP - 1)), const(2))
@@ -317,14 +316,6 @@ def _store_pair(targets, pairs, bits, first_slot, mask, capacity):
 def _load(address, offset, *, n):
     always = arith.constant(ir.IntegerType.get_signless(1), 1)
     return simt.load_words(address, offset, always, n)
-
-
-def _int_array(words, layout):
-    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    registers = [mgpu.utils.bitcast(word, one) for group in words for word in group]
-    return mgpu.FragmentedArray(
-        _registers=np.array(registers, dtype=object), _layout=layout.to_mgpu(), _is_signed=True
-    )
 
 
 def _int_values(array):

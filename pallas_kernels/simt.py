@@ -1,5 +1,6 @@
 """Values of single lanes, for code inside `plgpu.inline_mgpu`."""
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
@@ -48,6 +49,13 @@ def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> 
         result_types=[ir.IntegerType.get_signless(32)] * n,
     )
     return list(words)
+
+
+def int_array(words: list[ir.Value], layout) -> mgpu.FragmentedArray:
+    """An int32 array of this lane's `words` (i32), in a Pallas layout of one element a register."""
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    registers = np.array([mgpu.utils.bitcast(word, one) for word in words], dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
 
 def inclusive_sum(x: ir.Value, lane: ir.Value) -> ir.Value:
