@@ -122,7 +122,7 @@ def test_logits_match_float64(changes):
 
 
 def test_bfloat16_is_close_to_float32():
-    module, tokens = make(), draw_tokens(2, 12)
+    module, tokens = make(), draw_tokens(200, 12)  # a few tokens may be off by more
     half = make(dtype="bfloat16")
     nnx.update(half, nnx.state(module))
     logits, _ = forward(half, tokens)
