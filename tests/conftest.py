@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, GPU tests only on Hopper, modest hypothesis budgets."""
+"""Eight virtual CPU devices, quick compilation, GPU tests only on Hopper, modest hypothesis."""
 
 import hypothesis
 import jax
@@ -9,6 +9,28 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 hypothesis.settings.register_profile("twell", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("twell")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_compilation(tmp_path_factory):
+    """On the CPU most time goes into compiling programs that run for milliseconds.
+
+    Here and in child processes LLVM optimises little (XLA's own passes stay as they are), and no
+    program is compiled twice.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("jax")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        yield
 
 
 def pytest_collection_modifyitems(items):
