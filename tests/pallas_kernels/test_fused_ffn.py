@@ -59,9 +59,15 @@ def shapes(m, d, h, dtype, gated=True):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h"), [(1, 128, 128), (7, 192, 384), (1000, 2048, 5632), (65, 8192, 65536)]
+    ("m", "d", "h", "dtype"),
+    [
+        (1, 128, 128, jnp.bfloat16),
+        (7, 192, 384, jnp.float16),
+        (1000, 2048, 5632, jnp.bfloat16),
+        (65, 8192, 65536, jnp.bfloat16),
+        (65, 8192, 65536, jnp.float16),
+    ],
 )
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_lowers_without_a_gpu(lower, m, d, h, dtype):
     assert "mosaic_gpu" in lower(fused.fused_ffn, *shapes(m, d, h, dtype))
 

@@ -45,10 +45,17 @@ def assert_packs(packed, g):
     assert len(np.unique(row * h + column)) == len(row)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("m", "d", "h"),
-    [(1, 128, 128), (63, 192, 384), (1000, 8192, 5632), (65, 512, 65536), (16384, 2048, 5632)],
+    ("m", "d", "h", "dtype"),
+    [
+        (1, 128, 128, jnp.bfloat16),
+        (63, 192, 384, jnp.float16),
+        (1000, 8192, 5632, jnp.bfloat16),
+        (1000, 8192, 5632, jnp.float16),
+        (65, 512, 65536, jnp.bfloat16),
+        (16384, 2048, 5632, jnp.bfloat16),
+        (16384, 2048, 5632, jnp.float16),
+    ],
 )
 def test_lowers_without_a_gpu(lower, m, d, h, dtype):
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)

@@ -57,9 +57,15 @@ def shapes(m, d, h, dtype, gated=True):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h"), [(1, 2048, 5632), (7, 192, 384), (33, 8192, 128), (64, 128, 65536)]
+    ("m", "d", "h", "dtype"),
+    [
+        (1, 2048, 5632, jnp.bfloat16),
+        (7, 192, 384, jnp.float16),
+        (33, 8192, 128, jnp.bfloat16),
+        (64, 128, 65536, jnp.bfloat16),
+        (64, 128, 65536, jnp.float16),
+    ],
 )
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_lowers_without_a_gpu(lower, m, d, h, dtype):
     text = lower(small_m_ffn, *shapes(m, d, h, dtype))
     assert "small_m_gate" in text and "small_m_row" in text
