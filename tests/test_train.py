@@ -1,8 +1,11 @@
 """python train.py as a person runs it, kills it, and starts it again."""
 
+import contextlib
+import io
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,28 +27,40 @@ from twell_jax.training import abstract_state
 ROOT = Path(__file__).parents[1]
 STEPS = 60
 
-# Runs train.py with a call that kills the process at an exact point: argv[1] names a function
-# and how often it is to be called before, argv[2:] is the command line.
+# Runs train.py again and again, each time with a call that kills the process at an exact point:
+# each of argv[1:] before "train.py" names a function and how often it is to be called before, the
+# rest is the command line. Forks, so that all is imported once; no backend has started by then.
 KILL_AT = """
 import importlib, os, runpy, signal, sys
-where, calls = sys.argv[1].split("*")
-module, *owner, name = where.split(":")
-target = importlib.import_module(module)
-for part in owner:
-    target = getattr(target, part)
-original, count = getattr(target, name), 0
-def wrapped(*args, **kwargs):
-    global count
-    count += 1
-    if count > int(calls):
-        if name == "write":  # half a line of metrics.jsonl
-            args[0]._file.write('{"step": ')
-            args[0]._file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
-setattr(target, name, wrapped)
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+import train
+end = sys.argv.index("train.py")
+points, sys.argv = sys.argv[1:end], sys.argv[end:]
+def prepare(point):
+    where, calls = point.split("*")
+    module, *owner, name = where.split(":")
+    target = importlib.import_module(module)
+    for part in owner:
+        target = getattr(target, part)
+    original, count = getattr(target, name), 0
+    def wrapped(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count > int(calls):
+            if name == "write":  # half a line of metrics.jsonl
+                args[0]._file.write('{"step": ')
+                args[0]._file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    setattr(target, name, wrapped)
+for point in points:
+    child = os.fork()
+    if child == 0:
+        prepare(point)
+        runpy.run_path("train.py", run_name="__main__")
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != -signal.SIGKILL:
+        sys.exit(f"{point}: ended with {status}")
 """
 
 
@@ -93,6 +108,7 @@ def start(workspace, *arguments, before=("train.py",), **variables):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(workspace / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         **variables,
     }
     command = [sys.executable, *before, str(workspace / "config.yaml"), *arguments]
@@ -113,6 +129,29 @@ def finish(process):
 
 def run(workspace, *arguments, **options):
     return finish(start(workspace, *arguments, **options))
+
+
+def call(workspace, *arguments):
+    """As `run`, in this process: for what ends before a model is made."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.setattr("sys.argv", ["train.py", str(workspace / "config.yaml"), *arguments])
+        patch.setattr("logging.basicConfig", lambda **_: None)
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def records(run_dir):
@@ -185,7 +224,12 @@ def test_a_finished_run_says_so(workspace, uninterrupted):
 @pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrupted, tmp_path):
     run_dir = tmp_path / "killed"
-    for point in (
+
+    def kill_at(*points):
+        process = run(workspace, f"run_dir={run_dir}", before=("-c", KILL_AT, *points, "train.py"))
+        assert process.returncode == 0, process.stderr
+
+    kill_at(
         "pathlib:Path:replace*0",  # its config.yaml is written, but not yet named so
         "twell_jax.metrics:Recorder:add*7",  # no checkpoint yet
         "twell_jax.checkpoint:ocp:CheckpointManager:save*0",  # at the first checkpoint
@@ -193,12 +237,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrup
         "twell_jax.metrics:Log:write*1",  # in the middle of a line
         "twell_jax.metrics:Recorder:add_evaluation*1",  # step 50: logged, but not yet evaluated
         "os:rename*2",  # a checkpoint is written, but not yet named so
-        "twell_jax.plots:plot_run*0",  # trained, but nothing shown
-    ):
-        process = run(workspace, f"run_dir={run_dir}", before=("-c", KILL_AT, point, "train.py"))
-        assert process.returncode == -signal.SIGKILL, f"{point}: {process.stderr}"
-        if point == "os:rename*2":
-            assert list(run_dir.glob("checkpoints/*tmp*"))
+    )
+    assert list(run_dir.glob("checkpoints/*tmp*"))
+    kill_at("twell_jax.plots:plot_run*0")  # trained, but nothing shown
     process = run(workspace, f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert_same_result(run_dir, workspace / "run")
@@ -260,7 +301,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(workspace, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
     before = contents(workspace / "run")
-    process = run(workspace, "model.d_ff=128")
+    process = call(workspace, "model.d_ff=128")
     assert process.returncode == 1
     assert process.stderr.startswith("error: model.d_ff: the run in")
     assert "was started with 64, now 128" in process.stderr
@@ -365,7 +406,7 @@ def test_a_dense_run_is_sparsified(workspace, tmp_path):
 def test_a_foreign_directory_is_refused(workspace, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     before = contents(tmp_path)
-    process = run(workspace, f"run_dir={tmp_path}")
+    process = call(workspace, f"run_dir={tmp_path}")
     assert process.returncode == 1
     assert process.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
     assert process.stderr.count("\n") == 1
@@ -373,7 +414,7 @@ def test_a_foreign_directory_is_refused(workspace, tmp_path):
 
 
 def test_print_config_is_a_config(workspace, tmp_path):
-    process = run(workspace, "--print-config", "steps=7", "optimizer.lr=1e-3")
+    process = call(workspace, "--print-config", "steps=7", "optimizer.lr=1e-3")
     assert process.returncode == 0
     (tmp_path / "printed.yaml").write_text(process.stdout)
     expected = config.load(workspace / "config.yaml", ["steps=7", "optimizer.lr=1e-3"])
@@ -381,7 +422,7 @@ def test_print_config_is_a_config(workspace, tmp_path):
 
 
 def test_help_explains_every_key(workspace):
-    process = run(workspace, "--help")
+    process = call(workspace, "--help")
     assert process.returncode == 0
     assert "python train.py configs/tiny.yaml [key=value ...]" in process.stdout
     assert config.describe() in process.stdout
