@@ -53,20 +53,20 @@ def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
     w = jax.random.normal(key, (h, d)) / d**0.5
     w = w.at[:, -1].set(-0.5).astype(dtype).astype(jnp.float32)
 
-    def loss(x, active):
+    def loss(x, active, w):
         z = x @ w.T
         return jnp.sum(jnp.square(jax.nn.relu(jnp.where(active, 0.25 - z, 0.25 + z))))
 
     @jax.jit
-    def fit(active):
+    def fit(active, w):
         x = (active @ w).at[:, -1].set(1.0)
 
         def step(_, x):
-            return (x - 0.2 * jax.grad(loss)(x, active)).at[:, -1].set(1.0)
+            return (x - 0.2 * jax.grad(loss)(x, active, w)).at[:, -1].set(1.0)
 
         return jax.lax.fori_loop(0, 60, step, x)
 
-    chunks = [fit(active[i : i + 4096].astype(jnp.float32)) for i in range(0, m, 4096)]
+    chunks = [fit(active[i : i + 4096].astype(jnp.float32), w) for i in range(0, m, 4096)]
     return jnp.concatenate(chunks).astype(dtype), w.astype(dtype)
 
 
