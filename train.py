@@ -17,13 +17,14 @@ from rich.console import Console
 from twell_jax import config as config_lib
 from twell_jax import data, display, distributed, metrics, sharding
 from twell_jax.checkpoint import CheckpointError, Checkpoints
+from twell_jax.choice import Choice
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.ffn import CannotServe
 from twell_jax.optimizer import l1_coefficient
 from twell_jax.plots import plot_run
 from twell_jax.run import RunPaths, initial_params, lock_run, open_run
-from twell_jax.training import make_trainer
+from twell_jax.training import Trainer, make_trainer
 
 
 def main() -> None:
@@ -67,6 +68,7 @@ def train(config: Config) -> None:
 
     with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
         restored = checkpoints.restore(trainer.abstract_state)
+        choice = first_choice(config, trainer)
         if restored is None:
             state = trainer.init()
             if config.init_from:
@@ -81,6 +83,8 @@ def train(config: Config) -> None:
                     "restore the old files, or choose another run_dir"
                 )
             batches.set_state(position["iterator"])
+            if choice and position.get("choice"):
+                choice = Choice.restore(position["choice"])
             done = "finished" if state.step >= config.steps else "continuing"
             console.out(f"{done} {paths.directory} at step {state.step}", highlight=False)
         step = int(state.step)
@@ -98,9 +102,12 @@ def train(config: Config) -> None:
                 if config.reinit_every and step and step % config.reinit_every == 0:
                     state = trainer.reinitialise(state)
                 batch = trainer.put_batch(next(batches)["tokens"])
-                state, measured = trainer.step(state, batch, l1_coefficient(config, step))
+                take_step = trainer.step_with(choice.sparse) if choice else trainer.step
+                state, measured = take_step(state, batch, l1_coefficient(config, step))
                 step += 1
-                recorder.add(step, measured)
+                recorder.add(step, measured, choice)
+                if choice and step % config.sparse_gradients_every == 0:
+                    choice = choice.after(measured.nnz.tolist(), measured.overflow.tolist())
                 if step % config.eval_every == 0 or step == config.steps:
                     recorder.flush()
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)
@@ -110,6 +117,7 @@ def train(config: Config) -> None:
                 if step % config.checkpoint_every == 0 or step == config.steps or stopping:
                     recorder.flush()
                     position = {"corpus": corpus.fingerprint, "iterator": batches.get_state()}
+                    position["choice"] = choice and dataclasses.asdict(choice)
                     checkpoints.save(step, state, position)
             recorder.flush()
         batches.close()
@@ -118,6 +126,19 @@ def train(config: Config) -> None:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
     elif first:
         show_result(config, paths, corpus.unigram_cross_entropy, console)
+
+
+def first_choice(config: Config, trainer: Trainer) -> Choice | None:
+    """Of a run that chooses between dense and sparse gradients.
+
+    Raises:
+      CannotServe: if sparse ones cannot be computed here.
+    """
+    if not config.sparse_gradients_every:
+        return None
+    every_layer = trainer.step_with((True,) * config.model.layers)
+    jax.eval_shape(every_layer, trainer.abstract_state, trainer.abstract_batch, 0.0)
+    return Choice.dense(config.model.layers, config.model.d_ff)
 
 
 def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Console) -> None:

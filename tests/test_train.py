@@ -19,10 +19,12 @@ import pytest
 import yaml
 from flax import nnx
 
+import train
 from twell_jax import config, distributed, metrics, sharding
 from twell_jax.checkpoint import Checkpoints
+from twell_jax.ffn import CannotServe
 from twell_jax.run import load_run
-from twell_jax.training import abstract_state
+from twell_jax.training import abstract_state, make_trainer
 
 ROOT = Path(__file__).parents[1]
 STEPS = 60
@@ -448,3 +450,10 @@ def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path):
     split = gibibytes("--dry-run", "8", "mesh.fsdp=8", *shape)
     assert split < 0.3 * whole
     assert not (tmp_path / "run").exists()
+
+
+def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
+    settings = config.load(ROOT / "configs/tiny.yaml", ["sparse_gradients_every=10"])
+    trainer = make_trainer(settings, 0, sharding.make_mesh(settings.mesh, jax.devices("cpu")[:1]))
+    with pytest.raises(CannotServe, match="'mosaic' cannot serve"):
+        train.first_choice(settings, trainer)

@@ -203,6 +203,12 @@ class Config(_Section):
     reinit_every: int = Field(
         0, ge=0, description="steps between re-initialisations of dead neurons' gates; 0: never"
     )
+    sparse_gradients_every: int = Field(
+        0,
+        ge=0,
+        description="steps between choices of the layers whose gradients are computed sparsely, "
+        "on Hopper GPUs; 0: as model.ffn_implementation says",
+    )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
     eval_sequences: int = Field(64, gt=0, description="held-out sequences per evaluation")
     checkpoint_every: int = Field(500, gt=0, description="steps between checkpoints")

@@ -57,22 +57,31 @@ class Progress:
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     """What each layer's neurons did in a step, as a table."""
     table = Table(title=f"step {record['step']}, {d_ff} neurons a layer")
-    has_overflow = any(record["overflow"])
-    headings = ["layer", "mean nnz", "max nnz", "sparsity", "dead"]
-    for heading in [*headings, "dense gradients"] if has_overflow else headings:
+    columns = {
+        "mean nnz": (record["nnz"], _mean, "{:.1f}".format),
+        "max nnz": (record["max_nnz"], max, str),
+        "sparsity": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),
+        "dead": (record["dead"], _mean, "{:.1%}".format),
+    }
+    if "sparse_gradients" in record:
+        columns["gradients"] = (record["sparse_gradients"], _mean, _kind_of_gradients)
+    if any(record["overflow"]):
+        columns["overflow"] = (record["overflow"], _mean, "{:.0%}".format)
+    for heading in ("layer", *columns):
         table.add_column(heading, justify="right")
-
-    def add(name, nnz, most, dead, overflow):
-        cells = [name, f"{nnz:.1f}", str(most), f"{1 - nnz / d_ff:.1%}", f"{dead:.1%}"]
-        table.add_row(*cells, *([f"{overflow:.0%}"] if has_overflow else []))
-
-    columns = record["nnz"], record["max_nnz"], record["dead"], record["overflow"]
-    for layer, row in enumerate(zip(*columns, strict=True)):
-        add(str(layer), *row)
+    for layer in range(len(record["nnz"])):
+        cells = [show(values[layer]) for values, _, show in columns.values()]
+        table.add_row(str(layer), *cells)
     table.add_section()
-    nnz, most, dead, overflow = columns
-    add("all", _mean(nnz), max(most), _mean(dead), _mean(overflow))
+    table.add_row("all", *(show(merge(values)) for values, merge, show in columns.values()))
     return table
+
+
+def _kind_of_gradients(sparse: bool | float) -> str:
+    """Of a layer, or the share of layers whose gradients are sparse."""
+    if isinstance(sparse, bool):
+        return "sparse" if sparse else "dense"
+    return f"{sparse:.0%} sparse"
 
 
 def verdict(held_out_ce: float, unigram_ce: float) -> str:

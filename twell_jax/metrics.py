@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from twell_jax.checkpoint import Checkpoints
+from twell_jax.choice import Choice
 from twell_jax.config import Config, ConfigError
 from twell_jax.run import write_atomically
 from twell_jax.training import StepMetrics
@@ -101,12 +102,19 @@ class Recorder:
     ):
         self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
         self._pending: tuple[int, StepMetrics] | None = None
+        self._choice: Choice | None = None  # of the pending step
         self._clock: tuple[int, float] | None = None  # a step and when it ended
         self._tokens_per_second = 0.0
 
-    def add(self, step: int, measured: StepMetrics) -> None:
-        """Takes the metrics of `step`, which may still be running, and handles those before it."""
+    def add(self, step: int, measured: StepMetrics, choice: Choice | None = None) -> None:
+        """Takes the metrics of `step`, which may still be running, and handles those before it.
+
+        `choice` is the one that the step was computed with, if there was any.
+        """
         self.flush()
+        if choice != self._choice:
+            self._clock = None  # neither is compiling
+        self._choice = choice
         self._pending = step, measured
 
     def add_evaluation(self, step: int, held_out_ce: float) -> None:
@@ -130,6 +138,8 @@ class Recorder:
         (step, measured), self._pending = self._pending, None
         record = {"step": step, "tokens": step * self._config.batch_tokens}
         record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
+        if self._choice:
+            record["sparse_gradients"] = list(self._choice.sparse)
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
         now = time.monotonic()

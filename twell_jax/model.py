@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import FFNStats
+from twell_jax.ffn import FFNStats, Implementation
 from twell_jax.mlp import SparseMLP
 from twell_jax.sharding import LOGICAL_AXES, split_batch
 
@@ -93,6 +95,7 @@ class Transformer(nnx.Module):
         *,
         document_end: int | None = None,
         per_token_stats: bool = False,
+        ffn_implementations: tuple[Implementation | None, ...] | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         """Next-token logits.
 
@@ -102,6 +105,8 @@ class Transformer(nnx.Module):
             positions restart after it (it belongs to the document that it ends).
           per_token_stats: measure each token by itself, not all of them together; `fired` is then
             the pattern of the activations. Kernels run token by token: name "xla" with it.
+          ffn_implementations: for each layer, in place of the config's. Layers in a row with the
+            same one run in one loop.
 
         Returns:
           logits: float32 `[B, T, vocab]`, and the `FFNStats` with leading axes `[layers]`, or
@@ -110,7 +115,7 @@ class Transformer(nnx.Module):
         positions, mask = jnp.arange(tokens.shape[1])[None], None
         if document_end is not None:
             positions, mask = _split_documents(tokens, document_end)
-        x, stats, _ = self._run(tokens, positions, mask, None, per_token_stats)
+        x, stats, _ = self._run(tokens, positions, mask, None, per_token_stats, ffn_implementations)
         return self._logits(x), stats
 
     def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -125,28 +130,33 @@ class Transformer(nnx.Module):
         x, _, cache = self._run(tokens, positions, mask[:, None], cache)
         return self._logits(x[:, -1]), cache
 
-    def _run(self, tokens, positions, mask, cache, per_token_stats=False):
+    def _run(self, tokens, positions, mask, cache, per_token_stats=False, implementations=None):
         rope = _rope_table(positions, self.config)
         graph, params = nnx.split(self.blocks)
         length = None if cache is None else cache.length
 
-        def block(carry, layer):
+        def block(implementation, carry, layer):
             x, keys_values = carry
             index, params = layer
-            x, stats, keys_values = nnx.merge(graph, params)(
+            block = nnx.merge(graph, params)
+            block.mlp.implementation = implementation
+            x, stats, keys_values = block(
                 x, rope, mask, keys_values, (index, length), per_token_stats
             )
             return (split_batch(x), keys_values), stats
 
-        if self.config.remat != "none":
-            block = jax.checkpoint(block, policy=_REMAT[self.config.remat], prevent_cse=False)
-        keys_values = None if cache is None else (cache.k, cache.v)
-        x = split_batch(self.embed(tokens))
-        (x, keys_values), stats = jax.lax.scan(
-            block,
-            (x, keys_values),
-            (jnp.arange(self.config.layers), params),
-        )
+        every = jnp.arange(self.config.layers), params
+        carry = split_batch(self.embed(tokens)), None if cache is None else (cache.k, cache.v)
+        parts = []
+        implementations = implementations or (self.config.ffn_implementation,) * self.config.layers
+        for implementation, layers in _runs(implementations):
+            body = partial(block, implementation)
+            if self.config.remat != "none":
+                body = jax.checkpoint(body, policy=_REMAT[self.config.remat], prevent_cse=False)
+            carry, part = jax.lax.scan(body, carry, jax.tree.map(itemgetter(layers), every))
+            parts.append(part)
+        x, keys_values = carry
+        stats = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
         if cache is not None:
             k, v = keys_values
             cache = replace(cache, k=k, v=v, length=length + tokens.shape[1])
@@ -155,6 +165,15 @@ class Transformer(nnx.Module):
     def _logits(self, x):
         logits = self.embed.attend(x) if self.unembed is None else self.unembed(x)
         return logits.astype(jnp.float32)
+
+
+def _runs(values):
+    """Each value that is not that before it, and the slice of those that equal it."""
+    start = 0
+    for value, equal in groupby(values):
+        stop = start + len(list(equal))
+        yield value, slice(start, stop)
+        start = stop
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:

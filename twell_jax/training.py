@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,8 @@ class Trainer:
       init: () -> state.
       step: (state, tokens, L1 coefficient) -> state, metrics; the given state is consumed. What is
         compiled does not depend on the coefficient, so that runs which differ in it alone share it.
+      step_with: for each layer whether its gradients are sparse (a tuple) -> such a step, which is
+        compiled at its first call. `step` computes them as `model.ffn_implementation` says.
       reinitialise: state -> state, with the gates of dead neurons drawn anew; the given state is
         consumed.
       evaluate: (params, int32 [n, context + 1]) -> mean held-out cross-entropy, nats per token.
@@ -84,6 +86,7 @@ class Trainer:
     abstract_batch: jax.ShapeDtypeStruct
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array, float], tuple[TrainState, StepMetrics]]
+    step_with: Callable[[tuple[bool, ...]], Callable]
     reinitialise: Callable[[TrainState], TrainState]
     evaluate: Callable[[nnx.State, np.ndarray], float]
 
@@ -111,19 +114,22 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
     document_end = document_end if config.data.mask_documents else None
     graph = graphdef(config.model)
 
-    def cross_entropy(params, tokens):
+    def cross_entropy(params, tokens, implementations=None):
         model = nnx.merge(graph, params)
-        logits, stats = model(tokens[:, :-1], document_end=document_end)
+        logits, stats = model(
+            tokens[:, :-1], document_end=document_end, ffn_implementations=implementations
+        )
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), stats
 
-    def loss(params, tokens, l1_coefficient):
-        ce, stats = cross_entropy(params, tokens)
+    def loss(params, tokens, l1_coefficient, implementations):
+        ce, stats = cross_entropy(params, tokens, implementations)
         ce = jnp.mean(ce)
         return ce + l1_coefficient * jnp.mean(stats.l1), (ce, stats)
 
-    def step(state, batch, l1_coefficient):
+    def step(implementations, state, batch, l1_coefficient):
         def accumulate(total, tokens):
-            grads, aux = jax.grad(loss, has_aux=True)(state.params, tokens, l1_coefficient)
+            operands = state.params, tokens, l1_coefficient, implementations
+            grads, aux = jax.grad(loss, has_aux=True)(*operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
@@ -168,12 +174,18 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         jnp.int32,
         sharding=NamedSharding(mesh, P(None, *sharding.BATCH)),
     )
-    step = jax.jit(
-        step,
+    compile_step = partial(
+        jax.jit,
         in_shardings=(shardings, batch.sharding, replicated),
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
+
+    @cache
+    def step_with(sparse):
+        dense = config.model.ffn_implementation
+        return compile_step(partial(step, tuple("mosaic" if s else dense for s in sparse)))
+
     sequence_ce = jax.jit(
         lambda params, tokens: jnp.mean(cross_entropy(params, tokens)[0], axis=-1),
         in_shardings=(shardings.params, sharding.of_batch(mesh)),
@@ -197,7 +209,8 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         abstract_state=abstract,
         abstract_batch=batch,
         init=jax.jit(partial(init_state, config), out_shardings=shardings),
-        step=step,
+        step=compile_step(partial(step, None)),
+        step_with=step_with,
         reinitialise=jax.jit(revive, out_shardings=shardings, donate_argnums=0),
         evaluate=evaluate,
     )

@@ -28,12 +28,15 @@ from twell_jax import (
     ModelConfig,
     SparseMLP,
     Transformer,
+    config,
     ffn_mosaic,
     ffn_unions,
+    sharding,
     sparse_ffn,
 )
 from twell_jax.ffn import CannotServe
 from twell_jax.model import graphdef
+from twell_jax.training import make_trainer
 
 both_forms = pytest.mark.parametrize("form", ["twell", "unions"])
 mosaic = functools.partial(sparse_ffn, implementation="mosaic")
@@ -253,6 +256,37 @@ def test_sparse_gradients_over_a_mesh(twins, monkeypatch, gated):
     assert overflow == 0
     for ours, dense in zip(*map(jax.tree.leaves, (grads, alone)), strict=True):
         assert error(ours, dense) < 1e-2
+
+
+def test_layers_train_with_sparse_gradients(twins, monkeypatch):
+    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
+    run = config.from_dict(
+        {
+            "run_dir": "unused",
+            "steps": 10,
+            "batch_tokens": 2048,
+            "micro_batch": 16,
+            "model": {
+                "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
+                "d_ff": 256, "dtype": "bfloat16",
+            },
+        }
+    )  # fmt: skip
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    trainer = make_trainer(run, 60, mesh)
+    tokens = np.random.default_rng().integers(0, 61, (32, 65)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        operands = trainer.put_batch(tokens), 1e-3
+        state, dense = trainer.step(trainer.init(), *operands)
+        sparse_state, sparse = trainer.step_with((True, False, True))(trainer.init(), *operands)
+    np.testing.assert_array_equal(sparse.overflow, 0)
+    for name in ("ce", "l1", "nnz", "grad_norm"):
+        np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)
+    # Adam's first step has the size of the learning rate, and the sign of the gradient.
+    pairs = zip(*(jax.tree.leaves(s.params) for s in (sparse_state, state)), strict=True)
+    before = jax.tree.leaves(trainer.init().params)
+    for (ours, theirs), start in zip(pairs, before, strict=True):
+        assert error(ours - start, theirs - start) < 0.2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
-from twell_jax import ConfigError, config, metrics
+from twell_jax import ConfigError, config, display, metrics
+from twell_jax.choice import Choice
 from twell_jax.training import StepMetrics
 
 
@@ -37,6 +39,27 @@ def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, cl
     assert [record["tokens_per_second"] for record in shown] == [0.0] + 7 * [512.0]
     steps = [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")]
     assert steps == [2, 4, 4, 6, 8]
+
+
+def test_a_step_with_another_choice_of_gradients_compiles_and_shows_it(tmp_path, clock):
+    settings = config.load("configs/tiny.yaml", ["log_every=1", "batch_tokens=1024"])
+    shown = []
+    dense = Choice.dense(layers=2, d_ff=512)
+    mixed = Choice((True, False), dense.limits)
+    with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
+        recorder = metrics.Recorder(settings, log, lambda record, _: shown.append(record), None)
+        for step, choice in enumerate([dense, dense, mixed, mixed], start=1):
+            clock["now"] += 60 if step in (1, 3) else 2
+            recorder.add(step, measured(), choice)
+            recorder.flush()
+    assert [record["tokens_per_second"] for record in shown] == [0.0, 512.0, 512.0, 512.0]
+    assert [record["sparse_gradients"] for record in shown] == 2 * [[False] * 2] + 2 * [
+        [True, False]
+    ]
+    console = Console(record=True, width=120)
+    console.print(display.layer_table(shown[-1], 512))
+    text = console.export_text()
+    assert all(kind in text for kind in (" sparse ", " dense ", " 50% sparse "))
 
 
 def test_a_cut_last_line_is_left_out_and_another_bad_line_named(tmp_path):
