@@ -88,12 +88,17 @@ def random(name: str) -> tuple[ModelConfig, nnx.State, np.ndarray]:
     """A model of configs/NAME.yaml in bfloat16, and tokens of which the first of each row is 0."""
     config = config_lib.load(CONFIGS / f"{name}.yaml").model
     config = config.model_copy(update={"param_dtype": "bfloat16", "remat": "none"})
-    profile = np.interp(np.linspace(0, 1, config.layers), np.linspace(0, 1, len(PROFILE)), PROFILE)
-    params = with_pattern(config, profile * NNZ[name] / profile.mean(), jax.random.key(0))
+    params = with_pattern(config, profile(config.layers, NNZ[name]), jax.random.key(0))
     shape = (BATCH, CONTEXT + 1)
     tokens = np.random.default_rng(0).integers(1, config.vocab_size, shape, dtype=np.int32)
     tokens[:, 0] = 0
     return config, params, tokens
+
+
+def profile(layers: int, nnz: float) -> np.ndarray:
+    """Mean non-zeros per token by layer, `nnz` on average, spread as in `PROFILE`."""
+    spread = np.interp(np.linspace(0, 1, layers), np.linspace(0, 1, len(PROFILE)), PROFILE)
+    return spread * nnz / spread.mean()
 
 
 def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.State:

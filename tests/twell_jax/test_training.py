@@ -70,7 +70,8 @@ def assert_same_run(run, expected):
         for name, value in reference.items():
             np.testing.assert_allclose(step[name], value, rtol=1e-5, err_msg=name)
     # A gate within rounding of zero may fall on either side of it.
-    assert np.mean(state.idle_steps != expected_state.idle_steps) < 0.02
+    idle, expected_idle = np.asarray(state.idle_steps), np.asarray(expected_state.idle_steps)
+    assert np.mean(idle != expected_idle) < 0.02
     assert int(state.step) == len(measured)
 
 
