@@ -12,7 +12,7 @@ demo: .venv/installed
 test: .venv/installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses auto
 
 .venv/installed: pyproject.toml .ci/venv
 	bash .ci/venv
