@@ -50,12 +50,11 @@ def measure(
     pattern: str,
     m: int = M,
     nnz: float = 0,
-    superposed: int = 1,
     heavy_every: int = 0,
     gated: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One row per implementation; the first is the baseline. Errors: of y and each gradient."""
-    x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated)
+    x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
     operands = x, *layers[0]
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (*operands, dy))
@@ -71,7 +70,6 @@ def measure(
         "gated": gated,
         "pattern": pattern,
         "nnz_mean": float(stats.nnz),
-        "superposed": superposed,
         "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
     }
     baseline_ms = None

@@ -89,6 +89,30 @@ class Ring:
 
         return step + steps
 
+    def put_product(self, step, tokens_ref, first_token, source_ref, indices, limit):
+        """Fills the stages of a product of 128 gathered rows and the 256 tokens of a row tile.
+
+        Args:
+          step: the next.
+          tokens_ref: GMEM `[M, D]`.
+          first_token: of the tile.
+          source_ref, indices, limit: as `gather_rows` takes them, of rows of D.
+
+        Returns:
+          The next step.
+        """
+
+        def put(k, step):
+            def fill(a, b, loaded):
+                tokens = tokens_ref.at[pl.ds(first_token, b.shape[0]), pl.ds(k * STEP, STEP)]
+                plgpu.copy_gmem_to_smem(tokens, b, loaded)
+                gather_rows(source_ref, indices, limit, k * STEP, a)
+
+            self.put(step, fill)
+            return step + 1
+
+        return lax.fori_loop(0, tokens_ref.shape[1] // STEP, put, step)
+
     def close(self, step: jax.Array) -> None:
         """Hands over the last stages and waits for all to be free again; `step` is their number."""
         _await_rows(lag=0)
@@ -221,16 +245,15 @@ def _stage(step):
 
 
 def load_indices(indices_ref) -> jax.Array:
-    """Loads `indices_ref` (GMEM, int32 `[64]` or `[128]`) as `gather_rows` takes it.
+    """Loads `indices_ref` (GMEM, int32 `[128]`) as `gather_rows` takes it.
 
     Lanes that fetch pieces of the same 8 rows hold their 8 indices.
     """
     result = plgpu.ShapeDtypeStruct((_CHUNKS * _LANES,), jnp.int32, layout=_INDICES)
-    width = _LANES * _CHUNKS * _CHUNK // indices_ref.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
-        group, _ = _group_and_chunk(width)
+        group, _ = _group_and_chunk(STEP)
         address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
         # Not .nc, and volatile: it shall begin here, neither where an index is needed nor before
         # the last fence, which would wait for it.

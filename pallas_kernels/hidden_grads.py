@@ -157,15 +157,6 @@ def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, f
     indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
     limit = sizes[tile] - first
 
-    def put_weights(k, step):
-        def fill(a, b, loaded):
-            tokens = dy.at[pl.ds(tile * TOKENS, TOKENS), pl.ds(k * STEP, STEP)]
-            plgpu.copy_gmem_to_smem(tokens, b, loaded)
-            gathered_matmul.gather_rows(w_down, indices, limit, k * STEP, a)
-
-        ring.put(step, fill)
-        return step + 1
-
     def put_factors(part, step):
         def fill(_, b, loaded):
             block = factors.at[i, :, pl.ds(part * ROWS, ROWS)]
@@ -174,7 +165,7 @@ def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, f
         ring.put(step, fill)
         return step + 1
 
-    step = lax.fori_loop(0, dy.shape[1] // STEP, put_weights, step)
+    step = ring.put_product(step, dy, tile * TOKENS, w_down, indices, limit)
     return lax.fori_loop(0, _PARTS, put_factors, step)
 
 

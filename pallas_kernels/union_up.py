@@ -105,15 +105,6 @@ def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
     indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
     limit = sizes[tile] - first
 
-    def put_weights(k, step):
-        def fill(a, b, loaded):
-            tokens = x.at[pl.ds(tile * TOKENS, TOKENS), pl.ds(k * STEP, STEP)]
-            plgpu.copy_gmem_to_smem(tokens, b, loaded)
-            gathered_matmul.gather_rows(w_up, indices, limit, k * STEP, a)
-
-        ring.put(step, fill)
-        return step + 1
-
     def put_gates(part, step):
         def fill(a, _, loaded):
             plgpu.barrier_arrive(loaded)
@@ -123,7 +114,7 @@ def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
         return step + 1
 
     if w_up is not None:
-        step = lax.fori_loop(0, x.shape[1] // STEP, put_weights, step)
+        step = ring.put_product(step, x, tile * TOKENS, w_up, indices, limit)
     return lax.fori_loop(0, _PARTS, put_gates, step)
 
 

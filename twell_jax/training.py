@@ -75,7 +75,7 @@ class Trainer:
       step: (state, tokens, L1 coefficient) -> state, metrics; the given state is consumed. What is
         compiled does not depend on the coefficient, so that runs which differ in it alone share it.
       step_with: for each layer whether its gradients are sparse (a tuple) -> such a step, which is
-        compiled at its first call. `step` computes them as `model.ffn_implementation` says.
+        compiled at its first call. `step` is that with None, which leaves it to the config.
       reinitialise: state -> state, with the gates of dead neurons drawn anew; the given state is
         consumed.
       evaluate: (params, int32 [n, context + 1]) -> mean held-out cross-entropy, nats per token.
@@ -86,7 +86,7 @@ class Trainer:
     abstract_batch: jax.ShapeDtypeStruct
     init: Callable[[], TrainState]
     step: Callable[[TrainState, jax.Array, float], tuple[TrainState, StepMetrics]]
-    step_with: Callable[[tuple[bool, ...]], Callable]
+    step_with: Callable[[tuple[bool, ...] | None], Callable]
     reinitialise: Callable[[TrainState], TrainState]
     evaluate: Callable[[nnx.State, np.ndarray], float]
 
@@ -174,17 +174,17 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         jnp.int32,
         sharding=NamedSharding(mesh, P(None, *sharding.BATCH)),
     )
-    compile_step = partial(
-        jax.jit,
-        in_shardings=(shardings, batch.sharding, replicated),
-        out_shardings=(shardings, replicated),
-        donate_argnums=0,
-    )
 
     @cache
     def step_with(sparse):
         dense = config.model.ffn_implementation
-        return compile_step(partial(step, tuple("mosaic" if s else dense for s in sparse)))
+        implementations = sparse and tuple("mosaic" if s else dense for s in sparse)
+        return jax.jit(
+            partial(step, implementations),
+            in_shardings=(shardings, batch.sharding, replicated),
+            out_shardings=(shardings, replicated),
+            donate_argnums=0,
+        )
 
     sequence_ce = jax.jit(
         lambda params, tokens: jnp.mean(cross_entropy(params, tokens)[0], axis=-1),
@@ -209,7 +209,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         abstract_state=abstract,
         abstract_batch=batch,
         init=jax.jit(partial(init_state, config), out_shardings=shardings),
-        step=compile_step(partial(step, None)),
+        step=step_with(None),
         step_with=step_with,
         reinitialise=jax.jit(revive, out_shardings=shardings, donate_argnums=0),
         evaluate=evaluate,

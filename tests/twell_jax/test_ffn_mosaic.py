@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
@@ -282,11 +283,10 @@ def test_layers_train_with_sparse_gradients(twins, monkeypatch):
     np.testing.assert_array_equal(sparse.overflow, 0)
     for name in ("ce", "l1", "nnz", "grad_norm"):
         np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)
-    # Adam's first step has the size of the learning rate, and the sign of the gradient.
-    pairs = zip(*(jax.tree.leaves(s.params) for s in (sparse_state, state)), strict=True)
-    before = jax.tree.leaves(trainer.init().params)
-    for (ours, theirs), start in zip(pairs, before, strict=True):
-        assert error(ours - start, theirs - start) < 0.2
+    # After one step Adam's first moment is the gradient, but for a factor.
+    moments = (optax.tree.get(s.opt_state, "mu") for s in (sparse_state, state))
+    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+        assert error(ours, theirs) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -361,6 +361,7 @@ def test_by_default_the_kernels_serve_where_they_win():
         assert default(65) == default(1023) == 0
         assert default(1024, activation="silu") == default(1024, implementation="xla") == 0
         assert kernels(gradient, *draw(1024, 512, 1408)) == 0
+        assert kernels(lambda *o: gradients("mosaic", o, 1.0), *draw(1024, 512, 1408)) > 0
         assert kernels(sparse_ffn, *draw(1024, 512, 1408), platform="cpu") == 0
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA A100-SXM4-80GB")):
         assert default(1024) == 0
