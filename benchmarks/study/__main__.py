@@ -81,10 +81,11 @@ def rows_of(path: Path, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
       ConfigError: it is of another device, or its variants are of another base.
     """
     content = json.loads(path.read_text())
+    defaults = base_settings([])  # of keys that are newer than the record
     if content["device"] != record.device():
         raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
     for key, now in base.items():
-        if (before := content.get("base", {}).get(key)) != now:
+        if (before := content.get("base", {}).get(key, defaults[key])) != now:
             raise ConfigError(
                 f"{key}: {path} was measured with {before!r}, now {now!r}; "
                 "give the old value, or start anew in another --out"

@@ -24,7 +24,9 @@ def test_a_study_goes_on_from_its_record(tmp_path, monkeypatch):
 
     _, path = run("first", "--only", "relu", "silu")
     elsewhere = tmp_path / "of-another-day.json"
-    elsewhere.write_text(path.read_text())
+    content = json.loads(path.read_text())
+    del content["base"]["sparse_gradients_every"]  # a key that the record is older than
+    elsewhere.write_text(json.dumps(content))
     arguments = ["--only", "relu", "l1 1.0e-4", "--resume", str(elsewhere)]
     assert run("second", *arguments)[0] == ["l1 1.0e-4"]
     names, path = run("second", *arguments, f"run_dir={tmp_path}")
@@ -34,6 +36,8 @@ def test_a_study_goes_on_from_its_record(tmp_path, monkeypatch):
 
     with pytest.raises(SystemExit, match=r"model.layers: .*-day.json was measured with 8, now 4;"):
         run("third", *arguments, "model.layers=4")
+    with pytest.raises(SystemExit, match=r"sparse_gradients_every: .* with 0, now 9;"):
+        run("third", *arguments, "sparse_gradients_every=9")
     elsewhere.write_text(json.dumps(json.loads(elsewhere.read_text()) | {"device": "abacus"}))
     with pytest.raises(SystemExit, match=r"-day.json: measured on abacus, this is"):
         run("third", *arguments)
