@@ -8,12 +8,35 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from twell_jax import sparse_ffn
+from pallas_kernels import (
+    dense_rows,
+    fused_ffn,
+    gate_pack,
+    gate_union,
+    hidden_grads,
+    small_m,
+    union_down,
+    union_plan,
+    union_up,
+    weight_grads,
+)
+from twell_jax import ffn_mosaic, ffn_unions, sparse_ffn
 
 both_forms = pytest.mark.parametrize("form", ["twell", "unions"])
 xla = functools.partial(sparse_ffn, implementation="xla")
 
 TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
+
+
+def use_twins(setattr):
+    """Replaces the kernels by the functions that define them."""
+    setattr(ffn_mosaic, "_no_hopper", lambda: None)
+    every = gate_pack, fused_ffn, dense_rows, small_m
+    of_unions = gate_union, union_plan, union_up, union_down, dense_rows, hidden_grads, weight_grads
+    for user, modules in ((ffn_mosaic, every), (ffn_unions, of_unions)):
+        for module in modules:
+            name = {small_m: "small_m_ffn"}.get(module, module.__name__.split(".")[-1])
+            setattr(user, name, getattr(module, f"{name}_reference"))
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
