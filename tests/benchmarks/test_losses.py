@@ -10,9 +10,10 @@ from benchmarks import losses, render
 
 # The variants of kernels run on their twins, in which every pattern fits.
 ON_TWINS = """
-from tests.twell_jax import ffn_cases
-ffn_cases.use_twins(setattr)
-ffn_cases.ffn_mosaic._CAPACITY = 1.0
+from tests.twell_jax.ffn_cases import use_twins
+from twell_jax import ffn_mosaic
+use_twins(setattr)
+ffn_mosaic._CAPACITY = 1.0
 """
 
 
@@ -26,19 +27,14 @@ def test_differences_are_those_of_means_over_logged_steps():
 
 
 @pytest.mark.slow
-def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys):
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(40):
-        (text / f"{i}.txt").write_text(f"{i} words that no model needs to learn. " * 80)
+def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys, text_settings):
     (tmp_path / "sitecustomize.py").write_text(ON_TWINS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     small = [
         f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=2048",
         "micro_batch=8", "eval_sequences=4", "model.layers=2", "model.d_ff=256",
-        "data.source=files", f"data.paths=[{text}/*.txt]", "data.held_out_fraction=0.3",
-        f"data.cache_dir={tmp_path}/tokens",
+        *text_settings,
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["losses", str(losses.BASE), *small, "--out", str(tmp_path)])
     losses.main()
