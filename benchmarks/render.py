@@ -158,7 +158,7 @@ def plot_losses(record: dict[str, Any], path: Path) -> None:
         difference.plot(at[-len(smooth) :], smooth, lw=1)
         sparse.plot(at, 100 * sparse_share(row), lw=1)
     loss.set(ylabel="cross-entropy (nats/token)", title=f"{record['device']}, {record['date']}")
-    loss.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     dense = record["rows"][0]["variant"]
     difference.set_ylabel(f"minus {dense!r}, mean of {record['window']} logged steps")
     sparse.set(xlabel="step", ylabel="sparse\ngradients (%)", ylim=(-5, 105))
