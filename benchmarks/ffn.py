@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from benchmarks import patterns, record
 from pallas_kernels.small_m import MAX_TOKENS
-from twell_jax import sparse_ffn, timing
+from twell_jax import FFNStats, sparse_ffn, timing
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 
@@ -89,18 +89,9 @@ def measure(
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
     with jax.default_matmul_precision("highest"):
         reference, stats = jax.jit(sparse_ffn)(*float32)
-    case = {
-        "direction": "forward",
-        "m": m,
-        "d": D,
-        "h": H,
-        "dtype": jnp.dtype(DTYPE).name,
-        "gated": gated,
-        "pattern": pattern,
-        "nnz_mean": float(stats.nnz),
+    case = describe("forward", m, pattern, heavy_every, gated, stats) | {
         "nnz_max": int(stats.max_nnz),
         "superposed": superposed,
-        "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
         "pruned": pruned,
     }
     baseline_ms = None
@@ -144,6 +135,21 @@ def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
     if heavy_every:
         x = patterns.with_heavy_rows(x, heavy_every)
     return x, [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
+
+
+def describe(direction, m, pattern, heavy_every, gated, stats: FFNStats) -> dict[str, Any]:
+    """What rows say of a case."""
+    return {
+        "direction": direction,
+        "m": m,
+        "d": D,
+        "h": H,
+        "dtype": jnp.dtype(DTYPE).name,
+        "gated": gated,
+        "pattern": pattern,
+        "nnz_mean": float(stats.nnz),
+        "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
+    }
 
 
 def weights(key: jax.Array, w_gate: jax.Array, gated: bool):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from benchmarks.ffn import DTYPE, LAYERS, D, H, draw
+from benchmarks.ffn import DTYPE, LAYERS, describe, draw
 from twell_jax import sparse_ffn, timing
 
 M = 16384
@@ -61,17 +61,7 @@ def measure(
     with jax.default_matmul_precision("highest"):
         reference = forward_and_backward(*float32, name="xla")
     _, stats = jax.jit(sparse_ffn)(*operands)
-    case = {
-        "direction": "forward and backward",
-        "m": m,
-        "d": D,
-        "h": H,
-        "dtype": jnp.dtype(DTYPE).name,
-        "gated": gated,
-        "pattern": pattern,
-        "nnz_mean": float(stats.nnz),
-        "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
-    }
+    case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
     baseline_ms = None
     for name in IMPLEMENTATIONS:
         out = forward_and_backward(*operands, dy, name=name)

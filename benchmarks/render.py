@@ -1,4 +1,4 @@
-"""Turns a record of benchmarks.ffn, .gradients or .inference into what docs/performance.md shows.
+"""Turns a record of benchmarks.ffn, .gradients, .inference or .losses into a table and a plot.
 
 python -m benchmarks.render benchmarks/results/inference-....json
 python -m benchmarks.render benchmarks/results/ffn-....json [--plot docs/ffn.png]
@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 COLUMNS = {  # of a case, and how they are shown
     "m": ("M", str),
@@ -28,13 +29,18 @@ COLUMNS = {  # of a case, and how they are shown
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("record", type=Path)
-    parser.add_argument("--plot", type=Path, help="where to draw ffn's speed-up over nnz, a PNG")
+    parser.add_argument("--plot", type=Path, help="where to draw ffn or losses, a PNG")
     args = parser.parse_args()
     record = json.loads(args.record.read_text())
-    render = {"ffn": table, "gradients": gradient_table, "inference": model_table}
+    render = {
+        "ffn": table,
+        "gradients": gradient_table,
+        "inference": model_table,
+        "losses": loss_table,
+    }
     print(render[record["benchmark"]](record["rows"]))
     if args.plot:
-        plot(record, args.plot)
+        {"ffn": plot, "losses": plot_losses}[record["benchmark"]](record, args.plot)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -90,6 +96,27 @@ def model_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def loss_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line per variant; differences are those to the first one's training CE."""
+    lines = [
+        "| variant | held-out CE | mean difference | largest | last nnz by layer "
+        "| sparse gradients, last | over the run |",
+        "|---" * 7 + "|",
+    ]
+    for row in rows:
+        nnz = ", ".join(f"{layer:.0f}" for layer in row["nnz"][-1])
+        share = sparse_share(row)
+        lines.append(f"| {row['variant']} | {row['held_out_ce']:.4f} "
+                     f"| {row['mean_difference']:.4f} | {row['largest_difference']:.4f} "
+                     f"| {nnz} | {share[-1]:.0%} | {share.mean():.0%} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def sparse_share(row: dict[str, Any]) -> np.ndarray:
+    """Of all gradients of the layers, at each logged step."""
+    return np.mean(np.array(row["chosen"]) * (1 - np.array(row["overflow"])), axis=1)
+
+
 def plot(record: dict[str, Any], path: Path) -> None:
     """Speed-up of our implementations over nnz at the largest M; skewed solid, uniform dashed."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -117,6 +144,24 @@ def plot(record: dict[str, Any], path: Path) -> None:
         title=f"M = {m}, {record['device']}, {record['date']}",
     )
     axes.legend(frameon=False, ncols=2)
+    figure.savefig(path, dpi=150)
+
+
+def plot_losses(record: dict[str, Any], path: Path) -> None:
+    """The variants' losses, their differences to the first, and where gradients were sparse."""
+    figure, (loss, difference, sparse) = plt.subplots(
+        3, 1, figsize=(7, 8), sharex=True, layout="constrained", height_ratios=(3, 3, 1)
+    )
+    for row in record["rows"]:
+        at, smooth = row["step"], row["difference"]
+        loss.plot(at, row["ce"], lw=1, label=row["variant"])
+        difference.plot(at[-len(smooth) :], smooth, lw=1)
+        sparse.plot(at, 100 * sparse_share(row), lw=1)
+    loss.set(ylabel="cross-entropy (nats/token)", title=f"{record['device']}, {record['date']}")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    dense = record["rows"][0]["variant"]
+    difference.set_ylabel(f"minus {dense!r}, mean of {record['window']} logged steps")
+    sparse.set(xlabel="step", ylabel="sparse\ngradients (%)", ylim=(-5, 105))
     figure.savefig(path, dpi=150)
 
 

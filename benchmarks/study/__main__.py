@@ -10,8 +10,6 @@ variants: on a machine with more source, data.source=files and data.paths=[...].
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import record
+from benchmarks import record, variants
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.run import RunPaths
@@ -48,8 +46,7 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="record to continue")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
-    # This process asks for the device's name alone and must leave its memory to the others.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    variants.leave_memory()
     today, rows = record.path_of_today("study", args.out), {}
     try:
         base = base_settings(args.overrides)
@@ -95,15 +92,8 @@ def rows_of(path: Path, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     """Trains a variant to its end and analyses it."""
-    config = config_lib.load(BASE, overrides)
-    run_dir = Path(config.run_dir) / name.replace(", ", "-").replace(" ", "-")
-    settings = [*overrides, *VARIANTS[name], f"run_dir={run_dir}"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_PREALLOCATE"}
-    # Most variants, and all their evaluations, run the same programs: each is compiled once.
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(config.run_dir) / "compiled"))
-    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    for command in (["train.py", str(BASE), *settings], ["-m", "twell_jax.analyze", str(run_dir)]):
-        subprocess.run([sys.executable, *command], check=True, env=environment)
+    run_dir, settings = variants.train(BASE, overrides, name, VARIANTS[name])
+    variants.run("-m", "twell_jax.analyze", str(run_dir), run_dir=run_dir)
     analysis = json.loads(RunPaths(run_dir).analysis.read_text())
     when = {"date": date.today().isoformat(), "commit": record.commit()}
     return {"variant": name, **when, "settings": settings, **over_position_ranges(analysis)}

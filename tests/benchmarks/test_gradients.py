@@ -6,9 +6,8 @@ from benchmarks import ffn, gradients, record, render
 
 
 def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
-    for module in (ffn, gradients):
-        monkeypatch.setattr(module, "D", 128)
-        monkeypatch.setattr(module, "H", 256)
+    monkeypatch.setattr(ffn, "D", 128)
+    monkeypatch.setattr(ffn, "H", 256)
     monkeypatch.setattr(gradients, "IMPLEMENTATIONS", ("xla", "xla"))
     rows = list(gradients.measure(m=64, pattern="skewed", nnz=10))
     rows += gradients.measure(m=64, pattern="uniform", nnz=10, heavy_every=8, gated=False)

@@ -86,17 +86,12 @@ def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_variants_are_trained_once_and_reported(tmp_path, monkeypatch):
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(40):
-        (text / f"{i}.txt").write_text(f"{i} words that no model needs to learn. " * 80)
+def test_variants_are_trained_once_and_reported(tmp_path, monkeypatch, text_settings):
     small = [
         f"run_dir={tmp_path}/runs", "steps=2", "batch_tokens=1024", "micro_batch=4",
         "eval_sequences=4", "optimizer.warmup_steps=1", "model.vocab_size=300",
         "model.context=256", "model.d_model=32", "model.layers=2", "model.heads=2",
-        "model.d_ff=128", "data.source=files", f"data.paths=[{text}/*.txt]",
-        "data.held_out_fraction=0.3", f"data.cache_dir={tmp_path}/tokens",
+        "model.d_ff=128", *text_settings,
     ]  # fmt: skip
 
     def run(*names):

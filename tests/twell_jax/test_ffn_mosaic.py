@@ -6,42 +6,16 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import (
-    dense_rows,
-    fused_ffn,
-    gate_pack,
-    gate_union,
-    hidden_grads,
-    small_m,
-    union_down,
-    union_plan,
-    union_up,
-    weight_grads,
-)
-from twell_jax import (
-    KVCache,
-    ModelConfig,
-    SparseMLP,
-    Transformer,
-    config,
-    ffn_mosaic,
-    ffn_unions,
-    sharding,
-    sparse_ffn,
-)
+from tests.twell_jax.ffn_cases import COLUMNS, TOKENS, both_forms, draw, error, gradients, xla
+from twell_jax import KVCache, ModelConfig, SparseMLP, Transformer, sparse_ffn
 from twell_jax.ffn import CannotServe
 from twell_jax.model import graphdef
-from twell_jax.training import make_trainer
 
-both_forms = pytest.mark.parametrize("form", ["twell", "unions"])
 mosaic = functools.partial(sparse_ffn, implementation="mosaic")
-xla = functools.partial(sparse_ffn, implementation="xla")
 
 
 def abstract_gpu(name, devices=1):
@@ -54,41 +28,6 @@ def abstract_gpu(name, devices=1):
 H100 = abstract_gpu("NVIDIA H100 80GB HBM3")
 
 
-@pytest.fixture
-def twins(monkeypatch):
-    """The kernels replaced by the functions that define them, to test what is around them."""
-    monkeypatch.setattr(ffn_mosaic, "_no_hopper", lambda: None)
-    every = gate_pack, fused_ffn, dense_rows, small_m
-    of_unions = gate_union, union_plan, union_up, union_down, dense_rows, hidden_grads, weight_grads
-    for user, modules in ((ffn_mosaic, every), (ffn_unions, of_unions)):
-        for module in modules:
-            name = {small_m: "small_m_ffn"}.get(module, module.__name__.split(".")[-1])
-            monkeypatch.setattr(user, name, getattr(module, f"{name}_reference"))
-    forget()
-    yield
-    forget()
-
-
-def forget():
-    ffn_mosaic._compute.cache_clear()
-    ffn_mosaic._compute_with_sparse_grads.cache_clear()
-
-
-def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
-    """(x, w_gate, w_up, w_down) whose gates fire above `threshold` standard deviations.
-
-    The last feature of x is 1; -1 there makes a token fire nearly everything, 0 half.
-    """
-    rng = np.random.default_rng()
-    x, w_gate, w_up, w_down = (rng.standard_normal(s) for s in ((m, d), *3 * [(h, d)]))
-    x[:, -1] = 1
-    for w in (w_gate, w_up, w_down):
-        w /= d**0.5
-    (w_gate if gated else w_up)[:, -1] = -threshold
-    arrays = [jnp.asarray(a, dtype) for a in (x, w_gate, w_up, w_down)]
-    return arrays if gated else [arrays[0], None, *arrays[2:]]
-
-
 def reference(x, w_gate, w_up, w_down):
     """y, nnz [M] and sum |h| [M] in float64 behind the gate as rounded to the dtype."""
     dtype = x.dtype
@@ -98,11 +37,6 @@ def reference(x, w_gate, w_up, w_down):
     g = np.asarray(jnp.asarray(g, dtype), np.float64)
     h = g if w_gate is None else g * (x @ w_up.T)
     return h @ w_down, np.sum(g != 0, axis=1), np.sum(np.abs(h), axis=1)
-
-
-def error(out, ref):
-    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
-    return np.linalg.norm(out - ref) / (np.linalg.norm(ref) or 1)
 
 
 def assert_exact(operands, implementation="mosaic"):
@@ -144,34 +78,6 @@ def test_all_zero(twins):
     assert not np.any(y) and stats.nnz == 0 and stats.l1 == 0 and not np.any(stats.fired)
 
 
-@both_forms
-def test_vmap_and_gradients_equal_the_dense_ones(twins, form, monkeypatch):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
-    x, *weights = draw(2 * 70, 128, 384)
-    x = x.reshape(2, 70, 128)
-
-    def loss(ffn, x, weights):
-        y, stats = ffn(x, *weights)
-        return jnp.sum(jnp.square(y.astype(jnp.float32))) + 0.1 * stats.l1
-
-    def mapped(ffn):
-        gradients = jax.grad(functools.partial(loss, ffn), argnums=(0, 1))
-        rematerialised = jax.checkpoint(functools.partial(loss, ffn))
-        return (
-            jax.vmap(lambda x: ffn(x, *weights))(x),
-            jax.vmap(gradients, in_axes=(0, None))(x, weights),
-            jax.jit(jax.grad(rematerialised))(x, weights),
-        )
-
-    kernels = functools.partial(sparse_ffn, implementation=form)
-    for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
-        assert ours.shape == dense.shape and ours.dtype == dense.dtype
-        assert error(ours, dense) < 1e-2
-
-
-TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
-
-
 @pytest.mark.parametrize("gated", [True, False])
 def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(twins, gated):
     operands = draw(8 * 100, 128, 256, gated=gated)
@@ -193,100 +99,6 @@ def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(twins, gated):
     assert error(y, y_alone) < 5e-3
     for ours, theirs in zip(*map(jax.tree.leaves, (stats, alone)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=5e-3)
-
-
-def gradients(implementation, operands, dy):
-    """Those of sum(y dy) + l1 for the operands that there are, and the overflow."""
-
-    def loss(operands):
-        y, stats = sparse_ffn(*operands, implementation=implementation)
-        return jnp.sum(y.astype(jnp.float32) * dy) + stats.l1, stats.overflow
-
-    return jax.grad(loss, has_aux=True)(operands)
-
-
-def assert_exact_gradients(operands, tolerance=1e-2):
-    """Of unions, against dense ones in float32; twice the same bits. Returns the overflow."""
-    dy = np.random.default_rng().standard_normal(operands[0].shape).astype(np.float32)
-    dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
-    wide = [None if a is None else a.astype(jnp.float32) for a in operands]
-    with jax.default_matmul_precision("highest"):
-        reference, _ = jax.jit(functools.partial(gradients, "xla"))(wide, dy)
-    ours = jax.jit(functools.partial(gradients, "unions"))
-    (grads, overflow), (again, _) = ours(operands, dy), ours(operands, dy)
-    for grad, same, ref in zip(*map(jax.tree.leaves, (grads, again, reference)), strict=True):
-        assert grad.dtype == operands[0].dtype and grad.shape == ref.shape
-        assert error(grad, ref) < tolerance
-        np.testing.assert_array_equal(grad, same)
-    return overflow
-
-
-@pytest.mark.parametrize(
-    ("m", "every", "threshold", "capacity", "fits", "gated"),
-    [
-        (600, 100, 2.2, 1.0, True, True),
-        (600, 100, 2.2, 1.0, True, False),
-        (600, 100, 2.2, 0.1, False, True),  # more in the unions than is kept
-        (600, 100, 2.2, 0.1, False, False),
-        (2100, 8, 9.0, 1.0, False, True),  # too many heavy rows
-        (100, 1000, 1000, 0.5, True, True),  # all zero
-        (300, 1000, -1000, 1.0, True, True),  # all dense
-    ],
-)
-def test_sparse_gradients(twins, monkeypatch, m, every, threshold, capacity, fits, gated):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", capacity)
-    operands = draw(m, 128, 768, gated=gated, threshold=threshold)
-    operands[0] = operands[0].at[3::every, -1].set(-1)
-    # Dense 16-bit gradients round those for h, of which a dense row has many.
-    assert assert_exact_gradients(operands, tolerance=1e-2 if fits else 2e-2) == (not fits)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_sparse_gradients_over_a_mesh(twins, monkeypatch, gated):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
-    operands = draw(4 * 200, 128, 256, gated=gated)
-    dy = jnp.asarray(np.random.default_rng().standard_normal((800, 128)), jnp.float32)
-    alone, _ = jax.jit(functools.partial(gradients, "xla"))(operands, dy)
-    mesh = jax.make_mesh((2, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:4])
-    with jax.set_mesh(mesh):
-        placed = [
-            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
-        ]
-        grads, overflow = jax.jit(functools.partial(gradients, "unions"))(placed, dy)
-    assert overflow == 0
-    for ours, dense in zip(*map(jax.tree.leaves, (grads, alone)), strict=True):
-        assert error(ours, dense) < 1e-2
-
-
-def test_layers_train_with_sparse_gradients(twins, monkeypatch):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
-    run = config.from_dict(
-        {
-            "run_dir": "unused",
-            "steps": 10,
-            "batch_tokens": 2048,
-            "micro_batch": 16,
-            "model": {
-                "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
-                "d_ff": 256, "dtype": "bfloat16",
-            },
-        }
-    )  # fmt: skip
-    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
-    trainer = make_trainer(run, 60, mesh)
-    tokens = np.random.default_rng().integers(0, 61, (32, 65)).astype(np.int32)
-    with jax.set_mesh(mesh):
-        operands = trainer.put_batch(tokens), 1e-3
-        state, dense = trainer.step(trainer.init(), *operands)
-        sparse_state, sparse = trainer.step_with((True, False, True))(trainer.init(), *operands)
-    np.testing.assert_array_equal(sparse.overflow, 0)
-    for name in ("ce", "l1", "nnz", "grad_norm"):
-        np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)
-    # After one step Adam's first moment is the gradient, but for a factor.
-    moments = (optax.tree.get(s.opt_state, "mu") for s in (sparse_state, state))
-    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
-        assert error(ours, theirs) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -485,27 +297,6 @@ def test_poison_around_the_kernels(twins, m, form, feature, poison):
 @pytest.mark.parametrize(("feature", "poison"), POISON)
 def test_poison_on_the_gpu(m, form, feature, poison):
     assert_poison_spreads_as_in_the_dense_computation(m, form, feature, poison)
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(
-    ("m", "every", "threshold"),
-    [(600, 100, 2.8), (600, 1000, 2.0), (1001, 50, 2.8), (300, 1000, 1000), (300, 1000, -1000)],
-)
-def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
-    operands = draw(m, 512, 1408, gated=gated, dtype=dtype, threshold=threshold)
-    operands[0] = operands[0].at[3::every, -1].set(-1)
-    assert_exact_gradients(operands, tolerance=2e-2)
-
-
-@gpu
-@pytest.mark.parametrize("threshold", [2.57, 1.5])
-def test_sparse_gradients_at_full_size(threshold):
-    operands = draw(16384, 2048, 5632, threshold=threshold)
-    operands[0] = operands[0].at[7::1024, -1].set(-1)
-    assert_exact_gradients(operands)
 
 
 @gpu

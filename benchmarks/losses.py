@@ -1,0 +1,85 @@
+"""Whether training with sparse gradients follows dense training: losses of the same run, computed
+in several ways.
+
+    python -m benchmarks.losses [CONFIG [key=value ...]] [--out DIRECTORY]
+    python -m benchmarks.render DIRECTORY/losses-....json --plot losses.png
+
+Trains variants of CONFIG (default: losses.yaml) on the same data from the same seed, by the command
+that a user has; an interrupted variant continues. They differ in rounding alone, which training
+amplifies: how far two dense runs part is the measure for the others.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import record, variants
+from twell_jax import config as config_lib
+from twell_jax import metrics
+from twell_jax.run import RunPaths, load_config
+
+BASE = Path(__file__).with_name("losses.yaml")
+WINDOW = 10  # logged steps over which differences are averaged: what stays is no single step's
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", type=Path, default=BASE)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_intermixed_args()
+    variants.leave_memory()
+    rows = []
+    for name, changes in variants_of(config_lib.load(args.config, args.overrides)).items():
+        run_dir, settings = variants.train(args.config, args.overrides, name, changes)
+        rows.append({"variant": name, "settings": settings, **summarise(run_dir)})
+        rows[-1] |= differences(rows[-1]["ce"], rows[0]["ce"])
+        path = record.write("losses", rows, args.out, window=WINDOW)
+    print(path)
+
+
+def variants_of(config: config_lib.Config) -> dict[str, list[str]]:
+    """What each variant changes; the first is the one to compare with."""
+    dense = "model.ffn_implementation=xla"
+    return {
+        "dense": [dense],
+        "dense, other micro-batches": [dense, f"micro_batch={config.micro_batch // 2}"],
+        "sparse gradients": ["model.ffn_implementation=mosaic"],
+        "chosen by layer": [dense, "sparse_gradients_every=50"],
+    }
+
+
+def summarise(run_dir: Path) -> dict[str, Any]:
+    """What a run measured at its logged steps; `nnz`, `overflow` and `chosen` by layer.
+
+    `chosen` are the layers whose gradients were to be sparse; where they overflowed, they were not.
+    """
+    records = metrics.read(RunPaths(run_dir).metrics)
+    steps = [line for line in records if "ce" in line]
+    evaluations = [line for line in records if "held_out_ce" in line]
+    every_layer = load_config(run_dir).model.ffn_implementation == "mosaic"
+    by_config = [every_layer] * len(steps[0]["nnz"])
+    return {
+        "held_out_ce": evaluations[-1]["held_out_ce"],
+        **{name: [line[name] for line in steps] for name in ("step", "ce", "nnz", "overflow")},
+        "chosen": [line.get("sparse_gradients", by_config) for line in steps],
+    }
+
+
+def differences(ce: list[float], baseline: list[float]) -> dict[str, Any]:
+    """Of two runs, each the mean over `WINDOW` logged steps; and how far they are from zero."""
+    window = np.full(min(WINDOW, len(ce)), 1 / min(WINDOW, len(ce)))
+    smooth = np.convolve(np.subtract(ce, baseline), window, mode="valid")
+    return {
+        "difference": smooth.tolist(),
+        "mean_difference": float(np.abs(smooth).mean()),
+        "largest_difference": float(np.abs(smooth).max()),
+    }
+
+
+if __name__ == "__main__":
+    main()

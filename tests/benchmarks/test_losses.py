@@ -1,0 +1,58 @@
+"""benchmarks.losses: variants of a run are trained, compared and drawn."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import losses, render
+
+# The variants of kernels run on their twins, in which every pattern fits.
+ON_TWINS = """
+from tests.twell_jax.ffn_cases import use_twins
+from twell_jax import ffn_mosaic
+use_twins(setattr)
+ffn_mosaic._CAPACITY = 1.0
+"""
+
+
+def test_differences_are_those_of_means_over_logged_steps():
+    ce = np.random.default_rng().normal(size=30)
+    found = losses.differences(list(ce + 0.5 * (-1.0) ** np.arange(30) + 0.1), list(ce))
+    np.testing.assert_allclose(found["difference"], [0.1] * 21)  # what alternates averages out
+    assert found["mean_difference"] == pytest.approx(0.1)
+    found = losses.differences([1.0, 2.0, 6.0], [1.0, 3.0, 1.0])  # fewer than there are to average
+    assert found["largest_difference"] == pytest.approx(4 / 3)
+
+
+@pytest.mark.slow
+def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys, text_settings):
+    (tmp_path / "sitecustomize.py").write_text(ON_TWINS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    small = [
+        f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=2048",
+        "micro_batch=8", "eval_sequences=4", "model.layers=2", "model.d_ff=256",
+        *text_settings,
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["losses", str(losses.BASE), *small, "--out", str(tmp_path)])
+    losses.main()
+    (path,) = tmp_path.glob("losses-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    dense, micro, sparse, chosen = rows
+    assert dense["largest_difference"] == 0 == chosen["largest_difference"]
+    assert 0 < micro["largest_difference"] < 0.01 and 0 < sparse["largest_difference"] < 0.01
+    assert all(row["step"] == [1, 2, 3] for row in rows)
+    assert np.all(sparse["chosen"]) and not np.any(chosen["chosen"]) and not np.any(dense["chosen"])
+    assert np.shape(sparse["nnz"]) == np.shape(sparse["overflow"]) == (3, 2)
+
+    plot = tmp_path / "losses.png"
+    monkeypatch.setattr("sys.argv", ["render", str(path), "--plot", str(plot)])
+    capsys.readouterr()
+    render.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4
+    assert lines[2].startswith("| dense |") and lines[2].endswith("| 0% | 0% |")
+    assert lines[4].startswith("| sparse gradients |") and lines[4].endswith("| 100% | 100% |")
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,52 @@
+import random
+
+import pytest
+import yaml
+
+from tests.train.runs import STEPS, run
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory):
+    """A directory with a small corpus, a configuration and caches that all runs share."""
+    directory = tmp_path_factory.mktemp("train")
+    draw = random.Random()
+    (directory / "corpus").mkdir()
+    for i in range(60):
+        words = draw.choices(["alpha", "beta", "gamma", "delta", "epsilon"], k=100)
+        (directory / f"corpus/{i}.txt").write_text(" ".join(words))
+    settings = {
+        "run_dir": str(directory / "run"),
+        "steps": STEPS,
+        "batch_tokens": 256,
+        "micro_batch": 4,
+        "l1_coefficient": 1e-2,
+        "l1_warmup": [0, 20],
+        "dead_window_tokens": 2560,
+        "reinit_every": 5,
+        "eval_every": 25,
+        "eval_sequences": 5,
+        "checkpoint_every": 10,
+        "log_every": 3,
+        "model": {
+            "vocab_size": 257, "context": 32, "d_model": 32, "layers": 2, "heads": 2, "d_ff": 64,
+            "dtype": "float32",
+        },
+        "data": {
+            "source": "files",
+            "paths": [str(directory / "corpus/*.txt")],
+            "held_out_fraction": 0.2,
+            "mask_documents": True,
+            "cache_dir": str(directory / "tokens"),
+        },
+        "optimizer": {"lr": 3e-3, "warmup_steps": 5},
+    }  # fmt: skip
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(workspace):
+    process = run(workspace)
+    assert process.returncode == 0, process.stderr
+    return process

@@ -1,0 +1,62 @@
+"""Runs of train.py, as a person starts them, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from twell_jax import config, sharding
+from twell_jax.checkpoint import Checkpoints
+from twell_jax.training import abstract_state
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+
+
+def start(workspace, *arguments, before=("train.py",), **variables):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(workspace / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **variables,
+    }
+    command = [sys.executable, *before, str(workspace / "config.yaml"), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    output, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def run(workspace, *arguments, **options):
+    return finish(start(workspace, *arguments, **options))
+
+
+def records(run_dir):
+    """Lines of metrics.jsonl, without what depends on the clock."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def final_state(run_dir):
+    """All arrays of the newest checkpoint, as bytes, and the position in the data."""
+    run = config.load(run_dir / "config.yaml")
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    with Checkpoints(run_dir / "checkpoints", run.checkpoint_keep) as checkpoints:
+        state, position = checkpoints.restore(abstract_state(run, mesh))
+    assert state.step == STEPS
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position

@@ -1,0 +1,180 @@
+"""python train.py as a person runs it: what it shows and keeps, and what it refuses."""
+
+import contextlib
+import io
+import runpy
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import train
+from tests.train.runs import ROOT, STEPS, final_state, records, run
+from twell_jax import config, sharding
+from twell_jax.ffn import CannotServe
+from twell_jax.run import load_run
+from twell_jax.training import make_trainer
+
+
+def call(workspace, *arguments):
+    """As `run`, in this process: for what ends before a model is made."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.setattr("sys.argv", ["train.py", str(workspace / "config.yaml"), *arguments])
+        patch.setattr("logging.basicConfig", lambda **_: None)
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_shows_what_it_did(workspace, uninterrupted):
+    directory = workspace / "run"
+    text = uninterrupted.stdout
+    assert f"step {STEPS}" in text
+    for word in ("mean nnz", "max nnz", "dead", "held-out CE", "unigram baseline"):
+        assert word in text
+    for plot in ("training.png", "layers.png"):
+        assert (directory / plot).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    lines = records(directory)
+    training = [line for line in lines if "ce" in line]
+    assert [line["step"] for line in training] == list(range(3, STEPS + 1, 3))
+    assert [line["step"] for line in lines if "held_out_ce" in line] == [25, 50, 60]
+    assert training[-1]["ce"] < 0.8 * training[0]["ce"]
+    l1 = [0.5e-3 * min(line["step"] - 1, 20) for line in training]  # l1_warmup, before the update
+    np.testing.assert_allclose([line["l1_coefficient"] for line in training], l1, rtol=1e-6)
+    assert len(training[-1]["nnz"]) == 2
+    assert training[-1]["tokens"] == 256 * STEPS
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {"40", "50", "60"}
+    stored = config.load(directory / "config.yaml")
+    assert stored == config.load(workspace / "config.yaml")
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so(workspace, uninterrupted):
+    before = final_state(workspace / "run"), records(workspace / "run")
+    process = run(workspace)
+    assert process.returncode == 0
+    assert process.stdout.startswith(f"finished {workspace / 'run'} at step {STEPS}")
+    assert "held-out CE" in process.stdout
+    assert (final_state(workspace / "run"), records(workspace / "run")) == before
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run(workspace, tmp_path):
+    # The first step has a learning rate of 0, the second one destroys the model.
+    process = run(
+        workspace,
+        f"run_dir={tmp_path / 'run'}",
+        "optimizer.lr=1e30",
+        "optimizer.warmup_steps=1",
+        "checkpoint_every=1",
+        "log_every=1",
+    )
+    assert process.returncode == 1
+    assert "error: step 3: not finite: ce=" in process.stderr
+    assert f"last good checkpoint: {tmp_path / 'run/checkpoints/1'}\n" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert [line["step"] for line in records(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
+    before = contents(workspace / "run")
+    process = call(workspace, "model.d_ff=128")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: model.d_ff: the run in")
+    assert "was started with 64, now 128" in process.stderr
+    assert process.stderr.count("\n") == 1
+    assert contents(workspace / "run") == before
+
+
+def test_a_dense_run_is_sparsified(workspace, tmp_path):
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    silu = ["steps=10", "model.activation=silu", "l1_coefficient=0"]
+    assert run(workspace, f"run_dir={dense}", *silu).returncode == 0
+    first = [f"run_dir={sparse}", f"init_from={dense}", "steps=1", "optimizer.lr=1e-9"]
+    assert run(workspace, *first).returncode == 0
+    before, after = (nnx.state(load_run(directory)[2]) for directory in (dense, sparse))
+    for ours, theirs in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+    refused = run(workspace, f"run_dir={sparse}2", f"init_from={dense}", "model.d_ff=128")
+    assert refused.returncode == 1
+    assert "model.d_ff: 128, but init_from" in refused.stderr
+    refused = run(workspace, f"run_dir={sparse}3", f"init_from={tmp_path / 'none'}")
+    assert refused.returncode == 1 and "is not the directory of a run" in refused.stderr
+
+
+def test_a_foreign_directory_is_refused(workspace, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    before = contents(tmp_path)
+    process = call(workspace, f"run_dir={tmp_path}")
+    assert process.returncode == 1
+    assert process.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
+    assert process.stderr.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+def test_print_config_is_a_config(workspace, tmp_path):
+    process = call(workspace, "--print-config", "steps=7", "optimizer.lr=1e-3")
+    assert process.returncode == 0
+    (tmp_path / "printed.yaml").write_text(process.stdout)
+    expected = config.load(workspace / "config.yaml", ["steps=7", "optimizer.lr=1e-3"])
+    assert config.load(tmp_path / "printed.yaml") == expected
+
+
+def test_help_explains_every_key(workspace):
+    process = call(workspace, "--help")
+    assert process.returncode == 0
+    assert "python train.py configs/tiny.yaml [key=value ...]" in process.stdout
+    assert config.describe() in process.stdout
+
+
+def test_a_wrong_key_is_one_line(workspace):
+    process = run(workspace, "stepz=7")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: stepz: unknown key; did you mean steps?")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path):
+    def gibibytes(*arguments):
+        process = run(workspace, f"run_dir={tmp_path / 'run'}", *arguments)
+        assert process.returncode == 0, process.stderr
+        assert "0.001 billion parameters" in process.stdout
+        return float(process.stdout.split(" GiB state")[0].split()[-1])
+
+    shape = ("model.d_model=128", "model.d_ff=1024", "micro_batch=1")
+    whole = gibibytes("--dry-run", "1", *shape)
+    split = gibibytes("--dry-run", "8", "mesh.fsdp=8", *shape)
+    assert split < 0.3 * whole
+    assert not (tmp_path / "run").exists()
+
+
+def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
+    settings = config.load(ROOT / "configs/tiny.yaml", ["sparse_gradients_every=10"])
+    trainer = make_trainer(settings, 0, sharding.make_mesh(settings.mesh, jax.devices("cpu")[:1]))
+    with pytest.raises(CannotServe, match="'mosaic' cannot serve"):
+        train.first_choice(settings, trainer)
