@@ -1,4 +1,4 @@
-"""Turns a record of benchmarks.ffn, .gradients, .inference or .losses into a table and a plot.
+"""Turns the record of a benchmark into what docs/performance.md shows.
 
 python -m benchmarks.render benchmarks/results/inference-....json
 python -m benchmarks.render benchmarks/results/ffn-....json [--plot docs/ffn.png]
@@ -37,6 +37,7 @@ def main() -> None:
         "gradients": gradient_table,
         "inference": model_table,
         "losses": loss_table,
+        "training": training_table,
     }
     print(render[record["benchmark"]](record["rows"]))
     if args.plot:
@@ -115,6 +116,35 @@ def loss_table(rows: list[dict[str, Any]]) -> str:
 def sparse_share(row: dict[str, Any]) -> np.ndarray:
     """Of all gradients of the layers, at each logged step."""
     return np.mean(np.array(row["chosen"]) * (1 - np.array(row["overflow"])), axis=1)
+
+
+def training_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line per mesh and implementation, in brackets the efficiency."""
+    columns = {
+        "micro_batch": "{}",
+        "batch_tokens": "{:,}",
+        "sparse_layers": "{}",
+        "tokens_per_second": "{:,.0f}",
+        "ms": "{:.1f}",
+        "collective_ms": "{:.1f}",
+        "exposed_ms": "{:.1f}",
+        "estimate_ms": "{:.1f}",
+        "estimate_collective_ms": "{:.1f}",
+    }
+    lines = [
+        "| model | block | data x fsdp | micro-batch | tokens a step | sparse layers | tokens/s "
+        "| ms | collectives | exposed | estimate | its collectives | peak memory |",
+        "|---" * 13 + "|",
+    ]
+    for row in rows:
+        cells = {name: f.format(row[name]) if name in row else "-" for name, f in columns.items()}
+        if "efficiency" in row:
+            cells["tokens_per_second"] += f" ({row['efficiency']:.0%})".replace("%", " %")
+        memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in row else "-"
+        lines.append(f"| {row['config']} | {row['implementation']} "
+                     f"| {row['devices'] // row['fsdp']} x {row['fsdp']} "
+                     f"| {' | '.join(cells.values())} | {memory} |")  # fmt: skip
+    return "\n".join(lines)
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

@@ -1,28 +1,40 @@
-"""Whole training steps of a shipped configuration: sparse and dense twins.
+"""Whole training steps of a shipped configuration, on one device and on several.
 
-    python -m benchmarks.training [configs/0p5b.yaml] [key=value ...] [--out DIRECTORY]
+    python -m benchmarks.training [configs/0p5b.yaml] [key=value ...] [--devices 1 2 4]
+        [--only "xla, relu"] [--out DIRECTORY]
 
 Weights are random, with gates that fire as in benchmarks.inference, and hold that pattern: the
 learning rate is 0. "sparse" has sparse gradients in every layer in which they do not overflow.
+
+Every number of devices is measured as data parallel and as FSDP over all of them. Each device has
+the work of one: `batch_tokens` is that of a device, one micro-batch unless it is given, so that
+efficiency is tokens per second and device against the row of the same block on one device.
 """
 
 import argparse
 import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 
-from benchmarks import inference, record
+from benchmarks import collectives, inference, record
 from twell_jax import config as config_lib
-from twell_jax import sharding, timing
-from twell_jax.training import Trainer, make_trainer
+from twell_jax import estimate, sharding
+from twell_jax.config import Config
+from twell_jax.training import StepMetrics, Trainer, make_trainer
 
-VARIANTS = {  # the first is the baseline
+VARIANTS = {
     "xla, silu": ["model.activation=silu", "l1_coefficient=0"],
     "xla, relu": [],
     "sparse, relu": [],
 }
+CALLS, REPEATS = 5, 5
 
 
 def main() -> None:
@@ -31,74 +43,134 @@ def main() -> None:
     )
     parser.add_argument("config", nargs="?", default="configs/0p5b.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--devices", type=int, nargs="+", help="how many (default: all there are)")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
-    name, rows = Path(args.config).stem, []
-    for variant, overrides in VARIANTS.items():
-        fixed = ["model.ffn_implementation=xla", "optimizer.lr=1e-30"]
-        config = config_lib.load(args.config, [*fixed, *overrides, *args.overrides])
-        row = {"config": name, "implementation": variant}
-        try:
-            row |= measure(config, inference.NNZ[name], sparse=variant.startswith("sparse"))
-        except jax.errors.JaxRuntimeError as problem:  # out of memory: the others may fit
-            row["failed"] = record.first_line(problem)
-        rows.append(row)
-        path = record.write("training", rows, args.out)
-        print(record.line(row), flush=True)
+    args = parser.parse_intermixed_args()
+    available = len(jax.devices())
+    devices = sorted(args.devices or [available])
+    if not 0 < devices[0] <= devices[-1] <= available:
+        parser.error(f"--devices: there are {available}, got {devices}")
+    meshes = [(count, fsdp) for count in devices for fsdp in sorted({1, count})]
+
+    rows, params, one_device = [], None, {}
+    for variant in args.only:
+        for count, fsdp in meshes:
+            config = configure(args.config, variant, count, fsdp, args.overrides)
+            name = Path(args.config).stem
+            if params is None:
+                params = draw_params(config, inference.NNZ[name])
+            row = {"config": name, "implementation": variant, "devices": count, "fsdp": fsdp}
+            rows.append(row)
+            try:
+                measure(row, config, params, sparse=variant.startswith("sparse"))
+            except Exception as problem:  # such as out of memory: the other rows may fit
+                row["failed"] = record.first_line(problem)
+            gc.collect()  # the next row needs the memory of this one's state
+            if speed := row.get("tokens_per_second"):
+                one_device |= {variant: speed} if count == 1 else {}
+                if variant in one_device:
+                    row["efficiency"] = speed / count / one_device[variant]
+            path = record.write("training", rows, args.out)
+            print(record.line(row), flush=True)
     print(path)
 
 
-def measure(config: config_lib.Config, nnz: float, *, sparse: bool) -> dict:
-    """Tokens per second, peak memory of the compiled step, and what the last step measured.
+def configure(path: str, variant: str, devices: int, fsdp: int, overrides: list[str]) -> Config:
+    """The configuration of a row."""
+    fixed = ["model.ffn_implementation=xla", "optimizer.lr=1e-30"]
+    config = config_lib.load(path, [*fixed, *VARIANTS[variant], *overrides, f"mesh.fsdp={fsdp}"])
+    of_a_device = config.micro_batch * config.model.context
+    if any(override.startswith("batch_tokens=") for override in overrides):
+        of_a_device = config.batch_tokens
+    return config.model_copy(update={"batch_tokens": devices * of_a_device})
 
-    Layers fire `nnz` neurons for a token on average, and the first token of a sequence most.
+
+def draw_params(config: Config, nnz: float) -> nnx.State:
+    """Parameters on the host whose layers fire `nnz` neurons for a token on average."""
+    spread = inference.profile(config.model.layers, nnz)
+    return jax.device_get(inference.with_pattern(config.model, spread, jax.random.key(0)))
+
+
+def measure(row: dict, config: Config, params: nnx.State, *, sparse: bool) -> None:
+    """Adds to `row`, one after the other, what the steps measured, their speed and a profile.
+
+    The first token of a sequence fires most neurons.
     """
-    mesh = sharding.make_mesh(config.mesh)
-    jax.set_mesh(mesh)
-    trainer = make_trainer(config, document_end=0, mesh=mesh)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[: row["devices"]])
+    with jax.set_mesh(mesh):
+        trainer = make_trainer(config, document_end=0, mesh=mesh)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
+        state = dataclasses.replace(trainer.init(), params=jax.device_put(params, shardings))
+        batch = trainer.put_batch(draw_tokens(config))
+        chosen = (sparse,) * config.model.layers
+        while True:
+            compiled = compile_step(trainer, chosen)
+            state, metrics = compiled(state, batch, config.l1_coefficient)
+            fits = metrics.overflow == 0
+            if fits.all():
+                break
+            chosen = tuple(bool(c and f) for c, f in zip(chosen, fits, strict=True))
+
+        def step():
+            nonlocal state
+            state, metrics = compiled(state, batch, config.l1_coefficient)
+            return metrics
+
+        row |= {
+            "micro_batch": config.micro_batch,
+            "batch_tokens": config.batch_tokens,
+            "nnz_by_layer": np.asarray(metrics.nnz, np.float64).round(1).tolist(),
+            "sparse_layers": sum(chosen),
+            "ce": float(metrics.ce),
+            "grad_norm": float(metrics.grad_norm),
+            "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
+        }
+        row |= expected(config, mesh.size, record.device())
+        row["ms"] = milliseconds(step)
+        row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
+        row |= collectives.measure(step, mesh.size)
+
+
+def draw_tokens(config: Config) -> np.ndarray:
+    """Sequences of a step, which begin with the token 0."""
     shape = (config.batch_sequences, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
     tokens[:, 0] = 0
-    batch = trainer.put_batch(tokens)
-    params = inference.with_pattern(
-        config.model, inference.profile(config.model.layers, nnz), jax.random.key(0)
-    )
-    params = jax.device_put(
-        params, jax.tree.map(lambda a: a.sharding, trainer.abstract_state.params)
-    )
-    state = dataclasses.replace(trainer.init(), params=params)
-    chosen = (sparse,) * config.model.layers
-    while True:
-        compiled = compile_step(trainer, chosen)
-        state, metrics = compiled(state, batch, config.l1_coefficient)
-        fits = metrics.overflow == 0
-        if fits.all():
-            break
-        chosen = tuple(bool(c and f) for c, f in zip(chosen, fits, strict=True))
-
-    def step():
-        nonlocal state
-        state, metrics = compiled(state, batch, config.l1_coefficient)
-        return metrics
-
-    ms = timing.milliseconds(step, calls=1)
-    return {
-        "devices": mesh.size,
-        "micro_batch": config.micro_batch,
-        "batch_tokens": config.batch_tokens,
-        "nnz_by_layer": np.asarray(metrics.nnz, np.float64).round(1).tolist(),
-        "sparse_layers": sum(chosen),
-        "ce": float(metrics.ce),
-        "grad_norm": float(metrics.grad_norm),
-        "ms": ms,
-        "tokens_per_second": config.batch_tokens / ms * 1e3,
-        "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
-    }
+    return tokens
 
 
 def compile_step(trainer: Trainer, sparse: tuple[bool, ...]):
     step = trainer.step_with(sparse)
     return step.lower(trainer.abstract_state, trainer.abstract_batch, 0.0).compile()
+
+
+def milliseconds(step: Callable[[], StepMetrics]) -> float:
+    """Median of a step's time among others, as in training.
+
+    Not by `timing.milliseconds`, which holds back the first device alone: it would never wait for
+    the others.
+    """
+    times = []
+    for _ in range(1 + REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready([step() for _ in range(CALLS)])
+        times.append((time.perf_counter() - start) * 1e3 / CALLS)
+    return statistics.median(times[1:])
+
+
+def expected(config: Config, devices: int, device_kind: str) -> dict[str, float]:
+    """What `twell_jax.estimate` says, if it knows the hardware: lower bounds, dense."""
+    for name, hardware in estimate.HARDWARE.items():
+        if name in device_kind.lower():
+            cost = estimate.step(config, devices, hardware)
+            over_mesh = cost.seconds["fsdp collectives"] + cost.seconds["data collectives"]
+            return {
+                "estimate_ms": max(cost.seconds.values()) * 1e3,
+                "estimate_collective_ms": over_mesh * 1e3,
+                "estimate_collective_bytes": cost.fsdp + cost.data,
+            }
+    return {}
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ JSON. No random state is stored: whatever a step draws follows from the seed and
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from twell_jax.training import TrainState
 
@@ -67,7 +68,10 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
         )
-        restored = self._newest(lambda step: self._manager.restore(step, args=items))
+        with _reader(ocp.CompositeCheckpointHandler()) as reader:
+            restored = self._newest(
+                lambda step: reader.restore(self.directory / str(step), args=items)
+            )
         return restored and (restored.state, restored.data)
 
     def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
@@ -78,30 +82,40 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
             partial_restore=True,
         )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with _reader(ocp.PyTreeCheckpointHandler()) as reader:
             restored = self._newest(
                 lambda step: reader.restore(self.directory / str(step) / "state", args=args)
             )
         return restored and restored["params"]
 
     def _newest(self, read: Callable[[int], Any]) -> Any:
-        """What `read` makes of the newest step that it can read; None if there are no steps."""
+        """What `read` makes of the newest step that all processes can read; None without steps.
+
+        All of them try the same steps, which are those that the first process sees.
+        """
         problems = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        while (step := self._newest_besides(problems)) is not None:
+            restored = problem = None
             try:
                 restored = read(step)
             except Exception as error:  # Orbax raises many kinds; all mean "not this one"
-                problems[step] = f"step {step}: {_first_line(error)}"
-                log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
-                continue
-            self._broken = list(problems)
-            return restored
+                problem = _first_line(error)
+            if multihost_utils.process_allgather(problem is None).all():
+                self._broken = list(problems)
+                return restored
+            problems[step] = f"step {step}: {problem or 'another process cannot read it'}"
+            log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
         if problems:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "
                 + "; ".join(problems.values())
             )
         return None
+
+    def _newest_besides(self, tried: Container[int]) -> int | None:
+        newest = max((s for s in self._manager.all_steps() if s not in tried), default=-1)
+        newest = int(multihost_utils.broadcast_one_to_all(newest))
+        return newest if newest >= 0 else None
 
     def _set_broken_aside(self) -> None:
         if jax.process_index() == 0:
@@ -110,8 +124,17 @@ class Checkpoints:
                 free = next(path for path in names if not path.exists())
                 (self.directory / str(step)).rename(free)
         if self._broken:
+            multihost_utils.sync_global_devices("broken checkpoints are set aside")
             self._manager.reload()
         self._broken = []
+
+
+def _reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
+    """Reads without waiting for other processes: if one alone fails, they would wait for it."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={jax.process_index()}
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _first_line(error: Exception) -> str:

@@ -8,12 +8,13 @@ for nothing.
 """
 
 import functools
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import operands, twell
 from pallas_kernels.dense_rows import dense_rows
@@ -129,9 +130,10 @@ def _split_over_mesh(function, inputs, outputs):
     """Each device of the current mesh takes its share of the tokens, and all of the weights."""
 
     def split(*operands):
-        if _devices() == 1:
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = mesh.auto_axes
+        if not axes or mesh.size == 1:
             return function(*operands)
-        axes = jax.sharding.get_abstract_mesh().axis_names
 
         def local(*operands):
             merge = {_TOKENS: lambda a: a, _SUM: lambda a: lax.psum(a, axes), _STATS: merge_stats}
@@ -149,6 +151,7 @@ def _split_over_mesh(function, inputs, outputs):
             local,
             in_specs=tuple(spec.get(i, PartitionSpec()) for i in inputs),
             out_specs=tuple(spec.get(o, PartitionSpec()) for o in outputs),
+            axis_names=set(axes),
             check_vma=False,
         )(*operands)
 
@@ -207,7 +210,7 @@ def _with_stats(y, nnz, l1, fired, overflow=0.0):
 def _devices() -> int:
     """Over how many devices XLA would have to partition a computation at this place."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or mesh.are_all_axes_manual else mesh.size
+    return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
 def _no_hopper() -> str | None:
@@ -224,7 +227,7 @@ def _no_hopper() -> str | None:
 
 def _no_split(x: jax.Array) -> str | None:
     mesh, tokens = jax.sharding.get_abstract_mesh(), x.size // x.shape[-1]
-    if _devices() > 1 and any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if _devices() > 1 and mesh.explicit_axes:
         return "XLA cannot partition the kernels over this mesh; call it inside shard_map"
     if tokens % _devices():
         return f"{tokens} tokens do not divide over {_devices()} devices"

@@ -4,6 +4,8 @@ Batches are split over all devices. Every matrix has one "embed" axis (d_model),
 `fsdp`; XLA gathers a layer's weights before use and reduce-scatters their gradients (ZeRO-3).
 """
 
+import math
+
 import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -58,6 +60,7 @@ def split_batch(x: jax.Array) -> jax.Array:
     batch that does not divide, and meshes other than those of `make_mesh`, are left to XLA.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.axis_names != _AXES or x.shape[0] % mesh.size:
+    devices = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
+    if mesh.axis_names != _AXES or x.shape[0] % devices:
         return x
-    return jax.lax.with_sharding_constraint(x, BATCH)
+    return jax.lax.with_sharding_constraint(x, P(mesh.auto_axes))

@@ -126,15 +126,29 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
         ce = jnp.mean(ce)
         return ce + l1_coefficient * jnp.mean(stats.l1), (ce, stats)
 
-    def step(implementations, state, batch, l1_coefficient):
+    def gradients(implementations, params, batch, l1_coefficient):
+        """One copy's sums over the micro-batches, and what the loss measured in each of them."""
+
         def accumulate(total, tokens):
-            operands = state.params, tokens, l1_coefficient, implementations
+            operands = params, tokens, l1_coefficient, implementations
             grads, aux = jax.grad(loss, has_aux=True)(*operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, (ce, stats) = jax.lax.scan(accumulate, zeros, batch)
-        grads = jax.tree.map(lambda g: g / accumulation, grads)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, aux = jax.lax.scan(accumulate, zeros, batch)
+        return jax.tree.map(lambda g: g[None], grads), aux
+
+    def step(implementations, state, batch, l1_coefficient):
+        # By hand over "data": XLA would reduce the gradients in every micro-batch.
+        grads, (ce, stats) = jax.shard_map(
+            partial(gradients, implementations),
+            mesh=mesh,
+            in_specs=(P(), P(None, "data"), P()),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )(state.params, batch, l1_coefficient)
+        grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / accumulation, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 

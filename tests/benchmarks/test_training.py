@@ -1,27 +1,77 @@
-"""benchmarks.training: rows of a whole step, with the pattern that it asks for."""
+"""benchmarks.training: rows of a whole step on several devices, with the pattern asked for."""
 
+import gc
+import json
+
+import jax
 import pytest
 
-from benchmarks import training
-from twell_jax import config
+from benchmarks import inference, render, training
+from twell_jax import estimate
+
+SMALL = """
+run_dir: unused
+steps: 10
+batch_tokens: 1024
+micro_batch: 2
+model: {vocab_size: 61, context: 64, d_model: 128, layers: 2, heads: 2, d_ff: 512}
+"""
 
 
-def test_a_step_is_measured_on_the_pattern(monkeypatch):
-    monkeypatch.setattr(training.jax, "set_mesh", lambda mesh: None)
-    settings = config.from_dict(
-        {
-            "run_dir": "unused",
-            "steps": 10,
-            "batch_tokens": 16 * 64,
-            "micro_batch": 2,
-            "optimizer": {"lr": 1e-30},
-            "model": {
-                "vocab_size": 61, "context": 64, "d_model": 128, "layers": 2, "heads": 2,
-                "d_ff": 512,
-            },
-        }
-    )  # fmt: skip
-    row = training.measure(settings, 20, sparse=False)
-    assert row["sparse_layers"] == 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] > 0
-    # And the first token of 64 fires most neurons.
-    assert sum(row["nnz_by_layer"]) / 2 == pytest.approx(20 + 500 / 64, rel=0.3)
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    monkeypatch.setitem(inference.NNZ, "small", 20)
+    monkeypatch.setattr(training, "CALLS", 1)
+    monkeypatch.setattr(training, "REPEATS", 1)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return str(tmp_path / "small.yaml")
+
+
+def held():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_a_record_of_several_meshes(small, monkeypatch, tmp_path):
+    before = held()
+    arguments = ["training", small, "--devices", "1", "8", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", [*arguments, "--only", "xla, relu", "sparse, relu"])
+    training.main()
+    assert held() == before
+    (path,) = tmp_path.glob("training-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    one, data, fsdp, *sparse = rows
+    assert [(row["devices"], row["fsdp"]) for row in (one, data, fsdp)] == [(1, 1), (8, 1), (8, 8)]
+    for row in (one, data, fsdp):
+        assert row["implementation"] == "xla, relu" and row["sparse_layers"] == 0
+        assert row["batch_tokens"] == row["devices"] * 2 * 64
+        speed = row["tokens_per_second"] / row["devices"]
+        assert row["efficiency"] == pytest.approx(speed / one["tokens_per_second"])
+        # The first token of 64 fires most neurons.
+        assert sum(row["nnz_by_layer"]) / 2 == pytest.approx(20 + 500 / 64, rel=0.3)
+    for name in ("ce", "grad_norm"):
+        assert fsdp[name] == pytest.approx(data[name], rel=1e-2)
+    assert fsdp["peak_bytes"] < data["peak_bytes"]
+    assert len(sparse) == 3 and all("needs a Hopper GPU" in row["failed"] for row in sparse)
+    lines = render.training_table(rows).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert lines[2].startswith("| small | xla, relu | 1 x 1 | 2 | 128 | ")
+    assert "(100 %) | " in lines[2] and lines[-1].startswith("| small | sparse, relu | 1 x 8 | - |")
+
+
+def test_each_device_has_the_work_of_one(small):
+    one, four, more = (
+        training.configure(small, "xla, relu", devices, 1, overrides)
+        for devices, overrides in [(1, []), (4, []), (4, ["batch_tokens=512"])]
+    )
+    assert (one.batch_tokens, four.batch_tokens) == (2 * 64, 4 * 2 * 64)
+    assert (four.accumulation_steps(4), more.accumulation_steps(4)) == (1, 4)
+
+
+def test_the_estimate_is_that_of_the_hardware(small):
+    config = training.configure(small, "xla, relu", 4, 4, [])
+    found = training.expected(config, 4, "NVIDIA H200")
+    cost = estimate.step(config, 4, estimate.HARDWARE["h200"])
+    assert found["estimate_ms"] == max(cost.seconds.values()) * 1e3
+    assert found["estimate_collective_bytes"] == cost.fsdp > 0
+    assert training.expected(config, 4, "cpu") == {}

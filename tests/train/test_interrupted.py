@@ -1,6 +1,7 @@
 """Runs that are killed, stopped or lose a process, and are started again."""
 
 import os
+import shutil
 import socket
 import time
 
@@ -44,6 +45,20 @@ for point in points:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != -signal.SIGKILL:
         sys.exit(f"{point}: ended with {status}")
+"""
+
+# Runs train.py in a process that, if it is the second, cannot read the checkpoint of step argv[1].
+CANNOT_READ = """
+import os, runpy, sys
+import orbax.checkpoint as ocp
+step, *sys.argv = sys.argv[1:]
+restore = ocp.Checkpointer.restore
+def restore_or_fail(reader, directory, **kwargs):
+    if directory.name == step and os.environ["JAX_PROCESS_ID"] == "1":
+        raise OSError("stale file handle")
+    return restore(reader, directory, **kwargs)
+ocp.Checkpointer.restore = restore_or_fail
+runpy.run_path("train.py", run_name="__main__")
 """
 
 
@@ -112,7 +127,7 @@ def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
     assert_same_result(run_dir, workspace / "run")
 
 
-def start_two(workspace, *arguments):
+def start_two(workspace, *arguments, **options):
     """Two processes with two devices each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -126,6 +141,7 @@ def start_two(workspace, *arguments):
             JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
             JAX_NUM_PROCESSES="2",
             JAX_PROCESS_ID=str(index),
+            **options,
         )
         for index in range(2)
     ]
@@ -172,6 +188,20 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     for line, right in zip(found, expected, strict=True):
         for name in {"ce", "l1", "held_out_ce"} & set(right):
             np.testing.assert_allclose(line[name], right[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_processes_continue_from_what_all_can_read(workspace, uninterrupted, tmp_path):
+    run_dir = shutil.copytree(workspace / "run", tmp_path / "run")
+    before = "-c", CANNOT_READ, str(STEPS), "train.py"
+    processes = start_two(workspace, f"run_dir={run_dir}", before=before)
+    first, second = map(finish, processes)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert f"continuing {run_dir} at step 50" in first.stdout
+    assert "step 60: another process cannot read it" in first.stderr
+    assert "step 60: OSError: stale file handle" in second.stderr
+    assert (run_dir / "checkpoints/60.broken").exists()
+    final_state(run_dir)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_sparsity_saves_compute_and_no_communication():
     assert (sparse.fsdp, sparse.data) == (dense.fsdp, dense.data)
 
 
+def test_accumulation_repeats_what_goes_over_fsdp_alone():
+    once, twice = (
+        estimate.step(config.load(FILE, ["mesh.fsdp=8", f"micro_batch={size}"]), 16)
+        for size in (8, 4)
+    )
+    assert (twice.fsdp, twice.data) == (2 * once.fsdp, once.data)
+
+
 def test_a_mesh_that_does_not_divide_is_an_error():
     with pytest.raises(ConfigError, match=r"mesh.fsdp: 8 does not divide 12 devices"):
         estimate.step(config.load(FILE, ["mesh.fsdp=8"]), 12)

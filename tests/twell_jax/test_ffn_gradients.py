@@ -93,21 +93,23 @@ def test_sparse_gradients_over_a_mesh(twins, monkeypatch, gated):
         assert error(ours, dense) < 1e-2
 
 
-def test_layers_train_with_sparse_gradients(twins, monkeypatch):
+@pytest.mark.parametrize(("devices", "fsdp"), [(1, 1), (4, 2)])
+def test_layers_train_with_sparse_gradients(twins, monkeypatch, devices, fsdp):
     monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
     run = config.from_dict(
         {
             "run_dir": "unused",
             "steps": 10,
             "batch_tokens": 2048,
-            "micro_batch": 16,
+            "micro_batch": 16 // devices,
+            "mesh": {"fsdp": fsdp},
             "model": {
                 "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
                 "d_ff": 256, "dtype": "bfloat16",
             },
         }
     )  # fmt: skip
-    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:devices])
     trainer = make_trainer(run, 60, mesh)
     tokens = np.random.default_rng().integers(0, 61, (32, 65)).astype(np.int32)
     with jax.set_mesh(mesh):

@@ -1,6 +1,8 @@
 """The training step: the same on any mesh, with exact means, statistics and gradients."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,26 @@ def test_gradient_accumulation_equals_one_big_batch(batches, one_device):
     trainer = trainer_on(1, micro_batch=4)
     assert trainer.abstract_batch.shape == (4, 4, CONTEXT + 1)
     assert_same_run(train(trainer, batches), one_device)
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_gradients_are_reduced_over_data_once_a_step(fsdp):
+    trainer = trainer_on(8, fsdp, micro_batch=1)
+    assert trainer.abstract_batch.shape[0] == 2
+    with jax.set_mesh(trainer.mesh):
+        operands = trainer.abstract_state, trainer.abstract_batch, L1
+        loops, entry = trainer.step.lower(*operands).compile().as_text().split("\nENTRY ")
+
+    def reduced(text):
+        """How many float32 elements all its all-reduces have."""
+        shapes = "".join(re.findall(r"= (.*) all-reduce\(", text))
+        dimensions = re.findall(r"f32\[([\d,]*)\]", shapes)
+        return sum(math.prod(map(int, d.split(","))) if d else 1 for d in dimensions)
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_state.params))
+    # Besides the gradients only a few numbers, such as the cross-entropy.
+    assert 0 <= reduced(entry) - parameters / fsdp < 50
+    assert (reduced(loops) == 0) == (fsdp == 1)  # within an FSDP group: in every micro-batch
 
 
 def test_fsdp_splits_parameters_and_moments(batches):

@@ -1,0 +1,74 @@
+"""How long the devices of a step are busy with collectives, from a profile."""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+
+class Event(NamedTuple):
+    """Of a profile: where it is, what it is called, and when it was, in nanoseconds."""
+
+    plane: str
+    line: str
+    name: str
+    start: float
+    end: float
+
+
+def measure(call: Callable[[], Any], devices: int) -> dict[str, float]:
+    """`summarise` of one call; nothing where there is no GPU."""
+    events = list(trace(call))
+    return summarise(events, devices) if jax.default_backend() == "gpu" else {}
+
+
+def trace(call: Callable[[], Any]) -> Iterator[Event]:
+    """What the profiler saw of one call."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow down what enqueues the kernels
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            jax.block_until_ready(call())
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        for plane in ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    yield Event(plane.name, line.name, event.name, event.start_ns, event.end_ns)
+
+
+def summarise(events: Iterable[Event], devices: int) -> dict[str, float]:
+    """Milliseconds in which NCCL's kernels run, and in which nothing else does; means over GPUs.
+
+    A kernel that waits for another device runs.
+
+    Raises:
+      ValueError: events of fewer GPUs than `devices`, or no collective among several.
+    """
+    communication, work = defaultdict(list), defaultdict(list)
+    for event in events:
+        # Other lines repeat what is on the streams, by module or operation.
+        if event.plane.startswith("/device:GPU:") and event.line.startswith("Stream"):
+            kind = communication if "nccl" in event.name.lower() else work
+            kind[event.plane].append((event.start, event.end))
+    if len(work) < devices:
+        raise ValueError(f"the profile has kernels of {len(work)} GPUs, not of {devices}")
+    if devices > 1 and not communication:
+        raise ValueError("the profile has no kernel of NCCL")
+    alone = sum(_covered(work[p] + communication[p]) - _covered(work[p]) for p in list(work))
+    return {
+        "collective_ms": sum(map(_covered, communication.values())) / devices / 1e6,
+        "exposed_ms": alone / devices / 1e6,
+    }
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of their union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
