@@ -3,8 +3,8 @@
     python -m benchmarks.gradients [--out DIRECTORY]
 
 As benchmarks.ffn, a measured function goes through `LAYERS` sets of weights. Beside the times stand
-what a layer keeps from the forward to the backward, without x and the weights, and the peak of what
-XLA reserves for one layer's forward and backward.
+what a layer keeps from the forward to the backward, without x and the weights, the peak of what XLA
+reserves for one layer's forward and backward, and what train.py would choose for such a layer.
 """
 
 import argparse
@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from benchmarks import record
 from benchmarks.ffn import DTYPE, LAYERS, describe, draw
 from twell_jax import sparse_ffn, timing
+from twell_jax.choice import Choice
 
 M = 16384
 IMPLEMENTATIONS = "xla", "unions"  # the baseline first
 CASES = [
-    *({"pattern": "skewed", "nnz": nnz} for nnz in (29, 60, 120, 300)),
+    *({"pattern": "skewed", "nnz": nnz} for nnz in (5, 29, 60, 120, 300)),
+    {"pattern": "skewed", "nnz": 29, "capacity": 0.375},
     {"pattern": "recorded"},
     {"pattern": "recorded", "heavy_every": 1024},
     *({"pattern": "uniform", "nnz": nnz} for nnz in (29, 120, 1500)),
@@ -52,6 +54,7 @@ def measure(
     nnz: float = 0,
     heavy_every: int = 0,
     gated: bool = True,
+    capacity: float = 0.5,
 ) -> Iterator[dict[str, Any]]:
     """One row per implementation; the first is the baseline. Errors: of y and each gradient."""
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
@@ -59,58 +62,57 @@ def measure(
     operands = x, *layers[0]
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (*operands, dy))
     with jax.default_matmul_precision("highest"):
-        reference = forward_and_backward(*float32, name="xla")
+        dense = partial(sparse_ffn, implementation="xla")
+        reference, _ = jax.jit(partial(forward_and_backward, dense))(*float32)
     _, stats = jax.jit(sparse_ffn)(*operands)
     case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
     baseline_ms = None
     for name in IMPLEMENTATIONS:
-        out = forward_and_backward(*operands, dy, name=name)
+        ffn = partial(sparse_ffn, implementation=name, gradient_capacity=capacity)
+        both = jax.jit(partial(forward_and_backward, ffn))
+        out, overflow = both(*operands, dy)
         pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
         errors = [record.relative_error(grad, ref) for grad, ref in pairs]
-        ms = timing.milliseconds(partial(stack, name=name), x, layers, dy, calls=4) / LAYERS
+        ms = timing.milliseconds(jax.jit(partial(stack, ffn)), x, layers, dy, calls=4) / LAYERS
         baseline_ms = baseline_ms or ms
-        yield case | {
+        row = case | {
             "implementation": name,
             "ms": ms,
             "baseline": "xla",
             "baseline_ms": baseline_ms,
             "speedup": baseline_ms / ms,
             "errors": errors,
-            "kept_bytes": kept_bytes(operands, name),
-            "peak_bytes": peak_bytes(*operands, dy, name=name),
+            "kept_bytes": kept_bytes(ffn, operands),
+            "peak_bytes": both.lower(*operands, dy).compile().memory_analysis().temp_size_in_bytes,
         }
+        if name != "xla":
+            chosen = choice_of_train(case["h"], case["nnz_mean"], float(overflow))
+            row |= {"gradient_capacity": capacity, "overflow": float(overflow), "chosen": chosen}
+        yield row
 
 
-@partial(jax.jit, static_argnames="name")
-def forward_and_backward(x, w_gate, w_up, w_down, dy, *, name: str):
-    """y, without which XLA would leave out a matmul, and the gradients of sum(y dy)."""
-    y, vjp = jax.vjp(partial(output, name=name), x, w_gate, w_up, w_down)
-    return y, vjp(dy)
+def choice_of_train(h: int, nnz: float, overflow: float) -> str:
+    """What train.py comes to choose for a layer of h neurons."""
+    choice = Choice.dense(1, h).after([nnz], [0.0]).after([nnz], [overflow])
+    return "sparse" if choice.sparse[0] else "dense"
 
 
-def output(*operands, name: str) -> jax.Array:
-    return sparse_ffn(*operands, implementation=name)[0]
+def forward_and_backward(ffn, x, w_gate, w_up, w_down, dy):
+    """y, without which XLA would leave out a matmul, and the gradients of sum(y dy); overflow."""
+    y, vjp, stats = jax.vjp(ffn, x, w_gate, w_up, w_down, has_aux=True)
+    return (y, vjp(dy)), stats.overflow
 
 
-@partial(jax.jit, static_argnames="name")
-def stack(x, layers: list, dy, *, name: str):
+def stack(ffn, x, layers: list, dy):
     """Forward and backward of each layer in turn, all on the same x."""
-    return [forward_and_backward(x, *weights, dy, name=name) for weights in layers]
+    return [forward_and_backward(ffn, x, *weights, dy)[0] for weights in layers]
 
 
-def kept_bytes(operands, name: str) -> int:
+def kept_bytes(ffn, operands) -> int:
     """What the forward keeps for the backward, besides its operands."""
-    _, vjp = jax.eval_shape(
-        lambda *operands: jax.vjp(partial(output, name=name), *operands), *operands
-    )
+    _, vjp, _ = jax.eval_shape(lambda *operands: jax.vjp(ffn, *operands, has_aux=True), *operands)
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(vjp))
     return size - sum(a.nbytes for a in jax.tree.leaves(operands))
-
-
-def peak_bytes(*operands, name: str) -> int:
-    """What XLA reserves besides arguments and results."""
-    compiled = forward_and_backward.lower(*operands, name=name).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
 
 
 if __name__ == "__main__":

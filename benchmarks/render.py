@@ -65,14 +65,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 def gradient_table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line per case and implementation, in brackets against dense XLA."""
     lines = [
-        "| pattern | gated | mean nnz | dense rows | block | forward and backward | kept | peak "
-        "| error |",
-        "|---" * 9 + "|",
+        "| pattern | gated | mean nnz | dense rows | block | room | forward and backward "
+        "| train.py takes | kept | peak | error |",
+        "|---" * 11 + "|",
     ]
     for row in rows:
         gated = "yes" if row["gated"] else "no"
         lines.append(f"| {row['pattern']} | {gated} | {row['nnz_mean']:.1f} | {row['heavy_rows']} "
-                     f"| {row['implementation']} | {_cell(row)} "
+                     f"| {row['implementation']} | {row.get('gradient_capacity', '-')} "
+                     f"| {_cell(row)} | {row.get('chosen', '-')} "
                      f"| {row['kept_bytes'] / 1e9:.2f} GB | {row['peak_bytes'] / 1e9:.2f} GB "
                      f"| {max(row['errors']):.1e} |")  # fmt: skip
     return "\n".join(lines)

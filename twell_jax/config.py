@@ -65,6 +65,9 @@ class ModelConfig(_Section):
     ffn_implementation: Literal["xla", "mosaic"] | None = Field(
         None, description="of the feed-forward block; null takes the default of sparse_ffn"
     )
+    ffn_gradient_capacity: float = Field(
+        0.5, gt=0, le=1, description="memory for sparse gradients, as a fraction of that of dense"
+    )
 
     @model_validator(mode="after")
     def _check(self):

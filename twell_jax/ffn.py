@@ -8,6 +8,7 @@ so that y = sum_n h_n * w_down[n]. `ffn_xla` is the definition that every other 
 tested against.
 """
 
+import functools
 import os
 from typing import Literal, get_args
 
@@ -39,6 +40,7 @@ def sparse_ffn(
     b_down: jax.Array | None = None,
     activation: Activation = "relu",
     implementation: Implementation | None = None,
+    gradient_capacity: float = 0.5,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
 
@@ -55,15 +57,18 @@ def sparse_ffn(
         TWELL_JAX_IMPLEMENTATION names or, without it, what is faster here: the kernels for up to 64
         tokens, where that takes about 1 % of open gates, and from 1024 tokens on; dense ones cost a
         few percent there (docs/performance.md). Gradients are sparse behind unions that were asked
-        for by name, and else dense: they gain while 256 tokens share up to half of the neurons, and
-        lose beyond.
+        for by name, and else dense.
+      gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
+        they would take densely. It suffices if 256 tokens use no more of the neurons between them,
+        and tokens no more of their blocks of 64. If it does not, everything is computed densely:
+        exact, slower than without the kernels, and reported as `FFNStats.overflow`.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
         rounds g, u, h and y to the dtype of x, the kernels g and y, and with unions h.
 
     Raises:
-      ValueError: shapes or dtypes do not agree.
+      ValueError: shapes or dtypes do not agree, or a number is out of its range.
       CannotServe: `implementation` cannot serve them here; the message says why.
 
     Example:
@@ -75,20 +80,25 @@ def sparse_ffn(
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     _check(x, weights, biases, activation)
+    if not 0 < gradient_capacity <= 1:
+        raise ValueError(
+            f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
+        )
     source = "implementation"
     if implementation is None and _VARIABLE in os.environ:
         source, implementation = _VARIABLE, os.environ[_VARIABLE]
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         names = ", ".join(map(repr, _IMPLEMENTATIONS))
         raise ValueError(f"{source} must be {names} or None, got {implementation!r}")
+    kernels = functools.partial(ffn_mosaic.ffn, x, **weights, gradient_capacity=gradient_capacity)
     obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
     if implementation not in (None, "xla"):
         if obstacle:
             raise CannotServe(f"{source}={implementation!r} cannot serve: {obstacle}")
         form = None if implementation == "mosaic" else implementation
-        return ffn_mosaic.ffn(x, **weights, form=form, anywhere=False)
+        return kernels(form=form, anywhere=False)
     if implementation is None and not obstacle and ffn_mosaic.is_faster(x):
-        return ffn_mosaic.ffn(x, **weights, form=None, anywhere=True)
+        return kernels(form=None, anywhere=True)
     return ffn_xla.ffn(x, **weights, **biases, activation=activation)
 
 

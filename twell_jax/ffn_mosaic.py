@@ -26,7 +26,6 @@ from twell_jax.ffn_xla import FFNStats
 
 Form = Literal["twell", "unions"]
 
-_CAPACITY = 0.5  # of what the gradients' matrices take densely
 _MANY_TOKENS = 1024  # from here on tile unions beat XLA on patterns of trained models
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
@@ -51,7 +50,7 @@ def is_faster(x: jax.Array) -> bool:
 
 
 def ffn(
-    x, w_gate, w_up, w_down, *, form: Form | None, anywhere: bool
+    x, w_gate, w_up, w_down, *, form: Form | None, anywhere: bool, gradient_capacity: float
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` where `obstacle` finds none.
 
@@ -63,12 +62,13 @@ def ffn(
       form: of the packed gate of more than 64 tokens; None for the one that is faster on
         patterns of trained models.
       anywhere: compute densely on devices without CUDA.
+      gradient_capacity: as in `sparse_ffn`.
     """
     x_2d = x.reshape(-1, x.shape[-1])
     tokens = x_2d.shape[0] // _devices()
     form = form or ("unions" if tokens >= _MANY_TOKENS else "twell")
     if form == "unions" and tokens > MAX_TOKENS and not anywhere:
-        compute = _compute_with_sparse_grads()
+        compute = _compute_with_sparse_grads(gradient_capacity)
     else:
         compute = _compute(form, anywhere)
     y, stats = compute(x_2d, w_gate, w_up, w_down)
@@ -93,9 +93,9 @@ def _compute(form: Form, anywhere: bool):
 
 
 @functools.cache
-def _compute_with_sparse_grads():
+def _compute_with_sparse_grads(capacity: float):
     def kept_forward(*operands):
-        *out, kept = ffn_unions.forward(*operands, capacity=_CAPACITY)
+        *out, kept = ffn_unions.forward_for_gradients(*operands, capacity=capacity)
         overflow = 1.0 - kept.fits[0].astype(jnp.float32)
         return *_with_stats(*out, overflow), kept
 

@@ -31,7 +31,7 @@ class SparseMLP(nnx.Module):
       dtype: of the computation; None takes that of the input.
       param_dtype: of the parameters.
       up_init, down_init: initialisers of (gate and) up and of down, called with `[H, D]`.
-      implementation: see `sparse_ffn`.
+      implementation, gradient_capacity: see `sparse_ffn`.
       rngs: source of the initial weights.
     """
 
@@ -48,6 +48,7 @@ class SparseMLP(nnx.Module):
         up_init: nnx.Initializer = _FROM_D_MODEL,
         down_init: nnx.Initializer = _FROM_D_FF,
         implementation: Implementation | None = None,
+        gradient_capacity: float = 0.5,
         rngs: nnx.Rngs,
     ):
         def param(init, shape, axes):
@@ -65,6 +66,7 @@ class SparseMLP(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         self.implementation = implementation
+        self.gradient_capacity = gradient_capacity
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, FFNStats]:
         """Applies the block to `x: [..., D]`; returns `y: [..., D]` and the `FFNStats`."""
@@ -83,4 +85,5 @@ class SparseMLP(nnx.Module):
             b_down=cast(self.b_down),
             activation=self.activation,
             implementation=self.implementation,
+            gradient_capacity=self.gradient_capacity,
         )

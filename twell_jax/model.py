@@ -199,6 +199,7 @@ class Block(nnx.Module):
             up_init=nnx.initializers.normal(config.init_scale),
             down_init=_residual_init(config),
             implementation=config.ffn_implementation,
+            gradient_capacity=config.ffn_gradient_capacity,
             rngs=rngs,
         )
 

@@ -8,12 +8,10 @@ import pytest
 
 from benchmarks import losses, render
 
-# The variants of kernels run on their twins, in which every pattern fits.
+# The variants of kernels run on their twins.
 ON_TWINS = """
 from tests.twell_jax.ffn_cases import use_twins
-from twell_jax import ffn_mosaic
 use_twins(setattr)
-ffn_mosaic._CAPACITY = 1.0
 """
 
 
@@ -34,6 +32,7 @@ def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys, text_s
     small = [
         f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=2048",
         "micro_batch=8", "eval_sequences=4", "model.layers=2", "model.d_ff=256",
+        "model.ffn_gradient_capacity=1.0",
         *text_settings,
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["losses", str(losses.BASE), *small, "--out", str(tmp_path)])

@@ -59,11 +59,11 @@ def error(out, ref):
     return np.linalg.norm(out - ref) / (np.linalg.norm(ref) or 1)
 
 
-def gradients(implementation, operands, dy):
-    """Those of sum(y dy) + l1 for the operands that there are, and the overflow."""
+def gradients(implementation, operands, dy, **options):
+    """Those of sum(y dy) + l1 for the operands that there are; y and the stats."""
 
     def loss(operands):
-        y, stats = sparse_ffn(*operands, implementation=implementation)
-        return jnp.sum(y.astype(jnp.float32) * dy) + stats.l1, stats.overflow
+        y, stats = sparse_ffn(*operands, implementation=implementation, **options)
+        return jnp.sum(y.astype(jnp.float32) * dy) + stats.l1, (y, stats)
 
     return jax.grad(loss, has_aux=True)(operands)

@@ -10,13 +10,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from tests.twell_jax.ffn_cases import COLUMNS, TOKENS, both_forms, draw, error, gradients, xla
-from twell_jax import config, ffn_mosaic, sharding, sparse_ffn
+from twell_jax import config, sharding, sparse_ffn
 from twell_jax.training import make_trainer
 
 
 @both_forms
-def test_vmap_and_gradients_equal_the_dense_ones(twins, form, monkeypatch):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
+def test_vmap_and_gradients_equal_the_dense_ones(twins, form):
     x, *weights = draw(2 * 70, 128, 384)
     x = x.reshape(2, 70, 128)
 
@@ -33,26 +32,37 @@ def test_vmap_and_gradients_equal_the_dense_ones(twins, form, monkeypatch):
             jax.jit(jax.grad(rematerialised))(x, weights),
         )
 
-    kernels = functools.partial(sparse_ffn, implementation=form)
+    kernels = functools.partial(sparse_ffn, implementation=form, gradient_capacity=1.0)
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
         assert error(ours, dense) < 1e-2
 
 
-def assert_exact_gradients(operands, tolerance=1e-2):
-    """Of unions, against dense ones in float32; twice the same bits. Returns the overflow."""
+def assert_exact_gradients(operands, tolerance=1e-2, **options):
+    """Of unions, with all outputs, against dense ones in float32; twice the same bits.
+
+    Returns the overflow.
+    """
     dy = np.random.default_rng().standard_normal(operands[0].shape).astype(np.float32)
     dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
     wide = [None if a is None else a.astype(jnp.float32) for a in operands]
     with jax.default_matmul_precision("highest"):
-        reference, _ = jax.jit(functools.partial(gradients, "xla"))(wide, dy)
-    ours = jax.jit(functools.partial(gradients, "unions"))
-    (grads, overflow), (again, _) = ours(operands, dy), ours(operands, dy)
-    for grad, same, ref in zip(*map(jax.tree.leaves, (grads, again, reference)), strict=True):
-        assert grad.dtype == operands[0].dtype and grad.shape == ref.shape
-        assert error(grad, ref) < tolerance
-        np.testing.assert_array_equal(grad, same)
-    return overflow
+        *reference, expected = unzip(jax.jit(functools.partial(gradients, "xla"))(wide, dy))
+    ours = jax.jit(functools.partial(gradients, "unions", **options))
+    (*out, stats), (*again, _) = unzip(ours(operands, dy)), unzip(ours(operands, dy))
+    for array, same, ref in zip(*map(jax.tree.leaves, (out, again, reference)), strict=True):
+        assert array.dtype == operands[0].dtype and array.shape == ref.shape
+        assert error(array, ref) < tolerance
+        np.testing.assert_array_equal(array, same)
+    for name in ("l1", "nnz"):
+        np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=1e-2)
+    assert np.mean(stats.fired == expected.fired) > 0.98
+    return stats.overflow
+
+
+def unzip(out):
+    grads, (y, stats) = out
+    return grads, y, stats
 
 
 @pytest.mark.parametrize(
@@ -67,35 +77,35 @@ def assert_exact_gradients(operands, tolerance=1e-2):
         (300, 1000, -1000, 1.0, True, True),  # all dense
     ],
 )
-def test_sparse_gradients(twins, monkeypatch, m, every, threshold, capacity, fits, gated):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", capacity)
+def test_sparse_gradients(twins, m, every, threshold, capacity, fits, gated):
     operands = draw(m, 128, 768, gated=gated, threshold=threshold)
     operands[0] = operands[0].at[3::every, -1].set(-1)
     # Dense 16-bit gradients round those for h, of which a dense row has many.
-    assert assert_exact_gradients(operands, tolerance=1e-2 if fits else 2e-2) == (not fits)
+    tolerance = 1e-2 if fits else 2e-2
+    overflow = assert_exact_gradients(operands, tolerance, gradient_capacity=capacity)
+    assert overflow == (not fits)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_sparse_gradients_over_a_mesh(twins, monkeypatch, gated):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
+def test_sparse_gradients_over_a_mesh(twins, gated):
     operands = draw(4 * 200, 128, 256, gated=gated)
     dy = jnp.asarray(np.random.default_rng().standard_normal((800, 128)), jnp.float32)
-    alone, _ = jax.jit(functools.partial(gradients, "xla"))(operands, dy)
+    alone, _, _ = unzip(jax.jit(functools.partial(gradients, "xla"))(operands, dy))
     mesh = jax.make_mesh((2, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:4])
     with jax.set_mesh(mesh):
         placed = [
             None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
             for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
         ]
-        grads, overflow = jax.jit(functools.partial(gradients, "unions"))(placed, dy)
-    assert overflow == 0
+        ours = functools.partial(gradients, "unions", gradient_capacity=1.0)
+        grads, _, stats = unzip(jax.jit(ours)(placed, dy))
+    assert stats.overflow == 0
     for ours, dense in zip(*map(jax.tree.leaves, (grads, alone)), strict=True):
         assert error(ours, dense) < 1e-2
 
 
 @pytest.mark.parametrize(("devices", "fsdp"), [(1, 1), (4, 2)])
-def test_layers_train_with_sparse_gradients(twins, monkeypatch, devices, fsdp):
-    monkeypatch.setattr(ffn_mosaic, "_CAPACITY", 1.0)
+def test_layers_train_with_sparse_gradients(twins, devices, fsdp):
     run = config.from_dict(
         {
             "run_dir": "unused",
@@ -105,7 +115,7 @@ def test_layers_train_with_sparse_gradients(twins, monkeypatch, devices, fsdp):
             "mesh": {"fsdp": fsdp},
             "model": {
                 "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
-                "d_ff": 256, "dtype": "bfloat16",
+                "d_ff": 256, "dtype": "bfloat16", "ffn_gradient_capacity": 1.0,
             },
         }
     )  # fmt: skip
