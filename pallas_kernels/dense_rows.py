@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import operands
+from pallas_kernels import in_place, operands
 from pallas_kernels.gate_matmul import sm_count
 
 _CONSUMERS = 2
@@ -95,6 +95,7 @@ def dense_rows(
         ),
         scratch_types=dict(h_smem=plgpu.SMEM(tile, w_down.dtype, transforms=_TILED)),
     )(count, x_rows, *([w_up] if w_gate is None else [w_gate, w_up]))
+    count, rows, hidden, w_down = in_place.apart((count, rows, hidden, w_down))
     _call(_down_kernel, out_type=(), scratch_types=dict(y_smem=plgpu.SMEM(tile, w_down.dtype)))(
         count, rows, hidden, w_down, y_ref
     )

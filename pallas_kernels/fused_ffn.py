@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels import gather, lists, operands, simt, twell
+from pallas_kernels import gather, in_place, lists, operands, simt, twell
 
 MAX_ENTRIES = 128  # of a row; `dense_rows` computes a longer one in less time
 
@@ -142,9 +142,10 @@ def fused_ffn(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    count = jax.new_ref(jnp.zeros(1, jnp.int32))
-    *out, rows, x_rows = kernel(x, packed, w_up, w_down, count)
-    return *out, (count[...], rows, x_rows)
+    count = in_place.mutable(jnp.zeros(1, jnp.int32))
+    arrays = in_place.apart((x, packed, w_up, w_down))
+    *out, rows, x_rows = in_place.apart(kernel(*arrays, count))
+    return *out, (in_place.contents(count), rows, x_rows)
 
 
 def _kernel(

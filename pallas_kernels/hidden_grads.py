@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels import gather, gathered_matmul, operands, simt
+from pallas_kernels import gather, gathered_matmul, in_place, operands, simt
 from pallas_kernels.gate_matmul import sm_count
 from pallas_kernels.gathered_matmul import CONSUMERS, ROWS, STEP
 from pallas_kernels.neuron_lists import NeuronLists
@@ -91,7 +91,8 @@ def hidden_grads(
         raise ValueError(f"factors_ref must be [items, 128 or 256, 256], got {factors_ref.shape}")
     operands.check_array("factors_ref", factors_ref, (items, rows, TOKENS), w_down.dtype)
     dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
-    entries = [jax.new_ref(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
+    plan, lists, l1_grad, dy, w_down = in_place.apart((plan, lists, l1_grad, dy, w_down))
+    entries = [in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
     gathered_matmul.gathered_matmul(
         _produce,
         _consume,
@@ -111,7 +112,7 @@ def hidden_grads(
         out_type=(),
         name="hidden_grads",
     )
-    return tuple(entry[...] for entry in entries)
+    return tuple(in_place.contents(entry) for entry in entries)
 
 
 def _no_entries(lists: NeuronLists, n: int, dtype):

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gather, lists, operands
+from pallas_kernels import gather, in_place, lists, operands
 from pallas_kernels.tile_union import CHUNK, GROUP, THRESHOLD, TOKENS, Plan, to_bits, to_words
 
 _DENSE_COST = 1.5  # a token computed densely takes three matmuls, on a union two
@@ -66,7 +66,7 @@ def union_plan(
     operands.check_array("counts", counts, (h // GROUP, tiles * TOKENS), jnp.uint8)
     union, sizes, heavy, nnz = _decide(masks, counts, m)
     padded_m = pl.cdiv(m, 8) * 8
-    item_count, heavy_count = (jax.new_ref(jnp.zeros(1, jnp.int32)) for _ in range(2))
+    item_count, heavy_count = (in_place.mutable(jnp.zeros(1, jnp.int32)) for _ in range(2))
     kernel = plgpu.kernel(
         _kernel,
         out_type=(
@@ -84,11 +84,12 @@ def union_plan(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    neurons, items, firsts, rows, x_rows = kernel(
-        union, sizes, heavy, x, gate_ref, item_count, heavy_count
+    arrays = in_place.apart((union, sizes, heavy, x))
+    neurons, items, firsts, rows, x_rows = in_place.apart(
+        kernel(*arrays, gate_ref, item_count, heavy_count)
     )
-    plan = Plan(neurons, sizes, items, item_count[...], firsts)
-    return plan, nnz, (heavy_count[...], rows, x_rows)
+    plan = Plan(neurons, sizes, items, in_place.contents(item_count), firsts)
+    return plan, nnz, (in_place.contents(heavy_count), rows, x_rows)
 
 
 def _kernel(

@@ -35,13 +35,13 @@ def union_up_reference(x, gate, w_up, plan, *, keep=0):
         )
         value *= up
         factors.append(up.astype(x.dtype))
-    l1 = jnp.sum(jnp.abs(value), where=in_union)
-    return (jnp.concatenate(factors, axis=1)[:keep] if keep else value.astype(gate.dtype)), l1
+    h = value.astype(gate.dtype), jnp.sum(jnp.abs(value), where=in_union)
+    return (*h, jnp.concatenate(factors, axis=1)[:keep]) if keep else h
 
 
 def union_up(
     x: jax.Array, gate: jax.Array, w_up: jax.Array | None, plan: Plan, *, keep: int = 0
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Computes h, the gates times `x . w_up[n]`, for the neurons n in each tile's union.
 
     In the non-gated form h is the gate. Sums in float32 and rounds once.
@@ -51,15 +51,15 @@ def union_up(
       gate: `[R, H, 256]` as `gate_union` returns it, R = ceil(M / 256).
       w_up: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form.
       plan: the unions.
-      keep: if not 0, of how many items, at most R * H / 128, the factors of h are returned in its
-        place, for gradients.
+      keep: of how many items the factors of h are returned, for gradients; at most R * H / 128.
 
     Returns:
       h: `[R * H / 128, 128, 256]`, the block of each item; zeros past the union's size,
-        unspecified from `item_count` on. If keep > 0, the factors of h, `[keep, 256, 256]`: the
-        block of gates above that of `x . w_up[n]` (`[keep, 128, 256]`, the gates, in the non-gated
-        form); if there are more items than that, the last block is unspecified.
+        unspecified from `item_count` on.
       l1: float32 scalar, the sum of |h| before rounding.
+      factors: only if keep > 0, `[keep, 256, 256]`: the block of gates above that of `x . w_up[n]`
+        (`[keep, 128, 256]`, the gates, in the non-gated form). If there are more items than that,
+        the last block is unspecified.
 
     Raises:
       ValueError: if a shape or dtype is not one of these.
@@ -74,8 +74,8 @@ def union_up(
     if not 0 <= keep <= items:
         raise ValueError(f"keep must be from 0 to {items}, the number of items, got {keep}")
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
-    rows = 2 * CHUNK if keep and w_up is not None else CHUNK
-    out, l1 = gathered_matmul.gathered_matmul(
+    factors = CHUNK if w_up is None else 2 * CHUNK
+    hidden, l1, *kept = gathered_matmul.gathered_matmul(
         _produce,
         _consume,
         plan.item_count,
@@ -89,13 +89,14 @@ def union_up(
         a_shape=(CONSUMERS * ROWS, STEP),
         b_shape=(TOKENS, STEP),
         out_type=(
-            jax.ShapeDtypeStruct((keep or items, rows, TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((items, CHUNK, TOKENS), x.dtype),
             jax.ShapeDtypeStruct((items, CHUNK), jnp.float32),
+            *([jax.ShapeDtypeStruct((keep, factors, TOKENS), x.dtype)] if keep else []),
         ),
         name="union_up",
     )
     is_computed = (jnp.arange(items) < plan.item_count)[:, None]
-    return out, jnp.sum(l1, where=is_computed)
+    return hidden, jnp.sum(l1, where=is_computed), *kept
 
 
 def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
@@ -118,10 +119,8 @@ def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
 
 
 def _consume(i, ring, step, warpgroup, buffers, *refs):
-    _, _, _, _, x, w_up, _, out, l1 = refs
+    _, _, _, _, x, w_up, _, h, l1, *kept = refs
     mine = pl.ds(warpgroup * ROWS, ROWS)
-    # If there are too many items to keep, the last block is as good a place as any.
-    block = out.at[jnp.minimum(i, out.shape[0] - 1)]
     if w_up is not None:
         steps = x.shape[1] // STEP
         products = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T))
@@ -136,14 +135,18 @@ def _consume(i, ring, step, warpgroup, buffers, *refs):
         if w_up is not None:
             up = products[:, part * ROWS : (part + 1) * ROWS]
             value *= up
-            factors.append(up.astype(out.dtype))
+            factors.append(up.astype(h.dtype))
         sums.append(jnp.sum(jnp.abs(value), axis=1))
-        if out.shape[1] == CHUNK:
-            factors = [value.astype(out.dtype)]
-        for f, factor in enumerate(factors):
-            rows = pl.ds(f * CHUNK + warpgroup * ROWS, ROWS)
-            target = block.at[rows, pl.ds(part * ROWS, ROWS)]
-            gathered_matmul.write(factor, buffers.at[writes % 2], target)
+        columns = pl.ds(part * ROWS, ROWS)
+        blocks = [(value.astype(h.dtype), h.at[i, mine, columns])]
+        for target in kept:
+            # If there are too many items, the last block is as good a place as any.
+            place = jnp.minimum(i, target.shape[0] - 1)
+            for f, factor in enumerate(factors):
+                rows = pl.ds(f * CHUNK + warpgroup * ROWS, ROWS)
+                blocks.append((factor, target.at[place, rows, columns]))
+        for array, target in blocks:
+            gathered_matmul.write(array, buffers.at[writes % 2], target)
             writes += 1
     l1[i, mine] = sum(sums)
     return step + _PARTS

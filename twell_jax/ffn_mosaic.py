@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import operands, twell
+from pallas_kernels import in_place, operands, twell
 from pallas_kernels.dense_rows import dense_rows
 from pallas_kernels.fused_ffn import fused_ffn
 from pallas_kernels.gate_pack import gate_pack
@@ -95,7 +95,7 @@ def _compute(form: Form, anywhere: bool):
 @functools.cache
 def _compute_with_sparse_grads(capacity: float):
     def kept_forward(*operands):
-        *out, kept = ffn_unions.forward_for_gradients(*operands, capacity=capacity)
+        *out, kept = ffn_unions.forward(*operands, capacity=capacity)
         overflow = 1.0 - kept.fits[0].astype(jnp.float32)
         return *_with_stats(*out, overflow), kept
 
@@ -191,10 +191,10 @@ def _twell_ffn(x, w_gate, w_up, w_down):
     w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
     packed = gate_pack(x, w_first)
     y, nnz, l1, heavy = fused_ffn(x, packed, w_second, w_down)
-    y_ref = jax.new_ref(y)
+    y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
     fired = twell.fired(packed, w_down.shape[0]) | heavy_fired
-    return y_ref[...], nnz, jnp.sum(l1) + heavy_l1, fired
+    return in_place.contents(y_ref), nnz, jnp.sum(l1) + heavy_l1, fired
 
 
 def _with_stats(y, nnz, l1, fired, overflow=0.0):

@@ -39,7 +39,7 @@ def draw(m, d, h, density, gated, dtype):
     lists, fits = neuron_lists(counts, m, counts.size + 64)
     assert fits
     keep = max(1, int(plan.item_count[0]))
-    factors = union_up_reference(x, gate_ref[...], w_up if gated else None, plan, keep=keep)[0]
+    factors = union_up_reference(x, gate_ref[...], w_up if gated else None, plan, keep=keep)[2]
     dense = [np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)]
     dense[0][np.asarray(rows)[: count[0]]] = 0  # they leave the unions
     if gated:

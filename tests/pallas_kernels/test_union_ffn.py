@@ -46,9 +46,9 @@ def draw(m, d, h, density, gated, dtype):
 def run(up, down, x, gate, w_up, w_down, plan, keep=0.5):
     @jax.jit
     def run(x, gate, w_up, w_down, plan):
-        h, l1 = up(x, gate, w_up, plan)
-        factors, same_l1 = up(x, gate, w_up, plan, keep=max(1, int(keep * plan.items.size)))
-        return h, l1, down(h, (w_down,), plan, x.shape[0]), factors, same_l1
+        h, l1, factors = up(x, gate, w_up, plan, keep=max(1, int(keep * plan.items.size)))
+        same_h, same_l1 = up(x, gate, w_up, plan)
+        return h, l1, down(same_h, (w_down,), plan, x.shape[0]), factors, same_l1
 
     return run(x, gate, w_up, w_down, plan)
 

@@ -157,3 +157,35 @@ def test_sparse_gradients_at_full_size(threshold):
     operands = draw(16384, 2048, 5632, threshold=threshold)
     operands[0] = operands[0].at[7::1024, -1].set(-1)
     assert_exact_gradients(operands)
+
+
+@gpu
+@both_forms
+def test_layers_in_a_loop_on_the_gpu(form):
+    """There operands are slices, and results parts, of larger arrays."""
+    layers = [draw(600, 512, 1408, threshold=2.8) for _ in range(3)]
+    x, *weights = map(jnp.stack, zip(*layers, strict=True))
+    x = x.at[:, 3::100, -1].set(-1)
+    dy = jnp.asarray(np.random.default_rng().standard_normal(x.shape), x.dtype)
+
+    def loop(implementation, dtype):
+        def layer(total, operands):
+            *operands, dy = operands
+            y, stats = sparse_ffn(*operands, implementation=implementation)
+            return total + jnp.sum((y * dy).astype(jnp.float32)) + stats.l1, (y, stats)
+
+        def loss(operands):
+            return jax.lax.scan(layer, 0.0, (*operands, dy.astype(dtype)))
+
+        operands = [a.astype(dtype) for a in (x, *weights)]
+        return jax.jit(jax.grad(loss, has_aux=True))(operands)
+
+    with jax.default_matmul_precision("highest"):
+        *reference, expected = unzip(loop("xla", jnp.float32))
+    *out, stats = unzip(loop(form, x.dtype))
+    np.testing.assert_array_equal(stats.overflow, 0)
+    np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=1e-2)
+    np.testing.assert_allclose(stats.l1, expected.l1, rtol=1e-2)
+    for ours, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
+        for layer, ref_layer in zip(ours, ref, strict=True):
+            assert error(layer, ref_layer) < 5e-2  # a lost result is 1
