@@ -283,3 +283,33 @@ def test_published_shapes(name, layers, billions):
     attention, feed_forward, norms = 4 * 2048**2, 3 * 2048 * 5632, 2 * 2048
     assert count == 49152 * 2048 + layers * (attention + feed_forward + norms) + 2048
     assert round(count / 1e9, 1) == billions
+
+
+def assert_kernels_serve_a_model():
+    """Scoring, a prompt into a cache and a next token, by kernels and densely."""
+    common = {"vocab_size": 512, "context": 512, "d_model": 256, "layers": 3, "d_ff": 768}
+    dense = make(**common, dtype="bfloat16", init_scale=0.1, ffn_implementation="xla")
+    settings = dense.config.model_copy(update={"ffn_implementation": "mosaic"})
+    sparse = nnx.merge(model.graphdef(settings), nnx.state(dense))
+    tokens = np.random.default_rng().integers(0, 512, (4, 512))
+    (logits, stats), (reference, expected) = (forward(m, tokens) for m in (sparse, dense))
+    results = [(logits, reference)]
+    caches = [KVCache.empty(m.config, 4, 512) for m in (sparse, dense)]
+    for part in (tokens[:, :300], tokens[:, 300:301]):
+        (logits, caches[0]), (reference, caches[1]) = (
+            decode(m, part, cache) for m, cache in zip((sparse, dense), caches, strict=True)
+        )
+        results.append((logits, reference))
+    for ours, ref in results:
+        assert np.linalg.norm(ours - ref) < 3e-2 * np.linalg.norm(ref)
+    np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=2e-2)
+    np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
+
+
+def test_kernels_serve_a_model(twins):
+    assert_kernels_serve_a_model()
+
+
+@pytest.mark.gpu
+def test_kernels_serve_a_model_on_the_gpu():
+    assert_kernels_serve_a_model()
