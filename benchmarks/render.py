@@ -50,41 +50,49 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cases.setdefault(tuple(row[c] for c in COLUMNS), {})[row["implementation"]] = row
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    lines = [
-        "| " + " | ".join([*(title for title, _ in COLUMNS.values()), *names, "error"]) + " |",
-        "|---" * (len(COLUMNS) + len(names) + 1) + "|",
-    ]
+    lines = []
     for case, measured in cases.items():
         errors = " / ".join(f"{row['error']:.1e}" for row in measured.values() if "error" in row)
         cells = [show(value) for (_, show), value in zip(COLUMNS.values(), case, strict=True)]
         cells += [_cell(measured.get(name)) for name in names]
-        lines.append("| " + " | ".join([*cells, errors]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, errors])
+    return markdown([*(title for title, _ in COLUMNS.values()), *names, "error"], lines)
+
+
+def markdown(titles: list[str], lines: list[list[str]]) -> str:
+    """A table."""
+    cells = ["| " + " | ".join(line) + " |" for line in (titles, *lines)]
+    return "\n".join([cells[0], "|---" * len(titles) + "|", *cells[1:]])
 
 
 def gradient_table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line per case and implementation, in brackets against dense XLA."""
+    titles = ["pattern", "gated", "mean nnz", "dense rows", "block", "room", "forward and backward",
+              "train.py takes", "kept", "peak", "error"]  # fmt: skip
     lines = [
-        "| pattern | gated | mean nnz | dense rows | block | room | forward and backward "
-        "| train.py takes | kept | peak | error |",
-        "|---" * 11 + "|",
+        [
+            row["pattern"],
+            "yes" if row["gated"] else "no",
+            f"{row['nnz_mean']:.1f}",
+            str(row["heavy_rows"]),
+            row["implementation"],
+            str(row.get("gradient_capacity", "-")),
+            _cell(row),
+            row.get("chosen", "-"),
+            f"{row['kept_bytes'] / 1e9:.2f} GB",
+            f"{row['peak_bytes'] / 1e9:.2f} GB",
+            f"{max(row['errors']):.1e}",
+        ]
+        for row in rows
     ]
-    for row in rows:
-        gated = "yes" if row["gated"] else "no"
-        lines.append(f"| {row['pattern']} | {gated} | {row['nnz_mean']:.1f} | {row['heavy_rows']} "
-                     f"| {row['implementation']} | {row.get('gradient_capacity', '-')} "
-                     f"| {_cell(row)} | {row.get('chosen', '-')} "
-                     f"| {row['kept_bytes'] / 1e9:.2f} GB | {row['peak_bytes'] / 1e9:.2f} GB "
-                     f"| {max(row['errors']):.1e} |")  # fmt: skip
-    return "\n".join(lines)
+    return markdown(titles, lines)
 
 
 def model_table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line per case and implementation, in brackets against the fastest dense one."""
-    lines = [
-        "| model | direction | sequences | mean nnz | block | tokens/s | mJ/token | peak memory |",
-        "|---" * 8 + "|",
-    ]
+    titles = ["model", "direction", "sequences", "mean nnz", "block", "tokens/s", "mJ/token",
+              "peak memory"]  # fmt: skip
+    lines = []
     for row in rows:
         speed = energy = memory = "-"
         if "ms" in row:
@@ -92,26 +100,24 @@ def model_table(rows: list[dict[str, Any]]) -> str:
             memory = f"{row['peak_bytes'] / 2**30:.1f} GiB"
         if "energy" in row:
             energy = f"{row['joules_per_token'] * 1e3:,.2f} ({row['energy']:.2f}x)"
-        lines.append(f"| {row['model']} | {row['direction']} | {row['batch']} x {row['context']} "
-                     f"| {row['nnz_mean']:.1f} | {row['implementation']} "
-                     f"| {speed} | {energy} | {memory} |")  # fmt: skip
-    return "\n".join(lines)
+        sequences, nnz = f"{row['batch']} x {row['context']}", f"{row['nnz_mean']:.1f}"
+        case = [row["model"], row["direction"], sequences, nnz, row["implementation"]]
+        lines.append([*case, speed, energy, memory])
+    return markdown(titles, lines)
 
 
 def loss_table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line per variant; differences are those to the first one's training CE."""
-    lines = [
-        "| variant | held-out CE | mean difference | largest | last nnz by layer "
-        "| sparse gradients, last | over the run |",
-        "|---" * 7 + "|",
-    ]
+    titles = ["variant", "held-out CE", "mean difference", "largest", "last nnz by layer",
+              "sparse gradients, last", "over the run"]  # fmt: skip
+    lines = []
     for row in rows:
-        nnz = ", ".join(f"{layer:.0f}" for layer in row["nnz"][-1])
         share = sparse_share(row)
-        lines.append(f"| {row['variant']} | {row['held_out_ce']:.4f} "
-                     f"| {row['mean_difference']:.4f} | {row['largest_difference']:.4f} "
-                     f"| {nnz} | {share[-1]:.0%} | {share.mean():.0%} |")  # fmt: skip
-    return "\n".join(lines)
+        numbers = row["held_out_ce"], row["mean_difference"], row["largest_difference"]
+        nnz = ", ".join(f"{layer:.0f}" for layer in row["nnz"][-1])
+        shares = f"{share[-1]:.0%}", f"{share.mean():.0%}"
+        lines.append([row["variant"], *(f"{number:.4f}" for number in numbers), nnz, *shares])
+    return markdown(titles, lines)
 
 
 def sparse_share(row: dict[str, Any]) -> np.ndarray:
@@ -132,20 +138,18 @@ def training_table(rows: list[dict[str, Any]]) -> str:
         "estimate_ms": "{:.1f}",
         "estimate_collective_ms": "{:.1f}",
     }
-    lines = [
-        "| model | block | data x fsdp | micro-batch | tokens a step | sparse layers | tokens/s "
-        "| ms | collectives | exposed | estimate | its collectives | peak memory |",
-        "|---" * 13 + "|",
-    ]
+    titles = ["model", "block", "data x fsdp", "micro-batch", "tokens a step", "sparse layers",
+              "tokens/s", "ms", "collectives", "exposed", "estimate", "its collectives",
+              "peak memory"]  # fmt: skip
+    lines = []
     for row in rows:
         cells = {name: f.format(row[name]) if name in row else "-" for name, f in columns.items()}
         if "efficiency" in row:
             cells["tokens_per_second"] += f" ({row['efficiency']:.0%})".replace("%", " %")
         memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in row else "-"
-        lines.append(f"| {row['config']} | {row['implementation']} "
-                     f"| {row['devices'] // row['fsdp']} x {row['fsdp']} "
-                     f"| {' | '.join(cells.values())} | {memory} |")  # fmt: skip
-    return "\n".join(lines)
+        mesh = f"{row['devices'] // row['fsdp']} x {row['fsdp']}"
+        lines.append([row["config"], row["implementation"], mesh, *cells.values(), memory])
+    return markdown(titles, lines)
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

@@ -60,8 +60,8 @@ def sparse_ffn(
         for by name, and else dense.
       gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
         they would take densely. It suffices if 256 tokens use no more of the neurons between them,
-        and tokens no more of their blocks of 64. If it does not, everything is computed densely:
-        exact, slower than without the kernels, and reported as `FFNStats.overflow`.
+        and tokens no more of their blocks of 64. If it does not, the gradients are dense: exact,
+        slower than without the kernels, and reported as `FFNStats.overflow`.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"

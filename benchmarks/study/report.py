@@ -14,6 +14,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.render import markdown
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -33,11 +35,9 @@ def main() -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line per variant; the times are sums over the layers."""
-    lines = [
-        "| variant | held-out CE | nnz | of H | zeros | dead | first token | 256 tokens share "
-        "| XLA, ms | kernels, ms | speed-up |",
-        "|---" * 11 + "|",
-    ]
+    titles = ["variant", "held-out CE", "nnz", "of H", "zeros", "dead", "first token",
+              "256 tokens share", "XLA, ms", "kernels, ms", "speed-up"]  # fmt: skip
+    lines = []
     for row in rows:
         d_ff, nnz = row["d_ff"], np.mean(row["nnz_mean"])
         first = np.array(row["nnz_by_position"])[:, 0].mean()
@@ -56,8 +56,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells += [f"{xla:.2f}", f"{ours:.2f}", f"{xla / ours:.2f}x"]
         else:
             cells += 3 * ["-"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(titles, lines)
 
 
 def l1_coefficient(row: dict[str, Any]) -> float:
