@@ -1,8 +1,10 @@
 """Gradients of h and of its factors on tile unions, `dh = dy @ w_down[neurons]^T` at first.
 
 With h = g u this is the up projection of dy, but for what follows the matmul: dg = dh u and
-du = dh g take the places of g and u, as the gradient of x needs them, and go, with h, to the neuron
+du = dh g take the places of g and h, as the gradient of x needs them, and go, with h, to the neuron
 lists, as the gradients of the weights need them. There every non-zero entry is stored for itself.
+That u is h / g, where g is not 0, costs no accuracy: h was rounded once, as u would have been. (But
+in float16 h is subnormal sooner.)
 """
 
 import jax
@@ -22,15 +24,16 @@ from pallas_kernels.simt import const
 from pallas_kernels.tile_union import CHUNK, GROUP, TOKENS, Plan
 
 _PARTS = TOKENS // ROWS  # of a block
+_TINY = float(jnp.finfo(jnp.float32).tiny)
 _WORDS = 4  # that describe the 64 tokens of a part in a list
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
 _PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
 
 
-def hidden_grads_reference(dy, w_down, factors_ref, l1_grad, plan, lists):
+def hidden_grads_reference(dy, w_down, h_ref, l1_grad, plan, lists):
     """Pure-JAX meaning of `hidden_grads`."""
     tiles, h = plan.neurons.shape
-    items = plan.items[: len(factors_ref), None]
+    items = plan.items[:, None]
     tile, column = items // (h // CHUNK), items % (h // CHUNK) * CHUNK + jnp.arange(CHUNK)
     in_union = (column < plan.sizes[tile]) & (jnp.arange(len(items)) < plan.item_count)[:, None]
     neurons = plan.neurons[tile, column]
@@ -38,16 +41,15 @@ def hidden_grads_reference(dy, w_down, factors_ref, l1_grad, plan, lists):
     dh = jnp.einsum(
         "idt,ihd->iht", dy[tile[:, 0]].mT, w_down[neurons], preferred_element_type=jnp.float32
     )
-    gate, *up = jnp.split(
-        factors_ref[...].astype(jnp.float32), len(factors_ref[0]) // CHUNK, axis=1
-    )
-    value, *grads = chain_rule(dh, gate, up, l1_grad[0])
-    factors_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
+    *gate, value = jnp.split(h_ref[...].astype(jnp.float32), h_ref.shape[1] // CHUNK, axis=1)
+    grads = chain_rule(dh, gate, value, l1_grad[0])
+    h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
 
     token = tile[:, :, None] * TOKENS + jnp.arange(TOKENS)
     every_slot = lists.slots(jnp.arange(tiles * TOKENS))
     slot = every_slot[neurons[:, :, None] // GROUP, token]
-    slot = jnp.where(in_union[:, :, None] & (gate != 0), slot, len(lists.tokens))
+    is_used = in_union[:, :, None] & ([*gate, value][0] != 0)
+    slot = jnp.where(is_used, slot, len(lists.tokens))
     zeros = jnp.zeros((len(lists.tokens), GROUP), w_down.dtype)
     place = slot, jnp.broadcast_to(neurons[:, :, None] % GROUP, slot.shape)
     return tuple(zeros.at[place].set(a.astype(zeros.dtype), mode="drop") for a in (value, *grads))
@@ -56,20 +58,20 @@ def hidden_grads_reference(dy, w_down, factors_ref, l1_grad, plan, lists):
 def hidden_grads(
     dy: jax.Array,
     w_down: jax.Array,
-    factors_ref: jax.Ref,
+    h_ref: jax.Ref,
     l1_grad: jax.Array,
     plan: Plan,
     lists: NeuronLists,
 ) -> tuple[jax.Array, ...]:
-    """Replaces the factors of h by the gradients for them, and enters all of it in the lists.
+    """Replaces gates and h by the gradients for h's factors, and enters these and h in the lists.
 
-    Sums in float32; h and the gradients are rounded once. There is no gradient where the gate is 0.
+    Sums in float32; the gradients are rounded once. There is no gradient where the gate is 0.
 
     Args:
       dy: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       w_down: `[H, D]`, H a multiple of 128 up to 65536.
-      factors_ref: mutable `[items, 256 or 128, 256]`, of at least `item_count` items, as `union_up`
-        returns the factors of h: the gate and, in the gated form, the up projection.
+      h_ref: mutable `[items, 256, 256]`, in the non-gated form `[items, 128, 256]`: h, with the
+        gates above it, as `union_up` returns it.
       l1_grad: float32 `[1]`, the gradient for the sum of |h|.
       plan: the unions.
       lists: for at least the non-zeros of the gate, in C slots.
@@ -86,10 +88,10 @@ def hidden_grads(
         "plan.neurons", plan.neurons, (pl.cdiv(dy.shape[0], TOKENS), len(w_down)), jnp.int32
     )
     operands.check_array("l1_grad", l1_grad, (1,), jnp.float32)
-    items, rows, _ = factors_ref.shape
+    rows = h_ref.shape[1]
     if rows not in (CHUNK, 2 * CHUNK):
-        raise ValueError(f"factors_ref must be [items, 128 or 256, 256], got {factors_ref.shape}")
-    operands.check_array("factors_ref", factors_ref, (items, rows, TOKENS), w_down.dtype)
+        raise ValueError(f"h_ref must be [items, 128 or 256, 256], got {list(h_ref.shape)}")
+    operands.check_array("h_ref", h_ref, (plan.items.size, rows, TOKENS), w_down.dtype)
     dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
     plan, lists, l1_grad, dy, w_down = in_place.apart((plan, lists, l1_grad, dy, w_down))
     entries = [in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
@@ -103,7 +105,7 @@ def hidden_grads(
         l1_grad,
         lists.words,
         entries,
-        factors_ref,
+        h_ref,
         dy,
         w_down,
         jobs=lambda item_count, *_: item_count[0],
@@ -145,33 +147,39 @@ def _no_entries(lists: NeuronLists, n: int, dtype):
     )(lists.starts, lists.lengths)
 
 
-def chain_rule(dh, gate, up, l1_grad):
-    """h, dg and, if there is an up projection, du, from the gradient for h without its L1 term."""
-    value = gate * up[0] if up else gate
+def chain_rule(dh, gate, value, l1_grad):
+    """Gradients for the factors of h from that for h without its L1 term, all in float32.
+
+    `value` is h. `gate` is a list of the gates, for which dg and du are returned, or of nothing in
+    the non-gated form: du.
+    """
     dh += jnp.where(value > 0, l1_grad, jnp.where(value < 0, -l1_grad, 0.0))
-    d_gate = jnp.where(gate != 0, dh * up[0] if up else dh, 0.0)
-    return value, d_gate, *(dh * gate for _ in up)
+    if not gate:
+        return [jnp.where(value != 0, dh, 0.0)]
+    (gate,) = gate
+    up = value / jnp.maximum(gate, _TINY)  # 0 where the gate is 0: there h is
+    return [dh * up, dh * gate]
 
 
-def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, factors, dy, w_down):
+def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, hidden, dy, w_down):
     tile, first = _place(items[i], neurons)
     indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
     limit = sizes[tile] - first
 
-    def put_factors(part, step):
+    def put_block(part, step):
         def fill(_, b, loaded):
-            block = factors.at[i, :, pl.ds(part * ROWS, ROWS)]
-            plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, factors.shape[1])], loaded)
+            block = hidden.at[i, :, pl.ds(part * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, hidden.shape[1])], loaded)
 
         ring.put(step, fill)
         return step + 1
 
     step = ring.put_product(step, dy, tile * TOKENS, w_down, indices, limit)
-    return lax.fori_loop(0, _PARTS, put_factors, step)
+    return lax.fori_loop(0, _PARTS, put_block, step)
 
 
 def _consume(i, ring, step, warpgroup, buffers, *refs):
-    _, items, neurons, _, l1_grad, words, entries, factors, dy, _ = refs
+    _, items, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
     tile, first = _place(items[i], neurons)
     mine = pl.ds(warpgroup * ROWS, ROWS)
     my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ROWS, ROWS)])
@@ -182,16 +190,16 @@ def _consume(i, ring, step, warpgroup, buffers, *refs):
     for part in range(_PARTS):
         places = _load_places(words, my_neurons, (tile * TOKENS + part * ROWS) // 32)
         _, b = ring.take(step + part)
-        starts = [f * CHUNK + warpgroup * ROWS for f in range(factors.shape[1] // CHUNK)]
-        gate, *up = [b[pl.ds(start, ROWS)].astype(jnp.float32) for start in starts]
+        starts = [f * CHUNK + warpgroup * ROWS for f in range(hidden.shape[1] // CHUNK)]
+        *gate, value = [b[pl.ds(start, ROWS)].astype(jnp.float32) for start in starts]
         dh = products[:, part * ROWS : (part + 1) * ROWS]
-        arrays = [a.astype(dy.dtype) for a in chain_rule(dh, gate, up, l1_grad[0])]
-        for start, grad in zip(starts, arrays[1:], strict=True):
-            target = factors.at[i, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
+        grads = [a.astype(dy.dtype) for a in chain_rule(dh, gate, value, l1_grad[0])]
+        for start, grad in zip(starts, grads, strict=True):
+            target = hidden.at[i, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
             gathered_matmul.write(grad, buffers.at[writes % 2], target)
             writes += 1
         ring.release(step + part)  # behind the fence of the writes: TMA will fill it again
-        _enter(entries, my_neurons, places, arrays)
+        _enter(entries, my_neurons, places, [value.astype(dy.dtype), *grads])
     return step + _PARTS
 
 

@@ -45,8 +45,8 @@ class Plan:
     Attributes:
       neurons: int32 `[R, H]`, the union of each tile in ascending order; unspecified past its size.
       sizes: int32 `[R]`, neurons in each union.
-      items: int32 `[R * H / 128]`, work list, its tiles in any order: `tile * (H / 128) + chunk`
-        for each started chunk of 128 neurons of a union; unspecified from `item_count` on.
+      items: int32 `[max_items]`, work list, its tiles in any order: `tile * (H / 128) + chunk` for
+        each started chunk of 128 neurons of a union; unspecified from `item_count` on.
       item_count: int32 `[1]`.
       firsts: int32 `[R]`, place of each tile's first item in the list; its others follow in order.
     """

@@ -24,7 +24,7 @@ def union_down_reference(h, weights, plan, m):
     blocks = jnp.minimum(plan.firsts[:, None] + column // CHUNK, len(h) - 1)
     y = 0
     for i, w in enumerate(weights):
-        part = jnp.where(keep, h[blocks, i * CHUNK + column % CHUNK], 0)
+        part = jnp.where(keep, h[blocks, _first_row(h, weights, i) + column % CHUNK], 0)
         rows = jnp.where(keep, w[plan.neurons], 0)
         y += jnp.einsum("rht,rhd->rtd", part, rows, preferred_element_type=jnp.float32)
     return y.reshape(-1, y.shape[-1])[: -(-m // 8) * 8].astype(h.dtype)
@@ -34,8 +34,8 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
     """Sums `h[n] w[n]` over the neurons n in the union of each tile, and over weights, in float32.
 
     Args:
-      h: `[items, 128 * len(weights), 256]`, bfloat16 or float16, the block of each item for every
-        weight, one above the other, as `union_up` returns h; at least `item_count` items.
+      h: `[items, 128 or 256, 256]`, bfloat16 or float16, the block of each item as `union_up`
+        returns h; for two weights two, one above the other. At least `item_count` items.
       weights: one or two arrays `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a
         multiple of 64 from 128 to 8192: `w_down`, or for the gradient `w_gate` and `w_up`.
       plan: the unions.
@@ -51,7 +51,8 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
         operands.check_weight("a weight", w)
     neurons, d = weights[0].shape
     operands.check_array("the second weight", weights[-1], (neurons, d), weights[0].dtype)
-    operands.check_array("h", h, (h.shape[0], CHUNK * len(weights), TOKENS), weights[0].dtype)
+    rows = max(CHUNK * len(weights), h.shape[1])
+    operands.check_array("h", h, (h.shape[0], min(rows, 2 * CHUNK), TOKENS), weights[0].dtype)
     tiles = pl.cdiv(m, TOKENS)
     operands.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
     return gathered_matmul.gathered_matmul(
@@ -83,7 +84,7 @@ def _produce(i, ring, step, neurons, sizes, firsts, h, *weights_and_y):
     for w, weight in enumerate(weights):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
-            rows = pl.ds(w * CHUNK + k % _STEPS * STEP, STEP)
+            rows = pl.ds(_first_row(h, weights, w) + k % _STEPS * STEP, STEP)
             plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows], b, loaded)
             gathered_matmul.gather_rows(weight, indices, size - k * STEP, column, a)
 
@@ -104,6 +105,11 @@ def _consume(i, ring, step, warpgroup, buffers, neurons, sizes, firsts, h, *weig
         target = y.at[pl.ds(tile * TOKENS + part * ROWS, ROWS), columns]
         gathered_matmul.write(tokens, buffers.at[part % 2], target, transposed=True)
     return step + steps
+
+
+def _first_row(h, weights, i):
+    """Of the i-th weight's rows in the blocks of h; what lies above those of the first is not h."""
+    return h.shape[1] - CHUNK * (len(weights) - i)
 
 
 def _place(i, y):

@@ -15,15 +15,16 @@ from pallas_kernels.tile_union import CHUNK, GROUP, THRESHOLD, TOKENS, Plan, to_
 _DENSE_COST = 1.5  # a token computed densely takes three matmuls, on a union two
 
 
-def union_plan_reference(x, gate_ref, masks, counts):
+def union_plan_reference(x, gate_ref, masks, counts, *, max_items=None):
     """Pure-JAX meaning of `union_plan`; all lists are in ascending order."""
     m, h = x.shape[0], 32 * masks.shape[2]
-    union, sizes, heavy, nnz = _decide(masks, counts, m)
+    max_items = len(gate_ref) * h // CHUNK if max_items is None else max_items
+    union, sizes, heavy, nnz = _decide(masks, counts, m, max_items)
     heavy = to_bits(heavy)
     gate_ref[...] = jnp.where(heavy[:, None], 0, gate_ref[...])
     neurons = jax.vmap(lambda words: _places(to_bits(words)))(union)
     chunks = jnp.arange(h // CHUNK) < -(-sizes // CHUNK)[:, None]
-    items = _places(chunks.reshape(-1))
+    items = _places(chunks.reshape(-1))[:max_items]
     chunk_counts = jnp.sum(chunks, axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(chunk_counts)
     plan = Plan(neurons, sizes, items, ends[-1:], ends - chunk_counts)
@@ -34,12 +35,18 @@ def union_plan_reference(x, gate_ref, masks, counts):
 
 
 def union_plan(
-    x: jax.Array, gate_ref: jax.Ref, masks: jax.Array, counts: jax.Array
+    x: jax.Array,
+    gate_ref: jax.Ref,
+    masks: jax.Array,
+    counts: jax.Array,
+    *,
+    max_items: int | None = None,
 ) -> tuple[Plan, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Decides for each row tile whether its outlying tokens stay in its union, and lists the work.
 
     They leave, to be computed densely, if that takes fewer operations. A token with pre-activations
     that are not finite always leaves: x is not finite then, and 0 * inf is NaN behind a gate of 0.
+    So do all tokens from the tile on whose items are one too many.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
@@ -47,6 +54,7 @@ def union_plan(
         are specified.
       masks: uint32 `[2, R, H / 32]`, R = ceil(M / 256), H a multiple of 128 up to 65536.
       counts: uint8 `[H / 64, R * 256]`.
+      max_items: length of the work list, at least 1; None for R * H / 128, which always suffices.
 
     Returns:
       plan: for the tokens that stay.
@@ -56,7 +64,7 @@ def union_plan(
         rows of x.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape, a dtype or `max_items` is not one of these.
     """
     m, d = x.shape
     tiles, h = pl.cdiv(m, TOKENS), 32 * masks.shape[-1]
@@ -64,14 +72,18 @@ def union_plan(
     operands.check_array("gate_ref", gate_ref, (tiles, h, TOKENS), x.dtype)
     operands.check_array("masks", masks, (2, tiles, h // 32), jnp.uint32)
     operands.check_array("counts", counts, (h // GROUP, tiles * TOKENS), jnp.uint8)
-    union, sizes, heavy, nnz = _decide(masks, counts, m)
+    all_items = tiles * h // CHUNK
+    max_items = all_items if max_items is None else max_items
+    if not 1 <= max_items <= all_items:
+        raise ValueError(f"max_items must be from 1 to {all_items}, got {max_items}")
+    union, sizes, heavy, nnz = _decide(masks, counts, m, max_items)
     padded_m = pl.cdiv(m, 8) * 8
     item_count, heavy_count = (in_place.mutable(jnp.zeros(1, jnp.int32)) for _ in range(2))
     kernel = plgpu.kernel(
         _kernel,
         out_type=(
             jax.ShapeDtypeStruct((tiles, h), jnp.int32),
-            jax.ShapeDtypeStruct((tiles * h // CHUNK,), jnp.int32),
+            jax.ShapeDtypeStruct((max_items,), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m, d), x.dtype),
@@ -142,7 +154,7 @@ def _kernel(
                 pl.when((word >> bit.astype(jnp.uint32)) & 1 != 0)(lambda: leave(i * 32 + bit))
 
 
-def _decide(masks, counts, m):
+def _decide(masks, counts, m, max_items):
     """The bits of the unions, their sizes, the bits of heavy tokens, and each token's nnz."""
     tiles, h = masks.shape[1], 32 * masks.shape[2]
     nnz = jnp.sum(counts & 127, axis=0, dtype=jnp.int32)
@@ -153,9 +165,11 @@ def _decide(masks, counts, m):
     every_size, usual_size = jnp.sum(lax.population_count(masks), axis=-1, dtype=jnp.int32)
     saved = TOKENS * (every_size - usual_size)
     leave = saved > _DENSE_COST * h * jnp.sum(outlying & ~not_finite, axis=1)
-    union = jnp.where(leave[:, None], masks[1], masks[0])
-    heavy = to_words((outlying & leave[:, None]) | not_finite)
-    return union, jnp.where(leave, usual_size, every_size), heavy, nnz[:m]
+    sizes = jnp.where(leave, usual_size, every_size)
+    fits = (jnp.cumsum(-(-sizes // CHUNK)) <= max_items)[:, None]
+    union = jnp.where(fits, jnp.where(leave[:, None], masks[1], masks[0]), 0)
+    heavy = (outlying & leave[:, None]) | not_finite | (is_token.reshape(tiles, TOKENS) & ~fits)
+    return union, jnp.where(fits[:, 0], sizes, 0), to_words(heavy), nnz[:m]
 
 
 def _places(bits: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from pallas_kernels.tile_union import CHUNK, TOKENS, Plan
 _PARTS = TOKENS // ROWS  # of a block, for the gate and for h
 
 
-def union_up_reference(x, gate, w_up, plan, *, keep=0):
+def union_up_reference(x, gate, w_up, plan, *, with_gate=False):
     """Pure-JAX meaning of `union_up`."""
     tiles, h = plan.neurons.shape
     items = plan.items[:, None]
@@ -26,22 +26,23 @@ def union_up_reference(x, gate, w_up, plan, *, keep=0):
     column = first + jnp.arange(CHUNK)
     in_union = ((column < plan.sizes[tile]) & in_list[:, None])[:, :, None]
     neurons = plan.neurons[tile, column]
-    factors = [jnp.where(in_union, gate[tile, neurons], 0)]
-    value = factors[0].astype(jnp.float32)
+    gates = jnp.where(in_union, gate[tile, neurons], 0)
+    value = gates.astype(jnp.float32)
     if w_up is not None:
         x = jnp.pad(x, ((0, -x.shape[0] % TOKENS), (0, 0))).reshape(tiles, TOKENS, -1)
         up = jnp.einsum(
             "idt,ihd->iht", x[tile[:, 0]].mT, w_up[neurons], preferred_element_type=jnp.float32
         )
         value *= up
-        factors.append(up.astype(x.dtype))
-    h = value.astype(gate.dtype), jnp.sum(jnp.abs(value), where=in_union)
-    return (*h, jnp.concatenate(factors, axis=1)[:keep]) if keep else h
+    hidden = value.astype(gate.dtype)
+    if with_gate and w_up is not None:
+        hidden = jnp.concatenate([gates, hidden], axis=1)
+    return hidden, jnp.sum(jnp.abs(value), where=in_union)
 
 
 def union_up(
-    x: jax.Array, gate: jax.Array, w_up: jax.Array | None, plan: Plan, *, keep: int = 0
-) -> tuple[jax.Array, ...]:
+    x: jax.Array, gate: jax.Array, w_up: jax.Array | None, plan: Plan, *, with_gate: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Computes h, the gates times `x . w_up[n]`, for the neurons n in each tile's union.
 
     In the non-gated form h is the gate. Sums in float32 and rounds once.
@@ -51,31 +52,27 @@ def union_up(
       gate: `[R, H, 256]` as `gate_union` returns it, R = ceil(M / 256).
       w_up: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form.
       plan: the unions.
-      keep: of how many items the factors of h are returned, for gradients; at most R * H / 128.
+      with_gate: return the gates, too, for gradients.
 
     Returns:
-      h: `[R * H / 128, 128, 256]`, the block of each item; zeros past the union's size,
-        unspecified from `item_count` on.
+      h: `[items, 128, 256]`, the block of each item; zeros past the union's size, unspecified from
+        `item_count` on. With gates `[items, 256, 256]`, their block above that of h, but in the
+        non-gated form.
       l1: float32 scalar, the sum of |h| before rounding.
-      factors: only if keep > 0, `[keep, 256, 256]`: the block of gates above that of `x . w_up[n]`
-        (`[keep, 128, 256]`, the gates, in the non-gated form). If there are more items than that,
-        the last block is unspecified.
 
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    m, tiles, h = x.shape[0], *plan.neurons.shape
+    m, h = x.shape[0], plan.neurons.shape[1]
     operands.check_weight(
         "a weight to go with x and plan", jax.ShapeDtypeStruct((h, x.shape[1]), x.dtype)
     )
     operands.check_array("w_up", w_up, (h, x.shape[1]), x.dtype)
     operands.check_array("gate", gate, (pl.cdiv(m, TOKENS), h, TOKENS), x.dtype)
-    items = tiles * h // CHUNK
-    if not 0 <= keep <= items:
-        raise ValueError(f"keep must be from 0 to {items}, the number of items, got {keep}")
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
-    factors = CHUNK if w_up is None else 2 * CHUNK
-    hidden, l1, *kept = gathered_matmul.gathered_matmul(
+    (items,) = plan.items.shape
+    rows = 2 * CHUNK if with_gate and w_up is not None else CHUNK
+    hidden, l1 = gathered_matmul.gathered_matmul(
         _produce,
         _consume,
         plan.item_count,
@@ -89,14 +86,13 @@ def union_up(
         a_shape=(CONSUMERS * ROWS, STEP),
         b_shape=(TOKENS, STEP),
         out_type=(
-            jax.ShapeDtypeStruct((items, CHUNK, TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((items, rows, TOKENS), x.dtype),
             jax.ShapeDtypeStruct((items, CHUNK), jnp.float32),
-            *([jax.ShapeDtypeStruct((keep, factors, TOKENS), x.dtype)] if keep else []),
         ),
         name="union_up",
     )
     is_computed = (jnp.arange(items) < plan.item_count)[:, None]
-    return hidden, jnp.sum(l1, where=is_computed), *kept
+    return hidden, jnp.sum(l1, where=is_computed)
 
 
 def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
@@ -119,7 +115,7 @@ def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
 
 
 def _consume(i, ring, step, warpgroup, buffers, *refs):
-    _, _, _, _, x, w_up, _, h, l1, *kept = refs
+    _, _, _, _, x, w_up, _, hidden, l1 = refs
     mine = pl.ds(warpgroup * ROWS, ROWS)
     if w_up is not None:
         steps = x.shape[1] // STEP
@@ -131,21 +127,13 @@ def _consume(i, ring, step, warpgroup, buffers, *refs):
         gates = a[mine]
         ring.release(step + part)
         value = gates.astype(jnp.float32)
-        factors = [gates]
         if w_up is not None:
-            up = products[:, part * ROWS : (part + 1) * ROWS]
-            value *= up
-            factors.append(up.astype(h.dtype))
+            value *= products[:, part * ROWS : (part + 1) * ROWS]
         sums.append(jnp.sum(jnp.abs(value), axis=1))
-        columns = pl.ds(part * ROWS, ROWS)
-        blocks = [(value.astype(h.dtype), h.at[i, mine, columns])]
-        for target in kept:
-            # If there are too many items, the last block is as good a place as any.
-            place = jnp.minimum(i, target.shape[0] - 1)
-            for f, factor in enumerate(factors):
-                rows = pl.ds(f * CHUNK + warpgroup * ROWS, ROWS)
-                blocks.append((factor, target.at[place, rows, columns]))
-        for array, target in blocks:
+        arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK :]
+        for f, array in enumerate(arrays):
+            rows = pl.ds(f * CHUNK + warpgroup * ROWS, ROWS)
+            target = hidden.at[i, rows, pl.ds(part * ROWS, ROWS)]
             gathered_matmul.write(array, buffers.at[writes % 2], target)
             writes += 1
     l1[i, mine] = sum(sums)

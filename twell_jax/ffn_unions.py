@@ -1,8 +1,8 @@
 """The feed-forward block on tile unions, and its gradients, in Pallas kernels.
 
-For gradients the forward keeps the factors of h on the unions, in `capacity` of the memory that
-they take densely. What does not fit is computed again, densely; the others' backward touches only
-what is not zero:
+For gradients the forward keeps g and h = g u on the unions, in `capacity` of the memory that they
+take densely. Tokens of unions that do not fit are computed densely. If they are few the backward
+touches only what is not zero; else it computes everything again, densely:
 
     dh = dy w_down^T    dg = dh u    du = dh g        on the unions, as the forward
     dx = dg w_gate + du w_up                          on the unions
@@ -22,7 +22,7 @@ from pallas_kernels.dense_rows import dense_rows
 from pallas_kernels.gate_union import gate_union
 from pallas_kernels.hidden_grads import chain_rule, hidden_grads
 from pallas_kernels.neuron_lists import NeuronLists, neuron_lists
-from pallas_kernels.tile_union import GROUP, Plan
+from pallas_kernels.tile_union import CHUNK, GROUP, Plan
 from pallas_kernels.union_down import union_down
 from pallas_kernels.union_plan import union_plan
 from pallas_kernels.union_up import union_up
@@ -30,7 +30,7 @@ from pallas_kernels.weight_grads import weight_grads
 from twell_jax import ffn_xla
 
 _MAX_HEAVY = 256  # tokens outside the unions that the sparse backward takes
-_CHUNK_TOKENS = 4096  # of the dense backward, which recomputes
+_CHUNK_TOKENS = 1024  # of the dense backward, which recomputes
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +40,13 @@ class Kept:
 
     Attributes:
       fits: bool `[1]`, whether the rest is complete.
-      factors: the factors of h by `union_up`.
+      hidden: h and the gates, by `union_up`.
       plan, lists: where they are.
       heavy: int32 `[256]`, the tokens outside the unions, ascending, then M.
     """
 
     fits: jax.Array
-    factors: jax.Array
+    hidden: jax.Array
     plan: Plan
     lists: NeuronLists
     heavy: jax.Array
@@ -62,13 +62,17 @@ def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
     w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
     gate, masks, counts = gate_union(x, w_first)
     gate_ref = in_place.mutable(gate)
-    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts)
-    keep = 0 if capacity is None else max(1, int(capacity * plan.items.size))
-    h, l1, *factors = union_up(x, in_place.contents(gate_ref), w_second, plan, keep=keep)
-    y_ref = in_place.mutable(union_down(h, (w_down,), plan, m))
+    max_items = max(1, int((capacity or 1) * masks.shape[1] * len(w_down) / CHUNK))
+    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts, max_items=max_items)
+    gate, keep = in_place.contents(gate_ref), capacity is not None
+    h, l1 = union_up(x, gate, w_second, plan, with_gate=keep)
+    y = union_down(h, (w_down,), plan, m)
+    # One after the other: then the hidden activation of heavy tokens takes the place of the gates.
+    y, heavy = in_place.apart((y, heavy))
+    y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
     out = in_place.contents(y_ref)[:m], nnz, l1 + heavy_l1, tile_union.fired(masks) | heavy_fired
-    if capacity is None:
+    if not keep:
         return out
     slots = max(1, int(capacity * counts.size / GROUP)) * GROUP
     lists, lists_fit = neuron_lists(counts, m, slots)
@@ -76,8 +80,8 @@ def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
     rows = rows[:_MAX_HEAVY]
     rows = jnp.sort(jnp.where(jnp.arange(rows.size) < count, rows, m))
     is_finite = jnp.all(counts[:, :m] <= 127)
-    fits = lists_fit & (plan.item_count <= keep) & (count <= _MAX_HEAVY) & is_finite
-    return *out, Kept(fits, *factors, plan, lists, rows)
+    fits = lists_fit & (count <= _MAX_HEAVY) & is_finite
+    return *out, Kept(fits, h, plan, lists, rows)
 
 
 def backward(kept: Kept, x, w_gate, w_up, w_down, dy, l1_grad):
@@ -90,11 +94,11 @@ def backward(kept: Kept, x, w_gate, w_up, w_down, dy, l1_grad):
 
 
 def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
-    m, h = x.shape[0], w_down.shape[0]
+    m = x.shape[0]
     first_weights = (w_up,) if w_gate is None else (w_gate, w_up)
-    factors_ref = in_place.mutable(kept.factors)
-    entries = hidden_grads(dy, w_down, factors_ref, l1_grad[None], kept.plan, kept.lists)
-    dx = union_down(in_place.contents(factors_ref), first_weights, kept.plan, m)
+    h_ref = in_place.mutable(kept.hidden)
+    entries = hidden_grads(dy, w_down, h_ref, l1_grad[None], kept.plan, kept.lists)
+    dx = union_down(in_place.contents(h_ref), first_weights, kept.plan, m)
 
     def rows_of(a):
         return a.at[kept.heavy].get(mode="fill", fill_value=0)
@@ -105,18 +109,20 @@ def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
     x_heavy, dy_heavy = rows_of(x), rows_of(dy)
     gate, *up = [product(x_heavy, w.T) for w in first_weights]
     gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
-    arrays = [a.astype(x.dtype) for a in chain_rule(product(dy_heavy, w_down.T), gate, up, l1_grad)]
-    dx_heavy = sum(product(a, w) for a, w in zip(arrays[1:], first_weights, strict=True))
+    h = gate * up[0] if up else gate
+    grads = chain_rule(product(dy_heavy, w_down.T), [gate] if up else [], h, l1_grad)
+    h, *grads = (a.astype(x.dtype) for a in (h, *grads))
+    dx_heavy = sum(product(a, w) for a, w in zip(grads, first_weights, strict=True))
     dx = dx.at[kept.heavy].set(dx_heavy.astype(x.dtype), mode="drop")
     slots = kept.lists.slots(jnp.minimum(kept.heavy, m - 1))
     slots = jnp.where(kept.heavy < m, slots, kept.lists.tokens.size)
-    value, *grads = [
-        entry.at[slots].set(a.reshape(-1, h // GROUP, GROUP).swapaxes(0, 1), mode="drop")
-        for entry, a in zip(entries, arrays, strict=True)
+    h, *grads = [
+        entry.at[slots].set(a.reshape(len(a), -1, GROUP).swapaxes(0, 1), mode="drop")
+        for entry, a in zip(entries, (h, *grads), strict=True)
     ]
     dw_first = weight_grads(tuple(grads), x, kept.lists)
     dw_gate, dw_up = (None, *dw_first) if w_gate is None else dw_first
-    return dx[:m], dw_gate, dw_up, *weight_grads((value,), dy, kept.lists)
+    return dx[:m], dw_gate, dw_up, *weight_grads((h,), dy, kept.lists)
 
 
 def dense_backward(x, w_gate, w_up, w_down, dy, l1_grad):

@@ -1,5 +1,6 @@
 """hidden_grads on what union_up keeps, and the gradient of x by union_down."""
 
+import dataclasses
 import functools
 
 import jax
@@ -26,7 +27,7 @@ CASES = [  # M, D, H, density
 
 
 def draw(m, d, h, density, gated, dtype):
-    """`(dy, w_down, factors, plan, lists, first weights)` and the dense factors of h."""
+    """`(dy, w_down, h, plan, lists, first weights)` and the dense factors of h."""
     rng = np.random.default_rng()
     z = rng.uniform(0.1, 3, (m, h)).astype(np.float32)
     z = np.where(rng.random((m, h)) < density, z, -z)
@@ -38,25 +39,25 @@ def draw(m, d, h, density, gated, dtype):
     plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
     lists, fits = neuron_lists(counts, m, counts.size + 64)
     assert fits
-    keep = max(1, int(plan.item_count[0]))
-    factors = union_up_reference(x, gate_ref[...], w_up if gated else None, plan, keep=keep)[2]
+    plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
+    hidden, _ = union_up_reference(x, gate_ref[...], w_up if gated else None, plan, with_gate=True)
     dense = [np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)]
     dense[0][np.asarray(rows)[: count[0]]] = 0  # they leave the unions
     if gated:
         up = np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T
         dense.append(np.asarray(jnp.asarray(up, dtype), np.float64))
     weights = (w_gate, w_up) if gated else (w_up,)
-    return (dy, w_down, factors, plan, lists, weights), dense
+    return (dy, w_down, hidden, plan, lists, weights), dense
 
 
-def run(grads, down, dy, w_down, factors, plan, lists, weights):
+def run(grads, down, dy, w_down, hidden, plan, lists, weights):
     @jax.jit
-    def run(dy, w_down, factors, plan, lists, weights):
-        ref = jax.new_ref(factors)
+    def run(dy, w_down, hidden, plan, lists, weights):
+        ref = jax.new_ref(hidden)
         entries = grads(dy, w_down, ref, jnp.full(1, L1_GRAD, jnp.float32), plan, lists)
         return entries, down(ref[...], weights, plan, dy.shape[0])
 
-    return run(dy, w_down, factors, plan, lists, weights)
+    return run(dy, w_down, hidden, plan, lists, weights)
 
 
 def dense_grads(dense, dy, w_down):
@@ -127,12 +128,12 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     tiles, capacity = -(-m // TOKENS), 6400
     w, x = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m, d), dtype)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    plan = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
+    plan = [(tiles, h), (tiles,), (7,), (1,), (tiles,)]
     lists = [(capacity,), (h // 64,), (h // 64,), (h // 64, 8 * tiles, 2)]
-    factors = jax.ShapeDtypeStruct((7, 256 if gated else 128, TOKENS), dtype)
+    hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TOKENS), dtype)
     plan, lists = tile_union.Plan(*map(ints, plan)), NeuronLists(*map(ints, lists))
     call = functools.partial(run, hidden_grads, union_down)
-    text = lower(call, x, w, factors, plan, lists, (w, w) if gated else (w,))
+    text = lower(call, x, w, hidden, plan, lists, (w, w) if gated else (w,))
     assert text.count("@mosaic_gpu") == 3
 
 
@@ -146,12 +147,12 @@ def test_on_the_gpu(case, gated, dtype):
 
 
 def test_bad_operands_are_named():
-    (dy, w_down, factors, plan, lists, _), _ = draw(9, 128, 256, 0.1, True, jnp.bfloat16)
+    (dy, w_down, hidden, plan, lists, _), _ = draw(9, 128, 256, 0.1, True, jnp.bfloat16)
     l1_grad = jnp.zeros(1)
     call = functools.partial(hidden_grads, dy, w_down, plan=plan, lists=lists)
-    with pytest.raises(ValueError, match=r"factors_ref must be .*128 or 256.*64, 256"):
-        call(jax.new_ref(factors[:, :64]), l1_grad)
+    with pytest.raises(ValueError, match=r"h_ref must be .*128 or 256.*64, 256"):
+        call(jax.new_ref(hidden[:, :64]), l1_grad)
     with pytest.raises(ValueError, match=r"l1_grad must be float32 \[1\].*\[2\]"):
-        call(jax.new_ref(factors), jnp.zeros(2))
+        call(jax.new_ref(hidden), jnp.zeros(2))
     with pytest.raises(ValueError, match=r"plan.neurons must be .*\[1, 256\]"):
-        hidden_grads(jnp.tile(dy, (40, 1)), w_down, jax.new_ref(factors), l1_grad, plan, lists)
+        hidden_grads(jnp.tile(dy, (40, 1)), w_down, jax.new_ref(hidden), l1_grad, plan, lists)

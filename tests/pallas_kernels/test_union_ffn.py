@@ -1,5 +1,6 @@
 """union_up and union_down, one after the other as they are used."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tile_union, union_plan
-from pallas_kernels.tile_union import TOKENS
+from pallas_kernels.tile_union import CHUNK, TOKENS
 from pallas_kernels.union_down import union_down, union_down_reference
 from pallas_kernels.union_up import union_up, union_up_reference
 
@@ -23,7 +24,7 @@ CASES = [  # M, D, H, density
 
 def draw(m, d, h, density, gated, dtype):
     """(x, gate, w_up, w_down, plan) and the dense gate; three tokens fire everywhere and leave the
-    unions, and what nobody should read is NaN."""
+    unions, what nobody should read is NaN, and the work list is no longer than it must be."""
     rng = np.random.default_rng()
     z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
     z = np.where(rng.random((m, h)) < density, z, -z)
@@ -34,6 +35,7 @@ def draw(m, d, h, density, gated, dtype):
     gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), dtype)
     gate_ref = jax.new_ref(gate)
     plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
+    plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
     is_member = np.zeros(gate.shape[:2], bool)
     for r, size in enumerate(plan.sizes):
         is_member[r, plan.neurons[r, :size]] = True
@@ -43,44 +45,45 @@ def draw(m, d, h, density, gated, dtype):
     return (x, gate, w_up if gated else None, w_down, plan), g
 
 
-def run(up, down, x, gate, w_up, w_down, plan, keep=0.5):
+def run(up, down, x, gate, w_up, w_down, plan):
     @jax.jit
     def run(x, gate, w_up, w_down, plan):
-        h, l1, factors = up(x, gate, w_up, plan, keep=max(1, int(keep * plan.items.size)))
-        same_h, same_l1 = up(x, gate, w_up, plan)
-        return h, l1, down(same_h, (w_down,), plan, x.shape[0]), factors, same_l1
+        out = []
+        for with_gate in (False, True):
+            h, l1 = up(x, gate, w_up, plan, with_gate=with_gate)
+            out.append((h, l1, down(h, (w_down,), plan, x.shape[0])))
+        return out
 
     return run(x, gate, w_up, w_down, plan)
 
 
 def assert_matches(out, g, x, gate, w_up, w_down, plan):
-    h, l1, y, factors, same_l1 = out
     ref = g
     if w_up is not None:
         ref = ref * (np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
-    for sum_of_h in (l1, same_l1):
-        np.testing.assert_allclose(sum_of_h, np.abs(ref).sum(), rtol=1e-4)
-    for r, size in enumerate(plan.sizes):  # and zeros to the end of the chunk
-        tile = np.asarray(ref[TOKENS * r : TOKENS * (r + 1), plan.neurons[r, :size]]).T
-        expected = np.zeros((-(-size // 128), 128, TOKENS))
-        expected.reshape(-1, TOKENS)[:size, : tile.shape[1]] = tile
-        blocks = h[plan.firsts[r] : plan.firsts[r] + len(expected)]
-        np.testing.assert_allclose(blocks, expected, rtol=1e-2, atol=1e-2)
-    items = int(plan.item_count[0])  # if they are more than there is room for, the last is spoilt
-    kept = items if items <= len(factors) else len(factors) - 1
-    parts = np.split(np.asarray(factors[:kept], np.float64), factors.shape[1] // 128, axis=1)
-    np.testing.assert_allclose(np.prod(parts, axis=0), h[:kept], rtol=1e-2, atol=1e-2)
-    for item, block in zip(np.asarray(plan.items[:kept]), parts[0], strict=True):
-        tile, chunk = divmod(item, gate.shape[1] // 128)
-        column = 128 * chunk + np.arange(128)
-        columns = column[column < plan.sizes[tile]]
-        gates = np.asarray(gate[tile, plan.neurons[tile, columns]], np.float64)
-        np.testing.assert_array_equal(block[: len(columns)], gates)
-    ref = ref @ np.asarray(w_down, np.float64)
-    assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
-    y = y[: len(x)]
-    error = np.linalg.norm(np.asarray(y, np.float64) - ref)
-    assert error <= 5e-3 * np.linalg.norm(ref)
+    blocks, gates = (blocks_of(a, plan) for a in (ref, g))
+    ref_y = ref @ np.asarray(w_down, np.float64)
+    for with_gate, (h, l1, y) in enumerate(out):
+        np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
+        *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK, axis=1)
+        np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2)
+        assert len(above) == (with_gate and w_up is not None)
+        for array in above:
+            np.testing.assert_array_equal(array, gates)
+        assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
+        error = np.linalg.norm(np.asarray(y[: len(x)], np.float64) - ref_y)
+        assert error <= 5e-3 * np.linalg.norm(ref_y)
+
+
+def blocks_of(dense, plan):
+    """The columns of each tile's union of a matrix, and zeros to the end of the chunk."""
+    blocks = np.zeros((plan.item_count[0], CHUNK, TOKENS))
+    for r, size in enumerate(plan.sizes):
+        tile = dense[TOKENS * r : TOKENS * (r + 1), plan.neurons[r, :size]].T
+        first, count = plan.firsts[r], -(-size // CHUNK)
+        rows = blocks[first : first + count].reshape(-1, TOKENS)  # a view
+        rows[:size, : tile.shape[1]] = tile
+    return blocks
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -93,8 +96,8 @@ def test_reference(case, gated):
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
 def test_interpreted(case, gated, interpreted):
     operands, g = draw(*case, gated, jnp.bfloat16)
-    with interpreted():  # what is not kept would be a race
-        assert_matches(run(union_up, union_down, *operands, keep=1), g, *operands)
+    with interpreted():
+        assert_matches(run(union_up, union_down, *operands), g, *operands)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     gate = jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype)
     call = functools.partial(run, union_up, union_down)
     text = lower(call, x, gate, w if gated else None, w, plan)
-    assert text.count("@mosaic_gpu") == 3
+    assert text.count("@mosaic_gpu") == 4
 
 
 @pytest.mark.gpu
@@ -133,9 +136,9 @@ def test_on_the_gpu(case, gated, dtype):
 def test_what_is_not_finite_stays_in_its_token():
     (x, gate, w_up, w_down, plan), _ = draw(300, 192, 384, 0.05, True, jnp.bfloat16)
     x = x.at[7].set(jnp.nan).at[290, 3].set(jnp.inf)
-    y = run(union_up, union_down, x, gate, w_up, w_down, plan)[2]
-    is_finite = np.isfinite(np.asarray(y[:300], np.float32)).all(axis=1)
-    np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
+    for _, _, y in run(union_up, union_down, x, gate, w_up, w_down, plan):
+        is_finite = np.isfinite(np.asarray(y[:300], np.float32)).all(axis=1)
+        np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
 
 
 def test_bad_shapes_are_named():
@@ -149,5 +152,3 @@ def test_bad_shapes_are_named():
         union_down(h[:, :, :128], (w_down,), plan, 9)
     with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 256\].*\[1, 256\]"):
         union_down(h, (w_down,), plan, 300)
-    with pytest.raises(ValueError, match=r"keep must be from 0 to 2, .* got 3"):
-        union_up(x, gate, w_up, plan, keep=3)

@@ -22,17 +22,17 @@ def pre_activations(m, h, density):
     return np.where(rng.random((m, h)) < density, z, -z)
 
 
-def run(planner, x, gate, masks, counts):
+def run(planner, x, gate, masks, counts, **options):
     @jax.jit
     def run(x, gate, masks, counts):
         gate_ref = jax.new_ref(gate)
-        out = planner(x, gate_ref, masks, counts)
+        out = planner(x, gate_ref, masks, counts, **options)
         return gate_ref[...], out
 
     return run(x, gate, masks, counts)
 
 
-def make(planner, z):
+def make(planner, z, **options):
     """(plan, heavy) for pre-activations z, after checking them.
 
     The plan covers what every token that is not heavy needs, once, and nothing else; the list of
@@ -42,7 +42,7 @@ def make(planner, z):
     x = jnp.asarray(np.random.default_rng().standard_normal((m, 128)), jnp.bfloat16)
     gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), x.dtype)
     before = np.asarray(gate, np.float32)
-    gate, (plan, nnz, (count, rows, x_rows)) = run(planner, x, gate, masks, counts)
+    gate, (plan, nnz, (count, rows, x_rows)) = run(planner, x, gate, masks, counts, **options)
     np.testing.assert_array_equal(nnz, fires.sum(axis=1))
 
     rows, x_rows = np.asarray(rows)[: count[0]], np.asarray(x_rows, np.float32)
@@ -88,6 +88,20 @@ def test_a_few_dense_tokens_leave_and_many_stay(planner):
     plan, heavy = make(planner, z)
     np.testing.assert_array_equal(heavy, few)
     assert plan.sizes[1] == 1280 and max(plan.sizes[0], plan.sizes[2]) < 600
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_tiles_without_room_leave(planner):
+    z = pre_activations(3 * TOKENS + 9, 1280, 0.002)
+    z[3] = np.abs(z[3])  # leaves its tile
+    plan, _ = make(planner, z)
+    sizes, (items,) = -(-plan.sizes // CHUNK), plan.item_count
+    for room, stay in ((items, 4), (items - 1, 3), (sizes[0] + sizes[1], 2), (1, 0)):
+        plan, heavy = make(planner, z, max_items=int(room))
+        assert plan.items.shape == (room,)
+        np.testing.assert_array_equal(plan.sizes > 0, np.arange(4) < stay)
+        expected = {3, *range(stay * TOKENS, len(z))}
+        np.testing.assert_array_equal(heavy, sorted(expected))
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
