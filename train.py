@@ -12,6 +12,7 @@ import logging
 import traceback
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from twell_jax import config as config_lib
@@ -69,6 +70,7 @@ def train(config: Config) -> None:
     with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
         restored = checkpoints.restore(trainer.abstract_state)
         choice = first_choice(config, trainer)
+        before = np.full(config.model.layers, np.inf), np.zeros(config.model.layers)
         if restored is None:
             state = trainer.init()
             if config.init_from:
@@ -85,6 +87,7 @@ def train(config: Config) -> None:
             batches.set_state(position["iterator"])
             if choice and position.get("choice"):
                 choice = Choice.restore(position["choice"])
+                before = [np.array(of_layers) for of_layers in position["choose_from"]]
             done = "finished" if state.step >= config.steps else "continuing"
             console.out(f"{done} {paths.directory} at step {state.step}", highlight=False)
         step = int(state.step)
@@ -107,7 +110,9 @@ def train(config: Config) -> None:
                 step += 1
                 recorder.add(step, measured, choice)
                 if choice and step % config.sparse_gradients_every == 0:
-                    choice = choice.after(measured.nnz.tolist(), measured.overflow.tolist())
+                    # From the step before, which has ended: the device does not wait.
+                    choice = choice.after(*(of_layers.tolist() for of_layers in before))
+                before = measured.nnz, measured.overflow
                 if step % config.eval_every == 0 or step == config.steps:
                     recorder.flush()
                     held_out_ce = trainer.evaluate(state.params, corpus.held_out)
@@ -117,7 +122,9 @@ def train(config: Config) -> None:
                 if step % config.checkpoint_every == 0 or step == config.steps or stopping:
                     recorder.flush()
                     position = {"corpus": corpus.fingerprint, "iterator": batches.get_state()}
-                    position["choice"] = choice and dataclasses.asdict(choice)
+                    if choice:
+                        position["choice"] = dataclasses.asdict(choice)
+                        position["choose_from"] = [of_layers.tolist() for of_layers in before]
                     checkpoints.save(step, state, position)
             recorder.flush()
         batches.close()

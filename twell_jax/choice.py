@@ -41,7 +41,7 @@ class Choice:
         """The next choice.
 
         Args:
-          nnz: for each layer, the mean non-zeros per token in a step under this choice.
+          nnz: for each layer, the mean non-zeros per token in some step under this choice.
           overflow: for each layer, how often it overflowed in that step.
         """
         sparse, limits = [], []

@@ -110,8 +110,8 @@ def test_layers_train_with_sparse_gradients(twins, devices, fsdp):
         {
             "run_dir": "unused",
             "steps": 10,
-            "batch_tokens": 2048,
-            "micro_batch": 16 // devices,
+            "batch_tokens": 2048 * devices,
+            "micro_batch": 16,
             "mesh": {"fsdp": fsdp},
             "model": {
                 "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
@@ -121,7 +121,7 @@ def test_layers_train_with_sparse_gradients(twins, devices, fsdp):
     )  # fmt: skip
     mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:devices])
     trainer = make_trainer(run, 60, mesh)
-    tokens = np.random.default_rng().integers(0, 61, (32, 65)).astype(np.int32)
+    tokens = np.random.default_rng().integers(0, 61, (32 * devices, 65)).astype(np.int32)
     with jax.set_mesh(mesh):
         operands = trainer.put_batch(tokens), 1e-3
         state, dense = trainer.step(trainer.init(), *operands)

@@ -1,0 +1,54 @@
+"""A run that chooses for each layer between dense and sparse gradients, by the kernels' twins."""
+
+import signal
+
+import jax
+import pytest
+
+import train
+from tests.train.runs import records
+from tests.twell_jax.ffn_cases import use_twins
+from twell_jax import choice, config, distributed
+
+STEPS = 6
+
+
+@pytest.fixture
+def settings(workspace, monkeypatch):
+    """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse."""
+    use_twins(monkeypatch.setattr)
+    monkeypatch.setattr(choice, "_FIRST_SHARE", 1.0)
+    monkeypatch.setattr(train.sharding, "make_mesh", one_device(train.sharding.make_mesh))
+
+    def load(directory):
+        return config.load(
+            workspace / "config.yaml",
+            [
+                f"run_dir={directory}", f"steps={STEPS}", "sparse_gradients_every=2", "log_every=1",
+                "batch_tokens=1024", "micro_batch=32", "model.d_model=128", "model.d_ff=128",
+                "model.dtype=bfloat16",
+            ],
+        )  # fmt: skip
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    yield load
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def one_device(make_mesh):
+    return lambda settings, _=None: make_mesh(settings, jax.devices("cpu")[:1])
+
+
+def test_an_interrupted_run_chooses_as_one_that_is_not(settings, tmp_path, monkeypatch):
+    train.train(settings(tmp_path / "whole"))
+    whole = [line for line in records(tmp_path / "whole") if "ce" in line]
+    # Chosen after every second step, from the one before it: tried, then found not to fit.
+    chosen = [line["sparse_gradients"][0] for line in whole]
+    assert chosen == [False, False, True, True, False, False]
+    assert [line["overflow"][0] for line in whole] == chosen
+
+    with monkeypatch.context() as patch:  # stops after the step to choose from
+        patch.setattr(distributed, "stop_request", lambda: lambda step: step == 3)
+        train.train(settings(tmp_path / "parts"))
+    train.train(settings(tmp_path / "parts"))
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
