@@ -96,9 +96,6 @@ def backward(kept: Kept, x, w_gate, w_up, w_down, dy, l1_grad):
 def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
     m = x.shape[0]
     first_weights = (w_up,) if w_gate is None else (w_gate, w_up)
-    h_ref = in_place.mutable(kept.hidden)
-    entries = hidden_grads(dy, w_down, h_ref, l1_grad[None], kept.plan, kept.lists)
-    dx = union_down(in_place.contents(h_ref), first_weights, kept.plan, m)
 
     def rows_of(a):
         return a.at[kept.heavy].get(mode="fill", fill_value=0)
@@ -111,14 +108,20 @@ def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
     gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
     h = gate * up[0] if up else gate
     grads = chain_rule(product(dy_heavy, w_down.T), [gate] if up else [], h, l1_grad)
-    h, *grads = (a.astype(x.dtype) for a in (h, *grads))
-    dx_heavy = sum(product(a, w) for a, w in zip(grads, first_weights, strict=True))
+    heavy = [a.astype(x.dtype) for a in (h, *grads)]
+    dx_heavy = sum(product(a, w) for a, w in zip(heavy[1:], first_weights, strict=True))
+    # First of all: what XLA takes for these matmuls is free again when the lists are made.
+    dy, heavy, dx_heavy = in_place.apart((dy, heavy, dx_heavy))
+
+    h_ref = in_place.mutable(kept.hidden)
+    entries = hidden_grads(dy, w_down, h_ref, l1_grad[None], kept.plan, kept.lists)
+    dx = union_down(in_place.contents(h_ref), first_weights, kept.plan, m)
     dx = dx.at[kept.heavy].set(dx_heavy.astype(x.dtype), mode="drop")
     slots = kept.lists.slots(jnp.minimum(kept.heavy, m - 1))
     slots = jnp.where(kept.heavy < m, slots, kept.lists.tokens.size)
     h, *grads = [
         entry.at[slots].set(a.reshape(len(a), -1, GROUP).swapaxes(0, 1), mode="drop")
-        for entry, a in zip(entries, (h, *grads), strict=True)
+        for entry, a in zip(entries, heavy, strict=True)
     ]
     dw_first = weight_grads(tuple(grads), x, kept.lists)
     dw_gate, dw_up = (None, *dw_first) if w_gate is None else dw_first
