@@ -9,7 +9,7 @@ reserves for one layer's forward and backward, and what train.py would choose fo
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +63,17 @@ def measure(
     operands = x, *layers[0]
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (*operands, dy))
     with jax.default_matmul_precision("highest"):
-        dense = partial(sparse_ffn, implementation="xla")
-        reference, _ = jax.jit(partial(forward_and_backward, dense))(*float32)
+        _, both, _ = programs("xla", capacity)
+        reference, _ = both(*float32)
     _, stats = jax.jit(sparse_ffn)(*operands)
     case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
     baseline_ms = None
     for name in IMPLEMENTATIONS:
-        ffn = partial(sparse_ffn, implementation=name, gradient_capacity=capacity)
-        both = jax.jit(partial(forward_and_backward, ffn)).lower(*operands, dy).compile()
+        ffn, both, layered = programs(name, capacity)
         out, overflow = both(*operands, dy)
         pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
         errors = [record.relative_error(grad, ref) for grad, ref in pairs]
-        ms = timing.milliseconds(jax.jit(partial(stack, ffn)), x, layers, dy, calls=4) / LAYERS
+        ms = timing.milliseconds(layered, x, layers, dy, calls=4) / LAYERS
         baseline_ms = baseline_ms or ms
         row = case | {
             "implementation": name,
@@ -84,12 +83,19 @@ def measure(
             "speedup": baseline_ms / ms,
             "errors": errors,
             "kept_bytes": kept_bytes(ffn, operands),
-            "peak_bytes": both.memory_analysis().temp_size_in_bytes,
+            "peak_bytes": both.lower(*operands, dy).compile().memory_analysis().temp_size_in_bytes,
         }
         if name != "xla":
             chosen = choice_of_train(case["h"], case["nnz_mean"], float(overflow))
             row |= {"gradient_capacity": capacity, "overflow": float(overflow), "chosen": chosen}
         yield row
+
+
+@cache
+def programs(name: str, capacity: float):
+    """The block and, jitted once for all cases, what goes through one layer and through several."""
+    ffn = partial(sparse_ffn, implementation=name, gradient_capacity=capacity)
+    return ffn, jax.jit(partial(forward_and_backward, ffn)), jax.jit(partial(stack, ffn))
 
 
 def choice_of_train(h: int, nnz: float, overflow: float) -> str:
