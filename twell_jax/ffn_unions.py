@@ -27,10 +27,9 @@ from pallas_kernels.union_down import union_down
 from pallas_kernels.union_plan import union_plan
 from pallas_kernels.union_up import union_up
 from pallas_kernels.weight_grads import weight_grads
-from twell_jax import ffn_xla
 
 _MAX_HEAVY = 256  # tokens outside the unions that the sparse backward takes
-_CHUNK_TOKENS = 1024  # of the dense backward, which recomputes
+_PARTS = 16  # in which the dense backward goes through tokens and neurons
 
 
 @jax.tree_util.register_dataclass
@@ -100,23 +99,15 @@ def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
     def rows_of(a):
         return a.at[kept.heavy].get(mode="fill", fill_value=0)
 
-    def product(a, b):
-        return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-    x_heavy, dy_heavy = rows_of(x), rows_of(dy)
-    gate, *up = [product(x_heavy, w.T) for w in first_weights]
-    gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
-    h = gate * up[0] if up else gate
-    grads = chain_rule(product(dy_heavy, w_down.T), [gate] if up else [], h, l1_grad)
-    heavy = [a.astype(x.dtype) for a in (h, *grads)]
-    dx_heavy = sum(product(a, w) for a, w in zip(heavy[1:], first_weights, strict=True))
+    heavy = _dense_hidden(rows_of(x), first_weights, w_down, rows_of(dy), l1_grad)
+    dx_heavy = _dense_dx(heavy, first_weights)
     # First of all: what XLA takes for these matmuls is free again when the lists are made.
     dy, heavy, dx_heavy = in_place.apart((dy, heavy, dx_heavy))
 
     h_ref = in_place.mutable(kept.hidden)
     entries = hidden_grads(dy, w_down, h_ref, l1_grad[None], kept.plan, kept.lists)
     dx = union_down(in_place.contents(h_ref), first_weights, kept.plan, m)
-    dx = dx.at[kept.heavy].set(dx_heavy.astype(x.dtype), mode="drop")
+    dx = dx.at[kept.heavy].set(dx_heavy, mode="drop")
     slots = kept.lists.slots(jnp.minimum(kept.heavy, m - 1))
     slots = jnp.where(kept.heavy < m, slots, kept.lists.tokens.size)
     h, *grads = [
@@ -129,23 +120,45 @@ def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
 
 
 def dense_backward(x, w_gate, w_up, w_down, dy, l1_grad):
-    """The gradients by XLA, from the operands alone, some tokens at a time to save memory."""
+    """The gradients by XLA, from the operands alone, in parts to save memory.
+
+    For x, tokens are taken in parts, for weights neurons: no gradient is a sum over parts.
+    """
     m = x.shape[0]
-    size = min(m, _CHUNK_TOKENS)
-    weights = w_gate, w_up, w_down
+    first_weights = (w_up,) if w_gate is None else (w_gate, w_up)
 
-    def outputs(*operands):
-        y, stats = ffn_xla.ffn(*operands)
-        return y, stats.l1  # a mean over tokens
+    def of_tokens(operands):
+        x, dy = operands
+        return _dense_dx(_dense_hidden(x, first_weights, w_down, dy, l1_grad), first_weights)
 
-    def add(total, chunk):
-        x, dy = chunk
-        _, vjp = jax.vjp(outputs, x, *weights)
-        dx, *grads = vjp((dy, l1_grad * size))
-        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, tuple(grads)), dx
+    def of_neurons(weights):
+        *first_weights, w_down = weights
+        h, *grads = _dense_hidden(x, first_weights, w_down, dy, l1_grad)
+        dw_down = _product(h.T, dy).astype(x.dtype)
+        return *(_product(grad.T, x).astype(x.dtype) for grad in grads), dw_down
 
-    x, dy = (jnp.pad(a, ((0, -m % size), (0, 0))).reshape(-1, size, a.shape[1]) for a in (x, dy))
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    grads, dx = lax.scan(add, zeros, (x, dy))
-    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
-    return dx.reshape(-1, x.shape[-1])[:m], *grads
+    def in_parts(f, *arrays):
+        out = lax.map(f, [a.reshape(_PARTS, -1, a.shape[1]) for a in arrays])
+        return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), out)
+
+    dx = in_parts(of_tokens, *(jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)))
+    *dw_gate, dw_up, dw_down = in_parts(of_neurons, *first_weights, w_down)
+    return dx[:m], dw_gate[0] if dw_gate else None, dw_up, dw_down
+
+
+def _dense_hidden(x, first_weights, w_down, dy, l1_grad):
+    """h and the gradients for its factors, of some tokens and neurons, by XLA."""
+    gate, *up = [_product(x, w.T) for w in first_weights]
+    gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
+    h = gate * up[0] if up else gate
+    grads = chain_rule(_product(dy, w_down.T), [gate] if up else [], h, l1_grad)
+    return [a.astype(x.dtype) for a in (h, *grads)]
+
+
+def _dense_dx(hidden, first_weights):
+    dx = sum(_product(grad, w) for grad, w in zip(hidden[1:], first_weights, strict=True))
+    return dx.astype(first_weights[0].dtype)
+
+
+def _product(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
