@@ -61,7 +61,8 @@ def sparse_ffn(
       gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
         they would take densely. It suffices if 256 tokens use no more of the neurons between them,
         and tokens no more of their blocks of 64. If it does not, the gradients are dense: exact,
-        slower than without the kernels, and reported as `FFNStats.overflow`.
+        slower than without the kernels, and reported as `FFNStats.overflow`. To policies of
+        `jax.checkpoint` all of it is named "sparse_ffn".
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"

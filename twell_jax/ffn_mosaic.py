@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import in_place, operands, twell
@@ -25,6 +26,8 @@ from twell_jax import ffn_unions, ffn_xla
 from twell_jax.ffn_xla import FFNStats
 
 Form = Literal["twell", "unions"]
+
+KEPT = "sparse_ffn"  # to policies of `jax.checkpoint`, what the forward keeps for sparse gradients
 
 _MANY_TOKENS = 1024  # from here on tile unions beat XLA on patterns of trained models
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
@@ -101,6 +104,7 @@ def _compute_with_sparse_grads(capacity: float):
 
     def forward(*operands):
         y, stats, kept = _on_gpu(kept_forward, *_KEPT_FORWARD)(*operands)
+        kept = jax.tree.map(functools.partial(checkpoint_name, name=KEPT), kept)
         return (y, stats), (kept, operands)
 
     def backward(residuals, cotangent):

@@ -80,7 +80,8 @@ def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
     rows = jnp.sort(jnp.where(jnp.arange(rows.size) < count, rows, m))
     is_finite = jnp.all(counts[:, :m] <= 127)
     fits = lists_fit & (count <= _MAX_HEAVY) & is_finite
-    return *out, Kept(fits, h, plan, lists, rows)
+    # Apart, or XLA runs union_up twice in a loop over layers, to write to the stack of all as well.
+    return *out, in_place.apart(Kept(fits, h, plan, lists, rows))
 
 
 def backward(kept: Kept, x, w_gate, w_up, w_down, dy, l1_grad):

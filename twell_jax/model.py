@@ -11,11 +11,15 @@ from flax import nnx
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import FFNStats, Implementation
+from twell_jax.ffn_mosaic import KEPT
 from twell_jax.mlp import SparseMLP
 from twell_jax.sharding import LOGICAL_AXES, split_batch
 
 _REMAT = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(KEPT),
+    ),
     "block": jax.checkpoint_policies.nothing_saveable,
 }
 

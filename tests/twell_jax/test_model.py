@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from twell_jax import KVCache, ModelConfig, Transformer, config, model
 
@@ -261,6 +262,26 @@ def test_remat_keeps_less_between_the_passes():
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
     assert residual_bytes("block") < residual_bytes("dots") < residual_bytes("none")
+
+
+def test_remat_of_all_but_dots_runs_no_kernel_twice():
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    shape = {"context": 1024, "d_model": 128, "d_ff": 256, "ffn_implementation": "mosaic"}
+
+    def kernels(remat):
+        module = nnx.eval_shape(lambda: make(**shape, dtype="bfloat16", remat=remat))
+        graph, params = nnx.split(module)
+
+        def loss(params, tokens):
+            return nnx.merge(graph, params)(tokens)[0].sum()
+
+        tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(jax.grad(loss)).trace(params, tokens)
+            return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+    assert kernels("none") == kernels("dots") < kernels("block")
 
 
 def test_silu_is_the_dense_twin():
