@@ -34,7 +34,7 @@ VARIANTS = {
     "xla, relu": [],
     "sparse, relu": [],
 }
-CALLS, REPEATS = 5, 5
+MOST_CALLS, REPEAT_MS, REPEATS = 5, 1000, 5
 
 
 def main() -> None:
@@ -55,15 +55,18 @@ def main() -> None:
 
     rows, params, one_device = [], None, {}
     for variant in args.only:
+        sparse = None
         for count, fsdp in meshes:
             config = configure(args.config, variant, count, fsdp, args.overrides)
             name = Path(args.config).stem
             if params is None:
                 params = draw_params(config, inference.NNZ[name])
+            if sparse is None:
+                sparse = (variant.startswith("sparse"),) * config.model.layers
             row = {"config": name, "implementation": variant, "devices": count, "fsdp": fsdp}
             rows.append(row)
             try:
-                measure(row, config, params, sparse=variant.startswith("sparse"))
+                sparse = measure(row, config, params, sparse)
             except Exception as problem:  # such as out of memory: the other rows may fit
                 row["failed"] = record.first_line(problem)
             gc.collect()  # the next row needs the memory of this one's state
@@ -92,10 +95,13 @@ def draw_params(config: Config, nnz: float) -> nnx.State:
     return jax.device_get(inference.with_pattern(config.model, spread, jax.random.key(0)))
 
 
-def measure(row: dict, config: Config, params: nnx.State, *, sparse: bool) -> None:
+def measure(
+    row: dict, config: Config, params: nnx.State, sparse: tuple[bool, ...]
+) -> tuple[bool, ...]:
     """Adds to `row`, one after the other, what the steps measured, their speed and a profile.
 
-    The first token of a sequence fires most neurons.
+    The first token of a sequence fires most neurons. Returns which of the layers whose gradients
+    were to be sparse had room for that.
     """
     mesh = sharding.make_mesh(config.mesh, jax.devices()[: row["devices"]])
     with jax.set_mesh(mesh):
@@ -103,14 +109,13 @@ def measure(row: dict, config: Config, params: nnx.State, *, sparse: bool) -> No
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
         state = dataclasses.replace(trainer.init(), params=jax.device_put(params, shardings))
         batch = trainer.put_batch(draw_tokens(config))
-        chosen = (sparse,) * config.model.layers
         while True:
-            compiled = compile_step(trainer, chosen)
+            compiled = compile_step(trainer, sparse)
             state, metrics = compiled(state, batch, config.l1_coefficient)
             fits = metrics.overflow == 0
             if fits.all():
                 break
-            chosen = tuple(bool(c and f) for c, f in zip(chosen, fits, strict=True))
+            sparse = tuple(bool(s and f) for s, f in zip(sparse, fits, strict=True))
 
         def step():
             nonlocal state
@@ -121,7 +126,7 @@ def measure(row: dict, config: Config, params: nnx.State, *, sparse: bool) -> No
             "micro_batch": config.micro_batch,
             "batch_tokens": config.batch_tokens,
             "nnz_by_layer": np.asarray(metrics.nnz, np.float64).round(1).tolist(),
-            "sparse_layers": sum(chosen),
+            "sparse_layers": sum(sparse),
             "ce": float(metrics.ce),
             "grad_norm": float(metrics.grad_norm),
             "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
@@ -130,6 +135,7 @@ def measure(row: dict, config: Config, params: nnx.State, *, sparse: bool) -> No
         row["ms"] = milliseconds(step)
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
         row |= collectives.measure(step, mesh.size)
+    return sparse
 
 
 def draw_tokens(config: Config) -> np.ndarray:
@@ -151,12 +157,14 @@ def milliseconds(step: Callable[[], StepMetrics]) -> float:
     Not by `timing.milliseconds`, which holds back the first device alone: it would never wait for
     the others.
     """
-    times = []
-    for _ in range(1 + REPEATS):
+
+    def mean(calls):
         start = time.perf_counter()
-        jax.block_until_ready([step() for _ in range(CALLS)])
-        times.append((time.perf_counter() - start) * 1e3 / CALLS)
-    return statistics.median(times[1:])
+        jax.block_until_ready([step() for _ in range(calls)])
+        return (time.perf_counter() - start) * 1e3 / calls
+
+    calls = max(1, min(MOST_CALLS, int(REPEAT_MS / mean(1))))
+    return statistics.median(mean(calls) for _ in range(REPEATS))
 
 
 def expected(config: Config, devices: int, device_kind: str) -> dict[str, float]:
