@@ -24,7 +24,7 @@ from pallas_kernels.simt import const
 from pallas_kernels.tile_union import CHUNK, GROUP, TOKENS, Plan
 
 _PARTS = TOKENS // ROWS  # of a block
-_TINY = float(jnp.finfo(jnp.float32).tiny)
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # the least that h is divided by
 _WORDS = 4  # that describe the 64 tokens of a part in a list
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
 _PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)

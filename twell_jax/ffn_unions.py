@@ -63,8 +63,8 @@ def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
     gate_ref = in_place.mutable(gate)
     max_items = max(1, int((capacity or 1) * masks.shape[1] * len(w_down) / CHUNK))
     plan, nnz, heavy = union_plan(x, gate_ref, masks, counts, max_items=max_items)
-    gate, keep = in_place.contents(gate_ref), capacity is not None
-    h, l1 = union_up(x, gate, w_second, plan, with_gate=keep)
+    keep = capacity is not None
+    h, l1 = union_up(x, in_place.contents(gate_ref), w_second, plan, with_gate=keep)
     y = union_down(h, (w_down,), plan, m)
     # One after the other: then the hidden activation of heavy tokens takes the place of the gates.
     y, heavy = in_place.apart((y, heavy))
