@@ -1,8 +1,8 @@
 """What a training step costs on paper: python -m twell_jax.estimate CONFIG --devices N
 
-Dense matmuls, forward and backward; 16-bit weights are gathered, float32 gradients reduced. Every
-micro-batch gathers the weights twice over "fsdp" and reduces their gradients; over "data" they are
-reduced once a step. docs/scaling.md explains and uses the formulas.
+Dense matmuls, forward and backward. Over "fsdp" every micro-batch gathers the weights twice and
+reduces their gradients, all in 16 bits; over "data" they are reduced once a step, in float32.
+docs/scaling.md explains and uses the formulas.
 """
 
 import argparse
@@ -101,12 +101,12 @@ def step(
     data, count = devices // fsdp, parameters(config.model)
     micro_batches = config.accumulation_steps(devices)
     flops = config.batch_tokens / devices * flops_per_token(config.model, ffn_share)
-    gathered = 2 * 2 * count  # 16 bits, forward and backward
-    fsdp_bytes = micro_batches * (gathered + 4 * count) * (fsdp - 1) / fsdp
+    weights = 2 * count  # bytes of them, or of their gradients, in 16 bits
+    fsdp_bytes = micro_batches * (2 * weights + weights) * (fsdp - 1) / fsdp
     data_bytes = 2 * 4 * count / fsdp * (data - 1) / data  # a ring's all-reduce
     # AdamW reads a gradient and reads and writes a parameter and two moments, all float32; each
     # micro-batch reads 16-bit weights twice, and adds a gradient to another.
-    hbm = 7 * 4 * count / fsdp + micro_batches * (gathered + 3 * 4 * count / fsdp)
+    hbm = 7 * 4 * count / fsdp + micro_batches * (2 * weights + 3 * 4 * count / fsdp)
     fsdp_rate = hardware.nvlink if fsdp <= hardware.per_host else hardware.network
     data_rate = hardware.nvlink if devices <= hardware.per_host else hardware.network
     return Step(
