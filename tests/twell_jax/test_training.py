@@ -68,10 +68,12 @@ def one_device(batches):
 
 def assert_same_run(run, expected):
     (state, measured), (expected_state, expected_measured) = run, expected
+    # A gate within rounding of zero may fall on either side of it, and change these by a jump.
+    jumps = {"nnz": 0.02, "max_nnz": 1, "dead": 0.02, "grad_norm": 1e-3}
     for step, reference in zip(measured, expected_measured, strict=True):
         for name, value in reference.items():
-            np.testing.assert_allclose(step[name], value, rtol=1e-5, err_msg=name)
-    # A gate within rounding of zero may fall on either side of it.
+            tolerance = {"rtol": 1e-5, "atol": jumps.get(name, 0)}
+            np.testing.assert_allclose(step[name], value, **tolerance, err_msg=name)
     idle, expected_idle = np.asarray(state.idle_steps), np.asarray(expected_state.idle_steps)
     assert np.mean(idle != expected_idle) < 0.02
     assert int(state.step) == len(measured)
