@@ -3,6 +3,7 @@
 import hypothesis
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 # Has an effect only on the CPU backend, and only before it starts.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -31,6 +32,20 @@ def quick_compilation(tmp_path_factory):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield
+
+
+@pytest.fixture
+def lower():
+    """`lower(function, *operands)` is the text of the function, lowered for an H100 without one."""
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+
+    def lower(function, *operands):
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(function).trace(*operands)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower
 
 
 def pytest_collection_modifyitems(items):

@@ -5,23 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import gathered_matmul
-
-
-@pytest.fixture
-def lower():
-    """`lower(function, *operands)` is the text of the function, lowered for an H100 without one."""
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
-
-    def lower(function, *operands):
-        with jax.sharding.use_abstract_mesh(mesh):
-            traced = jax.jit(function).trace(*operands)
-            return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-    return lower
 
 
 @pytest.fixture
