@@ -91,10 +91,11 @@ def gradient_table(rows: list[dict[str, Any]]) -> str:
 def model_table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line per case and implementation, in brackets against the fastest dense one."""
     titles = ["model", "direction", "sequences", "mean nnz", "block", "tokens/s", "mJ/token",
-              "peak memory"]  # fmt: skip
+              "peak memory", "error"]  # fmt: skip
     lines = []
     for row in rows:
         speed = energy = memory = "-"
+        error = f"{row['error']:.1e}" if "error" in row else "-"
         if "ms" in row:
             speed = f"{row['tokens_per_second']:,.0f} ({row['speedup']:.2f}x)"
             memory = f"{row['peak_bytes'] / 2**30:.1f} GiB"
@@ -102,7 +103,7 @@ def model_table(rows: list[dict[str, Any]]) -> str:
             energy = f"{row['joules_per_token'] * 1e3:,.2f} ({row['energy']:.2f}x)"
         sequences, nnz = f"{row['batch']} x {row['context']}", f"{row['nnz_mean']:.1f}"
         case = [row["model"], row["direction"], sequences, nnz, row["implementation"]]
-        lines.append([*case, speed, energy, memory])
+        lines.append([*case, speed, energy, memory, error])
     return markdown(titles, lines)
 
 

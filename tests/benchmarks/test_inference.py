@@ -44,8 +44,20 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
         assert row["joules_per_token"] == 5 / (5 * tokens)  # 5 calls of 2 ms fill 10 ms
         assert (row["speedup"], row["energy"], row["baseline"]) == (1, 1, "xla, silu")
     lines = render.model_table(rows).splitlines()
-    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - |")
+    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - | - |")
     assert lines[2].startswith("| 2b | forward | 2 x 32 | ") and "| 32,000 (1.00x) | " in lines[2]
+
+
+@pytest.mark.parametrize("direction", inference.DIRECTIONS)
+def test_errors_are_those_against_the_dense_model_with_the_same_function(direction, monkeypatch):
+    errors = []
+    for activation in ("relu", "silu"):  # as if by kernels
+        changes = {"activation": activation, "ffn_implementation": "xla"}
+        monkeypatch.setitem(inference.VARIANTS, "mosaic, relu", changes)
+        rows = list(inference.DIRECTIONS[direction](*inference.random("2b")))
+        assert all(("error" in row) == (row["implementation"] == "mosaic, relu") for row in rows)
+        errors.append([row["error"] for row in rows if "error" in row])
+    assert not any(errors[0]) and all(errors[1])
 
 
 def test_random_weights_fire_as_stated():
