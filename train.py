@@ -87,7 +87,7 @@ def train(config: Config) -> None:
             batches.set_state(position["iterator"])
             if choice and position.get("choice"):
                 choice = Choice.restore(position["choice"])
-                before = [np.array(of_layers) for of_layers in position["choose_from"]]
+                before = [np.array(of_layers) for of_layers in position.get("choose_from", before)]
             done = "finished" if state.step >= config.steps else "continuing"
             console.out(f"{done} {paths.directory} at step {state.step}", highlight=False)
         step = int(state.step)

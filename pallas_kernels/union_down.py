@@ -51,8 +51,8 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
         operands.check_weight("a weight", w)
     neurons, d = weights[0].shape
     operands.check_array("the second weight", weights[-1], (neurons, d), weights[0].dtype)
-    rows = max(CHUNK * len(weights), h.shape[1])
-    operands.check_array("h", h, (h.shape[0], min(rows, 2 * CHUNK), TOKENS), weights[0].dtype)
+    rows = 2 * CHUNK if h.shape[1] == 2 * CHUNK else CHUNK * len(weights)
+    operands.check_array("h", h, (h.shape[0], rows, TOKENS), weights[0].dtype)
     tiles = pl.cdiv(m, TOKENS)
     operands.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
     return gathered_matmul.gathered_matmul(

@@ -102,7 +102,7 @@ def step(
     micro_batches = config.accumulation_steps(devices)
     flops = config.batch_tokens / devices * flops_per_token(config.model, ffn_share)
     weights = 2 * count  # bytes of them, or of their gradients, in 16 bits
-    fsdp_bytes = micro_batches * (2 * weights + weights) * (fsdp - 1) / fsdp
+    fsdp_bytes = micro_batches * 3 * weights * (fsdp - 1) / fsdp
     data_bytes = 2 * 4 * count / fsdp * (data - 1) / data  # a ring's all-reduce
     # AdamW reads a gradient and reads and writes a parameter and two moments, all float32; each
     # micro-batch reads 16-bit weights twice, and adds a gradient to another.

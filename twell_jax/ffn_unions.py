@@ -61,9 +61,9 @@ def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
     w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
     gate, masks, counts = gate_union(x, w_first)
     gate_ref = in_place.mutable(gate)
-    max_items = max(1, int((capacity or 1) * masks.shape[1] * len(w_down) / CHUNK))
-    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts, max_items=max_items)
     keep = capacity is not None
+    max_items = max(1, int(capacity * len(gate) * len(w_down) / CHUNK)) if keep else None
+    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts, max_items=max_items)
     h, l1 = union_up(x, in_place.contents(gate_ref), w_second, plan, with_gate=keep)
     y = union_down(h, (w_down,), plan, m)
     # One after the other: then the hidden activation of heavy tokens takes the place of the gates.

@@ -150,5 +150,7 @@ def test_bad_shapes_are_named():
     h = jnp.zeros((2, 128, 256), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 128, 128\]"):
         union_down(h[:, :, :128], (w_down,), plan, 9)
+    with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 192, 256\]"):
+        union_down(jnp.concatenate([h, h[:, :64]], axis=1), (w_down,), plan, 9)
     with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 256\].*\[1, 256\]"):
         union_down(h, (w_down,), plan, 300)

@@ -165,11 +165,10 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
     assert "mosaic_gpu" in lower(functools.partial(run, union_plan), *operands)
 
 
-def test_bad_shape_is_named():
+def test_bad_operands_are_named():
+    x, counts = jnp.zeros((9, 128), jnp.bfloat16), jnp.zeros((2, 256), jnp.uint8)
+    gate_ref = jax.new_ref(jnp.zeros((1, 128, 256), jnp.bfloat16))
     with pytest.raises(ValueError, match=r"masks must be uint32 \[2, 1, 4\].*\[2, 3, 4\]"):
-        union_plan(
-            jnp.zeros((9, 128), jnp.bfloat16),
-            jax.new_ref(jnp.zeros((1, 128, 256), jnp.bfloat16)),
-            jnp.zeros((2, 3, 4), jnp.uint32),
-            jnp.zeros((2, 256), jnp.uint8),
-        )
+        union_plan(x, gate_ref, jnp.zeros((2, 3, 4), jnp.uint32), counts)
+    with pytest.raises(ValueError, match="max_items must be from 1 to 1, got 2"):
+        union_plan(x, gate_ref, jnp.zeros((2, 1, 4), jnp.uint32), counts, max_items=2)
