@@ -111,7 +111,7 @@ def measure(
         except Exception as problem:  # a row says so, and the others go on
             if baseline_ms is None:
                 raise
-            yield case | {"implementation": name, "failed": record.first_line(problem)}
+            yield case | {"implementation": name, "failed": record.failure(problem)}
             continue
         baseline_ms = baseline_ms or ms
         yield case | {

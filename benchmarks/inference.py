@@ -250,7 +250,7 @@ def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> lis
         except Exception as problem:
             if name in DENSE or "RESOURCE_EXHAUSTED" in str(problem):
                 raise
-            measured = {"failed": record.first_line(problem)}
+            measured = {"failed": record.failure(problem)}
         rows.append({"implementation": name} | measured)
     baseline = min((row for row in rows if row["implementation"] in DENSE), key=lambda r: r["ms"])
     for row in rows:

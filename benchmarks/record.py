@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def first_line(problem: Exception) -> str:
-    """An exception in a line."""
+def failure(problem: Exception) -> str:
+    """An exception in a line, for a row; all of it goes to stderr."""
+    traceback.print_exception(problem)
     return f"{type(problem).__name__}: {str(problem).strip()}".splitlines()[0][:200]
 
 

@@ -68,7 +68,7 @@ def main() -> None:
             try:
                 sparse = measure(row, config, params, sparse)
             except Exception as problem:  # such as out of memory: the other rows may fit
-                row["failed"] = record.first_line(problem)
+                row["failed"] = record.failure(problem)
             gc.collect()  # the next row needs the memory of this one's state
             if speed := row.get("tokens_per_second"):
                 one_device |= {variant: speed} if count == 1 else {}

@@ -55,7 +55,7 @@ def measure(d: int, h: int) -> Iterator[dict[str, Any]]:
             )
             yield case | {"ms": ms}
         except Exception as problem:  # a config may not fit; the others go on
-            yield case | {"failed": record.first_line(problem)}
+            yield case | {"failed": record.failure(problem)}
 
 
 if __name__ == "__main__":

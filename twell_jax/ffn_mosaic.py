@@ -22,7 +22,7 @@ from pallas_kernels.dense_rows import dense_rows
 from pallas_kernels.fused_ffn import fused_ffn
 from pallas_kernels.gate_pack import gate_pack
 from pallas_kernels.small_m import MAX_TOKENS, small_m_ffn
-from twell_jax import ffn_unions, ffn_xla
+from twell_jax import ffn_unions, ffn_xla, sharding
 from twell_jax.ffn_xla import FFNStats
 
 Form = Literal["twell", "unions"]
@@ -134,9 +134,8 @@ def _split_over_mesh(function, inputs, outputs):
     """Each device of the current mesh takes its share of the tokens, and all of the weights."""
 
     def split(*operands):
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = mesh.auto_axes
-        if not axes or mesh.size == 1:
+        axes = sharding.auto_axes()
+        if not axes:
             return function(*operands)
 
         def local(*operands):

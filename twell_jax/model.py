@@ -13,7 +13,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn import FFNStats, Implementation
 from twell_jax.ffn_mosaic import KEPT
 from twell_jax.mlp import SparseMLP
-from twell_jax.sharding import LOGICAL_AXES, split_batch
+from twell_jax.sharding import LOGICAL_AXES, auto_axes, on_shares, split_batch
 
 _REMAT = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -252,21 +252,26 @@ class Attention(nnx.Module):
                 for stored, new in zip(keys_values, (k, v), strict=True)
             )
             k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in keys_values)
-        attended = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            is_causal=mask is None,
-            implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
-        )
+        attended = on_shares(_attend, q, k, v, mask)
         return self.out(attended.reshape(*x.shape[:2], -1)), keys_values
+
+
+def _attend(q, k, v, mask):
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=mask is None,
+        implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
+    )
 
 
 def _cudnn_can_serve(q, k, mask) -> bool:
     length, head_dim = q.shape[1], q.shape[3]
     return (
         jax.default_backend() == "gpu"
+        and not auto_axes()
         and q.dtype.itemsize == 2
         and head_dim % 8 == 0
         and head_dim <= 128

@@ -5,6 +5,7 @@ Batches are split over all devices. Every matrix has one "embed" axis (d_model),
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -53,14 +54,38 @@ def of_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, BATCH)
 
 
+def auto_axes() -> tuple[str, ...]:
+    """The axes of the current mesh, if it has several devices, that are left to XLA.
+
+    Also those of size 1: what XLA cannot partition it refuses wherever an axis is left to it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.auto_axes if mesh.size > 1 else ()
+
+
 def split_batch(x: jax.Array) -> jax.Array:
     """Pins the leading axis of an activation to all devices of the current mesh.
 
     Without it XLA may follow the weights' FSDP sharding and split activations along d_model. A
     batch that does not divide, and meshes other than those of `make_mesh`, are left to XLA.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    devices = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
-    if mesh.axis_names != _AXES or x.shape[0] % devices:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(mesh.auto_axes))
+    return jax.lax.with_sharding_constraint(x, P(auto_axes())) if _is_split(x) else x
+
+
+def on_shares(function: Callable, *operands: jax.Array | None) -> jax.Array:
+    """`function` of arrays whose leading axis is the batch, each device with its share of them.
+
+    For what XLA cannot partition. Where `split_batch` leaves the batch to XLA, so does this.
+    """
+    if _is_split(operands[0]):
+        batch, axes = P(auto_axes()), set(auto_axes())
+        function = jax.shard_map(
+            function, in_specs=batch, out_specs=batch, axis_names=axes, check_vma=False
+        )
+    return function(*operands)
+
+
+def _is_split(x):
+    mesh, axes = jax.sharding.get_abstract_mesh(), auto_axes()
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    return bool(axes) and mesh.axis_names == _AXES and len(x) % devices == 0

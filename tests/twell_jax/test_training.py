@@ -114,6 +114,22 @@ def test_gradients_are_reduced_over_data_once_a_step(fsdp):
     assert (reduced(loops) == 0) == (fsdp == 1)  # within an FSDP group: in every micro-batch
 
 
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_attention_sees_each_devices_share(fsdp, monkeypatch):
+    """XLA cannot partition cuDNN's, and refuses to also over axes of size 1."""
+    attention, seen = jax.nn.dot_product_attention, []
+
+    def spy(q, *operands, **options):
+        seen.append((len(q), jax.sharding.get_abstract_mesh().auto_axes))
+        return attention(q, *operands, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    trainer = trainer_on.__wrapped__(4, fsdp, micro_batch=2)
+    with jax.set_mesh(trainer.mesh):
+        trainer.step.trace(trainer.abstract_state, trainer.abstract_batch, L1)
+    assert set(seen) == {(2, ())}
+
+
 def test_fsdp_splits_parameters_and_moments(batches):
     trainer = trainer_on(8, 8)
     state, _ = train(trainer, batches[:1])
