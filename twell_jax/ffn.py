@@ -64,6 +64,10 @@ def sparse_ffn(
         slower than without the kernels, and reported as `FFNStats.overflow`. To policies of
         `jax.checkpoint` all of it is named "sparse_ffn".
 
+    On a mesh (of automatic axes) each device's kernels take its share of the tokens and, if an axis
+    is named "tensor", of the neurons: give the weights that axis first. The shares of y, and of the
+    gradient of x, are added up by one all-reduce; other weights than those shares are gathered.
+
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
         rounds g, u, h and y to the dtype of x, the kernels g and y, and with unions h.

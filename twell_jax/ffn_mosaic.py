@@ -27,6 +27,7 @@ from twell_jax.ffn_xla import FFNStats
 
 Form = Literal["twell", "unions"]
 
+TENSOR = "tensor"  # the axis of a mesh over which neurons are split, not tokens
 KEPT = "sparse_ffn"  # to policies of `jax.checkpoint`, what the forward keeps for sparse gradients
 
 _MANY_TOKENS = 1024  # from here on tile unions beat XLA on patterns of trained models
@@ -43,12 +44,12 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
         operands.check_weight("w_down", w_down)  # the others have its shape and dtype
     except ValueError as error:
         return str(error)
-    return _no_hopper() or _no_split(x)
+    return _no_hopper() or _no_split(x, w_down)
 
 
 def is_faster(x: jax.Array) -> bool:
     """Whether the kernels win at this number of tokens; for few, if some 1 % of gates are open."""
-    tokens = x.size // x.shape[-1] // _devices()
+    tokens = _tokens_of_a_device(x)
     return tokens <= MAX_TOKENS or tokens >= _MANY_TOKENS
 
 
@@ -67,20 +68,19 @@ def ffn(
       anywhere: compute densely on devices without CUDA.
       gradient_capacity: as in `sparse_ffn`.
     """
-    x_2d = x.reshape(-1, x.shape[-1])
-    tokens = x_2d.shape[0] // _devices()
+    tokens = _tokens_of_a_device(x)
     form = form or ("unions" if tokens >= _MANY_TOKENS else "twell")
     if form == "unions" and tokens > MAX_TOKENS and not anywhere:
         compute = _compute_with_sparse_grads(gradient_capacity)
     else:
         compute = _compute(form, anywhere)
-    y, stats = compute(x_2d, w_gate, w_up, w_down)
+    y, stats = compute(x.reshape(-1, x.shape[-1]), w_gate, w_up, w_down)
     return y.reshape(x.shape), stats
 
 
 @functools.cache
 def _compute(form: Form, anywhere: bool):
-    kernels = _on_gpu(functools.partial(_ffn, form=form), *_FORWARD)
+    kernels = _forward(form)
 
     def compute(*operands):
         if not anywhere:
@@ -99,57 +99,71 @@ def _compute(form: Form, anywhere: bool):
 def _compute_with_sparse_grads(capacity: float):
     def kept_forward(*operands):
         *out, kept = ffn_unions.forward(*operands, capacity=capacity)
-        overflow = 1.0 - kept.fits[0].astype(jnp.float32)
-        return *_with_stats(*out, overflow), kept
+        return *out, 1.0 - kept.fits[0].astype(jnp.float32), kept
 
     def forward(*operands):
-        y, stats, kept = _on_gpu(kept_forward, *_KEPT_FORWARD)(*operands)
+        *out, kept = _on_gpu(kept_forward, *_KEPT_FORWARD)(*operands)
         kept = jax.tree.map(functools.partial(checkpoint_name, name=KEPT), kept)
-        return (y, stats), (kept, operands)
+        return _with_stats(*out), (kept, operands)
 
     def backward(residuals, cotangent):
         (kept, operands), (dy, stats) = residuals, cotangent
         l1_grad = stats.l1 / dy.shape[0]  # l1 is a mean over tokens
         return _on_gpu(ffn_unions.backward, *_BACKWARD)(kept, *operands, dy, l1_grad)
 
-    compute = jax.custom_vjp(_on_gpu(functools.partial(_ffn, form="unions"), *_FORWARD))
+    compute = jax.custom_vjp(_forward("unions"))
     compute.defvjp(forward, backward)
     return compute
 
 
-# Who has what on a mesh: the tokens' rows lie on the first axis, weights are whole on each device
-# and the results for them are added up.
-_TOKENS, _WHOLE, _SUM, _STATS = "tokens", "whole", "sum", "stats"
-_FORWARD = (_TOKENS, *3 * [_WHOLE]), (_TOKENS, _STATS)
-_KEPT_FORWARD = _FORWARD[0], (*_FORWARD[1], _TOKENS)
-_BACKWARD = (_TOKENS, _TOKENS, *3 * [_WHOLE], _TOKENS, _WHOLE), (_TOKENS, *3 * [_SUM])
+def _forward(form: Form):
+    kernels = _on_gpu(functools.partial(_ffn, form=form), *_FORWARD)
+    return lambda *operands: _with_stats(*kernels(*operands))
+
+
+# What a device of a mesh has of an operand or result, in parts along its first axis.
+_TOKENS = "tokens"  # of its tokens, all; a result is what its neurons contribute
+_NEURONS = "neurons"  # of its neurons, all; a result is what its tokens contribute
+_FIRED = "fired"  # as before, of truth values
+_SUM, _MEAN = "sum", "mean"  # a number, of its tokens and neurons
+_OWN = "own"  # what no other device has to do with
+_FORWARD = (_TOKENS, *3 * [_NEURONS]), (_TOKENS, _TOKENS, _SUM, _FIRED)
+_KEPT_FORWARD = _FORWARD[0], (*_FORWARD[1], _MEAN, _OWN)
+_BACKWARD = (_OWN, *_FORWARD[0], _TOKENS, _MEAN), (_TOKENS, *3 * [_NEURONS])
 
 
 def _on_gpu(function, inputs, outputs):
-    """`function`, of kernels, under `vmap` and over a mesh, with who has what of its operands."""
-    return _split_over_mesh(_mapped_in_turn(function), inputs, outputs)
+    """`function`, of kernels, under `vmap` and over a mesh, with what devices have of its operands.
 
-
-def _split_over_mesh(function, inputs, outputs):
-    """Each device of the current mesh takes its share of the tokens, and all of the weights."""
+    Each device of the current mesh takes its share of the tokens and, over an axis that is named
+    "tensor", of the neurons.
+    """
+    function = _mapped_in_turn(function)
 
     def split(*operands):
         axes = sharding.auto_axes()
         if not axes:
             return function(*operands)
+        neurons = tuple(axis for axis in axes if axis == TENSOR)
+        tokens = tuple(axis for axis in axes if axis != TENSOR)
+        spec = {
+            _TOKENS: PartitionSpec(tokens),
+            _NEURONS: PartitionSpec(neurons),
+            _FIRED: PartitionSpec(neurons),
+            _OWN: PartitionSpec(axes),
+        }
+        merge = {
+            _TOKENS: lambda a: lax.psum(a, neurons),
+            _NEURONS: lambda a: lax.psum(a, tokens),
+            _FIRED: lambda a: lax.pmax(a.astype(jnp.int32), tokens) > 0,
+            _SUM: lambda a: lax.psum(a, axes),
+            _MEAN: lambda a: lax.pmean(a, axes),
+            _OWN: lambda a: a,
+        }
 
         def local(*operands):
-            merge = {_TOKENS: lambda a: a, _SUM: lambda a: lax.psum(a, axes), _STATS: merge_stats}
             return tuple(merge[o](a) for o, a in zip(outputs, function(*operands), strict=True))
 
-        def merge_stats(stats):
-            mean, most = (functools.partial(f, axis_name=axes) for f in (lax.pmean, lax.pmax))
-            fired = most(stats.fired.astype(jnp.int32)) > 0
-            return FFNStats(
-                mean(stats.l1), mean(stats.nnz), most(stats.max_nnz), fired, mean(stats.overflow)
-            )
-
-        spec = {_TOKENS: PartitionSpec(axes)}
         return jax.shard_map(
             local,
             in_specs=tuple(spec.get(i, PartitionSpec()) for i in inputs),
@@ -185,9 +199,9 @@ def _mapped_in_turn(function):
 def _ffn(x, w_gate, w_up, w_down, *, form):
     if x.shape[0] <= MAX_TOKENS:
         y, nnz, l1, fired = small_m_ffn(x, w_gate, w_up, w_down)
-        return _with_stats(y, nnz, jnp.sum(l1), fired)
+        return y, nnz, jnp.sum(l1), fired
     forward = {"twell": _twell_ffn, "unions": ffn_unions.forward}[form]
-    return _with_stats(*forward(x, w_gate, w_up, w_down))
+    return forward(x, w_gate, w_up, w_down)
 
 
 def _twell_ffn(x, w_gate, w_up, w_down):
@@ -210,10 +224,16 @@ def _with_stats(y, nnz, l1, fired, overflow=0.0):
     )
 
 
-def _devices() -> int:
-    """Over how many devices XLA would have to partition a computation at this place."""
+def _devices() -> tuple[int, int]:
+    """Over how many devices tokens and neurons would have to be split at this place."""
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
+    neurons = sizes.pop(TENSOR, 1)
+    return math.prod(sizes.values()), neurons
+
+
+def _tokens_of_a_device(x):
+    return x.size // x.shape[-1] // _devices()[0]
 
 
 def _no_hopper() -> str | None:
@@ -228,10 +248,13 @@ def _no_hopper() -> str | None:
     return None if is_hopper else f"it needs a Hopper GPU, got {kind}"
 
 
-def _no_split(x: jax.Array) -> str | None:
+def _no_split(x: jax.Array, w_down: jax.Array) -> str | None:
     mesh, tokens = jax.sharding.get_abstract_mesh(), x.size // x.shape[-1]
-    if _devices() > 1 and mesh.explicit_axes:
+    for_tokens, for_neurons = _devices()
+    if for_tokens * for_neurons > 1 and mesh.explicit_axes:
         return "XLA cannot partition the kernels over this mesh; call it inside shard_map"
-    if tokens % _devices():
-        return f"{tokens} tokens do not divide over {_devices()} devices"
+    if tokens % for_tokens:
+        return f"{tokens} tokens do not divide over {for_tokens} devices"
+    if len(w_down) % (128 * for_neurons):
+        return f"{len(w_down)} neurons are no multiple of 128 on each of {for_neurons} devices"
     return None

@@ -20,7 +20,8 @@ class SparseMLP(nnx.Module):
     All weights are neuron-major, `[d_ff, d_model]`: row n of `w_gate`, `w_up` and `w_down` belongs
     to neuron n (`nnx.Linear` kernels of the gate and up projections are the transpose of this).
     They carry the logical axes ("mlp", "embed") as `out_sharding`; map these to mesh axes with
-    `nnx.logical_axis_rules` and `nnx.get_named_sharding`.
+    `nnx.logical_axis_rules` and `nnx.get_named_sharding`. Kernels take their part of "mlp" if its
+    mesh axis is named "tensor", and gather what lies over other axes; see `sparse_ffn`.
 
     Args:
       d_model: width of the input and output, D.

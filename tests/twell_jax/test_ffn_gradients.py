@@ -1,6 +1,7 @@
 """Gradients of `sparse_ffn` with kernels: dense ones, and sparse ones behind tile unions."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.twell_jax.ffn_cases import COLUMNS, TOKENS, both_forms, draw, error, gradients, xla
 from twell_jax import config, sharding, sparse_ffn
@@ -85,22 +87,57 @@ def test_sparse_gradients(twins, m, every, threshold, capacity, fits, gated):
     assert overflow == (not fits)
 
 
+def compile_over(mesh, operands, tokens, weights):
+    """Asserts that sparse gradients and outputs over the mesh are the dense ones on one device.
+
+    `tokens` and `weights` say how the operands lie on it. Returns the text of what was compiled.
+    """
+    dy = np.random.default_rng().standard_normal(operands[0].shape)
+    everything = [*operands, jnp.asarray(dy, jnp.float32)]
+    alone = unzip(jax.jit(functools.partial(gradients, "xla"))(everything[:-1], everything[-1]))
+    with jax.set_mesh(mesh):
+        *placed, dy = (
+            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(everything, [tokens, *3 * [weights], tokens], strict=True)
+        )
+        ours = functools.partial(gradients, "unions", gradient_capacity=1.0)
+        compiled = jax.jit(ours).lower(placed, dy).compile()
+        *out, stats = unzip(compiled(placed, dy))
+    *reference, expected = alone
+    for array, dense in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
+        assert error(array, dense) < 1e-2
+    for array, dense in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
+        np.testing.assert_allclose(array, dense, rtol=1e-2)
+    return compiled.as_text()
+
+
+def make_mesh(shape, axes):
+    devices = jax.devices("cpu")[:4]
+    return jax.make_mesh(shape, axes, len(axes) * (AxisType.Auto,), devices=devices)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_sparse_gradients_over_a_mesh(twins, gated):
-    operands = draw(4 * 200, 128, 256, gated=gated)
-    dy = jnp.asarray(np.random.default_rng().standard_normal((800, 128)), jnp.float32)
-    alone, _, _ = unzip(jax.jit(functools.partial(gradients, "xla"))(operands, dy))
-    mesh = jax.make_mesh((2, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:4])
-    with jax.set_mesh(mesh):
-        placed = [
-            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
-        ]
-        ours = functools.partial(gradients, "unions", gradient_capacity=1.0)
-        grads, _, stats = unzip(jax.jit(ours)(placed, dy))
-    assert stats.overflow == 0
-    for ours, dense in zip(*map(jax.tree.leaves, (grads, alone)), strict=True):
-        assert error(ours, dense) < 1e-2
+    compile_over(
+        make_mesh((2, 2), TOKENS[0]), draw(4 * 200, 128, 256, gated=gated), TOKENS, COLUMNS
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [(("data", "tensor"), (2, 2)), (("tensor", "data"), (2, 2)), (("tensor",), (4,))],
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_tensor_parallelism_adds_up_once_each_way(twins, gated, axes, shape):
+    operands = draw(400, 128, 512, gated=gated)
+    operands[0] = operands[0].at[5, -1].set(-1)
+    mesh, data = make_mesh(shape, axes), "data" in axes
+    text = compile_over(mesh, operands, P("data") if data else P(), P("tensor"))
+    collectives = re.findall(r"= (.*) (all-\w+|reduce-scatter|collective-\w+)\(", text)
+    assert {kind for _, kind in collectives} == {"all-reduce"}
+    rows = re.findall(r"\[(\d+),128\]", " ".join(shapes for shapes, _ in collectives))
+    y_and_dx, dw = 2 * [200 if data else 400], (3 if gated else 2) * [256] if data else []
+    assert sorted(map(int, rows)) == sorted(y_and_dx + dw)
 
 
 @pytest.mark.parametrize(("devices", "fsdp"), [(1, 1), (4, 2)])

@@ -121,6 +121,15 @@ def test_says_why_it_cannot_serve(twins, change, reason):
     sparse_ffn(*operands, **change)  # the default serves
 
 
+def test_says_that_neurons_do_not_divide(twins):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), 2 * (AxisType.Auto,))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(CannotServe, match="768 neurons are no multiple of 128 on each of 4 devices"),
+    ):
+        mosaic(*draw(100, 128, 768))
+
+
 def test_says_that_there_is_no_hopper_gpu():
     with (
         jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA A100-SXM4-80GB")),
