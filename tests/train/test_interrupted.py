@@ -61,6 +61,22 @@ ocp.Checkpointer.restore = restore_or_fail
 runpy.run_path("train.py", run_name="__main__")
 """
 
+# Runs train.py in a process that, if it is the second, has its third batch argv[1] seconds late.
+STRAGGLE = """
+import os, runpy, sys, time
+from twell_jax.training import Trainer
+seconds, *sys.argv = sys.argv[1:]
+put_batch, calls = Trainer.put_batch, 0
+def put_late(trainer, tokens):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["JAX_PROCESS_ID"] == "1":
+        time.sleep(float(seconds))
+    return put_batch(trainer, tokens)
+Trainer.put_batch = put_late
+runpy.run_path("train.py", run_name="__main__")
+"""
+
 
 def assert_same_result(run_dir, expected_dir):
     assert final_state(run_dir) == final_state(expected_dir)
@@ -127,8 +143,8 @@ def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
     assert_same_result(run_dir, workspace / "run")
 
 
-def start_two(workspace, *arguments, **options):
-    """Two processes with two devices each."""
+def start_two(workspace, *arguments, devices=2, **options):
+    """Two processes with so many devices each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -137,7 +153,7 @@ def start_two(workspace, *arguments, **options):
             workspace,
             *arguments,
             "micro_batch=1",
-            JAX_NUM_CPU_DEVICES="2",
+            JAX_NUM_CPU_DEVICES=str(devices),
             JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
             JAX_NUM_PROCESSES="2",
             JAX_PROCESS_ID=str(index),
@@ -162,14 +178,15 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     reference = start(workspace, f"run_dir={one}", *calm)
     arguments = [f"run_dir={several}", *calm, "mesh.heartbeat_seconds=10"]
 
-    processes = start_two(workspace, *arguments, "mesh.fsdp=4")
+    processes = start_two(workspace, *arguments, "mesh.fsdp=4", devices=4)
     wait_for_step(several, 12, processes)
     processes[1].kill()
     first, _ = map(finish, processes)
     assert first.returncode == 1
     assert "another process was lost. The same command on all hosts continues" in first.stderr
 
-    processes = start_two(workspace, *arguments, "mesh.fsdp=2")
+    late = "-c", STRAGGLE, "12", "train.py"  # for longer than the others wait for a lost process
+    processes = start_two(workspace, *arguments, "mesh.fsdp=2", devices=1, before=late)
     wait_for_step(several, 15, processes)
     processes[1].terminate()
     first, second = map(finish, processes)
@@ -178,7 +195,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     assert "; the same command continues" in first.stdout
     assert "step" not in second.stdout
 
-    last = run(workspace, *arguments, "micro_batch=1", JAX_NUM_CPU_DEVICES="8")
+    last = run(workspace, *arguments, "micro_batch=1", JAX_NUM_CPU_DEVICES="4")
     assert last.returncode == 0, last.stderr
     reference = finish(reference)
     assert reference.returncode == 0, reference.stderr
