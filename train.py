@@ -60,6 +60,12 @@ def train(config: Config) -> None:
     console = Console(quiet=not first)
     stop_requested = distributed.stop_request()
 
+    if jax.process_count() > 1:  # before, as JAX itself may end a process that lost another
+        console.out(
+            f"{jax.process_count()} processes: if one is lost, the others end within "
+            f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
+            highlight=False,
+        )
     paths = open_run(config)
     corpus = data.load(config, process_index=jax.process_index(), process_count=jax.process_count())
     mesh = sharding.make_mesh(config.mesh)

@@ -183,6 +183,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     processes[1].kill()
     first, _ = map(finish, processes)
     assert first.returncode == 1
+    assert "2 processes: if one is lost, the others end within 10 s; the same" in first.stdout
     assert "another process was lost. The same command on all hosts continues" in first.stderr
 
     late = "-c", STRAGGLE, "12", "train.py"  # for longer than the others wait for a lost process
