@@ -234,7 +234,7 @@ class Attention(nnx.Module):
     def __call__(self, x, rope, mask, keys_values, place):
         """`x: [B, T, D]`; returns the same shape and the extended keys and values, if any.
 
-        mask: bool `[B or 1, 1, T, S]`, or None for causal attention within `x`.
+        mask: bool `[B, 1, T, S]`, or None for causal attention within `x`.
         keys_values: those of all layers, or None.
         place: in them, the layer and how many tokens are stored.
         """
