@@ -40,6 +40,7 @@ def sparse_ffn(
     b_down: jax.Array | None = None,
     activation: Activation = "relu",
     implementation: Implementation | None = None,
+    expected_nnz: float | None = None,
     gradient_capacity: float = 0.5,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
@@ -55,9 +56,12 @@ def sparse_ffn(
         ("mosaic" with this packed format of the gate, for more than 64 tokens; "mosaic" takes
         unions from 1024 tokens on), or None for what the environment variable
         TWELL_JAX_IMPLEMENTATION names or, without it, what is faster here: the kernels for up to 64
-        tokens, where that takes about 1 % of open gates, and from 1024 tokens on; dense ones cost a
-        few percent there (docs/performance.md). Gradients are sparse behind unions that were asked
-        for by name, and else dense.
+        tokens, and from 1024 tokens on, where dense gates cost a few percent
+        (docs/performance.md). Gradients are sparse behind unions that were asked for by name, and
+        else dense.
+      expected_nnz: non-zeros per token, from 0 to H, if the caller has measured them, as
+        `FFNStats.nnz`. For up to 64 tokens implementation=None then takes the kernels only where
+        they win: up to 5 % of H for 32 tokens, 2 % for more.
       gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
         they would take densely. It suffices if 256 tokens use no more of the neurons between them,
         and tokens no more of their blocks of 64. If it does not, the gradients are dense: exact,
@@ -85,6 +89,8 @@ def sparse_ffn(
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     _check(x, weights, biases, activation)
+    if expected_nnz is not None and not 0 <= expected_nnz <= len(w_down):
+        raise ValueError(f"expected_nnz must be from 0 to {len(w_down)}, got {expected_nnz}")
     if not 0 < gradient_capacity <= 1:
         raise ValueError(
             f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
@@ -102,7 +108,7 @@ def sparse_ffn(
             raise CannotServe(f"{source}={implementation!r} cannot serve: {obstacle}")
         form = None if implementation == "mosaic" else implementation
         return kernels(form=form, anywhere=False)
-    if implementation is None and not obstacle and ffn_mosaic.is_faster(x):
+    if implementation is None and not obstacle and ffn_mosaic.is_faster(x, w_down, expected_nnz):
         return kernels(form=None, anywhere=True)
     return ffn_xla.ffn(x, **weights, **biases, activation=activation)
 

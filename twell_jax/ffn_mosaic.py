@@ -4,7 +4,7 @@ Few tokens (decoding) go through `small_m`. Otherwise the gate matmul packs its 
 formats. Behind TwELL a second kernel gathers the weights of each token's own neurons; behind tile
 unions two tensor-core matmuls take the neurons that any of 256 tokens uses. Either way heavy rows,
 which would not fit or would cost the others too much, are listed for `dense_rows`. The host waits
-for nothing.
+for nothing, but before a sparse backward for whether its pattern fits.
 """
 
 import functools
@@ -30,7 +30,10 @@ Form = Literal["twell", "unions"]
 TENSOR = "tensor"  # the axis of a mesh over which neurons are split, not tokens
 KEPT = "sparse_ffn"  # to policies of `jax.checkpoint`, what the forward keeps for sparse gradients
 
-_MANY_TOKENS = 1024  # from here on tile unions beat XLA on patterns of trained models
+# Where the kernels beat XLA (docs/performance.md): up to so many tokens while no larger share of
+# gates is open, and on tile unions, where dense gates cost next to nothing, from so many tokens on.
+_FEW_TOKENS = ((32, 0.05), (MAX_TOKENS, 0.02))
+_MANY_TOKENS = 1024
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
 
@@ -47,10 +50,13 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
     return _no_hopper() or _no_split(x, w_down)
 
 
-def is_faster(x: jax.Array) -> bool:
-    """Whether the kernels win at this number of tokens; for few, if some 1 % of gates are open."""
+def is_faster(x: jax.Array, w_down: jax.Array, expected_nnz: float | None) -> bool:
+    """Whether the kernels win if each token opens so many gates; None for few."""
     tokens = _tokens_of_a_device(x)
-    return tokens <= MAX_TOKENS or tokens >= _MANY_TOKENS
+    for most_tokens, most_open in _FEW_TOKENS:
+        if tokens <= most_tokens:
+            return expected_nnz is None or expected_nnz <= most_open * len(w_down)
+    return tokens >= _MANY_TOKENS
 
 
 def ffn(

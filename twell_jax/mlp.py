@@ -32,7 +32,7 @@ class SparseMLP(nnx.Module):
       dtype: of the computation; None takes that of the input.
       param_dtype: of the parameters.
       up_init, down_init: initialisers of (gate and) up and of down, called with `[H, D]`.
-      implementation, gradient_capacity: see `sparse_ffn`.
+      implementation, expected_nnz, gradient_capacity: see `sparse_ffn`.
       rngs: source of the initial weights.
     """
 
@@ -49,6 +49,7 @@ class SparseMLP(nnx.Module):
         up_init: nnx.Initializer = _FROM_D_MODEL,
         down_init: nnx.Initializer = _FROM_D_FF,
         implementation: Implementation | None = None,
+        expected_nnz: float | None = None,
         gradient_capacity: float = 0.5,
         rngs: nnx.Rngs,
     ):
@@ -67,6 +68,7 @@ class SparseMLP(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         self.implementation = implementation
+        self.expected_nnz = expected_nnz
         self.gradient_capacity = gradient_capacity
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, FFNStats]:
@@ -86,5 +88,6 @@ class SparseMLP(nnx.Module):
             b_down=cast(self.b_down),
             activation=self.activation,
             implementation=self.implementation,
+            expected_nnz=self.expected_nnz,
             gradient_capacity=self.gradient_capacity,
         )

@@ -72,6 +72,7 @@ def put_late(trainer, tokens):
     calls += 1
     if calls == 3 and os.environ["JAX_PROCESS_ID"] == "1":
         time.sleep(float(seconds))
+        print("late", file=sys.stderr)
     return put_batch(trainer, tokens)
 Trainer.put_batch = put_late
 runpy.run_path("train.py", run_name="__main__")
@@ -192,6 +193,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     processes[1].terminate()
     first, second = map(finish, processes)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "late" in second.stderr.split()
     assert f"continuing {several} at step 10" in first.stdout
     assert "; the same command continues" in first.stdout
     assert "step" not in second.stdout

@@ -325,6 +325,20 @@ def test_errors_name_the_argument(changes, message):
         sparse_ffn(**({"x": X, "w_gate": W, "w_up": W, "w_down": W} | changes))
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_capacity": 0}, "gradient_capacity must be above 0 and at most 1, got 0"),
+        ({"expected_nnz": 17}, "expected_nnz must be from 0 to 16, got 17"),
+        ({"expected_nnz": float("nan")}, "expected_nnz must be from 0 to 16, got nan"),
+    ],
+)
+def test_a_number_out_of_its_range_is_named(option, message):
+    x, w = jnp.ones((2, 8)), jnp.ones((16, 8))
+    with pytest.raises(ValueError, match=message):
+        sparse_ffn(x, w, w, w, **option)
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a Hopper GPU can serve it")
 def test_mosaic_says_why_it_cannot_serve_on_a_cpu():
     with pytest.raises(ValueError, match="implementation='mosaic' cannot serve"):

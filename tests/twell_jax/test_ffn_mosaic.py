@@ -180,6 +180,11 @@ def test_by_default_the_kernels_serve_where_they_win():
     with jax.sharding.use_abstract_mesh(H100):
         assert default(1) > 0 and default(64) > 0 and default(1024) > 0
         assert default(65) == default(1023) == 0
+        for m, most in ((1, 0.05), (32, 0.05), (33, 0.02), (64, 0.02), (1024, 1.0)):
+            nnz = int(most * 1408)
+            assert default(m, expected_nnz=nnz) > 0
+            assert default(m, expected_nnz=min(1408, nnz + 1)) == 0 or most == 1.0
+        assert default(512, expected_nnz=10) == 0
         assert default(1024, activation="silu") == default(1024, implementation="xla") == 0
         assert kernels(gradient, *draw(1024, 512, 1408)) == 0
         assert kernels(lambda *o: gradients("mosaic", o, 1.0), *draw(1024, 512, 1408)) > 0
