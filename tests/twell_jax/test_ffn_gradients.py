@@ -1,6 +1,7 @@
 """Gradients of `sparse_ffn` with kernels: dense ones, and sparse ones behind tile unions."""
 
 import functools
+import math
 import re
 
 import jax
@@ -111,8 +112,8 @@ def compile_over(mesh, operands, tokens, weights):
     return compiled.as_text()
 
 
-def make_mesh(shape, axes):
-    devices = jax.devices("cpu")[:4]
+def make_mesh(shape, axes, platform="cpu"):
+    devices = jax.devices(platform)[: math.prod(shape)]
     return jax.make_mesh(shape, axes, len(axes) * (AxisType.Auto,), devices=devices)
 
 
@@ -225,3 +226,16 @@ def test_layers_in_a_loop_on_the_gpu(form):
     for ours, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
         for layer, ref_layer in zip(ours, ref, strict=True):
             assert error(layer, ref_layer) < 5e-2  # a lost result is 1
+
+
+@gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("axis", "weights"), [("data", P()), ("tensor", P("tensor"))])
+def test_over_two_gpus(axis, weights, gated):
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    operands = draw(600, 512, 1536, gated=gated)
+    operands[0] = operands[0].at[5, -1].set(-1)
+    tokens = P("data") if axis == "data" else P()
+    text = compile_over(make_mesh((2,), (axis,), "gpu"), operands, tokens, weights)
+    assert "mosaic_gpu" in text

@@ -261,3 +261,18 @@ def test_a_batch_that_does_not_divide_is_an_error():
     mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
     with pytest.raises(ConfigError, match=r"^micro_batch: 3 .* = 16$"):
         make_trainer(run, END, mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_two_gpus_train_as_one(fsdp):
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    losses, batch = [], draw()
+    for devices in (1, 2):
+        model = settings().model.model_copy(update={"dtype": "bfloat16"})  # for cuDNN's attention
+        run = settings(mesh={"fsdp": min(devices, fsdp)}).model_copy(update={"model": model})
+        trainer = make_trainer(run, END, sharding.make_mesh(run.mesh, jax.devices()[:devices]))
+        _, measured = train(trainer, [batch])
+        losses.append(measured[0]["ce"])
+    np.testing.assert_allclose(*losses, rtol=1e-3)
