@@ -107,7 +107,9 @@ def measure(
     with jax.set_mesh(mesh):
         trainer = make_trainer(config, document_end=0, mesh=mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
-        state = dataclasses.replace(trainer.init(), params=jax.device_put(params, shardings))
+        # The first parameters leave before the others come, which then take their very places.
+        state = dataclasses.replace(trainer.init(), params=None)
+        state = dataclasses.replace(state, params=jax.device_put(params, shardings))
         batch = trainer.put_batch(draw_tokens(config))
         while True:
             compiled = compile_step(trainer, sparse)
