@@ -89,13 +89,15 @@ def test_sparse_gradients(twins, m, every, threshold, capacity, fits, gated):
 
 
 def compile_over(mesh, operands, tokens, weights):
-    """Asserts that sparse gradients and outputs over the mesh are the dense ones on one device.
+    """Asserts that sparse gradients and outputs over the mesh are dense float32 ones on one device.
 
     `tokens` and `weights` say how the operands lie on it. Returns the text of what was compiled.
     """
     dy = np.random.default_rng().standard_normal(operands[0].shape)
     everything = [*operands, jnp.asarray(dy, jnp.float32)]
-    alone = unzip(jax.jit(functools.partial(gradients, "xla"))(everything[:-1], everything[-1]))
+    *wide, wide_dy = [None if a is None else a.astype(jnp.float32) for a in everything]
+    with jax.default_matmul_precision("highest"):
+        *reference, expected = unzip(jax.jit(functools.partial(gradients, "xla"))(wide, wide_dy))
     with jax.set_mesh(mesh):
         *placed, dy = (
             None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
@@ -104,11 +106,10 @@ def compile_over(mesh, operands, tokens, weights):
         ours = functools.partial(gradients, "unions", gradient_capacity=1.0)
         compiled = jax.jit(ours).lower(placed, dy).compile()
         *out, stats = unzip(compiled(placed, dy))
-    *reference, expected = alone
-    for array, dense in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
-        assert error(array, dense) < 1e-2
-    for array, dense in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
-        np.testing.assert_allclose(array, dense, rtol=1e-2)
+    for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
+        assert error(array, ref) < 1e-2
+    for array, ref in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
+        np.testing.assert_allclose(array, ref, rtol=1e-2)
     return compiled.as_text()
 
 
