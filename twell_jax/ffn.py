@@ -56,12 +56,13 @@ def sparse_ffn(
         ("mosaic" with this packed format of the gate, for more than 64 tokens; "mosaic" takes
         unions from 1024 tokens on), or None for what the environment variable
         TWELL_JAX_IMPLEMENTATION names or, without it, what is faster here: the kernels for up to 64
-        tokens, and from 1024 tokens on, where dense gates cost a few percent
-        (docs/performance.md). Gradients are sparse behind unions that were asked for by name, and
-        else dense.
+        tokens, which takes sparse activations, and with a gate from 1024 tokens on, where dense
+        ones cost a few percent (docs/performance.md). Gradients are sparse behind unions that were
+        asked for by name, "mosaic" included, and else dense.
       expected_nnz: non-zeros per token, from 0 to H, if the caller has measured them, as
-        `FFNStats.nnz`. For up to 64 tokens implementation=None then takes the kernels only where
-        they win: up to 5 % of H for 32 tokens, 2 % for more.
+        `FFNStats.nnz`. implementation=None then takes the kernels only where they win: up to 5 % of
+        H for 32 tokens, 2 % for 33 to 64; and also for 1024 tokens and more without a gate, up to
+        1 %.
       gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
         they would take densely. It suffices if 256 tokens use no more of the neurons between them,
         and tokens no more of their blocks of 64. If it does not, the gradients are dense: exact,
@@ -108,7 +109,11 @@ def sparse_ffn(
             raise CannotServe(f"{source}={implementation!r} cannot serve: {obstacle}")
         form = None if implementation == "mosaic" else implementation
         return kernels(form=form, anywhere=False)
-    if implementation is None and not obstacle and ffn_mosaic.is_faster(x, w_down, expected_nnz):
+    if (
+        implementation is None
+        and not obstacle
+        and ffn_mosaic.is_faster(x, w_gate, w_down, expected_nnz)
+    ):
         return kernels(form=None, anywhere=True)
     return ffn_xla.ffn(x, **weights, **biases, activation=activation)
 

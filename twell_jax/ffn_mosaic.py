@@ -32,8 +32,10 @@ KEPT = "sparse_ffn"  # to policies of `jax.checkpoint`, what the forward keeps f
 
 # Where the kernels beat XLA (docs/performance.md): up to so many tokens while no larger share of
 # gates is open, and on tile unions, where dense gates cost next to nothing, from so many tokens on.
+# Without a gate one of two matmuls can be sparse, not two of three: they pay for fewer open ones.
 _FEW_TOKENS = ((32, 0.05), (MAX_TOKENS, 0.02))
 _MANY_TOKENS = 1024
+_MOST_OPEN_WITHOUT_GATE = 0.01
 _HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
 
 
@@ -50,13 +52,17 @@ def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> st
     return _no_hopper() or _no_split(x, w_down)
 
 
-def is_faster(x: jax.Array, w_down: jax.Array, expected_nnz: float | None) -> bool:
-    """Whether the kernels win if each token opens so many gates; None for few."""
+def is_faster(
+    x: jax.Array, w_gate: jax.Array | None, w_down: jax.Array, expected_nnz: float | None
+) -> bool:
+    """Whether the kernels win if each token opens so many gates; None for an unknown number."""
     tokens = _tokens_of_a_device(x)
     for most_tokens, most_open in _FEW_TOKENS:
         if tokens <= most_tokens:
             return expected_nnz is None or expected_nnz <= most_open * len(w_down)
-    return tokens >= _MANY_TOKENS
+    if tokens < _MANY_TOKENS or w_gate is not None:
+        return tokens >= _MANY_TOKENS
+    return expected_nnz is not None and expected_nnz <= _MOST_OPEN_WITHOUT_GATE * len(w_down)
 
 
 def ffn(

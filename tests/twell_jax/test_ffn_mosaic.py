@@ -171,8 +171,8 @@ def test_lowers_for_an_h100(m, gated, implementation):
 
 
 def test_by_default_the_kernels_serve_where_they_win():
-    def default(m, **change):
-        return kernels(functools.partial(sparse_ffn, **change), *draw(m, 512, 1408))
+    def default(m, gated=True, **change):
+        return kernels(functools.partial(sparse_ffn, **change), *draw(m, 512, 1408, gated=gated))
 
     def gradient(*operands):
         return jax.grad(lambda *operands: jnp.sum(sparse_ffn(*operands)[0]))(*operands)
@@ -185,6 +185,9 @@ def test_by_default_the_kernels_serve_where_they_win():
             assert default(m, expected_nnz=nnz) > 0
             assert default(m, expected_nnz=min(1408, nnz + 1)) == 0 or most == 1.0
         assert default(512, expected_nnz=10) == 0
+        assert default(64, gated=False) > 0 and default(1024, gated=False, expected_nnz=14) > 0
+        assert default(1024, gated=False) == default(1024, gated=False, expected_nnz=15) == 0
+        assert default(512, gated=False, expected_nnz=10) == 0
         assert default(1024, activation="silu") == default(1024, implementation="xla") == 0
         assert kernels(gradient, *draw(1024, 512, 1408)) == 0
         assert kernels(lambda *o: gradients("mosaic", o, 1.0), *draw(1024, 512, 1408)) > 0
