@@ -75,7 +75,8 @@ def train(config: Config) -> None:
 
     with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
         restored = checkpoints.restore(trainer.abstract_state)
-        choice = first_choice(config, trainer)
+        finished = restored is not None and restored[0].step >= config.steps
+        choice = None if finished else first_choice(config, trainer)
         before = np.full(config.model.layers, np.inf), np.zeros(config.model.layers)
         if restored is None:
             state = trainer.init()
@@ -94,7 +95,7 @@ def train(config: Config) -> None:
             if choice and position.get("choice"):
                 choice = Choice.restore(position["choice"])
                 before = [np.array(of_layers) for of_layers in position.get("choose_from", before)]
-            done = "finished" if state.step >= config.steps else "continuing"
+            done = "finished" if finished else "continuing"
             console.out(f"{done} {paths.directory} at step {state.step}", highlight=False)
         step = int(state.step)
         if first:

@@ -210,7 +210,7 @@ class Config(_Section):
         0,
         ge=0,
         description="steps between choices of the layers whose gradients are computed sparsely, "
-        "on Hopper GPUs; 0: as model.ffn_implementation says",
+        "on Hopper GPUs, others being dense; 0: all as model.ffn_implementation says",
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
     eval_sequences: int = Field(64, gt=0, description="held-out sequences per evaluation")
@@ -233,6 +233,11 @@ class Config(_Section):
         if self.model.d_model % self.mesh.fsdp:
             raise ValueError(
                 f"mesh.fsdp: must divide model.d_model={self.model.d_model}, got {self.mesh.fsdp}"
+            )
+        if self.sparse_gradients_every and self.model.ffn_implementation == "mosaic":
+            raise ValueError(
+                "sparse_gradients_every: chooses between dense and sparse gradients, so "
+                "model.ffn_implementation must be xla or null, got mosaic"
             )
         start, end = self.l1_warmup
         if not 0 <= start <= end:

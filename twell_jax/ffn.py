@@ -58,7 +58,7 @@ def sparse_ffn(
         TWELL_JAX_IMPLEMENTATION names or, without it, what is faster here: the kernels for up to 64
         tokens, which takes sparse activations, and with a gate from 1024 tokens on, where dense
         ones cost a few percent (docs/performance.md). Gradients are sparse behind unions that were
-        asked for by name, "mosaic" included, and else dense.
+        asked for by name, "mosaic" included, and else dense. Only "xla" has forward-mode ones.
       expected_nnz: non-zeros per token, from 0 to H, if the caller has measured them, as
         `FFNStats.nnz`. implementation=None then takes the kernels only where they win: up to 5 % of
         H for 32 tokens, 2 % for 33 to 64; and also for 1024 tokens and more without a gate, up to
@@ -72,6 +72,7 @@ def sparse_ffn(
     On a mesh (of automatic axes) each device's kernels take its share of the tokens and, if an axis
     is named "tensor", of the neurons: give the weights that axis first. The shares of y, and of the
     gradient of x, are added up by one all-reduce; other weights than those shares are gathered.
+    Under `vmap` the kernels are called in turn; None takes "xla" for calls of few tokens.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
@@ -102,20 +103,19 @@ def sparse_ffn(
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         names = ", ".join(map(repr, _IMPLEMENTATIONS))
         raise ValueError(f"{source} must be {names} or None, got {implementation!r}")
+    dense = functools.partial(ffn_xla.ffn, x, **weights, **biases, activation=activation)
+    if implementation == "xla":
+        return dense()
     kernels = functools.partial(ffn_mosaic.ffn, x, **weights, gradient_capacity=gradient_capacity)
     obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
-    if implementation not in (None, "xla"):
+    if implementation is not None:
         if obstacle:
             raise CannotServe(f"{source}={implementation!r} cannot serve: {obstacle}")
         form = None if implementation == "mosaic" else implementation
         return kernels(form=form, anywhere=False)
-    if (
-        implementation is None
-        and not obstacle
-        and ffn_mosaic.is_faster(x, w_gate, w_down, expected_nnz)
-    ):
+    if not obstacle and ffn_mosaic.is_faster(x, w_gate, w_down, expected_nnz):
         return kernels(form=None, anywhere=True)
-    return ffn_xla.ffn(x, **weights, **biases, activation=activation)
+    return dense()
 
 
 def _check(x, weights, biases, activation):

@@ -36,7 +36,7 @@ KEPT = "sparse_ffn"  # to policies of `jax.checkpoint`, what the forward keeps f
 _FEW_TOKENS = ((32, 0.05), (MAX_TOKENS, 0.02))
 _MANY_TOKENS = 1024
 _MOST_OPEN_WITHOUT_GATE = 0.01
-_HOPPER = ("H100", "H200", "H800")  # in the name of a device of compute capability 9.0
+_HOPPER = ("H100", "H20", "H800")  # H200, too; in the name of a device of compute capability 9.0
 
 
 def obstacle(x, w_gate, w_up, w_down, *, b_gate, b_up, b_down, activation) -> str | None:
@@ -75,9 +75,9 @@ def ffn(
 
     Args:
       x, w_gate, w_up, w_down: as in `sparse_ffn`.
-      form: of the packed gate of more than 64 tokens; None for the one that is faster on
-        patterns of trained models.
-      anywhere: compute densely on devices without CUDA.
+      form: of the packed gate of more than 64 tokens; None for unions from 1024 tokens on, else
+        TwELL.
+      anywhere: compute densely on devices without CUDA, and few tokens under `vmap`.
       gradient_capacity: as in `sparse_ffn`.
     """
     tokens = _tokens_of_a_device(x)
@@ -99,8 +99,10 @@ def _compute(form: Form, anywhere: bool):
             return kernels(*operands)
         return lax.platform_dependent(*operands, cuda=kernels, default=ffn_xla.ffn)
 
-    # Under jit the platform of the operands counts where nothing else is compiled.
-    compute = jax.custom_vjp(jax.jit(compute) if anywhere else compute)
+    if anywhere:
+        # Under jit the platform of the operands counts where nothing else is compiled.
+        compute = jax.jit(_mapped_in_turn(compute, few=ffn_xla.ffn))
+    compute = jax.custom_vjp(compute)
     compute.defvjp(
         lambda *operands: jax.vjp(ffn_xla.ffn, *operands), lambda vjp, cotangent: vjp(cotangent)
     )
@@ -187,12 +189,19 @@ def _on_gpu(function, inputs, outputs):
     return split
 
 
-def _mapped_in_turn(function):
-    """Under `vmap`, one call after the other: the kernels fill the GPU, and weights may differ."""
+def _mapped_in_turn(function, few=None):
+    """Under `vmap`, one call after the other: the kernels fill the GPU, and weights may differ.
+
+    Calls of too few tokens to fill it are mapped over `few` instead, if given.
+    """
     function = jax.custom_batching.custom_vmap(function)
 
     @function.def_vmap
     def _(size, is_batched, *operands):
+        if few and operands[0].shape[-2] < _MANY_TOKENS:
+            axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
+            out = jax.vmap(few, in_axes=tuple(axes))(*operands)
+            return out, jax.tree.map(lambda _: True, out)
         leaves, tree = jax.tree.flatten(operands)
         is_batched = jax.tree.leaves(is_batched)
 
@@ -255,6 +264,8 @@ def _no_hopper() -> str | None:
         is_hopper = any(name in kind for name in _HOPPER)
     else:
         device = jax.config.jax_default_device or jax.devices()[0]
+        if isinstance(device, str):
+            device = jax.devices(device)[0]
         kind = device.device_kind
         is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
     return None if is_hopper else f"it needs a Hopper GPU, got {kind}"

@@ -22,7 +22,7 @@ from twell_jax.training import abstract_state
 _FREE = {
     "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
     "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "model.remat",
-    "model.ffn_implementation", "model.ffn_gradient_capacity",
+    "model.ffn_implementation", "model.ffn_gradient_capacity", "sparse_gradients_every",
 }  # fmt: skip
 
 _FREE_OF_PARAMS = {

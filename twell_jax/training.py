@@ -192,7 +192,7 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
     @cache
     def step_with(sparse):
         dense = config.model.ffn_implementation
-        implementations = sparse and tuple("mosaic" if s else dense for s in sparse)
+        implementations = sparse and tuple("unions" if s else dense for s in sparse)
         return jax.jit(
             partial(step, implementations),
             in_shardings=(shardings, batch.sharding, replicated),

@@ -176,5 +176,5 @@ def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path):
 def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
     settings = config.load(ROOT / "configs/tiny.yaml", ["sparse_gradients_every=10"])
     trainer = make_trainer(settings, 0, sharding.make_mesh(settings.mesh, jax.devices("cpu")[:1]))
-    with pytest.raises(CannotServe, match="'mosaic' cannot serve"):
+    with pytest.raises(CannotServe, match="'unions' cannot serve"):
         train.first_choice(settings, trainer)

@@ -8,7 +8,8 @@ import pytest
 import train
 from tests.train.runs import records
 from tests.twell_jax.ffn_cases import use_twins
-from twell_jax import choice, config, distributed
+from twell_jax import choice, config, distributed, ffn_mosaic
+from twell_jax.ffn import CannotServe
 
 STEPS = 6
 
@@ -20,13 +21,13 @@ def settings(workspace, monkeypatch):
     monkeypatch.setattr(choice, "_FIRST_SHARE", 1.0)
     monkeypatch.setattr(train.sharding, "make_mesh", one_device(train.sharding.make_mesh))
 
-    def load(directory):
+    def load(directory, *changes):
         return config.load(
             workspace / "config.yaml",
             [
                 f"run_dir={directory}", f"steps={STEPS}", "sparse_gradients_every=2", "log_every=1",
-                "batch_tokens=1024", "micro_batch=32", "model.d_model=128", "model.d_ff=128",
-                "model.dtype=bfloat16",
+                "batch_tokens=512", "micro_batch=16", "model.d_model=128", "model.d_ff=128",
+                "model.dtype=bfloat16", *changes,
             ],
         )  # fmt: skip
 
@@ -53,3 +54,13 @@ def test_an_interrupted_run_chooses_as_one_that_is_not(settings, tmp_path, monke
         train.train(settings(tmp_path / "parts"))
     train.train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
+
+
+def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch):
+    train.train(settings(tmp_path / "run"))
+    monkeypatch.setattr(ffn_mosaic, "_no_hopper", lambda: "it needs a Hopper GPU, got cpu")
+    train.train(settings(tmp_path / "run"))  # shows the result
+    with pytest.raises(CannotServe):
+        train.train(settings(tmp_path / "run", "steps=8"))
+    train.train(settings(tmp_path / "run", "steps=8", "sparse_gradients_every=0"))
+    assert [line["step"] for line in records(tmp_path / "run") if "ce" in line] == [*range(1, 9)]

@@ -155,6 +155,14 @@ def test_gradients_under_jit_and_checkpoint(transform):
         assert error(grad, expected[name]) < 1e-5, name
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_the_default_device_may_be_a_platform(implementation):
+    x, w = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
+    with jax.default_device("cpu"):
+        _, stats = sparse_ffn(x, w, w, w, implementation=implementation)
+    assert stats.nnz == 256
+
+
 def test_vmap_is_a_loop():
     # Over experts: every one has weights and tokens of its own.
     experts = [make((4,), 6, 17, "float32") for _ in range(3)]

@@ -41,6 +41,17 @@ def test_vmap_and_gradients_equal_the_dense_ones(twins, form):
         assert error(ours, dense) < 1e-2
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_few_tokens_under_vmap_are_computed_densely_by_default(twins, gated):
+    models = [draw(5, 128, 256, gated=gated) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    _, *weights = models[0]
+    for x, *mapped in (stacked, [stacked[0], *weights]):
+        axes = (0, *(0 if a is not None and a.ndim == 3 else None for a in mapped))
+        default, dense = (jax.vmap(f, in_axes=axes)(x, *mapped) for f in (sparse_ffn, xla))
+        jax.tree.map(np.testing.assert_array_equal, default, dense)
+
+
 def assert_exact_gradients(operands, **options):
     """Of unions, with all outputs, against dense ones in float32; twice the same bits.
 

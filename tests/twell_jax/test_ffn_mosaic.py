@@ -188,6 +188,10 @@ def test_by_default_the_kernels_serve_where_they_win():
         assert default(64, gated=False) > 0 and default(1024, gated=False, expected_nnz=14) > 0
         assert default(1024, gated=False) == default(1024, gated=False, expected_nnz=15) == 0
         assert default(512, gated=False, expected_nnz=10) == 0
+        x, *weights = draw(256, 512, 1408)
+        assert kernels(jax.vmap(lambda x: sparse_ffn(x[None], *weights)), x) == 0
+        batch = jnp.stack(4 * [draw(1024, 512, 1408)[0]])
+        assert kernels(jax.vmap(lambda x: sparse_ffn(x, *weights)), batch) > 0
         assert default(1024, activation="silu") == default(1024, implementation="xla") == 0
         assert kernels(gradient, *draw(1024, 512, 1408)) == 0
         assert kernels(lambda *o: gradients("mosaic", o, 1.0), *draw(1024, 512, 1408)) > 0
