@@ -61,11 +61,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the cases of the goals")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows = []
+    rows, path = [], record.new_path("ffn", args.out)
     for case in GOALS if args.quick else CASES:
         for row in measure(**case):
             rows.append(row)
-            path = record.write("ffn", rows, args.out)  # a run cut short keeps what it measured
+            record.write("ffn", rows, path)  # a run cut short keeps what it measured
             print(record.line(row), flush=True)
     print(path)
 

@@ -39,11 +39,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows = []
+    rows, path = [], record.new_path("gradients", args.out)
     for case in CASES:
         for row in measure(**case):
             rows.append(row)
-            path = record.write("gradients", rows, args.out)
+            record.write("gradients", rows, path)
             print(record.line(row), flush=True)
     print(path)
 

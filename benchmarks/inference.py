@@ -64,14 +64,14 @@ def main() -> None:
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text belong together")
-    rows = []
+    rows, path = [], record.new_path("inference", args.out)
     for name in [args.checkpoint] if args.checkpoint else args.shapes:
         config, params, tokens = from_checkpoint(name, args.text) if args.text else random(name)
         case = {"model": name, "dtype": config.dtype} | pattern(config, params, tokens)
         for direction in args.directions:
             for row in DIRECTIONS[direction](config, params, tokens):
                 rows.append(case | {"direction": direction} | row)
-                path = record.write("inference", rows, args.out)
+                record.write("inference", rows, path)
                 print(record.line(rows[-1]), flush=True)
     print(path)
 

@@ -33,12 +33,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     variants.leave_memory()
-    rows = []
+    rows, path = [], record.new_path("losses", args.out)
     for name, changes in variants_of(config_lib.load(args.config, args.overrides)).items():
         run_dir, settings = variants.train(args.config, args.overrides, name, changes)
         rows.append({"variant": name, "settings": settings, **summarise(run_dir)})
         rows[-1] |= differences(rows[-1]["ce"], rows[0]["ce"])
-        path = record.write("losses", rows, args.out, window=WINDOW)
+        record.write("losses", rows, path, window=WINDOW)
     print(path)
 
 
@@ -47,7 +47,7 @@ def variants_of(config: config_lib.Config) -> dict[str, list[str]]:
     dense = "model.ffn_implementation=xla"
     return {
         "dense": [dense],
-        "dense, other micro-batches": [dense, f"micro_batch={config.micro_batch // 2}"],
+        "dense, other micro-batches": [dense, f"micro_batch={config.micro_batch // 2 or 2}"],
         "sparse gradients": ["model.ffn_implementation=mosaic"],
         "chosen by layer": [dense, "sparse_gradients_every=50"],
     }

@@ -1,6 +1,7 @@
 """The JSON files under benchmarks/results/ (see docs/performance.md)."""
 
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -22,9 +23,7 @@ def relative_error(out, reference) -> float:
     return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
 
 
-def write(
-    benchmark: str, rows: list[dict[str, Any]], directory: Path = RESULTS, **details: Any
-) -> Path:
+def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any) -> None:
     """Stores measured rows with the device, versions, commit, command and any JSON `details`."""
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax")
     content = {
@@ -37,14 +36,19 @@ def write(
         **details,
         "rows": rows,
     }
-    path = path_of_today(benchmark, directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
 
 
-def path_of_today(benchmark: str, directory: Path = RESULTS) -> Path:
-    """Where `write` stores what is measured today on this device."""
+def new_path(benchmark: str, directory: Path) -> Path:
+    """Where to store what is measured from now on; what lies there already stays."""
+    today = path_of_today(benchmark, directory)
+    others = (today.with_stem(f"{today.stem}-{n}") for n in itertools.count(2))
+    return next(path for path in itertools.chain([today], others) if not path.exists())
+
+
+def path_of_today(benchmark: str, directory: Path) -> Path:
+    """Where the first measurement of today on this device is stored."""
     slug = device().lower().replace(" ", "-")
     return directory / f"{benchmark}-{slug}-{date.today():%Y%m%d}.json"
 

@@ -39,6 +39,8 @@ def main() -> None:
         "losses": loss_table,
         "training": training_table,
     }
+    if record["benchmark"] not in render:
+        parser.error(f"renders {', '.join(render)}; this record is of {record['benchmark']}")
     print(render[record["benchmark"]](record["rows"]))
     if args.plot:
         {"ffn": plot, "losses": plot_losses}[record["benchmark"]](record, args.plot)

@@ -47,18 +47,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
+    if (name := Path(args.config).stem) not in inference.NNZ:
+        parser.error(f"config: must be of {', '.join(inference.NNZ)}, got {name}")
     available = len(jax.devices())
     devices = sorted(args.devices or [available])
     if not 0 < devices[0] <= devices[-1] <= available:
         parser.error(f"--devices: there are {available}, got {devices}")
     meshes = [(count, fsdp) for count in devices for fsdp in sorted({1, count})]
 
+    path = record.new_path("training", args.out)
     rows, params, one_device = [], None, {}
     for variant in args.only:
         sparse = None
         for count, fsdp in meshes:
             config = configure(args.config, variant, count, fsdp, args.overrides)
-            name = Path(args.config).stem
             if params is None:
                 params = draw_params(config, inference.NNZ[name])
             if sparse is None:
@@ -74,7 +76,7 @@ def main() -> None:
                 one_device |= {variant: speed} if count == 1 else {}
                 if variant in one_device:
                     row["efficiency"] = speed / count / one_device[variant]
-            path = record.write("training", rows, args.out)
+            record.write("training", rows, path)
             print(record.line(row), flush=True)
     print(path)
 

@@ -30,11 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows = []
+    rows, path = [], record.new_path("tune", args.out)
     for d, h in SHAPES:
         for row in measure(d, h):
             rows.append(row)
-            path = record.write("tune", rows, args.out)
+            record.write("tune", rows, path)
             print(record.line(row), flush=True)
     print(path)
 

@@ -45,8 +45,8 @@ class Checkpoints:
         self._manager.close()
 
     def newest_before(self, step: int) -> Path | None:
-        """Where the newest checkpoint of fewer than `step` steps is."""
-        steps = [saved for saved in self._manager.all_steps() if saved < step]
+        """Where the newest checkpoint of fewer than `step` steps is that is not known as broken."""
+        steps = [s for s in self._manager.all_steps() if s < step and s not in self._broken]
         return self.directory / str(max(steps)) if steps else None
 
     def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:

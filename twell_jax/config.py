@@ -177,6 +177,21 @@ class MeshConfig(_Section):
             raise ValueError("mesh.data: must be positive, or -1 for all remaining devices")
         return self
 
+    def shape(self, devices: int) -> tuple[int, int]:
+        """(data, fsdp) on so many devices.
+
+        Raises:
+          ConfigError: if data * fsdp is not their number.
+        """
+        if devices < 1 or devices % self.fsdp:
+            raise ConfigError(f"mesh.fsdp: {self.fsdp} does not divide {devices} devices")
+        data = devices // self.fsdp if self.data == -1 else self.data
+        if data * self.fsdp != devices:
+            raise ConfigError(
+                f"mesh.data: {self.data} x fsdp={self.fsdp} must use all {devices} devices"
+            )
+        return data, self.fsdp
+
 
 class Config(_Section):
     """A training run."""

@@ -40,6 +40,8 @@ def initialize(heartbeat_seconds: int) -> None:
             "process_id": index,
             "cluster_detection_method": "deactivate",
         }
+    elif os.environ.get(_COUNT, "1") != "1" or os.environ.get(_INDEX, "0") != "0":
+        raise ConfigError(f"{_COUNT} and {_INDEX} need {_ADDRESS}, the host:port of process 0")
     elif any(int(os.environ.get(name, 1)) > 1 for name in _LAUNCHERS):
         launch = {}
     else:

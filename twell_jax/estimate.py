@@ -90,15 +90,13 @@ def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
 def step(
     config: Config, devices: int, hardware: Hardware = HARDWARE["h100"], ffn_share: float = 1.0
 ) -> Step:
-    """The cost of a step on so many devices, whose mesh is (devices / fsdp, fsdp).
+    """The cost of a step on so many devices.
 
     Raises:
       ConfigError: the mesh or the batch does not divide over the devices.
     """
-    fsdp = config.mesh.fsdp
-    if devices % fsdp:
-        raise ConfigError(f"mesh.fsdp: {fsdp} does not divide {devices} devices")
-    data, count = devices // fsdp, parameters(config.model)
+    data, fsdp = config.mesh.shape(devices)
+    count = parameters(config.model)
     micro_batches = config.accumulation_steps(devices)
     flops = config.batch_tokens / devices * flops_per_token(config.model, ffn_share)
     weights = 2 * count  # bytes of them, or of their gradients, in 16 bits

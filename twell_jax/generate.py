@@ -160,7 +160,8 @@ def _print_continuations(args: argparse.Namespace) -> None:
     for piece in stream_text(lm.tokenizer, prompts[0], first_sequence()):
         print(piece, end="", flush=True)
     print()
-    times, tokens = [t for t, _ in history], np.array([ids for _, ids in history])
+    times = [t for t, _ in history]
+    tokens = np.array([ids for _, ids in history], int).reshape(-1, len(prompts))
     for row in range(1, len(prompts)):
         ids = tokens[tokens[:, row] != ENDED, row]
         print("---\n" + args.prompt[row], *stream_text(lm.tokenizer, prompts[row], ids), sep="")

@@ -172,4 +172,4 @@ def _event_writer(directory: Path, step: int):
         raise ConfigError(
             "tensorboard: needs the package tensorboardX (pip install 'twell-jax[tensorboard]')"
         ) from None
-    return SummaryWriter(str(directory), purge_step=step)
+    return SummaryWriter(str(directory), purge_step=step + 1)  # hides that one and what follows

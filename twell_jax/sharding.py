@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from twell_jax.config import ConfigError, MeshConfig
+from twell_jax.config import MeshConfig
 
 _AXES = ("data", "fsdp")
 BATCH = P(_AXES)
@@ -32,15 +32,8 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> ja
       ConfigError: if data * fsdp is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    if len(devices) % config.fsdp:
-        raise ConfigError(f"mesh.fsdp: {config.fsdp} does not divide {len(devices)} devices")
-    data = len(devices) // config.fsdp if config.data == -1 else config.data
-    if data * config.fsdp != len(devices):
-        raise ConfigError(
-            f"mesh.data: {config.data} x fsdp={config.fsdp} must use all {len(devices)} devices"
-        )
     auto = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, config.fsdp), _AXES, auto, devices=devices)
+    return jax.make_mesh(config.shape(len(devices)), _AXES, auto, devices=devices)
 
 
 def of_params(params: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:

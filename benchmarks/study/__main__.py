@@ -57,7 +57,8 @@ def main() -> None:
     for name in args.only:
         if name not in rows:
             rows[name] = measure(name, args.overrides)
-            print(record.write("study", list(rows.values()), args.out, base=base), flush=True)
+            record.write("study", list(rows.values()), today, base=base)
+            print(today, flush=True)
 
 
 def base_settings(overrides: list[str]) -> dict[str, Any]:

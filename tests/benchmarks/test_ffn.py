@@ -46,7 +46,8 @@ def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
             continue  # an optional baseline
         assert row["ms"] > 0 and row["error"] < 1e-2
         assert row["speedup"] == row["baseline_ms"] / row["ms"]
-    path = record.write("ffn", rows, tmp_path)
+    path = tmp_path / "ffn.json"
+    record.write("ffn", rows, path)
     stored = json.loads(path.read_text())
     assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
     lines = render.table(rows).splitlines()
@@ -67,3 +68,11 @@ def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
     rows = {row["implementation"]: row for row in ffn.measure(m=32, pattern="uniform", nnz=5)}
     assert rows["mosaic"]["failed"] == "RuntimeError: no such kernel"
     assert "speedup" in rows["xla"]
+
+
+def test_a_new_measurement_overwrites_none_of_the_same_day(tmp_path):
+    paths = []
+    for _ in range(3):
+        paths.append(record.new_path("ffn", tmp_path))
+        record.write("ffn", [], paths[-1])
+    assert len(set(paths)) == 3 and paths[0] == record.path_of_today("ffn", tmp_path)

@@ -16,6 +16,7 @@ def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
         assert len(row["errors"]) == matrices and max(row["errors"]) < 2e-2
         assert row["speedup"] == row["baseline_ms"] / row["ms"]
         assert row["peak_bytes"] > 0 and row["kept_bytes"] >= 2 * 2 * 64 * 256
-    stored = json.loads(record.write("gradients", rows, tmp_path).read_text())
+    record.write("gradients", rows, tmp_path / "gradients.json")
+    stored = json.loads((tmp_path / "gradients.json").read_text())
     lines = render.gradient_table(stored["rows"]).splitlines()
     assert len(lines) == 2 + 4 and lines[-1].startswith("| uniform | no |")

@@ -75,3 +75,10 @@ def test_the_estimate_is_that_of_the_hardware(small):
     assert found["estimate_ms"] == max(cost.seconds.values()) * 1e3
     assert found["estimate_collective_bytes"] == cost.fsdp > 0
     assert training.expected(config, 4, "cpu") == {}
+
+
+def test_only_shapes_with_a_known_pattern(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["training", "configs/tiny.yaml"])
+    with pytest.raises(SystemExit):
+        training.main()
+    assert "config: must be of 0p5b, 1b, 1p5b, 2b, got tiny" in capsys.readouterr().err

@@ -225,15 +225,19 @@ def test_processes_continue_from_what_all_can_read(workspace, uninterrupted, tmp
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("address", "count", "index", "message"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID must be numbers"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "must be below JAX_NUM_PROCESSES=2"),
+        ("localhost:1", "2", None, "JAX_PROCESS_ID must be numbers"),
+        ("localhost:1", "2", "2", "must be below JAX_NUM_PROCESSES=2"),
+        (None, "2", "1", "need JAX_COORDINATOR_ADDRESS"),
+        (None, None, "1", "need JAX_COORDINATOR_ADDRESS"),
     ],
 )
-def test_a_wrong_launch_is_one_line(monkeypatch, variables, message):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_a_wrong_launch_is_one_line(monkeypatch, address, count, index, message):
+    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+    for name, value in zip(names, (address, count, index), strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
     with pytest.raises(config.ConfigError, match=message):
         distributed.initialize(10)

@@ -145,6 +145,9 @@ def test_a_broken_newest_step_is_set_aside(directory, damage, caplog):
     assert_is_step(restored, 3)
     assert "step 6" in caplog.text
     assert contents(directory / "6") == broken  # who only reads changes nothing
+    with Checkpoints(directory, keep=3) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        assert checkpoints.newest_before(8) == directory / "3"
     # Who goes on can save the step again; the broken one is kept beside it.
     continue_to(directory, 6)
     assert contents(directory / "6.broken") == broken

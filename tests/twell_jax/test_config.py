@@ -91,6 +91,12 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
     assert "\n" not in message
 
 
+def test_sparse_gradients_are_chosen_or_given(path):
+    overrides = ["sparse_gradients_every=5", "model.ffn_implementation=mosaic"]
+    with pytest.raises(ConfigError, match=r"^sparse_gradients_every: .* xla or null, got mosaic"):
+        config.load(path, overrides)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

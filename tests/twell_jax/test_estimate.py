@@ -62,6 +62,14 @@ def test_accumulation_repeats_what_goes_over_fsdp_alone():
     assert (twice.fsdp, twice.data) == (2 * once.fsdp, once.data)
 
 
-def test_a_mesh_that_does_not_divide_is_an_error():
-    with pytest.raises(ConfigError, match=r"mesh.fsdp: 8 does not divide 12 devices"):
-        estimate.step(config.load(FILE, ["mesh.fsdp=8"]), 12)
+@pytest.mark.parametrize(
+    ("data", "devices", "message"),
+    [
+        (-1, 12, r"mesh.fsdp: 8 does not divide 12 devices"),
+        (-1, 0, r"mesh.fsdp: 8 does not divide 0 devices"),
+        (4, 64, r"mesh.data: 4 x fsdp=8 must use all 64 devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_an_error(data, devices, message):
+    with pytest.raises(ConfigError, match=message):
+        estimate.step(config.load(FILE, ["mesh.fsdp=8", f"mesh.data={data}"]), devices)

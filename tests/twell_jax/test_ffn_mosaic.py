@@ -198,6 +198,8 @@ def test_by_default_the_kernels_serve_where_they_win():
         assert kernels(sparse_ffn, *draw(1024, 512, 1408), platform="cpu") == 0
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA A100-SXM4-80GB")):
         assert default(1024) == 0
+    with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA H20")):
+        assert default(1024) > 0
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA H200", devices=4)):
         assert default(1024) == 0 and default(4096) > 0
 

@@ -150,6 +150,9 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, monkeypatc
     )
     several = continued(paths.directory, "def ", "class")
     assert several.out.startswith("def ") and "\n---\nclass" in several.out
+    prompts = ["--prompt", "a", "--prompt", "b"]
+    nothing = run(generation.main, str(paths.directory), *prompts, "--max-tokens", "0")
+    assert nothing.out == "a\n---\nb\n" and not nothing.err
     assert continued(paths.directory, "").out  # continues the end of a text
 
     exported = paths.directory / "exported"

@@ -94,6 +94,11 @@ def _fingerprint(tokenizer: Tokenizer, train: Windows, sample: np.ndarray) -> st
 
 def _windows(stream: TokenStream, split: str, config: Config) -> Windows:
     windows = Windows(stream, config.model.context, config.model.vocab_size)
+    if not len(windows) and split == "held-out" and config.data.held_out_paths:
+        raise ConfigError(
+            f"data.held_out_paths: has {len(stream)} tokens, of which model.context + 1 = "
+            f"{config.model.context + 1} are needed"
+        )
     if not len(windows):
         raise ConfigError(
             f"data.held_out_fraction: at {config.data.held_out_fraction} the {split} split has "

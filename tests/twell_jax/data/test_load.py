@@ -129,6 +129,14 @@ def test_tokens_with_held_out_shards(make_config, tmp_path):
     assert loaded.unigram_cross_entropy == pytest.approx(np.log(300 + 6 * CONTEXT))
 
 
+def test_held_out_shards_must_hold_a_window(make_config, tmp_path):
+    settings = save_shards(tmp_path, np.full(100, 1, np.uint32))
+    np.save(tmp_path / "held_out.npy", np.full(CONTEXT, 2, np.uint16))
+    settings["held_out_paths"] = [str(tmp_path / "held_out.npy")]
+    with pytest.raises(ConfigError, match=rf"^data\.held_out_paths: has {CONTEXT} tokens"):
+        data.load(make_config(settings))
+
+
 def test_tokens_beyond_the_vocabulary(make_config, tmp_path):
     settings = save_shards(tmp_path, np.full(1000, 300, np.uint16))
     with pytest.raises(ConfigError, match=r"^model\.vocab_size: .* token 300"):
