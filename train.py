@@ -19,13 +19,15 @@ from twell_jax import config as config_lib
 from twell_jax import data, display, distributed, metrics, sharding
 from twell_jax.checkpoint import CheckpointError, Checkpoints
 from twell_jax.choice import Choice
-from twell_jax.config import Config, ConfigError
+from twell_jax.config import AnotherRun, Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.ffn import CannotServe
 from twell_jax.optimizer import l1_coefficient
 from twell_jax.plots import plot_run
 from twell_jax.run import RunPaths, initial_params, lock_run, open_run
 from twell_jax.training import Trainer, make_trainer
+
+CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
 
 
 def main() -> None:
@@ -43,7 +45,9 @@ def main() -> None:
             first = jax.process_index() == 0
             with lock_run(config.run_dir) if first else contextlib.nullcontext():
                 train(config)
-    except (ConfigError, CheckpointError, CannotServe, metrics.NonFiniteLoss, OSError) as error:
+    except (AnotherRun, CheckpointError) as error:
+        distributed.fail(f"error: {error}", CANNOT_CONTINUE)
+    except (ConfigError, CannotServe, metrics.NonFiniteLoss, OSError) as error:
         distributed.fail(f"error: {error}")
     except Exception:
         if not jax.distributed.is_initialized():
@@ -87,7 +91,7 @@ def train(config: Config) -> None:
         else:
             state, position = restored
             if position["corpus"] != corpus.fingerprint:
-                raise ConfigError(
+                raise AnotherRun(
                     f"data: the training text is not that of the run in {paths.directory}; "
                     "restore the old files, or choose another run_dir"
                 )

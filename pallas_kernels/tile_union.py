@@ -62,13 +62,14 @@ def check_columns(name: str, dense: jax.Array) -> None:
     """Raises ValueError unless `dense` is a matrix that has tile unions."""
     if (
         dense.ndim != 2
+        or not dense.shape[0]
         or dense.dtype not in DTYPES
         or dense.shape[1] % CHUNK
         or not 0 < dense.shape[1] <= MAX_COLUMNS
     ):
         raise ValueError(
-            f"{name} must be a bfloat16 or float16 [M, H] with H a multiple of {CHUNK} up to "
-            f"{MAX_COLUMNS}, got {dense.dtype} {list(dense.shape)}"
+            f"{name} must be a bfloat16 or float16 [M, H] with M > 0 and H a multiple of "
+            f"{CHUNK} up to {MAX_COLUMNS}, got {dense.dtype} {list(dense.shape)}"
         )
 
 

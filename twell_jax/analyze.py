@@ -15,7 +15,7 @@ from rich.table import Table
 
 from twell_jax import config as config_lib
 from twell_jax import data, display
-from twell_jax.checkpoint import CheckpointError
+from twell_jax.checkpoint import CheckpointError, Checkpoints
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.plots import plot_activity
@@ -37,12 +37,16 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
       CheckpointError: no checkpoint is whole.
     """
     config, tokenizer, model = load_run(run_dir)
+    paths = RunPaths(run_dir)
     if sequences is not None:
         config = config_lib.from_dict(config.model_dump() | {"eval_sequences": sequences})
     corpus = data.load(config)
-    if corpus.tokenizer.to_json() != tokenizer.to_json():
+    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+        trained_on = checkpoints.restore_position()["corpus"]
+    if corpus.fingerprint != trained_on:
         raise ConfigError(
-            f"data: its tokenizer is not that of the run in {run_dir}; restore the old files"
+            f"data: the text is not that of the run in {run_dir}, and what is held out now may "
+            "have been trained on; restore the old files"
         )
     document_end = tokenizer.eot_id if config.data.mask_documents else None
     activity = measure_activity(
@@ -54,7 +58,6 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
         speedup = None
         console.out(f"speed-up not measured: {error}", highlight=False)
     summary = summarise(activity) | {"speedup": speedup and speedup.summarise()}
-    paths = RunPaths(run_dir)
     write_atomically(paths.analysis, json.dumps(summary) + "\n")
     for table in tables(summary):
         console.print(table)

@@ -88,6 +88,11 @@ class Checkpoints:
             )
         return restored and restored["params"]
 
+    def restore_position(self) -> dict[str, Any] | None:
+        """As `restore`, but the position in the data alone."""
+        with _reader(ocp.JsonCheckpointHandler()) as reader:
+            return self._newest(lambda step: reader.restore(self.directory / str(step) / "data"))
+
     def _newest(self, read: Callable[[int], Any]) -> Any:
         """What `read` makes of the newest step that all processes can read; None without steps.
 

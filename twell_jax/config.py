@@ -25,6 +25,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the key and what is allowed."""
 
 
+class AnotherRun(ConfigError):
+    """The run in `run_dir` was started with other settings or text."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

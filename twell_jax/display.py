@@ -86,8 +86,9 @@ def _kind_of_gradients(sparse: bool | float) -> str:
 
 def verdict(held_out_ce: float, unigram_ce: float) -> str:
     """The held-out cross-entropy beside that of a model that only knows token frequencies."""
+    perplexity = math.exp(held_out_ce) if held_out_ce < 700 else math.inf  # float64 ends there
     return (
-        f"held-out CE {held_out_ce:.3f} nats/token (perplexity {math.exp(held_out_ce):.2f}); "
+        f"held-out CE {held_out_ce:.3f} nats/token (perplexity {perplexity:.2f}); "
         f"unigram baseline {unigram_ce:.3f}"
     )
 

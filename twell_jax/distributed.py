@@ -66,9 +66,10 @@ def stop_request() -> Callable[[int], bool]:
     return lambda step: stop.is_set()
 
 
-def fail(message: str) -> NoReturn:
-    """Ends this process with status 1 and a message; the others notice and end too."""
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Ends this process with a message; the others notice and end too."""
     if not jax.distributed.is_initialized():
-        sys.exit(message)
+        print(message, file=sys.stderr)
+        sys.exit(status)
     print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
-    os._exit(1)  # an orderly exit would wait for processes that wait for this one
+    os._exit(status)  # an orderly exit would wait for processes that wait for this one

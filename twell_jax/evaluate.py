@@ -15,15 +15,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import lm_eval
 import numpy as np
 import optax
 from flax import nnx
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+try:
+    import lm_eval
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ModuleNotFoundError as error:
+    needs = "twell_jax.evaluate needs lm-evaluation-harness: pip install 'twell-jax[eval]'"
+    raise ModuleNotFoundError(f"{needs} ({error})", name=error.name) from None
 
 from twell_jax import language_model
 from twell_jax.checkpoint import CheckpointError
@@ -72,7 +77,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_
     ) -> list[tuple[float, bool]]:
-        rows = [(context + target, len(target)) for _, context, target in requests]
+        # A context of spaces alone is empty here: the harness counts them with what follows.
+        before = [self.prefix_token_id]
+        rows = [((context or before) + target, len(target)) for _, context, target in requests]
         if (longest := max((count for _, count in rows), default=0)) > self.max_length:
             raise ValueError(f"a continuation has more than {self.max_length} tokens: {longest}")
         # The last token of a row is only predicted.
@@ -127,8 +134,10 @@ class HarnessModel(TemplateLM):
 
     def _continue(self, contexts: list[str], options: dict) -> list[str]:
         options = dict(normalize_gen_kwargs(options))
-        until, max_tokens = options.pop("until"), options.pop("max_gen_toks")
-        del options["do_sample"]  # normalised: temperature is 0 without it
+        until = [stop for stop in options.pop("until") if stop]
+        max_tokens = options.pop("max_gen_toks")
+        if not options.pop("do_sample"):
+            options["temperature"] = 0.0
         if unknown := options.keys() - set(_KNOBS):
             raise ValueError(f"generation_kwargs: cannot serve {', '.join(sorted(unknown))}")
         room = self.max_length - max_tokens
@@ -166,8 +175,7 @@ def _score(graph, params, tokens, scored):
 
 def _before(text: str, until: Sequence[str]) -> str:
     for stop in until:
-        if stop:
-            text = text.split(stop)[0]
+        text = text.split(stop)[0]
     return text
 
 
@@ -184,6 +192,8 @@ def main() -> None:
     parser.add_argument("--implementation", choices=("xla", "mosaic"), help="of the FFN")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args()
+    if args.out and not args.out.parent.is_dir():
+        parser.error(f"--out: there is no directory {args.out.parent}")
     try:
         lm = language_model.load(args.directory, args.implementation)
     except (CheckpointError, ValueError, OSError) as error:

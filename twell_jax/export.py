@@ -17,6 +17,8 @@ def main() -> None:
     )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a file, in 1e9 B")
     args = parser.parse_args()
+    if not 0 < args.max_shard_gb < float("inf"):
+        parser.error(f"--max-shard-gb: must be a positive number, got {args.max_shard_gb}")
     try:
         _, tokenizer, model = load_run(args.run_dir)
         save_pretrained(

@@ -95,7 +95,7 @@ class TileUnions:
 def pack_unions(dense: jax.Array) -> TileUnions:
     """Describes `dense: [M, H]`, bfloat16 or float16, H a multiple of 128 up to 65536.
 
-    An entry is stored unless its 16 bits are all zero. Every matrix fits.
+    An entry is stored unless its 16 bits are all zero. Every matrix that has rows fits.
 
     Raises:
       ValueError: for another dtype or shape.

@@ -49,8 +49,10 @@ def generate(
       all have.
 
     Raises:
-      ValueError: there is no prompt, an empty one, or max_tokens < 0.
+      ValueError: there is no prompt, an empty one, max_tokens < 0, or a seed beyond 32 bits.
     """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
     if not len(prompts) or not all(map(len, prompts)) or max_tokens < 0:
         raise ValueError(
             "there must be a prompt, each must have a token, and max_tokens must be at least 0, "

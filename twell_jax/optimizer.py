@@ -35,12 +35,12 @@ def l1_coefficient(config: Config, step: int) -> float:
       step: steps taken before.
     """
     start, end = config.l1_warmup
-    if end == 0:
+    if step >= end:
         return config.l1_coefficient
     if stages := config.l1_stages:
         rises = [start + round(i * (end - start) / stages) for i in range(stages)]
         return config.l1_coefficient * sum(step >= rise for rise in rises) / stages
-    return config.l1_coefficient * min(max(step - start, 0) / max(end - start, 1), 1.0)
+    return config.l1_coefficient * max(step - start, 0) / max(end - start, 1)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -89,9 +89,14 @@ def fires_removed(
 
     Returns:
       bool [layers, n, T].
+
+    Raises:
+      ValueError: there are no sequences.
     """
     removed = np.ones((model.config.layers, model.config.d_ff), bool)
     np.put_along_axis(removed, report.neurons, False, axis=1)
+    if not len(sequences):
+        raise ValueError("sequences: there are none")
     patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
     return np.concatenate(
         [jnp.any(fired & removed[:, None, None], axis=-1) for _, fired in patterns], axis=1

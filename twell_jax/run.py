@@ -12,7 +12,7 @@ from flax import nnx
 from twell_jax import config as config_lib
 from twell_jax import sharding
 from twell_jax.checkpoint import Checkpoints
-from twell_jax.config import Config, ConfigError, MeshConfig
+from twell_jax.config import AnotherRun, Config, ConfigError, MeshConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.model import Transformer, graphdef
@@ -67,8 +67,9 @@ def open_run(config: Config) -> RunPaths:
     A run that has no checkpoint yet starts anew, with any settings.
 
     Raises:
-      ConfigError: the directory holds something else, or a run whose settings differ in a way that
-        would change its result; the message names the first such key.
+      ConfigError: the directory holds something else.
+      AnotherRun: it holds a run whose settings differ in a way that would change its result; the
+        message names the first such key.
     """
     paths = RunPaths(config.run_dir)
     started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
@@ -76,7 +77,7 @@ def open_run(config: Config) -> RunPaths:
         before = load_config(paths.directory)
         differences = _differences(before.model_dump(), config.model_dump()) if started else ()
         for key, old, new in differences:
-            raise ConfigError(
+            raise AnotherRun(
                 f"{key}: the run in {paths.directory} was started with {old!r}, now {new!r}; "
                 "choose another run_dir, or the old value to continue it"
             )

@@ -47,7 +47,7 @@ def run(tmp_path_factory):
     with jax.set_mesh(mesh), Checkpoints(paths.checkpoints, keep=1) as checkpoints:
         trainer = make_trainer(config, corpus.tokenizer.eot_id, mesh)
         state = trainer.init()
-        checkpoints.save(0, state, {})
+        checkpoints.save(0, state, {"corpus": corpus.fingerprint})
         held_out_ce = trainer.evaluate(state.params, corpus.held_out)
     return paths, held_out_ce
 
@@ -122,9 +122,12 @@ def test_what_cannot_be_analysed_is_one_clear_line(run, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"error: run_dir: .* is not the directory of a run"):
         run_main(monkeypatch, tmp_path)
     paths, _ = run
-    other = tokenizers.train_bpe(["some other text " * 20], 260)
-    before = paths.tokenizer.read_text()
-    tokenizers.save(other, paths.tokenizer)
-    with pytest.raises(SystemExit, match="error: data: its tokenizer is not that of the run"):
-        run_main(monkeypatch, paths.directory)
-    paths.tokenizer.write_text(before)
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"another corpus {i} " * 20)
+    config = paths.config.read_text()
+    paths.config.write_text(config.replace(str(paths.directory.parent / "*.txt"), f"{tmp_path}/*"))
+    try:
+        with pytest.raises(SystemExit, match="error: data: the text is not that of the run"):
+            run_main(monkeypatch, paths.directory)
+    finally:
+        paths.config.write_text(config)

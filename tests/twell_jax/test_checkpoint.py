@@ -84,6 +84,11 @@ def test_newest_step_is_restored_to_the_bit(directory):
     assert_is_step(restore(directory), 6)
 
 
+def test_the_position_alone(directory):
+    with Checkpoints(directory, keep=3) as checkpoints:
+        assert checkpoints.restore_position() == {"next_index": 6}
+
+
 def test_no_checkpoints_yet(tmp_path):
     assert restore(tmp_path / "new") is None
 

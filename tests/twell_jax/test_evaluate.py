@@ -99,12 +99,13 @@ def log_probabilities(lm, ids):
 
 
 def test_loglikelihood(lm):
-    pairs = [("ab c", " de"), ("", "xyz"), ("spaces ", "q"), ("long " * 40, "end")]
+    pairs = [("ab c", " de"), ("", "xyz"), ("spaces ", "q"), (" ", "q"), ("long " * 40, "end")]
     found = HarnessModel(lm, batch=3).loglikelihood(
         instances("loglikelihood", *pairs), disable_tqdm=True
     )
     for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
-        ids = list((context + continuation).encode()) if context else [256, *b"xyz"]
+        ids = list((context + continuation).encode())
+        ids = ids if context.strip() else [256, *ids]
         count = len(continuation) + context.endswith(" ")  # the space counts with what follows
         ids = ids[-(CONTEXT + 1) :]
         logp = log_probabilities(lm, ids[:-1])[-count:]
@@ -144,7 +145,7 @@ def test_generation_ends_before_a_stop_text(lm):
         return HarnessModel(lm, batch=2).generate_until(requests)
 
     free = run()
-    assert free == run()
+    assert free == run(do_sample=False) == run(until=[""])  # the most likely tokens
     stop = max(free, key=len)[-1]
     assert run(until=[stop]) == [text.split(stop)[0] for text in free]
     assert run(do_sample=True, temperature=5.0) != free

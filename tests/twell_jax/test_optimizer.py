@@ -29,6 +29,14 @@ def test_l1_rises_in_stages():
     assert weights == 10 * [0.0] + 10 * [0.5] + 10 * [1.0] + 10 * [1.5] + 30 * [2.0]
 
 
+@pytest.mark.parametrize(
+    ("warmup", "expected"),
+    [([0, 0], [2, 2, 2, 2, 2]), ([1, 3], [0, 0, 1, 2, 2]), ([2, 2], [0, 0, 2, 2, 2])],
+)
+def test_l1_rises_linearly(warmup, expected):
+    assert l1_weights(warmup, range(5)) == expected
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_warm_up_is_linear_from_zero(schedule):
     values = rates(100, lr=2.0, warmup_steps=20, schedule=schedule)

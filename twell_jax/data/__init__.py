@@ -94,15 +94,15 @@ def _fingerprint(tokenizer: Tokenizer, train: Windows, sample: np.ndarray) -> st
 
 def _windows(stream: TokenStream, split: str, config: Config) -> Windows:
     windows = Windows(stream, config.model.context, config.model.vocab_size)
-    if not len(windows) and split == "held-out" and config.data.held_out_paths:
-        raise ConfigError(
-            f"data.held_out_paths: has {len(stream)} tokens, of which model.context + 1 = "
-            f"{config.model.context + 1} are needed"
-        )
     if not len(windows):
+        where = f"data.held_out_fraction: at {config.data.held_out_fraction} the {split} split has"
+        advice = "; documents are held out whole, so more or other documents may be needed"
+        if config.data.source == "tokens":
+            advice = ""
+            if config.data.held_out_paths:
+                where = f"data.{'held_out_paths' if split == 'held-out' else 'paths'}: there are"
         raise ConfigError(
-            f"data.held_out_fraction: at {config.data.held_out_fraction} the {split} split has "
-            f"{len(stream)} tokens, of which model.context + 1 = {config.model.context + 1} are "
-            "needed; documents are held out whole, so more or other documents may be needed"
+            f"{where} {len(stream)} tokens, of which model.context + 1 = "
+            f"{config.model.context + 1} are needed{advice}"
         )
     return windows

@@ -38,6 +38,8 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
             array = np.load(path, mmap_mode="r")
         except (ValueError, OSError, EOFError) as error:
             raise ConfigError(f"{key}: {path}: not a readable .npy file ({error})") from None
+        if not isinstance(array, np.ndarray):
+            raise ConfigError(f"{key}: {path}: must be a .npy file of one array, not .npz")
         if array.dtype not in (np.uint16, np.uint32) or array.ndim != 1:
             raise ConfigError(
                 f"{key}: {path}: tokens must be a 1-D array of uint16 or uint32, "

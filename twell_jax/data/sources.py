@@ -47,14 +47,15 @@ def text_files(data: DataConfig) -> list[Path]:
 
 
 def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
-    """Files that match the globs (`**` descends into directories), sorted, each once.
+    """Files of these names or that match the globs (`**` descends), sorted, each once.
 
     Raises:
       ConfigError: under the name `key`, if a pattern matches no file.
     """
     found = set()
     for pattern in patterns:
-        matches = [path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()]
+        names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+        matches = [path for path in map(Path, names) if path.is_file()]
         if not matches:
             raise ConfigError(
                 f"{key}: {pattern!r} matches no file (all files of a directory: 'directory/**/*')"
@@ -161,9 +162,10 @@ class StreamedDocuments(Iterator[str]):
         return self._position
 
     def __next__(self) -> str:
-        row = next(self._rows)
-        self._position = self._dataset.state_dict()
         try:
+            row = next(self._rows)
+            self._position = self._dataset.state_dict()
             return _text_of(row, self._data.text_field)
-        except ValueError as error:
-            raise ConfigError(f"data.name: {self._data.name}: {error}") from None
+        except (ValueError, OSError) as error:
+            message = " ".join(str(error).split())
+            raise ConfigError(f"data.name: {self._data.name}: {message}") from None

@@ -133,10 +133,11 @@ def named(name: str) -> Tokenizer:
             f"data.tokenizer: {name!r} is not byte, bpe, a path to a tokenizer.json or a "
             f"Hugging Face name that can be fetched ({' '.join(str(error).split())})"
         ) from None
+    # Some vocabularies have another model's end of text as an ordinary token.
+    found = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
     for token in END_OF_TEXT:
-        if backend.token_to_id(token) is not None:
+        if token in found:
             return SubwordTokenizer(backend, token)
-    found = [token.content for token in backend.get_added_tokens_decoder().values()]
     raise ConfigError(
         f"data.tokenizer: {name!r} has no end-of-text token (one of {', '.join(END_OF_TEXT)}); "
         f"its special tokens are: {', '.join(found) or 'none'}"

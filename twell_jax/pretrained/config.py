@@ -32,7 +32,6 @@ _DTYPES = ("bfloat16", "float32")
 _FIXED = {
     "mlp_bias": False,
     "use_sliding_window": False,
-    "rope_scaling": None,
     "quantization_config": None,
     "pretraining_tp": 1,
 }
@@ -170,11 +169,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _rope_theta(path, tree):
-    # transformers 5 writes rope_parameters, earlier versions rope_theta.
-    rope = tree.get("rope_parameters") or {}
-    for key, value in {"rope_type": "default", "partial_rotary_factor": 1.0}.items():
-        if rope.get(key, value) != value:
-            raise _unsupported(path, f"rope_parameters.{key}", rope[key], [value])
+    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling, in which
+    # the earliest called the type "type".
+    fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = tree.get(name) or {}
+        for key, value in fixed.items():
+            if rope.get(key, value) != value:
+                raise _unsupported(path, f"{name}.{key}", rope[key], [value])
     return rope.get("rope_theta") or tree.get("rope_theta") or _ROPE_THETA
 
 

@@ -24,8 +24,8 @@ def load(directory: Path) -> SubwordTokenizer:
     except Exception as error:  # the library raises nothing more precise
         raise PretrainedError(f"{path}: cannot be read ({error})") from None
     ids = config.stop_ids(directory) or map(backend.token_to_id, END_OF_TEXT)
-    known = [backend.id_to_token(i) for i in ids if i is not None]
-    if not known or known[0] is None:
+    known = [t for i in ids if i is not None and (t := backend.id_to_token(i)) is not None]
+    if not known:
         raise PretrainedError(
             f"{directory}: config.json names no eos_token_id that is in the vocabulary, and none "
             f"of {', '.join(END_OF_TEXT)} is"

@@ -28,6 +28,7 @@ from twell_jax.pretrained.config import PretrainedError, read_json
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16")
+_DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 
 # Ours to theirs, and whether one is the transpose of the other.
 _NAMES = {
@@ -80,6 +81,8 @@ def load(
     layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
     with contextlib.ExitStack() as stack:
         tensors = _open(directory, stack)
+        if config.tie_embeddings:  # then the head is the embedding, whatever the file has
+            tensors.pop("lm_head.weight", None)
         _check(directory, tensors, layouts.values())
 
         def read(path, leaf, placement):
@@ -145,7 +148,10 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     if (directory / _FILE).exists():
         files = [_FILE]
     elif (directory / _INDEX).exists():
-        files = sorted(set(read_json(directory / _INDEX)["weight_map"].values()))
+        places = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise PretrainedError(f"{directory / _INDEX}: has no weight_map")
+        files = sorted(set(places.values()))
     else:
         raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")
     tensors = {}
@@ -154,7 +160,11 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             opened = stack.enter_context(safetensors.safe_open(directory / file, "np"))
         except (OSError, safetensors.SafetensorError) as error:
             raise PretrainedError(f"{directory / file}: cannot be read ({error})") from None
-        tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        tensors |= {
+            name: opened.get_slice(name)
+            for name in opened.keys()  # noqa: SIM118
+            if not name.endswith(_DERIVED)
+        }
     return tensors
 
 

@@ -133,8 +133,11 @@ def test_held_out_shards_must_hold_a_window(make_config, tmp_path):
     settings = save_shards(tmp_path, np.full(100, 1, np.uint32))
     np.save(tmp_path / "held_out.npy", np.full(CONTEXT, 2, np.uint16))
     settings["held_out_paths"] = [str(tmp_path / "held_out.npy")]
-    with pytest.raises(ConfigError, match=rf"^data\.held_out_paths: has {CONTEXT} tokens"):
+    with pytest.raises(ConfigError, match=rf"^data\.held_out_paths: there are {CONTEXT} tokens"):
         data.load(make_config(settings))
+    settings["held_out_paths"] = []
+    with pytest.raises(ConfigError, match=r"^data\.held_out_fraction: .* are needed$"):
+        data.load(make_config(settings | {"held_out_fraction": 1e-9}))
 
 
 def test_tokens_beyond_the_vocabulary(make_config, tmp_path):

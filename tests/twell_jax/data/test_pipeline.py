@@ -1,3 +1,4 @@
+import io
 import itertools
 import json
 
@@ -109,6 +110,12 @@ def test_shards_are_written_and_read_in_order(tmp_path, monkeypatch):
     np.testing.assert_array_equal(stream.read(9, 24), np.arange(9, 24))
 
 
+def npz():
+    file = io.BytesIO()
+    np.savez(file, tokens=np.zeros(9, np.uint16))
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("array", "message"),
     [
@@ -117,6 +124,7 @@ def test_shards_are_written_and_read_in_order(tmp_path, monkeypatch):
         (np.zeros(4, np.float32), "1-D float32"),
         (b"no array at all", "not a readable .npy file"),
         (b"", "not a readable .npy file"),
+        (npz(), "one array, not .npz"),
     ],
 )
 def test_bad_shards_are_named(tmp_path, array, message):

@@ -29,6 +29,12 @@ def test_python_files_follow_their_declared_encoding(tmp_path):
     assert list(sources.texts([declared, broken], STDLIB)) == ["# coding: latin-1\n# é", "# �"]
 
 
+def test_a_file_may_have_the_name_of_a_glob(tmp_path):
+    path = tmp_path / "notes [2023].txt"
+    path.write_text("x")
+    assert sources.expand([str(path)], key="data.paths") == [path]
+
+
 def test_overlapping_globs_give_each_file_once(tmp_path):
     (tmp_path / "sub").mkdir()
     paths = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "sub" / "c.txt"]

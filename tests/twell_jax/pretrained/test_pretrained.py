@@ -135,8 +135,30 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(saved):
     assert (config.rope_theta, config.norm_eps, config.context) == (1e4, 1e-6, 2048)
     assert (config.num_kv_heads, config.head_dim) == (4, 4)
     assert (config.dtype, config.activation) == ("float32", "silu")
+    change_config(directory, rope_scaling={"rope_type": "default"})
+    assert from_pretrained(directory).config.rope_theta == 1e4
     change_config(directory, rope_parameters={"rope_type": "default", "rope_theta": 7e5})
     assert from_pretrained(directory).config.rope_theta == 7e5
+
+
+def test_tensors_that_say_nothing_new_are_passed_over(saved):
+    model, directory = saved
+
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+        if model.config.tie_embeddings:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    change_tensors(directory, change)
+    assert_same_parameters(from_pretrained(directory), model)
+
+
+def test_an_index_without_places(saved):
+    _, directory = saved
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(PretrainedError, match="has no weight_map"):
+        from_pretrained(directory)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +170,7 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(saved):
         ({"mlp_bias": True}, "mlp_bias=True .* False"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_att"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling="),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type='linear'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"torch_dtype": "float16"}, "dtype='float16'; name bfloat16 or float32"),
