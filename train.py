@@ -19,12 +19,12 @@ from twell_jax import config as config_lib
 from twell_jax import data, display, distributed, metrics, sharding
 from twell_jax.checkpoint import CheckpointError, Checkpoints
 from twell_jax.choice import Choice
-from twell_jax.config import AnotherRun, Config, ConfigError
+from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.ffn import CannotServe
 from twell_jax.optimizer import l1_coefficient
 from twell_jax.plots import plot_run
-from twell_jax.run import RunPaths, initial_params, lock_run, open_run
+from twell_jax.run import AnotherRun, RunPaths, initial_params, lock_run, open_run
 from twell_jax.training import Trainer, make_trainer
 
 CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read

@@ -25,10 +25,6 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the key and what is allowed."""
 
 
-class AnotherRun(ConfigError):
-    """The run in `run_dir` was started with other settings or text."""
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -185,9 +181,11 @@ class MeshConfig(_Section):
         """(data, fsdp) on so many devices.
 
         Raises:
-          ConfigError: if data * fsdp is not their number.
+          ConfigError: if data * fsdp is not their number, or there are none.
         """
-        if devices < 1 or devices % self.fsdp:
+        if devices < 1:
+            raise ConfigError(f"devices: there must be at least one, got {devices}")
+        if devices % self.fsdp:
             raise ConfigError(f"mesh.fsdp: {self.fsdp} does not divide {devices} devices")
         data = devices // self.fsdp if self.data == -1 else self.data
         if data * self.fsdp != devices:

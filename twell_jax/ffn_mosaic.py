@@ -60,8 +60,10 @@ def is_faster(
     for most_tokens, most_open in _FEW_TOKENS:
         if tokens <= most_tokens:
             return expected_nnz is None or expected_nnz <= most_open * len(w_down)
-    if tokens < _MANY_TOKENS or w_gate is not None:
-        return tokens >= _MANY_TOKENS
+    if tokens < _MANY_TOKENS:
+        return False
+    if w_gate is not None:
+        return True
     return expected_nnz is not None and expected_nnz <= _MOST_OPEN_WITHOUT_GATE * len(w_down)
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from twell_jax import config as config_lib
 from twell_jax import sharding
 from twell_jax.checkpoint import Checkpoints
-from twell_jax.config import AnotherRun, Config, ConfigError, MeshConfig
+from twell_jax.config import Config, ConfigError, MeshConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.model import Transformer, graphdef
@@ -31,6 +31,10 @@ _FREE_OF_PARAMS = {
 }  # fmt: skip
 
 _TEMPORARY = ".tmp"
+
+
+class AnotherRun(ConfigError):
+    """The run in `run_dir` was started with other settings or text."""
 
 
 class RunPaths:

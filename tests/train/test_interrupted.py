@@ -1,6 +1,8 @@
 """Runs that are killed, stopped or lose a process, and are started again."""
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import time
@@ -49,12 +51,13 @@ for point in points:
 
 # Runs train.py in a process that, if it is the second, cannot read the checkpoint of step argv[1].
 CANNOT_READ = """
-import os, runpy, sys
+import runpy, sys
+import jax
 import orbax.checkpoint as ocp
 step, *sys.argv = sys.argv[1:]
 restore = ocp.Checkpointer.restore
 def restore_or_fail(reader, directory, **kwargs):
-    if directory.name == step and os.environ["JAX_PROCESS_ID"] == "1":
+    if directory.name == step and jax.process_index() == 1:
         raise OSError("stale file handle")
     return restore(reader, directory, **kwargs)
 ocp.Checkpointer.restore = restore_or_fail
@@ -63,14 +66,15 @@ runpy.run_path("train.py", run_name="__main__")
 
 # Runs train.py in a process that, if it is the second, has its third batch argv[1] seconds late.
 STRAGGLE = """
-import os, runpy, sys, time
+import runpy, sys, time
+import jax
 from twell_jax.training import Trainer
 seconds, *sys.argv = sys.argv[1:]
 put_batch, calls = Trainer.put_batch, 0
 def put_late(trainer, tokens):
     global calls
     calls += 1
-    if calls == 3 and os.environ["JAX_PROCESS_ID"] == "1":
+    if calls == 3 and jax.process_index() == 1:
         time.sleep(float(seconds))
         print("late", file=sys.stderr)
     return put_batch(trainer, tokens)
@@ -144,20 +148,40 @@ def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
     assert_same_result(run_dir, workspace / "run")
 
 
-def start_two(workspace, *arguments, devices=2, **options):
+def by_hand(port, index):
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(index),
+    }
+
+
+def by_srun(port, index):
+    """What `srun -n 2` sets; JAX takes the port from the job's number, in the last 4096."""
+    return {
+        "SLURM_JOB_ID": str(port),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+    }
+
+
+def start_two(workspace, *arguments, devices=2, launched=by_hand, **options):
     """Two processes with so many devices each."""
     with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        for port in random.sample(range(2**16 - 2**12, 2**16), 100):
+            with contextlib.suppress(OSError):
+                free.bind(("localhost", port))
+                break
     return [
         start(
             workspace,
             *arguments,
             "micro_batch=1",
             JAX_NUM_CPU_DEVICES=str(devices),
-            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
-            JAX_NUM_PROCESSES="2",
-            JAX_PROCESS_ID=str(index),
+            **launched(port, index),
             **options,
         )
         for index in range(2)
@@ -214,7 +238,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
 def test_processes_continue_from_what_all_can_read(workspace, uninterrupted, tmp_path):
     run_dir = shutil.copytree(workspace / "run", tmp_path / "run")
     before = "-c", CANNOT_READ, str(STEPS), "train.py"
-    processes = start_two(workspace, f"run_dir={run_dir}", before=before)
+    processes = start_two(workspace, f"run_dir={run_dir}", before=before, launched=by_srun)
     first, second = map(finish, processes)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert f"continuing {run_dir} at step 50" in first.stdout

@@ -66,7 +66,7 @@ def test_accumulation_repeats_what_goes_over_fsdp_alone():
     ("data", "devices", "message"),
     [
         (-1, 12, r"mesh.fsdp: 8 does not divide 12 devices"),
-        (-1, 0, r"mesh.fsdp: 8 does not divide 0 devices"),
+        (-1, 0, r"devices: there must be at least one, got 0"),
         (4, 64, r"mesh.data: 4 x fsdp=8 must use all 64 devices"),
     ],
 )

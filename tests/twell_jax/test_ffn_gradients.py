@@ -42,7 +42,7 @@ def test_vmap_and_gradients_equal_the_dense_ones(twins, form):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_few_tokens_under_vmap_are_computed_densely_by_default(twins, gated):
+def test_the_default_for_few_tokens_under_vmap(twins, gated):
     models = [draw(5, 128, 256, gated=gated) for _ in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
     _, *weights = models[0]

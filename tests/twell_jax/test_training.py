@@ -130,6 +130,17 @@ def test_attention_sees_each_devices_share(fsdp, monkeypatch):
     assert set(seen) == {(2, ())}
 
 
+def test_layers_that_fall_back_cost_nothing():
+    trainer = trainer_on(1, 1)
+    operands = trainer.abstract_state, trainer.abstract_batch, L1
+    with jax.set_mesh(trainer.mesh):
+        dense, fallen_back = (
+            trainer.step_with(sparse).lower(*operands).as_text()
+            for sparse in (None, (False,) * trainer.abstract_state.idle_steps.shape[0])
+        )
+    assert fallen_back == dense
+
+
 def test_fsdp_splits_parameters_and_moments(batches):
     trainer = trainer_on(8, 8)
     state, _ = train(trainer, batches[:1])
