@@ -29,6 +29,7 @@ GOALS = [  # what the project's goals speak of
         for every in (0, 1024)
         for copies in (1, 2, 3)
     ),
+    {"m": 16384, "pattern": "padded"},
     *({"m": 16384, "pattern": "uniform", "nnz": nnz} for nnz in (29, 120, 1500)),
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
@@ -128,8 +129,9 @@ def measure(
 def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
     """x `[m, D]` and the weights of each layer; see `measure`."""
     key = jax.random.key(m + int(nnz))
-    if pattern == "recorded":
+    if pattern in ("recorded", "padded"):
         x, w_gate = patterns.recorded(key, m, D, DTYPE, superposed=superposed)
+        x = patterns.with_padding(x) if pattern == "padded" else x
     else:
         x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE, dead=dead)
     if heavy_every:

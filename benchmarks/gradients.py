@@ -28,6 +28,7 @@ CASES = [
     {"pattern": "skewed", "nnz": 29, "capacity": 0.375},
     {"pattern": "recorded"},
     {"pattern": "recorded", "heavy_every": 1024},
+    {"pattern": "padded"},
     *({"pattern": "skewed", "nnz": nnz} for nnz in (5, 120, 300)),
     *({"pattern": "uniform", "nnz": nnz} for nnz in (29, 120, 1500)),
     {"pattern": "skewed", "nnz": 29, "heavy_every": 1},

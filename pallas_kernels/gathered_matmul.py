@@ -19,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels import simt
+from pallas_kernels import job_queue, simt
 from pallas_kernels.gate_matmul import sm_count
 from pallas_kernels.gather import SCALAR
+from pallas_kernels.job_queue import JobQueue
 from pallas_kernels.simt import const
 
 CONSUMERS = 2
@@ -47,6 +48,7 @@ class Ring:
       b: SMEM, what TMA copies.
       loaded, free: barriers.
       indices: SMEM, int32 `[3, 64]`, of the rows of the next stages, if each stage has others.
+      first: step of the job's first stage.
     """
 
     a: jax.Ref
@@ -54,6 +56,7 @@ class Ring:
     loaded: jax.Ref
     free: jax.Ref
     indices: jax.Ref | None = None
+    first: jax.Array | int = 0
 
     def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
         """Fills a stage by `fill(a, b, loaded)`: `gather_rows`, and an arrival at `loaded` for each
@@ -113,23 +116,31 @@ class Ring:
 
         return lax.fori_loop(0, tokens_ref.shape[1] // STEP, put, step)
 
-    def close(self, step: jax.Array) -> None:
-        """Hands over the last stages and waits for all to be free again; `step` is their number."""
+    def finish(self, step: jax.Array) -> None:
+        """Hands over the job's last stages, before the first of the next, `step`."""
         _await_rows(lag=0)
         for lag in range(_LAG, 0, -1):
             self._hand_over(step - lag)
+
+    def close(self, step: jax.Array) -> None:
+        """Waits for all stages to be free again; `step` is their number."""
         for s in range(_STAGES):
             plgpu.barrier_wait(self.free.at[_stage(step + s)])
 
     def _hand_over(self, step):
         s = _stage(jnp.maximum(step, 0))
-        plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= 0)
+        plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= self.first)
 
     def take(self, step: jax.Array):
         """`(a, b)` of a stage, by a consumer, when it is loaded."""
         s = _stage(step)
         plgpu.barrier_wait(self.loaded.at[s])
         return self.a.at[s], self.b.at[s]
+
+    def open(self) -> None:
+        """By both consumers, at first."""
+        for s in range(_STAGES):
+            self.release(jnp.int32(s))
 
     def release(self, step: jax.Array, predicate: jax.Array | None = None) -> None:
         """Gives a stage back; both consumers must."""
@@ -143,24 +154,48 @@ class Ring:
         wgmma: Callable[..., None],
         *,
         columns: int = 4 * ROWS,
+        is_needed: jax.Array | bool = True,
     ) -> jax.Array:
-        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, columns]`."""
+        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, columns]`.
+
+        If it is not needed the stages are given back as they come, and all is 0.
+        """
+        used = jnp.where(is_needed, steps, 0)
 
         def accumulate(acc):
-            @pl.loop(0, steps)
+            @pl.loop(0, used)
             def _(k):
                 wgmma(acc, *self.take(step + k))
                 plgpu.wgmma_wait(1)
                 self.release(step + k - 1, predicate=k > 0)
 
             plgpu.wgmma_wait(0)
-            self.release(step + steps - 1, predicate=steps > 0)
+            self.release(step + used - 1, predicate=used > 0)
             return acc[...]
+
+        @pl.loop(used, steps)
+        def _(k):
+            self.take(step + k)
+            self.release(step + k)
 
         return pl.run_scoped(accumulate, plgpu.ACC((ROWS, columns), jnp.float32))
 
+    def multiply_product(self, step, steps, warpgroup, limit):
+        """This consumer's 64 rows of what `put_product` has put, float32 `[64, 256]`.
+
+        If `limit` leaves it none the tensor cores are the other consumer's.
+        """
+        mine = pl.ds(warpgroup * ROWS, ROWS)
+        return self.multiply(
+            step,
+            steps,
+            lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+            is_needed=limit > warpgroup * ROWS,
+        )
+
 
 def gathered_matmul(
+    describe: Callable[..., tuple[jax.Array, ...]],
     produce: Callable[..., jax.Array],
     consume: Callable[..., jax.Array],
     *operands: jax.Array,
@@ -173,10 +208,14 @@ def gathered_matmul(
 ):
     """Runs `jobs(*refs)` jobs, each a product for either consumer, on all SMs.
 
+    An SM that is free takes the next job.
+
     Args:
-      produce: called by the producer as `produce(i, ring, step, *refs)` for the i-th job; `refs`
-        are the operands and outputs in GMEM, `step` is the ring's next. Returns the next after it.
-      consume: called by both consumers as `consume(i, ring, step, warpgroup, buffers, *refs)`;
+      describe: `describe(i, *refs)` says what the i-th job is, in four int32, of which the first is
+        not negative; `refs` are the operands and outputs in GMEM.
+      produce: called by the producer as `produce(job, ring, step, *refs)`, the job as described;
+        `step` is the ring's next. Returns the next after it.
+      consume: called by both consumers as `consume(job, ring, step, warpgroup, buffers, *refs)`;
         `buffers` are for `write`. Returns the same step as `produce`.
       *operands: arrays; the last one's dtype is that of the stages.
       jobs: their number, int32.
@@ -188,7 +227,7 @@ def gathered_matmul(
     dtype = operands[-1].dtype
     indices = {"indices": plgpu.SMEM((_AHEAD, STEP), jnp.int32)} if a_shape[0] == STEP else {}
     kernel = plgpu.kernel(
-        functools.partial(_kernel, produce=produce, consume=consume, jobs=jobs),
+        functools.partial(_kernel, describe=describe, produce=produce, consume=consume, jobs=jobs),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
@@ -198,6 +237,7 @@ def gathered_matmul(
                 free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=_STAGES),
                 **indices,
             ),
+            queue=job_queue.scratch_types(CONSUMERS),
             buffers=plgpu.SMEM((CONSUMERS, 2, ROWS, ROWS), dtype, transforms=TILED),
         ),
         grid=(sm_count(),),
@@ -205,36 +245,53 @@ def gathered_matmul(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=name,
-        # `write`, the only one to store to SMEM, has the barriers that it needs.
+        # `write`, the only one to store tiles to SMEM, has the barriers that it needs.
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # sums are over columns, for which it is not used
         ),
     )
-    return kernel(*operands)
+    # To XLA the counter is a constant. It may be: kernels run one after the other, and each leaves
+    # it as it was.
+    return kernel(jnp.array([0], jnp.int32), *operands)
 
 
-def _kernel(*refs, ring, buffers, produce, consume, jobs):
-    ring = Ring(**ring)
+def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs):
+    ring, queue = Ring(**ring), JobQueue(taken, **queue)
     warpgroup = lax.axis_index("warpgroup")
-    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-
-    def for_each_job(body):
-        return lax.fori_loop(
-            0,
-            pl.cdiv(jobs(*refs) - sm, sms),
-            lambda i, step: body(sm + i * sms, ring, step),
-            jnp.int32(0),
-        )
 
     def be_producer():
         plgpu.set_max_registers(56, action="decrease")
-        ring.close(for_each_job(lambda *job: produce(*job, *refs)))
+        count, sms = jobs(*refs), lax.axis_size("sm")
+
+        def do(state):
+            n, i, step = state
+            job = describe(i, *refs)
+            queue.post(n, job)
+            ring_of_job = dataclasses.replace(ring, first=step)
+            step = produce(job, ring_of_job, step, *refs)
+            asked = queue.ask(count)  # the answer comes as the last rows do
+            ring_of_job.finish(step)
+            return n + 1, queue.answer(asked, sms), step
+
+        start = jnp.int32(0), lax.axis_index("sm").astype(jnp.int32), jnp.int32(0)
+        n, _, step = lax.while_loop(lambda state: state[1] < count, do, start)
+        queue.post_end(n)
+        ring.close(step)
 
     def be_consumer():
         plgpu.set_max_registers(224, action="increase")
-        for s in range(_STAGES):
-            ring.release(jnp.int32(s))
-        for_each_job(lambda *job: consume(*job, warpgroup, buffers.at[warpgroup], *refs))
+        ring.open()
+        queue.open()
+
+        def do(state):
+            n, job, step = state
+            step = consume(job, ring, step, warpgroup, buffers.at[warpgroup], *refs)
+            return n + 1, queue.take(n + 1), step
+
+        start = jnp.int32(0), queue.take(jnp.int32(0)), jnp.int32(0)
+        lax.while_loop(lambda state: state[1][0] >= 0, do, start)
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)

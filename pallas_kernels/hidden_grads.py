@@ -22,6 +22,7 @@ from pallas_kernels.gathered_matmul import CONSUMERS, ROWS, STEP
 from pallas_kernels.neuron_lists import NeuronLists
 from pallas_kernels.simt import const
 from pallas_kernels.tile_union import CHUNK, GROUP, TOKENS, Plan
+from pallas_kernels.union_up import describe_item
 
 _PARTS = TOKENS // ROWS  # of a block
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # the least that h is divided by
@@ -96,6 +97,7 @@ def hidden_grads(
     plan, lists, l1_grad, dy, w_down = in_place.apart((plan, lists, l1_grad, dy, w_down))
     entries = [in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
     gathered_matmul.gathered_matmul(
+        describe_item,
         _produce,
         _consume,
         plan.item_count,
@@ -161,14 +163,14 @@ def chain_rule(dh, gate, value, l1_grad):
     return [dh * up, dh * gate]
 
 
-def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, hidden, dy, w_down):
-    tile, first = _place(items[i], neurons)
+def _produce(job, ring, step, _, items, neurons, sizes, l1_grad, words, entries, *rest):
+    hidden, dy, w_down = rest
+    item, tile, first, limit = job
     indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
-    limit = sizes[tile] - first
 
     def put_block(part, step):
         def fill(_, b, loaded):
-            block = hidden.at[i, :, pl.ds(part * ROWS, ROWS)]
+            block = hidden.at[item, :, pl.ds(part * ROWS, ROWS)]
             plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, hidden.shape[1])], loaded)
 
         ring.put(step, fill)
@@ -178,13 +180,12 @@ def _produce(i, ring, step, _, items, neurons, sizes, l1_grad, words, entries, h
     return lax.fori_loop(0, _PARTS, put_block, step)
 
 
-def _consume(i, ring, step, warpgroup, buffers, *refs):
-    _, items, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
-    tile, first = _place(items[i], neurons)
-    mine = pl.ds(warpgroup * ROWS, ROWS)
+def _consume(job, ring, step, warpgroup, buffers, *refs):
+    _, _, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
+    item, tile, first, limit = job
     my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ROWS, ROWS)])
     steps = dy.shape[1] // STEP
-    products = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T))
+    products = ring.multiply_product(step, steps, warpgroup, limit)
     step += steps
     writes = 0
     for part in range(_PARTS):
@@ -195,17 +196,12 @@ def _consume(i, ring, step, warpgroup, buffers, *refs):
         dh = products[:, part * ROWS : (part + 1) * ROWS]
         grads = [a.astype(dy.dtype) for a in chain_rule(dh, gate, value, l1_grad[0])]
         for start, grad in zip(starts, grads, strict=True):
-            target = hidden.at[i, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
+            target = hidden.at[item, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
             gathered_matmul.write(grad, buffers.at[writes % 2], target)
             writes += 1
         ring.release(step + part)  # behind the fence of the writes: TMA will fill it again
         _enter(entries, my_neurons, places, [value.astype(dy.dtype), *grads])
     return step + _PARTS
-
-
-def _place(item, neurons):
-    chunks = neurons.shape[1] // CHUNK
-    return item // chunks, item % chunks * CHUNK
 
 
 def _load_neurons(neurons_ref):

@@ -28,21 +28,15 @@ def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType()), return_type=_RESULT)
     def step(_, length_ref, n, scratch_ref):
-        ptx, scratch = mgpu.utils.inline_ptx, simt.smem_address(scratch_ref)
-        lane, warp = simt.lane_and_warp()
-        i32 = ir.IntegerType.get_signless(32)
-        mgpu.warpgroup_barrier()  # the scratch has been read
-        with mgpu.utils.when(simt.less(arith.addi(lane, warp), const(1))):
-            length = ptx(
-                "atom.global.add.u32 $0, [$1], $2;",
-                simt.gmem_address(length_ref, const(0)),
-                n.registers.item(),
-                result_types=i32,
-                has_side_effects=True,
-            )
-            ptx("st.shared.b32 [$0], $1;", scratch, length)
-        mgpu.warpgroup_barrier()
-        length = ptx("ld.shared.b32 $0, [$1];", scratch, result_types=i32, has_side_effects=True)
+        length = mgpu.utils.inline_ptx(
+            "mov.b32 $0, 0; @$3 atom.global.add.u32 $0, [$1], $2;",
+            simt.gmem_address(length_ref, const(0)),
+            n.registers.item(),
+            simt.is_first_thread(),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        length = simt.of_first_thread(length, simt.smem_address(scratch_ref))
         return mgpu.FragmentedArray.splat(length, (), is_signed=True)
 
     return step(length_ref, n, scratch_ref)

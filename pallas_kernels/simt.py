@@ -23,6 +23,24 @@ def lane_and_warp() -> tuple[ir.Value, ir.Value]:
     return arith.andi(thread, const(31)), arith.andi(warp, const(3))
 
 
+def is_first_thread() -> ir.Value:
+    """Whether this is the first thread of its warpgroup."""
+    lane, warp = lane_and_warp()
+    return less(arith.addi(lane, warp), const(1))
+
+
+def of_first_thread(value: ir.Value, scratch: ir.Value) -> ir.Value:
+    """The `value` (i32) of the warpgroup's first thread, by way of 4 bytes at `scratch` in SMEM."""
+    mgpu.warpgroup_barrier()  # the scratch has been read
+    mgpu.utils.inline_ptx(
+        "@$2 st.shared.b32 [$0], $1;", scratch, value, is_first_thread(), has_side_effects=True
+    )
+    mgpu.warpgroup_barrier()
+    return mgpu.utils.inline_ptx(
+        "ld.shared.b32 $0, [$1];", scratch, result_types=value.type, has_side_effects=True
+    )
+
+
 def gmem_address(ref: ir.Value, offset: ir.Value) -> ir.Value:
     """Address, i64, `offset` bytes (i32, unsigned) into a GMEM reference."""
     i64 = ir.IntegerType.get_signless(64)

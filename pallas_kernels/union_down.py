@@ -56,6 +56,7 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
     tiles = pl.cdiv(m, TOKENS)
     operands.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
     return gathered_matmul.gathered_matmul(
+        _describe,
         _produce,
         _consume,
         plan.neurons,
@@ -71,10 +72,16 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
     )
 
 
-def _produce(i, ring, step, neurons, sizes, firsts, h, *weights_and_y):
-    *weights, y = weights_and_y
-    tile, column = _place(i, y)
-    size, first_block = sizes[tile], firsts[tile]
+def _describe(i, _, sizes, firsts, *rest):
+    """Row tile, its size and first block, and the first column of y."""
+    blocks = pl.cdiv(rest[-1].shape[1], _COLUMNS)
+    tile = i // blocks
+    return tile, sizes[tile], firsts[tile], i % blocks * _COLUMNS
+
+
+def _produce(job, ring, step, neurons, sizes, firsts, h, *weights_and_y):
+    *weights, _ = weights_and_y
+    tile, size, first_block, column = job
     steps = pl.cdiv(size, STEP)
 
     def indices_of(k):
@@ -92,10 +99,10 @@ def _produce(i, ring, step, neurons, sizes, firsts, h, *weights_and_y):
     return step
 
 
-def _consume(i, ring, step, warpgroup, buffers, neurons, sizes, firsts, h, *weights_and_y):
+def _consume(job, ring, step, warpgroup, buffers, neurons, sizes, firsts, h, *weights_and_y):
     *weights, y = weights_and_y
-    tile, column = _place(i, y)
-    steps = len(weights) * pl.cdiv(sizes[tile], STEP)
+    tile, size, _, column = job
+    steps = len(weights) * pl.cdiv(size, STEP)
     mine = pl.ds(warpgroup * ROWS, ROWS)
     out = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[:, mine].T, b))
     columns = pl.ds(column + warpgroup * ROWS, ROWS)
@@ -110,8 +117,3 @@ def _consume(i, ring, step, warpgroup, buffers, neurons, sizes, firsts, h, *weig
 def _first_row(h, weights, i):
     """Of the i-th weight's rows in the blocks of h; what lies above those of the first is not h."""
     return h.shape[1] - CHUNK * (len(weights) - i)
-
-
-def _place(i, y):
-    blocks = pl.cdiv(y.shape[1], _COLUMNS)
-    return i // blocks, i % blocks * _COLUMNS

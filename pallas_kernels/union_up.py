@@ -73,6 +73,7 @@ def union_up(
     (items,) = plan.items.shape
     rows = 2 * CHUNK if with_gate and w_up is not None else CHUNK
     hidden, l1 = gathered_matmul.gathered_matmul(
+        describe_item,
         _produce,
         _consume,
         plan.item_count,
@@ -95,11 +96,16 @@ def union_up(
     return hidden, jnp.sum(l1, where=is_computed)
 
 
-def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
-    tile, chunk = _place(items[i], gate)
-    first = chunk * CHUNK
+def describe_item(i, _, items, neurons, sizes, *rest):
+    """Item, row tile, first neuron, and how many there are from this one on."""
+    chunks = neurons.shape[1] // CHUNK
+    tile, first = items[i] // chunks, items[i] % chunks * CHUNK
+    return i, tile, first, sizes[tile] - first
+
+
+def _produce(job, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
+    _, tile, first, limit = job
     indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
-    limit = sizes[tile] - first
 
     def put_gates(part, step):
         def fill(a, _, loaded):
@@ -114,12 +120,13 @@ def _produce(i, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
     return lax.fori_loop(0, _PARTS, put_gates, step)
 
 
-def _consume(i, ring, step, warpgroup, buffers, *refs):
+def _consume(job, ring, step, warpgroup, buffers, *refs):
+    item, _, _, limit = job
     _, _, _, _, x, w_up, _, hidden, l1 = refs
     mine = pl.ds(warpgroup * ROWS, ROWS)
     if w_up is not None:
         steps = x.shape[1] // STEP
-        products = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T))
+        products = ring.multiply_product(step, steps, warpgroup, limit)
         step += steps
     sums, writes = [], 0
     for part in range(_PARTS):
@@ -133,13 +140,8 @@ def _consume(i, ring, step, warpgroup, buffers, *refs):
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK :]
         for f, array in enumerate(arrays):
             rows = pl.ds(f * CHUNK + warpgroup * ROWS, ROWS)
-            target = hidden.at[i, rows, pl.ds(part * ROWS, ROWS)]
+            target = hidden.at[item, rows, pl.ds(part * ROWS, ROWS)]
             gathered_matmul.write(array, buffers.at[writes % 2], target)
             writes += 1
-    l1[i, mine] = sum(sums)
+    l1[item, mine] = sum(sums)
     return step + _PARTS
-
-
-def _place(item, gate):
-    chunks = gate.shape[1] // CHUNK
-    return item // chunks, item % chunks

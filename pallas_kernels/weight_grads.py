@@ -64,9 +64,10 @@ def weight_grads(
     for i, value in enumerate(values):
         operands.check_array(f"values[{i}]", value, (capacity, GROUP), x.dtype)
     return gathered_matmul.gathered_matmul(
+        _describe,
         _produce,
         _consume,
-        jnp.argsort(lists.lengths, descending=True).astype(jnp.int32),
+        jnp.argsort(lists.lengths, descending=True).astype(jnp.int32),  # so the last jobs are short
         lists.starts,
         lists.lengths,
         lists.tokens,
@@ -81,10 +82,15 @@ def weight_grads(
     )
 
 
-def _produce(i, ring, step, order, starts, lengths, tokens, values, x, *_):
-    block, column = _place(i, order, x)
-    start, length = starts[block], lengths[block]
-    steps = pl.cdiv(length, STEP)
+def _describe(i, order, starts, lengths, tokens, values, x, *grads):
+    """Block, its list's start and length, and the first column of x."""
+    columns = pl.cdiv(x.shape[1], _COLUMNS)
+    block = order[i // columns]
+    return block, starts[block], lengths[block], i % columns * _COLUMNS
+
+
+def _produce(job, ring, step, order, starts, lengths, tokens, values, x, *_):
+    _, start, length, column = job
 
     def indices_of(k):
         first = jnp.minimum(start + k * STEP, tokens.shape[0] - STEP)
@@ -96,12 +102,13 @@ def _produce(i, ring, step, order, starts, lengths, tokens, values, x, *_):
             plgpu.copy_gmem_to_smem(entries, b.at[pl.ds(n * STEP, STEP)], loaded)
         gathered_matmul.gather_rows(x, indices, length - k * STEP, column, a)
 
-    return ring.put_lists(step, steps, indices_of, fill)
+    return ring.put_lists(step, pl.cdiv(length, STEP), indices_of, fill)
 
 
-def _consume(i, ring, step, warpgroup, buffers, order, starts, lengths, tokens, values, x, *grads):
-    block, column = _place(i, order, x)
-    steps = pl.cdiv(lengths[block], STEP)
+def _consume(job, ring, step, warpgroup, buffers, *refs):
+    _, _, _, _, values, _, *grads = refs
+    block, _, length, column = job
+    steps = pl.cdiv(length, STEP)
     columns = _COLUMNS * len(values) // CONSUMERS
     if len(values) == 1:
         mine = pl.ds(warpgroup * columns, columns)
@@ -128,18 +135,3 @@ def _consume(i, ring, step, warpgroup, buffers, order, starts, lengths, tokens, 
     else:
         lax.cond(warpgroup == 0, lambda: write(grads[0]), lambda: write(grads[1]))
     return step + steps
-
-
-def _place(i, order, x):
-    """Block and column of the i-th job.
-
-    Jobs are in descending order of the lists' lengths. From round to round the order of the SMs is
-    reversed, so that none has the longest list of every round. It is straight in the last round,
-    which may not have a job for each.
-    """
-    sms = lax.axis_size("sm")
-    columns = pl.cdiv(x.shape[1], _COLUMNS)
-    last_round = (order.shape[0] * columns - 1) // sms
-    is_reversed = (last_round - i // sms) % 2 == 1
-    i = jnp.where(is_reversed, i // sms * sms + sms - 1 - i % sms, i)
-    return order[i // columns], i % columns * _COLUMNS

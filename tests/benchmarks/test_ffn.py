@@ -24,6 +24,16 @@ def test_independent_patterns_have_the_wanted_density(pattern, nnz):
     assert np.all(fired[::500] > 0.9 * 1408) and np.all(fired[1:500] < 0.5 * 1408)
 
 
+def test_padding_is_one_token_in_each_sequence():
+    x = np.random.default_rng().standard_normal((20, 4)).astype(np.float32)
+    padded = patterns.with_padding(jnp.asarray(x), 8)
+    np.testing.assert_array_equal(padded[:4], x[:4])
+    np.testing.assert_array_equal(padded[4:8], x[[4] * 4])
+    np.testing.assert_array_equal(padded[8:12], x[8:12])
+    np.testing.assert_array_equal(padded[12:16], x[[12] * 4])
+    np.testing.assert_array_equal(padded[16:], x[16:])
+
+
 @pytest.mark.slow
 def test_the_recorded_pattern_comes_out_of_the_gate():
     x, w_gate = patterns.recorded(jax.random.key(0), 64, 2048, jnp.bfloat16)

@@ -1,12 +1,14 @@
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gathered_matmul
+from pallas_kernels import gathered_matmul, job_queue
 
 
 @pytest.fixture
@@ -24,6 +26,14 @@ def interpreted(monkeypatch, capsys):
         def _():
             target_ref[...] = indices_ref[...]
 
+    def take(taken_ref, count):
+        questions = itertools.count()
+        return jax.experimental.io_callback(
+            lambda count: np.int32(next(questions) % count),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            count,
+        )
+
     def read(ref):
         return ref[...]
 
@@ -34,6 +44,8 @@ def interpreted(monkeypatch, capsys):
         monkeypatch.setattr(gathered_matmul, "load_indices", read)
         monkeypatch.setattr(gathered_matmul, "_fetch_indices", fetch_indices)
         monkeypatch.setattr(gathered_matmul, "_read_indices", read)
+        monkeypatch.setattr(job_queue, "_take", take)
+        monkeypatch.setattr(job_queue, "_of_first_thread", lambda value, scratch_ref: value)
         monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 3)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             yield
