@@ -133,6 +133,14 @@ def test_on_the_gpu(case, gated, dtype):
 
 
 @pytest.mark.gpu
+def test_many_jobs_for_each_sm_some_of_them_empty():
+    in_sequence = np.arange(5000) // TOKENS % 3 == 0
+    operands, g = draw(5000, 2048, 512, 0.002 * in_sequence[:, None], True, jnp.bfloat16)
+    for _ in range(3):  # the counter of jobs was left as it was
+        assert_matches(run(union_up, union_down, *operands), g, *operands)
+
+
+@pytest.mark.gpu
 def test_what_is_not_finite_stays_in_its_token():
     (x, gate, w_up, w_down, plan), _ = draw(300, 192, 384, 0.05, True, jnp.bfloat16)
     x = x.at[7].set(jnp.nan).at[290, 3].set(jnp.inf)
