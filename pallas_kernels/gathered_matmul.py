@@ -117,13 +117,13 @@ class Ring:
         return lax.fori_loop(0, tokens_ref.shape[1] // STEP, put, step)
 
     def finish(self, step: jax.Array) -> None:
-        """Hands over the job's last stages, before the first of the next, `step`."""
+        """Hands over the last stages of a job; `step` is the one after them."""
         _await_rows(lag=0)
         for lag in range(_LAG, 0, -1):
             self._hand_over(step - lag)
 
     def close(self, step: jax.Array) -> None:
-        """Waits for all stages to be free again; `step` is their number."""
+        """Waits for all stages to be free again; `step` is the number of all that were filled."""
         for s in range(_STAGES):
             plgpu.barrier_wait(self.free.at[_stage(step + s)])
 
@@ -183,7 +183,7 @@ class Ring:
     def multiply_product(self, step, steps, warpgroup, limit):
         """This consumer's 64 rows of what `put_product` has put, float32 `[64, 256]`.
 
-        If `limit` leaves it none the tensor cores are the other consumer's.
+        A consumer with no row below `limit` leaves its products out.
         """
         mine = pl.ds(warpgroup * ROWS, ROWS)
         return self.multiply(
@@ -218,7 +218,7 @@ def gathered_matmul(
       consume: called by both consumers as `consume(job, ring, step, warpgroup, buffers, *refs)`;
         `buffers` are for `write`. Returns the same step as `produce`.
       *operands: arrays; the last one's dtype is that of the stages.
-      jobs: their number, int32.
+      jobs: `jobs(*refs)` is their number, int32.
       a_shape, b_shape: of a stage in SMEM, with transforms `TILED`; a has 64 rows for `put_lists`.
       b_copies: that fill b of a stage.
       out_type: shapes of the outputs.
@@ -252,8 +252,8 @@ def gathered_matmul(
             reduction_scratch_bytes=0,  # sums are over columns, for which it is not used
         ),
     )
-    # To XLA the counter is a constant. It may be: kernels run one after the other, and each leaves
-    # it as it was.
+    # To XLA the counter is a constant. It may be, as each kernel leaves it as it was, and XLA runs
+    # one after the other, unless it is told to schedule command buffers as "CONCURRENT".
     return kernel(jnp.array([0], jnp.int32), *operands)
 
 

@@ -3,7 +3,7 @@
 XLA may give a kernel a slice of a larger array to read, or to write a result to, above all in loops
 over layers (dynamic-slice fusion). It forgets then that others of its operands and results are to
 be the same arrays, and what the kernel changes in place is lost. It looks for slices only up to a
-barrier, which all operands and results of such a kernel have to pass.
+barrier, which all operands and results of such a kernel have to pass, but for constants.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The queue of a persistent kernel's jobs: an SM that is free takes the next one.
 
 All SMs take jobs from one counter in GMEM. On each SM the producer does, and posts them for the
-consumers, one ahead of them.
+consumers, ahead of them.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class JobQueue:
     def ask(self, count: jax.Array) -> jax.Array:
         """Takes a job after those that the SMs begin with, by the producer; see `answer`.
 
-        Each SM has to ask until it is told that there is none, which makes `count` times for all of
+        Each SM has to ask once for each job that it has done, which makes `count` times for all of
         them together. Then `taken` is 0 again.
         """
         return _take(self.taken, count)
@@ -56,7 +56,7 @@ class JobQueue:
     def answer(self, asked: jax.Array, sms: int) -> jax.Array:
         """The number of the job that the producer has asked for: `count` or more if there is none.
 
-        Its threads wait here, and not before, but at fences, for what the counter was.
+        It is waited for here, or at a fence before: fences wait for loads that are under way.
         """
         return sms + _of_first_thread(asked, self.jobs.at[2])
 

@@ -79,8 +79,8 @@ def _describe(i, _, sizes, firsts, *rest):
     return tile, sizes[tile], firsts[tile], i % blocks * _COLUMNS
 
 
-def _produce(job, ring, step, neurons, sizes, firsts, h, *weights_and_y):
-    *weights, _ = weights_and_y
+def _produce(job, ring, step, *refs):
+    neurons, _, _, h, *weights, _ = refs
     tile, size, first_block, column = job
     steps = pl.cdiv(size, STEP)
 
@@ -99,8 +99,8 @@ def _produce(job, ring, step, neurons, sizes, firsts, h, *weights_and_y):
     return step
 
 
-def _consume(job, ring, step, warpgroup, buffers, neurons, sizes, firsts, h, *weights_and_y):
-    *weights, y = weights_and_y
+def _consume(job, ring, step, warpgroup, buffers, *refs):
+    _, _, _, _, *weights, y = refs
     tile, size, _, column = job
     steps = len(weights) * pl.cdiv(size, STEP)
     mine = pl.ds(warpgroup * ROWS, ROWS)

@@ -26,13 +26,17 @@ def interpreted(monkeypatch, capsys):
         def _():
             target_ref[...] = indices_ref[...]
 
+    questions = []  # of each kernel
+
     def take(taken_ref, count):
-        questions = itertools.count()
-        return jax.experimental.io_callback(
-            lambda count: np.int32(next(questions) % count),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            count,
-        )
+        counter, counts = itertools.count(), []
+        questions.append(counts)
+
+        def answer(count):
+            counts.append(int(count))
+            return np.int32(next(counter) % count)
+
+        return jax.experimental.io_callback(answer, jax.ShapeDtypeStruct((), jnp.int32), count)
 
     def read(ref):
         return ref[...]
@@ -50,5 +54,7 @@ def interpreted(monkeypatch, capsys):
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             yield
         assert "RACE" not in capsys.readouterr().out
+        for counts in questions:  # the counter is 0 again
+            assert not counts or len(counts) % counts[0] == 0
 
     return run

@@ -16,7 +16,7 @@ from pallas_kernels.union_up import union_up, union_up_reference
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density
     (1, 128, 128, 0.1),
-    (300, 192, 384, 0.002),
+    (600, 192, 384, 0.002),
     (700, 320, 256, 0),
     (520, 128, 256, 1),
 ]
@@ -45,16 +45,20 @@ def draw(m, d, h, density, gated, dtype):
     return (x, gate, w_up if gated else None, w_down, plan), g
 
 
-def run(up, down, x, gate, w_up, w_down, plan):
+def program(up, down):
     @jax.jit
-    def run(x, gate, w_up, w_down, plan):
+    def program(x, gate, w_up, w_down, plan):
         out = []
         for with_gate in (False, True):
             h, l1 = up(x, gate, w_up, plan, with_gate=with_gate)
             out.append((h, l1, down(h, (w_down,), plan, x.shape[0])))
         return out
 
-    return run(x, gate, w_up, w_down, plan)
+    return program
+
+
+def run(up, down, *operands):
+    return program(up, down)(*operands)
 
 
 def assert_matches(out, g, x, gate, w_up, w_down, plan):
@@ -135,9 +139,11 @@ def test_on_the_gpu(case, gated, dtype):
 @pytest.mark.gpu
 def test_many_jobs_for_each_sm_some_of_them_empty():
     in_sequence = np.arange(5000) // TOKENS % 3 == 0
-    operands, g = draw(5000, 2048, 512, 0.002 * in_sequence[:, None], True, jnp.bfloat16)
+    operands, g = draw(5000, 2048, 3840, 0.01 * in_sequence[:, None], True, jnp.bfloat16)
+    assert operands[-1].item_count[0] > 132  # those of union_up; union_down has 320
+    call = program(union_up, union_down)
     for _ in range(3):  # the counter of jobs was left as it was
-        assert_matches(run(union_up, union_down, *operands), g, *operands)
+        assert_matches(call(*operands), g, *operands)
 
 
 @pytest.mark.gpu
