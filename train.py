@@ -16,16 +16,19 @@ import numpy as np
 from rich.console import Console
 
 from twell_jax import config as config_lib
-from twell_jax import data, display, distributed, metrics, sharding
-from twell_jax.checkpoint import CheckpointError, Checkpoints
-from twell_jax.choice import Choice
+from twell_jax import data
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
-from twell_jax.ffn import CannotServe
-from twell_jax.optimizer import l1_coefficient
-from twell_jax.plots import plot_run
-from twell_jax.run import AnotherRun, RunPaths, initial_params, lock_run, open_run
-from twell_jax.training import Trainer, make_trainer
+from twell_jax.ffn.api import CannotServe
+from twell_jax.models import sharding
+from twell_jax.train import distributed, metrics
+from twell_jax.train import progress as display
+from twell_jax.train.checkpoint import CheckpointError, Checkpoints
+from twell_jax.train.gradient_plan import Choice
+from twell_jax.train.optimizer import l1_coefficient
+from twell_jax.train.plots import plot_run
+from twell_jax.train.run_directory import AnotherRun, RunPaths, initial_params, lock_run, open_run
+from twell_jax.train.trainer import Trainer, make_trainer
 
 CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
 

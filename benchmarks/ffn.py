@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
-from pallas_kernels.small_m import MAX_TOKENS
-from twell_jax import FFNStats, sparse_ffn, timing
+from pallas_kernels.hopper.few_tokens import MAX_TOKENS
+from twell_jax import FFNStats, sparse_ffn
+from twell_jax.analysis import timing
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 

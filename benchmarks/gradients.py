@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from benchmarks import record
 from benchmarks.ffn import DTYPE, LAYERS, describe, draw
-from twell_jax import sparse_ffn, timing
-from twell_jax.choice import Choice
+from twell_jax import sparse_ffn
+from twell_jax.analysis import timing
+from twell_jax.train.gradient_plan import Choice
 
 M = 16384
 IMPLEMENTATIONS = "xla", "unions"  # the baseline first

@@ -26,10 +26,11 @@ import optax
 from flax import nnx
 
 from benchmarks import patterns, record
-from twell_jax import KVCache, Transformer, language_model, timing
 from twell_jax import config as config_lib
+from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
-from twell_jax.model import graphdef
+from twell_jax.inference import language_model
+from twell_jax.models.transformer import KVCache, Transformer, graphdef
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

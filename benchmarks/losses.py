@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks import record, variants
 from twell_jax import config as config_lib
-from twell_jax import metrics
-from twell_jax.run import RunPaths, load_config
+from twell_jax.train import metrics
+from twell_jax.train.run_directory import RunPaths, load_config
 
 BASE = Path(__file__).with_name("losses.yaml")
 WINDOW = 10  # logged steps over which differences are averaged: what stays is no single step's

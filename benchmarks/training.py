@@ -25,9 +25,10 @@ from flax import nnx
 
 from benchmarks import collectives, inference, record
 from twell_jax import config as config_lib
-from twell_jax import estimate, sharding
 from twell_jax.config import Config
-from twell_jax.training import StepMetrics, Trainer, make_trainer
+from twell_jax.models import sharding
+from twell_jax.train import roofline as estimate
+from twell_jax.train.trainer import StepMetrics, Trainer, make_trainer
 
 VARIANTS = {
     "xla, silu": ["model.activation=silu", "l1_coefficient=0"],
@@ -172,7 +173,7 @@ def milliseconds(step: Callable[[], StepMetrics]) -> float:
 
 
 def expected(config: Config, devices: int, device_kind: str) -> dict[str, float]:
-    """What `twell_jax.estimate` says, if it knows the hardware: lower bounds, dense."""
+    """What `twell_jax.train.roofline` says, if it knows the hardware: lower bounds, dense."""
     for name, hardware in estimate.HARDWARE.items():
         if name in device_kind.lower():
             cost = estimate.step(config, devices, hardware)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
-from pallas_kernels.fused_ffn import FusedFFNConfig, fused_ffn
-from pallas_kernels.gate_matmul import GateConfig
-from pallas_kernels.gate_pack import gate_pack
-from twell_jax import timing
+from pallas_kernels.hopper.frames.gate_matmul import GateConfig
+from pallas_kernels.hopper.fused_ffn import FusedFFNConfig, fused_ffn
+from pallas_kernels.hopper.gate_pack import gate_pack
+from twell_jax.analysis import timing
 
 M, NNZ, DTYPE = 16384, 29, jnp.bfloat16
 SHAPES = [(512, 1408), (768, 3072), (1024, 2816), (1024, 5632), (2048, 5632), (4096, 11008)]

@@ -1,34 +1,32 @@
-"""Sparse feed-forward blocks for language models: operation, formats, modules and training."""
+"""Sparse feed-forward blocks for language models: the operation, its module and its formats.
 
-from twell_jax.config import Config, ConfigError, ModelConfig
-from twell_jax.ffn import FFNStats, sparse_ffn
-from twell_jax.formats import TileUnions, TwELL, pack, pack_unions, unpack
-from twell_jax.mlp import SparseMLP
-from twell_jax.model import KVCache, Transformer
-from twell_jax.pretrained import PretrainedError, from_pretrained, save_pretrained
-from twell_jax.prune import PruneReport, fires_removed, prune_dead
-from twell_jax.sparsity import Activity, measure_activity
+The language model, training and inference are imported by name: `twell_jax.models`,
+`twell_jax.train`, `twell_jax.inference`, `twell_jax.analysis`.
+"""
+
+from twell_jax.ffn import (
+    CannotServe,
+    FFNStats,
+    SparseMLP,
+    TileUnions,
+    TwELL,
+    pack,
+    pack_unions,
+    sparse_ffn,
+    unpack,
+)
+
+__version__ = "0.2.0"
 
 __all__ = [
-    "Activity",
-    "Config",
-    "ConfigError",
+    "CannotServe",
     "FFNStats",
-    "KVCache",
-    "ModelConfig",
-    "PretrainedError",
-    "PruneReport",
     "SparseMLP",
     "TileUnions",
-    "Transformer",
     "TwELL",
-    "fires_removed",
-    "from_pretrained",
-    "measure_activity",
+    "__version__",
     "pack",
     "pack_unions",
-    "prune_dead",
-    "save_pretrained",
     "sparse_ffn",
     "unpack",
 ]

@@ -30,11 +30,11 @@ except ModuleNotFoundError as error:
     needs = "twell_jax.evaluate needs lm-evaluation-harness: pip install 'twell-jax[eval]'"
     raise ModuleNotFoundError(f"{needs} ({error})", name=error.name) from None
 
-from twell_jax import language_model
-from twell_jax.checkpoint import CheckpointError
 from twell_jax.generate import ENDED, generate
-from twell_jax.language_model import LanguageModel
-from twell_jax.sampling import Sampling
+from twell_jax.inference import language_model
+from twell_jax.inference.language_model import LanguageModel
+from twell_jax.inference.sampling import Sampling
+from twell_jax.train.checkpoint import CheckpointError
 
 TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense_qa"
 _MULTIPLE = 64  # lengths are padded to one, so that few of them are compiled

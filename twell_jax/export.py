@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from twell_jax.checkpoint import CheckpointError
-from twell_jax.pretrained import save_pretrained
-from twell_jax.run import load_run
+from twell_jax.models.pretrained import save_pretrained
+from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.run_directory import load_run
 
 
 def main() -> None:

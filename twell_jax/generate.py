@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from twell_jax import language_model
-from twell_jax.checkpoint import CheckpointError
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.model import KVCache, Transformer
-from twell_jax.sampling import Sampling, sample
+from twell_jax.inference import language_model
+from twell_jax.inference.sampling import Sampling, sample
+from twell_jax.models.transformer import KVCache, Transformer
+from twell_jax.train.checkpoint import CheckpointError
 
 _MULTIPLE = 64  # lengths of prompts are padded to one, so that few of them are compiled
 ENDED = -1  # in place of an id

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import record, variants
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
-from twell_jax.run import RunPaths
+from twell_jax.train.run_directory import RunPaths
 
 BASE = Path(__file__).parent / "base.yaml"
 

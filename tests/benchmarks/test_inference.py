@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import inference, render
 from twell_jax import config as config_lib
-from twell_jax import timing
+from twell_jax.analysis import timing
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +87,9 @@ def test_the_batch_is_halved_until_it_fits(monkeypatch):
 def test_a_checkpoint_reads_a_text(tmp_path):
     from flax import nnx
 
-    from twell_jax import Transformer
     from twell_jax.data.tokenizers import ByteTokenizer
-    from twell_jax.pretrained import save_pretrained
+    from twell_jax.models.pretrained import save_pretrained
+    from twell_jax.models.transformer import Transformer
 
     config = config_lib.load(inference.CONFIGS / "2b.yaml").model
     save_pretrained(tmp_path / "m", Transformer(config, rngs=nnx.Rngs(0)), ByteTokenizer())

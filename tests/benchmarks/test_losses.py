@@ -10,7 +10,7 @@ from benchmarks import losses, render
 
 # The variants of kernels run on their twins.
 ON_TWINS = """
-from tests.twell_jax.ffn_cases import use_twins
+from tests.twell_jax.ffn.cases import use_twins
 use_twins(setattr)
 """
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks import inference, render, training
-from twell_jax import estimate
+from twell_jax.train import roofline as estimate
 
 SMALL = """
 run_dir: unused

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gathered_matmul, job_queue
+from pallas_kernels.hopper.frames import gathered_matmul, job_queue
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from flax import nnx
 
 import train
 from tests.train.runs import ROOT, STEPS, final_state, records, run
-from twell_jax import config, sharding
-from twell_jax.ffn import CannotServe
-from twell_jax.run import load_run
-from twell_jax.training import make_trainer
+from twell_jax import config
+from twell_jax.ffn.api import CannotServe
+from twell_jax.models import sharding
+from twell_jax.train.run_directory import load_run
+from twell_jax.train.trainer import make_trainer
 
 
 def call(workspace, *arguments):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.train.runs import STEPS, final_state, finish, records, run, start
-from twell_jax import config, distributed, metrics
+from twell_jax import config
+from twell_jax.train import distributed, metrics
 
 # Runs train.py again and again, each time with a call that kills the process at an exact point:
 # each of argv[1:] before "train.py" names a function and how often it is to be called before, the
@@ -68,7 +69,7 @@ runpy.run_path("train.py", run_name="__main__")
 STRAGGLE = """
 import runpy, sys, time
 import jax
-from twell_jax.training import Trainer
+from twell_jax.train.trainer import Trainer
 seconds, *sys.argv = sys.argv[1:]
 put_batch, calls = Trainer.put_batch, 0
 def put_late(trainer, tokens):
@@ -99,15 +100,15 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrup
 
     kill_at(
         "pathlib:Path:replace*0",  # its config.yaml is written, but not yet named so
-        "twell_jax.metrics:Recorder:add*7",  # no checkpoint yet
-        "twell_jax.checkpoint:ocp:CheckpointManager:save*0",  # at the first checkpoint
-        "twell_jax.metrics:Recorder:add*12",  # two steps after it
-        "twell_jax.metrics:Log:write*1",  # in the middle of a line
-        "twell_jax.metrics:Recorder:add_evaluation*1",  # step 50: logged, but not yet evaluated
+        "twell_jax.train.metrics:Recorder:add*7",  # no checkpoint yet
+        "twell_jax.train.checkpoint:ocp:CheckpointManager:save*0",  # at the first checkpoint
+        "twell_jax.train.metrics:Recorder:add*12",  # two steps after it
+        "twell_jax.train.metrics:Log:write*1",  # in the middle of a line
+        "twell_jax.train.metrics:Recorder:add_evaluation*1",  # step 50: logged, but not yet evaluated
         "os:rename*2",  # a checkpoint is written, but not yet named so
     )
     assert list(run_dir.glob("checkpoints/*tmp*"))
-    kill_at("twell_jax.plots:plot_run*0")  # trained, but nothing shown
+    kill_at("twell_jax.train.plots:plot_run*0")  # trained, but nothing shown
     process = run(workspace, f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert_same_result(run_dir, workspace / "run")

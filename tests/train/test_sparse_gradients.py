@@ -7,9 +7,12 @@ import pytest
 
 import train
 from tests.train.runs import records
-from tests.twell_jax.ffn_cases import use_twins
-from twell_jax import choice, config, distributed, ffn_mosaic
-from twell_jax.ffn import CannotServe
+from tests.twell_jax.ffn.cases import use_twins
+from twell_jax import config
+from twell_jax.ffn import mosaic as ffn_mosaic
+from twell_jax.ffn.api import CannotServe
+from twell_jax.train import distributed
+from twell_jax.train import gradient_plan as choice
 
 STEPS = 6
 

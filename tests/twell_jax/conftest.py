@@ -1,7 +1,7 @@
 import pytest
 
-from tests.twell_jax.ffn_cases import use_twins
-from twell_jax import ffn_mosaic
+from tests.twell_jax.ffn.cases import use_twins
+from twell_jax.ffn import mosaic as ffn_mosaic
 
 
 @pytest.fixture

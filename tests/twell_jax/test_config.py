@@ -6,8 +6,9 @@ import jax
 import pytest
 import yaml
 
-from twell_jax import Config, ConfigError, config, sharding
-from twell_jax.config import MeshConfig
+from twell_jax import config
+from twell_jax.config import Config, ConfigError, MeshConfig
+from twell_jax.models import sharding
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VALID = {

@@ -1,0 +1,110 @@
+"""Partial sums of a row, sent between the blocks of a cluster.
+
+Each block, of one warpgroup, has summed its share into a row in registers (see `gather`) and a
+scalar; each receives its own columns of everybody's row, and everybody's scalar. `expect_parts`,
+`send_parts` and `wait_for_parts` belong together, once per kernel and in this order; after the
+last, the parts lie in shared memory, to be added in a fixed order.
+"""
+
+import jax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.device import gather, simt
+
+
+def expect_parts(y_parts_ref, l1_parts_ref, arrived_ref) -> None:
+    """Prepares the barrier `arrived_ref` for what the blocks of the cluster send to this one.
+
+    Args:
+      y_parts_ref: SMEM, float32 `[blocks, width]`, to be filled by `send_parts`.
+      l1_parts_ref: SMEM, float32 `[blocks]`, likewise.
+      arrived_ref: SMEM, uint32 `[2]`: an mbarrier.
+    """
+    size = 4 * (y_parts_ref.size + l1_parts_ref.size)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def step(_, arrived_ref):
+        ptx, arrived = mgpu.utils.inline_ptx, simt.smem_address(arrived_ref)
+        is_first = simt.less(mgpu.thread_idx(), simt.const(1))
+        ptx("mbarrier.init.shared.b64 [$0], 1;", arrived, predicate=is_first)
+        ptx(f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};", arrived, predicate=is_first)
+        ptx("fence.mbarrier_init.release.cluster;")
+        ptx("barrier.cluster.arrive.relaxed.aligned;", convergent=True)
+
+    step(arrived_ref)
+
+
+def send_parts(
+    y_part: jax.Array, l1_part: jax.Array, block: jax.Array, y_parts_ref, l1_parts_ref, arrived_ref
+) -> None:
+    """Sends each block of the cluster its columns of `y_part`, and `l1_part`.
+
+    The stores are asynchronous and count as arrivals at the receiver's barrier, so that no fence
+    has to wait for them.
+
+    Args:
+      y_part: float32 row, of `blocks * width` columns.
+      l1_part: float32 scalar.
+      block: int32 scalar, this block in the cluster; goes to row `block` of every receiver.
+      y_parts_ref, l1_parts_ref, arrived_ref: as in `expect_parts`.
+    """
+    layout = gather.row_layout(y_part.size)
+
+    @plgpu.inline_mgpu(arg_types=(layout, gather.SCALAR, gather.SCALAR, *(plgpu.RefType(),) * 3))
+    def step(_, y_part, l1_part, block, y_parts_ref, l1_parts_ref, arrived_ref):
+        ptx, const = mgpu.utils.inline_ptx, simt.const
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        (l1,), (block,) = l1_part.registers.flat, block.registers.flat
+        blocks, width = ir.MemRefType(y_parts_ref.type).shape
+        y_parts, l1_parts = simt.smem_address(y_parts_ref), simt.smem_address(l1_parts_ref)
+        arrived = simt.smem_address(arrived_ref)
+        store = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+
+        def in_block(address, receiver):
+            return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, receiver, result_types=i32)
+
+        ptx("barrier.cluster.wait.aligned;", convergent=True)  # all barriers are initialised
+        y_parts = arith.addi(y_parts, arith.muli(block, const(4 * width)))
+        for column, chunk in gather.lane_columns(y_part):
+            receiver = arith.divui(column, const(width))
+            offset = arith.muli(arith.remui(column, const(width)), const(4))
+            address = in_block(arith.addi(y_parts, offset), receiver)
+            barrier = in_block(arrived, receiver)
+            values = gather.elements(chunk, f32)
+            for i in (0, 4):
+                ptx(
+                    f"{store}.v4.f32 [$0 + {4 * i}], {{$1, $2, $3, $4}}, [$5];",
+                    address,
+                    *values[i : i + 4],
+                    barrier,
+                )
+        receiver = arith.remui(mgpu.thread_idx(), const(blocks))
+        l1_parts = arith.addi(l1_parts, arith.muli(block, const(4)))
+        ptx(
+            f"{store}.f32 [$0], $1, [$2];",
+            in_block(l1_parts, receiver),
+            l1,
+            in_block(arrived, receiver),
+            predicate=simt.less(mgpu.thread_idx(), const(blocks)),
+        )
+
+    step(y_part, l1_part, block, y_parts_ref, l1_parts_ref, arrived_ref)
+
+
+def wait_for_parts(arrived_ref) -> None:
+    """Waits until every block of the cluster has sent its parts to this one."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def step(_, arrived_ref):
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred done; wait: "
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+            "@!done bra wait; }",
+            simt.smem_address(arrived_ref),
+            convergent=True,
+        )
+
+    step(arrived_ref)

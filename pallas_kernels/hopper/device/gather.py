@@ -1,0 +1,242 @@
+"""The row-wise inner loop: one token against a gathered list of neurons.
+
+One warpgroup works on one row. A row of D columns lies in its registers as an array of D columns
+rounded up to a multiple of 1024, zeros past D, in the strided layout: lane t holds columns
+1024 s + 8 t + {0, ..., 7}, one 16-byte access for every s. What the Pallas language lacks for that,
+predicated access and one barrier for the sums of several rows, are the `inline_mgpu` steps here.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from pallas_kernels.hopper.device import simt
+
+_LANES = 128
+_CHUNK = 8  # columns in a 16-byte access
+_STEP = _LANES * _CHUNK
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def row_steps(d: int) -> int:
+    """16-byte accesses per lane to a row of `d` columns."""
+    return pl.cdiv(d, _STEP)
+
+
+def row_width(d: int) -> int:
+    """Columns of a row of `d` columns in registers."""
+    return row_steps(d) * _STEP
+
+
+def row_layout(d: int):
+    """Layout of a row of `d` columns in registers."""
+    return plgpu.Layout.WG_STRIDED((row_width(d),), vec_size=_CHUNK)
+
+
+def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
+    """Sums `h_i w_down[n_i]` over the first `count` entries (n_i, g_i), h_i = g_i (x . w_up[n_i]).
+
+    The weights of the next entries are on their way while the current ones are multiplied. The
+    order of summation is fixed.
+
+    Args:
+      x: float32 row, or None for the non-gated form, h_i = g_i.
+      entries_ref: SMEM, uint32, words `n_i | bits(g_i) << 16`. Up to 2 * batch words past `count`
+        are read and not used.
+      count: int32 scalar.
+      w_up_ref: GMEM `[H, D]`, bfloat16 or float16; None where `x` is.
+      w_down_ref: GMEM `[H, D]`, the same dtype, which is also that of g.
+      sums_ref: SMEM, float32 `[2, batch, 4]`: workspace, and the number of entries in flight.
+
+    Returns:
+      The sum, a float32 row, and the float32 scalar `sum_i |h_i|`.
+    """
+    batch = sums_ref.shape[1]
+    d = w_down_ref.shape[1]
+
+    def fetch(w_ref, first):
+        if w_ref is None:
+            return []
+        columns = [(entries_ref[first + e] & 0xFFFF).astype(jnp.int32) for e in range(batch)]
+        return [load_row(w_ref.at[n], first + e < count) for e, n in enumerate(columns)]
+
+    def gate(i):
+        bits = (entries_ref[i] >> 16).astype(jnp.uint16)
+        return lax.bitcast_convert_type(bits, w_down_ref.dtype).astype(jnp.float32)
+
+    def body(i, carry):
+        up, down, y, l1 = carry
+        first, following = i * batch, (i + 1) * batch
+        h = [gate(first + e) for e in range(batch)]
+        if up:
+            products = [x * widen(row) for row in up]
+            up = fetch(w_up_ref, following)
+            sums = sum_rows(products, sums_ref.at[i % 2])
+            h = [g * s for g, s in zip(h, sums, strict=True)]
+        for e, row in enumerate(down):
+            h_e = jnp.where(first + e < count, h[e], 0.0)
+            y += h_e * widen(row)
+            l1 += jnp.abs(h_e)
+        return up, fetch(w_down_ref, following), y, l1
+
+    zeros = plgpu.layout_cast(jnp.zeros(row_width(d), jnp.float32), row_layout(d))
+    start = fetch(w_up_ref, 0), fetch(w_down_ref, 0), zeros, jnp.float32(0)
+    _, _, y, l1 = lax.fori_loop(0, pl.cdiv(count, batch), body, start)
+    return y, l1
+
+
+def load_row(ref, active: jax.Array) -> jax.Array:
+    """Loads the row `ref: [D]` (GMEM, 16-bit), or zeros, without any access, if not `active`."""
+    (d,) = ref.shape
+    row = plgpu.ShapeDtypeStruct((row_width(d),), ref.dtype, layout=row_layout(d))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=row)
+    def step(_, ref, active):
+        dtype = ir.MemRefType(ref.type).element_type
+        chunks = []
+        for address, offset, inside in _chunks(ref):
+            inside = arith.andi(active.registers.item(), inside)
+            chunks.append(_vector(simt.load_words(address, offset, inside), dtype))
+        return _row(chunks, d)
+
+    return step(ref, active)
+
+
+def store_row(ref, row: jax.Array) -> None:
+    """Stores the first D columns of `row` (16-bit) to `ref: [D]` (GMEM)."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), row_layout(ref.shape[0])))
+    def step(_, ref, row):
+        for (address, offset, inside), chunk in zip(_chunks(ref), row.registers, strict=True):
+            mgpu.utils.inline_ptx(
+                f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
+                address,
+                *elements(chunk, ir.IntegerType.get_signless(32)),
+                predicate=inside,
+            )
+
+    step(ref, row)
+
+
+def widen(row: jax.Array) -> jax.Array:
+    """Converts a 16-bit row to float32."""
+    if row.dtype != jnp.bfloat16:
+        return row.astype(jnp.float32)
+    (d,) = row.shape
+    wide = plgpu.ShapeDtypeStruct(row.shape, jnp.float32, layout=row_layout(d))
+
+    # One instruction per value; the compiler's own conversion takes two for odd columns.
+    @plgpu.inline_mgpu(arg_types=(row_layout(d),), return_type=wide)
+    def step(_, row):
+        i32 = ir.IntegerType.get_signless(32)
+        chunks = []
+        for chunk in row.registers:
+            values = []
+            for pair in elements(chunk, i32):
+                values.append(arith.shli(pair, simt.const(16)))
+                values.append(arith.andi(pair, simt.const(-1 << 16)))
+            chunks.append(_vector(values, ir.F32Type.get()))
+        return _row(chunks, d)
+
+    return step(row)
+
+
+def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
+    """Sums each of `rows` (float32) over its columns, in a fixed order, with one barrier for all.
+
+    Every lane reads `scratch_ref` (SMEM, float32 `[>= len(rows), 4]`) after the barrier, so the
+    next call needs another one.
+    """
+    layout = row_layout(rows[0].size)
+    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(
+        arg_types=([layout] * len(rows), plgpu.RefType()), return_type=[scalar] * len(rows)
+    )
+    def step(_, rows, scratch_ref):
+        f32 = ir.F32Type.get()
+        add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        lane, warp = simt.lane_and_warp()
+        scratch = simt.smem_address(scratch_ref)
+        column = arith.addi(scratch, arith.muli(warp, simt.const(4)))
+        is_first = simt.less(lane, simt.const(1))
+        for e, row in enumerate(rows):
+            total = functools.reduce(add, [v for c in row.registers for v in elements(c, f32)])
+            for distance in (16, 8, 4, 2, 1):
+                total = add(total, mgpu.utils.shfl_bfly(total, distance))
+            mgpu.utils.inline_ptx(
+                f"st.shared.f32 [$0 + {16 * e}], $1;", column, total, predicate=is_first
+            )
+        mgpu.warpgroup_barrier()
+        totals = []
+        for e in range(len(rows)):
+            warps = mgpu.utils.inline_ptx(
+                f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {16 * e}];",
+                scratch,
+                result_types=[f32] * 4,
+                has_side_effects=True,
+            )
+            totals.append(mgpu.FragmentedArray.splat(functools.reduce(add, warps), ()))
+        return totals
+
+    return step(rows, scratch_ref)
+
+
+def all_finite(row: jax.Array, scratch_ref) -> jax.Array:
+    """Whether `row` (float32) holds neither inf nor NaN; a bool scalar. See `sum_rows`."""
+    (total,) = sum_rows([row * 0.0], scratch_ref)
+    return total == 0.0
+
+
+def lane_columns(row: mgpu.FragmentedArray):
+    """For each of this lane's chunks of `row`: its first column, i32, and its register."""
+    lane = _lane()
+    for i, chunk in enumerate(row.registers):
+        yield arith.addi(arith.muli(lane, simt.const(_CHUNK)), simt.const(i * _STEP)), chunk
+
+
+def elements(x: ir.Value, dtype: ir.Type) -> list[ir.Value]:
+    """The bits of the vector `x` as values of `dtype`."""
+    n = mgpu.bitwidth(x.type) // mgpu.bitwidth(dtype)
+    x = mgpu.utils.bitcast(x, ir.VectorType.get((n,), dtype))
+    return [vector.extract(x, [], [i]) for i in range(n)]
+
+
+def _chunks(ref: ir.Value):
+    """For each of this lane's chunks of `ref: [D]`: an address and an offset from it, in bytes, and
+    whether the chunk lies inside the row."""
+    (d,) = ir.MemRefType(ref.type).shape
+    lane = _lane()
+    address = simt.gmem_address(ref, arith.muli(lane, simt.const(2 * _CHUNK)))
+    for start in range(0, d, _STEP):
+        yield address, 2 * start, simt.less(lane, simt.const((d - start) // _CHUNK))
+
+
+def _lane() -> ir.Value:
+    """This thread's lane in the warpgroup, i32."""
+    return arith.andi(mgpu.thread_idx(), simt.const(_LANES - 1))
+
+
+def _row(chunks: list[ir.Value], d: int) -> mgpu.FragmentedArray:
+    return mgpu.FragmentedArray(
+        _registers=np.array(chunks, dtype=object),
+        _layout=row_layout(d).to_mgpu(),
+        _is_signed=None,
+    )
+
+
+def _vector(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
+    """Concatenates 32-bit words to a vector of `dtype`."""
+    i32 = ir.IntegerType.get_signless(32)
+    n = len(words) * 32 // mgpu.bitwidth(dtype)
+    words = vector.from_elements(ir.VectorType.get((len(words),), i32), words)
+    return mgpu.utils.bitcast(words, ir.VectorType.get((n,), dtype))

@@ -1,0 +1,135 @@
+"""Lists in device memory that kernels write for other kernels to read."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, scf
+
+from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device.gather import SCALAR
+from pallas_kernels.hopper.device.simt import const
+
+_RESULT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+
+def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
+    """Makes room for n more elements: adds n atomically, once for the whole warpgroup.
+
+    Args:
+      length_ref: GMEM, int32 `[1]`, the length of the list.
+      n: int32 scalar.
+      scratch_ref: SMEM, at least 4 bytes.
+
+    Returns:
+      int32 scalar, the length before.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType()), return_type=_RESULT)
+    def step(_, length_ref, n, scratch_ref):
+        length = mgpu.utils.inline_ptx(
+            "mov.b32 $0, 0; @$3 atom.global.add.u32 $0, [$1], $2;",
+            simt.gmem_address(length_ref, const(0)),
+            n.registers.item(),
+            simt.is_first_thread(),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        length = simt.of_first_thread(length, simt.smem_address(scratch_ref))
+        return mgpu.FragmentedArray.splat(length, (), is_signed=True)
+
+    return step(length_ref, n, scratch_ref)
+
+
+def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) -> jax.Array:
+    """Appends the places of the bits that are set in up to 32 words, in ascending order.
+
+    Args:
+      bits_ref: GMEM, uint32 `[n]`; bit i % 32 of word i // 32 is at place i.
+      first_word: int32 scalar, of the 32.
+      list_ref: GMEM, int32.
+      length: int32 scalar, of the list so far.
+
+    Returns:
+      int32 scalar, the length afterwards.
+    """
+    (n,) = bits_ref.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(), SCALAR), return_type=_RESULT
+    )
+    def step(_, bits_ref, first_word, list_ref, length):
+        first_word, length = first_word.registers.item(), length.registers.item()
+        lane, warp = simt.lane_and_warp()
+        mine = arith.addi(first_word, lane)
+        address = simt.gmem_address(bits_ref, arith.muli(mine, const(4)))
+        (word,) = simt.load_words(address, 0, simt.less(mine, const(n)), n=1)
+        count = _popcount(word)
+        end = arith.addi(length, simt.inclusive_sum(count, lane))
+        start = arith.subi(end, count)
+        below = arith.subi(arith.shli(const(1), lane), const(1))
+        for i in range(8):  # each warp takes every fourth word, each lane a bit of it
+            source = arith.addi(warp, const(4 * i))
+            bits = _from_lane(word, source)
+            rank = arith.addi(_from_lane(start, source), _popcount(arith.andi(bits, below)))
+            place = arith.addi(arith.muli(arith.addi(first_word, source), const(32)), lane)
+            is_set = arith.andi(arith.shrui(bits, lane), const(1))
+            mgpu.utils.inline_ptx(
+                "st.global.b32 [$0], $1;",
+                simt.gmem_address(list_ref, arith.muli(rank, const(4))),
+                place,
+                predicate=arith.cmpi(arith.CmpIPredicate.ne, is_set, const(0)),
+            )
+        return mgpu.FragmentedArray.splat(_from_lane(end, const(31)), (), is_signed=True)
+
+    return step(bits_ref, first_word, list_ref, length)
+
+
+def clear(rows_ref, list_ref, length: jax.Array, column: jax.Array) -> None:
+    """Sets `rows[list[i], column]` to zero for each i < length.
+
+    Args:
+      rows_ref: GMEM `[n, columns]`, 16-bit.
+      list_ref: GMEM, int32, which this warpgroup may have written before its last barrier.
+      length, column: int32 scalars.
+    """
+    columns = rows_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
+    def step(_, rows_ref, list_ref, length, column):
+        index_type, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        lane, warp = simt.lane_and_warp()
+        thread = arith.index_cast(index_type, arith.addi(arith.muli(warp, const(32)), lane))
+        end = arith.index_cast(index_type, length.registers.item())
+        rows = simt.gmem_address(rows_ref, arith.muli(column.registers.item(), const(2)))
+        loop = scf.ForOp(thread, end, mgpu.c(128, index_type))
+        with ir.InsertionPoint(loop.body):
+            i = arith.index_cast(i32, loop.induction_variable)
+            mgpu.utils.inline_ptx(
+                f"""{{.reg .b32 row; .reg .b64 address; .reg .b16 zero;
+                    mov.b16 zero, 0;
+                    ld.global.b32 row, [$0];
+                    mad.wide.u32 address, row, {2 * columns}, $1;
+                    st.global.b16 [address], zero;}}""",
+                simt.gmem_address(list_ref, arith.muli(i, const(4))),
+                rows,
+                has_side_effects=True,
+            )
+            scf.YieldOp([])
+
+    step(rows_ref, list_ref, length, column)
+
+
+def _popcount(word: ir.Value) -> ir.Value:
+    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", word, result_types=word.type)
+
+
+def _from_lane(word: ir.Value, lane: ir.Value) -> ir.Value:
+    return mgpu.utils.inline_ptx(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        word,
+        lane,
+        result_types=word.type,
+        convergent=True,
+    )

@@ -1,0 +1,376 @@
+"""The whole feed-forward block for few tokens (decoding), where the bytes of weights are the cost.
+
+Two kernels. The gate kernel streams w_gate through shared memory, once: each block multiplies 64
+neurons with all tokens by WGMMA. The row kernel reads only the rows of w_up and w_down that a token
+needs: the blocks of a cluster share out the token's non-zeros evenly, walk them
+(`gather.gather_ffn`) and send each other their sums, which are added in a fixed order. There is no
+capacity: every input is exact, at 4 D bytes of weights, mostly from L2, for each non-zero.
+
+Latency is half of the row kernel's time, so the gate kernel has L2 fetch the rows that will be
+needed, and each kernel is launched while the one before it still runs (programmatic dependent
+launch): nothing that a kernel of ours writes is read before `griddepcontrol_wait`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper import operands
+from pallas_kernels.hopper.device import cluster, gather, simt
+
+MAX_TOKENS = 64
+_BLOCKS = 8  # of a cluster, as many as the hardware promises to run together
+_NEURONS = 64  # of a block of the gate kernel, the rows of a WGMMA
+_STEP = 128  # columns of x and w_gate in a stage of the gate kernel
+_ROUND = 8192  # neurons that the row kernel's lanes hold at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallMConfig:
+    """Schedule of `small_m_ffn` on Hopper.
+
+    Attributes:
+      stages: stages of the gate kernel's ring in shared memory, 2 to 6; each takes 18 to 32 KiB.
+      row_loads: 16-byte loads from each weight matrix that a lane of the row kernel keeps in
+        flight, or one row's worth where that is more; 3/4 of it from 17 tokens on, where three
+        blocks on an SM serve better than two.
+    """
+
+    stages: int = 6
+    row_loads: int = 8
+
+    def __post_init__(self):
+        if not 2 <= self.stages <= 6:
+            raise ValueError(f"stages must be from 2 to 6, got {self.stages}")
+
+
+def small_m_ffn_reference(
+    x: jax.Array, w_gate: jax.Array | None, w_up: jax.Array, w_down: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Pure-JAX meaning of `small_m_ffn`."""
+    product = functools.partial(
+        jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
+    )
+    g = jnp.maximum(product(x, w_up if w_gate is None else w_gate).astype(x.dtype), 0)
+    u = 1.0 if w_gate is None else product(x, w_up)
+    h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
+    fired = jnp.any(g != 0, axis=0)
+    used = jnp.where(fired[:, None], w_down, 0).astype(jnp.float32)
+    y = jnp.dot(h, used, precision="highest")
+    nnz = jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    l1 = jnp.sum(jnp.abs(h), axis=1)
+    if w_gate is not None:  # behind some gate of zero is an up projection that is not finite
+        is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < g.shape[1])
+        y, l1 = jnp.where(is_nan[:, None], jnp.nan, y), jnp.where(is_nan, jnp.nan, l1)
+    return y.astype(x.dtype), nnz, l1, fired
+
+
+def small_m_ffn(
+    x: jax.Array,
+    w_gate: jax.Array | None,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    config: SmallMConfig = SmallMConfig(),
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Computes `y = (relu(x @ w_gate^T) * (x @ w_up^T)) @ w_down` for at most 64 tokens.
+
+    The non-gated form is `y = relu(x @ w_up^T) @ w_down`. The gate is rounded to the dtype of x,
+    all else is float32 until y is rounded; sums have a fixed order. Behind a gate of zero, no row
+    of w_up or w_down is read (in the non-gated form, of w_down). Where x is not finite, the result
+    is NaN as in the dense computation, whose up projections then are not finite behind any gate.
+
+    Args:
+      x: `[M, D]`, bfloat16 or float16, M from 1 to 64, D a multiple of 64 from 128 to 8192.
+      w_gate: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form.
+      w_up: `[H, D]`.
+      w_down: `[H, D]`.
+      config: schedule.
+
+    Returns:
+      y: `[M, D]`.
+      nnz: int32 `[M]`, the number of non-zeros of the gate.
+      l1: float32 `[M]`, the sum of the magnitudes of the hidden activation.
+      fired: bool `[H]`, whether a neuron's gate is non-zero for any token.
+
+    Raises:
+      ValueError: if a shape or dtype is not one of these.
+    """
+    operands.check_weight("w_up", w_up)
+    h, d = w_up.shape
+    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
+        raise ValueError(f"x must be [M, D] with M from 1 to {MAX_TOKENS}, got {list(x.shape)}")
+    m = x.shape[0]
+    operands.check_array("x", x, (m, d), w_up.dtype)
+    operands.check_array("w_gate", w_gate, (h, d), w_up.dtype)
+    operands.check_array("w_down", w_down, (h, d), w_up.dtype)
+
+    gated = w_gate is not None
+    gate = _gate(x, *((w_gate, w_up) if gated else (w_up, None)), w_down, config)
+    loads = config.row_loads if m <= 16 else 3 * config.row_loads // 4
+    batch = max(1, loads // gather.row_steps(d))
+    width = gather.row_width(d)
+    kernel = plgpu.kernel(
+        _row_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((m, width), x.dtype),
+            jax.ShapeDtypeStruct((m,), jnp.int32),
+            jax.ShapeDtypeStruct((m,), jnp.float32),
+        ),
+        scratch_types=dict(
+            entries=plgpu.SMEM((h // _BLOCKS + 2 * batch,), jnp.uint32),
+            counts=plgpu.SMEM((2, 4), jnp.int32),
+            sums=plgpu.SMEM((2, batch, 4), jnp.float32),
+            y_parts=plgpu.SMEM((_BLOCKS, width // _BLOCKS), jnp.float32),
+            l1_parts=plgpu.SMEM((_BLOCKS,), jnp.float32),
+            arrived=plgpu.SMEM((2,), jnp.uint32),
+        ),
+        grid=(m,),
+        grid_names=("token",),
+        cluster=(_BLOCKS,),
+        cluster_names=("block",),
+        kernel_name="small_m_row",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    y, nnz, l1 = kernel(gate, *((x, w_up) if gated else (None, None)), w_down)
+    return y[:, :d], nnz, l1, jnp.any(gate != 0, axis=0)
+
+
+def _gate(x, w_gate, w_up, w_down, config):
+    """`relu(x @ w_gate^T)`: `[M rounded up to a multiple of 8, H]`, 0 past M."""
+    tokens = pl.cdiv(x.shape[0], 8) * 8
+    if x.shape[0] > 8:  # the tiling of x in shared memory takes 8 rows, or all of fewer
+        x = jnp.pad(x, ((0, tokens - x.shape[0]), (0, 0)))
+    h = w_gate.shape[0]
+    kernel = plgpu.kernel(
+        functools.partial(_gate_kernel, stages=config.stages),
+        out_type=jax.ShapeDtypeStruct((tokens, h), x.dtype),
+        grid=(h // _NEURONS,),
+        grid_names=("tile",),
+        kernel_name="small_m_gate",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(x, w_gate, w_up, w_down)
+
+
+def _gate_kernel(x, w_gate, w_up, w_down, gate, *, stages):
+    tile = lax.axis_index("tile")
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    acc = multiply(x, w_gate, tile, tokens=gate.shape[0], stages=stages)
+    out = gate.at[:, pl.ds(tile * _NEURONS, _NEURONS)].T
+    g = jnp.maximum(acc, 0).astype(gate.dtype)
+    out[...] = plgpu.layout_cast(g, plgpu.Layout.WGMMA_TRANSPOSED)
+    prefetch_rows(jnp.max(acc, axis=1), tile, [w for w in (w_up, w_down) if w is not None])
+
+
+def _row_kernel(
+    gate, x, w_up, w_down, y, nnz, l1, *, entries, counts, sums, y_parts, l1_parts, arrived
+):
+    token, block = lax.axis_index("token"), lax.axis_index("block")
+    cluster.expect_parts(y_parts, l1_parts, arrived)
+    if x is None:
+        x_row, is_finite = None, True
+    else:  # complete, since the gate kernel has waited for it before it launched this one
+        x_row = gather.widen(gather.load_row(x.at[token], jnp.bool(True)))
+        is_finite = gather.all_finite(x_row, sums.at[1])
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    token_nnz = collect_share(gate.at[token], block, entries, counts)
+    count = (token_nnz + _BLOCKS - 1 - block) // _BLOCKS
+    y_part, l1_part = gather.gather_ffn(x_row, entries, count, w_up, w_down, sums)
+    cluster.send_parts(y_part, l1_part, block, y_parts, l1_parts, arrived)
+    cluster.wait_for_parts(arrived)
+
+    def total(parts):
+        sum_of_parts = functools.reduce(jnp.add, [parts[b] for b in range(_BLOCKS)])
+        # In the dense computation 0 * inf, behind a gate of zero, makes NaN.
+        return jnp.where(is_finite | (token_nnz == gate.shape[1]), sum_of_parts, jnp.nan)
+
+    width = y_parts.shape[1]
+    y[token, pl.ds(block * width, width)] = total(y_parts).astype(y.dtype)
+
+    @pl.when(block == 0)
+    def _():
+        nnz[token] = token_nnz
+        l1[token] = total(l1_parts)
+
+
+def multiply(x_ref, w_ref, tile: jax.Array, *, tokens: int, stages: int) -> jax.Array:
+    """Multiplies 64 neurons with all tokens.
+
+    Args:
+      x_ref: GMEM `[M, D]`, M up to 8 or a multiple of it.
+      w_ref: GMEM `[H, D]`.
+      tile: int32 scalar; the neurons are those from `64 * tile` on.
+      tokens: M rounded up to a multiple of 8.
+      stages: stages of the ring in shared memory, at least 2.
+
+    Returns:
+      float32 `[64, tokens]` in the WGMMA layout, 0 past M.
+    """
+    d = x_ref.shape[1]
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    spec = functools.partial(plgpu.BlockSpec, transforms=transforms, delay_release=1)
+
+    def accumulate(acc):
+        def step(_, x_smem, w_smem):
+            plgpu.wgmma(acc, w_smem, x_smem.T)
+            plgpu.wgmma_wait(1)
+
+        plgpu.emit_pipeline(
+            step,
+            grid=(pl.cdiv(d, _STEP),),
+            in_specs=[
+                spec((tokens, _STEP), lambda k: (0, k)),
+                spec((_NEURONS, _STEP), lambda k: (tile, k)),
+            ],
+            max_concurrent_steps=stages,
+        )(x_ref, w_ref)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return pl.run_scoped(accumulate, plgpu.ACC((_NEURONS, tokens), jnp.float32))
+
+
+def prefetch_rows(top: jax.Array, tile: jax.Array, w_refs: list) -> None:
+    """Has L2 fetch the rows of neurons that fire.
+
+    Args:
+      top: float32 `[64]` in the layout of a row-wise reduction of `multiply`'s result: the largest
+        value of each neuron's gate before ReLU. A NaN fetches nothing.
+      tile: int32 scalar; the neurons are those from `64 * tile` on.
+      w_refs: one or two GMEM references `[H, D]`, 16-bit.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA.reduce(1), gather.SCALAR, [plgpu.RefType()] * len(w_refs))
+    )
+    def step(_, top, tile, w_refs):
+        ptx, const = mgpu.utils.inline_ptx, simt.const
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        lane, warp = simt.lane_and_warp()
+        row = arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
+        first = arith.addi(arith.muli(tile.registers.item(), const(_NEURONS)), row)
+        # The four lanes of a quad hold the same two neurons: each fetches one of their four rows.
+        for i, value in enumerate(top.registers.flat):
+            (value,) = gather.elements(value, f32)
+            fires = arith.cmpf(arith.CmpFPredicate.OGT, value, mgpu.c(0.0, f32))
+            neuron = arith.extui(i64, arith.addi(first, const(8 * i)))
+            for j, w_ref in enumerate(w_refs):
+                size = 2 * ir.MemRefType(w_ref.type).shape[1]
+                base = simt.gmem_address(w_ref, const(0))
+                is_mine = arith.cmpi(
+                    arith.CmpIPredicate.eq, arith.andi(lane, const(3)), const(2 * i + j)
+                )
+                ptx(
+                    f"cp.async.bulk.prefetch.L2.global [$0], {size};",
+                    arith.addi(base, arith.muli(neuron, mgpu.c(size, i64))),
+                    predicate=arith.andi(fires, is_mine),
+                )
+
+    step(top, tile, w_refs)
+
+
+def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
+    """Lists every eighth non-zero of one token, from the `share`-th on, in a fixed order.
+
+    Args:
+      gate_ref: GMEM `[H]`, 16-bit.
+      share: int32 scalar, from 0 to 7.
+      entries_ref: SMEM, uint32, at least H / 8: becomes words `neuron | bits << 16`.
+      counts_ref: SMEM, int32 `[2, 4]`, workspace.
+
+    Returns:
+      int32 scalar, the number of all non-zeros of the token.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), gather.SCALAR, plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
+    )
+    def step(_, gate_ref, share, entries_ref, counts_ref):
+        ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
+        i32 = ir.IntegerType.get_signless(32)
+        (share,) = share.registers.flat
+        (h,) = ir.MemRefType(gate_ref.type).shape
+        lane, warp = simt.lane_and_warp()
+        entries, all_counts = simt.smem_address(entries_ref), simt.smem_address(counts_ref)
+
+        # Each lane takes every 128th chunk of 8 neurons.
+        first = arith.muli(arith.addi(arith.muli(warp, const(32)), lane), const(8))
+        address = simt.gmem_address(gate_ref, arith.muli(first, const(2)))
+
+        def load(chunk):
+            # An ordinary load, kept in its place: the gate is there only after the kernel's wait.
+            return ptx(
+                "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+                f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {2 * chunk}];",
+                address,
+                less(first, const(h - chunk)),
+                result_types=[i32] * 4,
+                has_side_effects=True,
+            )
+
+        total = const(0)
+        for start in range(0, h, _ROUND):
+            pairs, count = [], const(0)
+            for chunk in range(start, min(start + _ROUND, h), 128 * 8):
+                for i, pair in enumerate(load(chunk)):
+                    ones = ptx(
+                        "{ .reg .b32 ones; min.u16x2 ones, $1, $2; popc.b32 $0, ones; }",
+                        pair,
+                        const(0x00010001),
+                        result_types=i32,
+                    )
+                    pairs.append((chunk + 2 * i, pair, ones))
+                    count = arith.addi(count, ones)
+
+            end = simt.inclusive_sum(count, lane)
+            counts = arith.addi(all_counts, const(16 * (start // _ROUND % 2)))
+            mine = arith.addi(counts, arith.muli(warp, const(4)))
+            ptx("st.shared.b32 [$0], $1;", mine, end, predicate=less(const(30), lane))
+            mgpu.warpgroup_barrier()
+            counts = ptx(
+                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+                counts,
+                result_types=[i32] * 4,
+                has_side_effects=True,
+            )
+            rank = arith.addi(total, arith.subi(end, count))
+            for w, warp_count in enumerate(counts):
+                rank = arith.select(less(const(w), warp), arith.addi(rank, warp_count), rank)
+                total = arith.addi(total, warp_count)
+
+            for neuron, pair, ones in pairs:
+                with mgpu.utils.when(less(const(0), pair)):  # few pairs are, so few warps enter
+                    own_rank = rank
+                    for i in range(2):
+                        bits = arith.andi(arith.shrui(pair, const(16 * i)), const(0xFFFF))
+                        is_entry = less(const(0), bits)
+                        owner = arith.remui(own_rank, const(_BLOCKS))
+                        is_mine = arith.cmpi(arith.CmpIPredicate.eq, owner, share)
+                        place = arith.muli(arith.divui(own_rank, const(_BLOCKS)), const(4))
+                        column = arith.addi(first, const(neuron + i))
+                        ptx(
+                            "st.shared.b32 [$0], $1;",
+                            arith.addi(entries, place),
+                            arith.ori(column, arith.shli(bits, const(16))),
+                            predicate=arith.andi(is_entry, is_mine),
+                        )
+                        own_rank = arith.addi(own_rank, arith.extui(i32, is_entry))
+                rank = arith.addi(rank, ones)
+        mgpu.warpgroup_barrier()
+        return mgpu.FragmentedArray.splat(total, (), is_signed=True)
+
+    return step(gate_ref, share, entries_ref, counts_ref)

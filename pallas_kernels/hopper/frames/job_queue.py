@@ -1,0 +1,114 @@
+"""The queue of a persistent kernel's jobs: an SM that is free takes the next one.
+
+All SMs take jobs from one counter in GMEM. On each SM the producer does, and posts them for the
+consumers, ahead of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device.gather import SCALAR
+from pallas_kernels.hopper.device.simt import const
+
+_WORDS = 4  # that say what a job is
+_INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+
+def scratch_types(consumers: int) -> dict:
+    """What a `JobQueue` is made of, but for `taken`."""
+    return dict(
+        jobs=plgpu.SMEM((3, _WORDS), jnp.int32),
+        posted=plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        read=plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class JobQueue:
+    """Jobs of an SM, each four int32 of which the first is not negative.
+
+    Attributes:
+      taken: GMEM, int32 `[1]`, of all SMs: 0 before the kernel and after it.
+      jobs: SMEM, int32 `[3, 4]`: two jobs, and scratch.
+      posted, read: barriers.
+    """
+
+    taken: jax.Ref
+    jobs: jax.Ref
+    posted: jax.Ref
+    read: jax.Ref
+
+    def ask(self, count: jax.Array) -> jax.Array:
+        """Takes a job after those that the SMs begin with, by the producer; see `answer`.
+
+        Each SM has to ask once for each job that it has done, which makes `count` times for all of
+        them together. Then `taken` is 0 again.
+        """
+        return _take(self.taken, count)
+
+    def answer(self, asked: jax.Array, sms: int) -> jax.Array:
+        """The number of the job that the producer has asked for: `count` or more if there is none.
+
+        It is waited for here, or at a fence before: fences wait for loads that are under way.
+        """
+        return sms + _of_first_thread(asked, self.jobs.at[2])
+
+    def post(self, n: jax.Array, job: tuple[jax.Array, ...]) -> None:
+        """Says what the SM's n-th job is, by the producer."""
+        plgpu.barrier_wait(self.read.at[n % 2])
+        for k, word in enumerate(job):
+            self.jobs[n % 2, k] = word
+        plgpu.barrier_arrive(self.posted.at[n % 2])
+
+    def post_end(self, n: jax.Array) -> None:
+        """Says that the SM has n jobs, and waits until all consumers know, by the producer."""
+        self.post(n, (jnp.int32(-1),))
+        for s in range(2):
+            plgpu.barrier_wait(self.read.at[(n + 1 + s) % 2])
+
+    def open(self) -> None:
+        """By every consumer, at first."""
+        for s in range(2):
+            plgpu.barrier_arrive(self.read.at[s])
+
+    def take(self, n: jax.Array) -> tuple[jax.Array, ...]:
+        """The SM's n-th job, by a consumer; the first word is negative if there is none."""
+        plgpu.barrier_wait(self.posted.at[n % 2])
+        job = tuple(self.jobs[n % 2, k] for k in range(_WORDS))
+        plgpu.barrier_arrive(self.read.at[n % 2])
+        return job
+
+
+def _take(taken_ref, count):
+    """What `taken_ref` was, in the first thread; it counts up to `count` - 1, and from 0 again."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_INT32)
+    def step(_, taken_ref, count):
+        taken = mgpu.utils.inline_ptx(
+            "mov.b32 $0, 0; @$3 atom.global.inc.u32 $0, [$1], $2;",
+            simt.gmem_address(taken_ref, const(0)),
+            arith.subi(count.registers.item(), const(1)),
+            simt.is_first_thread(),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(taken, (), is_signed=True)
+
+    return step(taken_ref, count)
+
+
+def _of_first_thread(value, scratch_ref):
+    @plgpu.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()), return_type=_INT32)
+    def step(_, value, scratch_ref):
+        scratch = simt.smem_address(scratch_ref)
+        value = simt.of_first_thread(value.registers.item(), scratch)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return step(value, scratch_ref)

@@ -1,0 +1,232 @@
+"""Up and down projection behind a TwELL-packed gate, fused (arXiv 2603.23198).
+
+One warpgroup takes one token: it collects the row's entries from its tiles into shared memory and
+walks that list (`gather.gather_ffn`), so that the hidden activation h lives in registers alone. A
+block holds a few neighbouring tokens, which share neurons; blocks are short, so the hardware's own
+scheduler balances rows of different lengths. Heavy rows, which TwELL does not hold or which have
+more than `MAX_ENTRIES`, are put on a list for `dense_rows`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels import in_place
+from pallas_kernels.hopper import operands
+from pallas_kernels.hopper.device import gather, lists, simt
+from pallas_kernels.layouts import twell
+
+MAX_ENTRIES = 128  # of a row; `dense_rows` computes a longer one in less time
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedFFNConfig:
+    """Schedule of `fused_ffn` on Hopper.
+
+    Attributes:
+      loads: 16-byte loads from each weight matrix that a lane keeps in flight, or one row's worth
+        where that is more.
+      rows: rows of a block, at most; wide ones take fewer, for their registers.
+    """
+
+    loads: int = 4
+    rows: int = 6
+
+
+_TUNED = {  # (D, H) of common shapes where another schedule was faster: benchmarks/tune.py
+    (1024, 5632): FusedFFNConfig(loads=8, rows=4),
+    (4096, 11008): FusedFFNConfig(loads=8, rows=4),
+}
+
+
+def fused_ffn_reference(
+    x: jax.Array, packed: jax.Array, w_up: jax.Array | None, w_down: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Pure-JAX meaning of `fused_ffn`, one row at a time; lists heavy rows in ascending order."""
+    f32 = jnp.float32
+    is_heavy = twell.overflowed(packed) | (jnp.sum(packed[..., 0], axis=1) > MAX_ENTRIES)
+
+    def row(operands):
+        x, tiles, heavy = operands
+        counts, words = tiles[:, 0].astype(jnp.int32), tiles[:, 1:]
+        rank = jnp.arange(words.shape[1])
+        stored = ((rank < counts[:, None]) & ~heavy).ravel()
+        n = jnp.where(stored, (words & 0xFFFF).ravel(), 0)
+        h = lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), w_down.dtype).ravel()
+        h = h.astype(f32)
+        if w_up is not None:
+            h *= jnp.sum(x.astype(f32) * w_up[n].astype(f32), axis=1)
+        h = jnp.where(stored, h, 0)
+        y = jnp.sum(jnp.where(stored[:, None], h[:, None] * w_down[n].astype(f32), 0), axis=0)
+        l1 = jnp.sum(jnp.abs(h))
+        if w_up is not None:
+            y, l1 = (jnp.where(heavy | jnp.all(jnp.isfinite(x)), a, jnp.nan) for a in (y, l1))
+        return y.astype(w_down.dtype), jnp.sum(counts), l1
+
+    m = x.shape[0]
+    (rows,) = jnp.nonzero(is_heavy, size=m, fill_value=0)
+    count = jnp.sum(is_heavy, dtype=jnp.int32)
+    x_rows = jnp.pad(x[rows], ((0, -m % 8), (0, 0)))
+    return *lax.map(row, (x, packed, is_heavy)), (count[None], rows, x_rows)
+
+
+def fused_ffn(
+    x: jax.Array,
+    packed: jax.Array,
+    w_up: jax.Array | None,
+    w_down: jax.Array,
+    *,
+    config: FusedFFNConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Computes `y[m] = sum_n h[m, n] w_down[n]` over the entries (n, g) of row m of `packed`.
+
+    h[m, n] = g (x[m] . w_up[n]), or g in the non-gated form. Sums in float32, in a fixed order for
+    a fixed order of the entries; y is rounded once. Weights of neurons without an entry are not
+    read. Where x[m] is not finite, neither is any up projection, and its product with a gate of
+    zero makes the gated y and l1 NaN. Heavy rows, of which `packed` does not hold every entry or
+    which have more than 128, are not computed but listed.
+
+    Args:
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      packed: uint32 `[M, ceil(H / 256), 32]`, the gate in TwELL (see `twell`), values in the dtype
+        of the weights.
+      w_up: `[H, D]`, H a multiple of 128 up to 65536. None in the non-gated form.
+      w_down: `[H, D]`.
+      config: schedule; None for the one that suits D and H.
+
+    Returns:
+      y: `[M, D]` in the dtype of the weights; 0 in heavy rows.
+      nnz: int32 `[M]`, the row's number of non-zeros.
+      l1: float32 `[M]`, `sum_n |h[m, n]|`; 0 in heavy rows.
+      heavy: the list of heavy rows, in any order, as `dense_rows` takes it: int32 `[1]`, their
+        number; int32 `[M]`, the rows; `[M rounded up to a multiple of 8, D]`, their rows of x.
+
+    Raises:
+      ValueError: if a shape or dtype is not one of these.
+    """
+    operands.check_weight("w_down", w_down)
+    if not packed.shape or packed.shape[0] < 1:
+        raise ValueError(f"packed must have at least one row, got {list(packed.shape)}")
+    m, (h, d) = packed.shape[0], w_down.shape
+    _, tiles, words = shape = twell.packed_shape(m, h)
+    operands.check_array("packed", packed, shape, jnp.uint32)
+    operands.check_array("x", x, (m, d), w_down.dtype)
+    operands.check_array("w_up", w_up, (h, d), w_down.dtype)
+
+    config = config or _TUNED.get((d, h), FusedFFNConfig())
+    steps = gather.row_steps(d)
+    batch = max(1, config.loads // steps)
+    rows = min(config.rows, 16 // steps)
+    kernel = plgpu.kernel(
+        _kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((m, d), w_down.dtype),
+            jax.ShapeDtypeStruct((m,), jnp.int32),
+            jax.ShapeDtypeStruct((m,), jnp.float32),
+            jax.ShapeDtypeStruct((m,), jnp.int32),
+            jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), x.dtype),
+        ),
+        scratch_types=dict(
+            entries=plgpu.SMEM((rows, tiles * (words - 1) + 2 * batch), jnp.uint32),
+            sums=plgpu.SMEM((rows, 2, batch, 4), jnp.float32),
+        ),
+        grid=(pl.cdiv(m, rows),),
+        grid_names=("block",),
+        num_threads=rows,
+        thread_name="warpgroup",
+        kernel_name="fused_ffn",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    count = in_place.mutable(jnp.zeros(1, jnp.int32))
+    arrays = in_place.apart((x, packed, w_up, w_down))
+    *out, rows, x_rows = in_place.apart(kernel(*arrays, count))
+    return *out, (in_place.contents(count), rows, x_rows)
+
+
+def _kernel(
+    x, packed, w_up, w_down, heavy_count, y, nnz, l1, heavy_rows, heavy_x, *, entries, sums
+):
+    warpgroup = lax.axis_index("warpgroup")
+    row = lax.axis_index("block") * entries.shape[0] + warpgroup
+
+    @pl.when(row < packed.shape[0])
+    def _():
+        mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
+        x_row = gather.load_row(x.at[row], jnp.bool(True))
+        count = collect_entries(packed.at[row], mine)
+        wide = None if w_up is None else gather.widen(x_row)
+        y_row, row_l1 = gather.gather_ffn(wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums)
+        if w_up is not None:
+            poison = jnp.where((count < 0) | gather.all_finite(wide, my_sums.at[1]), 0.0, jnp.nan)
+            y_row, row_l1 = y_row + poison, row_l1 + poison
+        gather.store_row(y.at[row], y_row.astype(y.dtype))
+        nnz[row] = jnp.maximum(count, ~count)
+        l1[row] = row_l1
+
+        @pl.when(count < 0)
+        def _():
+            place = lists.append(heavy_count, jnp.int32(1), my_sums)
+            heavy_rows[place] = row
+            gather.store_row(heavy_x.at[place], x_row)
+
+
+def collect_entries(packed_ref, entries_ref) -> jax.Array:
+    """Moves the entries of one row of TwELL to the front of a list.
+
+    Args:
+      packed_ref: GMEM, uint32 `[tiles, W]`.
+      entries_ref: SMEM, uint32, at least `tiles * (W - 1)`.
+
+    Returns:
+      int32 scalar, the number of entries k, or ~k if the row is heavy.
+    """
+    tiles, words = packed_ref.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
+    )
+    def step(_, packed_ref, entries_ref):
+        ptx, redux, kind = mgpu.utils.inline_ptx, mgpu.utils.redux, mgpu.utils.ReductionKind
+        const, less, all_lanes = simt.const, simt.less, simt.const(-1)
+        lane, warp = simt.lane_and_warp()
+        # The warps share out every tile: each takes every fourth of its entries.
+        warp_offset = arith.muli(warp, const(4))
+        place = arith.addi(simt.smem_address(entries_ref), warp_offset)
+        total = most = const(0)
+        for first_tile in range(0, tiles, 32):  # one tile per lane
+            tile = arith.addi(lane, const(first_tile))
+            offset = arith.muli(tile, const(4 * words))
+            address = simt.gmem_address(packed_ref, offset)
+            (count,) = simt.load_words(address, 0, less(tile, const(tiles)), 1)
+            stored = arith.minui(count, const(words - 1))
+            end = simt.inclusive_sum(stored, lane)
+            total = arith.addi(total, redux(count, all_lanes, kind.ADD))
+            most = arith.maxui(most, redux(count, all_lanes, kind.UMAX))
+
+            address = simt.gmem_address(packed_ref, arith.addi(offset, warp_offset))
+            target = arith.addi(place, arith.muli(arith.subi(end, stored), const(4)))
+            copies = []
+            for rank in range(0, words, 4):
+                is_held = less(arith.addi(warp, const(rank)), stored)
+                (entry,) = simt.load_words(address, 4 * (1 + rank), is_held, 1)
+                copies.append((rank, entry, is_held))
+            for rank, entry, is_held in copies:
+                ptx(f"st.shared.b32 [$0 + {4 * rank}], $1;", target, entry, predicate=is_held)
+            in_tiles = redux(stored, all_lanes, kind.ADD)
+            place = arith.addi(place, arith.muli(in_tiles, const(4)))
+        mgpu.warpgroup_barrier()
+        complement = arith.xori(total, const(-1))
+        is_heavy = arith.ori(less(const(words - 1), most), less(const(MAX_ENTRIES), total))
+        total = arith.select(is_heavy, complement, total)
+        return mgpu.FragmentedArray.splat(total, (), is_signed=True)
+
+    return step(packed_ref, entries_ref)

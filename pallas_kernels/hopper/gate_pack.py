@@ -1,0 +1,78 @@
+"""Gate matmul with a TwELL epilogue: `relu(x @ w_gate^T)` leaves the registers packed.
+
+The dense gate never reaches memory: the consumers of `gate_matmul` pack their 64 x 256 accumulators
+lane by lane (`pack_relu`) and send them out by TMA.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import operands
+from pallas_kernels.hopper.device import pack_relu
+from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.hopper.frames.gate_matmul import CONSUMERS, ROWS, GateConfig
+from pallas_kernels.layouts import twell
+
+_WORDS = twell.TILE // twell.COMPRESSION
+
+_TUNED = {  # (D, H) of common shapes where another schedule was faster: benchmarks/tune.py
+    (512, 1408): GateConfig(grid_tile_width=4),
+}
+
+
+def gate_pack_reference(x: jax.Array, w_gate: jax.Array) -> jax.Array:
+    """Pure-JAX meaning of `gate_pack`: the dense gate, then `twell.pack_reference`."""
+    g = jnp.einsum("md,hd->mh", x, w_gate, preferred_element_type=jnp.float32)
+    return twell.pack_reference(jnp.maximum(g, 0).astype(x.dtype))
+
+
+def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = None) -> jax.Array:
+    """Computes `g = relu(x @ w_gate^T)` in TwELL (arXiv 2603.23198); `twell` defines the format.
+
+    Sums in float32, rounds to the dtype of the inputs and propagates NaN. The order of the entries
+    of a tile and the words past a row's count are unspecified.
+
+    Args:
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+      config: schedule; None for the one that suits D and H.
+
+    Returns:
+      uint32 `[M, ceil(H / 256), 32]`. Rows for which `twell.overflowed` holds have true counts but
+      not all of their entries.
+
+    Raises:
+      ValueError: if a shape or dtype is not one of these.
+    """
+    operands.check_tokens(x, w_gate)
+    m, (h, d) = x.shape[0], w_gate.shape
+    tiles = pl.cdiv(h, twell.TILE)
+    packed = gate_matmul.gate_matmul(
+        x,
+        w_gate,
+        functools.partial(_pack, h=h, dtype=x.dtype),
+        out_type=jax.ShapeDtypeStruct((m, tiles * _WORDS), jnp.uint32),
+        scratch_types=dict(
+            packed_smem=plgpu.SMEM(
+                (CONSUMERS, ROWS, _WORDS), jnp.uint32, transforms=pack_relu.PACKED_TRANSFORMS
+            )
+        ),
+        config=config or _TUNED.get((d, h), GateConfig()),
+    )
+    return packed.reshape(m, tiles, _WORDS)
+
+
+def _pack(acc, slab, tile, packed_gmem, *, packed_smem, h, dtype):
+    if h % twell.TILE:  # columns past H are loaded as 0, but 0 * inf is NaN
+        column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=plgpu.Layout.WGMMA)
+        acc = jnp.where(column < h - tile * twell.TILE, acc, 0)
+    mine = packed_smem.at[slab % CONSUMERS]
+    pack_relu.pack_relu(acc, dtype, tile, mine)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+        mine, packed_gmem.at[pl.ds(slab * ROWS, ROWS), pl.ds(tile * _WORDS, _WORDS)]
+    )

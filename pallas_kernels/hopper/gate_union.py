@@ -1,0 +1,79 @@
+"""Gate matmul with a union epilogue: `relu(x @ w_gate^T)` leaves the registers as tile unions.
+
+The product is computed transposed, neurons along the rows of an accumulator and the 256 tokens of a
+row tile along its columns, so that whether a neuron is in the union is a question to one row. Its
+gates go out, 512 contiguous bytes, if they are not all zero; the dense gate never reaches memory.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import operands
+from pallas_kernels.hopper.device import union_relu
+from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.hopper.frames.gate_matmul import CONSUMERS, GateConfig
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.tile_union import GROUP, TOKENS
+
+# With a width of 8 an SM would see but two of 8 neighbouring row tiles, as 132 is 4 mod 8, and the
+# first tokens of sequences, which fire most, tend to lie 4 or 8 tiles apart.
+_CONFIG = GateConfig(grid_tile_width=7)
+
+
+def gate_union_reference(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pure-JAX meaning of `gate_union`: the dense product, then `tile_union.pack_reference`."""
+    z = jnp.einsum("md,hd->mh", x, w_gate, preferred_element_type=jnp.float32)
+    return tile_union.pack_reference(z, x.dtype)
+
+
+def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes `g = relu(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
+
+    Sums in float32, rounds to the dtype of the inputs and propagates NaN.
+
+    Args:
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+
+    Returns:
+      gate: `[R, H, 256]` in the dtype of the inputs, R = ceil(M / 256); rows of neurons that are
+        not in `masks[0]` are unspecified.
+      masks: uint32 `[2, R, H / 32]`.
+      counts: uint8 `[H / 64, R * 256]`.
+
+    Raises:
+      ValueError: if a shape or dtype is not one of these.
+    """
+    operands.check_tokens(x, w_gate)
+    m, h = x.shape[0], w_gate.shape[0]
+    tiles = pl.cdiv(m, TOKENS)
+    return gate_matmul.gate_matmul(
+        w_gate,
+        x,
+        _write_union,
+        out_type=(
+            jax.ShapeDtypeStruct((tiles, h, TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
+            jax.ShapeDtypeStruct((h // GROUP, tiles * TOKENS), jnp.uint8),
+        ),
+        scratch_types=dict(
+            words=plgpu.SMEM((CONSUMERS, union_relu.UNION_WORDS), jnp.uint32),
+        ),
+        config=_CONFIG,
+    )
+
+
+def _write_union(acc, group, tile, gate, masks, counts, *, words):
+    neurons = pl.ds(group * GROUP, GROUP)
+    bits = pl.ds(group * (GROUP // 32), GROUP // 32)
+    union_relu.union_relu(
+        acc,
+        gate.at[tile, neurons],
+        masks.at[0, tile, bits],
+        masks.at[1, tile, bits],
+        counts.at[group, pl.ds(tile * TOKENS, TOKENS)],
+        words.at[group % CONSUMERS],
+        threshold=tile_union.THRESHOLD,
+    )

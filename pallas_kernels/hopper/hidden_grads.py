@@ -1,0 +1,322 @@
+"""Gradients of h and of its factors on tile unions, `dh = dy @ w_down[neurons]^T` at first.
+
+With h = g u this is the up projection of dy, but for what follows the matmul: dg = dh u and
+du = dh g take the places of g and h, as the gradient of x needs them, and go, with h, to the neuron
+lists, as the gradients of the weights need them. There every non-zero entry is stored for itself.
+That u is h / g, where g is not 0, costs no accuracy: h was rounded once, as u would have been. (But
+in float16 h is subnormal sooner.)
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels import in_place
+from pallas_kernels.hopper import operands
+from pallas_kernels.hopper.device import gather, simt
+from pallas_kernels.hopper.device.simt import const
+from pallas_kernels.hopper.frames import gathered_matmul
+from pallas_kernels.hopper.frames.gate_matmul import sm_count
+from pallas_kernels.hopper.frames.gathered_matmul import CONSUMERS, ROWS, STEP
+from pallas_kernels.hopper.union_up import describe_item
+from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.tile_union import CHUNK, GROUP, TOKENS, Plan
+
+_PARTS = TOKENS // ROWS  # of a block
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # the least that h is divided by
+_WORDS = 4  # that describe the 64 tokens of a part in a list
+_NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
+_PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
+
+
+def hidden_grads_reference(dy, w_down, h_ref, l1_grad, plan, lists):
+    """Pure-JAX meaning of `hidden_grads`."""
+    tiles, h = plan.neurons.shape
+    items = plan.items[:, None]
+    tile, column = items // (h // CHUNK), items % (h // CHUNK) * CHUNK + jnp.arange(CHUNK)
+    in_union = (column < plan.sizes[tile]) & (jnp.arange(len(items)) < plan.item_count)[:, None]
+    neurons = plan.neurons[tile, column]
+    dy = jnp.pad(dy, ((0, -dy.shape[0] % TOKENS), (0, 0))).reshape(tiles, TOKENS, -1)
+    dh = jnp.einsum(
+        "idt,ihd->iht", dy[tile[:, 0]].mT, w_down[neurons], preferred_element_type=jnp.float32
+    )
+    *gate, value = jnp.split(h_ref[...].astype(jnp.float32), h_ref.shape[1] // CHUNK, axis=1)
+    grads = chain_rule(dh, gate, value, l1_grad[0])
+    h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
+
+    token = tile[:, :, None] * TOKENS + jnp.arange(TOKENS)
+    every_slot = lists.slots(jnp.arange(tiles * TOKENS))
+    slot = every_slot[neurons[:, :, None] // GROUP, token]
+    is_used = in_union[:, :, None] & ([*gate, value][0] != 0)
+    slot = jnp.where(is_used, slot, len(lists.tokens))
+    zeros = jnp.zeros((len(lists.tokens), GROUP), w_down.dtype)
+    place = slot, jnp.broadcast_to(neurons[:, :, None] % GROUP, slot.shape)
+    return tuple(zeros.at[place].set(a.astype(zeros.dtype), mode="drop") for a in (value, *grads))
+
+
+def hidden_grads(
+    dy: jax.Array,
+    w_down: jax.Array,
+    h_ref: jax.Ref,
+    l1_grad: jax.Array,
+    plan: Plan,
+    lists: NeuronLists,
+) -> tuple[jax.Array, ...]:
+    """Replaces gates and h by the gradients for h's factors, and enters these and h in the lists.
+
+    Sums in float32; the gradients are rounded once. There is no gradient where the gate is 0.
+
+    Args:
+      dy: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      w_down: `[H, D]`, H a multiple of 128 up to 65536.
+      h_ref: mutable `[items, 256, 256]`, in the non-gated form `[items, 128, 256]`: h, with the
+        gates above it, as `union_up` returns it.
+      l1_grad: float32 `[1]`, the gradient for the sum of |h|.
+      plan: the unions.
+      lists: for at least the non-zeros of the gate, in C slots.
+
+    Returns:
+      h, dg and, in the gated form, du: `[C, 64]` each, on the lists; zero in what is not entered.
+
+    Raises:
+      ValueError: if a shape or dtype is not one of these.
+    """
+    operands.check_weight("w_down", w_down)
+    operands.check_array("dy", dy, (dy.shape[0], w_down.shape[1]), w_down.dtype)
+    operands.check_array(
+        "plan.neurons", plan.neurons, (pl.cdiv(dy.shape[0], TOKENS), len(w_down)), jnp.int32
+    )
+    operands.check_array("l1_grad", l1_grad, (1,), jnp.float32)
+    rows = h_ref.shape[1]
+    if rows not in (CHUNK, 2 * CHUNK):
+        raise ValueError(f"h_ref must be [items, 128 or 256, 256], got {list(h_ref.shape)}")
+    operands.check_array("h_ref", h_ref, (plan.items.size, rows, TOKENS), w_down.dtype)
+    dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
+    plan, lists, l1_grad, dy, w_down = in_place.apart((plan, lists, l1_grad, dy, w_down))
+    entries = [in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
+    gathered_matmul.gathered_matmul(
+        describe_item,
+        _produce,
+        _consume,
+        plan.item_count,
+        plan.items,
+        plan.neurons,
+        plan.sizes,
+        l1_grad,
+        lists.words,
+        entries,
+        h_ref,
+        dy,
+        w_down,
+        jobs=lambda item_count, *_: item_count[0],
+        a_shape=(CONSUMERS * ROWS, STEP),
+        b_shape=(TOKENS, STEP),
+        out_type=(),
+        name="hidden_grads",
+    )
+    return tuple(in_place.contents(entry) for entry in entries)
+
+
+def _no_entries(lists: NeuronLists, n: int, dtype):
+    """`n` arrays `[C, 64]`, zero up to the end of the last list: C has room for longer ones."""
+    (capacity,) = lists.tokens.shape
+
+    def body(starts, lengths, *arrays_and_zeros):
+        *arrays, zeros = arrays_and_zeros
+        zeros[...] = jnp.zeros(zeros.shape, dtype)
+        plgpu.commit_smem()
+        sm, sms, last = lax.axis_index("sm"), lax.axis_size("sm"), lengths.shape[0] - 1
+        blocks = pl.cdiv(starts[last] + lengths[last], GROUP)
+
+        @pl.loop(0, pl.cdiv(blocks - sm, sms))
+        def _(i):
+            for array in arrays:
+                slots = pl.ds((sm + i * sms) * GROUP, GROUP)
+                plgpu.copy_smem_to_gmem(zeros, array.at[slots])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((capacity, GROUP), dtype)] * n,
+        scratch_types=[plgpu.SMEM((GROUP, GROUP), dtype)],
+        grid=(sm_count(),),
+        grid_names=("sm",),
+        kernel_name="no_entries",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(lists.starts, lists.lengths)
+
+
+def chain_rule(dh, gate, value, l1_grad):
+    """Gradients for the factors of h from that for h without its L1 term, all in float32.
+
+    `value` is h. `gate` is a list of the gates, for which dg and du are returned, or of nothing in
+    the non-gated form: du.
+    """
+    dh += jnp.where(value > 0, l1_grad, jnp.where(value < 0, -l1_grad, 0.0))
+    if not gate:
+        return [jnp.where(value != 0, dh, 0.0)]
+    (gate,) = gate
+    up = value / jnp.maximum(gate, _TINY)  # 0 where the gate is 0: there h is
+    return [dh * up, dh * gate]
+
+
+def _produce(job, ring, step, _, items, neurons, sizes, l1_grad, words, entries, *rest):
+    hidden, dy, w_down = rest
+    item, tile, first, limit = job
+    indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
+
+    def put_block(part, step):
+        def fill(_, b, loaded):
+            block = hidden.at[item, :, pl.ds(part * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, hidden.shape[1])], loaded)
+
+        ring.put(step, fill)
+        return step + 1
+
+    step = ring.put_product(step, dy, tile * TOKENS, w_down, indices, limit)
+    return lax.fori_loop(0, _PARTS, put_block, step)
+
+
+def _consume(job, ring, step, warpgroup, buffers, *refs):
+    _, _, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
+    item, tile, first, limit = job
+    my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ROWS, ROWS)])
+    steps = dy.shape[1] // STEP
+    products = ring.multiply_product(step, steps, warpgroup, limit)
+    step += steps
+    writes = 0
+    for part in range(_PARTS):
+        places = _load_places(words, my_neurons, (tile * TOKENS + part * ROWS) // 32)
+        _, b = ring.take(step + part)
+        starts = [f * CHUNK + warpgroup * ROWS for f in range(hidden.shape[1] // CHUNK)]
+        *gate, value = [b[pl.ds(start, ROWS)].astype(jnp.float32) for start in starts]
+        dh = products[:, part * ROWS : (part + 1) * ROWS]
+        grads = [a.astype(dy.dtype) for a in chain_rule(dh, gate, value, l1_grad[0])]
+        for start, grad in zip(starts, grads, strict=True):
+            target = hidden.at[item, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
+            gathered_matmul.write(grad, buffers.at[writes % 2], target)
+            writes += 1
+        ring.release(step + part)  # behind the fence of the writes: TMA will fill it again
+        _enter(entries, my_neurons, places, [value.astype(dy.dtype), *grads])
+    return step + _PARTS
+
+
+def _load_neurons(neurons_ref):
+    """Loads `neurons_ref` (GMEM, int32 `[64]`): a lane's two are those of its rows."""
+    result = plgpu.ShapeDtypeStruct((2 * 128,), jnp.int32, layout=_NEURONS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, neurons_ref):
+        lane, warp = simt.lane_and_warp()
+        row = arith.addi(arith.muli(warp, const(16)), arith.divui(lane, const(4)))
+        address = simt.gmem_address(neurons_ref, arith.muli(row, const(4)))
+        return simt.int_array(_load(address, 0, n=1) + _load(address, 32, n=1), _NEURONS)
+
+    return step(neurons_ref)
+
+
+def _load_places(words_ref, neurons, first_word):
+    """Loads the words that describe 64 tokens in the lists of a lane's two neurons.
+
+    Args:
+      words_ref: GMEM, int32 `[H / 64, T / 32, 2]`.
+      neurons: from `_load_neurons`; those that are no neurons are taken for the last one.
+      first_word: int32 scalar.
+    """
+    result = plgpu.ShapeDtypeStruct((2 * _WORDS * 128,), jnp.int32, layout=_PLACES)
+    blocks, words, _ = words_ref.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NEURONS, gather.SCALAR), return_type=result)
+    def step(_, words_ref, neurons, first_word):
+        first = arith.muli(first_word.registers.item(), const(8))
+        loaded = []
+        for neuron in _int_values(neurons):
+            block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
+            offset = arith.addi(arith.muli(block, const(8 * words)), first)
+            loaded += _load(simt.gmem_address(words_ref, offset), 0, n=_WORDS)
+        return simt.int_array(loaded, _PLACES)
+
+    return step(words_ref, neurons, first_word)
+
+
+def _enter(entries, neurons, places, arrays) -> None:
+    """Stores the non-zero elements of `arrays` to the lists.
+
+    Args:
+      entries: a GMEM `[C, 64]` for each array, 16-bit.
+      neurons, places: of the rows and columns, from `_load_neurons` and `_load_places`.
+      arrays: `[64, 64]` in the WGMMA layout, 16-bit. An element is not stored if it is zero in all
+        of them, or its slot not less than C.
+    """
+    refs, layouts = [plgpu.RefType()] * len(entries), [plgpu.Layout.WGMMA] * len(arrays)
+    capacity = entries[0].shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(refs, _NEURONS, _PLACES, layouts))
+    def step(_, entries, neurons, places, arrays):
+        i32 = ir.IntegerType.get_signless(32)
+        lane, _ = simt.lane_and_warp()
+        column = arith.muli(arith.remui(lane, const(4)), const(2))
+        places = _int_values(places)
+        # The bits of the tokens before this lane's first one, among the first 8 of a word.
+        below = arith.subi(arith.shli(const(1), column), const(1))
+        for row, neuron in enumerate(_int_values(neurons)):
+            offset = arith.muli(arith.andi(neuron, const(GROUP - 1)), const(2))
+            targets = [simt.gmem_address(entry, offset) for entry in entries]
+            for j in range(ROWS // 8):
+                word = row * _WORDS + j // 4 * 2
+                shift = j % 4 * 8
+                mask = arith.ori(arith.shli(below, const(shift)), const((1 << shift) - 1))
+                pairs = [mgpu.utils.bitcast(a.registers.flat[2 * j + row], i32) for a in arrays]
+                _store_pair(targets, pairs, places[word], places[word + 1], mask, capacity)
+
+    step(entries, neurons, places, arrays)
+
+
+def _store_pair(targets, pairs, bits, first_slot, mask, capacity):
+    """Stores two neighbouring elements of each array where they belong.
+
+    Args:
+      targets: i64, the address of each array's slot 0, for this neuron.
+      pairs: i32, two elements of each array.
+      bits, first_slot: i32, which of 32 tokens are in the list, and the slot of the first.
+      mask: i32, the bits below the first element's token.
+      capacity: number of slots.
+    """
+    n = len(pairs)
+    bits_arg, slot_arg, mask_arg = 2 * n, 2 * n + 1, 2 * n + 2
+    any_of = " ".join(f"or.b32 any, any, ${n + i};" for i in range(1, n))
+    element = """
+        and.b32 x, any, {half}; setp.ne.u32 p, x, 0;
+        and.b32 x, ${bits}, below; popc.b32 x, x; add.u32 slot, x, ${slot};
+        setp.lt.and.u32 p, slot, {capacity}, p;"""
+    store = """mad.wide.u32 address, slot, {row_bytes}, ${target};
+        mov.b32 {{near, far}}, ${pair}; @p st.global.b16 [address], {half};"""
+    code = f"""{{.reg .pred p; .reg .b32 any, x, below, slot; .reg .b64 address;
+        .reg .b16 near, far;
+        mov.b32 any, ${n}; {any_of} and.b32 any, any, 0x7FFF7FFF;
+        setp.eq.u32 p, any, 0; @p bra done;
+        mov.b32 below, ${mask_arg};"""
+    for half_mask, half in (("0xFFFF", "near"), ("0xFFFF0000", "far")):
+        code += element.format(half=half_mask, bits=bits_arg, slot=slot_arg, capacity=capacity)
+        for i in range(n):
+            code += store.format(row_bytes=2 * GROUP, target=i, pair=n + i, half=half)
+        code += "shl.b32 below, below, 1; or.b32 below, below, 1;"
+    mgpu.utils.inline_ptx(
+        code + " done:}", *targets, *pairs, bits, first_slot, mask, has_side_effects=True
+    )
+
+
+def _load(address, offset, *, n):
+    always = arith.constant(ir.IntegerType.get_signless(1), 1)
+    return simt.load_words(address, offset, always, n)
+
+
+def _int_values(array):
+    i32 = ir.IntegerType.get_signless(32)
+    return [mgpu.utils.bitcast(register, i32) for register in array.registers]

@@ -1,0 +1,136 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.dense_rows import dense_rows, dense_rows_reference
+
+CASES = [  # M, D, H, number of listed rows
+    (1, 128, 128, 1),
+    (70, 192, 256, 0),
+    (70, 192, 256, 66),
+    (200, 128, 384, 200),
+]
+
+
+def draw(m, d, h, count, gated, dtype):
+    """(count, rows, x_rows, w_gate, w_up, w_down, y); y, and what is not listed, is NaN."""
+    rng = np.random.default_rng()
+    x_rows = np.full((-(-m // 8) * 8, d), np.nan)
+    x_rows[:count] = rng.standard_normal((count, d))
+    w_gate, w_up, w_down = (rng.standard_normal((h, d)) / d**0.5 for _ in range(3))
+    rows = np.full(m, -1)
+    rows[:count] = rng.permutation(m)[:count]
+    arrays = [
+        jnp.asarray(a, dtype) for a in (x_rows, w_gate, w_up, w_down, np.full((m, d), np.nan))
+    ]
+    if not gated:
+        arrays[1] = None
+    return jnp.full(1, count, jnp.int32), jnp.asarray(rows, jnp.int32), *arrays
+
+
+def run(function, *operands):
+    def call(*operands):
+        y_ref = jax.new_ref(operands[-1])
+        return y_ref, function(*operands[:-1], y_ref)
+
+    @jax.jit
+    def run(*operands):
+        y_ref, stats = call(*operands)
+        return y_ref[...], *stats
+
+    return run(*operands)
+
+
+def assert_matches(out, count, rows, x_rows, w_gate, w_up, w_down, y):
+    count, dtype = int(count[0]), y.dtype
+    rows, x = np.asarray(rows)[:count], np.asarray(x_rows, np.float64)[:count]
+    product = x @ np.asarray(w_up if w_gate is None else w_gate, np.float64).T
+    gate = np.maximum(product, 0)
+    h = gate if w_gate is None else gate * (x @ np.asarray(w_up, np.float64).T)
+    y, l1, fired = out
+    assert y.dtype == dtype
+    assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
+    sure = (np.abs(product) > 1e-4).all(axis=0)  # not a matter of rounding
+    np.testing.assert_array_equal(fired[sure], (product > 0).any(axis=0)[sure])
+    np.testing.assert_allclose(l1, np.abs(h).sum(), rtol=1e-2)
+    if count:
+        ref = h @ np.asarray(w_down, np.float64)
+        out = np.asarray(y, np.float64)[rows]
+        assert np.linalg.norm(out - ref) / np.linalg.norm(ref) < 5e-3
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_reference(case, gated):
+    operands = draw(*case, gated, jnp.bfloat16)
+    assert_matches(run(dense_rows_reference, *operands), *operands)
+
+
+@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
+def test_interpreted(monkeypatch, case, gated):
+    monkeypatch.setattr("pallas_kernels.dense_rows.sm_count", lambda: 2)
+    operands = draw(*case, gated, jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        assert_matches(run(dense_rows, *operands), *operands)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "dtype"),
+    [
+        ((1, 128, 128), True, jnp.bfloat16),
+        ((1, 128, 128), False, jnp.float16),
+        ((1001, 2048, 5632), True, jnp.float16),
+        ((65, 8192, 65536), True, jnp.bfloat16),
+        ((65, 8192, 65536), False, jnp.bfloat16),
+    ],
+)
+def test_lowers_without_a_gpu(lower, shape, gated, dtype):
+    m, d, h = shape
+    w, rows = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m,), jnp.int32)
+    x_rows = jax.ShapeDtypeStruct((-(-m // 8) * 8, d), dtype)
+    one, y = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m, d), dtype)
+    call = functools.partial(run, dense_rows)
+    text = lower(call, one, rows, x_rows, w if gated else None, w, w, y)
+    assert text.count("@mosaic_gpu") == 2 and "output_operand_alias" in text
+
+
+@pytest.mark.parametrize(
+    ("place", "array", "message"),
+    [
+        (0, jnp.zeros(2, jnp.int32), r"count must be int32 \[1\]"),
+        (1, jnp.zeros(70), r"rows must be int32 \[70\]"),
+        (2, jnp.zeros((70, 192), jnp.bfloat16), r"x_rows must be bfloat16 \[72, 192\]"),
+        (4, jnp.zeros((192, 256), jnp.bfloat16), r"w_up must be bfloat16 \[256, 192\]"),
+        (5, jnp.zeros((256, 192)), "w_down must be a bfloat16"),
+        (6, jnp.zeros((70, 192), jnp.float16), "y_ref must be bfloat16"),
+    ],
+)
+def test_bad_operands_are_named(place, array, message):
+    operands = list(draw(*CASES[1], True, jnp.bfloat16))
+    operands[place] = array
+    with pytest.raises(ValueError, match=message):
+        run(dense_rows, *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        (1000, 2048, 5632, 0),
+        (1000, 2048, 5632, 1),
+        (1000, 2048, 5632, 129),
+        (1000, 768, 5632, 1000),
+        (65, 128, 65536, 9),
+        (7, 8192, 640, 5),
+    ],
+)
+def test_on_the_gpu(case, gated, dtype):
+    operands = draw(*case, gated, dtype)
+    assert_matches(run(dense_rows, *operands), *operands)

@@ -1,0 +1,253 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import fused_ffn as fused
+from pallas_kernels.hopper.device import gather, lists
+from pallas_kernels.layouts import twell
+
+CAPACITY = twell.TILE // twell.COMPRESSION - 1
+
+
+def draw(m, d, h, nnz, dtype):
+    """x, gate, w_up and w_down with about `nnz` entries in a row of the gate."""
+    rng = np.random.default_rng()
+    normal = functools.partial(rng.standard_normal, dtype=np.float32)
+    gate = np.abs(normal((m, h))) * (rng.random((m, h)) < nnz / h)
+    gate[0, 0] = 1  # not all zero
+    x, w_up, w_down = normal((m, d)), normal((h, d)) / d**0.5, normal((h, d))
+    return [jnp.asarray(a, dtype) for a in (x, gate, w_up, w_down)]
+
+
+def dense(x, gate, w_up, w_down):
+    """(y, nnz, l1) of a gate that has every entry, float64 on the host."""
+    x, g, w_up, w_down = (np.asarray(a, np.float64) for a in (x, gate, w_up, w_down))
+    h = g * (x @ w_up.T)
+    return h @ w_down, np.sum(g != 0, axis=1), np.sum(np.abs(h), axis=1)
+
+
+def relative_error(out, ref):
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    return np.linalg.norm(out - ref) / max(np.linalg.norm(ref), np.finfo(float).tiny)
+
+
+def assert_matches(out, x, gate, w_up, w_down):
+    y, nnz, l1 = dense(x, gate, w_up, w_down)
+    assert out[0].dtype == w_down.dtype
+    assert relative_error(out[0], y) < 4e-3  # rounding of y to bfloat16
+    np.testing.assert_array_equal(out[1], nnz)
+    assert relative_error(out[2], l1) < 1e-5
+
+
+def assert_lists(heavy, rows, x):
+    """`heavy` is the list of `rows`, ascending, in any order, with their rows of x."""
+    count, listed, x_rows = heavy
+    assert int(count[0]) == len(rows)
+    listed, x_rows = (np.asarray(a)[: len(rows)] for a in (listed, x_rows))
+    np.testing.assert_array_equal(np.sort(listed), rows)
+    np.testing.assert_array_equal(x_rows.view(np.uint16), np.asarray(x)[listed].view(np.uint16))
+
+
+def shapes(m, d, h, dtype, gated=True):
+    x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
+    packed = jax.ShapeDtypeStruct(twell.packed_shape(m, h), jnp.uint32)
+    return x, packed, w if gated else None, w
+
+
+@pytest.mark.parametrize(
+    ("m", "d", "h", "dtype"),
+    [
+        (1, 128, 128, jnp.bfloat16),
+        (7, 192, 384, jnp.float16),
+        (1000, 2048, 5632, jnp.bfloat16),
+        (65, 8192, 65536, jnp.bfloat16),
+        (65, 8192, 65536, jnp.float16),
+    ],
+)
+def test_lowers_without_a_gpu(lower, m, d, h, dtype):
+    assert "mosaic_gpu" in lower(fused.fused_ffn, *shapes(m, d, h, dtype))
+
+
+def test_lowers_without_a_gpu_non_gated(lower):
+    operands = shapes(65, 768, 5632, jnp.bfloat16, gated=False)
+    assert "mosaic_gpu" in lower(fused.fused_ffn, *operands)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_reference_matches_dense(dtype):
+    x, gate, w_up, w_down = draw(5, 128, 384, 9, dtype)
+    out = fused.fused_ffn_reference(x, twell.pack_reference(gate), w_up, w_down)
+    assert_matches(out, x, gate, w_up, w_down)
+
+
+def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
+    x, gate, w_up, w_down = draw(3, 128, 384, 9, jnp.bfloat16)
+    gate = gate.at[1, 256 : 256 + CAPACITY + 1].set(1).at[:, 5].set(0)
+    w_up, w_down = w_up.at[5].set(jnp.nan), w_down.at[5].set(jnp.inf)
+    y, nnz, l1, heavy = fused.fused_ffn_reference(x, twell.pack_reference(gate), w_up, w_down)
+    np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
+    assert_lists(heavy, [1], x)
+    assert not y[1].any() and l1[1] == 0
+    assert jnp.all(jnp.isfinite(y.astype(jnp.float32)))
+
+
+@pytest.fixture
+def steps_in_jax(monkeypatch):
+    """Puts pure-JAX equivalents in the place of the inline steps, for the interpreter."""
+
+    def padded(row):
+        return jnp.pad(row, (0, -row.size % 1024))
+
+    def load_row(ref, active):
+        zeros = jnp.zeros(ref.shape, ref.dtype)
+        return padded(lax.cond(active, lambda: ref[...], lambda: zeros))
+
+    def store_row(ref, row):
+        ref[...] = row[: ref.shape[0]]
+
+    def collect_entries(packed_ref, entries_ref):
+        tiles = packed_ref[...]
+        counts, words = tiles[:, :1].astype(jnp.int32), tiles[:, 1:]
+        stored = (jnp.arange(words.shape[1]) < counts).ravel()
+        n = words.size
+        order = jnp.argsort(~stored, stable=True)
+        entries_ref[:n] = words.ravel()[order]
+        total = counts.sum()
+        is_heavy = jnp.any(counts > words.shape[1]) | (total > fused.MAX_ENTRIES)
+        return jnp.where(is_heavy, ~total, total)
+
+    def append(length_ref, n, _):
+        place = length_ref[0]
+        length_ref[0] = place + n
+        return place
+
+    monkeypatch.setattr(gather, "load_row", load_row)
+    monkeypatch.setattr(gather, "store_row", store_row)
+    monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))
+    monkeypatch.setattr(gather, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])
+    monkeypatch.setattr(fused, "collect_entries", collect_entries)
+    monkeypatch.setattr(lists, "append", append)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_interpreted(steps_in_jax, gated):
+    x, gate, w_up, w_down = draw(8, 192, 384, 7, jnp.bfloat16)
+    gate = gate.at[2].set(0).at[3, 256 : 256 + CAPACITY + 1].set(1)
+    x = x.at[5, 17].set(jnp.inf).at[3, 190].set(jnp.nan)
+    if not gated:
+        w_up = None
+    packed = twell.pack_reference(gate)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out = jax.jit(fused.fused_ffn)(x, packed, w_up, w_down)
+    ref = fused.fused_ffn_reference(x, packed, w_up, w_down)
+    is_nan = gated & (np.arange(8) == 5)
+    for i, bound in ((0, 4e-3), (2, 1e-5)):
+        assert relative_error(out[i][~is_nan], ref[i][~is_nan]) < bound
+        assert np.isnan(out[i][is_nan]).all() and np.isnan(ref[i][is_nan]).all()
+    np.testing.assert_array_equal(out[1], ref[1])
+    assert_lists(out[3], [3], x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(w_down=jnp.zeros((384, 192), jnp.float32)), "w_down must be a bfloat16"),
+        (dict(w_down=jnp.zeros((300, 192), jnp.bfloat16)), "H a multiple of 128"),
+        (dict(w_down=jnp.zeros((384, 200), jnp.bfloat16)), "D a multiple of 64"),
+        (dict(w_up=jnp.zeros((192, 384), jnp.bfloat16)), r"w_up must be bfloat16 \[384, 192\]"),
+        (dict(x=jnp.zeros((5, 192), jnp.bfloat16)), r"x must be bfloat16 \[4, 192\]"),
+        (dict(x=jnp.zeros((4, 192), jnp.float16)), "x must be bfloat16"),
+        (dict(packed=jnp.zeros((4, 3, 32), jnp.uint32)), r"packed must be uint32 \[4, 2, 32\]"),
+        (
+            dict(packed=jnp.zeros((0, 2, 32), jnp.uint32), x=jnp.zeros((0, 192), jnp.bfloat16)),
+            "row",
+        ),
+    ],
+)
+def test_bad_operands_are_named(change, message):
+    w = jnp.zeros((384, 192), jnp.bfloat16)
+    good = dict(x=w[:4], packed=jnp.zeros((4, 2, 32), jnp.uint32), w_up=w, w_down=w)
+    with pytest.raises(ValueError, match=message):
+        fused.fused_ffn(**good | change)
+
+
+def run(*operands):
+    """`fused_ffn` on memory that held NaN just before."""
+    poison = jnp.full((64, 1 << 20), jnp.nan)
+    poison.block_until_ready()
+    poison.delete()
+    return jax.block_until_ready(jax.jit(fused.fused_ffn)(*operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "d", "h", "nnz"),
+    [
+        (1, 128, 128, 3),
+        (7, 192, 384, 9),
+        (65, 512, 5632, 29),
+        (1000, 768, 5632, 60),
+        (1000, 1024, 128, 5),
+        (1000, 2048, 5632, 29),
+        (65, 256, 65536, 60),
+        (65, 4096, 5632, 60),
+        (7, 8192, 5632, 29),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_matches_dense(m, d, h, nnz, dtype):
+    x, gate, w_up, w_down = draw(m, d, h, nnz, dtype)
+    packed = twell.pack_reference(gate)
+    assert not np.any(twell.overflowed(packed))
+    assert_matches(run(x, packed, w_up, w_down), x, gate, w_up, w_down)
+
+
+@pytest.mark.gpu
+def test_non_gated_matches_dense():
+    x, gate, _, w_down = draw(65, 2048, 5632, 29, jnp.bfloat16)
+    y, nnz, l1, _ = run(x, twell.pack_reference(gate), None, w_down)
+    assert relative_error(y, np.asarray(gate, np.float64) @ np.asarray(w_down, np.float64)) < 4e-3
+    np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
+    assert relative_error(l1, np.sum(np.asarray(gate, np.float64), axis=1)) < 1e-5
+
+
+@pytest.mark.gpu
+def test_rows_at_and_past_the_limits_and_not_finite():
+    x, gate, w_up, w_down = draw(13, 2048, 5632, 29, jnp.bfloat16)
+    full, heavy, empty, inf, nan, longest, long, dense_row = 1, 5, 6, 7, 8, 9, 10, 12
+    x = x.at[inf, 2047].set(-jnp.inf).at[nan, 0].set(jnp.nan)
+    column = jnp.arange(5632)
+    gate = gate.at[full].set((column % 256 < CAPACITY) & (column < 4 * 256))
+    gate = gate.at[longest].set(column % 44 == 0).at[long].set(column % 44 == 1)
+    gate = gate.at[long, 0].set(1).at[heavy, -CAPACITY - 1 :].set(1)
+    gate = gate.at[empty].set(0).at[dense_row].set(1)
+    packed = twell.pack_reference(gate)
+    packed = packed.at[empty, :, 1:].set(0xFFFFFFFF)  # words past the count are unspecified
+    y, nnz, l1, listed = run(x, packed, w_up, w_down)
+    np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
+    assert nnz[longest] == fused.MAX_ENTRIES and nnz[long] == fused.MAX_ENTRIES + 1
+    assert_lists(listed, [heavy, long, dense_row], x)
+    zero, poisoned = [heavy, long, dense_row, empty], [inf, nan]
+    assert not np.asarray(y)[zero].any() and not np.asarray(l1)[zero].any()
+    assert np.isnan(y[poisoned,]).all() and np.isnan(l1[poisoned,]).all()
+    kept = ~np.isin(np.arange(13), zero + poisoned)
+    assert_matches((y[kept], nnz[kept], l1[kept]), x[kept], gate[kept], w_up, w_down)
+
+
+@pytest.mark.gpu
+def test_nan_and_inf_reach_their_rows_and_no_others():
+    x, gate, w_up, w_down = draw(4, 768, 5632, 29, jnp.bfloat16)
+    gate = gate.at[:, :4].set(0).at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf).at[2, 2].set(1)
+    w_up, w_down = w_up.at[3].set(jnp.nan), w_down.at[3].set(jnp.inf)  # no row has neuron 3
+    w_up = w_up.at[2].set(jnp.inf)
+    out = run(x, twell.pack_reference(gate), w_up, w_down)
+    y, _, l1 = (np.asarray(a, np.float32) for a in out[:3])
+    assert np.isnan(y[0]).all() and np.isnan(l1[0])
+    assert not np.isfinite(y[1]).any() and np.isposinf(l1[1])
+    assert not np.isfinite(y[2]).any() and not np.isfinite(l1[2])
+    assert np.isfinite(y[3]).all() and np.isfinite(l1[3])

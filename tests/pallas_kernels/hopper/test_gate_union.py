@@ -1,0 +1,126 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import gate_union
+from pallas_kernels.hopper.device import union_relu
+from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.tile_union import GROUP, THRESHOLD, TOKENS
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+
+
+def draw(m, d, h, density, dtype):
+    """x and w_gate whose relu(x @ w_gate^T) has about `density` non-zeros; one token has most.
+
+    Small integers: every order of summation gives the same float32, so results agree to the bit.
+    """
+    rng = np.random.default_rng()
+    x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((m, d), (h, d)))
+    x[:, -1], w[:, -1] = 1, 0
+    w[:, -1] = -max(1, np.quantile(x @ w.T, 1 - density))
+    x[rng.integers(m), -1] = -4
+    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+
+
+def assert_unions(out, x, w):
+    """Every bit that the format specifies agrees with the product in float32."""
+    with np.errstate(invalid="ignore"):
+        z = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
+    gate, masks, counts = (np.asarray(a) for a in out)
+    expected = [np.asarray(a) for a in tile_union.pack_reference(z, x.dtype)]
+    np.testing.assert_array_equal(masks, expected[1])
+    np.testing.assert_array_equal(counts, expected[2])
+    used = np.unpackbits(masks[0].view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    assert gate.shape == expected[0].shape and gate.dtype == x.dtype
+    np.testing.assert_array_equal(
+        gate[used].astype(np.float32), expected[0][used].astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("m", "d", "h", "dtype"),
+    [
+        (1, 128, 128, jnp.float16),
+        (1000, 8192, 5632, jnp.bfloat16),
+        (65, 512, 65536, jnp.bfloat16),
+        (16384, 2048, 5632, jnp.bfloat16),
+        (16384, 2048, 5632, jnp.float16),
+    ],
+)
+def test_lowers_without_a_gpu(lower, m, d, h, dtype):
+    x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
+    assert "mosaic_gpu" in lower(gate_union.gate_union, x, w)
+
+
+def union_relu_reference(acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref, *, threshold):
+    """`union_relu` without for the interpreter."""
+    assert threshold == THRESHOLD
+    # 64 neurons that never fire make up the number that the format asks for.
+    z = jnp.pad(acc.T, ((0, 0), (0, 128 - GROUP)), constant_values=-1)
+    gate, masks, counts = tile_union.pack_reference(z, gate_ref.dtype)
+    gate_ref[...] = gate[0, :GROUP]
+    used_ref[...], usual_ref[...] = masks[:, 0, :2]
+    counts_ref[...] = counts[0]
+
+
+@pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (300, 320, 384)])
+def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
+    monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
+    monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
+    x, w = draw(m, d, h, 0.1, jnp.bfloat16)
+    x = x.at[m // 2].set(jnp.nan)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        assert_unions(gate_union.gate_union(x, w), x, w)
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "message"),
+    [
+        ((4, 128), (128, 192), r"x must be .*\[4, 192\].*\[4, 128\]"),
+        ((4, 128), (192, 128), r"H a multiple of 128.*\[192, 128\]"),
+        ((0, 128), (128, 128), r"x must be .*at least one row.*\[0, 128\]"),
+    ],
+)
+def test_bad_shape_is_named(x, w, message):
+    with pytest.raises(ValueError, match=message):
+        gate_union.gate_union(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [0.005, 0.25, 1])
+@pytest.mark.parametrize(
+    ("m", "d", "h"), [(1, 128, 128), (257, 192, 384), (65, 8192, 128), (1000, 2048, 5632)]
+)
+def test_every_bit_on_the_gpu(m, d, h, density, dtype):
+    x, w = draw(m, d, h, density, dtype)
+    assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_around_the_threshold_on_the_gpu(dtype):
+    # Token t of the gate is column t of w: t % 65 non-zeros in each group, in a random place.
+    rng = np.random.default_rng()
+    w = np.zeros((384, 512))
+    for t in range(512):
+        for first in range(0, 384, GROUP):
+            n = t % (GROUP + 1)
+            w[first + rng.permutation(GROUP)[:n], t] = rng.integers(1, 100, n)
+    x, w = jnp.eye(512, dtype=dtype), jnp.asarray(w, dtype)
+    assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_inf_and_signed_zero_on_the_gpu(dtype):
+    x, w = draw(TOKENS + 70, 192, 384, 0.01, dtype)
+    x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf).at[266, 9].set(-jnp.inf).at[68].set(-0.0)
+    tiny = float(jnp.finfo(dtype).smallest_subnormal)
+    x, w = x.at[10].set(0).at[10, 0].set(tiny), w.at[4, 0].set(1).at[200:204, 0].set(-0.25)
+    assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)

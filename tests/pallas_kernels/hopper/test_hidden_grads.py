@@ -1,0 +1,159 @@
+"""hidden_grads on what union_up keeps, and the gradient of x by union_down."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper import hidden_grads as module
+from pallas_kernels.hopper import union_plan
+from pallas_kernels.hopper.hidden_grads import hidden_grads, hidden_grads_reference
+from pallas_kernels.hopper.union_down import union_down, union_down_reference
+from pallas_kernels.hopper.union_up import union_up_reference
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
+from pallas_kernels.layouts.tile_union import GROUP, TOKENS
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+L1_GRAD = 0.3
+CASES = [  # M, D, H, density
+    (1, 128, 128, 0.1),
+    (300, 192, 384, 0.01),
+    (700, 320, 256, 0),
+    (520, 128, 256, 1),
+]
+
+
+def draw(m, d, h, density, gated, dtype):
+    """`(dy, w_down, h, plan, lists, first weights)` and the dense factors of h."""
+    rng = np.random.default_rng()
+    z = rng.uniform(0.1, 3, (m, h)).astype(np.float32)
+    z = np.where(rng.random((m, h)) < density, z, -z)
+    arrays = rng.standard_normal((m, d)), rng.standard_normal((m, d))
+    weights = rng.standard_normal((3, h, d)) / d**0.5
+    x, dy, w_gate, w_up, w_down = (jnp.asarray(a, dtype) for a in (*arrays, *weights))
+    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), dtype)
+    gate_ref = jax.new_ref(gate)
+    plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
+    lists, fits = neuron_lists(counts, m, counts.size + 64)
+    assert fits
+    plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
+    hidden, _ = union_up_reference(x, gate_ref[...], w_up if gated else None, plan, with_gate=True)
+    dense = [np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)]
+    dense[0][np.asarray(rows)[: count[0]]] = 0  # they leave the unions
+    if gated:
+        up = np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T
+        dense.append(np.asarray(jnp.asarray(up, dtype), np.float64))
+    weights = (w_gate, w_up) if gated else (w_up,)
+    return (dy, w_down, hidden, plan, lists, weights), dense
+
+
+def run(grads, down, dy, w_down, hidden, plan, lists, weights):
+    @jax.jit
+    def run(dy, w_down, hidden, plan, lists, weights):
+        ref = jax.new_ref(hidden)
+        entries = grads(dy, w_down, ref, jnp.full(1, L1_GRAD, jnp.float32), plan, lists)
+        return entries, down(ref[...], weights, plan, dy.shape[0])
+
+    return run(dy, w_down, hidden, plan, lists, weights)
+
+
+def dense_grads(dense, dy, w_down):
+    """h, dg and du of the gated form, all `[M, H]`."""
+    gate, *up = dense
+    h = gate * up[0] if up else gate
+    dh = np.asarray(dy, np.float64) @ np.asarray(w_down, np.float64).T + L1_GRAD * np.sign(h)
+    return h, np.where(gate != 0, dh * up[0] if up else dh, 0), *(dh * gate for _ in up)
+
+
+def assert_close(out, ref):
+    assert np.linalg.norm(np.asarray(out, np.float64) - ref) <= 5e-3 * np.linalg.norm(ref)
+
+
+def assert_matches(out, dense, dy, w_down, _, plan, lists, weights):
+    entries, dx = out
+    grads = dense_grads(dense, dy, w_down)
+    assert_grad_of_x(dx, grads, dy, weights)
+    slots = np.asarray(lists.slots(jnp.arange(len(dy))))
+    block, token = np.nonzero(slots < lists.tokens.size)
+    for entry, grad in zip(entries, grads, strict=True):
+        assert entry.dtype == dy.dtype
+        entry = np.asarray(entry, np.float64)
+        end = int(lists.starts[-1] + -(-lists.lengths[-1] // 64) * 64)
+        listed = np.zeros((end, GROUP))
+        listed[slots[block, token]] = grad.reshape(len(dy), -1, GROUP)[token, block]
+        assert_close(entry[:end], listed)
+
+
+def assert_grad_of_x(dx, grads, dy, weights):
+    pairs = zip(grads[1:], weights, strict=True)
+    assert_close(dx[: len(dy)], sum(g @ np.asarray(w, np.float64) for g, w in pairs))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_reference(case, gated):
+    operands, dense = draw(*case, gated, jnp.bfloat16)
+    out = run(hidden_grads_reference, union_down_reference, *operands)
+    assert_matches(out, dense, *operands)
+
+
+@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[3], False)])
+def test_interpreted_but_for_the_lists(case, gated, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "_load_neurons", lambda ref: ref[...])
+    monkeypatch.setattr(module, "_load_places", lambda *_: None)
+    monkeypatch.setattr(module, "_enter", lambda *_: None)
+    monkeypatch.setattr(module, "sm_count", lambda: 2)
+    operands, dense = draw(*case, gated, jnp.bfloat16)
+    dy, w_down, *_, weights = operands
+    with interpreted():
+        entries, dx = run(hidden_grads, union_down, *operands)
+    assert_grad_of_x(dx, dense_grads(dense, dy, w_down), dy, weights)
+    assert not any(np.any(np.asarray(entry[:GROUP], np.float32)) for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "dtype"),
+    [
+        ((1, 128, 128), True, jnp.float16),
+        ((1001, 2048, 5632), True, jnp.bfloat16),
+        ((1001, 2048, 5632), False, jnp.float16),
+        ((65, 8192, 65536), True, jnp.bfloat16),
+    ],
+)
+def test_lowers_without_a_gpu(lower, shape, gated, dtype):
+    m, d, h = shape
+    tiles, capacity = -(-m // TOKENS), 6400
+    w, x = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m, d), dtype)
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    plan = [(tiles, h), (tiles,), (7,), (1,), (tiles,)]
+    lists = [(capacity,), (h // 64,), (h // 64,), (h // 64, 8 * tiles, 2)]
+    hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TOKENS), dtype)
+    plan, lists = tile_union.Plan(*map(ints, plan)), NeuronLists(*map(ints, lists))
+    call = functools.partial(run, hidden_grads, union_down)
+    text = lower(call, x, w, hidden, plan, lists, (w, w) if gated else (w,))
+    assert text.count("@mosaic_gpu") == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*CASES, (1001, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)])
+def test_on_the_gpu(case, gated, dtype):
+    operands, dense = draw(*case, gated, dtype)
+    assert_matches(run(hidden_grads, union_down, *operands), dense, *operands)
+
+
+def test_bad_operands_are_named():
+    (dy, w_down, hidden, plan, lists, _), _ = draw(9, 128, 256, 0.1, True, jnp.bfloat16)
+    l1_grad = jnp.zeros(1)
+    call = functools.partial(hidden_grads, dy, w_down, plan=plan, lists=lists)
+    with pytest.raises(ValueError, match=r"h_ref must be .*128 or 256.*64, 256"):
+        call(jax.new_ref(hidden[:, :64]), l1_grad)
+    with pytest.raises(ValueError, match=r"l1_grad must be float32 \[1\].*\[2\]"):
+        call(jax.new_ref(hidden), jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"plan.neurons must be .*\[1, 256\]"):
+        hidden_grads(jnp.tile(dy, (40, 1)), w_down, jax.new_ref(hidden), l1_grad, plan, lists)

@@ -1,0 +1,171 @@
+"""union_up and union_down, one after the other as they are used."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper import union_plan
+from pallas_kernels.hopper.union_down import union_down, union_down_reference
+from pallas_kernels.hopper.union_up import union_up, union_up_reference
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.tile_union import CHUNK, TOKENS
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+CASES = [  # M, D, H, density
+    (1, 128, 128, 0.1),
+    (600, 192, 384, 0.002),
+    (700, 320, 256, 0),
+    (520, 128, 256, 1),
+]
+
+
+def draw(m, d, h, density, gated, dtype):
+    """(x, gate, w_up, w_down, plan) and the dense gate; three tokens fire everywhere and leave the
+    unions, what nobody should read is NaN, and the work list is no longer than it must be."""
+    rng = np.random.default_rng()
+    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
+    z = np.where(rng.random((m, h)) < density, z, -z)
+    dense = rng.permutation(m)[:3]
+    z[dense] = np.abs(z[dense])
+    arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]
+    x, w_up, w_down = (jnp.asarray(a, dtype) for a in arrays)
+    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), dtype)
+    gate_ref = jax.new_ref(gate)
+    plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
+    plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
+    is_member = np.zeros(gate.shape[:2], bool)
+    for r, size in enumerate(plan.sizes):
+        is_member[r, plan.neurons[r, :size]] = True
+    gate = jnp.where(is_member[:, :, None], gate_ref[...], jnp.nan)
+    g = np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)
+    g[np.asarray(rows)[: count[0]]] = 0
+    return (x, gate, w_up if gated else None, w_down, plan), g
+
+
+def program(up, down):
+    @jax.jit
+    def program(x, gate, w_up, w_down, plan):
+        out = []
+        for with_gate in (False, True):
+            h, l1 = up(x, gate, w_up, plan, with_gate=with_gate)
+            out.append((h, l1, down(h, (w_down,), plan, x.shape[0])))
+        return out
+
+    return program
+
+
+def run(up, down, *operands):
+    return program(up, down)(*operands)
+
+
+def assert_matches(out, g, x, gate, w_up, w_down, plan):
+    ref = g
+    if w_up is not None:
+        ref = ref * (np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
+    blocks, gates = (blocks_of(a, plan) for a in (ref, g))
+    ref_y = ref @ np.asarray(w_down, np.float64)
+    for with_gate, (h, l1, y) in enumerate(out):
+        np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
+        *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK, axis=1)
+        np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2)
+        assert len(above) == (with_gate and w_up is not None)
+        for array in above:
+            np.testing.assert_array_equal(array, gates)
+        assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
+        error = np.linalg.norm(np.asarray(y[: len(x)], np.float64) - ref_y)
+        assert error <= 5e-3 * np.linalg.norm(ref_y)
+
+
+def blocks_of(dense, plan):
+    """The columns of each tile's union of a matrix, and zeros to the end of the chunk."""
+    blocks = np.zeros((plan.item_count[0], CHUNK, TOKENS))
+    for r, size in enumerate(plan.sizes):
+        tile = dense[TOKENS * r : TOKENS * (r + 1), plan.neurons[r, :size]].T
+        first, count = plan.firsts[r], -(-size // CHUNK)
+        rows = blocks[first : first + count].reshape(-1, TOKENS)  # a view
+        rows[:size, : tile.shape[1]] = tile
+    return blocks
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_reference(case, gated):
+    operands, g = draw(*case, gated, jnp.bfloat16)
+    assert_matches(run(union_up_reference, union_down_reference, *operands), g, *operands)
+
+
+@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
+def test_interpreted(case, gated, interpreted):
+    operands, g = draw(*case, gated, jnp.bfloat16)
+    with interpreted():
+        assert_matches(run(union_up, union_down, *operands), g, *operands)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "dtype"),
+    [
+        ((1, 128, 128), True, jnp.bfloat16),
+        ((1, 128, 128), False, jnp.float16),
+        ((1001, 2048, 5632), True, jnp.float16),
+        ((65, 8192, 65536), True, jnp.bfloat16),
+        ((65, 8192, 65536), False, jnp.bfloat16),
+    ],
+)
+def test_lowers_without_a_gpu(lower, shape, gated, dtype):
+    m, d, h = shape
+    tiles, i32 = -(-m // TOKENS), jnp.int32
+    w = jax.ShapeDtypeStruct((h, d), dtype)
+    shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
+    plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
+    x = jax.ShapeDtypeStruct((m, d), dtype)
+    gate = jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype)
+    call = functools.partial(run, union_up, union_down)
+    text = lower(call, x, gate, w if gated else None, w, plan)
+    assert text.count("@mosaic_gpu") == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*CASES, (1001, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)])
+def test_on_the_gpu(case, gated, dtype):
+    operands, g = draw(*case, gated, dtype)
+    assert_matches(run(union_up, union_down, *operands), g, *operands)
+
+
+@pytest.mark.gpu
+def test_many_jobs_for_each_sm_some_of_them_empty():
+    in_sequence = np.arange(5000) // TOKENS % 3 == 0
+    operands, g = draw(5000, 2048, 3840, 0.01 * in_sequence[:, None], True, jnp.bfloat16)
+    assert operands[-1].item_count[0] > 132  # those of union_up; union_down has 320
+    call = program(union_up, union_down)
+    for _ in range(3):  # the counter of jobs was left as it was
+        assert_matches(call(*operands), g, *operands)
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_in_its_token():
+    (x, gate, w_up, w_down, plan), _ = draw(300, 192, 384, 0.05, True, jnp.bfloat16)
+    x = x.at[7].set(jnp.nan).at[290, 3].set(jnp.inf)
+    for _, _, y in run(union_up, union_down, x, gate, w_up, w_down, plan):
+        is_finite = np.isfinite(np.asarray(y[:300], np.float32)).all(axis=1)
+        np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
+
+
+def test_bad_shapes_are_named():
+    x, gate, w_up, w_down, plan = draw(9, 128, 256, 0.1, True, jnp.bfloat16)[0]
+    with pytest.raises(ValueError, match=r"gate must be .*\[1, 256, 256\].*\[2, 256, 256\]"):
+        union_up(x, jnp.concatenate([gate, gate]), w_up, plan)
+    with pytest.raises(ValueError, match=r"w_up must be .*\[256, 128\].*\[256, 64\]"):
+        union_up(x, gate, w_up[:, :64], plan)
+    h = jnp.zeros((2, 128, 256), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 128, 128\]"):
+        union_down(h[:, :, :128], (w_down,), plan, 9)
+    with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 192, 256\]"):
+        union_down(jnp.concatenate([h, h[:, :64]], axis=1), (w_down,), plan, 9)
+    with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 256\].*\[1, 256\]"):
+        union_down(h, (w_down,), plan, 300)

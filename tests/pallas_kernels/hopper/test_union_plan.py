@@ -1,0 +1,175 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.device import gather, lists
+from pallas_kernels.hopper.union_plan import union_plan, union_plan_reference
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.tile_union import CHUNK, TOKENS
+
+PLANNERS = [
+    union_plan_reference,
+    pytest.param(union_plan, marks=pytest.mark.gpu, id="union_plan"),
+]
+
+
+def pre_activations(m, h, density):
+    rng = np.random.default_rng()
+    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
+    return np.where(rng.random((m, h)) < density, z, -z)
+
+
+def run(planner, x, gate, masks, counts, **options):
+    @jax.jit
+    def run(x, gate, masks, counts):
+        gate_ref = jax.new_ref(gate)
+        out = planner(x, gate_ref, masks, counts, **options)
+        return gate_ref[...], out
+
+    return run(x, gate, masks, counts)
+
+
+def make(planner, z, **options):
+    """(plan, heavy) for pre-activations z, after checking them.
+
+    The plan covers what every token that is not heavy needs, once, and nothing else; the list of
+    heavy tokens names the others.
+    """
+    (m, h), fires = z.shape, z > 0
+    x = jnp.asarray(np.random.default_rng().standard_normal((m, 128)), jnp.bfloat16)
+    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), x.dtype)
+    before = np.asarray(gate, np.float32)
+    gate, (plan, nnz, (count, rows, x_rows)) = run(planner, x, gate, masks, counts, **options)
+    np.testing.assert_array_equal(nnz, fires.sum(axis=1))
+
+    rows, x_rows = np.asarray(rows)[: count[0]], np.asarray(x_rows, np.float32)
+    np.testing.assert_array_equal(x_rows[: count[0]], np.asarray(x, np.float32)[rows])
+    heavy = np.zeros(m, bool)
+    heavy[rows] = True
+    assert heavy.sum() == count[0]
+    items = []
+    firsts, listed = np.asarray(plan.firsts), np.asarray(plan.items)
+    for r, size in enumerate(np.asarray(plan.sizes)):
+        neurons = np.asarray(plan.neurons[r, :size])
+        tile = slice(TOKENS * r, TOKENS * (r + 1))
+        stays = np.pad(~heavy[tile], (0, max(0, TOKENS * (r + 1) - m)))
+        np.testing.assert_array_equal(
+            np.asarray(gate[r, neurons], np.float32), before[r, neurons] * stays
+        )
+        used = np.flatnonzero((fires[tile] & ~heavy[tile, None]).any(axis=0))
+        assert set(used) <= set(neurons) and (np.diff(neurons) > 0).all()
+        if not heavy[tile].any():
+            assert size == fires[tile].any(axis=0).sum()
+        mine = [r * (h // CHUNK) + chunk for chunk in range(-(-size // CHUNK))]
+        np.testing.assert_array_equal(listed[firsts[r] : firsts[r] + len(mine)], mine)
+        items += mine
+    np.testing.assert_array_equal(np.sort(listed[: plan.item_count[0]]), items)
+    return plan, np.flatnonzero(heavy)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(
+    ("m", "h", "density"),
+    [(1, 128, 0), (1, 128, 1), (257, 384, 0.01), (700, 640, 0.002), (300, 5632, 0.1)],
+)
+def test_without_outlying_tokens_or_with_only_such(m, h, density, planner):
+    make(planner, pre_activations(m, h, density))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_few_dense_tokens_leave_and_many_stay(planner):
+    z = pre_activations(3 * TOKENS, 1280, 0.001)
+    few = [3, 200]
+    z[few] = np.abs(z[few])
+    z[TOKENS : 2 * TOKENS] = np.abs(z[TOKENS : 2 * TOKENS])
+    plan, heavy = make(planner, z)
+    np.testing.assert_array_equal(heavy, few)
+    assert plan.sizes[1] == 1280 and max(plan.sizes[0], plan.sizes[2]) < 600
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_tiles_without_room_leave(planner):
+    z = pre_activations(3 * TOKENS + 9, 1280, 0.002)
+    z[3] = np.abs(z[3])  # leaves its tile
+    plan, _ = make(planner, z)
+    sizes, (items,) = -(-plan.sizes // CHUNK), plan.item_count
+    for room, stay in ((items, 4), (items - 1, 3), (sizes[0] + sizes[1], 2), (1, 0)):
+        plan, heavy = make(planner, z, max_items=int(room))
+        assert plan.items.shape == (room,)
+        np.testing.assert_array_equal(plan.sizes > 0, np.arange(4) < stay)
+        expected = {3, *range(stay * TOKENS, len(z))}
+        np.testing.assert_array_equal(heavy, sorted(expected))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_tokens_that_are_not_finite_always_leave(value, planner):
+    z = np.abs(pre_activations(2 * TOKENS, 384, 1))
+    z[[7, 299]] = value
+    x = jnp.ones((len(z), 128), jnp.bfloat16)
+    gate, (plan, _, (count, rows, _)) = run(
+        planner, x, *tile_union.pack_reference(jnp.asarray(z), x.dtype)
+    )
+    assert not gate[:, :, [7, 299 - TOKENS]][[0, 1], :, [0, 1]].any()
+    np.testing.assert_array_equal(np.sort(rows[: count[0]]), [7, 299])
+    np.testing.assert_array_equal(plan.sizes, [384, 384])
+
+
+def append_reference(length_ref, n, _):
+    length = length_ref[0]
+    length_ref[0] = length + n
+    return length
+
+
+def append_bits_reference(bits_ref, first_word, list_ref, length):
+    bits = tile_union.to_bits(bits_ref[...])
+    place = jnp.arange(bits.size)
+    is_here = bits & (place // 1024 == first_word // 32)
+    rank = jnp.where(is_here, length + jnp.cumsum(is_here) - 1, bits.size)
+    list_ref[...] = list_ref[...].at[rank].set(place, mode="drop")
+    return length + jnp.sum(is_here, dtype=jnp.int32)
+
+
+def clear_reference(rows_ref, list_ref, length, column):
+    rows = jnp.where(jnp.arange(list_ref.size) < length, list_ref[...], list_ref.size)
+    rows_ref[...] = rows_ref[...].at[rows, column].set(0, mode="drop")
+
+
+@pytest.mark.parametrize(("m", "h", "density"), [(257, 384, 0.01), (300, 1280, 0.001)])
+def test_interpreted(m, h, density, monkeypatch):
+    monkeypatch.setattr(lists, "append", append_reference)
+    monkeypatch.setattr(lists, "append_bits", append_bits_reference)
+    monkeypatch.setattr(lists, "clear", clear_reference)
+    monkeypatch.setattr(gather, "load_row", lambda ref, _: ref[...])
+    monkeypatch.setattr(gather, "store_row", lambda ref, row: ref.__setitem__(..., row))
+    z = pre_activations(m, h, density)
+    z[[3, 256]] = np.abs(z[[3, 256]])
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        _, heavy = make(union_plan, z)
+    np.testing.assert_array_equal(heavy, [3, 256])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (1000, 8192, 65536)])
+def test_lowers_without_a_gpu(lower, m, d, h, dtype):
+    tiles = -(-m // TOKENS)
+    operands = (
+        jax.ShapeDtypeStruct((m, d), dtype),
+        jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype),
+        jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
+        jax.ShapeDtypeStruct((h // 64, tiles * TOKENS), jnp.uint8),
+    )
+    assert "mosaic_gpu" in lower(functools.partial(run, union_plan), *operands)
+
+
+def test_bad_operands_are_named():
+    x, counts = jnp.zeros((9, 128), jnp.bfloat16), jnp.zeros((2, 256), jnp.uint8)
+    gate_ref = jax.new_ref(jnp.zeros((1, 128, 256), jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"masks must be uint32 \[2, 1, 4\].*\[2, 3, 4\]"):
+        union_plan(x, gate_ref, jnp.zeros((2, 3, 4), jnp.uint32), counts)
+    with pytest.raises(ValueError, match="max_items must be from 1 to 1, got 2"):
+        union_plan(x, gate_ref, jnp.zeros((2, 1, 4), jnp.uint32), counts, max_items=2)

@@ -1,0 +1,134 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper.weight_grads import weight_grads, weight_grads_reference
+from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
+from pallas_kernels.layouts.tile_union import GROUP, TOKENS
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+CASES = [  # M, D, H, density of the tokens in a list
+    (1, 128, 128, 1),
+    (300, 192, 384, 0.3),
+    (700, 320, 256, 0.1),
+    (257, 128, 640, 0),
+    (520, 256, 128, 1),
+]
+
+
+def draw(m, d, h, density, n, dtype):
+    """`(values, x, lists)` and the dense `[M, H]` of each of the values.
+
+    The densities of the lists vary; the second is empty. Rows of x in no list, which padding names,
+    are NaN, and so are the values after the last list.
+    """
+    rng = np.random.default_rng()
+    unlisted = rng.random(m) < 0.1 if density < 1 else np.zeros(m, bool)
+    used = rng.random((h // GROUP, m)) < density * rng.uniform(0.1, 1.9, (h // GROUP, 1))
+    used &= ~unlisted
+    used[1] &= density == 1
+    dense = rng.standard_normal((n, m, h // GROUP, GROUP))
+    dense *= (rng.random(dense.shape) < 0.3) & used.T[:, :, None]
+    dense = np.asarray(jnp.asarray(dense, dtype))
+    counts = np.zeros((h // GROUP, -(-m // TOKENS) * TOKENS), np.uint8)
+    counts[:, :m] = used
+    room = sum(-(-row.sum() // 64) * 64 for row in used)
+    lists, fits = neuron_lists(jnp.asarray(counts), m, room + 128)
+    assert fits
+
+    x = jnp.asarray(rng.standard_normal((m, d)), dtype)
+    poison = np.flatnonzero(~used.any(axis=0))
+    x = x.at[poison].set(jnp.nan)
+    slots, tokens = np.asarray(lists.slots(jnp.arange(m))), np.array(lists.tokens)
+    values = np.zeros((n, len(tokens), GROUP), np.float32)
+    values[:, room:] = np.nan
+    is_padding = np.ones(len(tokens), bool)
+    block, token = np.nonzero(slots < len(tokens))
+    is_padding[slots[block, token]] = False
+    values[:, slots[block, token]] = dense[:, token, block]
+    if len(poison):
+        tokens[is_padding] = rng.choice(poison, is_padding.sum())
+    lists = dataclasses.replace(lists, tokens=jnp.asarray(tokens))
+    return (tuple(jnp.asarray(values, dtype)), x, lists), dense.reshape(n, m, h)
+
+
+def assert_matches(grads, dense, values, x, lists):
+    assert len(grads) == len(values)
+    x64 = np.nan_to_num(np.asarray(x, np.float64))
+    for grad, h in zip(grads, dense, strict=True):
+        ref = np.asarray(h, np.float64).T @ x64
+        assert grad.dtype == x.dtype and grad.shape == ref.shape
+        error = np.linalg.norm(np.asarray(grad, np.float64) - ref)
+        assert error <= 5e-3 * np.linalg.norm(ref)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_reference(case, n):
+    operands, dense = draw(*case, n, jnp.bfloat16)
+    assert_matches(jax.jit(weight_grads_reference)(*operands), dense, *operands)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("case", CASES[1:])
+def test_interpreted(case, n, interpreted):
+    operands, dense = draw(*case, n, jnp.bfloat16)
+    with interpreted():
+        assert_matches(jax.jit(weight_grads)(*operands), dense, *operands)
+
+
+def shapes(m, d, h, capacity, n, dtype):
+    blocks = h // GROUP
+    tokens = -(-m // TOKENS) * TOKENS
+    lists = [(capacity,), (blocks,), (blocks,), (blocks, tokens // 32, 2)]
+    return (
+        (jax.ShapeDtypeStruct((capacity, GROUP), dtype),) * n,
+        jax.ShapeDtypeStruct((m, d), dtype),
+        NeuronLists(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "dtype"),
+    [
+        ((1, 128, 128, 64), 1, jnp.float16),
+        ((1, 128, 128, 64), 2, jnp.bfloat16),
+        ((16384, 2048, 5632, 2**19), 1, jnp.bfloat16),
+        ((16384, 2048, 5632, 2**19), 2, jnp.float16),
+        ((65, 8192, 65536, 2**21), 2, jnp.bfloat16),
+    ],
+)
+def test_lowers_without_a_gpu(lower, shape, n, dtype):
+    assert lower(weight_grads, *shapes(*shape, n, dtype)).count("@mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("case", [*CASES, (5000, 2048, 5632, 0.27), (1000, 8192, 1408, 0.2)])
+def test_on_the_gpu(case, n, dtype):
+    operands, dense = draw(*case, n, dtype)
+    run = jax.jit(weight_grads)
+    grads = run(*operands)
+    assert_matches(grads, dense, *operands)
+    for grad, again in zip(grads, run(*operands), strict=True):
+        np.testing.assert_array_equal(grad.view(jnp.uint16), again.view(jnp.uint16))
+
+
+def test_bad_operands_are_named():
+    (values, x, lists), _ = draw(9, 128, 128, 1, 2, jnp.bfloat16)
+    call = functools.partial(weight_grads, x=x, lists=lists)
+    with pytest.raises(ValueError, match="one or two arrays, got 3"):
+        call((*values, values[0]))
+    with pytest.raises(ValueError, match=r"values\[1\] must be bfloat16 .*float16"):
+        call((values[0], values[1].astype(jnp.float16)))
+    with pytest.raises(ValueError, match=r"values\[0\] must be .*64\].*\[64, 64\]"):
+        call((values[0][:64],))
+    with pytest.raises(ValueError, match=r"D a multiple of 64 .*got \[128, 120\]"):
+        weight_grads(values, x[:, :120], lists)
+    with pytest.raises(ValueError, match="at least one row"):
+        weight_grads(values, x[:0], lists)

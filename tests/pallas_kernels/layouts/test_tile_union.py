@@ -1,0 +1,35 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.tile_union import GROUP, THRESHOLD, TOKENS
+
+
+def pre_activations(m, h, density):
+    rng = np.random.default_rng()
+    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
+    return np.where(rng.random((m, h)) < density, z, -z)
+
+
+def pack(z, dtype=jnp.bfloat16):
+    return tile_union.pack_reference(jnp.asarray(z), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("m", "h"), [(1, 128), (256, 384), (700, 640)])
+def test_unpack_restores_the_gate_and_masks_say_who_uses_what(m, h, dtype):
+    z = pre_activations(m, h, 0.05)
+    z[m // 2] = np.abs(z[m // 2])
+    gate, masks, counts = pack(z, dtype)
+    g = np.maximum(z, 0).astype(dtype)
+    np.testing.assert_array_equal(tile_union.unpack(gate, masks, m), g)
+    for r in range(-(-m // TOKENS)):
+        tile = g[TOKENS * r : TOKENS * (r + 1)] != 0
+        groups = tile.reshape(-1, h // GROUP, GROUP)
+        n = groups.sum(axis=2)
+        np.testing.assert_array_equal(counts[:, TOKENS * r :][:, : len(tile)], n.T)
+        usual = (groups & (n <= THRESHOLD)[:, :, None]).reshape(tile.shape)
+        for mask, used in zip(masks, (tile, usual), strict=True):
+            bits = [int(mask[r, i // 32]) >> i % 32 & 1 for i in range(h)]
+            np.testing.assert_array_equal(bits, used.any(axis=0))

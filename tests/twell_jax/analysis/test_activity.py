@@ -1,0 +1,128 @@
+"""Activity statistics against plain numpy, and the pattern against what the model itself counts."""
+
+import json
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+
+from twell_jax.analysis.activity import (
+    Activity,
+    concentration,
+    firing_patterns,
+    measure_activity,
+    summarise,
+    union_share,
+)
+from twell_jax.config import ModelConfig
+from twell_jax.models.transformer import Transformer
+
+END = 60
+SMALL = {
+    "vocab_size": 61, "context": 16, "d_model": 32, "layers": 3, "heads": 4, "d_ff": 48,
+    "dtype": "float32", "init_scale": 0.4,
+}  # fmt: skip
+
+forward = nnx.jit(lambda model, tokens: model(tokens))
+forward_documents = nnx.jit(lambda model, tokens: model(tokens, document_end=END))
+
+
+def make(**changes):
+    seed = int(np.random.default_rng().integers(2**31))
+    return Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(seed))
+
+
+def draw_sequences(*shape):
+    return np.random.default_rng().integers(0, END, shape)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_pattern_holds_what_each_prefix_of_a_sequence_fires(gated):
+    model, sequences = make(gated=gated), draw_sequences(3, 10)
+    ((ce, fired),) = firing_patterns(model, sequences, batch=3)
+    assert fired.shape == (3, 3, 9, 48) and fired.dtype == bool
+    for length in (1, 5, 9):
+        logits, stats = forward(model, sequences[:, :length])
+        prefix = np.asarray(fired)[:, :, :length]
+        np.testing.assert_array_equal(prefix.any((1, 2)), stats.fired)
+        np.testing.assert_allclose(prefix.sum(-1).mean((1, 2)), stats.nnz, rtol=1e-6)
+    expected = jax.nn.log_softmax(logits)[np.arange(3)[:, None], np.arange(9), sequences[:, 1:]]
+    np.testing.assert_allclose(ce, -expected, rtol=1e-5)
+
+
+def test_documents_are_kept_apart_where_the_run_did():
+    model, sequences = make(), draw_sequences(2, 10)
+    sequences[:, 4] = END
+    ((_, fired),) = firing_patterns(model, sequences, batch=2, document_end=END)
+    np.testing.assert_array_equal(
+        np.any(fired, (1, 2)), forward_documents(model, sequences[:, :-1])[1].fired
+    )
+    ((_, unmasked),) = firing_patterns(model, sequences, batch=2)
+    np.testing.assert_array_equal(unmasked[:, :, :5], fired[:, :, :5])
+    assert np.any(unmasked != fired)
+
+
+def test_a_model_that_names_the_kernels_is_measured_anywhere():
+    model, kernels, sequences = make(), make(ffn_implementation="mosaic"), draw_sequences(1, 6)
+    nnx.update(kernels, nnx.state(model))
+    ((_, expected),) = firing_patterns(model, sequences, batch=1)
+    ((_, fired),) = firing_patterns(kernels, sequences, batch=1)
+    np.testing.assert_array_equal(fired, expected)
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_activity_counts_the_pattern_in_any_batches(batch):
+    model, sequences = make(), draw_sequences(5, 19)
+    ce, fired = zip(*firing_patterns(model, sequences, batch=batch), strict=True)
+    ce, fired = np.concatenate(ce), np.concatenate(fired, axis=1)
+    assert ce.shape == (5, 18) and fired.shape == (3, 5, 18, 48)
+    activity = measure_activity(model, sequences, batch=batch)
+    np.testing.assert_allclose(activity.ce, np.mean(ce), rtol=1e-6)
+    np.testing.assert_array_equal(activity.nnz, fired.sum(-1))
+    np.testing.assert_array_equal(activity.usage, fired.sum((1, 2)))
+    assert list(activity.union) == [1, 4, 16]  # of 18 tokens
+    for size, shares in activity.union.items():
+        starts = range(0, 18 - size + 1, size)
+        unions = [fired[:, :, start : start + size].any(2) for start in starts]
+        np.testing.assert_allclose(shares, np.mean(unions, (0, 2, 3)), rtol=1e-6)
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 7))
+def test_the_union_of_windows(size, rest, neurons):
+    length = size + rest
+    fired = np.random.default_rng().random((2, length, neurons)) < 0.3
+    windows = [fired[:, i * size : (i + 1) * size] for i in range(length // size)]
+    expected = np.mean([window.any(1).mean(1) for window in windows], axis=0)
+    np.testing.assert_allclose(union_share(jnp.asarray(fired), size), expected, rtol=1e-6)
+
+
+def test_concentration_counts_the_most_used_first():
+    found = concentration(np.array([[1, 6, 0, 3], [0, 0, 0, 0]]))
+    np.testing.assert_allclose(found, [[0.6, 0.9, 1.0, 1.0], [0, 0, 0, 0]])
+
+
+def test_the_summary_says_what_a_person_would_count():
+    nnz = np.array([[[0, 10, 20], [40, 10, 20]]], np.int32)
+    usage = np.zeros((1, 50), np.int64)
+    usage[0, [3, 11, 20, 49]] = [60, 25, 10, 5]
+    summary = summarise(Activity(1.5, nnz, usage, {1: np.array([1 / 3]), 4: np.array([0.5])}))
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary == {
+        "d_ff": 50,
+        "sequences": 2,
+        "tokens": 6,
+        "held_out_ce": 1.5,
+        "nnz_mean": [pytest.approx(100 / 6)],
+        "nnz_p50": [15.0],
+        "nnz_p99": [pytest.approx(39.0)],
+        "nnz_max": [40],
+        "sparsity": [pytest.approx(2 / 3)],
+        "dead": [46],
+        "nnz_by_position": [[20.0, 10.0, 20.0]],
+        "union": {"1": [pytest.approx(1 / 3)], "4": [0.5]},
+        "top_percent": {"1": [0.6], "5": [pytest.approx(0.85)], "10": [1.0], "25": [1.0]},
+    }

@@ -1,0 +1,135 @@
+"""python -m twell_jax.analyze as a person runs it."""
+
+import json
+import random
+
+import jax
+import pytest
+
+from twell_jax import analyze, data, sparse_ffn
+from twell_jax import config as config_lib
+from twell_jax.analysis import speedup
+from twell_jax.data import tokenizers
+from twell_jax.models import sharding
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.run_directory import open_run
+from twell_jax.train.trainer import make_trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of no steps on a small corpus, and the held-out cross-entropy that training finds."""
+    directory = tmp_path_factory.mktemp("analyze")
+    for i in range(40):
+        words = random.choices(["alpha", "beta", "gamma", "delta"], k=80)
+        (directory / f"{i}.txt").write_text(" ".join(words))
+    config = config_lib.from_dict(
+        {
+            "run_dir": str(directory / "run"),
+            "steps": 1,
+            "batch_tokens": 160,
+            "micro_batch": 5,
+            "eval_sequences": 8,
+            "model": {
+                "vocab_size": 257, "context": 32, "d_model": 32, "layers": 2, "heads": 2,
+                "d_ff": 64, "dtype": "float32",
+            },
+            "data": {
+                "source": "files",
+                "paths": [str(directory / "*.txt")],
+                "held_out_fraction": 0.3,
+                "mask_documents": True,
+                "cache_dir": str(directory / "tokens"),
+            },
+        }
+    )  # fmt: skip
+    paths, corpus = open_run(config), data.load(config)
+    tokenizers.save(corpus.tokenizer, paths.tokenizer)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh), Checkpoints(paths.checkpoints, keep=1) as checkpoints:
+        trainer = make_trainer(config, corpus.tokenizer.eot_id, mesh)
+        state = trainer.init()
+        checkpoints.save(0, state, {"corpus": corpus.fingerprint})
+        held_out_ce = trainer.evaluate(state.params, corpus.held_out)
+    return paths, held_out_ce
+
+
+def run_main(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["analyze", *map(str, arguments)])
+    analyze.main()
+
+
+def test_tables_figures_and_plots_of_a_run(run, monkeypatch, capsys):
+    paths, held_out_ce = run
+    run_main(monkeypatch, paths.directory)
+    summary = json.loads(paths.analysis.read_text())
+    assert summary["held_out_ce"] == pytest.approx(held_out_ce, rel=1e-5)
+    assert (summary["sequences"], summary["tokens"], summary["d_ff"]) == (8, 256, 64)
+    assert [len(row) for row in summary["nnz_by_position"]] == [32, 32]
+    printed = capsys.readouterr().out
+    assert f"held-out CE {held_out_ce:.3f}" in printed
+    for layer in range(2):  # an untrained layer fires half of its neurons
+        assert 0.4 < summary["sparsity"][layer] < 0.6
+        row = next(line for line in printed.splitlines() if line.startswith(f"│     {layer} │"))
+        assert f"{summary['nnz_mean'][layer]:.1f}" in row
+        assert f"{summary['sparsity'][layer]:.1%}" in row
+    for name in ("nnz_by_layer", "nnz_by_position", "union", "usage"):
+        path = paths.directory / f"{name}.png"
+        assert path.read_bytes().startswith(b"\x89PNG") and str(path) in printed
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is measured there")
+def test_without_a_gpu_it_says_that_no_speed_up_is_measured(run, monkeypatch, capsys):
+    paths, _ = run
+    run_main(monkeypatch, paths.directory)
+    assert "speed-up not measured: implementation='mosaic' cannot serve" in capsys.readouterr().out
+    assert json.loads(paths.analysis.read_text())["speedup"] is None
+
+
+def test_speed_up_per_layer_is_that_of_the_inputs_which_the_layer_sees(run, monkeypatch, capsys):
+    """With a dense block that errs in the kernels' place; the clock says what it was asked."""
+    times = {"xla": 3.0, "mosaic": 2.0}
+    asked = []
+
+    def dense(*operands, implementation, **options):
+        asked.append(implementation)
+        y, stats = sparse_ffn(*operands, **options, implementation="xla")
+        return (y * 1.01 if implementation == "mosaic" else y), stats
+
+    monkeypatch.setattr(speedup, "sparse_ffn", dense)
+    monkeypatch.setattr(
+        speedup.timing, "milliseconds", lambda f, *a, calls: (f(*a), times[asked[-1]])[1]
+    )
+    paths, _ = run
+    run_main(monkeypatch, paths.directory)
+    summary = json.loads(paths.analysis.read_text())
+    assert summary["speedup"]["nnz"] == pytest.approx(summary["nnz_mean"])
+    assert summary["speedup"]["factor"] == [1.5, 1.5]
+    assert summary["speedup"]["xla_error"] == pytest.approx([0, 0], abs=1e-5)
+    assert summary["speedup"]["mosaic_error"] == pytest.approx([0.01, 0.01], rel=1e-3)
+    printed = capsys.readouterr().out
+    assert "1.50" in printed and "1.0e-02" in printed
+    assert (paths.directory / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_number_of_sequences_can_be_chosen(run, monkeypatch):
+    paths, _ = run
+    run_main(monkeypatch, paths.directory, "--sequences", 3)
+    assert json.loads(paths.analysis.read_text())["sequences"] == 3
+    with pytest.raises(SystemExit, match=r"error: eval_sequences: .* greater than 0, got 0"):
+        run_main(monkeypatch, paths.directory, "--sequences", 0)
+
+
+def test_what_cannot_be_analysed_is_one_clear_line(run, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"error: run_dir: .* is not the directory of a run"):
+        run_main(monkeypatch, tmp_path)
+    paths, _ = run
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"another corpus {i} " * 20)
+    config = paths.config.read_text()
+    paths.config.write_text(config.replace(str(paths.directory.parent / "*.txt"), f"{tmp_path}/*"))
+    try:
+        with pytest.raises(SystemExit, match="error: data: the text is not that of the run"):
+            run_main(monkeypatch, paths.directory)
+    finally:
+        paths.config.write_text(config)

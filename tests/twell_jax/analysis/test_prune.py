@@ -1,0 +1,155 @@
+"""Pruned models beside the original, the masked and the masked and sorted one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax.analysis.activity import firing_patterns, measure_activity
+from twell_jax.analysis.prune import fires_removed, prune_dead
+from twell_jax.config import ModelConfig
+from twell_jax.models.transformer import Transformer, graphdef
+
+SMALL = {
+    "vocab_size": 61, "context": 16, "d_model": 64, "layers": 3, "heads": 4, "d_ff": 512,
+    "dtype": "float32", "init_scale": 0.2,
+}  # fmt: skip
+
+forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+
+
+def make(**changes):
+    """A model with a constant feature through which its neurons fire often, rarely or never."""
+    rng = np.random.default_rng()
+    model = Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(int(rng.integers(2**31))))
+    model.embed.embedding[...] = model.embed.embedding[...].at[:, 0].set(4.0)
+    mlp = model.blocks.mlp
+    gate = mlp.w_gate if mlp.w_gate is not None else mlp.w_up
+    threshold = rng.uniform(0.2, 2.0, gate.shape[:2])
+    gate[...] = gate[...].at[:, :, 0].set(-threshold)
+    for weights in (mlp.w_down, model.blocks.attention.out.kernel):  # it stays constant
+        weights[...] = weights[...].at[:, :, 0].set(0.0)
+    return model
+
+
+def draw_sequences(count, length=17):
+    return np.random.default_rng().integers(0, 61, (count, length))
+
+
+def with_mlp(model, change, **config):
+    """A copy whose feed-forward weights [layers, d_ff, d_model] are changed."""
+    params = nnx.state(model)
+    mlp = jax.tree.map(change, params["blocks"]["mlp"])
+    params = nnx.merge_state(params, nnx.State({"blocks": {"mlp": mlp}}))
+    return nnx.merge(graphdef(model.config.model_copy(update=config)), params)
+
+
+def prune(model, usage, **options):
+    params, config, report = prune_dead(nnx.state(model), model.config, usage, **options)
+    return nnx.merge(graphdef(config), params), report
+
+
+def kept_mask(model, report):
+    mask = np.zeros((model.config.layers, model.config.d_ff), bool)
+    for layer, neurons in enumerate(report.neurons):
+        mask[layer, neurons] = True
+    return mask
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
+    model = make(gated=gated, dtype=dtype)
+    usage = measure_activity(model, draw_sequences(8), batch=4).usage
+    pruned, report = prune(model, usage)
+    assert 128 <= pruned.config.d_ff < 512
+    mask = kept_mask(model, report)
+    masked = with_mlp(model, lambda w: jnp.where(mask[..., None], w, 0))
+
+    sequences = draw_sequences(200)
+    tokens = sequences[:, :-1]
+    # The same shapes as below, so that no activation next to zero is rounded differently.
+    fires = fires_removed(model, report, sequences, batch=200).any(0)
+    changed = np.logical_or.accumulate(fires, axis=1)  # from the first of a sequence on
+    assert changed.any() and not changed.all()
+    original, zeroed, found = (np.asarray(forward(m, tokens)) for m in (model, masked, pruned))
+    np.testing.assert_array_equal(original[~changed], zeroed[~changed])
+
+    def error(where):
+        difference = np.linalg.norm(found[where] - original[where])
+        return difference / np.linalg.norm(original[where])
+
+    rounding = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
+    assert error(~changed) < rounding
+    if dtype == "float32":
+        assert error(fires) > 10 * rounding
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
+    model = make(gated=gated, dtype=dtype)
+    usage = measure_activity(model, draw_sequences(4), batch=4).usage
+    pruned, report = prune(model, usage)
+    mask = kept_mask(model, report)
+    removed = [np.flatnonzero(~kept) for kept in mask]
+    order = np.concatenate([report.neurons, removed], axis=1)
+
+    def mask_and_sort(weights):
+        masked = np.where(mask[..., None], weights, 0)
+        return jnp.asarray(np.take_along_axis(masked, order[..., None], axis=1))
+
+    masked = with_mlp(model, mask_and_sort)
+    tokens = draw_sequences(20)[:, :-1]
+    assert pruned.config.d_ff < masked.config.d_ff
+    np.testing.assert_array_equal(forward(pruned, tokens), forward(masked, tokens))
+
+
+def test_all_that_fired_remain_from_the_most_used_on():
+    model, rng = make(d_ff=40), np.random.default_rng()
+    usage = rng.integers(1, 1000, (3, 40))
+    for layer, live in enumerate([5, 17, 11]):
+        usage[layer, rng.permutation(40)[live:]] = 0
+    before = jax.tree.map(np.array, nnx.state(model))
+    pruned, report = prune(model, usage, multiple=8)
+    assert pruned.config == model.config.model_copy(update={"d_ff": 24})
+    np.testing.assert_array_equal(report.live, [5, 17, 11])
+    for layer, neurons in enumerate(report.neurons):
+        assert len(set(neurons.tolist())) == 24
+        counts = usage[layer, neurons]
+        np.testing.assert_array_equal(counts, np.sort(usage[layer])[::-1][:24])
+        for name in ("w_gate", "w_up", "w_down"):
+            old, new = (getattr(m.blocks.mlp, name)[layer] for m in (model, pruned))
+            np.testing.assert_array_equal(new, old[neurons])
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+
+
+@pytest.mark.parametrize(("live", "multiple", "width"), [(40, 128, 40), (33, 16, 40), (0, 16, 16)])
+def test_the_width_is_a_multiple_within_the_model(live, multiple, width):
+    usage = np.arange(40) < np.array([[live], [0], [live]])  # only whether a neuron fired
+    pruned, report = prune(make(d_ff=40), usage, multiple=multiple)
+    assert pruned.config.d_ff == width
+    np.testing.assert_array_equal(report.live, [live, 0, live])
+
+
+def test_tokens_that_fire_a_removed_neuron_are_told_one_by_one():
+    model = make(d_ff=40)
+    usage = measure_activity(model, draw_sequences(1), batch=1).usage
+    _, report = prune(model, usage, multiple=1)
+    sequences = draw_sequences(7)
+    fired = np.concatenate([f for _, f in firing_patterns(model, sequences, batch=3)], axis=1)
+    removed = ~kept_mask(model, report)
+    expected = [fired[layer][..., removed[layer]].any(-1) for layer in range(3)]
+    found = fires_removed(model, report, sequences, batch=3)
+    np.testing.assert_array_equal(found, expected)
+    assert found.shape == (3, 7, 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "multiple", "message"),
+    [((2, 40), 8, r"usage must be .* \[3, 40\], got \[2, 40\]"), ((3, 40), 0, "multiple must")],
+)
+def test_bad_arguments_are_named(shape, multiple, message):
+    with pytest.raises(ValueError, match=message):
+        prune(make(d_ff=40), np.ones(shape), multiple=multiple)

@@ -1,0 +1,357 @@
+"""sparse_ffn against float64 numpy, under JAX's transformations, and in its errors."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from twell_jax.ffn import api as ffn
+from twell_jax.ffn.api import sparse_ffn
+
+DTYPES = ["float32", "bfloat16", "float16"]
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def silu_slope(x):
+    s = 1 / (1 + np.exp(-x))
+    return s * (1 + x * (1 - s))
+
+
+ACTIVATIONS = {"relu": lambda x: np.maximum(x, 0), "silu": silu}
+SLOPES = {"relu": lambda x: (x > 0).astype(float), "silu": silu_slope}
+
+
+def reference(inputs, activation):
+    """y, l1, nnz, max_nnz, fired in float64, and what a gradient needs."""
+    a = {name: np.asarray(value, np.float64) for name, value in inputs.items()}
+    up = a["x"] @ a["w_up"].T + a.get("b_up", 0)
+    gate = a["x"] @ a["w_gate"].T + a.get("b_gate", 0) if "w_gate" in a else up
+    active = ACTIVATIONS[activation](gate)
+    h = active * up if "w_gate" in a else active
+    nnz = np.count_nonzero(active, axis=-1)
+    return {
+        "y": h @ a["w_down"] + a.get("b_down", 0),
+        "l1": np.abs(h).sum(-1).mean(),
+        "nnz": nnz.mean(),
+        "max_nnz": nnz.max(),
+        "fired": (active != 0).reshape(-1, h.shape[-1]).any(0),
+        "parts": (up, gate, active, h),
+    }
+
+
+def reference_gradient(inputs, activation, dy, dl1):
+    """Gradient of sum(dy * y) + dl1 * l1, by hand, for x [tokens, D]."""
+    a = {name: np.asarray(value, np.float64) for name, value in inputs.items()}
+    up, gate, active, h = reference(inputs, activation)["parts"]
+    dh = dy @ a["w_down"].T + dl1 * np.sign(h) / len(a["x"])
+    grads = {"w_down": h.T @ dy, "b_down": dy.sum(0)}
+    if "w_gate" in a:
+        dgate, dup = dh * up * SLOPES[activation](gate), dh * active
+        grads |= {"w_gate": dgate.T @ a["x"], "b_gate": dgate.sum(0)}
+        grads["x"] = dgate @ a["w_gate"] + dup @ a["w_up"]
+    else:
+        dup = dh * SLOPES[activation](up)
+        grads["x"] = dup @ a["w_up"]
+    grads |= {"w_up": dup.T @ a["x"], "b_up": dup.sum(0)}
+    return {name: grads[name] for name in a}
+
+
+def make(lead, d, h, dtype, *, gated=True, bias=False, integers=False):
+    shapes = {"x": (*lead, d), "w_gate": (h, d), "w_up": (h, d), "w_down": (h, d)}
+    if bias:
+        shapes |= {"b_gate": (h,), "b_up": (h,), "b_down": (d,)}
+    rng = np.random.default_rng()
+    values = {}
+    for name, shape in shapes.items():
+        if gated or "gate" not in name:
+            values[name] = rng.integers(-1, 2, shape) if integers else rng.normal(size=shape)
+    return {name: jnp.asarray(value, dtype) for name, value in values.items()}
+
+
+def call(inputs, **options):
+    return sparse_ffn(**{"w_gate": None, **inputs}, **options)
+
+
+def error(out, expected):
+    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
+    assert out.shape == expected.shape
+    return np.linalg.norm(out - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_output_and_l1_match_float64(gated, bias, activation, dtype):
+    inputs = make((5, 7), 13, 37, dtype, gated=gated, bias=bias)
+    y, stats = call(inputs, activation=activation)
+    expected = reference(inputs, activation)
+    assert y.dtype == dtype
+    assert error(y, expected["y"]) < TOLERANCE[dtype]
+    assert stats.l1.dtype == jnp.float32
+    assert error(stats.l1, expected["l1"]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("lead", [(), (1,), (6,), (3, 5), (2, 3, 4)])
+def test_small_integers_are_exact_for_any_leading_dimensions(lead, gated, dtype):
+    # Products of these are exact in every dtype, and exact zeros occur before the ReLU.
+    inputs = make(lead, 3, 5, dtype, gated=gated, bias=True, integers=True)
+    y, stats = call(inputs)
+    expected = reference(inputs, "relu")
+    np.testing.assert_array_equal(np.asarray(y, np.float64), expected["y"])
+    np.testing.assert_array_equal(stats.fired, expected["fired"])
+    assert stats.max_nnz == expected["max_nnz"]
+    np.testing.assert_allclose(stats.nnz, expected["nnz"], rtol=1e-6)
+    np.testing.assert_allclose(stats.l1, expected["l1"], rtol=1e-6)
+    dtypes = [stat.dtype for stat in (stats.l1, stats.nnz, stats.max_nnz, stats.fired)]
+    assert dtypes == [jnp.float32, jnp.float32, jnp.int32, jnp.bool]
+
+
+def loss(inputs, dy, dl1, activation="relu"):
+    y, stats = call(inputs, activation=activation)
+    return jnp.sum(y * dy) + dl1 * stats.l1
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_match_float64(gated, activation):
+    inputs = make((11,), 6, 17, "float32", gated=gated, bias=True)
+    dy = np.random.default_rng().normal(size=(11, 6)).astype(np.float32)
+    grads = jax.grad(loss)(inputs, dy, 2.5, activation)
+    expected = reference_gradient(inputs, activation, dy, 2.5)
+    assert set(grads) == set(expected)
+    for name, grad in grads.items():
+        assert error(grad, expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_in_half_precision(dtype):
+    inputs = make((11,), 6, 17, dtype)
+    dy = jnp.asarray(np.random.default_rng().normal(size=(11, 6)), dtype)
+    grads = jax.grad(lambda i: loss(i, dy.astype(jnp.float32), 0.5))(inputs)
+    expected = reference_gradient(inputs, "relu", np.asarray(dy, np.float64), 0.5)
+    for name, grad in grads.items():
+        assert grad.dtype == dtype
+        assert error(grad, expected[name]) < 4 * TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_gradients_under_jit_and_checkpoint(transform):
+    inputs = make((11,), 6, 17, "float32", bias=True)
+    dy = np.random.default_rng().normal(size=(11, 6)).astype(np.float32)
+    grads = jax.grad(transform(loss))(inputs, dy, 1.5)
+    expected = reference_gradient(inputs, "relu", dy, 1.5)
+    for name, grad in grads.items():
+        assert error(grad, expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_the_default_device_may_be_a_platform(implementation):
+    x, w = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
+    with jax.default_device("cpu"):
+        _, stats = sparse_ffn(x, w, w, w, implementation=implementation)
+    assert stats.nnz == 256
+
+
+def test_vmap_is_a_loop():
+    # Over experts: every one has weights and tokens of its own.
+    experts = [make((4,), 6, 17, "float32") for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
+    dy = np.random.default_rng().normal(size=(4, 6)).astype(np.float32)
+    y, stats = jax.vmap(call)(stacked)
+    grads = jax.vmap(jax.grad(loss), in_axes=(0, None, None))(stacked, dy, 1.5)
+    for i, inputs in enumerate(experts):
+        expected = reference(inputs, "relu")
+        assert error(y[i], expected["y"]) < 1e-5
+        assert stats.max_nnz[i] == expected["max_nnz"]
+        np.testing.assert_array_equal(stats.fired[i], expected["fired"])
+        for name, value in reference_gradient(inputs, "relu", dy, 1.5).items():
+            assert error(grads[name][i], value) < 1e-5, name
+
+
+def make_mesh(axis_type):
+    return jax.make_mesh((8,), ("x",), (axis_type,), devices=jax.devices("cpu")[:8])
+
+
+def test_shard_map_over_tokens_equals_one_device():
+    mesh = make_mesh(AxisType.Auto)
+    inputs = make((16,), 8, 24, "float32")
+    x, weights = inputs.pop("x"), inputs
+    dy = np.random.default_rng().normal(size=(16, 8)).astype(np.float32)
+
+    def local(x, weights):
+        y, stats = call({"x": x, **weights})
+        return y, jax.lax.pmean(stats.l1, "x"), jax.lax.pmax(stats.max_nnz, "x")
+
+    @jax.jit
+    def sharded_loss(x, weights):
+        spread = jax.shard_map(
+            local, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P("x"), P(), P())
+        )
+        y, l1, max_nnz = spread(x, weights)
+        return jnp.sum(y * dy) + 1.5 * l1, (y, l1, max_nnz)
+
+    gradient = jax.grad(sharded_loss, argnums=(0, 1), has_aux=True)
+    (dx, dweights), (y, l1, max_nnz) = gradient(x, weights)
+    expected = reference({"x": x, **weights}, "relu")
+    assert error(y, expected["y"]) < 1e-5
+    assert error(l1, expected["l1"]) < 1e-5
+    assert max_nnz == expected["max_nnz"]
+    for name, value in reference_gradient({"x": x, **weights}, "relu", dy, 1.5).items():
+        assert error({"x": dx, **dweights}[name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "weight_spec"),
+    [(AxisType.Auto, P(None, "x")), (AxisType.Auto, P("x")), (AxisType.Explicit, P())],
+    ids=["fsdp", "tensor", "data, explicit"],
+)
+def test_sharded_jit_equals_one_device(axis_type, weight_spec):
+    mesh = make_mesh(axis_type)
+    inputs = make((16,), 8, 24, "float32")
+    dy = np.random.default_rng().normal(size=(16, 8)).astype(np.float32)
+    specs = {name: weight_spec for name in inputs} | {"x": P("x")}
+    placed = {n: jax.device_put(v, NamedSharding(mesh, specs[n])) for n, v in inputs.items()}
+    y, stats = jax.jit(call)(placed)
+    grads = jax.jit(jax.grad(loss))(placed, dy, 1.5)
+    expected = reference(inputs, "relu")
+    assert error(y, expected["y"]) < 1e-5
+    assert error(stats.l1, expected["l1"]) < 1e-5
+    assert stats.max_nnz == expected["max_nnz"]
+    np.testing.assert_array_equal(stats.fired, expected["fired"])
+    for name, value in reference_gradient(inputs, "relu", dy, 1.5).items():
+        assert error(grads[name], value) < 1e-5, name
+
+
+def cancelling(n, dtype):
+    """A shuffled vector whose sum, n - 4, is lost if partial sums are kept in 16 bits."""
+    big = {"bfloat16": 2.0**15, "float16": 60000.0}[dtype]
+    vector = np.array([big, big, -big, -big] + [1.0] * (n - 4))
+    return np.random.default_rng().permutation(vector)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_sums_accumulate_in_float32(dtype, jit):
+    n = 260
+    f = jax.jit(call) if jit else call
+    ones = jnp.ones((n, n), dtype)
+    spread = jnp.asarray(np.tile(cancelling(n, dtype), (n, 1)), dtype)
+    # over D, in the up projection: every hidden unit is 256
+    y, stats = f({"x": ones[:1], "w_up": spread, "w_down": jnp.eye(n, dtype=dtype)})
+    np.testing.assert_array_equal(np.asarray(y, np.float32), 256.0)
+    assert stats.l1 == 256.0 * n  # beyond float16 and finer than bfloat16
+    # over H, in the down projection
+    y, _ = f({"x": ones[:1, :1], "w_up": ones[:, :1], "w_down": spread[:1, :].T})
+    np.testing.assert_array_equal(np.asarray(y, np.float32), 256.0)
+    # over tokens, in the gradient of the weights
+    inputs = {"x": ones[:, :1], "w_up": ones[:1, :1], "w_down": ones[:1, :1]}
+    grad = jax.grad(lambda i: jnp.sum(f(i)[0] * spread[:1].T.astype(jnp.float32)))(inputs)
+    np.testing.assert_array_equal(np.asarray(grad["w_up"], np.float32), 256.0)
+    np.testing.assert_array_equal(np.asarray(grad["w_down"], np.float32), 256.0)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_rounds_to_zero_is_zero(jit):
+    # 1e-5 * 1e-5 is below float16: the stored activation is zero, so it does not count.
+    tiny = jnp.full((1, 1), 1e-5, jnp.float16)
+    one = jnp.ones((1, 1), jnp.float16)
+    f = jax.jit(call) if jit else call
+    for inputs in (
+        {"x": tiny, "w_up": tiny, "w_down": one},
+        {"x": tiny, "w_gate": tiny, "w_up": one, "w_down": one},
+    ):
+        _, stats = f(inputs)
+        assert (stats.nnz, stats.max_nnz, stats.l1) == (0, 0, 0)
+        assert not stats.fired.any()
+
+
+def test_all_zero_and_all_dense():
+    x, w = jnp.ones((3, 4)), jnp.ones((8, 4))
+    y, stats = sparse_ffn(x, w, w, w)
+    assert (stats.nnz, stats.max_nnz) == (8, 8)
+    assert stats.fired.all()
+    y, stats = sparse_ffn(x, -w, w, w)
+    assert not np.any(y)
+    assert (stats.l1, stats.nnz, stats.max_nnz) == (0, 0, 0)
+    assert not stats.fired.any()
+    grads = jax.grad(loss)({"x": x, "w_gate": -w, "w_up": w, "w_down": w}, 1.0, 1.0)
+    assert not any(np.any(grad) for grad in grads.values())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["x", "w_gate", "w_up", "w_down"])
+def test_non_finite_values_propagate_as_in_the_formula(where, bad):
+    inputs = make((5,), 4, 9, "float32")
+    inputs[where] = inputs[where].at[2, 1].set(bad)
+    y, stats = call(inputs)
+    with np.errstate(invalid="ignore"):
+        expected = reference(inputs, "relu")
+    np.testing.assert_allclose(y, expected["y"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats.l1, expected["l1"], rtol=1e-4)
+    assert stats.max_nnz == expected["max_nnz"]
+
+
+W, X = jnp.ones((6, 4)), jnp.ones((3, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w_gate": W.T}, r"^w_gate must be \[6, 4\].*got \[4, 6\]"),
+        ({"w_up": W.T}, r"^w_up must be \[6, 4\].*got \[4, 6\]"),
+        ({"w_down": W.T}, r"^w_down must be .*got \[4, 6\]"),
+        ({"w_down": W[0]}, r"^w_down must be .*got \[4\]"),
+        ({"w_down": W[0, 0]}, r"^w_down must be .*got \[\]"),
+        ({"w_up": W[:5]}, r"^w_up must be \[6, 4\].*got \[5, 4\]"),
+        ({"x": X[:, :3]}, r"^w_down must be .*D=3 by x"),
+        ({"b_up": W[0]}, r"^b_up must be \[6\].*got \[4\]"),
+        ({"b_gate": W[0]}, r"^b_gate must be \[6\].*got \[4\]"),
+        ({"b_down": W[:, 0]}, r"^b_down must be \[4\].*got \[6\]"),
+        ({"w_up": W.astype(jnp.bfloat16)}, "^w_up must have the dtype of x, float32, got bfloat16"),
+        ({"b_down": jnp.ones(4, jnp.int32)}, "^b_down must have the dtype of x"),
+        ({"x": X.astype(jnp.int32)}, "^x must be one of bfloat16, float16, float32, got int32"),
+        ({"x": jnp.ones((0, 4))}, r"^x must be .*at least one token, got \[0, 4\]"),
+        ({"x": jnp.ones(())}, r"^x must be .*got \[\]"),
+        ({"w_gate": None, "b_gate": jnp.ones(6)}, "^b_gate was given, but .*no w_gate"),
+        ({"activation": "gelu"}, "^activation must be one of .*'gelu'"),
+        ({"implementation": "cuda"}, "^implementation must be .*'cuda'"),
+    ],
+)
+def test_errors_name_the_argument(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_ffn(**({"x": X, "w_gate": W, "w_up": W, "w_down": W} | changes))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_capacity": 0}, "gradient_capacity must be above 0 and at most 1, got 0"),
+        ({"expected_nnz": 17}, "expected_nnz must be from 0 to 16, got 17"),
+        ({"expected_nnz": float("nan")}, "expected_nnz must be from 0 to 16, got nan"),
+    ],
+)
+def test_a_number_out_of_its_range_is_named(option, message):
+    x, w = jnp.ones((2, 8)), jnp.ones((16, 8))
+    with pytest.raises(ValueError, match=message):
+        sparse_ffn(x, w, w, w, **option)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a Hopper GPU can serve it")
+def test_mosaic_says_why_it_cannot_serve_on_a_cpu():
+    with pytest.raises(ValueError, match="implementation='mosaic' cannot serve"):
+        sparse_ffn(X, W, W, W, implementation="mosaic")
+
+
+def test_docstring_example():
+    assert doctest.testmod(ffn) == (0, 3)

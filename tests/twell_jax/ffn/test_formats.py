@@ -1,0 +1,225 @@
+"""Any matrix round-trips to the bit, or TwELL reports a row as overflowed."""
+
+import doctest
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from twell_jax import TwELL, pack, pack_unions, unpack
+from twell_jax.ffn import formats
+
+DTYPES = ["bfloat16", "float16"]
+# tile, compression, columns: one tile, several, and a last tile that is not full
+GEOMETRIES = [
+    (8, 4, 8),
+    (8, 1, 13),
+    (16, 4, 1),
+    (16, 8, 50),
+    (32, 4, 64),
+    (256, 8, 300),
+    (6, 3, 20),
+]
+# +-0, the largest and the smallest subnormal, +-1, +-inf, quiet and signalling NaNs of both dtypes
+SPECIAL = [0x0, 0x8000, 0x1, 0x8001, 0x7F, 0x3FF, 0x3F80, 0xBF80, 0x3C00, 0x7F80, 0xFF80, 0x7C00]
+SPECIAL += [0x7FC0, 0x7F81, 0x7E00, 0x7C01, 0xFFFF]
+
+jit_pack = jax.jit(pack, static_argnames=("tile", "compression"))
+jit_unpack = jax.jit(unpack)
+
+
+def bits(array):
+    return np.asarray(array).view(np.uint16)
+
+
+def from_bits(array, dtype):
+    return jnp.asarray(np.asarray(array, np.uint16).view(jnp.dtype(dtype)))
+
+
+def counts(matrix, tile):
+    """Non-zero bit patterns of each row in each tile."""
+    return np.stack(
+        [
+            np.count_nonzero(matrix[:, c : c + tile], axis=1)
+            for c in range(0, matrix.shape[1], tile)
+        ],
+        axis=1,
+    )
+
+
+def decode(words):
+    """{column: bits} of the words of one row of one tile, as docs/formats.md gives the layout."""
+    count, entries = int(words[0]), [int(word) for word in words[1:]]
+    return {word & 0xFFFF: word >> 16 for word in entries[:count]}
+
+
+@st.composite
+def matrices(draw):
+    """A geometry and the bits of a [4, columns] matrix, each row with a density of its own."""
+    tile, compression, columns = draw(st.sampled_from(GEOMETRIES))
+    element = st.integers(0, 2**16 - 1) | st.sampled_from(SPECIAL)
+    values = draw(st_numpy.arrays(np.uint16, (4, columns), elements=element))
+    # In steps of one entry around what a tile can hold.
+    capacity = tile // compression - 1
+    for row in values:
+        for start in range(0, columns, tile):
+            part = row[start : start + tile]
+            keep = draw(st.sampled_from([0, 1, capacity - 1, capacity, capacity + 1, tile]))
+            part[draw(st.permutations(range(len(part))))[max(keep, 0) :]] = 0
+    return tile, compression, values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(matrices())
+def test_rows_round_trip_to_the_bit_or_are_reported(dtype, matrix):
+    tile, compression, values = matrix
+    packed = jit_pack(from_bits(values, dtype), tile=tile, compression=compression)
+    expected = counts(values, tile)
+    fits = np.all(expected <= tile // compression - 1, axis=1)
+    np.testing.assert_array_equal(packed.counts, expected)
+    np.testing.assert_array_equal(packed.overflowed_rows, ~fits)
+    dense = jit_unpack(packed)
+    assert dense.dtype == dtype
+    np.testing.assert_array_equal(bits(dense)[fits], values[fits])
+    assert np.isnan(np.asarray(dense, np.float32)[~fits]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(matrices())
+def test_words_are_as_documented(dtype, matrix):
+    tile, compression, values = matrix
+    packed = jit_pack(from_bits(values, dtype), tile=tile, compression=compression)
+    words = np.asarray(packed.packed)
+    assert words.dtype == np.uint32
+    assert words.shape == (4, -(-values.shape[1] // tile), tile // compression)
+    for row, tile_index in np.ndindex(words.shape[:2]):
+        start = tile_index * tile
+        part = values[row, start : start + tile]
+        entries = {start + column: int(part[column]) for column in np.flatnonzero(part)}
+        found = decode(words[row, tile_index])
+        assert int(words[row, tile_index, 0]) == len(entries)
+        assert len(found) == min(len(entries), tile // compression - 1)
+        assert found.items() <= entries.items()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpack_takes_entries_in_any_order_and_ignores_spare_words(dtype):
+    values = np.zeros((5, 40), np.uint16)
+    values[:, [0, 3, 7, 17, 39]] = [0x8000, 1, 0x3C00, 0x7FFF, 0xFFFF]
+    packed = pack(from_bits(values, dtype), tile=16, compression=2)
+    words = np.array(packed.packed)
+    rng = np.random.default_rng()
+    for row, tile in np.ndindex(words.shape[:2]):
+        count = words[row, tile, 0]
+        words[row, tile, 1 : count + 1] = rng.permutation(words[row, tile, 1 : count + 1])
+        words[row, tile, count + 1 :] = rng.integers(0, 2**32, 7 - count)
+    shuffled = TwELL(jnp.asarray(words), 40, packed.dtype, tile=16, compression=2)
+    np.testing.assert_array_equal(bits(unpack(shuffled)), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_defaults_at_the_size_of_a_model(dtype):
+    # 22 tiles of 256; row i has i entries in its first tile, so that the last rows overflow.
+    values = np.zeros((34, 5632), np.uint16)
+    rng = np.random.default_rng()
+    for row in range(34):
+        values[row, rng.permutation(256)[:row]] = rng.integers(1, 2**16, row)
+        values[row, rng.integers(256, 5632, 20)] = 0x8000
+    packed = pack(from_bits(values, dtype))
+    assert packed.packed.shape == (34, 22, 32)
+    np.testing.assert_array_equal(packed.counts, counts(values, 256))
+    np.testing.assert_array_equal(packed.overflowed_rows, np.arange(34) > 31)
+    np.testing.assert_array_equal(bits(unpack(packed))[:32], values[:32])
+
+
+def test_widest_matrix_keeps_its_last_column():
+    values = np.zeros((2, 65536), np.uint16)
+    values[1, [0, 65535]] = 0x3F80
+    dense = unpack(pack(from_bits(values, "bfloat16")))
+    np.testing.assert_array_equal(bits(dense), values)
+
+
+def test_is_a_pytree_of_one_array():
+    packed = pack(jnp.ones((3, 40), jnp.float16), tile=16, compression=2)
+    (leaf,), structure = jax.tree.flatten(packed)
+    assert leaf is packed.packed
+    assert jax.tree.unflatten(structure, [leaf]) == packed
+    assert hash(structure) == hash(jax.tree.structure(packed))
+    moved = jax.jit(lambda p: p)(packed)
+    assert (moved.columns, moved.dtype, moved.tile, moved.compression) == (40, "float16", 16, 2)
+
+
+def test_vmap():
+    values = np.random.default_rng().integers(0, 2**16, (3, 5, 20)).astype(np.uint16)
+    values *= np.random.default_rng().random(values.shape) < 0.3
+    batch = from_bits(values, "bfloat16")
+    packed = jax.vmap(functools.partial(pack, tile=8, compression=1))(batch)
+    np.testing.assert_array_equal(bits(jax.vmap(unpack)(packed)), values)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pack(jnp.ones((2, 8))), "bfloat16 or float16.*float32"),
+        (lambda: pack(jnp.ones((8,), jnp.bfloat16)), r"\[M, H\], got bfloat16 \[8\]"),
+        (lambda: pack(jnp.ones((2, 0), jnp.bfloat16)), "columns, got 0"),
+        (lambda: pack(jnp.ones((1, 65537), jnp.bfloat16)), "65536 columns, got 65537"),
+        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=8, compression=3), "tile=8.*ression=3"),
+        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=8, compression=8), "two words"),
+        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=8, compression=0), "compression=0"),
+        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=0, compression=1), "tile=0"),
+        (
+            lambda: unpack(TwELL(jnp.ones((2, 1, 4), jnp.uint32), 40, jnp.bfloat16, 16, 4)),
+            r"\[2, 3, 4\] for 40 columns.*got uint32 \[2, 1, 4\]",
+        ),
+        (
+            lambda: unpack(TwELL(jnp.ones((2, 1, 4), jnp.int32), 16, jnp.bfloat16, 16, 4)),
+            "uint32.*got int32",
+        ),
+        (
+            lambda: unpack(TwELL(jnp.ones((2, 1, 4), jnp.uint32), 16, jnp.float32, 16, 4)),
+            "got float32",
+        ),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_docstring_example():
+    assert doctest.testmod(formats) == (0, 4)
+
+
+@given(st.data())
+def test_any_matrix_round_trips_through_tile_unions(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    m, h = data.draw(st.sampled_from([(1, 128), (256, 128), (300, 256)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    matrix = rng.integers(0, 2**16, (m, h), np.uint16)
+    matrix[rng.random((m, h)) < data.draw(st.sampled_from([0, 0.9, 1]))] = 0
+    special = rng.random((m, h)) < 0.1
+    matrix[special] = rng.choice(SPECIAL, special.sum())
+    sparse = jax.jit(pack_unions)(from_bits(matrix, dtype))
+    np.testing.assert_array_equal(bits(jit_unpack(sparse)), matrix)
+    np.testing.assert_array_equal(sparse.nnz, np.count_nonzero(matrix, axis=1))
+    tiles = np.pad(matrix, ((0, -m % 256), (0, 0))).reshape(-1, 256, h)
+    np.testing.assert_array_equal(sparse.sizes, tiles.any(axis=1).sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 100), "bfloat16", r"H a multiple of 128.*\[4, 100\]"),
+        ((4, 128), "float32", r"bfloat16 or float16.*float32"),
+        ((128,), "bfloat16", r"\[M, H\].*\[128\]"),
+    ],
+)
+def test_what_has_no_tile_unions_is_named(shape, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        pack_unions(jnp.zeros(shape, dtype))

@@ -1,0 +1,254 @@
+"""Gradients of `sparse_ffn` with kernels: dense ones, and sparse ones behind tile unions."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.twell_jax.ffn.cases import COLUMNS, TOKENS, both_forms, draw, error, gradients, xla
+from twell_jax import config, sparse_ffn
+from twell_jax.models import sharding
+from twell_jax.train.trainer import make_trainer
+
+
+@both_forms
+def test_vmap_and_gradients_equal_the_dense_ones(twins, form):
+    x, *weights = draw(2 * 70, 128, 384)
+    x = x.reshape(2, 70, 128)
+
+    def loss(ffn, x, weights):
+        y, stats = ffn(x, *weights)
+        return jnp.sum(jnp.square(y.astype(jnp.float32))) + 0.1 * stats.l1
+
+    def mapped(ffn):
+        gradients = jax.grad(functools.partial(loss, ffn), argnums=(0, 1))
+        rematerialised = jax.checkpoint(functools.partial(loss, ffn))
+        return (
+            jax.vmap(lambda x: ffn(x, *weights))(x),
+            jax.vmap(gradients, in_axes=(0, None))(x, weights),
+            jax.jit(jax.grad(rematerialised))(x, weights),
+        )
+
+    kernels = functools.partial(sparse_ffn, implementation=form, gradient_capacity=1.0)
+    for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
+        assert ours.shape == dense.shape and ours.dtype == dense.dtype
+        assert error(ours, dense) < 1e-2
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_default_for_few_tokens_under_vmap(twins, gated):
+    models = [draw(5, 128, 256, gated=gated) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    _, *weights = models[0]
+    for x, *mapped in (stacked, [stacked[0], *weights]):
+        axes = (0, *(0 if a is not None and a.ndim == 3 else None for a in mapped))
+        default, dense = (jax.vmap(f, in_axes=axes)(x, *mapped) for f in (sparse_ffn, xla))
+        jax.tree.map(np.testing.assert_array_equal, default, dense)
+
+
+def assert_exact_gradients(operands, **options):
+    """Of unions, with all outputs, against dense ones in float32; twice the same bits.
+
+    Returns the overflow.
+    """
+    dy = np.random.default_rng().standard_normal(operands[0].shape).astype(np.float32)
+    dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
+    wide = [None if a is None else a.astype(jnp.float32) for a in operands]
+    with jax.default_matmul_precision("highest"):
+        *reference, expected = unzip(jax.jit(functools.partial(gradients, "xla"))(wide, dy))
+    ours = jax.jit(functools.partial(gradients, "unions", **options))
+    (*out, stats), (*again, _) = unzip(ours(operands, dy)), unzip(ours(operands, dy))
+    for array, same, ref in zip(*map(jax.tree.leaves, (out, again, reference)), strict=True):
+        assert array.dtype == operands[0].dtype and array.shape == ref.shape
+        assert error(array, ref) < 1e-2
+        np.testing.assert_array_equal(array, same)
+    for name in ("l1", "nnz"):
+        np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=1e-2)
+    assert np.mean(stats.fired == expected.fired) > 0.98
+    return stats.overflow
+
+
+def unzip(out):
+    grads, (y, stats) = out
+    return grads, y, stats
+
+
+@pytest.mark.parametrize(
+    ("m", "every", "threshold", "capacity", "fits", "gated"),
+    [
+        (600, 100, 2.2, 1.0, True, True),
+        (600, 100, 2.2, 1.0, True, False),
+        (600, 100, 2.2, 0.1, False, True),  # more in the unions than is kept
+        (600, 100, 2.2, 0.1, False, False),
+        (2100, 8, 9.0, 1.0, False, True),  # too many heavy rows
+        (100, 1000, 8, 0.5, True, True),  # all zero
+        (300, 1000, -8, 1.0, True, True),  # all dense
+        (300, 1000, -8, 0.5, False, False),
+    ],
+)
+def test_sparse_gradients(twins, m, every, threshold, capacity, fits, gated):
+    operands = draw(m, 128, 768, gated=gated, threshold=threshold)
+    operands[0] = operands[0].at[3::every, -1].set(-1)
+    overflow = assert_exact_gradients(operands, gradient_capacity=capacity)
+    assert overflow == (not fits)
+
+
+def compile_over(mesh, operands, tokens, weights):
+    """Asserts that sparse gradients and outputs over the mesh are dense float32 ones on one device.
+
+    `tokens` and `weights` say how the operands lie on it. Returns the text of what was compiled.
+    """
+    dy = np.random.default_rng().standard_normal(operands[0].shape)
+    everything = [*operands, jnp.asarray(dy, jnp.float32)]
+    *wide, wide_dy = [None if a is None else a.astype(jnp.float32) for a in everything]
+    with jax.default_matmul_precision("highest"):
+        *reference, expected = unzip(jax.jit(functools.partial(gradients, "xla"))(wide, wide_dy))
+    with jax.set_mesh(mesh):
+        *placed, dy = (
+            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(everything, [tokens, *3 * [weights], tokens], strict=True)
+        )
+        ours = functools.partial(gradients, "unions", gradient_capacity=1.0)
+        compiled = jax.jit(ours).lower(placed, dy).compile()
+        *out, stats = unzip(compiled(placed, dy))
+    for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
+        assert error(array, ref) < 1e-2
+    for array, ref in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
+        np.testing.assert_allclose(array, ref, rtol=1e-2)
+    return compiled.as_text()
+
+
+def make_mesh(shape, axes, platform="cpu"):
+    devices = jax.devices(platform)[: math.prod(shape)]
+    return jax.make_mesh(shape, axes, len(axes) * (AxisType.Auto,), devices=devices)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_sparse_gradients_over_a_mesh(twins, gated):
+    compile_over(
+        make_mesh((2, 2), TOKENS[0]), draw(4 * 200, 128, 256, gated=gated), TOKENS, COLUMNS
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [(("data", "tensor"), (2, 2)), (("tensor", "data"), (2, 2)), (("tensor",), (4,))],
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_tensor_parallelism_adds_up_once_each_way(twins, gated, axes, shape):
+    operands = draw(400, 128, 512, gated=gated)
+    operands[0] = operands[0].at[5, -1].set(-1)
+    mesh, data = make_mesh(shape, axes), "data" in axes
+    text = compile_over(mesh, operands, P("data") if data else P(), P("tensor"))
+    collectives = re.findall(r"= (.*) (all-\w+|reduce-scatter|collective-\w+)\(", text)
+    assert {kind for _, kind in collectives} == {"all-reduce"}
+    rows = re.findall(r"\[(\d+),128\]", " ".join(shapes for shapes, _ in collectives))
+    y_and_dx, dw = 2 * [200 if data else 400], (3 if gated else 2) * [256] if data else []
+    assert sorted(map(int, rows)) == sorted(y_and_dx + dw)
+
+
+@pytest.mark.parametrize(("devices", "fsdp"), [(1, 1), (4, 2)])
+def test_layers_train_with_sparse_gradients(twins, devices, fsdp):
+    run = config.from_dict(
+        {
+            "run_dir": "unused",
+            "steps": 10,
+            "batch_tokens": 2048 * devices,
+            "micro_batch": 16,
+            "mesh": {"fsdp": fsdp},
+            "model": {
+                "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
+                "d_ff": 256, "dtype": "bfloat16", "ffn_gradient_capacity": 1.0,
+            },
+        }
+    )  # fmt: skip
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:devices])
+    trainer = make_trainer(run, 60, mesh)
+    tokens = np.random.default_rng().integers(0, 61, (32 * devices, 65)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        operands = trainer.put_batch(tokens), 1e-3
+        state, dense = trainer.step(trainer.init(), *operands)
+        sparse_state, sparse = trainer.step_with((True, False, True))(trainer.init(), *operands)
+    np.testing.assert_array_equal(sparse.overflow, 0)
+    for name in ("ce", "l1", "nnz", "grad_norm"):
+        np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)
+    # After one step Adam's first moment is the gradient, but for a factor.
+    moments = (optax.tree.get(s.opt_state, "mu") for s in (sparse_state, state))
+    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+        assert error(ours, theirs) < 0.1
+
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("m", "every", "threshold"),
+    [(600, 100, 2.8), (600, 1000, 2.0), (1001, 50, 2.8), (300, 1000, 8), (300, 1000, -8)],
+)
+def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
+    operands = draw(m, 512, 1408, gated=gated, dtype=dtype, threshold=threshold)
+    operands[0] = operands[0].at[3::every, -1].set(-1)
+    assert_exact_gradients(operands)
+
+
+@gpu
+@pytest.mark.parametrize("threshold", [2.57, 1.5])
+def test_sparse_gradients_at_full_size(threshold):
+    operands = draw(16384, 2048, 5632, threshold=threshold)
+    operands[0] = operands[0].at[7::1024, -1].set(-1)
+    assert_exact_gradients(operands)
+
+
+@gpu
+@both_forms
+def test_layers_in_a_loop_on_the_gpu(form):
+    """There operands are slices, and results parts, of larger arrays."""
+    layers = [draw(600, 512, 1408, threshold=2.8) for _ in range(3)]
+    x, *weights = map(jnp.stack, zip(*layers, strict=True))
+    x = x.at[:, 3::100, -1].set(-1)
+    dy = jnp.asarray(np.random.default_rng().standard_normal(x.shape), x.dtype)
+
+    def loop(implementation, dtype):
+        def layer(total, operands):
+            *operands, dy = operands
+            y, stats = sparse_ffn(*operands, implementation=implementation)
+            return total + jnp.sum((y * dy).astype(jnp.float32)) + stats.l1, (y, stats)
+
+        def loss(operands):
+            return jax.lax.scan(layer, 0.0, (*operands, dy.astype(dtype)))
+
+        operands = [a.astype(dtype) for a in (x, *weights)]
+        return jax.jit(jax.grad(loss, has_aux=True))(operands)
+
+    with jax.default_matmul_precision("highest"):
+        *reference, expected = unzip(loop("xla", jnp.float32))
+    *out, stats = unzip(loop(form, x.dtype))
+    np.testing.assert_array_equal(stats.overflow, 0)
+    np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=1e-2)
+    np.testing.assert_allclose(stats.l1, expected.l1, rtol=1e-2)
+    for ours, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
+        for layer, ref_layer in zip(ours, ref, strict=True):
+            assert error(layer, ref_layer) < 5e-2  # a lost result is 1
+
+
+@gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("axis", "weights"), [("data", P()), ("tensor", P("tensor"))])
+def test_over_two_gpus(axis, weights, gated):
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    operands = draw(600, 512, 1536, gated=gated)
+    operands[0] = operands[0].at[5, -1].set(-1)
+    tokens = P("data") if axis == "data" else P()
+    text = compile_over(make_mesh((2,), (axis,), "gpu"), operands, tokens, weights)
+    assert "mosaic_gpu" in text

@@ -1,0 +1,198 @@
+"""The adaptor to lm-evaluation-harness (extra "eval"), on a local task without a network."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax.config import ModelConfig
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.generate import generate
+from twell_jax.inference.language_model import LanguageModel
+from twell_jax.inference.sampling import GREEDY
+from twell_jax.models.pretrained import save_pretrained
+from twell_jax.models.transformer import Transformer
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from twell_jax import evaluate  # noqa: E402
+from twell_jax.evaluate import HarnessModel  # noqa: E402
+
+CONTEXT = 96
+CONFIG = ModelConfig(
+    vocab_size=257, context=CONTEXT, d_model=32, layers=2, heads=2, d_ff=48, dtype="float32",
+    init_scale=0.3,
+)  # fmt: skip
+TASKS = {
+    "choice": """
+task: choice
+output_type: multiple_choice
+doc_to_text: "Q: {{question}}\\nA:"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "perplexity": """
+task: perplexity
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+""",
+    "write": """
+task: write
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+DATA = """
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+"""
+
+
+@pytest.fixture(scope="module")
+def lm():
+    seed = int(np.random.default_rng().integers(2**31))
+    tokenizer = ByteTokenizer()
+    model = Transformer(CONFIG, rngs=nnx.Rngs(seed))
+    # Its most likely bytes are ASCII: others may be parts of a character, which are not yet text.
+    model.embed.embedding[...] = model.embed.embedding[...].at[128:].set(0)
+    return LanguageModel(model, tokenizer, (), (256,))
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A directory of task definitions over the same few questions."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    draw = np.random.default_rng()
+    lines = []
+    for i in range(7):
+        words = ["".join(map(chr, draw.integers(97, 123, n))) for n in draw.integers(1, 9, 5 + i)]
+        lines.append({"question": " ".join(words), "choices": words[:3], "label": i % 3})
+    lines.append({"question": "long " * 50, "choices": ["a", "bc", "d"], "label": 2})
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    directory = tmp_path / "tasks"
+    directory.mkdir()
+    for name, text in TASKS.items():
+        (directory / f"{name}.yaml").write_text(text + DATA % data)
+    return directory
+
+
+def instances(kind, *arguments):
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def log_probabilities(lm, ids):
+    logits, _ = lm.model(jnp.asarray(ids)[None])
+    return np.asarray(jax.nn.log_softmax(logits[0].astype(jnp.float32)), np.float64)
+
+
+def test_loglikelihood(lm):
+    pairs = [("ab c", " de"), ("", "xyz"), ("spaces ", "q"), (" ", "q"), ("long " * 40, "end")]
+    found = HarnessModel(lm, batch=3).loglikelihood(
+        instances("loglikelihood", *pairs), disable_tqdm=True
+    )
+    for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
+        ids = list((context + continuation).encode())
+        ids = ids if context.strip() else [256, *ids]
+        count = len(continuation) + context.endswith(" ")  # the space counts with what follows
+        ids = ids[-(CONTEXT + 1) :]
+        logp = log_probabilities(lm, ids[:-1])[-count:]
+        np.testing.assert_allclose(total, logp[np.arange(count), ids[-count:]].sum(), rtol=1e-4)
+        assert greedy == (logp.argmax(-1) == ids[-count:]).all()
+
+
+def test_a_greedy_continuation_is_recognised(lm):
+    prompt = [*b"abc"]
+    ids = [int(step[0]) for step in generate(lm.model, [prompt], max_tokens=4, sampling=GREEDY)]
+    model = HarnessModel(lm)
+    assert model._loglikelihood_tokens([(None, prompt, ids)])[0][1]
+    assert not model._loglikelihood_tokens([(None, prompt, [*ids[:2], (ids[2] + 1) % 256])])[0][1]
+
+
+def test_a_long_text_is_scored_in_windows(lm):
+    texts = ["short", "much longer " * 20]
+    model = HarnessModel(lm, batch=2)
+    totals = model.loglikelihood_rolling(instances("loglikelihood_rolling", *zip(texts)))
+    short = log_probabilities(lm, [256, *b"shor"])[np.arange(5), list(b"short")].sum()
+    np.testing.assert_allclose(totals[0], short, rtol=1e-4)
+    # Windows of CONTEXT tokens each; the last one reaches back.
+    ids, expected = [256, *texts[1].encode()], 0.0
+    for start in range(0, len(ids) - 1, CONTEXT):
+        end = min(start + CONTEXT, len(ids) - 1)
+        logp = log_probabilities(lm, ids[end - CONTEXT : end])
+        expected += logp[np.arange(start - end, 0), ids[start + 1 : end + 1]].sum()
+    np.testing.assert_allclose(totals[1], expected, rtol=1e-4)
+
+
+def test_generation_ends_before_a_stop_text(lm):
+    contexts = ["one", "another, longer", "x" * 200]
+    options = {"until": [], "max_gen_toks": 16}
+
+    def run(**changes):
+        requests = instances("generate_until", *((c, options | changes) for c in contexts))
+        return HarnessModel(lm, batch=2).generate_until(requests)
+
+    free = run()
+    assert free == run(do_sample=False) == run(until=[""])  # the most likely tokens
+    stop = max(free, key=len)[-1]
+    assert run(until=[stop]) == [text.split(stop)[0] for text in free]
+    assert run(do_sample=True, temperature=5.0) != free
+    with pytest.raises(ValueError, match="cannot serve num_beams"):
+        run(num_beams=3)
+    with pytest.raises(ValueError, match=f"less than the context of {CONTEXT}"):
+        run(max_gen_toks=CONTEXT)
+
+
+@pytest.mark.slow
+def test_the_command_runs_tasks(lm, tasks, tmp_path, monkeypatch, capsys):
+    save_pretrained(tmp_path / "model", lm.model, lm.tokenizer)
+    out = tmp_path / "results.json"
+    arguments = [str(tmp_path / "model"), "--tasks", ",".join(TASKS), "--task-path", str(tasks)]
+    monkeypatch.setattr("sys.argv", ["evaluate", *arguments, "--batch", "4", "--out", str(out)])
+    evaluate.main()
+    results = json.loads(out.read_text())
+    assert set(results) == set(TASKS)
+    assert "|choice" in capsys.readouterr().out
+    assert 0 <= results["choice"]["acc,none"] <= 1
+
+
+@pytest.mark.slow
+def test_agreement_with_the_harness_own_hugging_face_backend(lm, tasks, tmp_path):
+    backend = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
+    save_pretrained(tmp_path / "model", lm.model, lm.tokenizer)
+    theirs = backend.HFLM(
+        str(tmp_path / "model"), batch_size=3, device="cpu", dtype="float32", max_length=CONTEXT
+    )
+    ours, theirs = (
+        lm_eval.simple_evaluate(
+            model,
+            tasks=list(TASKS),
+            task_manager=TaskManager(include_path=str(tasks)),
+            bootstrap_iters=0,
+        )
+        for model in (HarnessModel(lm, batch=3), theirs)
+    )
+    for name in TASKS:
+        assert len(ours["samples"][name]) == 8
+        for mine, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
+            a, b = mine["filtered_resps"], other["filtered_resps"]
+            if name == "write":
+                assert a == b
+            else:
+                np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=1e-4)
+        for metric, value in ours["results"][name].items():
+            if isinstance(value, float):
+                assert value == pytest.approx(theirs["results"][name][metric], rel=1e-4)

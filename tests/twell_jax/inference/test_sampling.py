@@ -1,0 +1,67 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from twell_jax.inference.sampling import GREEDY, Sampling, sample
+
+
+def draws(logits, count, **options):
+    """`count` tokens for the one row of `logits`."""
+    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), count)
+    draw = jax.jit(jax.vmap(lambda key: sample(logits, key, Sampling(**options))[0]))
+    return np.asarray(draw(keys))
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0)]
+)
+def test_the_narrowest_choice_is_the_most_likely_token(sampling):
+    logits = jnp.asarray(np.random.default_rng().standard_normal((5, 40)), jnp.float32)
+    tokens = sample(logits, jax.random.key(0), sampling)
+    np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
+    assert tokens.dtype == jnp.int32
+
+
+def test_frequencies_follow_the_temperature():
+    logits, temperature, count = jnp.array([[0.0, 1.0, 2.0, -1.0]]), 0.7, 20000
+    frequencies = np.bincount(draws(logits, count, temperature=temperature), minlength=4) / count
+    expected = np.exp(np.array([0, 1, 2, -1]) / temperature)
+    expected /= expected.sum()
+    assert np.all(np.abs(frequencies - expected) < 6 * np.sqrt(expected / count) + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 3}, {1, 3, 2}),
+        ({"top_k": 9}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.65}, {1, 3}),
+        ({"top_p": 0.75}, {1, 3, 2}),
+        ({"top_p": 0.75, "top_k": 2}, {1, 3}),
+        ({"top_p": 0.8, "top_k": 3}, {1, 3}),  # 0.7 of the 0.85 that top_k has left
+        ({"min_p": 0.2}, {1, 3, 2, 4}),
+        ({"min_p": 0.3}, {1, 3, 2}),
+        ({"min_p": 0.3, "top_k": 2}, {1, 3}),
+    ],
+)
+def test_only_the_likely_tokens_are_kept(options, kept):
+    logits = jnp.log(jnp.array([[0.05, 0.4, 0.15, 0.3, 0.1]]))
+    assert set(draws(logits, 500, **options)) == kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 2.0},
+    ],
+)
+def test_bad_options_are_named(options):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must be"):
+        Sampling(**options)

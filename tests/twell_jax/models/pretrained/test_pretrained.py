@@ -1,0 +1,288 @@
+"""Hugging Face directories: round trips, recorded logits of transformers, and clear errors."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from twell_jax.config import MeshConfig, ModelConfig
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.models import sharding
+from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
+from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
+from twell_jax.models.transformer import Transformer
+
+FIXTURES = Path(__file__).parent / "fixtures"
+SMALL = {
+    "vocab_size": 257, "context": 64, "d_model": 16, "layers": 2, "heads": 4, "d_ff": 24,
+    "dtype": "float32", "rope_theta": 3e4, "norm_eps": 1e-4, "init_scale": 0.3,
+}  # fmt: skip
+VARIANTS = [
+    {},
+    {"layers": 1, "activation": "silu"},
+    {"kv_heads": 2, "tie_embeddings": False, "head_size": 6},
+    {"attention_bias": True, "dtype": "bfloat16", "param_dtype": "bfloat16"},
+]
+
+
+def make(**changes):
+    seed = int(np.random.default_rng().integers(2**31))
+    return Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(seed))
+
+
+def assert_same_parameters(a, b):
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model and the directory where it was saved."""
+    model = make()
+    save_pretrained(tmp_path / "saved", model, ByteTokenizer())
+    return model, tmp_path / "saved"
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    tree = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in tree.items() if value != "absent"}))
+
+
+def change_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_logits_are_those_recorded_from_transformers(name):
+    recorded = np.load(FIXTURES / name / "logits.npz")
+    logits, _ = from_pretrained(FIXTURES / name)(jnp.asarray(recorded["tokens"]))
+    error = np.linalg.norm(logits - recorded["logits"]) / np.linalg.norm(recorded["logits"])
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 3000])
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, changes, max_shard_bytes):
+    model = make(**changes)
+    save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=max_shard_bytes)
+    loaded = from_pretrained(tmp_path)
+    stored = {"dtype": model.config.param_dtype, "kv_heads": model.config.num_kv_heads,
+              "head_size": model.config.head_dim}  # fmt: skip
+    assert loaded.config == model.config.model_copy(update=stored)
+    assert_same_parameters(loaded, model)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes == 3000)
+    for file in tmp_path.glob("*.safetensors"):
+        sizes = [array.nbytes for array in load_file(file).values()]
+        assert sum(sizes) <= max_shard_bytes or len(sizes) == 1
+
+
+def test_another_dtype(saved, tmp_path):
+    model, directory = saved
+    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model))
+    half = from_pretrained(directory, dtype="bfloat16")
+    assert (half.config.dtype, half.config.param_dtype) == ("bfloat16", "bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(half), rounded)
+    master = from_pretrained(directory, dtype="bfloat16", param_dtype="float32")
+    assert (master.config.dtype, master.config.param_dtype) == ("bfloat16", "float32")
+    assert_same_parameters(master, model)
+
+    save_pretrained(tmp_path / "half", model, ByteTokenizer(), dtype="bfloat16")
+    assert_same_parameters(from_pretrained(tmp_path / "half"), half)
+
+
+def test_parameters_are_loaded_onto_a_mesh(saved):
+    model, directory = saved
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=4), jax.devices("cpu")[:8])
+    loaded = from_pretrained(directory, mesh=mesh)
+    assert_same_parameters(loaded, model)
+    w_up, kernel = loaded.blocks.mlp.w_up[...], loaded.blocks.attention.query.kernel[...]
+    assert w_up.sharding.shard_shape(w_up.shape) == (2, 24, 4)
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 4, 16)
+
+
+def test_released_sparse_models_use_relu_whatever_hidden_act_says(saved):
+    model, directory = saved
+    change_config(
+        directory, model_type="llama_sparse_relu", architectures=["SparseLlamaForCausalLM"],
+        hidden_act="silu", sparsity_gated_mlp=True, sparsity_l1_coeff=2e-5,
+        sparsity_new_intermediate_size=None,
+    )  # fmt: skip
+    loaded = from_pretrained(directory)
+    assert loaded.config.activation == "relu" and loaded.config.gated
+    assert_same_parameters(loaded, model)
+
+    change_config(directory, sparsity_gated_mlp=False)
+    with pytest.raises(PretrainedError, match=r"not of this model: model.layers.0.mlp.gate_proj"):
+        from_pretrained(directory)
+    change_config(directory, sparsity_gated_mlp=True, sparsity_new_intermediate_size=20)
+    with pytest.raises(PretrainedError, match=r"gate_proj.weight \[24, 16\], must be \[20, 16\]"):
+        from_pretrained(directory)
+
+
+def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(saved):
+    _, directory = saved
+    for key in ("rope_theta", "rms_norm_eps", "num_key_value_heads", "head_dim", "torch_dtype",
+                "hidden_act", "max_position_embeddings"):  # fmt: skip
+        change_config(directory, **{key: "absent"})
+    config = from_pretrained(directory).config
+    assert (config.rope_theta, config.norm_eps, config.context) == (1e4, 1e-6, 2048)
+    assert (config.num_kv_heads, config.head_dim) == (4, 4)
+    assert (config.dtype, config.activation) == ("float32", "silu")
+    change_config(directory, rope_scaling={"rope_type": "default"})
+    assert from_pretrained(directory).config.rope_theta == 1e4
+    change_config(directory, rope_parameters={"rope_type": "default", "rope_theta": 7e5})
+    assert from_pretrained(directory).config.rope_theta == 7e5
+
+
+def test_tensors_that_say_nothing_new_are_passed_over(saved):
+    model, directory = saved
+
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+        if model.config.tie_embeddings:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    change_tensors(directory, change)
+    assert_same_parameters(from_pretrained(directory), model)
+
+
+def test_an_index_without_places(saved):
+    _, directory = saved
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(PretrainedError, match="has no weight_map"):
+        from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "mistral"}, "model_type='mistral' is not supported; it must be 'llama'"),
+        ({"model_type": "absent"}, "model_type=None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' .* 'relu' or 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias=True .* False"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_att"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type='linear'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"torch_dtype": "float16"}, "dtype='float16'; name bfloat16 or float32"),
+        ({"hidden_size": "absent"}, "has no hidden_size"),
+        ({"num_key_value_heads": 3}, "model.kv_heads: must divide heads=4, got 3"),
+        ({"num_hidden_layers": "two"}, "layers .*integer"),
+    ],
+)
+def test_what_a_config_must_not_say(saved, changes, says):
+    _, directory = saved
+    change_config(directory, **changes)
+    with pytest.raises(PretrainedError, match=says) as error:
+        from_pretrained(directory)
+    assert str(error.value).startswith(f"{directory / 'config.json'}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_named(saved):
+    _, directory = saved
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_norm.weight"] = np.zeros(4, np.float32)
+        down = "model.layers.0.mlp.down_proj.weight"
+        tensors[down] = np.ascontiguousarray(tensors[down].T)  # neuron-major, as ours is
+        tensors["model.norm.weight"] = np.zeros(16, np.int32)
+
+    change_tensors(directory, change)
+    with pytest.raises(PretrainedError) as error:
+        from_pretrained(directory)
+    for part in (
+        "1 missing: model.layers.1.mlp.up_proj.weight",
+        "1 not of this model: model.layers.0.self_attn.q_norm.weight",
+        "1 of a wrong shape: model.layers.0.mlp.down_proj.weight [24, 16], must be [16, 24]",
+        "model.norm.weight I32",
+    ):
+        assert part in str(error.value)
+
+
+def test_biases_are_all_there_or_not_at_all(saved):
+    _, directory = saved
+    change_config(directory, attention_bias=True)
+    with pytest.raises(PretrainedError, match=r"8 missing: .*self_attn.*_proj.bias.*\.\.\."):
+        from_pretrained(directory)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_files_that_are_missing_or_broken_are_named(saved, file):
+    _, directory = saved
+    content = (directory / file).read_bytes()
+    (directory / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(PretrainedError, match=file):
+        from_pretrained(directory)
+    (directory / file).unlink()
+    with pytest.raises(PretrainedError, match=file):
+        from_pretrained(directory)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    save_pretrained(tmp_path, make(), ByteTokenizer(), max_shard_bytes=20000)
+    shard = sorted(tmp_path.glob("model-*"))[1]
+    shard.unlink()
+    with pytest.raises(PretrainedError, match=shard.name):
+        from_pretrained(tmp_path)
+
+
+def test_what_cannot_be_saved(saved, tmp_path):
+    model, directory = saved
+    with pytest.raises(PretrainedError, match="not empty"):
+        save_pretrained(directory, model, ByteTokenizer())
+    with pytest.raises(PretrainedError, match="gated=False"):
+        save_pretrained(tmp_path / "new", make(gated=False), ByteTokenizer())
+    with pytest.raises(PretrainedError, match="257 ids, the model only 100"):
+        save_pretrained(tmp_path / "new", make(vocab_size=100), ByteTokenizer())
+    with pytest.raises(PretrainedError, match=r"dtype must be .* got 'float16'"):
+        save_pretrained(tmp_path / "new", model, ByteTokenizer(), dtype="float16")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_the_tokenizer_stays_the_same(tmp_path, kind):
+    text = "for é in 漢字: don't  stop <|endoftext|>\n\t\x00" * 20
+    tokenizer = ByteTokenizer() if kind == "byte" else tokenizers.train_bpe([text], 270)
+    pretrained_tokenizer.save(tmp_path, tokenizer, context=64)
+    loaded = pretrained_tokenizer.load(tmp_path)
+    assert (loaded.size, loaded.eot_id) == (tokenizer.size, tokenizer.eot_id)
+    ids = tokenizer.encode([text])[0]
+    np.testing.assert_array_equal(loaded.encode([text])[0], ids)
+    assert loaded.decode(ids) == text
+    assert pretrained_tokenizer.prefix(loaded) == []
+
+
+def test_the_end_of_text_and_what_precedes_a_text_are_those_of_the_files(tmp_path):
+    import tokenizers as hf
+
+    tokenizer = tokenizers.train_bpe(["some text"], 257)
+    pretrained_tokenizer.save(tmp_path, tokenizer, context=64)
+    backend = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<s>", "<|im_end|>"])
+    backend.post_processor = hf.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 257)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 0]}')
+    loaded = pretrained_tokenizer.load(tmp_path)
+    assert (loaded.eot, loaded.eot_id) == ("<|im_end|>", 258)
+    assert pretrained_tokenizer.prefix(loaded) == [257]
+
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 999}')
+    with pytest.raises(PretrainedError, match="no eos_token_id that is in the vocabulary"):
+        pretrained_tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(PretrainedError, match=r"tokenizer.json: cannot be read"):
+        pretrained_tokenizer.load(tmp_path)

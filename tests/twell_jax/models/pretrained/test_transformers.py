@@ -1,0 +1,121 @@
+"""Parity with Hugging Face's transformers, where it and torch are installed (extra "peers")."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax.config import ModelConfig
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.generate import generate
+from twell_jax.inference.sampling import GREEDY
+from twell_jax.models.pretrained import from_pretrained, save_pretrained
+from twell_jax.models.transformer import Transformer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SHAPE = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.3,
+    "hidden_act": "relu", "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+THEIRS = {
+    "llama": lambda: transformers.LlamaConfig(
+        **SHAPE, tie_word_embeddings=True, rope_parameters={"rope_theta": 1e5}
+    ),
+    "llama, grouped, untied, biases, SiLU": lambda: transformers.LlamaConfig(
+        **(SHAPE | {"hidden_act": "silu"}), num_key_value_heads=2, attention_bias=True, head_dim=12
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SHAPE, num_key_value_heads=2, rope_parameters={"rope_theta": 1e6}
+    ),
+    "qwen2, multi-query, tied": lambda: transformers.Qwen2Config(
+        **SHAPE, num_key_value_heads=1, tie_word_embeddings=True
+    ),
+}
+OURS = {
+    "default": {},
+    "grouped, untied": {"kv_heads": 2, "tie_embeddings": False, "rope_theta": 1e6},
+    "biases, wide heads": {"attention_bias": True, "head_size": 12},
+}
+
+
+def prompts():
+    draw = np.random.default_rng()
+    return [draw.integers(0, 67, length).tolist() for length in (3, 11, 1, 7)]
+
+
+def perturb(peer):
+    """Norm scales and biases start as ones and zeros; here they must matter."""
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.5 * torch.randn_like(parameter)
+    return peer.eval()
+
+
+def assert_agree(model, peer):
+    tokens = np.random.default_rng().integers(0, 67, (3, 17))
+    with torch.no_grad():
+        expected = peer(torch.tensor(tokens)).logits.numpy()
+    logits, _ = model(jnp.asarray(tokens))
+    assert np.linalg.norm(logits - expected) < 1e-4 * np.linalg.norm(expected)
+
+    batch = prompts()
+    width = max(map(len, batch))
+    left_padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+    peer.generation_config.eos_token_id = None  # all sequences go on to the end
+    with torch.no_grad():
+        expected = peer.generate(
+            left_padded, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0
+        )[:, width:]
+    steps = list(generate(model, batch, max_tokens=20, sampling=GREEDY))
+    np.testing.assert_array_equal(np.stack(steps, axis=1), expected)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_model_of_transformers_is_loaded(tmp_path, name):
+    torch.manual_seed(int(np.random.default_rng().integers(2**31)))
+    peer = perturb(transformers.AutoModelForCausalLM.from_config(THEIRS[name]()))
+    peer.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_agree(from_pretrained(tmp_path), peer)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_model_of_ours_is_loaded_by_transformers(tmp_path, name):
+    config = ModelConfig(
+        vocab_size=300, context=64, d_model=32, layers=2, heads=4, d_ff=40, dtype="float32",
+        init_scale=0.3, **OURS[name],
+    )  # fmt: skip
+    model = Transformer(config, rngs=nnx.Rngs(int(np.random.default_rng().integers(2**31))))
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if path[-1] in ("scale", "bias"):
+            leaf[...] += 0.5 * np.random.default_rng().standard_normal(leaf.shape)
+    save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=30000)
+    peer, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert type(peer) is transformers.LlamaForCausalLM
+    assert not any(info.values())
+    assert_agree(model, peer)
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_the_tokenizer_is_loaded_by_transformers(tmp_path, kind, attention_bias):
+    text = "for é in 漢字: don't  stop . !\n\t we'LL 123" * 20
+    tokenizer = ByteTokenizer() if kind == "byte" else tokenizers.train_bpe([text], 270)
+    config = ModelConfig(
+        vocab_size=270, context=64, d_model=8, layers=1, heads=1, d_ff=8,
+        attention_bias=attention_bias,
+    )  # fmt: skip
+    save_pretrained(tmp_path, Transformer(config, rngs=nnx.Rngs(0)), tokenizer)
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode([text])[0].tolist()
+    assert peer(text).input_ids == ids
+    assert peer.decode(ids) == text
+    assert peer.eos_token_id == tokenizer.eot_id

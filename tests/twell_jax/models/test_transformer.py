@@ -1,0 +1,334 @@
+"""The language model against float64 numpy, and the properties that its users rely on."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax import config
+from twell_jax.config import ModelConfig
+from twell_jax.models import transformer as model
+from twell_jax.models.transformer import KVCache, Transformer
+
+END = 60
+# A large init_scale, so that attention and positions matter to untrained logits.
+SMALL = {
+    "vocab_size": 61, "context": 16, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 48,
+    "dtype": "float32", "init_scale": 0.4,
+}  # fmt: skip
+
+
+# Compiled once for each configuration and shape.
+forward = nnx.jit(lambda module, tokens: module(tokens))
+forward_documents = nnx.jit(lambda module, tokens: module(tokens, document_end=END))
+decode = nnx.jit(lambda module, tokens, cache: module.decode(tokens, cache))
+
+
+def make(**changes):
+    seed = int(np.random.default_rng().integers(2**31))
+    return Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(seed))
+
+
+def draw_tokens(*shape):
+    return np.random.default_rng().integers(0, END, shape)
+
+
+def weights(module):
+    """{"a.b.c": float64 array} of all parameters."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {".".join(path): np.asarray(leaf.get_value(), np.float64) for path, leaf in flat}
+
+
+def reference_logits(module, tokens):
+    """The decoder of `module` on one sequence, in float64, position by position."""
+    c, w = module.config, weights(module)
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + c.norm_eps) * scale
+
+    def linear(x, layer, name):
+        return x @ layer[f"{name}.kernel"] + layer.get(f"{name}.bias", 0)
+
+    def rotate(x):  # [T, heads, head_dim]: pairs (i, i + head_dim / 2) turn by t * theta^(-2i/d)
+        half = c.head_dim // 2
+        angle = np.outer(np.arange(len(x)), c.rope_theta ** (-np.arange(half) * 2 / c.head_dim))
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = w["embed.embedding"][tokens]
+    for i in range(c.layers):
+        layer = {n.removeprefix("blocks."): v[i] for n, v in w.items() if n.startswith("blocks.")}
+        normed = norm(x, layer["attention_norm.scale"])
+        q, k, v = (
+            linear(normed, layer, f"attention.{name}").reshape(len(x), -1, c.head_dim)
+            for name in ("query", "key", "value")
+        )
+        q, k = rotate(q), rotate(k)
+        attended = np.zeros_like(q)
+        for t in range(len(x)):
+            for head in range(c.heads):
+                kv_head = head * c.num_kv_heads // c.heads
+                score = np.exp(k[: t + 1, kv_head] @ q[t, head] / np.sqrt(c.head_dim))
+                attended[t, head] = score / score.sum() @ v[: t + 1, kv_head]
+        x = x + linear(attended.reshape(len(x), -1), layer, "attention.out")
+        normed = norm(x, layer["mlp_norm.scale"])
+        h = up = normed @ layer["mlp.w_up"].T
+        gate = normed @ layer["mlp.w_gate"].T if c.gated else up
+        h = np.maximum(gate, 0) * (up if c.gated else 1)
+        x = x + h @ layer["mlp.w_down"]
+    unembed = w["embed.embedding"].T if c.tie_embeddings else w["unembed.kernel"]
+    return norm(x, w["norm.scale"]) @ unembed
+
+
+def loss_and_gradients(module, tokens):
+    def loss(module):
+        logits, stats = module(tokens)
+        return -jnp.mean(jax.nn.log_softmax(logits)[..., 3]) + 1e-2 * jnp.mean(stats.l1)
+
+    return nnx.jit(nnx.value_and_grad(loss))(module)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape
+    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_heads": 2, "tie_embeddings": False},
+        {"kv_heads": 1, "gated": False, "layers": 3},
+        {"kv_heads": 2, "head_size": 6, "attention_bias": True},
+    ],
+    ids=["default", "grouped, untied", "multi-query, not gated", "narrow heads, biases"],
+)
+def test_logits_match_float64(changes):
+    module, tokens = make(**changes), draw_tokens(2, 12)
+    # Norm scales start at 1, biases at 0; here they must matter.
+    for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        if path[-1] in ("scale", "bias"):
+            leaf[...] = jnp.linspace(0.5, 2.0, leaf.size).reshape(leaf.shape)
+    logits, stats = forward(module, tokens)
+    assert logits.dtype == jnp.float32
+    assert_close(logits, [reference_logits(module, row) for row in tokens])
+    layers = (module.config.layers,)
+    assert stats.fired.shape == (*layers, 48)
+    assert all(a.shape == layers for a in (stats.l1, stats.nnz, stats.max_nnz, stats.overflow))
+
+
+def test_bfloat16_is_close_to_float32():
+    module, tokens = make(), draw_tokens(200, 12)  # a few tokens may be off by more
+    half = make(dtype="bfloat16")
+    nnx.update(half, nnx.state(module))
+    logits, _ = forward(half, tokens)
+    assert logits.dtype == jnp.float32
+    assert_close(logits, forward(module, tokens)[0], tolerance=3e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("float32")}
+
+
+def test_a_token_has_no_effect_before_itself():
+    module, tokens = make(), draw_tokens(1, 8)
+    changed = np.repeat(tokens, 8, axis=0)
+    np.fill_diagonal(changed, (tokens[0] + 1) % END)
+    before, after = forward(module, tokens)[0][0], forward(module, changed)[0]
+    for t in range(8):
+        assert_close(after[t, :t], before[:t], tolerance=1e-5)
+        assert np.abs(after[t, t:] - before[t:]).max(-1).min() > 1e-4
+
+
+def test_rotary_scores_depend_on_distance_only():
+    settings = ModelConfig(**SMALL)
+    q, k = np.random.default_rng().normal(size=(2, 1, 1, 4, 8)).astype(np.float32)
+
+    def score(i, j):
+        table = model._rope_table(jnp.array([[i], [j]]), settings)
+        q_i, k_j = model._rotate(jnp.concatenate([q, k]), table)
+        return jnp.einsum("thd,thd->h", q_i, k_j)
+
+    assert_close(score(0, 0), np.einsum("bthd,bthd->h", q, k))
+    assert_close(score(107, 104), score(3, 0), tolerance=1e-4)
+    assert np.abs(score(4, 0) - score(3, 0)).min() > 1e-4
+
+
+def test_grouped_heads_equal_repeated_ones():
+    grouped, full, tokens = make(kv_heads=2), make(), draw_tokens(2, 12)
+    state = nnx.to_flat_state(nnx.state(grouped))
+    repeated = []
+    for path, leaf in state:
+        if path[-2:] in (("key", "kernel"), ("value", "kernel")):
+            heads = leaf[...].reshape(2, 32, 2, 8)
+            leaf = leaf.replace(jnp.repeat(heads, 2, axis=2).reshape(2, 32, 32))
+        repeated.append((path, leaf))
+    nnx.update(full, nnx.from_flat_state(repeated))
+    assert_close(forward(full, tokens)[0], forward(grouped, tokens)[0])
+
+
+def test_tied_and_untied_parameters():
+    tied, untied = weights(make()), weights(make(tie_embeddings=False))
+    assert untied.pop("unembed.kernel").shape == (32, 61)
+    assert {n: v.shape for n, v in tied.items()} == {n: v.shape for n, v in untied.items()}
+
+
+def test_initial_scale_of_the_residual_branches():
+    w = weights(make(d_model=128, d_ff=256, layers=8, init_scale=0.02))
+    assert w["blocks.mlp.w_up"].std() == pytest.approx(0.02, rel=0.05)
+    for name in ("blocks.mlp.w_down", "blocks.attention.out.kernel"):
+        assert w[name].std() == pytest.approx(0.02 / 4, rel=0.05)
+    # Layers are drawn one by one, not copied.
+    assert not np.array_equal(w["blocks.mlp.w_up"][0], w["blocks.mlp.w_up"][1])
+
+
+def test_packed_documents_are_as_if_alone():
+    module = make()
+    documents = [[5, 7, 9, END], [END], [8, 5, 7, 9, 30, END]]
+    rows = [[*documents, [5]], [*documents[::-1], [5]]]
+    packed = np.array([[token for document in row for token in document] for row in rows])
+    logits, _ = forward_documents(module, packed)
+    for row, found in zip(rows, logits, strict=True):
+        start = 0
+        for document in row:
+            alone, _ = forward(module, np.array([document]))
+            assert_close(found[start : start + len(document)], alone[0])
+            start += len(document)
+    # and without masking they are not
+    assert np.abs(forward(module, packed)[0] - logits)[:, 4:].max() > 1e-2
+
+
+def test_document_masking_keeps_a_whole_sequence_whole():
+    module, tokens = make(), draw_tokens(2, 12)
+    assert_close(forward_documents(module, tokens)[0], forward(module, tokens)[0])
+
+
+@pytest.mark.parametrize("split", [(12,), (1,) * 12, (5, 1, 4, 2), (1, 11)])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_decoding_in_any_pieces_equals_the_forward_pass(split, kv_heads):
+    module, tokens = make(kv_heads=kv_heads), draw_tokens(2, 12)
+    expected, _ = forward(module, tokens)
+    cache, end = KVCache.empty(module.config, batch=2, capacity=15), 0
+    for count in split:
+        logits, cache = decode(module, tokens[:, end : end + count], cache)
+        end += count
+        assert int(cache.length) == end
+        assert_close(logits, expected[:, end - 1])
+
+
+def test_padding_is_as_if_it_were_not_there():
+    module, tokens = make(kv_heads=2), draw_tokens(3, 12)
+    padding = np.array([5, 0, 2], np.int32)
+    cache = KVCache.empty(module.config, batch=3, capacity=8, padding=padding)
+    logits, cache = decode(module, tokens[:, :8], cache)
+    cache = cache.grow(16)
+    expected = [
+        forward(module, tokens[row : row + 1, start:])[0][0, 7 - start :]
+        for row, start in enumerate(padding)
+    ]
+    for step in range(4):
+        assert_close(logits, [rows[step] for rows in expected])
+        logits, cache = decode(module, tokens[:, 8 + step : 9 + step], cache)
+
+
+def test_decoding_in_bfloat16():
+    module, tokens = make(dtype="bfloat16"), draw_tokens(1, 6)
+    cache = KVCache.empty(module.config, batch=1, capacity=6)
+    assert cache.k.dtype == jnp.bfloat16
+    for t in range(6):
+        logits, cache = decode(module, tokens[:, t : t + 1], cache)
+    assert_close(logits, forward(module, tokens)[0][:, -1], tolerance=3e-2)
+
+
+def test_remat_changes_neither_loss_nor_gradients():
+    plain, tokens = make(), draw_tokens(2, 12)
+    loss, grads = loss_and_gradients(plain, tokens)
+    for remat in ("dots", "block"):
+        module = make(remat=remat)
+        nnx.update(module, nnx.state(plain))
+        other_loss, other_grads = loss_and_gradients(module, tokens)
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+        jax.tree.map(assert_close, other_grads, grads)
+
+
+def test_remat_keeps_less_between_the_passes():
+    def residual_bytes(remat):
+        module = nnx.eval_shape(lambda: make(remat=remat, layers=8))
+        graph, params = nnx.split(module)
+
+        def loss(params):
+            return nnx.merge(graph, params)(jnp.zeros((4, 16), jnp.int32))[0].sum()
+
+        _, pullback = jax.eval_shape(lambda p: jax.vjp(loss, p), params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    assert residual_bytes("block") < residual_bytes("dots") < residual_bytes("none")
+
+
+def test_remat_of_all_but_dots_runs_no_kernel_twice(lower):
+    shape = {"context": 1024, "d_model": 128, "d_ff": 256, "ffn_implementation": "mosaic"}
+
+    def kernels(remat):
+        module = nnx.eval_shape(lambda: make(**shape, dtype="bfloat16", remat=remat))
+        graph, params = nnx.split(module)
+
+        def loss(params, tokens):
+            return nnx.merge(graph, params)(tokens)[0].sum()
+
+        tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+        return lower(jax.grad(loss), params, tokens).count("@mosaic_gpu")
+
+    assert kernels("none") == kernels("dots") < kernels("block")
+
+
+def test_silu_is_the_dense_twin():
+    module, tokens = make(activation="silu"), draw_tokens(2, 12)
+    _, stats = forward(module, tokens)
+    np.testing.assert_array_equal(stats.max_nnz, 48)
+    _, grads = loss_and_gradients(module, tokens)
+    assert all(np.isfinite(grad).all() for grad in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "billions"),
+    [("0p5b", 8, 0.5), ("1b", 18, 1.0), ("1p5b", 28, 1.5), ("2b", 38, 2.1)],
+)
+def test_published_shapes(name, layers, billions):
+    path = Path(__file__).parents[3] / f"configs/{name}.yaml"
+    shape = config.load(path).model
+    abstract = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract)))
+    attention, feed_forward, norms = 4 * 2048**2, 3 * 2048 * 5632, 2 * 2048
+    assert count == 49152 * 2048 + layers * (attention + feed_forward + norms) + 2048
+    assert round(count / 1e9, 1) == billions
+
+
+def assert_kernels_serve_a_model():
+    """Scoring, a prompt into a cache and a next token, by kernels and densely."""
+    common = {"vocab_size": 512, "context": 512, "d_model": 256, "layers": 3, "d_ff": 768}
+    dense = make(**common, dtype="bfloat16", init_scale=0.1, ffn_implementation="xla")
+    settings = dense.config.model_copy(update={"ffn_implementation": "mosaic"})
+    sparse = nnx.merge(model.graphdef(settings), nnx.state(dense))
+    tokens = np.random.default_rng().integers(0, 512, (4, 512))
+    (logits, stats), (reference, expected) = (forward(m, tokens) for m in (sparse, dense))
+    results = [(logits, reference)]
+    caches = [KVCache.empty(m.config, 4, 512) for m in (sparse, dense)]
+    for part in (tokens[:, :300], tokens[:, 300:301]):
+        (logits, caches[0]), (reference, caches[1]) = (
+            decode(m, part, cache) for m, cache in zip((sparse, dense), caches, strict=True)
+        )
+        results.append((logits, reference))
+    for ours, ref in results:
+        assert np.linalg.norm(ours - ref) < 3e-2 * np.linalg.norm(ref)
+    np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=2e-2)
+    np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
+
+
+def test_kernels_serve_a_model(twins):
+    assert_kernels_serve_a_model()
+
+
+@pytest.mark.gpu
+def test_kernels_serve_a_model_on_the_gpu():
+    assert_kernels_serve_a_model()

@@ -1,0 +1,253 @@
+"""Checkpoints come back to the bit, or not at all; what is broken is never lost or used."""
+
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from twell_jax.train.checkpoint import CheckpointError, Checkpoints
+from twell_jax.train.trainer import TrainState
+
+# Orbax leaves coroutines behind when it meets a broken checkpoint.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def make_state(step):
+    """A small state in the dtypes of a real one, different at every step."""
+    w, b = jax.random.normal(jax.random.key(step), (2, 16, 8))
+    params = nnx.State({"w": nnx.Param(w), "b": nnx.Param(b.astype(jnp.bfloat16))})
+    moments = optax.adam(1.0).init(params)
+    return TrainState(jnp.int32(step), params, moments, jnp.arange(6).reshape(2, 3) + step)
+
+
+def abstract(state, sharding=None):
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
+
+
+def save(directory, *steps, keep=3):
+    with Checkpoints(directory, keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state(step), {"next_index": step})
+
+
+def restore(directory):
+    with Checkpoints(directory, keep=3) as checkpoints:
+        return checkpoints.restore(abstract(make_state(0)))
+
+
+def continue_to(directory, step):
+    """Restores, and saves another step, as a run does."""
+    with Checkpoints(directory, keep=3) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        checkpoints.save(step, make_state(step), {"next_index": step})
+
+
+def assert_is_step(restored, step):
+    state, position = restored
+    assert position == {"next_index": step}
+    expected = make_state(step)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for found, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == leaf.dtype
+        assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes()
+
+
+def contents(directory):
+    return {
+        path.relative_to(directory): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+    }
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoints") / "two"
+    save(directory, 3, 6)
+    return directory
+
+
+@pytest.fixture
+def directory(two_steps, tmp_path):
+    """A copy of a directory with checkpoints of step 3 and 6, to be damaged."""
+    return shutil.copytree(two_steps, tmp_path / "checkpoints")
+
+
+def test_newest_step_is_restored_to_the_bit(directory):
+    assert_is_step(restore(directory), 6)
+
+
+def test_the_position_alone(directory):
+    with Checkpoints(directory, keep=3) as checkpoints:
+        assert checkpoints.restore_position() == {"next_index": 6}
+
+
+def test_no_checkpoints_yet(tmp_path):
+    assert restore(tmp_path / "new") is None
+
+
+def test_newest_are_kept(tmp_path):
+    save(tmp_path, 1, 2, 3, 4, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "4"}
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.newest_before(5) == tmp_path / "4"
+        assert checkpoints.newest_before(4) == tmp_path / "3"
+        assert checkpoints.newest_before(3) is None
+
+
+def test_state_may_be_consumed_while_it_is_written(tmp_path):
+    @jax.jit(donate_argnums=0)
+    def overwrite(state):
+        return jax.tree.map(lambda x: x * 0 + 7, state)
+
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            state = jax.tree.map(jnp.copy, make_state(step))
+            checkpoints.save(step, state, {"next_index": step})
+            for _ in range(5):
+                state = overwrite(state)
+    assert_is_step(restore(tmp_path), 3)
+    shutil.rmtree(tmp_path / "3")
+    assert_is_step(restore(tmp_path), 2)
+
+
+def damages():
+    def truncate_data(step):
+        for path in (step / "state").rglob("d/*"):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def delete_data(step):
+        for path in (step / "state").rglob("d/*"):
+            path.unlink()
+
+    def empty(step):
+        shutil.rmtree(step)
+        step.mkdir()
+
+    yield truncate_data
+    yield delete_data
+    yield empty
+    yield lambda step: shutil.rmtree(step / "state")
+    yield lambda step: shutil.rmtree(step / "data")
+    yield lambda step: (step / "state/_METADATA").write_text("{")
+    yield lambda step: (step / "state/manifest.ocdbt").unlink()
+    yield lambda step: (step / "data/metadata").write_text("")
+
+
+@pytest.mark.parametrize("damage", list(damages()))
+def test_a_broken_newest_step_is_set_aside(directory, damage, caplog):
+    damage(directory / "6")
+    broken = contents(directory / "6")
+    with caplog.at_level(logging.WARNING):
+        restored = restore(directory)
+    assert_is_step(restored, 3)
+    assert "step 6" in caplog.text
+    assert contents(directory / "6") == broken  # who only reads changes nothing
+    with Checkpoints(directory, keep=3) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        assert checkpoints.newest_before(8) == directory / "3"
+    # Who goes on can save the step again; the broken one is kept beside it.
+    continue_to(directory, 6)
+    assert contents(directory / "6.broken") == broken
+    assert_is_step(restore(directory), 6)
+
+
+def test_a_step_may_break_more_than_once(directory):
+    for count in (1, 2, 3):
+        (directory / "6/state/_METADATA").write_text(f"broken {count}")
+        assert_is_step(restore(directory), 3)
+        continue_to(directory, 6)
+    aside = [path / "state/_METADATA" for path in directory.glob("6.broken*")]
+    assert {path.read_text() for path in aside} == {"broken 1", "broken 2", "broken 3"}
+
+
+def test_parameters_alone_are_those_of_the_newest_whole_step(directory):
+    def params():
+        with Checkpoints(directory, keep=3) as checkpoints:
+            return checkpoints.restore_params(abstract(make_state(0).params))
+
+    for step in (6, 3):
+        for found, leaf in zip(
+            jax.tree.leaves(params()), jax.tree.leaves(make_state(step).params), strict=True
+        ):
+            assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes()
+        (directory / f"{step}/state/manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        params()
+
+
+def test_without_a_whole_step_nothing_is_touched(directory):
+    for step in ("3", "6"):
+        (directory / step / "state/manifest.ocdbt").unlink()
+    before = contents(directory)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole.*step 6.*step 3"):
+        restore(directory)
+    assert contents(directory) == before
+
+
+def test_a_foreign_directory_is_not_touched(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/model.bin").write_bytes(b"weights of something else")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match="step 7"):
+        restore(tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda state: state.__class__(state.step, state.params, state.opt_state, jnp.zeros((2, 4))),
+        lambda state: state.__class__(
+            state.step, nnx.State({**state.params, "c": nnx.Param(jnp.zeros(2))}), (), state.step
+        ),
+    ],
+    ids=["another shape", "another parameter"],
+)
+def test_checkpoints_of_another_model_are_an_error(directory, other):
+    before = contents(directory)
+    with (
+        Checkpoints(directory, keep=3) as checkpoints,
+        pytest.raises(CheckpointError, match="fits this model"),
+    ):
+        checkpoints.restore(abstract(other(make_state(0))))
+    assert contents(directory) == before
+
+
+def test_remains_of_a_killed_write_are_not_a_checkpoint(directory):
+    shutil.copytree(directory / "6", directory / "9.orbax-checkpoint-tmp")
+    assert_is_step(restore(directory), 6)
+    save(directory, 9)
+    assert_is_step(restore(directory), 9)
+    assert not list(directory.glob("*tmp*"))
+
+
+def test_restores_onto_another_mesh(tmp_path):
+    devices = jax.devices("cpu")[:8]
+    data = jax.make_mesh((8, 1), ("data", "fsdp"), devices=devices)
+    fsdp = jax.make_mesh((1, 8), ("data", "fsdp"), devices=devices)
+
+    def shardings(mesh):
+        return jax.tree.map(
+            lambda x: NamedSharding(mesh, P("fsdp") if x.shape == (16, 8) else P()), make_state(0)
+        )
+
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(6, jax.device_put(make_state(6), shardings(data)), {"next_index": 6})
+    target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        make_state(0),
+        shardings(fsdp),
+    )
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        restored = checkpoints.restore(target)
+    assert_is_step(restored, 6)
+    assert jax.tree.map(lambda x: x.sharding, restored[0]) == shardings(fsdp)
+    assert restored[0].params["w"].addressable_shards[0].data.shape == (2, 8)

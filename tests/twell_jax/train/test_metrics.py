@@ -1,0 +1,107 @@
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from twell_jax import config
+from twell_jax.config import ConfigError
+from twell_jax.train import metrics
+from twell_jax.train import progress as display
+from twell_jax.train.gradient_plan import Choice
+from twell_jax.train.trainer import StepMetrics
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until its "now" is set."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock["now"])
+    return clock
+
+
+def measured():
+    layers = jnp.ones(2)
+    return StepMetrics(
+        *[jnp.float32(1)] * 5, nnz=layers, max_nnz=layers, dead=layers, overflow=layers
+    )
+
+
+def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, clock):
+    settings = config.load(
+        "configs/tiny.yaml", ["steps=20", "log_every=2", "eval_every=4", "batch_tokens=1024"]
+    )
+    shown = []
+    with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
+        recorder = metrics.Recorder(settings, log, lambda record, _: shown.append(record), None)
+        for step in range(1, 9):
+            clock["now"] += 60 if step == 1 else 2  # the first compiles, the others take 2 s
+            recorder.add(step, measured())
+            recorder.flush()
+            if step == 4:
+                clock["now"] += 100
+                recorder.add_evaluation(step, 1.0)
+    assert [record["tokens_per_second"] for record in shown] == [0.0] + 7 * [512.0]
+    steps = [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")]
+    assert steps == [2, 4, 4, 6, 8]
+
+
+def test_a_step_with_another_choice_of_gradients_compiles_and_shows_it(tmp_path, clock):
+    settings = config.load("configs/tiny.yaml", ["log_every=1", "batch_tokens=1024"])
+    shown = []
+    dense = Choice.dense(layers=2, d_ff=512)
+    mixed = Choice((True, False), dense.limits)
+    with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
+        recorder = metrics.Recorder(settings, log, lambda record, _: shown.append(record), None)
+        for step, choice in enumerate([dense, dense, mixed, mixed], start=1):
+            clock["now"] += 60 if step in (1, 3) else 2
+            recorder.add(step, measured(), choice)
+            recorder.flush()
+    assert [record["tokens_per_second"] for record in shown] == [0.0, 512.0, 512.0, 512.0]
+    assert [record["sparse_gradients"] for record in shown] == 2 * [[False] * 2] + 2 * [
+        [True, False]
+    ]
+    console = Console(record=True, width=120)
+    console.print(display.layer_table(shown[-1], 512))
+    text = console.export_text()
+    assert all(kind in text for kind in (" sparse ", " dense ", " 50% sparse "))
+
+
+def test_a_cut_last_line_is_left_out_and_another_bad_line_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl:2: not a line of JSON"):
+        metrics.read(path)
+
+
+def test_a_continued_log_drops_what_comes_after_the_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    with metrics.Log(path, step=2) as log:
+        log.write({"step": 3, "ce": 1.5})
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}, {"step": 3, "ce": 1.5}]
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    def events(directory):
+        (path,) = directory.glob("events.out.tfevents.*")
+        raw, position = path.read_bytes(), 0
+        while position < len(raw):  # records: length, checksum, content, checksum
+            length = int.from_bytes(raw[position : position + 8], "little")
+            yield Event.FromString(raw[position + 12 : position + 12 + length])
+            position += length + 16
+
+    with metrics.Log(tmp_path / "metrics.jsonl", 0, tensorboard=True) as log:
+        log.write({"step": 5, "ce": 1.5, "nnz": [3.0, 4.0]})
+    values = [(value, event.step) for event in events(tmp_path) for value in event.summary.value]
+    found = {value.tag: (step, value.simple_value) for value, step in values}
+    assert found == {"step/all": (5, 5.0), "ce/all": (5, 1.5), "nnz/0": (5, 3.0), "nnz/1": (5, 4.0)}
+
+    # A session hides what earlier ones wrote from its start on; the log has step 5 itself.
+    (tmp_path / "next").mkdir()
+    with metrics.Log(tmp_path / "next/metrics.jsonl", 5, tensorboard=True) as log:
+        log.write({"step": 6})
+    (start,) = (e.step for e in events(tmp_path / "next") if e.HasField("session_log"))
+    assert start == 6

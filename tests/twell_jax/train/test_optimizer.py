@@ -1,0 +1,129 @@
+"""Schedules at the steps that matter, and AdamW against its formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax.config import ModelConfig, OptimizerConfig, from_dict
+from twell_jax.models.transformer import Transformer
+from twell_jax.train.optimizer import l1_coefficient, learning_rate, make_optimizer
+
+MODEL = {"vocab_size": 257, "context": 32, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 64}
+
+
+def rates(steps, **settings):
+    schedule = learning_rate(OptimizerConfig(**settings), steps)
+    return np.array([float(schedule(step)) for step in range(steps)])
+
+
+def l1_weights(warmup, steps, stages=0):
+    tree = {"run_dir": "x", "steps": 1, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
+    tree |= {"l1_coefficient": 2.0, "l1_warmup": warmup, "l1_stages": stages}
+    return [l1_coefficient(from_dict(tree), step) for step in steps]
+
+
+def test_l1_rises_in_stages():
+    weights = l1_weights([10, 50], range(70), stages=4)
+    assert weights == 10 * [0.0] + 10 * [0.5] + 10 * [1.0] + 10 * [1.5] + 30 * [2.0]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "expected"),
+    [([0, 0], [2, 2, 2, 2, 2]), ([1, 3], [0, 0, 1, 2, 2]), ([2, 2], [0, 0, 2, 2, 2])],
+)
+def test_l1_rises_linearly(warmup, expected):
+    assert l1_weights(warmup, range(5)) == expected
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_warm_up_is_linear_from_zero(schedule):
+    values = rates(100, lr=2.0, warmup_steps=20, schedule=schedule)
+    np.testing.assert_allclose(values[:21], np.arange(21) / 10, rtol=1e-6)
+    assert values.argmax() == 20
+
+
+def test_cosine():
+    values = rates(120, lr=2.0, warmup_steps=20, final_lr_fraction=0.1)
+    progress = np.arange(100) / 100
+    expected = 0.2 + 1.8 * (1 + np.cos(np.pi * progress)) / 2
+    np.testing.assert_allclose(values[20:], expected, rtol=1e-5)
+
+
+def test_warm_up_stable_decay():
+    settings = {"schedule": "wsd", "decay_fraction": 0.25, "final_lr_fraction": 0.1}
+    values = rates(200, lr=2.0, warmup_steps=20, **settings)
+    np.testing.assert_allclose(values[20:150], 2.0)
+    np.testing.assert_allclose(values[150:], 2.0 - 1.8 * np.arange(50) / 50, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_without_warm_up_the_first_step_is_the_highest(schedule):
+    assert rates(10, lr=2.0, schedule=schedule)[0] == 2.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_a_run_shorter_than_its_warm_up_stays_within_it(schedule, steps):
+    values = rates(steps, lr=2.0, warmup_steps=20, schedule=schedule)
+    np.testing.assert_allclose(values, np.arange(steps) / 10, rtol=1e-6)
+
+
+def test_decay_longer_than_what_warm_up_leaves_starts_behind_it():
+    values = rates(30, lr=2.0, warmup_steps=20, schedule="wsd", decay_fraction=1.0)
+    assert values[20] == 2.0
+    assert np.all(np.diff(values[20:]) < 0)
+
+
+def test_l1_warm_up():
+    assert l1_weights((0, 0), [0, 1, 1000]) == [2.0, 2.0, 2.0]
+    assert l1_weights((10, 20), [0, 10, 15, 20, 1000]) == [0.0, 0.0, 1.0, 2.0, 2.0]
+    assert l1_weights((0, 10), [0, 5, 10]) == [0.0, 1.0, 2.0]
+    assert l1_weights((10, 10), [0, 9, 11]) == [0.0, 0.0, 2.0]
+
+
+@pytest.fixture(scope="module")
+def params():
+    model = Transformer(ModelConfig(**MODEL, tie_embeddings=False), rngs=nnx.Rngs(0))
+    return nnx.state(model, nnx.Param)
+
+
+def named(params):
+    return {
+        ".".join(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(params)
+    }
+
+
+def test_weight_decay_shrinks_all_but_the_scales_of_norms(params):
+    optimizer = make_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.1), steps=10)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    changes, before = named(updates), named(params)
+    kept = {name for name, change in changes.items() if not change.any()}
+    assert kept == {"norm.scale", "blocks.attention_norm.scale", "blocks.mlp_norm.scale"}
+    for name in set(changes) - kept:
+        np.testing.assert_allclose(changes[name], -0.05 * before[name], rtol=1e-5)
+
+
+def test_two_steps_are_adamw_on_clipped_gradients(params):
+    settings = OptimizerConfig(lr=1e-2, clip_norm=0.5, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.2)
+    optimizer = make_optimizer(settings, steps=10)
+    rng = np.random.default_rng()
+    state, p = optimizer.init(params), {k: v.astype(float) for k, v in named(params).items()}
+    m, v = dict.fromkeys(p, 0.0), dict.fromkeys(p, 0.0)
+    for step, scale in enumerate((1e-4, 10.0), start=1):  # one below the norm, one above
+        grads = jax.tree.map(lambda x, s=scale: s * rng.normal(size=x.shape).astype("f4"), params)
+        updates, state = optimizer.update(grads, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        g = {k: x.astype(float) for k, x in named(grads).items()}
+        norm = np.sqrt(sum((x**2).sum() for x in g.values()))
+        assert (norm > 0.5) == (step == 2)
+        lr = rates(10, lr=1e-2)[step - 1]
+        for k in p:
+            clipped = g[k] * min(1, 0.5 / norm)
+            m[k], v[k] = 0.8 * m[k] + 0.2 * clipped, 0.9 * v[k] + 0.1 * clipped**2
+            adam = m[k] / (1 - 0.8**step) / (np.sqrt(v[k] / (1 - 0.9**step)) + 1e-6)
+            p[k] = p[k] - lr * (adam + (0 if k.endswith("scale") else 0.2) * p[k])
+        for k, found in named(params).items():
+            np.testing.assert_allclose(found, p[k], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,106 @@
+"""The run directory: joined only by the run that it belongs to, and whole after any kill."""
+
+import pytest
+
+from twell_jax import config
+from twell_jax.config import ConfigError
+from twell_jax.train.run_directory import load_config, lock_run, open_run, write_atomically
+
+
+def settings(directory, **changes):
+    tree = {
+        "run_dir": str(directory),
+        "steps": 100,
+        "batch_tokens": 256,
+        "micro_batch": 2,
+        "model": {
+            "vocab_size": 257, "context": 32, "d_model": 32, "layers": 1, "heads": 4, "d_ff": 64,
+        },
+    }  # fmt: skip
+    return config.from_dict(tree | changes)
+
+
+def begin(directory):
+    """A run with a checkpoint."""
+    run = settings(directory)
+    paths = open_run(run)
+    (paths.checkpoints / "10").mkdir(parents=True)
+    return run
+
+
+def test_a_new_directory_gets_the_configuration(tmp_path):
+    run = settings(tmp_path / "a/b")
+    assert open_run(run).directory == tmp_path / "a/b"
+    assert load_config(tmp_path / "a/b") == run
+
+
+def test_what_does_not_change_the_result_may_change(tmp_path):
+    begin(tmp_path)
+    changed = settings(tmp_path, steps=200, micro_batch=1, mesh={"fsdp": 2}, log_every=1)
+    open_run(changed)
+    assert load_config(tmp_path) == changed
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("seed", {"seed": 1}),
+        ("batch_tokens", {"batch_tokens": 512}),
+        ("l1_warmup", {"l1_warmup": [0, 5]}),
+        ("optimizer.lr", {"optimizer": {"lr": 0.5}}),
+        ("data.tokenizer", {"data": {"tokenizer": "bpe"}}),
+    ],
+)
+def test_what_changes_the_result_is_refused(tmp_path, key, changes):
+    run = begin(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{key}: the run in .* was started with .*, now "):
+        open_run(settings(tmp_path, **changes))
+    assert load_config(tmp_path) == run
+
+
+def test_without_a_checkpoint_there_is_nothing_to_continue(tmp_path):
+    open_run(settings(tmp_path))
+    changed = settings(tmp_path, seed=1)
+    open_run(changed)
+    assert load_config(tmp_path) == changed
+
+
+@pytest.mark.parametrize("text", ["font: serif", "[1, 2", ""])
+def test_a_foreign_config_file_is_not_overwritten(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"^run_dir: .* is not the directory of a run \(.*\)$"):
+        open_run(settings(tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == text
+
+
+def test_a_file_is_not_a_run_directory(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("text")
+    with pytest.raises(ConfigError, match=r"^run_dir: .*file is not the directory of a run"):
+        open_run(settings(file))
+    assert file.read_text() == "text"
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"^run_dir: .*nothing is not .*No such file"):
+        load_config(tmp_path / "nothing")
+
+
+def test_writing_that_is_cut_short_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "new \ud800")
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"file.txt": "new"}
+
+
+def test_a_run_has_one_process(tmp_path):
+    with lock_run(tmp_path / "a"):
+        with pytest.raises(ConfigError, match=r"another process is training in .*a$"):
+            lock_run(tmp_path / "a").__enter__()
+        with lock_run(tmp_path / "b"):
+            pass
+    with lock_run(tmp_path / "a"):
+        pass

@@ -1,0 +1,292 @@
+"""The training step: the same on any mesh, with exact means, statistics and gradients."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax import config
+from twell_jax.config import ConfigError
+from twell_jax.models import sharding
+from twell_jax.models.transformer import Transformer
+from twell_jax.train.optimizer import l1_coefficient
+from twell_jax.train.trainer import init_state, make_trainer
+
+SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
+END = 60
+L1 = 1e-2
+
+
+def settings(**changes):
+    tree = {
+        "run_dir": "unused",
+        "steps": 50,
+        "batch_tokens": SEQUENCES * CONTEXT,
+        "micro_batch": 2,
+        "dead_window_tokens": 2 * SEQUENCES * CONTEXT,
+        "optimizer": {"lr": 1e-2},
+        "model": {
+            "vocab_size": VOCAB, "context": CONTEXT, "d_model": 32, "layers": 2, "heads": 4,
+            "d_ff": D_FF, "dtype": "float32", "init_scale": 0.1,
+        },
+    }  # fmt: skip
+    return config.from_dict(tree | changes)
+
+
+@functools.cache  # compiled once for all tests that use it
+def trainer_on(devices, fsdp=1, micro_batch=2):
+    run = settings(mesh={"fsdp": fsdp}, micro_batch=micro_batch)
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:devices])
+    return make_trainer(run, END, mesh)
+
+
+def draw(sequences=SEQUENCES):
+    return np.random.default_rng().integers(0, VOCAB, (sequences, CONTEXT + 1)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [draw() for _ in range(3)]
+
+
+def train(trainer, batches):
+    """The state after `batches` and the metrics of each, as numpy arrays."""
+    with jax.set_mesh(trainer.mesh):
+        state, measured = trainer.init(), []
+        for tokens in batches:
+            state, metrics = trainer.step(state, trainer.put_batch(tokens), L1)
+            measured.append({name: np.asarray(value) for name, value in vars(metrics).items()})
+    return state, measured
+
+
+@pytest.fixture(scope="module")
+def one_device(batches):
+    return train(trainer_on(1, micro_batch=16), batches)
+
+
+def assert_same_run(run, expected):
+    (state, measured), (expected_state, expected_measured) = run, expected
+    # A gate within rounding of zero may fall on either side of it, and change these by a jump.
+    jumps = {"nnz": 0.02, "max_nnz": 1, "dead": 0.02, "grad_norm": 1e-3}
+    for step, reference in zip(measured, expected_measured, strict=True):
+        for name, value in reference.items():
+            tolerance = {"rtol": 1e-5, "atol": jumps.get(name, 0)}
+            np.testing.assert_allclose(step[name], value, **tolerance, err_msg=name)
+    idle, expected_idle = np.asarray(state.idle_steps), np.asarray(expected_state.idle_steps)
+    assert np.mean(idle != expected_idle) < 0.02
+    assert int(state.step) == len(measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "fsdp"), [(8, 1), (8, 8), (8, 4)], ids=["data 8", "fsdp 8", "data 2 x fsdp 4"]
+)
+def test_every_mesh_trains_the_same_model(batches, one_device, devices, fsdp):
+    assert_same_run(train(trainer_on(devices, fsdp), batches), one_device)
+
+
+@pytest.mark.slow
+def test_gradient_accumulation_equals_one_big_batch(batches, one_device):
+    trainer = trainer_on(1, micro_batch=4)
+    assert trainer.abstract_batch.shape == (4, 4, CONTEXT + 1)
+    assert_same_run(train(trainer, batches), one_device)
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_gradients_are_reduced_over_data_once_a_step(fsdp):
+    trainer = trainer_on(8, fsdp, micro_batch=1)
+    assert trainer.abstract_batch.shape[0] == 2
+    with jax.set_mesh(trainer.mesh):
+        operands = trainer.abstract_state, trainer.abstract_batch, L1
+        loops, entry = trainer.step.lower(*operands).compile().as_text().split("\nENTRY ")
+
+    def reduced(text):
+        """How many float32 elements all its all-reduces have."""
+        shapes = "".join(re.findall(r"= (.*) all-reduce\(", text))
+        dimensions = re.findall(r"f32\[([\d,]*)\]", shapes)
+        return sum(math.prod(map(int, d.split(","))) if d else 1 for d in dimensions)
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_state.params))
+    # Besides the gradients only a few numbers, such as the cross-entropy.
+    assert 0 <= reduced(entry) - parameters / fsdp < 50
+    assert (reduced(loops) == 0) == (fsdp == 1)  # within an FSDP group: in every micro-batch
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_attention_sees_each_devices_share(fsdp, monkeypatch):
+    """XLA cannot partition cuDNN's, and refuses to also over axes of size 1."""
+    attention, seen = jax.nn.dot_product_attention, []
+
+    def spy(q, *operands, **options):
+        seen.append((len(q), jax.sharding.get_abstract_mesh().auto_axes))
+        return attention(q, *operands, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    trainer = trainer_on.__wrapped__(4, fsdp, micro_batch=2)
+    with jax.set_mesh(trainer.mesh):
+        trainer.step.trace(trainer.abstract_state, trainer.abstract_batch, L1)
+    assert set(seen) == {(2, ())}
+
+
+def test_layers_that_fall_back_cost_nothing():
+    trainer = trainer_on(1, 1)
+    operands = trainer.abstract_state, trainer.abstract_batch, L1
+    with jax.set_mesh(trainer.mesh):
+        dense, fallen_back = (
+            trainer.step_with(sparse).lower(*operands).as_text()
+            for sparse in (None, (False,) * trainer.abstract_state.idle_steps.shape[0])
+        )
+    assert fallen_back == dense
+
+
+def test_fsdp_splits_parameters_and_moments(batches):
+    trainer = trainer_on(8, 8)
+    state, _ = train(trainer, batches[:1])
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, trainer.abstract_state
+    )
+    matrices = [
+        leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 1 and leaf.dtype == "float32"
+    ]
+    assert len(matrices) >= 3 * 8  # parameters and two moments
+    for leaf in matrices:
+        assert leaf.addressable_shards[0].data.size * 8 == leaf.size
+
+
+def reference_loss(params, batch, l1_coefficient):
+    """CE and loss of a whole batch by the model alone, on one device, without any machinery."""
+    graph = nnx.graphdef(Transformer(settings().model, rngs=nnx.Rngs(0)))
+    logits, stats = nnx.merge(graph, params)(batch[:, :-1])
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], axis=-1)
+    return -picked.mean() + l1_coefficient * stats.l1.mean(), (-picked.mean(), stats)
+
+
+def test_metrics_are_those_of_the_batch_before_the_update(batches):
+    trainer = trainer_on(1, micro_batch=4)
+    with jax.set_mesh(trainer.mesh):
+        params = trainer.init().params
+    gradient = jax.jit(jax.grad(reference_loss, has_aux=True))
+    grads, (ce, stats) = gradient(params, batches[0], L1)
+    _, (measured,) = train(trainer, batches[:1])
+    np.testing.assert_allclose(measured["ce"], ce, rtol=1e-5)
+    np.testing.assert_allclose(measured["l1"], stats.l1.mean(), rtol=1e-5)
+    np.testing.assert_allclose(measured["nnz"], stats.nnz, rtol=1e-5)
+    np.testing.assert_array_equal(measured["max_nnz"], stats.max_nnz)
+    norm = np.sqrt(sum(np.sum(np.asarray(leaf) ** 2) for leaf in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(measured["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose((measured["lr"], measured["l1_coefficient"]), (1e-2, L1))
+
+
+@pytest.mark.parametrize(("devices", "count"), [(1, 5), (1, 1), (8, 21), (8, 16)])
+def test_held_out_loss_is_the_mean_over_sequences(devices, count):
+    trainer, tokens = trainer_on(devices), draw(count)
+    with jax.set_mesh(trainer.mesh):
+        params = trainer.init().params
+        found = trainer.evaluate(params, tokens)
+    params = jax.device_get(params)
+    # One by one, in the one shape that is compiled.
+    sequence_ce = jax.jit(lambda row: reference_loss(params, row[None], 0.0)[1][0])
+    np.testing.assert_allclose(found, np.mean([sequence_ce(row) for row in tokens]), rtol=1e-5)
+
+
+def test_documents_are_masked_if_asked_for():
+    tokens = draw(2)
+    tokens[:, 5] = END
+    run = settings(data={"mask_documents": True})
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    with jax.set_mesh(mesh):
+        trainer = make_trainer(run, END, mesh)
+        params = trainer.init().params
+        found = trainer.evaluate(params, tokens)
+        plain = trainer_on(1).evaluate(params, tokens)
+    graph = nnx.graphdef(Transformer(run.model, rngs=nnx.Rngs(0)))
+    logits, _ = nnx.merge(graph, params)(tokens[:, :-1], document_end=END)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+    np.testing.assert_allclose(found, -picked.mean(), rtol=1e-5)
+    assert abs(found - plain) > 1e-4
+
+
+def test_a_neuron_that_never_fires_is_counted_as_dead():
+    trainer = trainer_on(1, micro_batch=4)
+    with jax.set_mesh(trainer.mesh):
+        state = trainer.init()
+        gate = state.params["blocks"]["mlp"]["w_gate"]
+        gate[...] = gate[...].at[1, 7].set(0.0)  # relu(0) = 0, with no gradient
+        for step in (1, 2, 3):
+            state, metrics = trainer.step(state, trainer.put_batch(draw()), L1)
+            assert state.idle_steps[1, 7] == step
+            # The window is two batches long.
+            assert metrics.dead[1] >= (1 / D_FF if step >= 2 else 0)
+            assert (metrics.dead[1] == 0) == (step < 2)
+    assert np.median(state.idle_steps) == 0
+
+
+@pytest.mark.slow
+def test_l1_makes_the_model_sparse():
+    trainer = trainer_on(1, micro_batch=16)
+
+    def train_longer(l1_coefficient):
+        with jax.set_mesh(trainer.mesh):
+            state, tokens = trainer.init(), trainer.put_batch(draw())
+            for _ in range(50):
+                state, metrics = trainer.step(state, tokens, l1_coefficient)
+        return float(metrics.nnz.mean()), float(metrics.ce)
+
+    (dense, dense_ce), (sparse, sparse_ce) = train_longer(L1), train_longer(0.3)
+    assert sparse < 0.3 * dense
+    assert max(dense_ce, sparse_ce) < 0.5 * np.log(VOCAB)
+
+
+def test_runs_that_differ_in_l1_share_the_compiled_step():
+    def lowered(**changes):
+        run = settings(**changes)
+        mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+        with jax.set_mesh(mesh):
+            trainer = make_trainer(run, END, mesh)
+            operands = trainer.abstract_state, trainer.abstract_batch, l1_coefficient(run, step=3)
+            return trainer.step.lower(*operands).as_text()
+
+    plain = lowered(l1_coefficient=0)
+    assert lowered(l1_coefficient=0.3) == plain
+    assert lowered(l1_coefficient=0.3, l1_warmup=(2, 9)) == plain
+
+
+def test_the_seed_decides_the_weights():
+    (first, *_), (second, *_) = (
+        jax.tree.leaves(init_state(settings(seed=seed)).params) for seed in (0, 1)
+    )
+    assert not np.array_equal(first, second)
+
+
+def test_state_is_float32_under_bfloat16_compute():
+    run = settings()
+    run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
+    leaves = jax.tree.leaves(jax.eval_shape(functools.partial(init_state, run)))
+    assert {leaf.dtype.name for leaf in leaves} == {"float32", "int32"}
+
+
+def test_a_batch_that_does_not_divide_is_an_error():
+    run = settings(micro_batch=3)
+    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    with pytest.raises(ConfigError, match=r"^micro_batch: 3 .* = 16$"):
+        make_trainer(run, END, mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_two_gpus_train_as_one(fsdp):
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    losses, batch = [], draw()
+    for devices in (1, 2):
+        model = settings().model.model_copy(update={"dtype": "bfloat16"})  # for cuDNN's attention
+        run = settings(mesh={"fsdp": min(devices, fsdp)}).model_copy(update={"model": model})
+        trainer = make_trainer(run, END, sharding.make_mesh(run.mesh, jax.devices()[:devices]))
+        _, measured = train(trainer, [batch])
+        losses.append(measured[0]["ce"])
+    np.testing.assert_allclose(*losses, rtol=1e-3)

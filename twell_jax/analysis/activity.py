@@ -1,0 +1,157 @@
+"""Which neurons a trained model fires: patterns of activations, and what can be said of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from twell_jax.models.transformer import Transformer, graphdef
+
+UNION_SIZES = (1, 4, 16, 32, 64, 128, 256)  # consecutive tokens; kernels take 64 to 256 as a tile
+TOP_PERCENT = (1, 5, 10, 25)  # of the neurons
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the neurons of a model did on n sequences of T tokens.
+
+    Attributes:
+      ce: cross-entropy, nats per token.
+      nnz: int32 [layers, n, T], neurons that fired for each token.
+      usage: int64 [layers, d_ff], tokens that each neuron fired for.
+      union: {size: float64 [layers]}, the share of the neurons that any of `size` consecutive
+        tokens of a sequence fires, for those of `UNION_SIZES` that fit in one.
+    """
+
+    ce: float
+    nnz: np.ndarray
+    usage: np.ndarray
+    union: dict[int, np.ndarray]
+
+
+def firing_patterns(
+    model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Runs a model, through XLA, and yields what fired.
+
+    Args:
+      model: the language model.
+      sequences: int [n, T + 1], inputs and, shifted by one, targets.
+      batch: sequences at a time; the last batch may be shorter.
+      document_end: see `Transformer`.
+
+    Yields:
+      For each batch of b sequences the cross-entropy, float32 [b, T] in nats, and whether a neuron
+      fired for a token, bool [layers, b, T, d_ff].
+    """
+    graph = graphdef(model.config.model_copy(update={"ffn_implementation": "xla"}))
+
+    @jax.jit
+    def run(params, tokens):
+        logits, stats = nnx.merge(graph, params)(
+            tokens[:, :-1], document_end=document_end, per_token_stats=True
+        )
+        ce = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return ce, stats.fired
+
+    params = nnx.state(model)
+    for start in range(0, len(sequences), batch):
+        yield run(params, sequences[start : start + batch])
+
+
+def measure_activity(
+    model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
+) -> Activity:
+    """Counts what a model fires on sequences; the arguments are those of `firing_patterns`."""
+    ce, nnz, usage = [], [], 0
+    union = {size: [] for size in UNION_SIZES if size < sequences.shape[1]}
+    patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
+    for batch_ce, fired in patterns:
+        ce.append(batch_ce)
+        nnz.append(jnp.sum(fired, axis=-1, dtype=jnp.int32))
+        usage += np.asarray(jnp.sum(fired, axis=(1, 2), dtype=jnp.int32), np.int64)
+        for size, shares in union.items():
+            shares.append(union_share(fired, size))
+    return Activity(
+        ce=float(np.concatenate(ce).mean(dtype=np.float64)),
+        nnz=np.concatenate(nnz, axis=1),
+        usage=usage,
+        union={
+            size: np.concatenate(shares, axis=1).mean(axis=1, dtype=np.float64)
+            for size, shares in union.items()
+        },
+    )
+
+
+@partial(jax.jit, static_argnames="size")
+def union_share(fired: jax.Array, size: int) -> jax.Array:
+    """Share of the neurons that any of `size` consecutive tokens fires, averaged over windows.
+
+    Args:
+      fired: bool `[..., T, H]`.
+      size: tokens in a window, 1 <= size <= T. Windows lie side by side from the first token on;
+        the last T % size tokens fill none.
+
+    Returns:
+      float32 `[...]`.
+    """
+    *leading, length, neurons = fired.shape
+    windows = length // size
+    tiles = fired[..., : windows * size, :].reshape(*leading, windows, size, neurons)
+    return jnp.mean(jnp.any(tiles, axis=-2), axis=(-2, -1), dtype=jnp.float32)
+
+
+def concentration(usage: np.ndarray) -> np.ndarray:
+    """Share of all activations that the k most used neurons have, for every k.
+
+    Args:
+      usage: int `[..., H]`, how often each neuron fired.
+
+    Returns:
+      float64 `[..., H]` for k = 1 to H; zeros where nothing fired at all.
+    """
+    cumulative = np.cumsum(-np.sort(-usage, axis=-1), axis=-1)
+    return cumulative / np.maximum(cumulative[..., -1:], 1)
+
+
+def summarise(activity: Activity) -> dict[str, Any]:
+    """The figures of a report, JSON-serialisable; lists have an entry per layer.
+
+    Returns:
+      d_ff, sequences, tokens: how much was measured.
+      held_out_ce: nats per token.
+      nnz_mean, nnz_p50, nnz_p99, nnz_max: neurons that fire for a token.
+      sparsity: share of zeros among the activations.
+      dead: neurons that never fired.
+      nnz_by_position: mean nnz of each position of a sequence, a list per layer.
+      union: {size: share of d_ff}, see `Activity`.
+      top_percent: {k: share of the activations that the k % most used neurons have}.
+    """
+    nnz, usage = activity.nnz, activity.usage
+    _, sequences, length = nnz.shape
+    d_ff = usage.shape[1]
+    mean = nnz.mean(axis=(1, 2))
+    p50, p99 = np.percentile(nnz, (50, 99), axis=(1, 2))
+    share = concentration(usage)
+    top = {percent: max(1, round(d_ff * percent / 100)) for percent in TOP_PERCENT}
+    return {
+        "d_ff": d_ff,
+        "sequences": sequences,
+        "tokens": sequences * length,
+        "held_out_ce": activity.ce,
+        "nnz_mean": mean.tolist(),
+        "nnz_p50": p50.tolist(),
+        "nnz_p99": p99.tolist(),
+        "nnz_max": nnz.max(axis=(1, 2)).tolist(),
+        "sparsity": (1 - mean / d_ff).tolist(),
+        "dead": np.sum(usage == 0, axis=1).tolist(),
+        "nnz_by_position": nnz.mean(axis=1).tolist(),
+        "union": {str(size): shares.tolist() for size, shares in activity.union.items()},
+        "top_percent": {str(percent): share[:, k - 1].tolist() for percent, k in top.items()},
+    }

@@ -1,0 +1,103 @@
+"""Removes dead neurons from a trained model, for inference."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from twell_jax.analysis.activity import firing_patterns
+from twell_jax.config import ModelConfig
+from twell_jax.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What `prune_dead` kept.
+
+    Attributes:
+      live: int [layers], neurons that had fired. All of them remain.
+      neurons: int [layers, width], where each neuron of the pruned model was before, from the most
+        used on; in a layer with fewer live neurons than the width, dead ones fill the end.
+    """
+
+    live: np.ndarray
+    neurons: np.ndarray
+
+
+def prune_dead(
+    params: nnx.State, config: ModelConfig, usage: np.ndarray, *, multiple: int = 128
+) -> tuple[nnx.State, ModelConfig, PruneReport]:
+    """Removes neurons that never fired and sorts the others by usage.
+
+    All layers keep the same number of neurons, the width: that of the layer with the most live
+    ones, rounded up.
+
+    For a token such that neither it nor any before it in its sequence fires a removed neuron, the
+    outputs stay the same, up to rounding in the dtype of the computation:
+
+    - To mask the removed neurons (set their weights to zero) would change no bit.
+    - To sort them changes the order in which the down projection adds them up: the last bits.
+    - To cut masked neurons off the end changes no bit where matmuls add in order. XLA's on CPUs
+      do so at widths that are multiples of 128.
+
+    Args:
+      params: of a `Transformer`.
+      config: its configuration.
+      usage: `[layers, d_ff]`, how often each neuron fired (`Activity.usage`), or only whether.
+      multiple: what the width is rounded up to a multiple of; it stays within d_ff.
+
+    Returns:
+      The new parameters, their configuration (d_ff is the width), and a report.
+
+    Raises:
+      ValueError: usage does not have the shape of the model, or multiple < 1.
+    """
+    shape = (config.layers, config.d_ff)
+    if usage.shape != shape:
+        raise ValueError(f"usage must be [layers, d_ff] = {list(shape)}, got {list(usage.shape)}")
+    if multiple < 1:
+        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    live = np.count_nonzero(usage, axis=1)
+    width = min(max(1, -(-live.max() // multiple)) * multiple, config.d_ff)
+    neurons = np.argsort(-usage.astype(np.int64), axis=1, kind="stable")[:, :width]
+
+    def keep(weights):  # [layers, d_ff, d_model]
+        return jnp.take_along_axis(weights, neurons[:, :, None], axis=1)
+
+    mlp = jax.tree.map(keep, params["blocks"]["mlp"])
+    params = nnx.merge_state(params, nnx.State({"blocks": {"mlp": mlp}}))
+    return params, config.model_copy(update={"d_ff": int(width)}), PruneReport(live, neurons)
+
+
+def fires_removed(
+    model: Transformer,
+    report: PruneReport,
+    sequences: np.ndarray,
+    *,
+    batch: int,
+    document_end: int | None = None,
+) -> np.ndarray:
+    """Which tokens fire a neuron that `prune_dead` removed: where pruning changes the model.
+
+    Args:
+      model: the model before.
+      report: what was kept.
+      sequences: int [n, T + 1], not those that `usage` was counted on.
+      batch, document_end: see `firing_patterns`.
+
+    Returns:
+      bool [layers, n, T].
+
+    Raises:
+      ValueError: there are no sequences.
+    """
+    removed = np.ones((model.config.layers, model.config.d_ff), bool)
+    np.put_along_axis(removed, report.neurons, False, axis=1)
+    if not len(sequences):
+        raise ValueError("sequences: there are none")
+    patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
+    return np.concatenate(
+        [jnp.any(fired & removed[:, None, None], axis=-1) for _, fired in patterns], axis=1
+    )

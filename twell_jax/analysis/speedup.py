@@ -1,0 +1,154 @@
+"""How the kernels do on each layer of a trained model: its own weights, on inputs that it sees."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from twell_jax.analysis import timing
+from twell_jax.ffn import xla as ffn_xla
+from twell_jax.ffn.api import sparse_ffn
+from twell_jax.models.transformer import Transformer, graphdef
+
+TOKENS = 16384  # of a call; enough to fill a GPU
+_REFERENCE_TOKENS = 2048  # at a time, as its hidden activations are float32
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Times and errors of the feed-forward blocks of a model, one layer at a time.
+
+    Attributes:
+      device: what they were measured on.
+      tokens: of a call.
+      nnz: float64 [layers], mean number of neurons that fire for one of these tokens.
+      xla_ms, mosaic_ms: float64 [layers], the device's time for a call, by implementation.
+      xla_error, mosaic_error: float64 [layers], ||y - reference|| / ||reference|| of the output,
+        against the same block in float32; 0 where both are zero.
+    """
+
+    device: str
+    tokens: int
+    nnz: np.ndarray
+    xla_ms: np.ndarray
+    mosaic_ms: np.ndarray
+    xla_error: np.ndarray
+    mosaic_error: np.ndarray
+
+    @property
+    def factor(self) -> np.ndarray:
+        """float64 [layers], the time of XLA over that of the kernels."""
+        return self.xla_ms / self.mosaic_ms
+
+    def summarise(self) -> dict[str, Any]:
+        """For analysis.json."""
+        return {
+            "device": self.device,
+            "tokens": self.tokens,
+            "nnz": self.nnz.tolist(),
+            "factor": self.factor.tolist(),
+            "xla_ms": self.xla_ms.tolist(),
+            "mosaic_ms": self.mosaic_ms.tolist(),
+            "xla_error": self.xla_error.tolist(),
+            "mosaic_error": self.mosaic_error.tolist(),
+        }
+
+
+def measure_speedup(
+    model: Transformer, sequences: np.ndarray, *, document_end: int | None = None
+) -> Speedup:
+    """Times the forward pass of each layer's block through XLA and through the kernels.
+
+    What comes out is compared with a float32 reference.
+
+    Args:
+      model: the language model.
+      sequences: int [n, T + 1]; of these, as many as hold `TOKENS` tokens.
+      document_end: see `Transformer`.
+
+    Raises:
+      CannotServe: the kernels cannot serve this model here.
+    """
+    config, mlp = model.config, model.blocks.mlp
+
+    def weights(layer):
+        stacked = (mlp.w_gate, mlp.w_up, mlp.w_down)
+        return [None if w is None else w[layer].astype(config.dtype) for w in stacked]
+
+    def block(x, *weights, implementation):
+        return sparse_ffn(x, *weights, activation=config.activation, implementation=implementation)
+
+    tokens = sequences[: max(1, TOKENS // config.context), :-1]
+    x = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
+    jax.eval_shape(partial(block, implementation="mosaic"), x, *weights(0))  # or it cannot serve
+    inputs = ffn_inputs(model, tokens, document_end=document_end)
+    layers = list(enumerate(inputs.reshape(config.layers, *x.shape)))
+    statistics = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
+    error = jax.jit(partial(_relative_error, activation=config.activation))
+
+    def measure(implementation):
+        output = jax.jit(lambda *operands: block(*operands, implementation=implementation)[0])
+        ms, errors = [], []
+        for layer, x in layers:
+            operands = x, *weights(layer)
+            ms.append(timing.milliseconds(output, *operands, calls=20))
+            errors.append(error(output(*operands), *operands))
+        return np.array(ms), np.array(errors, np.float64)
+
+    xla_ms, xla_error = measure("xla")
+    mosaic_ms, mosaic_error = measure("mosaic")
+    return Speedup(
+        device=jax.devices()[0].device_kind,
+        tokens=tokens.size,
+        nnz=np.array([statistics(x, *weights(i)).nnz for i, x in layers], np.float64),
+        xla_ms=xla_ms,
+        mosaic_ms=mosaic_ms,
+        xla_error=xla_error,
+        mosaic_error=mosaic_error,
+    )
+
+
+def _relative_error(y, x, *weights, activation):
+    def squares(pair):
+        y, *operands = (None if a is None else a.astype(jnp.float32) for a in (*pair, *weights))
+        with jax.default_matmul_precision("highest"):
+            reference, _ = ffn_xla.ffn(*operands, activation=activation)
+        return jnp.sum((y - reference) ** 2), jnp.sum(reference**2)
+
+    difference, norm = jax.lax.map(squares, (y, x), batch_size=_REFERENCE_TOKENS)
+    # 0, not NaN, for a layer that has fallen silent, if its output is the reference's zeros.
+    return jnp.sqrt(jnp.sum(difference) / jnp.maximum(jnp.sum(norm), jnp.finfo(jnp.float32).tiny))
+
+
+def ffn_inputs(
+    model: Transformer, tokens: np.ndarray, *, document_end: int | None = None
+) -> jax.Array:
+    """What the feed-forward block of each layer is given: `[layers, B, T, D]` in `config.dtype`.
+
+    Args:
+      model: the language model.
+      tokens: int [B, T].
+      document_end: see `Transformer`.
+    """
+    graph = graphdef(model.config.model_copy(update={"ffn_implementation": "xla"}))
+    recording = nnx.merge(graph, nnx.state(model))
+    recording.blocks.mlp = _InputAsStats(recording.blocks.mlp)
+    graph, params = nnx.split(recording)
+    run = jax.jit(
+        lambda params, tokens: nnx.merge(graph, params)(tokens, document_end=document_end)[1]
+    )
+    return run(params, tokens)
+
+
+class _InputAsStats(nnx.Module):
+    """Takes the place of a `SparseMLP` and returns its input instead of the statistics."""
+
+    def __init__(self, mlp):
+        self.mlp = mlp
+
+    def __call__(self, x):
+        return self.mlp(x)[0], x

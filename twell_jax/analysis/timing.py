@@ -1,0 +1,87 @@
+"""Timing of compiled functions."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.device import simt
+
+_HOLD_MS = 30.0
+
+
+def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
+    """Median over `repeats` of the time for one of at most `calls` calls of a jitted `f`.
+
+    On a GPU by its own clock. The calls are queued while it is held busy, so that it runs them
+    without waiting for the host, as it does in a program that stays ahead of it; there are fewer of
+    them if the host does not manage so many in that time.
+    """
+    jax.block_until_ready([f(*args), _clock(_HOLD_MS), _clock(0.0)])
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        begin = _clock(_HOLD_MS)
+        results = [f(*args) for _ in range(calls)]
+        end = _clock(0.0, after=results)
+        on_gpu = isinstance(end, jax.Array)
+        if on_gpu and (time.perf_counter() - start) * 1e3 > 0.8 * _HOLD_MS and calls > 1:
+            jax.block_until_ready(results)
+            return milliseconds(f, *args, calls=calls // 2, repeats=repeats)
+        begin, end = (int(np.asarray(stamp).view(np.int64)[0]) for stamp in (begin, end))
+        times.append((end - begin) / 1e6)
+    return statistics.median(times) / calls
+
+
+def enqueue_milliseconds(f: Callable, *args, calls: int = 20) -> float:
+    """The host's time for one call of a jitted `f`, which does not wait for its result."""
+    jax.block_until_ready(f(*args))
+    start = time.perf_counter()
+    results = [f(*args) for _ in range(calls)]
+    elapsed = time.perf_counter() - start
+    jax.block_until_ready(results)
+    return elapsed / calls * 1e3
+
+
+def _clock(hold_ms: float, after: Any = None) -> jax.Array | np.ndarray:
+    """The time in nanoseconds, int32 `[2]`, the lower half first.
+
+    On a GPU, whose clock it is, when the work queued before has ended and `hold_ms` more have
+    passed; else when `after` is there.
+    """
+    if jax.default_backend() == "gpu":
+        return _gpu_clock(hold_ms)
+    jax.block_until_ready(after)
+    return np.array([time.perf_counter_ns()]).view(np.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _gpu_clock(hold_ms: float) -> jax.Array:
+    def kernel(out_ref):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def wait(_, out_ref):
+            mgpu.utils.inline_ptx(
+                "{ .reg .u64 now, end; .reg .pred early; mov.u64 end, %globaltimer; "
+                f"add.u64 end, end, {hold_ms * 1e6:.0f}; again: mov.u64 now, %globaltimer; "
+                "setp.lt.u64 early, now, end; @early bra again; st.global.b64 [$0], now; }",
+                simt.gmem_address(out_ref, simt.const(0)),
+                has_side_effects=True,
+            )
+
+        wait(out_ref)
+
+    params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    )
+    out = jax.ShapeDtypeStruct((2,), jnp.int32)
+    call = plgpu.kernel(
+        kernel, out_type=out, grid=(1,), grid_names=("block",), compiler_params=params
+    )
+    return call()

@@ -1,0 +1,93 @@
+"""`SparseMLP`: the sparse feed-forward block as a Flax NNX module."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from twell_jax.ffn.api import Activation, FFNStats, Implementation, sparse_ffn
+
+_FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+_FROM_D_FF = nnx.initializers.lecun_normal(in_axis=0, out_axis=1)
+
+
+class SparseMLP(nnx.Module):
+    """Feed-forward block with ReLU sparsity: `y, stats = mlp(x)`.
+
+    Gated: h = relu(x w_gate^T) * (x w_up^T); non-gated: h = relu(x w_up^T); y = h w_down
+    (arXiv 2603.23198, section 2). Add `coefficient * stats.l1` to the loss to make h sparse.
+
+    All weights are neuron-major, `[d_ff, d_model]`: row n of `w_gate`, `w_up` and `w_down` belongs
+    to neuron n (`nnx.Linear` kernels of the gate and up projections are the transpose of this).
+    They carry the logical axes ("mlp", "embed") as `out_sharding`; map these to mesh axes with
+    `nnx.logical_axis_rules` and `nnx.get_named_sharding`. Kernels take their part of "mlp" if its
+    mesh axis is named "tensor", and gather what lies over other axes; see `sparse_ffn`.
+
+    Args:
+      d_model: width of the input and output, D.
+      d_ff: hidden units, H.
+      gated: whether there is a gate projection.
+      activation: "relu", or "silu" for the dense twin.
+      use_bias: adds `b_gate`, `b_up` `[H]` and `b_down` `[D]`.
+      dtype: of the computation; None takes that of the input.
+      param_dtype: of the parameters.
+      up_init, down_init: initialisers of (gate and) up and of down, called with `[H, D]`.
+      implementation, expected_nnz, gradient_capacity: see `sparse_ffn`.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        gated: bool = True,
+        activation: Activation = "relu",
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        up_init: nnx.Initializer = _FROM_D_MODEL,
+        down_init: nnx.Initializer = _FROM_D_FF,
+        implementation: Implementation | None = None,
+        expected_nnz: float | None = None,
+        gradient_capacity: float = 0.5,
+        rngs: nnx.Rngs,
+    ):
+        def param(init, shape, axes):
+            # Not sharded eagerly: the module must also work where there is no mesh.
+            value = init(rngs.params(), shape, param_dtype)
+            return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+        matrix, zeros = ((d_ff, d_model), ("mlp", "embed")), nnx.initializers.zeros
+        self.w_gate = param(up_init, *matrix) if gated else nnx.data(None)
+        self.w_up = param(up_init, *matrix)
+        self.w_down = param(down_init, *matrix)
+        self.b_gate = param(zeros, (d_ff,), ("mlp",)) if use_bias and gated else nnx.data(None)
+        self.b_up = param(zeros, (d_ff,), ("mlp",)) if use_bias else nnx.data(None)
+        self.b_down = param(zeros, (d_model,), ("embed",)) if use_bias else nnx.data(None)
+        self.activation = activation
+        self.dtype = dtype
+        self.implementation = implementation
+        self.expected_nnz = expected_nnz
+        self.gradient_capacity = gradient_capacity
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, FFNStats]:
+        """Applies the block to `x: [..., D]`; returns `y: [..., D]` and the `FFNStats`."""
+        dtype = self.dtype or x.dtype
+
+        def cast(param):
+            return None if param is None else param[...].astype(dtype)
+
+        return sparse_ffn(
+            x.astype(dtype),
+            cast(self.w_gate),
+            cast(self.w_up),
+            cast(self.w_down),
+            b_gate=cast(self.b_gate),
+            b_up=cast(self.b_up),
+            b_down=cast(self.b_down),
+            activation=self.activation,
+            implementation=self.implementation,
+            expected_nnz=self.expected_nnz,
+            gradient_capacity=self.gradient_capacity,
+        )

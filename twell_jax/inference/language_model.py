@@ -1,0 +1,66 @@
+"""A model with the tokenizer that it needs to read and write text, from any directory of ours."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flax import nnx
+
+from twell_jax.config import ConfigError
+from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.ffn.api import Implementation
+from twell_jax.models.pretrained import config as pretrained_config
+from twell_jax.models.pretrained import from_pretrained
+from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
+from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.train.run_directory import RunPaths, load_run
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model that reads and writes text.
+
+    Attributes:
+      model: the network.
+      tokenizer: between text and token ids.
+      prefix: ids that the model expects before every text, such as that of <s>.
+      stop_ids: ids that end a text.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    prefix: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text to continue; an empty one continues the end of the text before it."""
+        ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
+        return ids or [self.tokenizer.eot_id]
+
+
+def load(directory: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
+    """The model of a run's last checkpoint or of a Hugging Face directory, on the first device.
+
+    Args:
+      directory: a `run_dir` of train.py, or one with a config.json.
+      ffn_implementation: see `sparse_ffn`.
+
+    Raises:
+      ConfigError: it is neither, or a run without a checkpoint.
+      CheckpointError: no checkpoint of the run is whole.
+      PretrainedError: see `from_pretrained`.
+    """
+    path = Path(directory)
+    if (path / "config.json").exists():
+        tokenizer = pretrained_tokenizer.load(path)
+        return LanguageModel(
+            from_pretrained(path, ffn_implementation=ffn_implementation),
+            tokenizer,
+            tuple(pretrained_tokenizer.prefix(tokenizer)),
+            pretrained_config.stop_ids(path) or (tokenizer.eot_id,),
+        )
+    if path.is_dir() and not RunPaths(path).config.exists():
+        raise ConfigError(f"{directory}: is not the directory of a run and holds no config.json")
+    _, tokenizer, model = load_run(directory)
+    settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
+    model = nnx.merge(graphdef(settings), nnx.state(model))
+    return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))

@@ -1,0 +1,86 @@
+"""Models in Hugging Face's format: config.json, safetensors, tokenizer.json. No torch, no pickle.
+
+Read: Llama and Qwen2 models, and the released sparse ones whose `model_type` ends in
+"_sparse_relu". Written: what `transformers` loads as a plain `LlamaForCausalLM` with
+`hidden_act="relu"`.
+"""
+
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from twell_jax.config import MeshConfig
+from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.ffn.api import Implementation
+from twell_jax.models import sharding
+from twell_jax.models.pretrained import config, weights
+from twell_jax.models.pretrained import tokenizer as tokenizer_file
+from twell_jax.models.pretrained.config import PretrainedError
+from twell_jax.models.transformer import Transformer, graphdef
+
+__all__ = ["PretrainedError", "from_pretrained", "save_pretrained"]
+
+
+def from_pretrained(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    ffn_implementation: Implementation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Transformer:
+    """Loads a model. Files are memory-mapped; a device's part of a parameter is read at once.
+
+    Args:
+      directory: holds config.json and model.safetensors, or shards and their index.
+      dtype: "bfloat16" or "float32", of the computation; None takes that of config.json.
+      param_dtype: of the parameters; None takes `dtype`.
+      ffn_implementation: see `sparse_ffn`.
+      mesh: from `sharding.make_mesh`; None takes the first device.
+
+    Raises:
+      PretrainedError: a file is missing or broken, config.json asks for what `Transformer` does not
+        do, or a tensor is missing, one too many, or of a wrong shape. The message names it.
+    """
+    directory = Path(directory)
+    settings, absent = config.read(directory, dtype, param_dtype)
+    settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
+    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    return nnx.merge(graphdef(settings), weights.load(directory, settings, mesh, absent))
+
+
+def save_pretrained(
+    directory: str | Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model and its tokenizer for `transformers`.
+
+    Args:
+      directory: where to; made if missing.
+      model: the language model. Its feed-forward blocks must be gated.
+      tokenizer: what the model was trained with. The written one adds no special tokens either.
+      dtype: "bfloat16" or "float32", of the stored parameters; None keeps theirs.
+      max_shard_bytes: parameters are split over files of at most this size. A single larger tensor
+        gets a file of its own.
+
+    Raises:
+      PretrainedError: the directory is not empty, or the format has no place for this model.
+    """
+    directory = Path(directory)
+    dtype = dtype or model.config.param_dtype
+    tree = config.to_dict(model.config, dtype, tokenizer.eot_id)
+    if tokenizer.size > model.config.vocab_size:
+        raise PretrainedError(
+            f"the tokenizer has {tokenizer.size} ids, the model only {model.config.vocab_size}"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise PretrainedError(f"{directory}: not empty; choose a new directory")
+    weights.save(directory, model, dtype, max_shard_bytes)
+    tokenizer_file.save(directory, tokenizer, model.config.context)
+    config.write(directory, tree)

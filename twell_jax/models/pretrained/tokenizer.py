@@ -1,0 +1,71 @@
+"""tokenizer.json of Hugging Face models, from and to the project's tokenizers."""
+
+import json
+from pathlib import Path
+
+import tokenizers as hf
+
+from twell_jax.data.tokenizers import END_OF_TEXT, ByteTokenizer, SubwordTokenizer, Tokenizer
+from twell_jax.models.pretrained import config
+from twell_jax.models.pretrained.config import PretrainedError
+
+
+def load(directory: Path) -> SubwordTokenizer:
+    """The tokenizer of a model.
+
+    Its end of text is the first id that the model's files name for that, else a known token.
+
+    Raises:
+      PretrainedError: there is no tokenizer.json, or no end of text.
+    """
+    path = directory / "tokenizer.json"
+    try:
+        backend = hf.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise PretrainedError(f"{path}: cannot be read ({error})") from None
+    ids = config.stop_ids(directory) or map(backend.token_to_id, END_OF_TEXT)
+    known = [t for i in ids if i is not None and (t := backend.id_to_token(i)) is not None]
+    if not known:
+        raise PretrainedError(
+            f"{directory}: config.json names no eos_token_id that is in the vocabulary, and none "
+            f"of {', '.join(END_OF_TEXT)} is"
+        )
+    return SubwordTokenizer(backend, known[0])
+
+
+def prefix(tokenizer: SubwordTokenizer) -> list[int]:
+    """The ids that tokenizer.json puts before a text, such as that of <s>."""
+    return tokenizer.backend.encode("", add_special_tokens=True).ids
+
+
+def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json."""
+    if isinstance(tokenizer, ByteTokenizer):
+        tokenizer = _bytes_as_subwords()
+    backend = hf.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.post_processor = None  # it may add special tokens, which `Tokenizer.encode` does not
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.eot,
+        "pad_token": tokenizer.eot,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _bytes_as_subwords() -> SubwordTokenizer:
+    """`ByteTokenizer`, as a byte-level BPE without merges."""
+    # A byte-level BPE writes a byte as the character of that code if it is printable in Latin-1,
+    # and the others, in order, as the characters from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(others)}
+    vocabulary = {chr(code): byte for byte, code in codes.items()}
+    backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_TEXT[0]])  # gets the next id, 256
+    return SubwordTokenizer(backend, END_OF_TEXT[0])

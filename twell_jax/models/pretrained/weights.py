@@ -1,0 +1,205 @@
+"""Parameters of a `Transformer` as the tensors of a Hugging Face Llama or Qwen2, in safetensors.
+
+A `torch.nn.Linear` stores its matrix as `[out, in]`. Our attention and unembedding kernels are
+`[in, out]`, our feed-forward weights neuron-major, `[d_ff, d_model]`: as theirs for gate and up,
+transposed for down. Both rotate pairs of features half a head apart, so that heads need no
+permutation. Theirs are a tensor for each layer, ours are stacked along the first axis.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from flax import nnx
+from safetensors.numpy import save_file
+
+from twell_jax.config import ModelConfig
+from twell_jax.models import sharding
+from twell_jax.models.pretrained.config import PretrainedError, read_json
+from twell_jax.models.transformer import Transformer
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = ("F32", "BF16", "F16")
+_DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
+
+# Ours to theirs, and whether one is the transpose of the other.
+_NAMES = {
+    "embed.embedding": ("model.embed_tokens.weight", False),
+    "norm.scale": ("model.norm.weight", False),
+    "unembed.kernel": ("lm_head.weight", True),
+    "blocks.attention_norm.scale": ("input_layernorm.weight", False),
+    "blocks.attention.query.kernel": ("self_attn.q_proj.weight", True),
+    "blocks.attention.query.bias": ("self_attn.q_proj.bias", False),
+    "blocks.attention.key.kernel": ("self_attn.k_proj.weight", True),
+    "blocks.attention.key.bias": ("self_attn.k_proj.bias", False),
+    "blocks.attention.value.kernel": ("self_attn.v_proj.weight", True),
+    "blocks.attention.value.bias": ("self_attn.v_proj.bias", False),
+    "blocks.attention.out.kernel": ("self_attn.o_proj.weight", True),
+    "blocks.attention.out.bias": ("self_attn.o_proj.bias", False),
+    "blocks.mlp_norm.scale": ("post_attention_layernorm.weight", False),
+    "blocks.mlp.w_gate": ("mlp.gate_proj.weight", False),
+    "blocks.mlp.w_up": ("mlp.up_proj.weight", False),
+    "blocks.mlp.w_down": ("mlp.down_proj.weight", True),
+}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a parameter of ours is among their tensors.
+
+    Attributes:
+      names: of the tensors, one for each layer if `stacked`, else one.
+      shape: of each of them.
+      stacked: whether the parameter has a leading axis of layers.
+      transposed: whether a tensor is the transpose of ours.
+    """
+
+    names: list[str]
+    shape: tuple[int, ...]
+    stacked: bool
+    transposed: bool
+
+
+def load(
+    directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh, absent: Collection[str]
+) -> nnx.State:
+    """Parameters in `config.param_dtype`, sharded over the mesh; those named `absent` are zero.
+
+    Raises:
+      PretrainedError: there are no safetensors, or their tensors are not those of the model.
+    """
+    abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+    leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
+    layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
+    with contextlib.ExitStack() as stack:
+        tensors = _open(directory, stack)
+        if config.tie_embeddings:  # then the head is the embedding, whatever the file has
+            tensors.pop("lm_head.weight", None)
+        _check(directory, tensors, layouts.values())
+
+        def read(path, leaf, placement):
+            layout = layouts.get(_name(path))
+            if layout is None:
+                return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), placement)
+
+            def part(index):  # what one device wants of the parameter
+                which, *rest = index if layout.stacked else (slice(None), *index)
+                rest = tuple(reversed(rest) if layout.transposed else rest)
+                parts = [tensors[name][rest].astype(leaf.dtype) for name in layout.names[which]]
+                parts = [part.T for part in parts] if layout.transposed else parts
+                return np.stack(parts) if layout.stacked else parts[0]
+
+            return jax.make_array_from_callback(leaf.shape, placement, part)
+
+        return jax.tree.map_with_path(read, abstract, sharding.of_params(abstract, mesh))
+
+
+def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) -> None:
+    """Writes model.safetensors, or shards and their index, with parameters as `dtype`."""
+    params = {}
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
+        layout = _layout(_name(path), leaf)
+        for i, name in enumerate(layout.names):
+            params[name] = layout, leaf, i
+    itemsize = jnp.dtype(dtype).itemsize
+    sizes = {name: math.prod(layout.shape) * itemsize for name, (layout, *_) in params.items()}
+    shards = _shards(sizes, max_shard_bytes)
+    files = [_FILE]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {}
+        for name in names:
+            layout, leaf, i = params[name]
+            array = np.asarray(leaf[i] if layout.stacked else leaf).astype(dtype)
+            tensors[name] = np.ascontiguousarray(array.T if layout.transposed else array)
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o644)  # safetensors lets nobody else read it
+    if len(shards) > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+
+
+def _layout(ours: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> _Layout:
+    theirs, transposed = _NAMES[ours]
+    stacked = ours.startswith("blocks.")
+    shape = leaf.shape[1:] if stacked else leaf.shape
+    names = [theirs]
+    if stacked:
+        names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
+    return _Layout(names, shape[::-1] if transposed else shape, stacked, transposed)
+
+
+def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """{name: slice of a memory-mapped tensor} of all files, open as long as the stack is."""
+    if (directory / _FILE).exists():
+        files = [_FILE]
+    elif (directory / _INDEX).exists():
+        places = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise PretrainedError(f"{directory / _INDEX}: has no weight_map")
+        files = sorted(set(places.values()))
+    else:
+        raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")
+    tensors = {}
+    for file in files:
+        try:
+            opened = stack.enter_context(safetensors.safe_open(directory / file, "np"))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise PretrainedError(f"{directory / file}: cannot be read ({error})") from None
+        tensors |= {
+            name: opened.get_slice(name)
+            for name in opened.keys()  # noqa: SIM118
+            if not name.endswith(_DERIVED)
+        }
+    return tensors
+
+
+def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout]) -> None:
+    expected = {name: layout.shape for layout in layouts for name in layout.names}
+    problems = {
+        "missing": [name for name in expected if name not in tensors],
+        "not of this model": [name for name in tensors if name not in expected],
+        "of a wrong shape": [
+            f"{name} {tensors[name].get_shape()}, must be {list(shape)}"
+            for name, shape in expected.items()
+            if name in tensors and tuple(tensors[name].get_shape()) != shape
+        ],
+        f"not {', '.join(_FLOATS)}": [
+            f"{name} {tensor.get_dtype()}"
+            for name, tensor in tensors.items()
+            if tensor.get_dtype() not in _FLOATS
+        ],
+    }
+    said = [
+        f"{len(names)} {problem}: {'; '.join(names[:4])}{'; ...' * (len(names) > 4)}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if said:
+        raise PretrainedError(f"{directory}: tensors do not fit config.json. {'. '.join(said)}")
+
+
+def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
+    """Names in order, cut where a file would exceed `max_bytes`."""
+    shards, filled = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards

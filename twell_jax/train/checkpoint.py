@@ -1,0 +1,147 @@
+"""Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
+
+`DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
+JSON. No random state is stored: whatever a step draws follows from the seed and its number.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from twell_jax.train.trainer import TrainState
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """Checkpoints exist, but none of them can be restored."""
+
+
+class Checkpoints:
+    """The checkpoints of one run; a context manager that waits for pending writes at its end.
+
+    Args:
+      directory: where they are; made if missing.
+      keep: how many of the newest are kept.
+    """
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory = directory.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._broken: list[int] = []
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager.close()
+
+    def newest_before(self, step: int) -> Path | None:
+        """Where the newest checkpoint of fewer than `step` steps is that is not known as broken."""
+        steps = [s for s in self._manager.all_steps() if s < step and s not in self._broken]
+        return self.directory / str(max(steps)) if steps else None
+
+    def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
+        """Starts writing a checkpoint; returns once `state` may be consumed."""
+        self._set_broken_aside()
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)
+        )
+        self._manager.save(step, args=items)
+
+    def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest checkpoint that is whole, or None if the directory has none at all.
+
+        Broken ones are reported; the next `save` sets them aside as STEP.broken.
+
+        Raises:
+          CheckpointError: if there are checkpoints, but none can be restored.
+        """
+        items = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
+        )
+        with _reader(ocp.CompositeCheckpointHandler()) as reader:
+            restored = self._newest(
+                lambda step: reader.restore(self.directory / str(step), args=items)
+            )
+        return restored and (restored.state, restored.data)
+
+    def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
+        """As `restore`, but the parameters alone: a third of what there is to read."""
+        tree = {"params": abstract_params}
+        args = ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,
+        )
+        with _reader(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = self._newest(
+                lambda step: reader.restore(self.directory / str(step) / "state", args=args)
+            )
+        return restored and restored["params"]
+
+    def restore_position(self) -> dict[str, Any] | None:
+        """As `restore`, but the position in the data alone."""
+        with _reader(ocp.JsonCheckpointHandler()) as reader:
+            return self._newest(lambda step: reader.restore(self.directory / str(step) / "data"))
+
+    def _newest(self, read: Callable[[int], Any]) -> Any:
+        """What `read` makes of the newest step that all processes can read; None without steps.
+
+        All of them try the same steps, which are those that the first process sees.
+        """
+        problems = {}
+        while (step := self._newest_besides(problems)) is not None:
+            restored = problem = None
+            try:
+                restored = read(step)
+            except Exception as error:  # Orbax raises many kinds; all mean "not this one"
+                problem = _first_line(error)
+            if multihost_utils.process_allgather(problem is None).all():
+                self._broken = list(problems)
+                return restored
+            problems[step] = f"step {step}: {problem or 'another process cannot read it'}"
+            log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "
+                + "; ".join(problems.values())
+            )
+        return None
+
+    def _newest_besides(self, tried: Container[int]) -> int | None:
+        newest = max((s for s in self._manager.all_steps() if s not in tried), default=-1)
+        newest = int(multihost_utils.broadcast_one_to_all(newest))
+        return newest if newest >= 0 else None
+
+    def _set_broken_aside(self) -> None:
+        if jax.process_index() == 0:
+            for step in self._broken:
+                names = (self.directory / f"{step}.broken{n or ''}" for n in itertools.count())
+                free = next(path for path in names if not path.exists())
+                (self.directory / str(step)).rename(free)
+        if self._broken:
+            multihost_utils.sync_global_devices("broken checkpoints are set aside")
+            self._manager.reload()
+        self._broken = []
+
+
+def _reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
+    """Reads without waiting for other processes: if one alone fails, they would wait for it."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={jax.process_index()}
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _first_line(error: Exception) -> str:
+    line, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {line[:200]}"

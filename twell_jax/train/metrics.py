@@ -1,0 +1,175 @@
+"""What a run measures: taken from the device a step late, checked, shown and kept in a file."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from twell_jax.config import Config, ConfigError
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.gradient_plan import Choice
+from twell_jax.train.run_directory import write_atomically
+from twell_jax.train.trainer import StepMetrics
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or its gradient became inf or NaN; nothing was saved since."""
+
+
+class Log:
+    """`metrics.jsonl`, a line of JSON per logged step or evaluation; a context manager.
+
+    Of several processes the first one writes, the others do nothing.
+
+    Args:
+      path: the file. Records after `step` are removed: a continued run writes them anew.
+      step: the step at which the run starts or continues.
+      tensorboard: also write TensorBoard events beside the file.
+
+    Raises:
+      ConfigError: if `tensorboard` is asked for but its package is not installed.
+    """
+
+    def __init__(self, path: Path, step: int, tensorboard: bool = False):
+        self._file = self._events = None
+        if jax.process_index() > 0:
+            return
+        self._events = _event_writer(path.parent, step) if tensorboard else None
+        kept = [record for record in read(path) if record["step"] <= step]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a")
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._file:
+            self._file.close()
+        if self._events:
+            self._events.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds `record`, which has a "step"; values are numbers or lists with one per layer."""
+        if not self._file:
+            return
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._events:
+            for name, value in record.items():
+                layers = enumerate(value) if isinstance(value, list) else [("all", value)]
+                for layer, number in layers:
+                    self._events.add_scalar(f"{name}/{layer}", number, record["step"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`; a last line that a kill cut short is left out.
+
+    Raises:
+      ConfigError: if another line is not JSON.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ConfigError(f"{path}:{number}: not a line of JSON; mend or remove it") from None
+    return records
+
+
+class Recorder:
+    """Handles the metrics of a step while the next one runs, so that the device never waits.
+
+    Args:
+      config: the run.
+      log: receives every `log_every`-th record and all evaluations.
+      show: called with each record, and whether it is a logged one.
+      checkpoints: named when the run goes wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        log: Log,
+        show: Callable[[dict[str, Any], bool], None],
+        checkpoints: Checkpoints,
+    ):
+        self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._choice: Choice | None = None  # of the pending step
+        self._clock: tuple[int, float] | None = None  # a step and when it ended
+        self._tokens_per_second = 0.0
+
+    def add(self, step: int, measured: StepMetrics, choice: Choice | None = None) -> None:
+        """Takes the metrics of `step`, which may still be running, and handles those before it.
+
+        `choice` is the one that the step was computed with, if there was any.
+        """
+        self.flush()
+        if choice != self._choice:
+            self._clock = None  # neither is compiling
+        self._choice = choice
+        self._pending = step, measured
+
+    def add_evaluation(self, step: int, held_out_ce: float) -> None:
+        """Records a held-out evaluation after `step`, whose own record must have been flushed.
+
+        Raises:
+          NonFiniteLoss: as `flush` does.
+        """
+        self._clock = None  # evaluating is not training
+        self._require_finite(step, updates=step, held_out_ce=held_out_ce)
+        self._log.write({"step": step, "held_out_ce": held_out_ce})
+
+    def flush(self) -> None:
+        """Waits for the last step added; checks, shows and logs what it measured.
+
+        Raises:
+          NonFiniteLoss: names the step and the last good checkpoint.
+        """
+        if self._pending is None:
+            return
+        (step, measured), self._pending = self._pending, None
+        record = {"step": step, "tokens": step * self._config.batch_tokens}
+        record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
+        if self._choice:
+            record["sparse_gradients"] = list(self._choice.sparse)
+        checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
+        self._require_finite(step, updates=step - 1, **checked)
+        now = time.monotonic()
+        if self._clock is not None:  # not in the first step, which compiles
+            since, then = self._clock
+            tokens = (step - since) * self._config.batch_tokens
+            self._tokens_per_second = tokens / (now - then)
+        record["tokens_per_second"] = self._tokens_per_second
+        logged = step % self._config.log_every == 0 or step == self._config.steps
+        self._show(record, logged)
+        if logged:
+            self._log.write(record)
+        if logged or self._clock is None:
+            self._clock = step, now
+
+    def _require_finite(self, step: int, *, updates: int, **measured: float) -> None:
+        """`measured` in `step`, on parameters that `updates` steps made."""
+        if not all(map(math.isfinite, measured.values())):
+            values = ", ".join(f"{name}={value}" for name, value in measured.items())
+            good = self._checkpoints.newest_before(updates)
+            raise NonFiniteLoss(
+                f"step {step}: not finite: {values}; last good checkpoint: {good or 'none'}"
+            )
+
+
+def _event_writer(directory: Path, step: int):
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "tensorboard: needs the package tensorboardX (pip install 'twell-jax[tensorboard]')"
+        ) from None
+    return SummaryWriter(str(directory), purge_step=step + 1)  # hides that one and what follows

@@ -1,0 +1,169 @@
+"""The directory of a run: its resolved configuration, tokenizer, checkpoints, metrics and plots."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import jax
+from flax import nnx
+
+from twell_jax import config as config_lib
+from twell_jax.config import Config, ConfigError, MeshConfig
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.models import sharding
+from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.trainer import abstract_state
+
+# What may change between a run and its continuation; everything else decides the result.
+_FREE = {
+    "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
+    "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "model.remat",
+    "model.ffn_implementation", "model.ffn_gradient_capacity", "sparse_gradients_every",
+}  # fmt: skip
+
+_FREE_OF_PARAMS = {
+    "model.activation", "model.context", "model.dtype", "model.rope_theta", "model.norm_eps",
+    "model.init_scale",
+}  # fmt: skip
+
+_TEMPORARY = ".tmp"
+
+
+class AnotherRun(ConfigError):
+    """The run in `run_dir` was started with other settings or text."""
+
+
+class RunPaths:
+    """Names of what lies in a run directory."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.config = self.directory / "config.yaml"
+        self.tokenizer = self.directory / "tokenizer.json"
+        self.checkpoints = self.directory / "checkpoints"
+        self.metrics = self.directory / "metrics.jsonl"
+        self.analysis = self.directory / "analysis.json"
+
+
+@contextlib.contextmanager
+def lock_run(run_dir: str | Path) -> Iterator[None]:
+    """Keeps other processes of this machine out of a run; a kill opens the lock.
+
+    Raises:
+      ConfigError: another process has it.
+    """
+    directory = Path(run_dir).absolute()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(directory.parent / f".{directory.name}.lock", timeout=0):
+            yield
+    except filelock.Timeout:
+        raise ConfigError(f"run_dir: another process is training in {run_dir}") from None
+
+
+def open_run(config: Config) -> RunPaths:
+    """Makes the run's directory, or joins the run that is there if it is the same one.
+
+    A run that has no checkpoint yet starts anew, with any settings.
+
+    Raises:
+      ConfigError: the directory holds something else.
+      AnotherRun: it holds a run whose settings differ in a way that would change its result; the
+        message names the first such key.
+    """
+    paths = RunPaths(config.run_dir)
+    started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
+    if paths.directory.exists() and not _is_empty(paths.directory):
+        before = load_config(paths.directory)
+        differences = _differences(before.model_dump(), config.model_dump()) if started else ()
+        for key, old, new in differences:
+            raise AnotherRun(
+                f"{key}: the run in {paths.directory} was started with {old!r}, now {new!r}; "
+                "choose another run_dir, or the old value to continue it"
+            )
+    if jax.process_index() == 0:
+        paths.directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(paths.config, config_lib.to_yaml(config))
+    return paths
+
+
+def load_config(run_dir: str | Path) -> Config:
+    """The resolved configuration that a run was last started with.
+
+    Raises:
+      ConfigError: if there is no run.
+    """
+    try:
+        return config_lib.load(RunPaths(run_dir).config)
+    except ConfigError as error:
+        raise ConfigError(f"run_dir: {run_dir} is not the directory of a run ({error})") from None
+
+
+def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
+    """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
+
+    Raises:
+      ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
+      CheckpointError: no checkpoint is whole.
+    """
+    config = load_config(run_dir)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    params = _last_params(run_dir, config, abstract_state(config, mesh).params)
+    tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
+    return config, tokenizer, nnx.merge(graphdef(config.model), params)
+
+
+def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.State) -> nnx.State:
+    """The last parameters of the run `config.init_from`.
+
+    The model must be the same up to what its parameters do not depend on, such as the activation
+    of the feed-forward blocks.
+
+    Raises:
+      ConfigError: there is no such run, it has no checkpoint, or its model or tokenizer differs.
+      CheckpointError: no checkpoint is whole.
+    """
+    source = load_config(config.init_from)
+    for key, old, new in _differences(
+        source.model.model_dump(), config.model.model_dump(), "model."
+    ):
+        if key not in _FREE_OF_PARAMS:
+            raise ConfigError(f"{key}: {new!r}, but init_from={config.init_from} has {old!r}")
+    if tokenizers.load(RunPaths(config.init_from).tokenizer).to_json() != tokenizer.to_json():
+        raise ConfigError(f"data.tokenizer: not that of init_from={config.init_from}")
+    return _last_params(config.init_from, source, abstract_params)
+
+
+def _last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx.State:
+    with Checkpoints(RunPaths(run_dir).checkpoints, config.checkpoint_keep) as checkpoints:
+        params = checkpoints.restore_params(abstract_params)
+    if params is None:
+        raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
+    return params
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that is either whole or not there, also after a kill."""
+    temporary = path.with_name(f"{path.name}{_TEMPORARY}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _is_empty(directory: Path) -> bool:
+    """Whether there is nothing but what a kill left of a file that was being written."""
+    return directory.is_dir() and all(p.suffix == _TEMPORARY for p in directory.iterdir())
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = ""):
+    for name, new in now.items():
+        key, old = f"{prefix}{name}", before[name]
+        if key in _FREE or old == new:
+            continue
+        if isinstance(new, dict):
+            yield from _differences(old, new, f"{key}.")
+        else:
+            yield key, old, new
