@@ -1,9 +1,9 @@
-"""Arrays that kernels change in place.
+"""Arrays that kernels change in place, and the barriers that this needs.
 
-XLA may give a kernel a slice of a larger array to read, or to write a result to, above all in loops
-over layers (dynamic-slice fusion). It forgets then that others of its operands and results are to
-be the same arrays, and what the kernel changes in place is lost. It looks for slices only up to a
-barrier, which all operands and results of such a kernel have to pass, but for constants.
+XLA may hand a kernel a slice of a larger array, or have it write a result into one; it does so in
+loops over layers (dynamic-slice fusion). It then forgets which operands and results of the kernel
+share their memory, and what the kernel changed in place is lost. XLA looks for slices only up to an
+optimization barrier. So all operands and results of such a kernel pass one; constants need none.
 """
 
 from typing import Any
@@ -12,16 +12,16 @@ import jax
 from jax import lax
 
 
-def apart(arrays: Any) -> Any:
-    """A tree of arrays, for XLA neither slices of others nor parts that others are made of."""
+def barrier(arrays: Any) -> Any:
+    """A tree of arrays that XLA takes neither for slices of others nor for parts of others."""
     return lax.optimization_barrier(arrays)
 
 
 def mutable(array: jax.Array) -> jax.Ref:
     """A reference to the contents of `array`, for kernels to change."""
-    return jax.new_ref(apart(array))
+    return jax.new_ref(barrier(array))
 
 
 def contents(ref: jax.Ref) -> jax.Array:
-    """What the kernels so far made of it."""
-    return apart(ref[...])
+    """What the reference holds after the kernels so far."""
+    return barrier(ref[...])

@@ -5,6 +5,9 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from pallas_kernels.kernels import REFERENCE
+from twell_jax.ffn import dispatch
+
 # Has an effect only on the CPU backend, and only before it starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -32,6 +35,12 @@ def quick_compilation(tmp_path_factory):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield
+
+
+@pytest.fixture
+def reference_kernels(monkeypatch):
+    """The functions that define the kernels serve implementation="mosaic", on any device."""
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
 
 
 @pytest.fixture

@@ -23,19 +23,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import cluster, gather, simt
+from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
-_BLOCKS = 8  # of a cluster, as many as the hardware promises to run together
-_NEURONS = 64  # of a block of the gate kernel, the rows of a WGMMA
-_STEP = 128  # columns of x and w_gate in a stage of the gate kernel
-_ROUND = 8192  # neurons that the row kernel's lanes hold at a time
+_CLUSTER_BLOCKS = 8  # of a cluster, as many as the hardware promises to run together
+_TILE_NEURONS = 64  # of a block of the gate kernel, the rows of a WGMMA
+_STAGE_K = 128  # columns of x and w_gate in a stage of the gate kernel
+_ROUND_NEURONS = 8192  # neurons that the row kernel's lanes hold at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallMConfig:
-    """Schedule of `small_m_ffn` on Hopper.
+class FewTokensConfig:
+    """Schedule of `few_tokens_ffn` on Hopper.
 
     Attributes:
       stages: stages of the gate kernel's ring in shared memory, 2 to 6; each takes 18 to 32 KiB.
@@ -52,34 +53,8 @@ class SmallMConfig:
             raise ValueError(f"stages must be from 2 to 6, got {self.stages}")
 
 
-def small_m_ffn_reference(
-    x: jax.Array, w_gate: jax.Array | None, w_up: jax.Array, w_down: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Pure-JAX meaning of `small_m_ffn`."""
-    product = functools.partial(
-        jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
-    )
-    g = jnp.maximum(product(x, w_up if w_gate is None else w_gate).astype(x.dtype), 0)
-    u = 1.0 if w_gate is None else product(x, w_up)
-    h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
-    fired = jnp.any(g != 0, axis=0)
-    used = jnp.where(fired[:, None], w_down, 0).astype(jnp.float32)
-    y = jnp.dot(h, used, precision="highest")
-    nnz = jnp.sum(g != 0, axis=1, dtype=jnp.int32)
-    l1 = jnp.sum(jnp.abs(h), axis=1)
-    if w_gate is not None:  # behind some gate of zero is an up projection that is not finite
-        is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < g.shape[1])
-        y, l1 = jnp.where(is_nan[:, None], jnp.nan, y), jnp.where(is_nan, jnp.nan, l1)
-    return y.astype(x.dtype), nnz, l1, fired
-
-
-def small_m_ffn(
-    x: jax.Array,
-    w_gate: jax.Array | None,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    *,
-    config: SmallMConfig = SmallMConfig(),
+def few_tokens_ffn(
+    x: jax.Array, weights: Weights, *, config: FewTokensConfig = FewTokensConfig()
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes `y = (relu(x @ w_gate^T) * (x @ w_up^T)) @ w_down` for at most 64 tokens.
 
@@ -90,9 +65,7 @@ def small_m_ffn(
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M from 1 to 64, D a multiple of 64 from 128 to 8192.
-      w_gate: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form.
-      w_up: `[H, D]`.
-      w_down: `[H, D]`.
+      weights: `[H, D]` each, H a multiple of 128 up to 65536.
       config: schedule.
 
     Returns:
@@ -104,17 +77,16 @@ def small_m_ffn(
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_weight("w_up", w_up)
-    h, d = w_up.shape
+    support.check_weight("w_up", weights.up)
+    h, d = weights.up.shape
     if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
         raise ValueError(f"x must be [M, D] with M from 1 to {MAX_TOKENS}, got {list(x.shape)}")
     m = x.shape[0]
-    operands.check_array("x", x, (m, d), w_up.dtype)
-    operands.check_array("w_gate", w_gate, (h, d), w_up.dtype)
-    operands.check_array("w_down", w_down, (h, d), w_up.dtype)
+    support.check_array("x", x, (m, d), weights.up.dtype)
+    support.check_array("w_gate", weights.gate, (h, d), weights.up.dtype)
+    support.check_array("w_down", weights.down, (h, d), weights.up.dtype)
 
-    gated = w_gate is not None
-    gate = _gate(x, *((w_gate, w_up) if gated else (w_up, None)), w_down, config)
+    gate = _gate(x, weights, config)
     loads = config.row_loads if m <= 16 else 3 * config.row_loads // 4
     batch = max(1, loads // gather.row_steps(d))
     width = gather.row_width(d)
@@ -126,41 +98,42 @@ def small_m_ffn(
             jax.ShapeDtypeStruct((m,), jnp.float32),
         ),
         scratch_types=dict(
-            entries=plgpu.SMEM((h // _BLOCKS + 2 * batch,), jnp.uint32),
+            entries=plgpu.SMEM((h // _CLUSTER_BLOCKS + 2 * batch,), jnp.uint32),
             counts=plgpu.SMEM((2, 4), jnp.int32),
             sums=plgpu.SMEM((2, batch, 4), jnp.float32),
-            y_parts=plgpu.SMEM((_BLOCKS, width // _BLOCKS), jnp.float32),
-            l1_parts=plgpu.SMEM((_BLOCKS,), jnp.float32),
+            y_parts=plgpu.SMEM((_CLUSTER_BLOCKS, width // _CLUSTER_BLOCKS), jnp.float32),
+            l1_parts=plgpu.SMEM((_CLUSTER_BLOCKS,), jnp.float32),
             arrived=plgpu.SMEM((2,), jnp.uint32),
         ),
         grid=(m,),
         grid_names=("token",),
-        cluster=(_BLOCKS,),
+        cluster=(_CLUSTER_BLOCKS,),
         cluster_names=("block",),
-        kernel_name="small_m_row",
+        kernel_name="few_tokens_row",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    y, nnz, l1 = kernel(gate, *((x, w_up) if gated else (None, None)), w_down)
+    x_of_up = None if weights.linear is None else x
+    y, nnz, l1 = kernel(gate, x_of_up, weights.linear, weights.down)
     return y[:, :d], nnz, l1, jnp.any(gate != 0, axis=0)
 
 
-def _gate(x, w_gate, w_up, w_down, config):
+def _gate(x, weights, config):
     """`relu(x @ w_gate^T)`: `[M rounded up to a multiple of 8, H]`, 0 past M."""
     tokens = pl.cdiv(x.shape[0], 8) * 8
     if x.shape[0] > 8:  # the tiling of x in shared memory takes 8 rows, or all of fewer
         x = jnp.pad(x, ((0, tokens - x.shape[0]), (0, 0)))
-    h = w_gate.shape[0]
+    h = len(weights.activated)
     kernel = plgpu.kernel(
         functools.partial(_gate_kernel, stages=config.stages),
         out_type=jax.ShapeDtypeStruct((tokens, h), x.dtype),
-        grid=(h // _NEURONS,),
+        grid=(h // _TILE_NEURONS,),
         grid_names=("tile",),
-        kernel_name="small_m_gate",
+        kernel_name="few_tokens_gate",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(x, w_gate, w_up, w_down)
+    return kernel(x, weights.activated, weights.linear, weights.down)
 
 
 def _gate_kernel(x, w_gate, w_up, w_down, gate, *, stages):
@@ -168,7 +141,7 @@ def _gate_kernel(x, w_gate, w_up, w_down, gate, *, stages):
     plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
     acc = multiply(x, w_gate, tile, tokens=gate.shape[0], stages=stages)
-    out = gate.at[:, pl.ds(tile * _NEURONS, _NEURONS)].T
+    out = gate.at[:, pl.ds(tile * _TILE_NEURONS, _TILE_NEURONS)].T
     g = jnp.maximum(acc, 0).astype(gate.dtype)
     out[...] = plgpu.layout_cast(g, plgpu.Layout.WGMMA_TRANSPOSED)
     prefetch_rows(jnp.max(acc, axis=1), tile, [w for w in (w_up, w_down) if w is not None])
@@ -187,13 +160,13 @@ def _row_kernel(
     plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
     token_nnz = collect_share(gate.at[token], block, entries, counts)
-    count = (token_nnz + _BLOCKS - 1 - block) // _BLOCKS
+    count = (token_nnz + _CLUSTER_BLOCKS - 1 - block) // _CLUSTER_BLOCKS
     y_part, l1_part = gather.gather_ffn(x_row, entries, count, w_up, w_down, sums)
     cluster.send_parts(y_part, l1_part, block, y_parts, l1_parts, arrived)
     cluster.wait_for_parts(arrived)
 
     def total(parts):
-        sum_of_parts = functools.reduce(jnp.add, [parts[b] for b in range(_BLOCKS)])
+        sum_of_parts = functools.reduce(jnp.add, [parts[b] for b in range(_CLUSTER_BLOCKS)])
         # In the dense computation 0 * inf, behind a gate of zero, makes NaN.
         return jnp.where(is_finite | (token_nnz == gate.shape[1]), sum_of_parts, jnp.nan)
 
@@ -230,17 +203,17 @@ def multiply(x_ref, w_ref, tile: jax.Array, *, tokens: int, stages: int) -> jax.
 
         plgpu.emit_pipeline(
             step,
-            grid=(pl.cdiv(d, _STEP),),
+            grid=(pl.cdiv(d, _STAGE_K),),
             in_specs=[
-                spec((tokens, _STEP), lambda k: (0, k)),
-                spec((_NEURONS, _STEP), lambda k: (tile, k)),
+                spec((tokens, _STAGE_K), lambda k: (0, k)),
+                spec((_TILE_NEURONS, _STAGE_K), lambda k: (tile, k)),
             ],
             max_concurrent_steps=stages,
         )(x_ref, w_ref)
         plgpu.wgmma_wait(0)
         return acc[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((_NEURONS, tokens), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((_TILE_NEURONS, tokens), jnp.float32))
 
 
 def prefetch_rows(top: jax.Array, tile: jax.Array, w_refs: list) -> None:
@@ -261,7 +234,7 @@ def prefetch_rows(top: jax.Array, tile: jax.Array, w_refs: list) -> None:
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
         lane, warp = simt.lane_and_warp()
         row = arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
-        first = arith.addi(arith.muli(tile.registers.item(), const(_NEURONS)), row)
+        first = arith.addi(arith.muli(tile.registers.item(), const(_TILE_NEURONS)), row)
         # The four lanes of a quad hold the same two neurons: each fetches one of their four rows.
         for i, value in enumerate(top.registers.flat):
             (value,) = gather.elements(value, f32)
@@ -323,9 +296,9 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
             )
 
         total = const(0)
-        for start in range(0, h, _ROUND):
+        for start in range(0, h, _ROUND_NEURONS):
             pairs, count = [], const(0)
-            for chunk in range(start, min(start + _ROUND, h), 128 * 8):
+            for chunk in range(start, min(start + _ROUND_NEURONS, h), 128 * 8):
                 for i, pair in enumerate(load(chunk)):
                     ones = ptx(
                         "{ .reg .b32 ones; min.u16x2 ones, $1, $2; popc.b32 $0, ones; }",
@@ -337,7 +310,7 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
                     count = arith.addi(count, ones)
 
             end = simt.inclusive_sum(count, lane)
-            counts = arith.addi(all_counts, const(16 * (start // _ROUND % 2)))
+            counts = arith.addi(all_counts, const(16 * (start // _ROUND_NEURONS % 2)))
             mine = arith.addi(counts, arith.muli(warp, const(4)))
             ptx("st.shared.b32 [$0], $1;", mine, end, predicate=less(const(30), lane))
             mgpu.warpgroup_barrier()
@@ -358,9 +331,9 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
                     for i in range(2):
                         bits = arith.andi(arith.shrui(pair, const(16 * i)), const(0xFFFF))
                         is_entry = less(const(0), bits)
-                        owner = arith.remui(own_rank, const(_BLOCKS))
+                        owner = arith.remui(own_rank, const(_CLUSTER_BLOCKS))
                         is_mine = arith.cmpi(arith.CmpIPredicate.eq, owner, share)
-                        place = arith.muli(arith.divui(own_rank, const(_BLOCKS)), const(4))
+                        place = arith.muli(arith.divui(own_rank, const(_CLUSTER_BLOCKS)), const(4))
                         column = arith.addi(first, const(neuron + i))
                         ptx(
                             "st.shared.b32 [$0], $1;",

@@ -4,7 +4,7 @@ One warpgroup takes one token: it collects the row's entries from its tiles into
 walks that list (`gather.gather_ffn`), so that the hidden activation h lives in registers alone. A
 block holds a few neighbouring tokens, which share neurons; blocks are short, so the hardware's own
 scheduler balances rows of different lengths. Heavy rows, which TwELL does not hold or which have
-more than `MAX_ENTRIES`, are put on a list for `dense_rows`.
+more than `twell.MAX_ROW_ENTRIES`, are put on a list for `dense_rows`.
 """
 
 import dataclasses
@@ -18,11 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import gather, lists, simt
 from pallas_kernels.layouts import twell
-
-MAX_ENTRIES = 128  # of a row; `dense_rows` computes a longer one in less time
+from pallas_kernels.layouts.heavy_rows import HeavyRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,37 +44,6 @@ _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchma
 }
 
 
-def fused_ffn_reference(
-    x: jax.Array, packed: jax.Array, w_up: jax.Array | None, w_down: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Pure-JAX meaning of `fused_ffn`, one row at a time; lists heavy rows in ascending order."""
-    f32 = jnp.float32
-    is_heavy = twell.overflowed(packed) | (jnp.sum(packed[..., 0], axis=1) > MAX_ENTRIES)
-
-    def row(operands):
-        x, tiles, heavy = operands
-        counts, words = tiles[:, 0].astype(jnp.int32), tiles[:, 1:]
-        rank = jnp.arange(words.shape[1])
-        stored = ((rank < counts[:, None]) & ~heavy).ravel()
-        n = jnp.where(stored, (words & 0xFFFF).ravel(), 0)
-        h = lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), w_down.dtype).ravel()
-        h = h.astype(f32)
-        if w_up is not None:
-            h *= jnp.sum(x.astype(f32) * w_up[n].astype(f32), axis=1)
-        h = jnp.where(stored, h, 0)
-        y = jnp.sum(jnp.where(stored[:, None], h[:, None] * w_down[n].astype(f32), 0), axis=0)
-        l1 = jnp.sum(jnp.abs(h))
-        if w_up is not None:
-            y, l1 = (jnp.where(heavy | jnp.all(jnp.isfinite(x)), a, jnp.nan) for a in (y, l1))
-        return y.astype(w_down.dtype), jnp.sum(counts), l1
-
-    m = x.shape[0]
-    (rows,) = jnp.nonzero(is_heavy, size=m, fill_value=0)
-    count = jnp.sum(is_heavy, dtype=jnp.int32)
-    x_rows = jnp.pad(x[rows], ((0, -m % 8), (0, 0)))
-    return *lax.map(row, (x, packed, is_heavy)), (count[None], rows, x_rows)
-
-
 def fused_ffn(
     x: jax.Array,
     packed: jax.Array,
@@ -83,7 +51,7 @@ def fused_ffn(
     w_down: jax.Array,
     *,
     config: FusedFFNConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+) -> tuple[jax.Array, jax.Array, jax.Array, HeavyRows]:
     """Computes `y[m] = sum_n h[m, n] w_down[n]` over the entries (n, g) of row m of `packed`.
 
     h[m, n] = g (x[m] . w_up[n]), or g in the non-gated form. Sums in float32, in a fixed order for
@@ -104,20 +72,19 @@ def fused_ffn(
       y: `[M, D]` in the dtype of the weights; 0 in heavy rows.
       nnz: int32 `[M]`, the row's number of non-zeros.
       l1: float32 `[M]`, `sum_n |h[m, n]|`; 0 in heavy rows.
-      heavy: the list of heavy rows, in any order, as `dense_rows` takes it: int32 `[1]`, their
-        number; int32 `[M]`, the rows; `[M rounded up to a multiple of 8, D]`, their rows of x.
+      heavy: the heavy rows, rows `[M]`.
 
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_weight("w_down", w_down)
+    support.check_weight("w_down", w_down)
     if not packed.shape or packed.shape[0] < 1:
         raise ValueError(f"packed must have at least one row, got {list(packed.shape)}")
     m, (h, d) = packed.shape[0], w_down.shape
     _, tiles, words = shape = twell.packed_shape(m, h)
-    operands.check_array("packed", packed, shape, jnp.uint32)
-    operands.check_array("x", x, (m, d), w_down.dtype)
-    operands.check_array("w_up", w_up, (h, d), w_down.dtype)
+    support.check_array("packed", packed, shape, jnp.uint32)
+    support.check_array("x", x, (m, d), w_down.dtype)
+    support.check_array("w_up", w_up, (h, d), w_down.dtype)
 
     config = config or _TUNED.get((d, h), FusedFFNConfig())
     steps = gather.row_steps(d)
@@ -146,9 +113,9 @@ def fused_ffn(
         ),
     )
     count = in_place.mutable(jnp.zeros(1, jnp.int32))
-    arrays = in_place.apart((x, packed, w_up, w_down))
-    *out, rows, x_rows = in_place.apart(kernel(*arrays, count))
-    return *out, (in_place.contents(count), rows, x_rows)
+    arrays = in_place.barrier((x, packed, w_up, w_down))
+    *out, rows, x_rows = in_place.barrier(kernel(*arrays, count))
+    return *out, HeavyRows(in_place.contents(count), rows, x_rows)
 
 
 def _kernel(
@@ -225,7 +192,9 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
             place = arith.addi(place, arith.muli(in_tiles, const(4)))
         mgpu.warpgroup_barrier()
         complement = arith.xori(total, const(-1))
-        is_heavy = arith.ori(less(const(words - 1), most), less(const(MAX_ENTRIES), total))
+        is_heavy = arith.ori(
+            less(const(words - 1), most), less(const(twell.MAX_ROW_ENTRIES), total)
+        )
         total = arith.select(is_heavy, complement, total)
         return mgpu.FragmentedArray.splat(total, (), is_signed=True)
 

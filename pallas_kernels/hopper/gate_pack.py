@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import pack_relu
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
-from pallas_kernels.hopper.frames.gate_matmul import CONSUMERS, ROWS, GateConfig
+from pallas_kernels.hopper.frames.gate_matmul import GateConfig
 from pallas_kernels.layouts import twell
 
 _WORDS = twell.TILE // twell.COMPRESSION
@@ -22,12 +23,6 @@ _WORDS = twell.TILE // twell.COMPRESSION
 _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchmarks/tune.py
     (512, 1408): GateConfig(grid_tile_width=4),
 }
-
-
-def gate_pack_reference(x: jax.Array, w_gate: jax.Array) -> jax.Array:
-    """Pure-JAX meaning of `gate_pack`: the dense gate, then `twell.pack_reference`."""
-    g = jnp.einsum("md,hd->mh", x, w_gate, preferred_element_type=jnp.float32)
-    return twell.pack_reference(jnp.maximum(g, 0).astype(x.dtype))
 
 
 def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = None) -> jax.Array:
@@ -48,7 +43,7 @@ def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = No
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_tokens(x, w_gate)
+    support.check_tokens(x, w_gate)
     m, (h, d) = x.shape[0], w_gate.shape
     tiles = pl.cdiv(h, twell.TILE)
     packed = gate_matmul.gate_matmul(
@@ -58,7 +53,7 @@ def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = No
         out_type=jax.ShapeDtypeStruct((m, tiles * _WORDS), jnp.uint32),
         scratch_types=dict(
             packed_smem=plgpu.SMEM(
-                (CONSUMERS, ROWS, _WORDS), jnp.uint32, transforms=pack_relu.PACKED_TRANSFORMS
+                (CONSUMERS, ACC_ROWS, _WORDS), jnp.uint32, transforms=pack_relu.PACKED_TRANSFORMS
             )
         ),
         config=config or _TUNED.get((d, h), GateConfig()),
@@ -74,5 +69,5 @@ def _pack(acc, slab, tile, packed_gmem, *, packed_smem, h, dtype):
     pack_relu.pack_relu(acc, dtype, tile, mine)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
-        mine, packed_gmem.at[pl.ds(slab * ROWS, ROWS), pl.ds(tile * _WORDS, _WORDS)]
+        mine, packed_gmem.at[pl.ds(slab * ACC_ROWS, ACC_ROWS), pl.ds(tile * _WORDS, _WORDS)]
     )

@@ -10,22 +10,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import union_relu
+from pallas_kernels.hopper.device.tiles import CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
-from pallas_kernels.hopper.frames.gate_matmul import CONSUMERS, GateConfig
+from pallas_kernels.hopper.frames.gate_matmul import GateConfig
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.tile_union import GROUP, TOKENS
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
 # With a width of 8 an SM would see but two of 8 neighbouring row tiles, as 132 is 4 mod 8, and the
 # first tokens of sequences, which fire most, tend to lie 4 or 8 tiles apart.
 _CONFIG = GateConfig(grid_tile_width=7)
-
-
-def gate_union_reference(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pure-JAX meaning of `gate_union`: the dense product, then `tile_union.pack_reference`."""
-    z = jnp.einsum("md,hd->mh", x, w_gate, preferred_element_type=jnp.float32)
-    return tile_union.pack_reference(z, x.dtype)
 
 
 def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -46,17 +41,17 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_tokens(x, w_gate)
+    support.check_tokens(x, w_gate)
     m, h = x.shape[0], w_gate.shape[0]
-    tiles = pl.cdiv(m, TOKENS)
+    tiles = pl.cdiv(m, TILE_TOKENS)
     return gate_matmul.gate_matmul(
         w_gate,
         x,
         _write_union,
         out_type=(
-            jax.ShapeDtypeStruct((tiles, h, TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), x.dtype),
             jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
-            jax.ShapeDtypeStruct((h // GROUP, tiles * TOKENS), jnp.uint8),
+            jax.ShapeDtypeStruct((h // GROUP_NEURONS, tiles * TILE_TOKENS), jnp.uint8),
         ),
         scratch_types=dict(
             words=plgpu.SMEM((CONSUMERS, union_relu.UNION_WORDS), jnp.uint32),
@@ -66,14 +61,14 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
 
 
 def _write_union(acc, group, tile, gate, masks, counts, *, words):
-    neurons = pl.ds(group * GROUP, GROUP)
-    bits = pl.ds(group * (GROUP // 32), GROUP // 32)
+    neurons = pl.ds(group * GROUP_NEURONS, GROUP_NEURONS)
+    bits = pl.ds(group * (GROUP_NEURONS // 32), GROUP_NEURONS // 32)
     union_relu.union_relu(
         acc,
         gate.at[tile, neurons],
         masks.at[0, tile, bits],
         masks.at[1, tile, bits],
-        counts.at[group, pl.ds(tile * TOKENS, TOKENS)],
+        counts.at[group, pl.ds(tile * TILE_TOKENS, TILE_TOKENS)],
         words.at[group % CONSUMERS],
-        threshold=tile_union.THRESHOLD,
+        threshold=tile_union.OUTLYING_ABOVE,
     )

@@ -3,8 +3,6 @@
 With h = g u this is the up projection of dy, but for what follows the matmul: dg = dh u and
 du = dh g take the places of g and h, as the gradient of x needs them, and go, with h, to the neuron
 lists, as the gradients of the weights need them. There every non-zero entry is stored for itself.
-That u is h / g, where g is not 0, costs no accuracy: h was rounded once, as u would have been. (But
-in float16 h is subnormal sooner.)
 """
 
 import jax
@@ -17,46 +15,21 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper import operands
-from pallas_kernels.hopper.device import gather, simt
+from pallas_kernels.hopper import support
+from pallas_kernels.hopper.device import gather, row_copies, simt
 from pallas_kernels.hopper.device.simt import const
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
-from pallas_kernels.hopper.frames.gate_matmul import sm_count
-from pallas_kernels.hopper.frames.gathered_matmul import CONSUMERS, ROWS, STEP
+from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.hopper.union_up import describe_item
+from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists
-from pallas_kernels.layouts.tile_union import CHUNK, GROUP, TOKENS, Plan
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 
-_PARTS = TOKENS // ROWS  # of a block
-_TINY = float(jnp.finfo(jnp.float32).tiny)  # the least that h is divided by
+_PARTS = TILE_TOKENS // ACC_ROWS  # of a block
 _WORDS = 4  # that describe the 64 tokens of a part in a list
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
 _PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
-
-
-def hidden_grads_reference(dy, w_down, h_ref, l1_grad, plan, lists):
-    """Pure-JAX meaning of `hidden_grads`."""
-    tiles, h = plan.neurons.shape
-    items = plan.items[:, None]
-    tile, column = items // (h // CHUNK), items % (h // CHUNK) * CHUNK + jnp.arange(CHUNK)
-    in_union = (column < plan.sizes[tile]) & (jnp.arange(len(items)) < plan.item_count)[:, None]
-    neurons = plan.neurons[tile, column]
-    dy = jnp.pad(dy, ((0, -dy.shape[0] % TOKENS), (0, 0))).reshape(tiles, TOKENS, -1)
-    dh = jnp.einsum(
-        "idt,ihd->iht", dy[tile[:, 0]].mT, w_down[neurons], preferred_element_type=jnp.float32
-    )
-    *gate, value = jnp.split(h_ref[...].astype(jnp.float32), h_ref.shape[1] // CHUNK, axis=1)
-    grads = chain_rule(dh, gate, value, l1_grad[0])
-    h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
-
-    token = tile[:, :, None] * TOKENS + jnp.arange(TOKENS)
-    every_slot = lists.slots(jnp.arange(tiles * TOKENS))
-    slot = every_slot[neurons[:, :, None] // GROUP, token]
-    is_used = in_union[:, :, None] & ([*gate, value][0] != 0)
-    slot = jnp.where(is_used, slot, len(lists.tokens))
-    zeros = jnp.zeros((len(lists.tokens), GROUP), w_down.dtype)
-    place = slot, jnp.broadcast_to(neurons[:, :, None] % GROUP, slot.shape)
-    return tuple(zeros.at[place].set(a.astype(zeros.dtype), mode="drop") for a in (value, *grads))
 
 
 def hidden_grads(
@@ -86,19 +59,21 @@ def hidden_grads(
     Raises:
       ValueError: if a shape or dtype is not one of these.
     """
-    operands.check_weight("w_down", w_down)
-    operands.check_array("dy", dy, (dy.shape[0], w_down.shape[1]), w_down.dtype)
-    operands.check_array(
-        "plan.neurons", plan.neurons, (pl.cdiv(dy.shape[0], TOKENS), len(w_down)), jnp.int32
+    support.check_weight("w_down", w_down)
+    support.check_array("dy", dy, (dy.shape[0], w_down.shape[1]), w_down.dtype)
+    support.check_array(
+        "plan.neurons", plan.neurons, (pl.cdiv(dy.shape[0], TILE_TOKENS), len(w_down)), jnp.int32
     )
-    operands.check_array("l1_grad", l1_grad, (1,), jnp.float32)
+    support.check_array("l1_grad", l1_grad, (1,), jnp.float32)
     rows = h_ref.shape[1]
-    if rows not in (CHUNK, 2 * CHUNK):
+    if rows not in (CHUNK_NEURONS, 2 * CHUNK_NEURONS):
         raise ValueError(f"h_ref must be [items, 128 or 256, 256], got {list(h_ref.shape)}")
-    operands.check_array("h_ref", h_ref, (plan.items.size, rows, TOKENS), w_down.dtype)
+    support.check_array("h_ref", h_ref, (plan.items.size, rows, TILE_TOKENS), w_down.dtype)
     dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
-    plan, lists, l1_grad, dy, w_down = in_place.apart((plan, lists, l1_grad, dy, w_down))
-    entries = [in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK, w_down.dtype)]
+    plan, lists, l1_grad, dy, w_down = in_place.barrier((plan, lists, l1_grad, dy, w_down))
+    entries = [
+        in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)
+    ]
     gathered_matmul.gathered_matmul(
         describe_item,
         _produce,
@@ -114,8 +89,8 @@ def hidden_grads(
         dy,
         w_down,
         jobs=lambda item_count, *_: item_count[0],
-        a_shape=(CONSUMERS * ROWS, STEP),
-        b_shape=(TOKENS, STEP),
+        a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
+        b_shape=(TILE_TOKENS, STAGE_K),
         out_type=(),
         name="hidden_grads",
     )
@@ -131,20 +106,20 @@ def _no_entries(lists: NeuronLists, n: int, dtype):
         zeros[...] = jnp.zeros(zeros.shape, dtype)
         plgpu.commit_smem()
         sm, sms, last = lax.axis_index("sm"), lax.axis_size("sm"), lengths.shape[0] - 1
-        blocks = pl.cdiv(starts[last] + lengths[last], GROUP)
+        blocks = pl.cdiv(starts[last] + lengths[last], GROUP_NEURONS)
 
         @pl.loop(0, pl.cdiv(blocks - sm, sms))
         def _(i):
             for array in arrays:
-                slots = pl.ds((sm + i * sms) * GROUP, GROUP)
+                slots = pl.ds((sm + i * sms) * GROUP_NEURONS, GROUP_NEURONS)
                 plgpu.copy_smem_to_gmem(zeros, array.at[slots])
 
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((capacity, GROUP), dtype)] * n,
-        scratch_types=[plgpu.SMEM((GROUP, GROUP), dtype)],
+        out_type=[jax.ShapeDtypeStruct((capacity, GROUP_NEURONS), dtype)] * n,
+        scratch_types=[plgpu.SMEM((GROUP_NEURONS, GROUP_NEURONS), dtype)],
         grid=(sm_count(),),
         grid_names=("sm",),
         kernel_name="no_entries",
@@ -152,54 +127,45 @@ def _no_entries(lists: NeuronLists, n: int, dtype):
     )(lists.starts, lists.lengths)
 
 
-def chain_rule(dh, gate, value, l1_grad):
-    """Gradients for the factors of h from that for h without its L1 term, all in float32.
-
-    `value` is h. `gate` is a list of the gates, for which dg and du are returned, or of nothing in
-    the non-gated form: du.
-    """
-    dh += jnp.where(value > 0, l1_grad, jnp.where(value < 0, -l1_grad, 0.0))
-    if not gate:
-        return [jnp.where(value != 0, dh, 0.0)]
-    (gate,) = gate
-    up = value / jnp.maximum(gate, _TINY)  # 0 where the gate is 0: there h is
-    return [dh * up, dh * gate]
-
-
 def _produce(job, ring, step, _, items, neurons, sizes, l1_grad, words, entries, *rest):
     hidden, dy, w_down = rest
     item, tile, first, limit = job
-    indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
+    indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
     def put_block(part, step):
         def fill(_, b, loaded):
-            block = hidden.at[item, :, pl.ds(part * ROWS, ROWS)]
+            block = hidden.at[item, :, pl.ds(part * ACC_ROWS, ACC_ROWS)]
             plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, hidden.shape[1])], loaded)
 
         ring.put(step, fill)
         return step + 1
 
-    step = ring.put_product(step, dy, tile * TOKENS, w_down, indices, limit)
+    step = ring.put_product(step, dy, tile * TILE_TOKENS, w_down, indices, limit)
     return lax.fori_loop(0, _PARTS, put_block, step)
 
 
 def _consume(job, ring, step, warpgroup, buffers, *refs):
     _, _, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
     item, tile, first, limit = job
-    my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ROWS, ROWS)])
-    steps = dy.shape[1] // STEP
+    my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ACC_ROWS, ACC_ROWS)])
+    steps = dy.shape[1] // STAGE_K
     products = ring.multiply_product(step, steps, warpgroup, limit)
     step += steps
     writes = 0
     for part in range(_PARTS):
-        places = _load_places(words, my_neurons, (tile * TOKENS + part * ROWS) // 32)
+        places = _load_places(words, my_neurons, (tile * TILE_TOKENS + part * ACC_ROWS) // 32)
         _, b = ring.take(step + part)
-        starts = [f * CHUNK + warpgroup * ROWS for f in range(hidden.shape[1] // CHUNK)]
-        *gate, value = [b[pl.ds(start, ROWS)].astype(jnp.float32) for start in starts]
-        dh = products[:, part * ROWS : (part + 1) * ROWS]
-        grads = [a.astype(dy.dtype) for a in chain_rule(dh, gate, value, l1_grad[0])]
+        starts = [
+            f * CHUNK_NEURONS + warpgroup * ACC_ROWS
+            for f in range(hidden.shape[1] // CHUNK_NEURONS)
+        ]
+        *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
+        dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
+        grads = [
+            a.astype(dy.dtype) for a in chain_rule(dh, gate[0] if gate else None, value, l1_grad[0])
+        ]
         for start, grad in zip(starts, grads, strict=True):
-            target = hidden.at[item, pl.ds(start, ROWS), pl.ds(part * ROWS, ROWS)]
+            target = hidden.at[item, pl.ds(start, ACC_ROWS), pl.ds(part * ACC_ROWS, ACC_ROWS)]
             gathered_matmul.write(grad, buffers.at[writes % 2], target)
             writes += 1
         ring.release(step + part)  # behind the fence of the writes: TMA will fill it again
@@ -266,9 +232,9 @@ def _enter(entries, neurons, places, arrays) -> None:
         # The bits of the tokens before this lane's first one, among the first 8 of a word.
         below = arith.subi(arith.shli(const(1), column), const(1))
         for row, neuron in enumerate(_int_values(neurons)):
-            offset = arith.muli(arith.andi(neuron, const(GROUP - 1)), const(2))
+            offset = arith.muli(arith.andi(neuron, const(GROUP_NEURONS - 1)), const(2))
             targets = [simt.gmem_address(entry, offset) for entry in entries]
-            for j in range(ROWS // 8):
+            for j in range(ACC_ROWS // 8):
                 word = row * _WORDS + j // 4 * 2
                 shift = j % 4 * 8
                 mask = arith.ori(arith.shli(below, const(shift)), const((1 << shift) - 1))
@@ -305,7 +271,7 @@ def _store_pair(targets, pairs, bits, first_slot, mask, capacity):
     for half_mask, half in (("0xFFFF", "near"), ("0xFFFF0000", "far")):
         code += element.format(half=half_mask, bits=bits_arg, slot=slot_arg, capacity=capacity)
         for i in range(n):
-            code += store.format(row_bytes=2 * GROUP, target=i, pair=n + i, half=half)
+            code += store.format(row_bytes=2 * GROUP_NEURONS, target=i, pair=n + i, half=half)
         code += "shl.b32 below, below, 1; or.b32 below, below, 1;"
     mgpu.utils.inline_ptx(
         code + " done:}", *targets, *pairs, bits, first_slot, mask, has_side_effects=True

@@ -9,26 +9,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
+from pallas_kernels.hopper.device import row_copies
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
-from pallas_kernels.hopper.frames.gathered_matmul import CONSUMERS, ROWS, STEP
-from pallas_kernels.layouts.tile_union import CHUNK, TOKENS, Plan
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
-_COLUMNS = CONSUMERS * ROWS
-_STEPS = CHUNK // STEP  # of a block
-
-
-def union_down_reference(h, weights, plan, m):
-    """Pure-JAX meaning of `union_down`."""
-    column = jnp.arange(plan.neurons.shape[1])
-    keep = (column < plan.sizes[:, None])[:, :, None]
-    blocks = jnp.minimum(plan.firsts[:, None] + column // CHUNK, len(h) - 1)
-    y = 0
-    for i, w in enumerate(weights):
-        part = jnp.where(keep, h[blocks, _first_row(h, weights, i) + column % CHUNK], 0)
-        rows = jnp.where(keep, w[plan.neurons], 0)
-        y += jnp.einsum("rht,rhd->rtd", part, rows, preferred_element_type=jnp.float32)
-    return y.reshape(-1, y.shape[-1])[: -(-m // 8) * 8].astype(h.dtype)
+_COLUMNS = CONSUMERS * ACC_ROWS
+_STEPS = CHUNK_NEURONS // STAGE_K  # of a block
 
 
 def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int) -> jax.Array:
@@ -49,13 +37,13 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
       ValueError: if a shape or dtype is not one of these.
     """
     for w in weights:
-        operands.check_weight("a weight", w)
+        support.check_weight("a weight", w)
     neurons, d = weights[0].shape
-    operands.check_array("the second weight", weights[-1], (neurons, d), weights[0].dtype)
-    rows = 2 * CHUNK if h.shape[1] == 2 * CHUNK else CHUNK * len(weights)
-    operands.check_array("h", h, (h.shape[0], rows, TOKENS), weights[0].dtype)
-    tiles = pl.cdiv(m, TOKENS)
-    operands.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
+    support.check_array("the second weight", weights[-1], (neurons, d), weights[0].dtype)
+    rows = 2 * CHUNK_NEURONS if h.shape[1] == 2 * CHUNK_NEURONS else CHUNK_NEURONS * len(weights)
+    support.check_array("h", h, (h.shape[0], rows, TILE_TOKENS), weights[0].dtype)
+    tiles = pl.cdiv(m, TILE_TOKENS)
+    support.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
     return gathered_matmul.gathered_matmul(
         _describe,
         _produce,
@@ -66,8 +54,8 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
         h,
         *weights,
         jobs=lambda _, sizes, *rest: jnp.int32(sizes.shape[0] * pl.cdiv(d, _COLUMNS)),
-        a_shape=(STEP, _COLUMNS),
-        b_shape=(STEP, TOKENS),
+        a_shape=(STAGE_K, _COLUMNS),
+        b_shape=(STAGE_K, TILE_TOKENS),
         out_type=jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), h.dtype),  # for the copies' tiling
         name="union_down",
     )
@@ -83,18 +71,18 @@ def _describe(i, _, sizes, firsts, *rest):
 def _produce(job, ring, step, *refs):
     neurons, _, _, h, *weights, _ = refs
     tile, size, first_block, column = job
-    steps = pl.cdiv(size, STEP)
+    steps = pl.cdiv(size, STAGE_K)
 
     def indices_of(k):
-        first = jnp.minimum(k * STEP, neurons.shape[1] - STEP)
-        return neurons.at[tile, pl.ds(first, STEP)]
+        first = jnp.minimum(k * STAGE_K, neurons.shape[1] - STAGE_K)
+        return neurons.at[tile, pl.ds(first, STAGE_K)]
 
     for w, weight in enumerate(weights):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
-            rows = pl.ds(_first_row(h, weights, w) + k % _STEPS * STEP, STEP)
+            rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
             plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows], b, loaded)
-            gathered_matmul.gather_rows(weight, indices, size - k * STEP, column, a)
+            row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
     return step
@@ -103,18 +91,13 @@ def _produce(job, ring, step, *refs):
 def _consume(job, ring, step, warpgroup, buffers, *refs):
     _, _, _, _, *weights, y = refs
     tile, size, _, column = job
-    steps = len(weights) * pl.cdiv(size, STEP)
-    mine = pl.ds(warpgroup * ROWS, ROWS)
+    steps = len(weights) * pl.cdiv(size, STAGE_K)
+    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
     out = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[:, mine].T, b))
-    columns = pl.ds(column + warpgroup * ROWS, ROWS)
-    for part in range(TOKENS // ROWS):
-        tokens = out[:, part * ROWS : (part + 1) * ROWS].astype(y.dtype)
+    columns = pl.ds(column + warpgroup * ACC_ROWS, ACC_ROWS)
+    for part in range(TILE_TOKENS // ACC_ROWS):
+        tokens = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
         tokens = plgpu.layout_cast(tokens, plgpu.Layout.WGMMA_TRANSPOSED)
-        target = y.at[pl.ds(tile * TOKENS + part * ROWS, ROWS), columns]
+        target = y.at[pl.ds(tile * TILE_TOKENS + part * ACC_ROWS, ACC_ROWS), columns]
         gathered_matmul.write(tokens, buffers.at[part % 2], target, transposed=True)
     return step + steps
-
-
-def _first_row(h, weights, i):
-    """Of the i-th weight's rows in the blocks of h; what lies above those of the first is not h."""
-    return h.shape[1] - CHUNK * (len(weights) - i)

@@ -10,35 +10,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
+from pallas_kernels.hopper.device import row_copies
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
-from pallas_kernels.hopper.frames.gathered_matmul import CONSUMERS, ROWS, STEP
-from pallas_kernels.layouts.tile_union import CHUNK, TOKENS, Plan
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 
-_PARTS = TOKENS // ROWS  # of a block, for the gate and for h
-
-
-def union_up_reference(x, gate, w_up, plan, *, with_gate=False):
-    """Pure-JAX meaning of `union_up`."""
-    tiles, h = plan.neurons.shape
-    items = plan.items[:, None]
-    in_list = jnp.arange(len(items)) < plan.item_count
-    tile, first = items // (h // CHUNK), items % (h // CHUNK) * CHUNK
-    column = first + jnp.arange(CHUNK)
-    in_union = ((column < plan.sizes[tile]) & in_list[:, None])[:, :, None]
-    neurons = plan.neurons[tile, column]
-    gates = jnp.where(in_union, gate[tile, neurons], 0)
-    value = gates.astype(jnp.float32)
-    if w_up is not None:
-        x = jnp.pad(x, ((0, -x.shape[0] % TOKENS), (0, 0))).reshape(tiles, TOKENS, -1)
-        up = jnp.einsum(
-            "idt,ihd->iht", x[tile[:, 0]].mT, w_up[neurons], preferred_element_type=jnp.float32
-        )
-        value *= up
-    hidden = value.astype(gate.dtype)
-    if with_gate and w_up is not None:
-        hidden = jnp.concatenate([gates, hidden], axis=1)
-    return hidden, jnp.sum(jnp.abs(value), where=in_union)
+_PARTS = TILE_TOKENS // ACC_ROWS  # of a block, for the gate and for h
 
 
 def union_up(
@@ -65,14 +43,14 @@ def union_up(
       ValueError: if a shape or dtype is not one of these.
     """
     m, h = x.shape[0], plan.neurons.shape[1]
-    operands.check_weight(
+    support.check_weight(
         "a weight to go with x and plan", jax.ShapeDtypeStruct((h, x.shape[1]), x.dtype)
     )
-    operands.check_array("w_up", w_up, (h, x.shape[1]), x.dtype)
-    operands.check_array("gate", gate, (pl.cdiv(m, TOKENS), h, TOKENS), x.dtype)
+    support.check_array("w_up", w_up, (h, x.shape[1]), x.dtype)
+    support.check_array("gate", gate, (pl.cdiv(m, TILE_TOKENS), h, TILE_TOKENS), x.dtype)
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
     (items,) = plan.items.shape
-    rows = 2 * CHUNK if with_gate and w_up is not None else CHUNK
+    rows = 2 * CHUNK_NEURONS if with_gate and w_up is not None else CHUNK_NEURONS
     hidden, l1 = gathered_matmul.gathered_matmul(
         describe_item,
         _produce,
@@ -85,11 +63,11 @@ def union_up(
         w_up,
         gate,
         jobs=lambda item_count, *_: item_count[0],
-        a_shape=(CONSUMERS * ROWS, STEP),
-        b_shape=(TOKENS, STEP),
+        a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
+        b_shape=(TILE_TOKENS, STAGE_K),
         out_type=(
-            jax.ShapeDtypeStruct((items, rows, TOKENS), x.dtype),
-            jax.ShapeDtypeStruct((items, CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((items, rows, TILE_TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((items, CHUNK_NEURONS), jnp.float32),
         ),
         name="union_up",
     )
@@ -99,34 +77,34 @@ def union_up(
 
 def describe_item(i, _, items, neurons, sizes, *rest):
     """Item, row tile, first neuron, and how many there are from this one on."""
-    chunks = neurons.shape[1] // CHUNK
-    tile, first = items[i] // chunks, items[i] % chunks * CHUNK
+    chunks = neurons.shape[1] // CHUNK_NEURONS
+    tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS
     return i, tile, first, sizes[tile] - first
 
 
 def _produce(job, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
     _, tile, first, limit = job
-    indices = gathered_matmul.load_indices(neurons.at[tile, pl.ds(first, CHUNK)])
+    indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
     def put_gates(part, step):
         def fill(a, _, loaded):
             plgpu.barrier_arrive(loaded)
-            gathered_matmul.gather_rows(gate.at[tile], indices, limit, part * ROWS, a)
+            row_copies.gather_rows(gate.at[tile], indices, limit, part * ACC_ROWS, a)
 
         ring.put(step, fill)
         return step + 1
 
     if w_up is not None:
-        step = ring.put_product(step, x, tile * TOKENS, w_up, indices, limit)
+        step = ring.put_product(step, x, tile * TILE_TOKENS, w_up, indices, limit)
     return lax.fori_loop(0, _PARTS, put_gates, step)
 
 
 def _consume(job, ring, step, warpgroup, buffers, *refs):
     item, _, _, limit = job
     _, _, _, _, x, w_up, _, hidden, l1 = refs
-    mine = pl.ds(warpgroup * ROWS, ROWS)
+    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
     if w_up is not None:
-        steps = x.shape[1] // STEP
+        steps = x.shape[1] // STAGE_K
         products = ring.multiply_product(step, steps, warpgroup, limit)
         step += steps
     sums, writes = [], 0
@@ -136,12 +114,12 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
         ring.release(step + part)
         value = gates.astype(jnp.float32)
         if w_up is not None:
-            value *= products[:, part * ROWS : (part + 1) * ROWS]
+            value *= products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
         sums.append(jnp.sum(jnp.abs(value), axis=1))
-        arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK :]
+        arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
         for f, array in enumerate(arrays):
-            rows = pl.ds(f * CHUNK + warpgroup * ROWS, ROWS)
-            target = hidden.at[item, rows, pl.ds(part * ROWS, ROWS)]
+            rows = pl.ds(f * CHUNK_NEURONS + warpgroup * ACC_ROWS, ACC_ROWS)
+            target = hidden.at[item, rows, pl.ds(part * ACC_ROWS, ACC_ROWS)]
             gathered_matmul.write(array, buffers.at[writes % 2], target)
             writes += 1
     l1[item, mine] = sum(sums)

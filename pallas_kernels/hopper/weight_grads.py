@@ -10,30 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import operands
+from pallas_kernels.hopper import support
+from pallas_kernels.hopper.device import row_copies
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
-from pallas_kernels.hopper.frames.gathered_matmul import CONSUMERS, ROWS, STEP
 from pallas_kernels.layouts.neuron_lists import NeuronLists
-from pallas_kernels.layouts.tile_union import GROUP
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS
 
 _COLUMNS = 256  # of x in a job
-
-
-def weight_grads_reference(values, x, lists):
-    """Pure-JAX meaning of `weight_grads`."""
-    slot = jnp.arange(len(lists.tokens))
-
-    def block(start_and_length):
-        start, length = start_and_length
-        keep = ((slot >= start) & (slot < start + length))[:, None]
-        rows = jnp.where(keep, x[lists.tokens], 0)
-        return tuple(
-            jnp.einsum("sn,sd->nd", jnp.where(keep, v, 0), rows, preferred_element_type=jnp.float32)
-            for v in values
-        )
-
-    grads = lax.map(block, (lists.starts, lists.lengths))
-    return tuple(grad.reshape(-1, x.shape[1]).astype(x.dtype) for grad in grads)
 
 
 def weight_grads(
@@ -60,10 +44,10 @@ def weight_grads(
         raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
     if not 1 <= len(values) <= CONSUMERS:
         raise ValueError(f"values must be one or two arrays, got {len(values)}")
-    out_type = jax.ShapeDtypeStruct((blocks * GROUP, x.shape[1]), x.dtype)
-    operands.check_weight("a weight to go with x and lists", out_type)
+    out_type = jax.ShapeDtypeStruct((blocks * GROUP_NEURONS, x.shape[1]), x.dtype)
+    support.check_weight("a weight to go with x and lists", out_type)
     for i, value in enumerate(values):
-        operands.check_array(f"values[{i}]", value, (capacity, GROUP), x.dtype)
+        support.check_array(f"values[{i}]", value, (capacity, GROUP_NEURONS), x.dtype)
     return gathered_matmul.gathered_matmul(
         _describe,
         _produce,
@@ -75,8 +59,8 @@ def weight_grads(
         values,
         x,
         jobs=lambda order, *_: jnp.int32(order.shape[0] * pl.cdiv(x.shape[1], _COLUMNS)),
-        a_shape=(STEP, _COLUMNS),
-        b_shape=(len(values) * STEP, GROUP),
+        a_shape=(STAGE_K, _COLUMNS),
+        b_shape=(len(values) * STAGE_K, GROUP_NEURONS),
         b_copies=len(values),
         out_type=(out_type,) * len(values),
         name="weight_grads",
@@ -94,22 +78,22 @@ def _produce(job, ring, step, order, starts, lengths, tokens, values, x, *_):
     _, start, length, column = job
 
     def indices_of(k):
-        first = jnp.minimum(start + k * STEP, tokens.shape[0] - STEP)
-        return tokens.at[pl.ds(first, STEP)]
+        first = jnp.minimum(start + k * STAGE_K, tokens.shape[0] - STAGE_K)
+        return tokens.at[pl.ds(first, STAGE_K)]
 
     def fill(k, indices, a, b, loaded):
         for n, value in enumerate(values):
-            entries = value.at[pl.ds(start + k * STEP, STEP)]
-            plgpu.copy_gmem_to_smem(entries, b.at[pl.ds(n * STEP, STEP)], loaded)
-        gathered_matmul.gather_rows(x, indices, length - k * STEP, column, a)
+            entries = value.at[pl.ds(start + k * STAGE_K, STAGE_K)]
+            plgpu.copy_gmem_to_smem(entries, b.at[pl.ds(n * STAGE_K, STAGE_K)], loaded)
+        row_copies.gather_rows(x, indices, length - k * STAGE_K, column, a)
 
-    return ring.put_lists(step, pl.cdiv(length, STEP), indices_of, fill)
+    return ring.put_lists(step, pl.cdiv(length, STAGE_K), indices_of, fill)
 
 
 def _consume(job, ring, step, warpgroup, buffers, *refs):
     _, _, _, _, values, _, *grads = refs
     block, _, length, column = job
-    steps = pl.cdiv(length, STEP)
+    steps = pl.cdiv(length, STAGE_K)
     columns = _COLUMNS * len(values) // CONSUMERS
     if len(values) == 1:
         mine = pl.ds(warpgroup * columns, columns)
@@ -118,7 +102,7 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
         def wgmma(acc, a, b):
             plgpu.wgmma(acc, b.T, a.at[:, mine])
     else:
-        mine = pl.ds(warpgroup * STEP, STEP)
+        mine = pl.ds(warpgroup * STAGE_K, STAGE_K)
 
         def wgmma(acc, a, b):
             plgpu.wgmma(acc, b.at[mine].T, a)
@@ -126,9 +110,12 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
     sums = ring.multiply(step, steps, wgmma, columns=columns)
 
     def write(grad):
-        for part in range(columns // ROWS):
-            array = sums[:, part * ROWS : (part + 1) * ROWS].astype(grad.dtype)
-            target = grad.at[pl.ds(block * GROUP, GROUP), pl.ds(column + part * ROWS, ROWS)]
+        for part in range(columns // ACC_ROWS):
+            array = sums[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(grad.dtype)
+            target = grad.at[
+                pl.ds(block * GROUP_NEURONS, GROUP_NEURONS),
+                pl.ds(column + part * ACC_ROWS, ACC_ROWS),
+            ]
             gathered_matmul.write(array, buffers.at[part % 2], target)
 
     if len(grads) == 1:

@@ -1,0 +1,1 @@
+"""How packed activations, weights and lists lie in memory, and what they mean."""

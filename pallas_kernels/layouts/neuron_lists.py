@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts.tile_union import GROUP, TOKENS, to_words
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS, to_words
 
-STEP = 64  # slots, the unit of a list's room
+ROOM_SLOTS = 64  # slots by which the room of a list grows
 
 
 @jax.tree_util.register_dataclass
@@ -70,20 +70,21 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
     Raises:
       ValueError: if a shape, a dtype or the capacity is not one of these.
     """
-    if counts.ndim != 2 or counts.dtype != jnp.uint8 or counts.shape[1] != -(-m // TOKENS) * TOKENS:
+    padded_m = -(-m // TILE_TOKENS) * TILE_TOKENS
+    if counts.ndim != 2 or counts.dtype != jnp.uint8 or counts.shape[1] != padded_m:
         raise ValueError(
-            f"counts must be uint8 [H / {GROUP}, {-(-m // TOKENS) * TOKENS}] for {m} tokens, got "
+            f"counts must be uint8 [H / {GROUP_NEURONS}, {padded_m}] for {m} tokens, got "
             f"{counts.dtype} {list(counts.shape)}"
         )
-    if capacity < STEP or capacity % STEP:
-        raise ValueError(f"capacity must be a positive multiple of {STEP}, got {capacity}")
+    if capacity < ROOM_SLOTS or capacity % ROOM_SLOTS:
+        raise ValueError(f"capacity must be a positive multiple of {ROOM_SLOTS}, got {capacity}")
     token = jnp.arange(counts.shape[1], dtype=jnp.int32)
     bits = to_words((counts & 127 != 0) & (token < m))
     # Sums over words rather than tokens, as XLA makes several passes over what it sums up.
     in_word = lax.population_count(bits).astype(jnp.int32)
     before_word = jnp.cumsum(in_word, axis=1) - in_word
     lengths = before_word[:, -1] + in_word[:, -1]
-    room = -(-lengths // STEP) * STEP
+    room = -(-lengths // ROOM_SLOTS) * ROOM_SLOTS
     starts = jnp.cumsum(room) - room
     fits = starts[-1] + room[-1] <= capacity
     words = [lax.bitcast_convert_type(bits, jnp.int32), starts[:, None] + before_word]

@@ -15,9 +15,9 @@ matrix kernels call this column condensing within row windows: TC-GNN, DTC-SpMM.
                                       NaN
 
 Tokens past M have gates of zero, or unspecified ones where a weight is not finite. A token is
-outlying in a group if its count, flag included, exceeds THRESHOLD: one such token may widen the
-union of its tile by most of H, as the first one of a sequence does. `union_plan` decides which
-leave.
+outlying in a group if its count, flag included, exceeds OUTLYING_ABOVE: one such token may widen
+the union of its tile by most of H, as the first one of a sequence does. `decide` says which tokens
+leave their unions.
 
 What is computed for the neurons of a union comes in blocks `[128, 256]`, neurons by tokens: block i
 belongs to item i of the work list in the `Plan`.
@@ -31,10 +31,11 @@ from jax import lax
 
 from pallas_kernels.layouts.twell import DTYPES, MAX_COLUMNS
 
-TOKENS = 256
-GROUP = 64
-THRESHOLD = 16  # half as much again as any group of an ordinary token had, at up to 300 of 5632
-CHUNK = 128  # neurons of a work item
+TILE_TOKENS = 256  # tokens of a row tile
+GROUP_NEURONS = 64  # neurons among which a token's non-zeros are counted
+CHUNK_NEURONS = 128  # neurons of a work item
+OUTLYING_ABOVE = 16  # non-zeros of a group: 1.5 times what ordinary tokens had (up to 300 of 5632)
+_DENSE_COST = 1.5  # a token computed densely takes three matmuls, on a union two
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +58,28 @@ class Plan:
     item_count: jax.Array
     firsts: jax.Array
 
+    def item_neurons(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What each item computes, by its place in the list.
+
+        Returns:
+          tile: int32 `[max_items, 1]`, its row tile.
+          neurons: int32 `[max_items, 128]`, its neurons.
+          in_union: bool `[max_items, 128]`, whether there is such a neuron, and such an item.
+        """
+        chunks = self.neurons.shape[1] // CHUNK_NEURONS
+        tile, chunk = self.items[:, None] // chunks, self.items[:, None] % chunks
+        column = chunk * CHUNK_NEURONS + jnp.arange(CHUNK_NEURONS)
+        is_item = jnp.arange(len(self.items)) < self.item_count
+        return tile, self.neurons[tile, column], (column < self.sizes[tile]) & is_item[:, None]
+
+
+def first_row(blocks: jax.Array, factors: int, i: int) -> int:
+    """The row of a block `[128 or 256, 256]` at which the i-th of so many factors of h begins.
+
+    The last factor is at the end; what lies above the first one is none of them.
+    """
+    return blocks.shape[1] - CHUNK_NEURONS * (factors - i)
+
 
 def check_columns(name: str, dense: jax.Array) -> None:
     """Raises ValueError unless `dense` is a matrix that has tile unions."""
@@ -64,23 +87,21 @@ def check_columns(name: str, dense: jax.Array) -> None:
         dense.ndim != 2
         or not dense.shape[0]
         or dense.dtype not in DTYPES
-        or dense.shape[1] % CHUNK
+        or dense.shape[1] % CHUNK_NEURONS
         or not 0 < dense.shape[1] <= MAX_COLUMNS
     ):
         raise ValueError(
             f"{name} must be a bfloat16 or float16 [M, H] with M > 0 and H a multiple of "
-            f"{CHUNK} up to {MAX_COLUMNS}, got {dense.dtype} {list(dense.shape)}"
+            f"{CHUNK_NEURONS} up to {MAX_COLUMNS}, got {dense.dtype} {list(dense.shape)}"
         )
 
 
-def pack_reference(
-    z: jax.Array, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def pack(z: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Describes `relu(z)` rounded to `dtype` by `(gate, masks, counts)`, the gate complete.
 
     `z` are the pre-activations, float32 `[M, H]`, H a multiple of 128.
     """
-    return describe(jnp.maximum(z, 0).astype(dtype), jnp.isfinite(z[:, ::GROUP]))
+    return describe(jnp.maximum(z, 0).astype(dtype), jnp.isfinite(z[:, ::GROUP_NEURONS]))
 
 
 def describe(gate: jax.Array, is_finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -89,14 +110,14 @@ def describe(gate: jax.Array, is_finite: jax.Array) -> tuple[jax.Array, jax.Arra
     `is_finite`, bool `[M, H / 64]`, says it of the first pre-activation of each group.
     """
     m, h = gate.shape
-    gate, is_finite = (jnp.pad(a, ((0, -m % TOKENS), (0, 0))) for a in (gate, is_finite))
+    gate, is_finite = (jnp.pad(a, ((0, -m % TILE_TOKENS), (0, 0))) for a in (gate, is_finite))
     is_finite |= jnp.arange(len(is_finite))[:, None] >= m
     used = lax.bitcast_convert_type(gate, jnp.uint16) != 0
-    counts = jnp.sum(used.reshape(-1, h // GROUP, GROUP), axis=-1)
-    usual = jnp.repeat(is_finite & (counts <= THRESHOLD), GROUP, axis=1)
-    masks = [jnp.any(a.reshape(-1, TOKENS, h), axis=1) for a in (used, used & usual)]
+    counts = jnp.sum(used.reshape(-1, h // GROUP_NEURONS, GROUP_NEURONS), axis=-1)
+    usual = jnp.repeat(is_finite & (counts <= OUTLYING_ABOVE), GROUP_NEURONS, axis=1)
+    masks = [jnp.any(a.reshape(-1, TILE_TOKENS, h), axis=1) for a in (used, used & usual)]
     counts = jnp.where(is_finite, counts, counts + 128).astype(jnp.uint8)
-    return gate.reshape(-1, TOKENS, h).mT, to_words(jnp.stack(masks)), counts.T
+    return gate.reshape(-1, TILE_TOKENS, h).mT, to_words(jnp.stack(masks)), counts.T
 
 
 def unpack(gate: jax.Array, masks: jax.Array, m: int) -> jax.Array:
@@ -120,3 +141,38 @@ def to_bits(words: jax.Array) -> jax.Array:
     """The inverse of `to_words`."""
     bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     return bits.reshape(*words.shape[:-1], -1) != 0
+
+
+def decide(
+    masks: jax.Array, counts: jax.Array, m: int, max_items: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Which tokens leave the unions, so that fewer operations are left, or all work has room.
+
+    Args:
+      masks: uint32 `[2, R, H / 32]`.
+      counts: uint8 `[H / 64, R * 256]`.
+      m: number of tokens.
+      max_items: items that there is room for. From the tile on whose items are one too many, all
+        tokens leave.
+
+    Returns:
+      union: uint32 `[R, H / 32]`, bits of the neurons that the tokens that stay use.
+      sizes: int32 `[R]`, how many these are.
+      heavy: uint32 `[R, 8]`, bits of the tokens that leave.
+      nnz: int32 `[m]`, non-zeros of each token.
+    """
+    tiles, h = masks.shape[1], 32 * masks.shape[2]
+    nnz = jnp.sum(counts & 127, axis=0, dtype=jnp.int32)
+    most = jnp.max(counts, axis=0)
+    is_token = jnp.arange(most.size) < m
+    outlying = ((most > OUTLYING_ABOVE) & is_token).reshape(tiles, TILE_TOKENS)
+    not_finite = ((most > 127) & is_token).reshape(tiles, TILE_TOKENS)
+    every_size, usual_size = jnp.sum(lax.population_count(masks), axis=-1, dtype=jnp.int32)
+    saved = TILE_TOKENS * (every_size - usual_size)
+    leave = saved > _DENSE_COST * h * jnp.sum(outlying & ~not_finite, axis=1)
+    sizes = jnp.where(leave, usual_size, every_size)
+    fits = (jnp.cumsum(-(-sizes // CHUNK_NEURONS)) <= max_items)[:, None]
+    union = jnp.where(fits, jnp.where(leave[:, None], masks[1], masks[0]), 0)
+    heavy = (outlying & leave[:, None]) | not_finite
+    heavy |= is_token.reshape(tiles, TILE_TOKENS) & ~fits
+    return union, jnp.where(fits[:, 0], sizes, 0), to_words(heavy), nnz[:m]

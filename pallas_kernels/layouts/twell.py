@@ -4,7 +4,7 @@ The columns of `g: [M, H]` (bfloat16 or float16) are cut into tiles of `tile` co
 may be narrower. Each row of each tile becomes `W = tile // compression` 32-bit words:
 
     word 0                  number of entries of that row in that tile; it may exceed the
-                            capacity W - 1, and then the row is heavy (`overflowed`)
+                            capacity W - 1: the row has overflowed then, and is heavy
     word 1..min(count, W-1) column | bits << 16: global column index and the value's 16 bits
     words past the count    unspecified
 
@@ -19,6 +19,7 @@ from jax import lax
 TILE = 256
 COMPRESSION = 8
 MAX_COLUMNS = 1 << 16  # a column index has 16 bits
+MAX_ROW_ENTRIES = 128  # of a row that is not heavy; `dense_rows` computes a longer one in less time
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -39,15 +40,22 @@ def packed_shape(m: int, h: int, *, tile: int = TILE, compression: int = COMPRES
 
 
 def overflowed(packed: jax.Array) -> jax.Array:
-    """Heavy rows of `packed: uint32 [M, tiles, W]`, as `bool [M]`.
+    """Rows of `packed: uint32 [M, tiles, W]` that are not all there, as `bool [M]`.
 
-    A row is heavy if one of its tiles has more entries than the W - 1 that fit; those that did not
-    fit are not in `packed`.
+    One of the tiles of such a row has more entries than the W - 1 that fit.
     """
     return jnp.any(packed[..., 0] > packed.shape[-1] - 1, axis=-1)
 
 
-def pack_reference(g: jax.Array, *, tile: int = TILE, compression: int = COMPRESSION) -> jax.Array:
+def is_heavy(packed: jax.Array) -> jax.Array:
+    """Rows of `packed: uint32 [M, tiles, W]` that are left to `dense_rows`, as `bool [M]`.
+
+    They have overflowed, or have more than `MAX_ROW_ENTRIES` entries.
+    """
+    return overflowed(packed) | (jnp.sum(packed[..., 0], axis=1) > MAX_ROW_ENTRIES)
+
+
+def pack(g: jax.Array, *, tile: int = TILE, compression: int = COMPRESSION) -> jax.Array:
     """Packs `g: [M, H]` (bfloat16 or float16) into TwELL, `uint32 [M, ceil(H / tile), W]`.
 
     Entries are in ascending column order and unused words are 0. Rows that overflow keep their true
@@ -83,7 +91,7 @@ def unpack(
 ) -> jax.Array:
     """Unpacks `packed: uint32 [M, ceil(h / tile), W]` into `[M, h]` of `dtype` (bfloat16, float16).
 
-    Bits are restored exactly, except that heavy rows are NaN throughout: they are not all there.
+    Bits are restored exactly, except that rows that overflowed are NaN throughout.
 
     Raises ValueError if `packed` is not a TwELL of `h` columns or `dtype` not a 16-bit float.
     """

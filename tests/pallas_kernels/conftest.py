@@ -8,6 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.device import row_copies
 from pallas_kernels.hopper.frames import gathered_matmul, job_queue
 
 
@@ -43,11 +44,11 @@ def interpreted(monkeypatch, capsys):
 
     @contextlib.contextmanager
     def run():
-        monkeypatch.setattr(gathered_matmul, "gather_rows", gather_rows)
-        monkeypatch.setattr(gathered_matmul, "_await_rows", lambda *, lag: None)
-        monkeypatch.setattr(gathered_matmul, "load_indices", read)
-        monkeypatch.setattr(gathered_matmul, "_fetch_indices", fetch_indices)
-        monkeypatch.setattr(gathered_matmul, "_read_indices", read)
+        monkeypatch.setattr(row_copies, "gather_rows", gather_rows)
+        monkeypatch.setattr(row_copies, "await_rows", lambda *, lag: None)
+        monkeypatch.setattr(row_copies, "load_indices", read)
+        monkeypatch.setattr(row_copies, "fetch_indices", fetch_indices)
+        monkeypatch.setattr(row_copies, "read_indices", read)
         monkeypatch.setattr(job_queue, "_take", take)
         monkeypatch.setattr(job_queue, "_of_first_thread", lambda value, scratch_ref: value)
         monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 3)

@@ -4,30 +4,25 @@
     h = act(x w_up^T)                                      y = h w_down     (non-gated)
 
 Every weight is neuron-major, `[H, D]`: row n of `w_gate`, `w_up` and `w_down` belongs to neuron n,
-so that y = sum_n h_n * w_down[n]. `ffn_xla` is the definition that every other implementation is
-tested against.
+so that y = sum_n h_n * w_down[n]. `xla.ffn` is the definition that every other implementation is
+tested against; `dispatch` says which one serves.
 """
 
-import functools
+import inspect
 import os
-from typing import Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from twell_jax.ffn import mosaic as ffn_mosaic
-from twell_jax.ffn import xla as ffn_xla
-from twell_jax.ffn.xla import ACTIVATIONS, Activation, FFNStats
+from pallas_kernels.layouts.weights import Weights
+from twell_jax.ffn import dispatch, mosaic, partition, xla
+from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
+from twell_jax.ffn.stats import FFNStats
+from twell_jax.ffn.xla import ACTIVATIONS, Activation, Biases
 
-Implementation = Literal["xla", "mosaic", "twell", "unions"]
-
-_IMPLEMENTATIONS = get_args(Implementation)
 _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-
-class CannotServe(ValueError):
-    """The implementation that was asked for cannot serve these inputs on this machine."""
 
 
 def sparse_ffn(
@@ -41,6 +36,8 @@ def sparse_ffn(
     b_down: jax.Array | None = None,
     activation: Activation = "relu",
     implementation: Implementation | None = None,
+    packing: Packing | None = None,
+    gradients: Gradients | None = None,
     expected_nnz: float | None = None,
     gradient_capacity: float = 0.5,
 ) -> tuple[jax.Array, FFNStats]:
@@ -53,35 +50,36 @@ def sparse_ffn(
       w_down: `[H, D]`.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
-      implementation: "xla" (dense), "mosaic" (Pallas kernels for Hopper GPUs), "twell" or "unions"
-        ("mosaic" with this packed format of the gate, for more than 64 tokens; "mosaic" takes
-        unions from 1024 tokens on), or None for what the environment variable
-        TWELL_JAX_IMPLEMENTATION names or, without it, what is faster here: the kernels for up to 64
-        tokens, which takes sparse activations, and with a gate from 1024 tokens on, where dense
-        ones cost a few percent (docs/performance.md). Gradients are sparse behind unions that were
-        asked for by name, "mosaic" included, and else dense. Only "xla" has forward-mode ones.
-      expected_nnz: non-zeros per token, from 0 to H, if the caller has measured them, as
-        `FFNStats.nnz`. implementation=None then takes the kernels only where they win: up to 5 % of
-        H for 32 tokens, 2 % for 33 to 64; and also for 1024 tokens and more without a gate, up to
-        1 %.
+      implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
+        None takes what the environment variable TWELL_JAX_IMPLEMENTATION names, and without it the
+        kernels where they are known to be faster; `explain` says why.
+      packing: the packed format of the gate behind which the kernels compute more than 64 tokens,
+        "twell" or "unions". None takes unions from 1024 tokens on.
+      gradients: "sparse" computes the backward on the pattern of the forward, on unions, for more
+        than 64 tokens; "dense" and None compute it by XLA. Only the dense implementation has
+        forward-mode gradients.
+      expected_nnz: mean non-zeros per token, from 0 to H, if the caller has measured them (as
+        `FFNStats.nnz`). They tell where kernels win: for few tokens, and for blocks without a gate.
       gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
-        they would take densely. It suffices if 256 tokens use no more of the neurons between them,
-        and tokens no more of their blocks of 64. If it does not, the gradients are dense: exact,
-        slower than without the kernels, and reported as `FFNStats.overflow`. To policies of
-        `jax.checkpoint` all of it is named "sparse_ffn".
+        they would take densely. It suffices if 256 tokens use no larger share of the neurons
+        between them, and tokens no larger share of their blocks of 64. If it does not, the
+        gradients are dense: exact, slower than without the kernels, and reported as
+        `FFNStats.overflow`. Policies of `jax.checkpoint` know what the forward keeps by the name
+        `twell_jax.ffn.RESIDUALS`.
 
     On a mesh (of automatic axes) each device's kernels take its share of the tokens and, if an axis
-    is named "tensor", of the neurons: give the weights that axis first. The shares of y, and of the
-    gradient of x, are added up by one all-reduce; other weights than those shares are gathered.
-    Under `vmap` the kernels are called in turn; None takes "xla" for calls of few tokens.
+    is named "tensor", of the neurons: give the weights that axis first. One all-reduce adds up the
+    shares of y, another those of the gradient of x; weights that lie otherwise are gathered. Under
+    `vmap` the kernels are called in turn; without a named implementation XLA maps calls of fewer
+    than 1024 tokens.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
         rounds g, u, h and y to the dtype of x, the kernels g and y, and with unions h.
 
     Raises:
-      ValueError: shapes or dtypes do not agree, or a number is out of its range.
-      CannotServe: `implementation` cannot serve them here; the message says why.
+      ValueError: shapes or dtypes do not agree, or an argument is out of its range.
+      CannotServe: what was named cannot be had here; the message says why.
 
     Example:
       >>> x, w = jnp.ones((4, 8)), jnp.ones((32, 8))
@@ -89,37 +87,100 @@ def sparse_ffn(
       >>> y.shape, int(stats.max_nnz)
       ((4, 8), 32)
     """
-    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    _check(x, weights, biases, activation)
-    if expected_nnz is not None and not 0 <= expected_nnz <= len(w_down):
-        raise ValueError(f"expected_nnz must be from 0 to {len(w_down)}, got {expected_nnz}")
+    weights, biases = Weights(w_gate, w_up, w_down), Biases(b_gate, b_up, b_down)
+    request = _request(implementation, packing, gradients)
+    _check_operands(x, weights, biases, activation)
+    _check_numbers(expected_nnz, gradient_capacity, len(w_down))
+    algorithm = _select(x, weights, biases, activation, expected_nnz, request).rule.algorithm
+    if algorithm == "dense":
+        return xla.ffn(x, weights, biases, activation=activation)
+    kernels, why = dispatch.back_end(w_down)
+    assert kernels is not None, why  # the rule would have been excluded
+    if algorithm == "unions" and gradients == "sparse":
+        compute = mosaic.sparse_gradients(kernels, gradient_capacity)
+    else:
+        few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
+        compute = mosaic.dense_gradients(kernels, algorithm, few_under_vmap)
+    y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
+    return y.reshape(x.shape), stats
+
+
+def explain(*operands: Any, **options: Any) -> str:
+    """Which rule serves a call of `sparse_ffn`, and why those before it in the table do not.
+
+    Args:
+      *operands: as `sparse_ffn` takes them; `jax.ShapeDtypeStruct`s do.
+      **options: likewise.
+
+    Raises:
+      ValueError, CannotServe: as `sparse_ffn` does.
+
+    Example:
+      >>> x, w = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (100, 512))
+      >>> print(explain(x, w, w, w, implementation="xla").splitlines()[0])
+      100 tokens on a device, 512 neurons, gated, expected_nnz unknown:
+    """
+    call = inspect.signature(sparse_ffn).bind(*operands, **options)
+    call.apply_defaults()
+    given = call.arguments
+    x, activation, expected_nnz = given["x"], given["activation"], given["expected_nnz"]
+    weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down")))
+    biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
+    request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
+    _check_operands(x, weights, biases, activation)
+    _check_numbers(expected_nnz, given["gradient_capacity"], len(weights.down))
+    return str(_select(x, weights, biases, activation, expected_nnz, request))
+
+
+def _request(implementation, packing, gradients) -> Request:
+    """What the caller named, or the environment if the caller leaves the implementation open.
+
+    Raises:
+      ValueError: a name is none of those that there are.
+    """
+    named_by = "implementation"
+    if implementation is None and _VARIABLE in os.environ:
+        named_by, implementation = _VARIABLE, os.environ[_VARIABLE]
+    for argument, value, choices in (
+        (named_by, implementation, Implementation),
+        ("packing", packing, Packing),
+        ("gradients", gradients, Gradients),
+    ):
+        if value is not None and value not in get_args(choices):
+            names = ", ".join(map(repr, get_args(choices)))
+            raise ValueError(f"{argument} must be {names} or None, got {value!r}")
+    return Request(implementation, packing, gradients, named_by)
+
+
+def _select(x, weights, biases, activation, expected_nnz, request) -> Selection:
+    """The rule for these operands."""
+    kernels, unsupported = dispatch.back_end(weights.down)
+    tokens, neurons = x.size // x.shape[-1], len(weights.down)
+    if activation != "relu":
+        unsupported = f"the activation must be relu, got {activation}"
+    elif any(b is not None for b in biases):
+        unsupported = "the kernels add no biases"
+    case = Case(
+        tokens=tokens // partition.devices()[0],
+        neurons=neurons,
+        gated=weights.gate is not None,
+        back_end=kernels and kernels.name,
+        expected_nnz=expected_nnz,
+        unsupported=unsupported or partition.unsupported(tokens, neurons),
+    )
+    return dispatch.select(case, request)
+
+
+def _check_numbers(expected_nnz, gradient_capacity, h):
+    if expected_nnz is not None and not 0 <= expected_nnz <= h:
+        raise ValueError(f"expected_nnz must be from 0 to {h}, got {expected_nnz}")
     if not 0 < gradient_capacity <= 1:
         raise ValueError(
             f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
         )
-    source = "implementation"
-    if implementation is None and _VARIABLE in os.environ:
-        source, implementation = _VARIABLE, os.environ[_VARIABLE]
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        names = ", ".join(map(repr, _IMPLEMENTATIONS))
-        raise ValueError(f"{source} must be {names} or None, got {implementation!r}")
-    dense = functools.partial(ffn_xla.ffn, x, **weights, **biases, activation=activation)
-    if implementation == "xla":
-        return dense()
-    kernels = functools.partial(ffn_mosaic.ffn, x, **weights, gradient_capacity=gradient_capacity)
-    obstacle = ffn_mosaic.obstacle(x, **weights, **biases, activation=activation)
-    if implementation is not None:
-        if obstacle:
-            raise CannotServe(f"{source}={implementation!r} cannot serve: {obstacle}")
-        form = None if implementation == "mosaic" else implementation
-        return kernels(form=form, anywhere=False)
-    if not obstacle and ffn_mosaic.is_faster(x, w_gate, w_down, expected_nnz):
-        return kernels(form=None, anywhere=True)
-    return dense()
 
 
-def _check(x, weights, biases, activation):
+def _check_operands(x, weights, biases, activation):
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     if x.dtype not in _DTYPES:
@@ -127,24 +188,30 @@ def _check(x, weights, biases, activation):
         raise ValueError(f"x must be one of {names}, got {x.dtype}")
     if x.ndim < 1 or 0 in x.shape:
         raise ValueError(f"x must be [..., D] with at least one token, got {list(x.shape)}")
-    if weights["w_gate"] is None and biases["b_gate"] is not None:
+    if weights.gate is None and biases.gate is not None:
         raise ValueError("b_gate was given, but the block has no w_gate")
-    for name in ("w_up", "w_down"):
-        if weights[name] is None:
+    for name, w in (("w_up", weights.up), ("w_down", weights.down)):
+        if w is None:
             raise ValueError(f"{name} is required, got None")
-    d, w_down = x.shape[-1], weights["w_down"]
+    d, w_down = x.shape[-1], weights.down
     if w_down.ndim != 2 or w_down.shape[1] != d:
         raise ValueError(
             f"w_down must be [H, {d}] (neuron-major: D={d} by x), got {list(w_down.shape)}"
         )
     h = w_down.shape[0]
-    shapes = {name: (h, d) for name in weights} | {"b_gate": (h,), "b_up": (h,), "b_down": (d,)}
-    for name, array in (weights | biases).items():
+    for name, array, shape in (
+        ("w_gate", weights.gate, (h, d)),
+        ("w_up", weights.up, (h, d)),
+        ("w_down", weights.down, (h, d)),
+        ("b_gate", biases.gate, (h,)),
+        ("b_up", biases.up, (h,)),
+        ("b_down", biases.down, (d,)),
+    ):
         if array is None:
             continue
-        if array.shape != shapes[name]:
+        if array.shape != shape:
             raise ValueError(
-                f"{name} must be {list(shapes[name])} (neuron-major: H={h} by w_down, D={d} by x), "
+                f"{name} must be {list(shape)} (neuron-major: H={h} by w_down, D={d} by x), "
                 f"got {list(array.shape)}"
             )
         if array.dtype != x.dtype:

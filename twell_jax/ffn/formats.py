@@ -57,7 +57,7 @@ def pack(
       >>> pack(g).counts.tolist()
       [[0, 0], [0, 1]]
     """
-    packed = twell.pack_reference(dense, tile=tile, compression=compression)
+    packed = twell.pack(dense, tile=tile, compression=compression)
     return TwELL(packed, dense.shape[1], jnp.dtype(dense.dtype), tile, compression)
 
 
@@ -106,7 +106,7 @@ def pack_unions(dense: jax.Array) -> TileUnions:
       [2, 0]
     """
     tile_union.check_columns("dense", dense)
-    packed = tile_union.describe(dense, jnp.isfinite(dense[:, :: tile_union.GROUP]))
+    packed = tile_union.describe(dense, jnp.isfinite(dense[:, :: tile_union.GROUP_NEURONS]))
     return TileUnions(*packed, rows=dense.shape[0])
 
 

@@ -1,21 +1,29 @@
 """`SparseMLP`: the sparse feed-forward block as a Flax NNX module."""
 
+from typing import Literal, overload
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from twell_jax.ffn.api import Activation, FFNStats, Implementation, sparse_ffn
+from twell_jax.ffn.api import sparse_ffn
+from twell_jax.ffn.capture import SownStats
+from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
+from twell_jax.ffn.stats import FFNStats
+from twell_jax.ffn.xla import Activation
 
 _FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
 _FROM_D_FF = nnx.initializers.lecun_normal(in_axis=0, out_axis=1)
 
 
 class SparseMLP(nnx.Module):
-    """Feed-forward block with ReLU sparsity: `y, stats = mlp(x)`.
+    """Feed-forward block with ReLU sparsity: `y = mlp(x)`.
 
     Gated: h = relu(x w_gate^T) * (x w_up^T); non-gated: h = relu(x w_up^T); y = h w_down
-    (arXiv 2603.23198, section 2). Add `coefficient * stats.l1` to the loss to make h sparse.
+    (arXiv 2603.23198, section 2). An L1 term in the loss makes h sparse: `y, stats = mlp(x,
+    return_stats=True)` gives it for one block, `capture_stats` for all blocks of a model. To that
+    end the block sows its statistics into `SownStats`, which costs nothing elsewhere.
 
     All weights are neuron-major, `[d_ff, d_model]`: row n of `w_gate`, `w_up` and `w_down` belongs
     to neuron n (`nnx.Linear` kernels of the gate and up projections are the transpose of this).
@@ -32,7 +40,7 @@ class SparseMLP(nnx.Module):
       dtype: of the computation; None takes that of the input.
       param_dtype: of the parameters.
       up_init, down_init: initialisers of (gate and) up and of down, called with `[H, D]`.
-      implementation, expected_nnz, gradient_capacity: see `sparse_ffn`.
+      implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
       rngs: source of the initial weights.
     """
 
@@ -49,6 +57,8 @@ class SparseMLP(nnx.Module):
         up_init: nnx.Initializer = _FROM_D_MODEL,
         down_init: nnx.Initializer = _FROM_D_FF,
         implementation: Implementation | None = None,
+        packing: Packing | None = None,
+        gradients: Gradients | None = None,
         expected_nnz: float | None = None,
         gradient_capacity: float = 0.5,
         rngs: nnx.Rngs,
@@ -68,17 +78,40 @@ class SparseMLP(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         self.implementation = implementation
+        self.packing = packing
+        self.gradients = gradients
         self.expected_nnz = expected_nnz
         self.gradient_capacity = gradient_capacity
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, FFNStats]:
-        """Applies the block to `x: [..., D]`; returns `y: [..., D]` and the `FFNStats`."""
+    @overload
+    def __call__(
+        self, x: jax.Array, *, return_stats: Literal[False] = ..., gradients: Gradients | None = ...
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self, x: jax.Array, *, return_stats: Literal[True], gradients: Gradients | None = ...
+    ) -> tuple[jax.Array, FFNStats]: ...
+
+    def __call__(
+        self, x: jax.Array, *, return_stats: bool = False, gradients: Gradients | None = None
+    ) -> jax.Array | tuple[jax.Array, FFNStats]:
+        """Applies the block.
+
+        Args:
+          x: `[..., D]`.
+          return_stats: return the statistics, too.
+          gradients: for this call, instead of those of the module.
+
+        Returns:
+          y: `[..., D]`, or the pair of y and the `FFNStats`.
+        """
         dtype = self.dtype or x.dtype
 
         def cast(param):
             return None if param is None else param[...].astype(dtype)
 
-        return sparse_ffn(
+        y, stats = sparse_ffn(
             x.astype(dtype),
             cast(self.w_gate),
             cast(self.w_up),
@@ -88,6 +121,10 @@ class SparseMLP(nnx.Module):
             b_down=cast(self.b_down),
             activation=self.activation,
             implementation=self.implementation,
+            packing=self.packing,
+            gradients=gradients or self.gradients,
             expected_nnz=self.expected_nnz,
             gradient_capacity=self.gradient_capacity,
         )
+        self.sow(SownStats, "stats", stats, capture_noop=True)
+        return (y, stats) if return_stats else y

@@ -1,4 +1,4 @@
-"""The feed-forward block on tile unions, and its gradients, in Pallas kernels.
+"""The block on tile unions, and its sparse gradients, by the kernels of a back end.
 
 For gradients the forward keeps g and h = g u on the unions, in `capacity` of the memory that they
 take densely. Tokens of unions that do not fit are computed densely. If they are few the backward
@@ -8,7 +8,7 @@ touches only what is not zero; else it computes everything again, densely:
     dx = dg w_gate + du w_up                          on the unions
     dw_gate = dg^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of each neuron's tokens
 
-Tokens that leave the unions are few there, too few for kernels of their own.
+Tokens that leave the unions are too few in the sparse backward for kernels of their own.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.dense_rows import dense_rows
-from pallas_kernels.hopper.gate_union import gate_union
-from pallas_kernels.hopper.hidden_grads import chain_rule, hidden_grads
-from pallas_kernels.hopper.union_down import union_down
-from pallas_kernels.hopper.union_plan import union_plan
-from pallas_kernels.hopper.union_up import union_up
-from pallas_kernels.hopper.weight_grads import weight_grads
+from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
-from pallas_kernels.layouts.tile_union import CHUNK, GROUP, Plan
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, Plan
+from pallas_kernels.layouts.weights import Weights
+from twell_jax.ffn.stats import Output
 
 _MAX_HEAVY = 256  # tokens outside the unions that the sparse backward takes
 _PARTS = 16  # in which the dense backward goes through tokens and neurons
@@ -35,7 +33,7 @@ _PARTS = 16  # in which the dense backward goes through tokens and neurons
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Kept:
+class Residuals:
     """What the forward keeps for the gradients, besides its operands.
 
     Attributes:
@@ -52,114 +50,150 @@ class Kept:
     heavy: jax.Array
 
 
-def forward(x, w_gate, w_up, w_down, *, capacity: float | None = None):
-    """The block for `x: [M, D]`.
+def forward(kernels: Kernels, x: jax.Array, weights: Weights) -> Output:
+    """The block for `x: [M, D]`."""
+    output, _ = _forward(kernels, x, weights, max_items=None)
+    return output
 
-    Returns:
-      y `[M, D]`, nnz `[M]`, the sum of |h|, which neurons fired, and `Kept` if there is a capacity.
+
+def forward_with_residuals(
+    kernels: Kernels, x: jax.Array, weights: Weights, *, capacity: float
+) -> tuple[Output, Residuals]:
+    """The block for `x: [M, D]`, and what `backward` needs.
+
+    Args:
+      kernels: of the back end.
+      x: `[M, D]`.
+      weights: of the block.
+      capacity: memory for the residuals, from 0 to 1, as a fraction of what they take densely.
     """
-    m = x.shape[0]
-    w_first, w_second = (w_up, None) if w_gate is None else (w_gate, w_up)
-    gate, masks, counts = gate_union(x, w_first)
-    gate_ref = in_place.mutable(gate)
-    keep = capacity is not None
-    max_items = max(1, int(capacity * len(gate) * len(w_down) / CHUNK)) if keep else None
-    plan, nnz, heavy = union_plan(x, gate_ref, masks, counts, max_items=max_items)
-    h, l1 = union_up(x, in_place.contents(gate_ref), w_second, plan, with_gate=keep)
-    y = union_down(h, (w_down,), plan, m)
-    # One after the other: then the hidden activation of heavy tokens takes the place of the gates.
-    y, heavy = in_place.apart((y, heavy))
-    y_ref = in_place.mutable(y)
-    heavy_l1, heavy_fired = dense_rows(*heavy, w_gate, w_up, w_down, y_ref)
-    out = in_place.contents(y_ref)[:m], nnz, l1 + heavy_l1, tile_union.fired(masks) | heavy_fired
-    if not keep:
-        return out
-    slots = max(1, int(capacity * counts.size / GROUP)) * GROUP
+    m, h = x.shape[0], len(weights.down)
+    tiles = -(-m // tile_union.TILE_TOKENS)
+    max_items = max(1, int(capacity * tiles * h / CHUNK_NEURONS))
+    output, (hidden, plan, heavy, counts) = _forward(kernels, x, weights, max_items=max_items)
+    slots = max(1, int(capacity * counts.size / GROUP_NEURONS)) * GROUP_NEURONS
     lists, lists_fit = neuron_lists(counts, m, slots)
-    count, rows, _ = heavy
-    rows = rows[:_MAX_HEAVY]
-    rows = jnp.sort(jnp.where(jnp.arange(rows.size) < count, rows, m))
+    rows = heavy.rows[:_MAX_HEAVY]
+    rows = jnp.sort(jnp.where(jnp.arange(rows.size) < heavy.count, rows, m))
     is_finite = jnp.all(counts[:, :m] <= 127)
-    fits = lists_fit & (count <= _MAX_HEAVY) & is_finite
-    # Apart, or XLA runs union_up twice in a loop over layers, to write to the stack of all as well.
-    return *out, in_place.apart(Kept(fits, h, plan, lists, rows))
+    fits = lists_fit & (heavy.count <= _MAX_HEAVY) & is_finite
+    # Without a barrier XLA runs union_up twice in a loop over layers, to write to the stack of all
+    # layers as well.
+    return output, in_place.barrier(Residuals(fits, hidden, plan, lists, rows))
 
 
-def backward(kept: Kept, x, w_gate, w_up, w_down, dy, l1_grad):
-    """Gradients for x and the weights, from those for y and for the sum of |h|."""
+def _forward(
+    kernels: Kernels, x: jax.Array, weights: Weights, *, max_items: int | None
+) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
+    """The output, and (hidden, plan, heavy, counts); if items are limited, with gates in hidden."""
+    m = x.shape[0]
+    gate, masks, counts = kernels.gate_union(x, weights.activated)
+    gate_ref = in_place.mutable(gate)
+    plan, nnz, heavy = kernels.union_plan(x, gate_ref, masks, counts, max_items=max_items)
+    hidden, l1 = kernels.union_up(
+        x, in_place.contents(gate_ref), weights.linear, plan, with_gate=max_items is not None
+    )
+    y = kernels.union_down(hidden, (weights.down,), plan, m)
+    # One after the other: then the hidden activation of heavy tokens takes the place of the gates.
+    y, heavy = in_place.barrier((y, heavy))
+    y_ref = in_place.mutable(y)
+    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
+    y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
+    output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired)
+    return output, (hidden, plan, heavy, counts)
+
+
+def backward(
+    kernels: Kernels,
+    residuals: Residuals,
+    x: jax.Array,
+    weights: Weights,
+    dy: jax.Array,
+    l1_grad: jax.Array,
+) -> tuple[jax.Array, Weights]:
+    """The gradients for x and the weights.
+
+    Args:
+      kernels: of the back end.
+      residuals: of the forward.
+      x: `[M, D]`.
+      weights: of the block.
+      dy: `[M, D]`, the gradient for y.
+      l1_grad: float32 [], the gradient for the sum of |h|.
+    """
 
     def sparse(*operands):
-        return _sparse_backward(kept, *operands)
+        return _sparse_backward(kernels, residuals, *operands)
 
-    return lax.cond(kept.fits[0], sparse, dense_backward, x, w_gate, w_up, w_down, dy, l1_grad)
+    return lax.cond(residuals.fits[0], sparse, dense_backward, x, weights, dy, l1_grad)
 
 
-def _sparse_backward(kept, x, w_gate, w_up, w_down, dy, l1_grad):
-    m = x.shape[0]
-    first_weights = (w_up,) if w_gate is None else (w_gate, w_up)
+def _sparse_backward(kernels, residuals, x, weights, dy, l1_grad):
+    m, plan, lists = x.shape[0], residuals.plan, residuals.lists
 
-    def rows_of(a):
-        return a.at[kept.heavy].get(mode="fill", fill_value=0)
+    def heavy_rows(a):
+        return a.at[residuals.heavy].get(mode="fill", fill_value=0)
 
-    heavy = _dense_hidden(rows_of(x), first_weights, w_down, rows_of(dy), l1_grad)
-    dx_heavy = _dense_dx(heavy, first_weights)
-    # First of all: what XLA takes for these matmuls is free again when the lists are made.
-    dy, heavy, dx_heavy = in_place.apart((dy, heavy, dx_heavy))
+    heavy = _dense_hidden(heavy_rows(x), weights, heavy_rows(dy), l1_grad)
+    dx_heavy = _dense_dx(heavy, weights)
+    # These come first: the workspace of XLA's matmuls is free again when the lists are made.
+    dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
-    h_ref = in_place.mutable(kept.hidden)
-    entries = hidden_grads(dy, w_down, h_ref, l1_grad[None], kept.plan, kept.lists)
-    dx = union_down(in_place.contents(h_ref), first_weights, kept.plan, m)
-    dx = dx.at[kept.heavy].set(dx_heavy, mode="drop")
-    slots = kept.lists.slots(jnp.minimum(kept.heavy, m - 1))
-    slots = jnp.where(kept.heavy < m, slots, kept.lists.tokens.size)
+    h_ref = in_place.mutable(residuals.hidden)
+    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists)
+    dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, m)
+    dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
+    slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
+    slots = jnp.where(residuals.heavy < m, slots, lists.tokens.size)
     h, *grads = [
-        entry.at[slots].set(a.reshape(len(a), -1, GROUP).swapaxes(0, 1), mode="drop")
+        entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
         for entry, a in zip(entries, heavy, strict=True)
     ]
-    dw_first = weight_grads(tuple(grads), x, kept.lists)
-    dw_gate, dw_up = (None, *dw_first) if w_gate is None else dw_first
-    return dx[:m], dw_gate, dw_up, *weight_grads((h,), dy, kept.lists)
+    *dw_gate, dw_up = kernels.weight_grads(tuple(grads), x, lists)
+    (dw_down,) = kernels.weight_grads((h,), dy, lists)
+    return dx[:m], Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
 
 
-def dense_backward(x, w_gate, w_up, w_down, dy, l1_grad):
+def dense_backward(
+    x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
+) -> tuple[jax.Array, Weights]:
     """The gradients by XLA, from the operands alone, in parts to save memory.
 
     For x, tokens are taken in parts, for weights neurons: no gradient is a sum over parts.
     """
     m = x.shape[0]
-    first_weights = (w_up,) if w_gate is None else (w_gate, w_up)
 
     def of_tokens(operands):
         x, dy = operands
-        return _dense_dx(_dense_hidden(x, first_weights, w_down, dy, l1_grad), first_weights)
+        return _dense_dx(_dense_hidden(x, weights, dy, l1_grad), weights)
 
     def of_neurons(weights):
-        *first_weights, w_down = weights
-        h, *grads = _dense_hidden(x, first_weights, w_down, dy, l1_grad)
+        h, *grads = _dense_hidden(x, weights, dy, l1_grad)
         dw_down = _product(h.T, dy).astype(x.dtype)
-        return *(_product(grad.T, x).astype(x.dtype) for grad in grads), dw_down
+        *dw_gate, dw_up = (_product(grad.T, x).astype(x.dtype) for grad in grads)
+        return Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
 
-    def in_parts(f, *arrays):
-        out = lax.map(f, [a.reshape(_PARTS, -1, a.shape[1]) for a in arrays])
-        return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), out)
+    def in_parts(f, arrays):
+        parts = jax.tree.map(lambda a: a.reshape(_PARTS, -1, a.shape[1]), arrays)
+        return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), lax.map(f, parts))
 
-    dx = in_parts(of_tokens, *(jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)))
-    *dw_gate, dw_up, dw_down = in_parts(of_neurons, *first_weights, w_down)
-    return dx[:m], dw_gate[0] if dw_gate else None, dw_up, dw_down
+    dx = in_parts(of_tokens, [jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)])
+    d_weights = in_parts(of_neurons, weights)
+    return dx[:m], d_weights
 
 
-def _dense_hidden(x, first_weights, w_down, dy, l1_grad):
-    """h and the gradients for its factors, of some tokens and neurons, by XLA."""
-    gate, *up = [_product(x, w.T) for w in first_weights]
+def _dense_hidden(x, weights, dy, l1_grad):
+    """h and the gradients for its factors, for some tokens and neurons, by XLA."""
+    gate, *up = [_product(x, w.T) for w in weights.inner]
     gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
     h = gate * up[0] if up else gate
-    grads = chain_rule(_product(dy, w_down.T), [gate] if up else [], h, l1_grad)
+    grads = chain_rule(_product(dy, weights.down.T), gate if up else None, h, l1_grad)
     return [a.astype(x.dtype) for a in (h, *grads)]
 
 
-def _dense_dx(hidden, first_weights):
-    dx = sum(_product(grad, w) for grad, w in zip(hidden[1:], first_weights, strict=True))
-    return dx.astype(first_weights[0].dtype)
+def _dense_dx(hidden, weights):
+    dx = sum(_product(grad, w) for grad, w in zip(hidden[1:], weights.inner, strict=True))
+    return dx.astype(weights.up.dtype)
 
 
 def _product(a, b):

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
+from twell_jax.ffn import RESIDUALS
 from twell_jax.ffn.api import FFNStats, Implementation
 from twell_jax.ffn.module import SparseMLP
-from twell_jax.ffn.mosaic import KEPT
 from twell_jax.models.sharding import LOGICAL_AXES, auto_axes, on_shares, split_batch
 
 _REMAT = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(KEPT),
+        jax.checkpoint_policies.save_only_these_names(RESIDUALS),
     ),
     "block": jax.checkpoint_policies.nothing_saveable,
 }

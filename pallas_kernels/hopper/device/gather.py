@@ -21,25 +21,25 @@ from jax.extend.mlir.dialects import arith, vector
 from pallas_kernels.hopper.device import simt
 
 _LANES = 128
-_CHUNK = 8  # columns in a 16-byte access
-_STEP = _LANES * _CHUNK
+_LANE_COLUMNS = 8  # columns in a 16-byte access
+_PASS_COLUMNS = _LANES * _LANE_COLUMNS
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def row_steps(d: int) -> int:
     """16-byte accesses per lane to a row of `d` columns."""
-    return pl.cdiv(d, _STEP)
+    return pl.cdiv(d, _PASS_COLUMNS)
 
 
 def row_width(d: int) -> int:
     """Columns of a row of `d` columns in registers."""
-    return row_steps(d) * _STEP
+    return row_steps(d) * _PASS_COLUMNS
 
 
 def row_layout(d: int):
     """Layout of a row of `d` columns in registers."""
-    return plgpu.Layout.WG_STRIDED((row_width(d),), vec_size=_CHUNK)
+    return plgpu.Layout.WG_STRIDED((row_width(d),), vec_size=_LANE_COLUMNS)
 
 
 def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
@@ -201,7 +201,10 @@ def lane_columns(row: mgpu.FragmentedArray):
     """For each of this lane's chunks of `row`: its first column, i32, and its register."""
     lane = _lane()
     for i, chunk in enumerate(row.registers):
-        yield arith.addi(arith.muli(lane, simt.const(_CHUNK)), simt.const(i * _STEP)), chunk
+        yield (
+            arith.addi(arith.muli(lane, simt.const(_LANE_COLUMNS)), simt.const(i * _PASS_COLUMNS)),
+            chunk,
+        )
 
 
 def elements(x: ir.Value, dtype: ir.Type) -> list[ir.Value]:
@@ -216,9 +219,9 @@ def _chunks(ref: ir.Value):
     whether the chunk lies inside the row."""
     (d,) = ir.MemRefType(ref.type).shape
     lane = _lane()
-    address = simt.gmem_address(ref, arith.muli(lane, simt.const(2 * _CHUNK)))
-    for start in range(0, d, _STEP):
-        yield address, 2 * start, simt.less(lane, simt.const((d - start) // _CHUNK))
+    address = simt.gmem_address(ref, arith.muli(lane, simt.const(2 * _LANE_COLUMNS)))
+    for start in range(0, d, _PASS_COLUMNS):
+        yield address, 2 * start, simt.less(lane, simt.const((d - start) // _LANE_COLUMNS))
 
 
 def _lane() -> ir.Value:

@@ -19,11 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CONSUMERS = 2
-ROWS = 64  # of a consumer's accumulator
-COLUMNS = 256
-_BLOCK_ROWS = CONSUMERS * ROWS
-_STEP = 64  # columns of a and b in a stage: one 128-byte swizzle
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
+from pallas_kernels.hopper.support import sm_count
+
+ACC_COLUMNS = 256  # columns of the accumulator that one consumer has
+_BLOCK_ROWS = CONSUMERS * ACC_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +71,16 @@ def gate_matmul(
       The outputs.
     """
     d = a.shape[1]
-    stages = min(config.stages, d // _STEP)
-    blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(b.shape[0], COLUMNS)
+    stages = min(config.stages, d // STAGE_K)
+    blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(b.shape[0], ACC_COLUMNS)
     a, b = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, b))  # for the tiling below
-    operand = (plgpu.TilingTransform((8, _STEP)), plgpu.SwizzleTransform(128))
     kernel = plgpu.kernel(
         functools.partial(_kernel, epilogue=epilogue, blocks=blocks, config=config),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
-                a=plgpu.SMEM((stages, _BLOCK_ROWS, _STEP), a.dtype, transforms=operand),
-                b=plgpu.SMEM((stages, COLUMNS, _STEP), b.dtype, transforms=operand),
+                a=plgpu.SMEM((stages, _BLOCK_ROWS, STAGE_K), a.dtype, transforms=TILED),
+                b=plgpu.SMEM((stages, ACC_COLUMNS, STAGE_K), b.dtype, transforms=TILED),
                 loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one per operand
                 handed=plgpu.Barrier(num_barriers=stages),
                 free=plgpu.Barrier(num_barriers=stages),
@@ -98,7 +97,7 @@ def gate_matmul(
 
 
 def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
-    steps = a_gmem.shape[1] // _STEP
+    steps = a_gmem.shape[1] // STAGE_K
     loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
     stages = ring["a"].shape[0]
     warpgroup = lax.axis_index("warpgroup")
@@ -125,14 +124,14 @@ def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
             def _(k):
                 s = stage(before + k)
                 plgpu.barrier_wait(free.at[s])
-                columns = pl.ds(k * _STEP, _STEP)
+                columns = pl.ds(k * STAGE_K, STAGE_K)
                 plgpu.copy_gmem_to_smem(
                     a_gmem.at[pl.ds(block * _BLOCK_ROWS, _BLOCK_ROWS), columns],
                     ring["a"].at[s],
                     loaded.at[s],
                 )
                 plgpu.copy_gmem_to_smem(
-                    b_gmem.at[pl.ds(tile * COLUMNS, COLUMNS), columns],
+                    b_gmem.at[pl.ds(tile * ACC_COLUMNS, ACC_COLUMNS), columns],
                     ring["b"].at[s],
                     loaded.at[s],
                 )
@@ -142,7 +141,7 @@ def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
 
     def consume():
         plgpu.set_max_registers(232, action="increase")
-        my_rows = pl.ds(warpgroup * ROWS, ROWS)
+        my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
         for s in range(stages):
             plgpu.barrier_arrive(free.at[s], predicate=~is_first)
@@ -175,15 +174,10 @@ def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
                 pass_on(stage(before + steps - 1))
                 return acc[...]
 
-            acc = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+            acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, ACC_COLUMNS), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             epilogue(acc, CONSUMERS * block + warpgroup, tile, *outs, **scratch)
 
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(warpgroup == CONSUMERS, produce, consume)
-
-
-def sm_count() -> int:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.num_cores if device else jax.local_devices()[0].core_count

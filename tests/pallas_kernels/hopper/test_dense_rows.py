@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -6,7 +7,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.dense_rows import dense_rows, dense_rows_reference
+from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.weights import Weights
 
 CASES = [  # M, D, H, number of listed rows
     (1, 128, 128, 1),
@@ -17,19 +20,19 @@ CASES = [  # M, D, H, number of listed rows
 
 
 def draw(m, d, h, count, gated, dtype):
-    """(count, rows, x_rows, w_gate, w_up, w_down, y); y, and what is not listed, is NaN."""
+    """(heavy, weights, y); y, and what is not listed, is NaN."""
     rng = np.random.default_rng()
     x_rows = np.full((-(-m // 8) * 8, d), np.nan)
     x_rows[:count] = rng.standard_normal((count, d))
     w_gate, w_up, w_down = (rng.standard_normal((h, d)) / d**0.5 for _ in range(3))
     rows = np.full(m, -1)
     rows[:count] = rng.permutation(m)[:count]
-    arrays = [
-        jnp.asarray(a, dtype) for a in (x_rows, w_gate, w_up, w_down, np.full((m, d), np.nan))
-    ]
-    if not gated:
-        arrays[1] = None
-    return jnp.full(1, count, jnp.int32), jnp.asarray(rows, jnp.int32), *arrays
+    y = np.full((m, d), np.nan)
+    x_rows, w_gate, w_up, w_down, y = (
+        jnp.asarray(a, dtype) for a in (x_rows, w_gate, w_up, w_down, y)
+    )
+    heavy = HeavyRows(jnp.full(1, count, jnp.int32), jnp.asarray(rows, jnp.int32), x_rows)
+    return heavy, Weights(w_gate if gated else None, w_up, w_down), y
 
 
 def run(function, *operands):
@@ -45,12 +48,13 @@ def run(function, *operands):
     return run(*operands)
 
 
-def assert_matches(out, count, rows, x_rows, w_gate, w_up, w_down, y):
-    count, dtype = int(count[0]), y.dtype
-    rows, x = np.asarray(rows)[:count], np.asarray(x_rows, np.float64)[:count]
-    product = x @ np.asarray(w_up if w_gate is None else w_gate, np.float64).T
+def assert_matches(out, heavy, weights, y):
+    count, dtype = int(heavy.count[0]), y.dtype
+    rows, x = np.asarray(heavy.rows)[:count], np.asarray(heavy.x, np.float64)[:count]
+    first, *second = (np.asarray(w, np.float64) for w in weights.inner)
+    product = x @ first.T
     gate = np.maximum(product, 0)
-    h = gate if w_gate is None else gate * (x @ np.asarray(w_up, np.float64).T)
+    h = gate * (x @ second[0].T) if second else gate
     y, l1, fired = out
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
@@ -58,7 +62,7 @@ def assert_matches(out, count, rows, x_rows, w_gate, w_up, w_down, y):
     np.testing.assert_array_equal(fired[sure], (product > 0).any(axis=0)[sure])
     np.testing.assert_allclose(l1, np.abs(h).sum(), rtol=1e-2)
     if count:
-        ref = h @ np.asarray(w_down, np.float64)
+        ref = h @ np.asarray(weights.down, np.float64)
         out = np.asarray(y, np.float64)[rows]
         assert np.linalg.norm(out - ref) / np.linalg.norm(ref) < 5e-3
 
@@ -67,15 +71,15 @@ def assert_matches(out, count, rows, x_rows, w_gate, w_up, w_down, y):
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
     operands = draw(*case, gated, jnp.bfloat16)
-    assert_matches(run(dense_rows_reference, *operands), *operands)
+    assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
 
 
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
 def test_interpreted(monkeypatch, case, gated):
-    monkeypatch.setattr("pallas_kernels.dense_rows.sm_count", lambda: 2)
+    monkeypatch.setattr("pallas_kernels.hopper.dense_rows.sm_count", lambda: 2)
     operands = draw(*case, gated, jnp.bfloat16)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        assert_matches(run(dense_rows, *operands), *operands)
+        assert_matches(run(HOPPER.dense_rows, *operands), *operands)
 
 
 @pytest.mark.parametrize(
@@ -93,27 +97,31 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     w, rows = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m,), jnp.int32)
     x_rows = jax.ShapeDtypeStruct((-(-m // 8) * 8, d), dtype)
     one, y = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m, d), dtype)
-    call = functools.partial(run, dense_rows)
-    text = lower(call, one, rows, x_rows, w if gated else None, w, w, y)
+    call = functools.partial(run, HOPPER.dense_rows)
+    text = lower(call, HeavyRows(one, rows, x_rows), Weights(w if gated else None, w, w), y)
     assert text.count("@mosaic_gpu") == 2 and "output_operand_alias" in text
 
 
 @pytest.mark.parametrize(
-    ("place", "array", "message"),
+    ("change", "message"),
     [
-        (0, jnp.zeros(2, jnp.int32), r"count must be int32 \[1\]"),
-        (1, jnp.zeros(70), r"rows must be int32 \[70\]"),
-        (2, jnp.zeros((70, 192), jnp.bfloat16), r"x_rows must be bfloat16 \[72, 192\]"),
-        (4, jnp.zeros((192, 256), jnp.bfloat16), r"w_up must be bfloat16 \[256, 192\]"),
-        (5, jnp.zeros((256, 192)), "w_down must be a bfloat16"),
-        (6, jnp.zeros((70, 192), jnp.float16), "y_ref must be bfloat16"),
+        ({"count": jnp.zeros(2, jnp.int32)}, r"count must be int32 \[1\]"),
+        ({"rows": jnp.zeros(70)}, r"rows must be int32 \[70\]"),
+        ({"x": jnp.zeros((70, 192), jnp.bfloat16)}, r"heavy.x must be bfloat16 \[72, 192\]"),
+        ({"up": jnp.zeros((192, 256), jnp.bfloat16)}, r"w_up must be bfloat16 \[256, 192\]"),
+        ({"down": jnp.zeros((256, 192))}, "w_down must be a bfloat16"),
+        ({"y": jnp.zeros((70, 192), jnp.float16)}, "y_ref must be bfloat16"),
     ],
 )
-def test_bad_operands_are_named(place, array, message):
-    operands = list(draw(*CASES[1], True, jnp.bfloat16))
-    operands[place] = array
+def test_bad_operands_are_named(change, message):
+    heavy, weights, y = draw(*CASES[1], True, jnp.bfloat16)
+    y = change.get("y", y)
     with pytest.raises(ValueError, match=message):
-        run(dense_rows, *operands)
+        run(HOPPER.dense_rows, with_changes(heavy, change), with_changes(weights, change), y)
+
+
+def with_changes(operand, change):
+    return dataclasses.replace(operand, **{k: v for k, v in change.items() if hasattr(operand, k)})
 
 
 @pytest.mark.gpu
@@ -133,4 +141,4 @@ def test_bad_operands_are_named(place, array, message):
 )
 def test_on_the_gpu(case, gated, dtype):
     operands = draw(*case, gated, dtype)
-    assert_matches(run(dense_rows, *operands), *operands)
+    assert_matches(run(HOPPER.dense_rows, *operands), *operands)

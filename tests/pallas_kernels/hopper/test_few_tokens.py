@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.few_tokens import multiply, small_m_ffn, small_m_ffn_reference
+from pallas_kernels.hopper.few_tokens import multiply
+from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.layouts.weights import Weights
 
 
 def draw(m, d, h, active, dtype):
@@ -51,9 +53,13 @@ def assert_matches(out, x, w_gate, w_up, w_down):
     assert np.all(fired <= (gate > -1e-5).any(axis=0))
 
 
+def reference(x, *weights):
+    return REFERENCE.few_tokens_ffn(x, Weights(*weights))
+
+
 def shapes(m, d, h, dtype, gated=True):
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
-    return x, w if gated else None, w, w
+    return x, Weights(w if gated else None, w, w)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +73,13 @@ def shapes(m, d, h, dtype, gated=True):
     ],
 )
 def test_lowers_without_a_gpu(lower, m, d, h, dtype):
-    text = lower(small_m_ffn, *shapes(m, d, h, dtype))
-    assert "small_m_gate" in text and "small_m_row" in text
+    text = lower(HOPPER.few_tokens_ffn, *shapes(m, d, h, dtype))
+    assert "few_tokens_gate" in text and "few_tokens_row" in text
 
 
 def test_lowers_without_a_gpu_non_gated(lower):
-    assert "small_m_row" in lower(small_m_ffn, *shapes(8, 768, 5632, jnp.bfloat16, gated=False))
+    operands = shapes(8, 768, 5632, jnp.bfloat16, gated=False)
+    assert "few_tokens_row" in lower(HOPPER.few_tokens_ffn, *operands)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -80,7 +87,7 @@ def test_lowers_without_a_gpu_non_gated(lower):
 def test_reference_matches_dense(gated, dtype):
     x, w_gate, w_up, w_down = draw(5, 192, 384, 0.05, dtype)
     operands = (x, w_gate if gated else None, w_up, w_down)
-    assert_matches(small_m_ffn_reference(*operands), *operands)
+    assert_matches(reference(*operands), *operands)
 
 
 def with_non_finite_rows(x):
@@ -102,7 +109,7 @@ def assert_non_finite_as_in_dense(out, x, w_gate, w_up, w_down):
 def test_reference_is_non_finite_where_dense_is(gated):
     x, w_gate, w_up, w_down = draw(4, 192, 384, 0.05, jnp.bfloat16)
     operands = (with_non_finite_rows(x), w_gate if gated else None, w_up, w_down)
-    assert_non_finite_as_in_dense(small_m_ffn_reference(*operands), *operands)
+    assert_non_finite_as_in_dense(reference(*operands), *operands)
 
 
 @pytest.mark.parametrize(("m", "d"), [(3, 192), (16, 128)])
@@ -141,15 +148,19 @@ def test_gate_multiplies_like_xla(m, d):
 def test_bad_operands_are_named(change, message):
     w = jnp.zeros((384, 192), jnp.bfloat16)
     with pytest.raises(ValueError, match=message):
-        small_m_ffn(**dict(x=w[:4], w_gate=w, w_up=w, w_down=w) | change)
+        hopper(**dict(x=w[:4], w_gate=w, w_up=w, w_down=w) | change)
+
+
+def hopper(x, w_gate, w_up, w_down):
+    return HOPPER.few_tokens_ffn(x, Weights(w_gate, w_up, w_down))
 
 
 def run(*operands):
-    """`small_m_ffn` on memory that held NaN just before."""
+    """`few_tokens_ffn` on memory that held NaN just before."""
     poison = jnp.full((64, 1 << 20), jnp.nan)
     poison.block_until_ready()
     poison.delete()
-    return jax.block_until_ready(jax.jit(small_m_ffn)(*operands))
+    return jax.block_until_ready(jax.jit(hopper)(*operands))
 
 
 @pytest.mark.gpu
@@ -209,7 +220,7 @@ def test_layers_in_a_chain_wait_for_each_other():
             outs.append(layer(outs[-1], *weights)[0])
         return outs
 
-    together = jax.jit(functools.partial(chain, layer=small_m_ffn))(x)
+    together = jax.jit(functools.partial(chain, layer=hopper))(x)
     for a, b in zip(together, chain(x, run), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import fused_ffn as fused
 from pallas_kernels.hopper.device import gather, lists
+from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
 
 CAPACITY = twell.TILE // twell.COMPRESSION - 1
@@ -46,9 +47,8 @@ def assert_matches(out, x, gate, w_up, w_down):
 
 def assert_lists(heavy, rows, x):
     """`heavy` is the list of `rows`, ascending, in any order, with their rows of x."""
-    count, listed, x_rows = heavy
-    assert int(count[0]) == len(rows)
-    listed, x_rows = (np.asarray(a)[: len(rows)] for a in (listed, x_rows))
+    assert int(heavy.count[0]) == len(rows)
+    listed, x_rows = (np.asarray(a)[: len(rows)] for a in (heavy.rows, heavy.x))
     np.testing.assert_array_equal(np.sort(listed), rows)
     np.testing.assert_array_equal(x_rows.view(np.uint16), np.asarray(x)[listed].view(np.uint16))
 
@@ -81,7 +81,7 @@ def test_lowers_without_a_gpu_non_gated(lower):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reference_matches_dense(dtype):
     x, gate, w_up, w_down = draw(5, 128, 384, 9, dtype)
-    out = fused.fused_ffn_reference(x, twell.pack_reference(gate), w_up, w_down)
+    out = REFERENCE.fused_ffn(x, twell.pack(gate), w_up, w_down)
     assert_matches(out, x, gate, w_up, w_down)
 
 
@@ -89,7 +89,7 @@ def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
     x, gate, w_up, w_down = draw(3, 128, 384, 9, jnp.bfloat16)
     gate = gate.at[1, 256 : 256 + CAPACITY + 1].set(1).at[:, 5].set(0)
     w_up, w_down = w_up.at[5].set(jnp.nan), w_down.at[5].set(jnp.inf)
-    y, nnz, l1, heavy = fused.fused_ffn_reference(x, twell.pack_reference(gate), w_up, w_down)
+    y, nnz, l1, heavy = REFERENCE.fused_ffn(x, twell.pack(gate), w_up, w_down)
     np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
     assert_lists(heavy, [1], x)
     assert not y[1].any() and l1[1] == 0
@@ -118,7 +118,7 @@ def steps_in_jax(monkeypatch):
         order = jnp.argsort(~stored, stable=True)
         entries_ref[:n] = words.ravel()[order]
         total = counts.sum()
-        is_heavy = jnp.any(counts > words.shape[1]) | (total > fused.MAX_ENTRIES)
+        is_heavy = jnp.any(counts > words.shape[1]) | (total > twell.MAX_ROW_ENTRIES)
         return jnp.where(is_heavy, ~total, total)
 
     def append(length_ref, n, _):
@@ -141,10 +141,10 @@ def test_interpreted(steps_in_jax, gated):
     x = x.at[5, 17].set(jnp.inf).at[3, 190].set(jnp.nan)
     if not gated:
         w_up = None
-    packed = twell.pack_reference(gate)
+    packed = twell.pack(gate)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out = jax.jit(fused.fused_ffn)(x, packed, w_up, w_down)
-    ref = fused.fused_ffn_reference(x, packed, w_up, w_down)
+    ref = REFERENCE.fused_ffn(x, packed, w_up, w_down)
     is_nan = gated & (np.arange(8) == 5)
     for i, bound in ((0, 4e-3), (2, 1e-5)):
         assert relative_error(out[i][~is_nan], ref[i][~is_nan]) < bound
@@ -202,7 +202,7 @@ def run(*operands):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_matches_dense(m, d, h, nnz, dtype):
     x, gate, w_up, w_down = draw(m, d, h, nnz, dtype)
-    packed = twell.pack_reference(gate)
+    packed = twell.pack(gate)
     assert not np.any(twell.overflowed(packed))
     assert_matches(run(x, packed, w_up, w_down), x, gate, w_up, w_down)
 
@@ -210,7 +210,7 @@ def test_matches_dense(m, d, h, nnz, dtype):
 @pytest.mark.gpu
 def test_non_gated_matches_dense():
     x, gate, _, w_down = draw(65, 2048, 5632, 29, jnp.bfloat16)
-    y, nnz, l1, _ = run(x, twell.pack_reference(gate), None, w_down)
+    y, nnz, l1, _ = run(x, twell.pack(gate), None, w_down)
     assert relative_error(y, np.asarray(gate, np.float64) @ np.asarray(w_down, np.float64)) < 4e-3
     np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
     assert relative_error(l1, np.sum(np.asarray(gate, np.float64), axis=1)) < 1e-5
@@ -226,11 +226,11 @@ def test_rows_at_and_past_the_limits_and_not_finite():
     gate = gate.at[longest].set(column % 44 == 0).at[long].set(column % 44 == 1)
     gate = gate.at[long, 0].set(1).at[heavy, -CAPACITY - 1 :].set(1)
     gate = gate.at[empty].set(0).at[dense_row].set(1)
-    packed = twell.pack_reference(gate)
+    packed = twell.pack(gate)
     packed = packed.at[empty, :, 1:].set(0xFFFFFFFF)  # words past the count are unspecified
     y, nnz, l1, listed = run(x, packed, w_up, w_down)
     np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
-    assert nnz[longest] == fused.MAX_ENTRIES and nnz[long] == fused.MAX_ENTRIES + 1
+    assert nnz[longest] == twell.MAX_ROW_ENTRIES and nnz[long] == twell.MAX_ROW_ENTRIES + 1
     assert_lists(listed, [heavy, long, dense_row], x)
     zero, poisoned = [heavy, long, dense_row, empty], [inf, nan]
     assert not np.asarray(y)[zero].any() and not np.asarray(l1)[zero].any()
@@ -245,7 +245,7 @@ def test_nan_and_inf_reach_their_rows_and_no_others():
     gate = gate.at[:, :4].set(0).at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf).at[2, 2].set(1)
     w_up, w_down = w_up.at[3].set(jnp.nan), w_down.at[3].set(jnp.inf)  # no row has neuron 3
     w_up = w_up.at[2].set(jnp.inf)
-    out = run(x, twell.pack_reference(gate), w_up, w_down)
+    out = run(x, twell.pack(gate), w_up, w_down)
     y, _, l1 = (np.asarray(a, np.float32) for a in out[:3])
     assert np.isnan(y[0]).all() and np.isnan(l1[0])
     assert not np.isfinite(y[1]).any() and np.isposinf(l1[1])

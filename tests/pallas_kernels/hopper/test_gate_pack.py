@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import gate_pack as gate
 from pallas_kernels.hopper.device import pack_relu
 from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
 
 gate_pack = jax.jit(gate.gate_pack)
@@ -67,14 +68,14 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_packs_the_dense_gate(dtype):
     x, w, g = draw(33, 192, 384, 0.04, dtype)
-    packed = gate.gate_pack_reference(x, w)
+    packed = REFERENCE.gate_pack(x, w)
     assert_packs(packed, g)
     np.testing.assert_array_equal(twell.unpack(packed, 384, dtype), g)
 
 
 def pack_relu_reference(acc, dtype, tile, packed_ref):
-    """`pack_relu` without for the interpreter."""
-    packed = twell.pack_reference(jnp.maximum(acc, 0).astype(dtype))[:, 0]
+    """What `pack_relu` does, for the interpreter."""
+    packed = twell.pack(jnp.maximum(acc, 0).astype(dtype))[:, 0]
     word = jnp.arange(packed.shape[1])
     is_entry = (word > 0) & (word <= packed[:, :1])
     packed_ref[...] = packed + jnp.where(is_entry, twell.TILE * tile, 0).astype(jnp.uint32)

@@ -8,7 +8,7 @@ from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.tile_union import GROUP, THRESHOLD, TOKENS
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
@@ -31,7 +31,7 @@ def assert_unions(out, x, w):
     with np.errstate(invalid="ignore"):
         z = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
     gate, masks, counts = (np.asarray(a) for a in out)
-    expected = [np.asarray(a) for a in tile_union.pack_reference(z, x.dtype)]
+    expected = [np.asarray(a) for a in tile_union.pack(z, x.dtype)]
     np.testing.assert_array_equal(masks, expected[1])
     np.testing.assert_array_equal(counts, expected[2])
     used = np.unpackbits(masks[0].view(np.uint8), axis=-1, bitorder="little").astype(bool)
@@ -57,12 +57,12 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
 
 
 def union_relu_reference(acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref, *, threshold):
-    """`union_relu` without for the interpreter."""
-    assert threshold == THRESHOLD
+    """What `union_relu` does, for the interpreter."""
+    assert threshold == OUTLYING_ABOVE
     # 64 neurons that never fire make up the number that the format asks for.
-    z = jnp.pad(acc.T, ((0, 0), (0, 128 - GROUP)), constant_values=-1)
-    gate, masks, counts = tile_union.pack_reference(z, gate_ref.dtype)
-    gate_ref[...] = gate[0, :GROUP]
+    z = jnp.pad(acc.T, ((0, 0), (0, 128 - GROUP_NEURONS)), constant_values=-1)
+    gate, masks, counts = tile_union.pack(z, gate_ref.dtype)
+    gate_ref[...] = gate[0, :GROUP_NEURONS]
     used_ref[...], usual_ref[...] = masks[:, 0, :2]
     counts_ref[...] = counts[0]
 
@@ -109,9 +109,9 @@ def test_tokens_around_the_threshold_on_the_gpu(dtype):
     rng = np.random.default_rng()
     w = np.zeros((384, 512))
     for t in range(512):
-        for first in range(0, 384, GROUP):
-            n = t % (GROUP + 1)
-            w[first + rng.permutation(GROUP)[:n], t] = rng.integers(1, 100, n)
+        for first in range(0, 384, GROUP_NEURONS):
+            n = t % (GROUP_NEURONS + 1)
+            w[first + rng.permutation(GROUP_NEURONS)[:n], t] = rng.integers(1, 100, n)
     x, w = jnp.eye(512, dtype=dtype), jnp.asarray(w, dtype)
     assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
 
@@ -119,7 +119,7 @@ def test_tokens_around_the_threshold_on_the_gpu(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_inf_and_signed_zero_on_the_gpu(dtype):
-    x, w = draw(TOKENS + 70, 192, 384, 0.01, dtype)
+    x, w = draw(TILE_TOKENS + 70, 192, 384, 0.01, dtype)
     x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf).at[266, 9].set(-jnp.inf).at[68].set(-0.0)
     tiny = float(jnp.finfo(dtype).smallest_subnormal)
     x, w = x.at[10].set(0).at[10, 0].set(tiny), w.at[4, 0].set(1).at[200:204, 0].set(-0.25)

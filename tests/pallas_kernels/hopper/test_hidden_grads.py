@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import hidden_grads as module
-from pallas_kernels.hopper import union_plan
-from pallas_kernels.hopper.hidden_grads import hidden_grads, hidden_grads_reference
-from pallas_kernels.hopper.union_down import union_down, union_down_reference
-from pallas_kernels.hopper.union_up import union_up_reference
+from pallas_kernels.hopper.hidden_grads import hidden_grads
+from pallas_kernels.hopper.union_down import union_down
+from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
-from pallas_kernels.layouts.tile_union import GROUP, TOKENS
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 L1_GRAD = 0.3
@@ -35,15 +34,15 @@ def draw(m, d, h, density, gated, dtype):
     arrays = rng.standard_normal((m, d)), rng.standard_normal((m, d))
     weights = rng.standard_normal((3, h, d)) / d**0.5
     x, dy, w_gate, w_up, w_down = (jnp.asarray(a, dtype) for a in (*arrays, *weights))
-    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), dtype)
+    gate, masks, counts = tile_union.pack(jnp.asarray(z), dtype)
     gate_ref = jax.new_ref(gate)
-    plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
+    plan, _, heavy = REFERENCE.union_plan(x, gate_ref, masks, counts)
     lists, fits = neuron_lists(counts, m, counts.size + 64)
     assert fits
     plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
-    hidden, _ = union_up_reference(x, gate_ref[...], w_up if gated else None, plan, with_gate=True)
+    hidden, _ = REFERENCE.union_up(x, gate_ref[...], w_up if gated else None, plan, with_gate=True)
     dense = [np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)]
-    dense[0][np.asarray(rows)[: count[0]]] = 0  # they leave the unions
+    dense[0][np.asarray(heavy.rows)[: heavy.count[0]]] = 0  # they leave the unions
     if gated:
         up = np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T
         dense.append(np.asarray(jnp.asarray(up, dtype), np.float64))
@@ -83,8 +82,8 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights):
         assert entry.dtype == dy.dtype
         entry = np.asarray(entry, np.float64)
         end = int(lists.starts[-1] + -(-lists.lengths[-1] // 64) * 64)
-        listed = np.zeros((end, GROUP))
-        listed[slots[block, token]] = grad.reshape(len(dy), -1, GROUP)[token, block]
+        listed = np.zeros((end, GROUP_NEURONS))
+        listed[slots[block, token]] = grad.reshape(len(dy), -1, GROUP_NEURONS)[token, block]
         assert_close(entry[:end], listed)
 
 
@@ -97,7 +96,7 @@ def assert_grad_of_x(dx, grads, dy, weights):
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
     operands, dense = draw(*case, gated, jnp.bfloat16)
-    out = run(hidden_grads_reference, union_down_reference, *operands)
+    out = run(REFERENCE.hidden_grads, REFERENCE.union_down, *operands)
     assert_matches(out, dense, *operands)
 
 
@@ -112,7 +111,7 @@ def test_interpreted_but_for_the_lists(case, gated, interpreted, monkeypatch):
     with interpreted():
         entries, dx = run(hidden_grads, union_down, *operands)
     assert_grad_of_x(dx, dense_grads(dense, dy, w_down), dy, weights)
-    assert not any(np.any(np.asarray(entry[:GROUP], np.float32)) for entry in entries)
+    assert not any(np.any(np.asarray(entry[:GROUP_NEURONS], np.float32)) for entry in entries)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +125,12 @@ def test_interpreted_but_for_the_lists(case, gated, interpreted, monkeypatch):
 )
 def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     m, d, h = shape
-    tiles, capacity = -(-m // TOKENS), 6400
+    tiles, capacity = -(-m // TILE_TOKENS), 6400
     w, x = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m, d), dtype)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     plan = [(tiles, h), (tiles,), (7,), (1,), (tiles,)]
     lists = [(capacity,), (h // 64,), (h // 64,), (h // 64, 8 * tiles, 2)]
-    hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TOKENS), dtype)
+    hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TILE_TOKENS), dtype)
     plan, lists = tile_union.Plan(*map(ints, plan)), NeuronLists(*map(ints, lists))
     call = functools.partial(run, hidden_grads, union_down)
     text = lower(call, x, w, hidden, plan, lists, (w, w) if gated else (w,))

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import union_plan
-from pallas_kernels.hopper.union_down import union_down, union_down_reference
-from pallas_kernels.hopper.union_up import union_up, union_up_reference
+from pallas_kernels.hopper.union_down import union_down
+from pallas_kernels.hopper.union_up import union_up
+from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.tile_union import CHUNK, TOKENS
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density
@@ -33,16 +33,16 @@ def draw(m, d, h, density, gated, dtype):
     z[dense] = np.abs(z[dense])
     arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]
     x, w_up, w_down = (jnp.asarray(a, dtype) for a in arrays)
-    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), dtype)
+    gate, masks, counts = tile_union.pack(jnp.asarray(z), dtype)
     gate_ref = jax.new_ref(gate)
-    plan, _, (count, rows, _) = union_plan.union_plan_reference(x, gate_ref, masks, counts)
+    plan, _, heavy = REFERENCE.union_plan(x, gate_ref, masks, counts)
     plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
     is_member = np.zeros(gate.shape[:2], bool)
     for r, size in enumerate(plan.sizes):
         is_member[r, plan.neurons[r, :size]] = True
     gate = jnp.where(is_member[:, :, None], gate_ref[...], jnp.nan)
     g = np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)
-    g[np.asarray(rows)[: count[0]]] = 0
+    g[np.asarray(heavy.rows)[: heavy.count[0]]] = 0
     return (x, gate, w_up if gated else None, w_down, plan), g
 
 
@@ -70,7 +70,7 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan):
     ref_y = ref @ np.asarray(w_down, np.float64)
     for with_gate, (h, l1, y) in enumerate(out):
         np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
-        *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK, axis=1)
+        *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK_NEURONS, axis=1)
         np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2)
         assert len(above) == (with_gate and w_up is not None)
         for array in above:
@@ -82,11 +82,11 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan):
 
 def blocks_of(dense, plan):
     """The columns of each tile's union of a matrix, and zeros to the end of the chunk."""
-    blocks = np.zeros((plan.item_count[0], CHUNK, TOKENS))
+    blocks = np.zeros((plan.item_count[0], CHUNK_NEURONS, TILE_TOKENS))
     for r, size in enumerate(plan.sizes):
-        tile = dense[TOKENS * r : TOKENS * (r + 1), plan.neurons[r, :size]].T
-        first, count = plan.firsts[r], -(-size // CHUNK)
-        rows = blocks[first : first + count].reshape(-1, TOKENS)  # a view
+        tile = dense[TILE_TOKENS * r : TILE_TOKENS * (r + 1), plan.neurons[r, :size]].T
+        first, count = plan.firsts[r], -(-size // CHUNK_NEURONS)
+        rows = blocks[first : first + count].reshape(-1, TILE_TOKENS)  # a view
         rows[:size, : tile.shape[1]] = tile
     return blocks
 
@@ -95,7 +95,7 @@ def blocks_of(dense, plan):
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
     operands, g = draw(*case, gated, jnp.bfloat16)
-    assert_matches(run(union_up_reference, union_down_reference, *operands), g, *operands)
+    assert_matches(run(REFERENCE.union_up, REFERENCE.union_down, *operands), g, *operands)
 
 
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
@@ -117,12 +117,12 @@ def test_interpreted(case, gated, interpreted):
 )
 def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     m, d, h = shape
-    tiles, i32 = -(-m // TOKENS), jnp.int32
+    tiles, i32 = -(-m // TILE_TOKENS), jnp.int32
     w = jax.ShapeDtypeStruct((h, d), dtype)
     shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
     plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
     x = jax.ShapeDtypeStruct((m, d), dtype)
-    gate = jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype)
+    gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype)
     call = functools.partial(run, union_up, union_down)
     text = lower(call, x, gate, w if gated else None, w, plan)
     assert text.count("@mosaic_gpu") == 4
@@ -139,7 +139,7 @@ def test_on_the_gpu(case, gated, dtype):
 
 @pytest.mark.gpu
 def test_many_jobs_for_each_sm_some_of_them_empty():
-    in_sequence = np.arange(5000) // TOKENS % 3 == 0
+    in_sequence = np.arange(5000) // TILE_TOKENS % 3 == 0
     operands, g = draw(5000, 2048, 3840, 0.01 * in_sequence[:, None], True, jnp.bfloat16)
     assert operands[-1].item_count[0] > 132  # those of union_up; union_down has 320
     call = program(union_up, union_down)

@@ -7,12 +7,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import gather, lists
-from pallas_kernels.hopper.union_plan import union_plan, union_plan_reference
+from pallas_kernels.hopper.union_plan import union_plan
+from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.tile_union import CHUNK, TOKENS
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 
 PLANNERS = [
-    union_plan_reference,
+    pytest.param(REFERENCE.union_plan, id="reference"),
     pytest.param(union_plan, marks=pytest.mark.gpu, id="union_plan"),
 ]
 
@@ -41,22 +42,23 @@ def make(planner, z, **options):
     """
     (m, h), fires = z.shape, z > 0
     x = jnp.asarray(np.random.default_rng().standard_normal((m, 128)), jnp.bfloat16)
-    gate, masks, counts = tile_union.pack_reference(jnp.asarray(z), x.dtype)
+    gate, masks, counts = tile_union.pack(jnp.asarray(z), x.dtype)
     before = np.asarray(gate, np.float32)
-    gate, (plan, nnz, (count, rows, x_rows)) = run(planner, x, gate, masks, counts, **options)
+    gate, (plan, nnz, listed_rows) = run(planner, x, gate, masks, counts, **options)
     np.testing.assert_array_equal(nnz, fires.sum(axis=1))
 
-    rows, x_rows = np.asarray(rows)[: count[0]], np.asarray(x_rows, np.float32)
-    np.testing.assert_array_equal(x_rows[: count[0]], np.asarray(x, np.float32)[rows])
+    (count,) = listed_rows.count
+    rows, x_rows = np.asarray(listed_rows.rows)[:count], np.asarray(listed_rows.x, np.float32)
+    np.testing.assert_array_equal(x_rows[:count], np.asarray(x, np.float32)[rows])
     heavy = np.zeros(m, bool)
     heavy[rows] = True
-    assert heavy.sum() == count[0]
+    assert heavy.sum() == count
     items = []
     firsts, listed = np.asarray(plan.firsts), np.asarray(plan.items)
     for r, size in enumerate(np.asarray(plan.sizes)):
         neurons = np.asarray(plan.neurons[r, :size])
-        tile = slice(TOKENS * r, TOKENS * (r + 1))
-        stays = np.pad(~heavy[tile], (0, max(0, TOKENS * (r + 1) - m)))
+        tile = slice(TILE_TOKENS * r, TILE_TOKENS * (r + 1))
+        stays = np.pad(~heavy[tile], (0, max(0, TILE_TOKENS * (r + 1) - m)))
         np.testing.assert_array_equal(
             np.asarray(gate[r, neurons], np.float32), before[r, neurons] * stays
         )
@@ -64,7 +66,7 @@ def make(planner, z, **options):
         assert set(used) <= set(neurons) and (np.diff(neurons) > 0).all()
         if not heavy[tile].any():
             assert size == fires[tile].any(axis=0).sum()
-        mine = [r * (h // CHUNK) + chunk for chunk in range(-(-size // CHUNK))]
+        mine = [r * (h // CHUNK_NEURONS) + chunk for chunk in range(-(-size // CHUNK_NEURONS))]
         np.testing.assert_array_equal(listed[firsts[r] : firsts[r] + len(mine)], mine)
         items += mine
     np.testing.assert_array_equal(np.sort(listed[: plan.item_count[0]]), items)
@@ -82,10 +84,10 @@ def test_without_outlying_tokens_or_with_only_such(m, h, density, planner):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_few_dense_tokens_leave_and_many_stay(planner):
-    z = pre_activations(3 * TOKENS, 1280, 0.001)
+    z = pre_activations(3 * TILE_TOKENS, 1280, 0.001)
     few = [3, 200]
     z[few] = np.abs(z[few])
-    z[TOKENS : 2 * TOKENS] = np.abs(z[TOKENS : 2 * TOKENS])
+    z[TILE_TOKENS : 2 * TILE_TOKENS] = np.abs(z[TILE_TOKENS : 2 * TILE_TOKENS])
     plan, heavy = make(planner, z)
     np.testing.assert_array_equal(heavy, few)
     assert plan.sizes[1] == 1280 and max(plan.sizes[0], plan.sizes[2]) < 600
@@ -93,29 +95,27 @@ def test_a_few_dense_tokens_leave_and_many_stay(planner):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_tiles_without_room_leave(planner):
-    z = pre_activations(3 * TOKENS + 9, 1280, 0.002)
+    z = pre_activations(3 * TILE_TOKENS + 9, 1280, 0.002)
     z[3] = np.abs(z[3])  # leaves its tile
     plan, _ = make(planner, z)
-    sizes, (items,) = -(-plan.sizes // CHUNK), plan.item_count
+    sizes, (items,) = -(-plan.sizes // CHUNK_NEURONS), plan.item_count
     for room, stay in ((items, 4), (items - 1, 3), (sizes[0] + sizes[1], 2), (1, 0)):
         plan, heavy = make(planner, z, max_items=int(room))
         assert plan.items.shape == (room,)
         np.testing.assert_array_equal(plan.sizes > 0, np.arange(4) < stay)
-        expected = {3, *range(stay * TOKENS, len(z))}
+        expected = {3, *range(stay * TILE_TOKENS, len(z))}
         np.testing.assert_array_equal(heavy, sorted(expected))
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_tokens_that_are_not_finite_always_leave(value, planner):
-    z = np.abs(pre_activations(2 * TOKENS, 384, 1))
+    z = np.abs(pre_activations(2 * TILE_TOKENS, 384, 1))
     z[[7, 299]] = value
     x = jnp.ones((len(z), 128), jnp.bfloat16)
-    gate, (plan, _, (count, rows, _)) = run(
-        planner, x, *tile_union.pack_reference(jnp.asarray(z), x.dtype)
-    )
-    assert not gate[:, :, [7, 299 - TOKENS]][[0, 1], :, [0, 1]].any()
-    np.testing.assert_array_equal(np.sort(rows[: count[0]]), [7, 299])
+    gate, (plan, _, heavy) = run(planner, x, *tile_union.pack(jnp.asarray(z), x.dtype))
+    assert not gate[:, :, [7, 299 - TILE_TOKENS]][[0, 1], :, [0, 1]].any()
+    np.testing.assert_array_equal(np.sort(heavy.rows[: heavy.count[0]]), [7, 299])
     np.testing.assert_array_equal(plan.sizes, [384, 384])
 
 
@@ -156,12 +156,12 @@ def test_interpreted(m, h, density, monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (1000, 8192, 65536)])
 def test_lowers_without_a_gpu(lower, m, d, h, dtype):
-    tiles = -(-m // TOKENS)
+    tiles = -(-m // TILE_TOKENS)
     operands = (
         jax.ShapeDtypeStruct((m, d), dtype),
-        jax.ShapeDtypeStruct((tiles, h, TOKENS), dtype),
+        jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype),
         jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
-        jax.ShapeDtypeStruct((h // 64, tiles * TOKENS), jnp.uint8),
+        jax.ShapeDtypeStruct((h // 64, tiles * TILE_TOKENS), jnp.uint8),
     )
     assert "mosaic_gpu" in lower(functools.partial(run, union_plan), *operands)
 

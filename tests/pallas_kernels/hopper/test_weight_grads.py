@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.weight_grads import weight_grads, weight_grads_reference
+from pallas_kernels.hopper.weight_grads import weight_grads
+from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
-from pallas_kernels.layouts.tile_union import GROUP, TOKENS
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density of the tokens in a list
@@ -28,13 +29,15 @@ def draw(m, d, h, density, n, dtype):
     """
     rng = np.random.default_rng()
     unlisted = rng.random(m) < 0.1 if density < 1 else np.zeros(m, bool)
-    used = rng.random((h // GROUP, m)) < density * rng.uniform(0.1, 1.9, (h // GROUP, 1))
+    used = rng.random((h // GROUP_NEURONS, m)) < density * rng.uniform(
+        0.1, 1.9, (h // GROUP_NEURONS, 1)
+    )
     used &= ~unlisted
     used[1] &= density == 1
-    dense = rng.standard_normal((n, m, h // GROUP, GROUP))
+    dense = rng.standard_normal((n, m, h // GROUP_NEURONS, GROUP_NEURONS))
     dense *= (rng.random(dense.shape) < 0.3) & used.T[:, :, None]
     dense = np.asarray(jnp.asarray(dense, dtype))
-    counts = np.zeros((h // GROUP, -(-m // TOKENS) * TOKENS), np.uint8)
+    counts = np.zeros((h // GROUP_NEURONS, -(-m // TILE_TOKENS) * TILE_TOKENS), np.uint8)
     counts[:, :m] = used
     room = sum(-(-row.sum() // 64) * 64 for row in used)
     lists, fits = neuron_lists(jnp.asarray(counts), m, room + 128)
@@ -44,7 +47,7 @@ def draw(m, d, h, density, n, dtype):
     poison = np.flatnonzero(~used.any(axis=0))
     x = x.at[poison].set(jnp.nan)
     slots, tokens = np.asarray(lists.slots(jnp.arange(m))), np.array(lists.tokens)
-    values = np.zeros((n, len(tokens), GROUP), np.float32)
+    values = np.zeros((n, len(tokens), GROUP_NEURONS), np.float32)
     values[:, room:] = np.nan
     is_padding = np.ones(len(tokens), bool)
     block, token = np.nonzero(slots < len(tokens))
@@ -70,7 +73,7 @@ def assert_matches(grads, dense, values, x, lists):
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, n):
     operands, dense = draw(*case, n, jnp.bfloat16)
-    assert_matches(jax.jit(weight_grads_reference)(*operands), dense, *operands)
+    assert_matches(jax.jit(REFERENCE.weight_grads)(*operands), dense, *operands)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -82,11 +85,11 @@ def test_interpreted(case, n, interpreted):
 
 
 def shapes(m, d, h, capacity, n, dtype):
-    blocks = h // GROUP
-    tokens = -(-m // TOKENS) * TOKENS
+    blocks = h // GROUP_NEURONS
+    tokens = -(-m // TILE_TOKENS) * TILE_TOKENS
     lists = [(capacity,), (blocks,), (blocks,), (blocks, tokens // 32, 2)]
     return (
-        (jax.ShapeDtypeStruct((capacity, GROUP), dtype),) * n,
+        (jax.ShapeDtypeStruct((capacity, GROUP_NEURONS), dtype),) * n,
         jax.ShapeDtypeStruct((m, d), dtype),
         NeuronLists(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists)),
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_kernels.layouts.neuron_lists import neuron_lists
-from pallas_kernels.layouts.tile_union import TOKENS
+from pallas_kernels.layouts.tile_union import TILE_TOKENS
 
 make = jax.jit(neuron_lists, static_argnums=(1, 2))
 
@@ -16,7 +16,7 @@ make = jax.jit(neuron_lists, static_argnums=(1, 2))
 def draw(blocks, m, density, rng):
     """Counts, with entries to ignore, and `[blocks, m]`, who is in which list."""
     used = rng.random((blocks, m)) < density * rng.uniform(0, 2, (blocks, 1))
-    counts = rng.integers(0, 65, (blocks, -(-m // TOKENS) * TOKENS))
+    counts = rng.integers(0, 65, (blocks, -(-m // TILE_TOKENS) * TILE_TOKENS))
     counts[:, :m] = np.where(used, np.maximum(counts[:, :m], 1), 0)
     return jnp.asarray(counts + 128 * rng.integers(0, 2, counts.shape), jnp.uint8), used
 
@@ -24,7 +24,7 @@ def draw(blocks, m, density, rng):
 def check(lists, used, capacity):
     """Lists hold who is in them, in order and in their own room; returns how many are listed."""
     m = used.shape[1]
-    slots = lists.slots(jnp.arange(-(-m // TOKENS) * TOKENS))
+    slots = lists.slots(jnp.arange(-(-m // TILE_TOKENS) * TILE_TOKENS))
     tokens, starts, lengths, slots = (
         np.asarray(a) for a in (lists.tokens, lists.starts, lists.lengths, slots)
     )
@@ -73,7 +73,7 @@ def test_lists_without_room_are_cut_off(capacity):
     counts = counts.at[0].set(1)
     for m in (1, 700):
         room = sum(-(-row.sum() // 64) * 64 for row in used[:, :m])
-        lists, fits = make(counts[:, : -(-m // TOKENS) * TOKENS], m, capacity)
+        lists, fits = make(counts[:, : -(-m // TILE_TOKENS) * TILE_TOKENS], m, capacity)
         assert fits == (room <= capacity)
         assert check(lists, used[:, :m], capacity).sum() <= capacity
 

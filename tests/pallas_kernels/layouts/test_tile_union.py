@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.tile_union import GROUP, THRESHOLD, TOKENS
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 
 
 def pre_activations(m, h, density):
@@ -13,7 +13,7 @@ def pre_activations(m, h, density):
 
 
 def pack(z, dtype=jnp.bfloat16):
-    return tile_union.pack_reference(jnp.asarray(z), dtype)
+    return tile_union.pack(jnp.asarray(z), dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -24,12 +24,12 @@ def test_unpack_restores_the_gate_and_masks_say_who_uses_what(m, h, dtype):
     gate, masks, counts = pack(z, dtype)
     g = np.maximum(z, 0).astype(dtype)
     np.testing.assert_array_equal(tile_union.unpack(gate, masks, m), g)
-    for r in range(-(-m // TOKENS)):
-        tile = g[TOKENS * r : TOKENS * (r + 1)] != 0
-        groups = tile.reshape(-1, h // GROUP, GROUP)
+    for r in range(-(-m // TILE_TOKENS)):
+        tile = g[TILE_TOKENS * r : TILE_TOKENS * (r + 1)] != 0
+        groups = tile.reshape(-1, h // GROUP_NEURONS, GROUP_NEURONS)
         n = groups.sum(axis=2)
-        np.testing.assert_array_equal(counts[:, TOKENS * r :][:, : len(tile)], n.T)
-        usual = (groups & (n <= THRESHOLD)[:, :, None]).reshape(tile.shape)
+        np.testing.assert_array_equal(counts[:, TILE_TOKENS * r :][:, : len(tile)], n.T)
+        usual = (groups & (n <= OUTLYING_ABOVE)[:, :, None]).reshape(tile.shape)
         for mask, used in zip(masks, (tile, usual), strict=True):
             bits = [int(mask[r, i // 32]) >> i % 32 & 1 for i in range(h)]
             np.testing.assert_array_equal(bits, used.any(axis=0))

@@ -31,7 +31,7 @@ def sparse_bits(m, h, density, seed=None):
 )
 def test_unpack_restores_every_bit_of_rows_that_fit(dtype, m, h, tile, compression):
     bits = sparse_bits(m, h, np.linspace(0, 0.05, m)[:, None])
-    packed = twell.pack_reference(from_bits(bits, dtype), tile=tile, compression=compression)
+    packed = twell.pack(from_bits(bits, dtype), tile=tile, compression=compression)
     assert packed.shape == twell.packed_shape(m, h, tile=tile, compression=compression)
     assert not twell.overflowed(packed).any()
     dense = twell.unpack(packed, h, dtype, tile=tile, compression=compression)
@@ -42,7 +42,7 @@ def test_entries_are_in_ascending_column_order_after_the_count():
     bits = np.zeros((1, 600), np.uint16)
     columns = [3, 200, 255, 256, 599]
     bits[0, columns] = [1, 0x8000, 0x3F80, 0x7FC0, 2]
-    packed = np.asarray(twell.pack_reference(from_bits(bits, jnp.bfloat16)))
+    packed = np.asarray(twell.pack(from_bits(bits, jnp.bfloat16)))
     expected = np.zeros((1, 3, 32), np.uint32)
     expected[0, :, 0] = 3, 1, 1
     expected[0, 0, 1:4] = 3 | 1 << 16, 200 | 0x8000 << 16, 255 | 0x3F80 << 16
@@ -57,7 +57,7 @@ def test_a_row_is_heavy_from_32_entries_in_a_tile_on(dtype):
     bits = np.zeros((5, 512), np.uint16)
     for row, n in enumerate(entries):
         bits[row, 256 : 256 + n] = 0x3C00 + np.arange(n)
-    packed = twell.pack_reference(from_bits(bits, dtype))
+    packed = twell.pack(from_bits(bits, dtype))
     np.testing.assert_array_equal(packed[:, 1, 0], entries)
     np.testing.assert_array_equal(twell.overflowed(packed), entries > 31)
     dense = twell.unpack(packed, 512, dtype)
@@ -67,7 +67,7 @@ def test_a_row_is_heavy_from_32_entries_in_a_tile_on(dtype):
 
 def test_unpack_ignores_words_past_the_count():
     bits = sparse_bits(20, 300, 0.05)
-    packed = twell.pack_reference(from_bits(bits, jnp.bfloat16))
+    packed = twell.pack(from_bits(bits, jnp.bfloat16))
     past = jnp.arange(32) > packed[..., :1]
     packed = jnp.where(past, jax.random.bits(jax.random.key(0), packed.shape), packed)
     np.testing.assert_array_equal(to_bits(twell.unpack(packed, 300, jnp.bfloat16)), bits)
@@ -76,8 +76,8 @@ def test_unpack_ignores_words_past_the_count():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: twell.pack_reference(jnp.zeros((2, 256), jnp.float32)), "float32"),
-        (lambda: twell.pack_reference(jnp.zeros((256,), jnp.bfloat16)), r"\[256\]"),
+        (lambda: twell.pack(jnp.zeros((2, 256), jnp.float32)), "float32"),
+        (lambda: twell.pack(jnp.zeros((256,), jnp.bfloat16)), r"\[256\]"),
         (lambda: twell.packed_shape(1, 65537), "65537"),
         (lambda: twell.packed_shape(1, 256, tile=100, compression=8), "tile=100"),
         (lambda: twell.packed_shape(1, 256, tile=8, compression=8), "tile=8"),

@@ -8,21 +8,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.twell_jax.ffn.cases import gradients
+from tests.conformance.cases import SPARSE, by, gradients
 from twell_jax import sparse_ffn
 
 
-def output(implementation, operands, _):
-    return sparse_ffn(*operands, implementation=implementation)
+def output(ffn, operands, _):
+    return ffn(*operands)
 
 
 @pytest.mark.parametrize(
-    ("function", "implementation", "kernels"),
-    [(output, "twell", 2), (output, "unions", 2), (gradients, "unions", 3)],
+    ("function", "ffn", "kernels"),
+    [
+        (output, by("twell"), 2),
+        (output, by("unions"), 2),
+        (gradients, partial(sparse_ffn, **SPARSE), 3),
+    ],
+    ids=["twell", "unions", "sparse gradients"],
 )
-def test_all_operands_and_results_pass_a_barrier(lower, function, implementation, kernels):
+def test_all_operands_and_results_pass_a_barrier(lower, function, ffn, kernels):
     x, *weights = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1001, 256), *3 * [(512, 256)]))
-    text = lower(partial(function, implementation), [x, *weights], x)
+    text = lower(partial(function, ffn), [x, *weights], x)
     kernels_in_place = 0
     for function_text in text.split("func.func ")[1:]:
         operations = [parse(line) for line in function_text.splitlines()]

@@ -1,4 +1,6 @@
-"""SparseMLP as anyone would use it: alone, in a Linen model, on a mesh."""
+"""SparseMLP as anyone would use it: alone, in other models, in a Linen model, on a mesh."""
+
+import doctest
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
-from twell_jax import SparseMLP, sparse_ffn
+from twell_jax import SparseMLP, capture_stats, sparse_ffn
+from twell_jax.ffn import SownStats, capture
 
 
 def fresh_rngs():
@@ -47,7 +50,7 @@ def test_output_is_the_formula(gated):
         if path[-1].startswith("b_"):
             leaf[...] = rngs.params.normal(leaf.shape)
     x = rngs.params.normal((3, 5, 8))
-    y, stats = mlp(x)
+    y, stats = mlp(x, return_stats=True)
     w = numpy_weights(mlp)
     up = np.asarray(x, np.float64) @ w["w_up"].T + w["b_up"]
     gate = np.asarray(x, np.float64) @ w["w_gate"].T + w["b_gate"] if gated else up
@@ -58,7 +61,7 @@ def test_output_is_the_formula(gated):
 
 def test_silu_is_the_dense_twin():
     mlp = SparseMLP(8, 24, activation="silu", rngs=nnx.Rngs(0))
-    _, stats = mlp(jax.random.normal(jax.random.key(1), (4, 8)))
+    _, stats = mlp(jax.random.normal(jax.random.key(1), (4, 8)), return_stats=True)
     assert stats.max_nnz == 24
 
 
@@ -93,9 +96,8 @@ def test_initialisers_are_called_with_the_shape_of_the_weight():
 def test_dtypes(dtype, param_dtype, input_dtype, output_dtype):
     mlp = SparseMLP(4, 6, dtype=dtype, param_dtype=param_dtype, use_bias=True, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 4), input_dtype)
-    y, _ = mlp(x)
-    assert y.dtype == output_dtype
-    grads = nnx.grad(lambda mlp: mlp(x)[0].astype(jnp.float32).sum())(mlp)
+    assert mlp(x).dtype == output_dtype
+    grads = nnx.grad(lambda mlp: mlp(x).astype(jnp.float32).sum())(mlp)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp))} == {jnp.dtype(param_dtype)}
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(param_dtype)}
 
@@ -112,7 +114,7 @@ def test_trains_alone_and_becomes_sparse(gated):
     @nnx.jit
     def step(mlp, optimizer):
         def loss(mlp):
-            y, stats = mlp(x)
+            y, stats = mlp(x, return_stats=True)
             return jnp.mean((y - target) ** 2) + 0.03 * stats.l1, stats
 
         (value, stats), grads = nnx.value_and_grad(loss, has_aux=True)(mlp)
@@ -129,7 +131,7 @@ def test_works_inside_a_linen_model():
         @linen.compact
         def __call__(self, x):
             x = linen.Dense(8)(x)
-            y, stats = nnx.bridge.to_linen(SparseMLP, d_model=8, d_ff=24)(x)
+            y, stats = nnx.bridge.to_linen(SparseMLP, d_model=8, d_ff=24)(x, return_stats=True)
             return linen.Dense(1)(x + y), stats
 
     model, x = Model(), jax.random.normal(jax.random.key(0), (5, 3))
@@ -178,10 +180,76 @@ def test_logical_axes_map_to_the_mesh(rules, matrix, d_ff_bias, d_model_bias):
 
 def test_is_made_and_used_without_a_mesh():
     mlp = SparseMLP(16, 24, rngs=nnx.Rngs(0))
-    y, _ = nnx.jit(lambda mlp, x: mlp(x))(mlp, jnp.ones((2, 16)))
+    y = nnx.jit(lambda mlp, x: mlp(x))(mlp, jnp.ones((2, 16)))
     assert y.shape == (2, 16)
 
 
 def test_wrong_width_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"w_down must be \[H, 5\].*got \[24, 8\]"):
         SparseMLP(8, 24, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
+
+
+def sequential(rngs):
+    """Two blocks in a model of somebody else."""
+    return nnx.Sequential(
+        SparseMLP(8, 24, rngs=rngs), nnx.LayerNorm(8, rngs=rngs), SparseMLP(8, 40, rngs=rngs)
+    )
+
+
+def test_a_model_returns_the_statistics_of_all_its_blocks():
+    model, x = sequential(fresh_rngs()), jax.random.normal(jax.random.key(0), (5, 8))
+    y, stats = capture_stats(model)(x)
+    np.testing.assert_array_equal(y, model(x))
+    first, norm, second = model.layers
+    hidden, expected = first(x, return_stats=True)
+    _, expected_second = second(norm(hidden), return_stats=True)
+    assert list(stats.modules) == ["layers/0", "layers/2"]
+    for ours, theirs in zip(stats.modules.values(), (expected, expected_second), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    np.testing.assert_allclose(stats.l1, (expected.l1 + expected_second.l1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(stats.nnz, (expected.nnz + expected_second.nnz) / 2, rtol=1e-6)
+
+
+def test_the_l1_of_all_blocks_reaches_the_loss_under_jit_and_grad():
+    model, x = sequential(fresh_rngs()), jax.random.normal(jax.random.key(0), (5, 8))
+
+    @nnx.jit
+    def gradients(model, x):
+        return nnx.grad(lambda model: capture_stats(model)(x)[1].l1)(model)
+
+    grads = dict(nnx.to_flat_state(gradients(model, x)))
+    for block in (0, 2):
+        assert np.any(grads["layers", block, "w_up"][...])
+    assert not np.any(grads["layers", 2, "w_down"][...])  # nothing comes behind it
+
+
+def test_a_block_that_is_called_twice_counts_twice():
+    block, x = SparseMLP(8, 24, rngs=fresh_rngs()), jax.random.normal(jax.random.key(0), (5, 8))
+
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.block = block
+
+        def __call__(self, x):
+            return self.block(self.block(x))
+
+    _, stats = capture_stats(Twice())(x)
+    assert list(stats.modules) == ["block", "block#1"]
+
+
+def test_nothing_is_kept_where_nobody_captures():
+    mlp = SparseMLP(8, 24, rngs=nnx.Rngs(0))
+    before = nnx.graphdef(mlp)
+    for _ in range(2):
+        mlp(jnp.ones((3, 8)))
+    assert nnx.graphdef(mlp) == before
+    assert not jax.tree.leaves(nnx.state(mlp, SownStats))
+
+
+def test_a_model_without_sparse_blocks_is_named():
+    with pytest.raises(ValueError, match="called no SparseMLP"):
+        capture_stats(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))(jnp.ones((3, 8)))
+
+
+def test_docstring_example():
+    assert doctest.testmod(capture, extraglobs={"SparseMLP": SparseMLP}) == (0, 3)

@@ -1,4 +1,4 @@
-"""Gradients of `sparse_ffn` with kernels: dense ones, and sparse ones behind tile unions."""
+"""Gradients by every back end: dense ones behind either packing, sparse ones behind unions."""
 
 import functools
 import math
@@ -12,14 +12,28 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.twell_jax.ffn.cases import COLUMNS, TOKENS, both_forms, draw, error, gradients, xla
+from tests.conformance.cases import (
+    COLUMNS,
+    SPARSE,
+    TOKENS,
+    by,
+    draw,
+    either_form,
+    error,
+    every_packing,
+    gradients,
+    xla,
+)
 from twell_jax import config, sparse_ffn
 from twell_jax.models import sharding
 from twell_jax.train.trainer import make_trainer
 
 
-@both_forms
-def test_vmap_and_gradients_equal_the_dense_ones(twins, form):
+@every_packing
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
+    if (algorithm, kind) == ("twell", "sparse"):
+        pytest.skip("TwELL has dense gradients only")
     x, *weights = draw(2 * 70, 128, 384)
     x = x.reshape(2, 70, 128)
 
@@ -36,25 +50,14 @@ def test_vmap_and_gradients_equal_the_dense_ones(twins, form):
             jax.jit(jax.grad(rematerialised))(x, weights),
         )
 
-    kernels = functools.partial(sparse_ffn, implementation=form, gradient_capacity=1.0)
+    kernels = by(algorithm, gradients=kind, gradient_capacity=1.0)
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
         assert error(ours, dense) < 1e-2
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_the_default_for_few_tokens_under_vmap(twins, gated):
-    models = [draw(5, 128, 256, gated=gated) for _ in range(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
-    _, *weights = models[0]
-    for x, *mapped in (stacked, [stacked[0], *weights]):
-        axes = (0, *(0 if a is not None and a.ndim == 3 else None for a in mapped))
-        default, dense = (jax.vmap(f, in_axes=axes)(x, *mapped) for f in (sparse_ffn, xla))
-        jax.tree.map(np.testing.assert_array_equal, default, dense)
-
-
 def assert_exact_gradients(operands, **options):
-    """Of unions, with all outputs, against dense ones in float32; twice the same bits.
+    """Sparse ones, with all outputs, against dense ones in float32; twice the same bits.
 
     Returns the overflow.
     """
@@ -62,8 +65,9 @@ def assert_exact_gradients(operands, **options):
     dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
     wide = [None if a is None else a.astype(jnp.float32) for a in operands]
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(jax.jit(functools.partial(gradients, "xla"))(wide, dy))
-    ours = jax.jit(functools.partial(gradients, "unions", **options))
+        *reference, expected = unzip(jax.jit(functools.partial(gradients, xla))(wide, dy))
+    ffn = functools.partial(sparse_ffn, **SPARSE, **options)
+    ours = jax.jit(functools.partial(gradients, ffn))
     (*out, stats), (*again, _) = unzip(ours(operands, dy)), unzip(ours(operands, dy))
     for array, same, ref in zip(*map(jax.tree.leaves, (out, again, reference)), strict=True):
         assert array.dtype == operands[0].dtype and array.shape == ref.shape
@@ -93,7 +97,7 @@ def unzip(out):
         (300, 1000, -8, 0.5, False, False),
     ],
 )
-def test_sparse_gradients(twins, m, every, threshold, capacity, fits, gated):
+def test_sparse_gradients(back_end, m, every, threshold, capacity, fits, gated):
     operands = draw(m, 128, 768, gated=gated, threshold=threshold)
     operands[0] = operands[0].at[3::every, -1].set(-1)
     overflow = assert_exact_gradients(operands, gradient_capacity=capacity)
@@ -109,13 +113,14 @@ def compile_over(mesh, operands, tokens, weights):
     everything = [*operands, jnp.asarray(dy, jnp.float32)]
     *wide, wide_dy = [None if a is None else a.astype(jnp.float32) for a in everything]
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(jax.jit(functools.partial(gradients, "xla"))(wide, wide_dy))
+        *reference, expected = unzip(jax.jit(functools.partial(gradients, xla))(wide, wide_dy))
     with jax.set_mesh(mesh):
         *placed, dy = (
             None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
             for a, spec in zip(everything, [tokens, *3 * [weights], tokens], strict=True)
         )
-        ours = functools.partial(gradients, "unions", gradient_capacity=1.0)
+        ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
+        ours = functools.partial(gradients, ffn)
         compiled = jax.jit(ours).lower(placed, dy).compile()
         *out, stats = unzip(compiled(placed, dy))
     for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
@@ -130,8 +135,8 @@ def make_mesh(shape, axes, platform="cpu"):
     return jax.make_mesh(shape, axes, len(axes) * (AxisType.Auto,), devices=devices)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_sparse_gradients_over_a_mesh(twins, gated):
+@either_form
+def test_sparse_gradients_over_a_mesh(reference_kernels, gated):
     compile_over(
         make_mesh((2, 2), TOKENS[0]), draw(4 * 200, 128, 256, gated=gated), TOKENS, COLUMNS
     )
@@ -141,8 +146,8 @@ def test_sparse_gradients_over_a_mesh(twins, gated):
     ("axes", "shape"),
     [(("data", "tensor"), (2, 2)), (("tensor", "data"), (2, 2)), (("tensor",), (4,))],
 )
-@pytest.mark.parametrize("gated", [True, False])
-def test_tensor_parallelism_adds_up_once_each_way(twins, gated, axes, shape):
+@either_form
+def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, gated, axes, shape):
     operands = draw(400, 128, 512, gated=gated)
     operands[0] = operands[0].at[5, -1].set(-1)
     mesh, data = make_mesh(shape, axes), "data" in axes
@@ -155,7 +160,7 @@ def test_tensor_parallelism_adds_up_once_each_way(twins, gated, axes, shape):
 
 
 @pytest.mark.parametrize(("devices", "fsdp"), [(1, 1), (4, 2)])
-def test_layers_train_with_sparse_gradients(twins, devices, fsdp):
+def test_layers_train_with_sparse_gradients(reference_kernels, devices, fsdp):
     run = config.from_dict(
         {
             "run_dir": "unused",
@@ -190,7 +195,7 @@ gpu = pytest.mark.gpu
 
 @gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("gated", [True, False])
+@either_form
 @pytest.mark.parametrize(
     ("m", "every", "threshold"),
     [(600, 100, 2.8), (600, 1000, 2.0), (1001, 50, 2.8), (300, 1000, 8), (300, 1000, -8)],
@@ -209,19 +214,21 @@ def test_sparse_gradients_at_full_size(threshold):
     assert_exact_gradients(operands)
 
 
-@gpu
-@both_forms
-def test_layers_in_a_loop_on_the_gpu(form):
+@every_packing
+def test_layers_in_a_loop(back_end, algorithm):
     """There operands are slices, and results parts, of larger arrays."""
-    layers = [draw(600, 512, 1408, threshold=2.8) for _ in range(3)]
+    kind = "sparse" if algorithm == "unions" else "dense"
+    kernels = by(algorithm, gradients=kind)
+    shape = (600, 512, 1408) if jax.default_backend() == "gpu" else (300, 128, 512)
+    layers = [draw(*shape, threshold=2.8) for _ in range(3)]
     x, *weights = map(jnp.stack, zip(*layers, strict=True))
     x = x.at[:, 3::100, -1].set(-1)
     dy = jnp.asarray(np.random.default_rng().standard_normal(x.shape), x.dtype)
 
-    def loop(implementation, dtype):
+    def loop(ffn, dtype):
         def layer(total, operands):
             *operands, dy = operands
-            y, stats = sparse_ffn(*operands, implementation=implementation)
+            y, stats = ffn(*operands)
             return total + jnp.sum((y * dy).astype(jnp.float32)) + stats.l1, (y, stats)
 
         def loss(operands):
@@ -231,8 +238,8 @@ def test_layers_in_a_loop_on_the_gpu(form):
         return jax.jit(jax.grad(loss, has_aux=True))(operands)
 
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(loop("xla", jnp.float32))
-    *out, stats = unzip(loop(form, x.dtype))
+        *reference, expected = unzip(loop(xla, jnp.float32))
+    *out, stats = unzip(loop(kernels, x.dtype))
     np.testing.assert_array_equal(stats.overflow, 0)
     np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=1e-2)
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=1e-2)
@@ -242,7 +249,7 @@ def test_layers_in_a_loop_on_the_gpu(form):
 
 
 @gpu
-@pytest.mark.parametrize("gated", [True, False])
+@either_form
 @pytest.mark.parametrize(("axis", "weights"), [("data", P()), ("tensor", P("tensor"))])
 def test_over_two_gpus(axis, weights, gated):
     if jax.device_count() < 2:

@@ -1,4 +1,7 @@
-"""What the tests of `sparse_ffn` on kernels draw and compare."""
+"""What every back end and every algorithm is tested with.
+
+A new back end is a line in `BACK_ENDS`, a new algorithm a line in `ALGORITHMS`.
+"""
 
 import functools
 
@@ -8,37 +11,33 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.hopper import (
-    dense_rows,
-    fused_ffn,
-    gate_pack,
-    gate_union,
-    hidden_grads,
-    union_down,
-    union_plan,
-    union_up,
-    weight_grads,
-)
-from pallas_kernels.hopper import few_tokens as small_m
+from pallas_kernels.kernels import HOPPER, REFERENCE
 from twell_jax import sparse_ffn
-from twell_jax.ffn import mosaic as ffn_mosaic
-from twell_jax.ffn import unions as ffn_unions
 
-both_forms = pytest.mark.parametrize("form", ["twell", "unions"])
+BACK_ENDS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
+ALGORITHMS = {  # how a caller asks for it, and tokens that it serves
+    "few_tokens": ({"implementation": "mosaic"}, (1, 5, 33)),
+    "twell": ({"packing": "twell"}, (65, 100, 1000)),
+    "unions": ({"packing": "unions"}, (65, 300, 1000)),
+}
+PACKED = ["twell", "unions"]
+SPARSE = {"packing": "unions", "gradients": "sparse"}
+
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_packing = pytest.mark.parametrize("algorithm", PACKED)
+either_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+
 xla = functools.partial(sparse_ffn, implementation="xla")
 
 TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
 
 
-def use_twins(setattr):
-    """Replaces the kernels by the functions that define them."""
-    setattr(ffn_mosaic, "_no_hopper", lambda: None)
-    every = gate_pack, fused_ffn, dense_rows, small_m
-    of_unions = gate_union, union_plan, union_up, union_down, dense_rows, hidden_grads, weight_grads
-    for user, modules in ((ffn_mosaic, every), (ffn_unions, of_unions)):
-        for module in modules:
-            name = {small_m: "small_m_ffn"}.get(module, module.__name__.split(".")[-1])
-            setattr(user, name, getattr(module, f"{name}_reference"))
+def by(algorithm, **options):
+    """`sparse_ffn` by this algorithm."""
+    return functools.partial(sparse_ffn, **ALGORITHMS[algorithm][0], **options)
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
@@ -61,11 +60,11 @@ def error(out, ref):
     return np.linalg.norm(out - ref) / (np.linalg.norm(ref) or 1)
 
 
-def gradients(implementation, operands, dy, **options):
+def gradients(ffn, operands, dy):
     """Those of sum(y dy) + l1 for the operands that there are; y and the stats."""
 
     def loss(operands):
-        y, stats = sparse_ffn(*operands, implementation=implementation, **options)
+        y, stats = ffn(*operands)
         return jnp.sum(y.astype(jnp.float32) * dy) + stats.l1, (y, stats)
 
     return jax.grad(loss, has_aux=True)(operands)

@@ -1,0 +1,162 @@
+"""Copies of gathered rows from GMEM to SMEM, 16 bytes a lane and instruction.
+
+TMA gathers no rows on Hopper. A warpgroup fetches them by `cp.async` instead: `gather_rows` begins,
+`await_rows` waits. The numbers of the rows come from GMEM directly (`load_indices`), or by the same
+copies ahead of them (`fetch_indices`, `read_indices`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device.gather import SCALAR
+from pallas_kernels.hopper.device.simt import const
+from pallas_kernels.hopper.device.tiles import STAGE_K, TILED
+
+_LANES = 128
+_LANE_COLUMNS = 8  # 16-bit columns in the 16 bytes that a lane copies at a time
+_LANE_ROWS = 8  # rows that a lane copies from for a stage, those of one tile of `TILED`
+_INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
+
+
+def load_indices(indices_ref) -> jax.Array:
+    """Loads `indices_ref` (GMEM, int32 `[128]`) as `gather_rows` takes it.
+
+    Lanes that fetch pieces of the same 8 rows hold their 8 indices.
+    """
+    result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, indices_ref):
+        group, _ = _group_and_chunk(STAGE_K)
+        address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
+        # Not .nc, and volatile: it shall begin here, neither where an index is needed nor before
+        # the last fence, which would wait for it.
+        return _indices("ld.global", address)
+
+    return step(indices_ref)
+
+
+def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
+    i32 = ir.IntegerType.get_signless(32)
+    words = [
+        word
+        for offset in (0, 16)
+        for word in mgpu.utils.inline_ptx(
+            f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            address,
+            result_types=[i32] * 4,
+            has_side_effects=True,
+        )
+    ]
+    return simt.int_array(words, _INDICES)
+
+
+def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
+    """Begins to copy 64 indices from GMEM to SMEM, each warp those of the rows that it gathers."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    def step(_, indices_ref, target_ref, active):
+        lane, warp = simt.lane_and_warp()
+        offset = arith.addi(arith.muli(warp, const(64)), arith.muli(lane, const(16)))
+        _warp_barrier()  # until all lanes have read what was there
+        mgpu.utils.inline_ptx(
+            "cp.async.cg.shared.global [$0], [$1], 16;",
+            arith.addi(simt.smem_address(target_ref), offset),
+            simt.gmem_address(indices_ref, offset),
+            predicate=arith.andi(active.registers.item(), simt.less(lane, const(4))),
+        )
+
+    step(indices_ref, target_ref, active)
+
+
+def read_indices(indices_ref) -> jax.Array:
+    """What `load_indices` loads, from SMEM, where `fetch_indices` has put it."""
+    result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, indices_ref):
+        group, _ = _group_and_chunk(2 * STAGE_K)
+        address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(32)))
+        _warp_barrier()  # for what other lanes have fetched
+        return _indices("ld.shared", address)
+
+    return step(indices_ref)
+
+
+def _warp_barrier() -> None:
+    mgpu.utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
+
+
+def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
+    """Begins to copy rows of `source_ref` to `target_ref`, by the producer.
+
+    Row i is `source[indices[i], column:]`, or zeros if i >= limit; so are columns past the end.
+
+    Args:
+      source_ref: GMEM `[H, D]`, 16-bit, D a multiple of 8.
+      indices: from `load_indices`; those from limit on may be anything.
+      limit: int32 scalar.
+      column: int32 scalar, a multiple of 8.
+      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]`, of transforms `TILED`.
+    """
+    target_columns = target_ref.shape[1]
+    width = min(target_columns, 128)  # that the layout of the indices covers
+    d = source_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, plgpu.RefType(TILED)))
+    def step(_, source_ref, indices, limit, column, target_ref):
+        group, first_chunk = _group_and_chunk(width)
+        for part in range(0, target_columns, width):
+            chunk = arith.addi(first_chunk, const(part // _LANE_COLUMNS))
+            # The target consists of 8 x 64 tiles, row by row, with the chunks of a row swizzled.
+            tile = arith.muli(group, const(target_columns // 64))
+            tile = arith.addi(tile, arith.divui(chunk, const(8)))
+            tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
+            chunk_in_tile = arith.remui(chunk, const(8))
+            my_column = arith.addi(column.registers.item(), arith.muli(chunk, const(_LANE_COLUMNS)))
+            source = simt.gmem_address(source_ref, arith.muli(my_column, const(2)))
+            is_column = simt.less(my_column, const(d))
+            my_limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
+            for i, index in enumerate(indices.registers):
+                is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), my_limit)
+                place = arith.muli(arith.xori(chunk_in_tile, const(i)), const(16))
+                mgpu.utils.inline_ptx(
+                    f"""{{.reg .b32 index, bytes; .reg .b64 address;
+                        selp.b32 bytes, 16, 0, $3;
+                        selp.b32 index, $2, 0, $3;
+                        mad.wide.u32 address, index, {2 * d}, $1;
+                        cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
+                    arith.addi(tile, place),
+                    source,
+                    mgpu.utils.bitcast(index, my_column.type),
+                    arith.andi(is_row, is_column),
+                    has_side_effects=True,
+                )
+
+    step(source_ref, indices, limit, column, target_ref)
+
+
+def _group_and_chunk(width: int):
+    """The group of 8 rows and the 16-byte chunk in each that this lane fetches."""
+    lane, warp = simt.lane_and_warp()
+    thread = arith.addi(arith.muli(warp, const(32)), lane)
+    chunks = const(width // _LANE_COLUMNS)
+    return arith.divui(thread, chunks), arith.remui(thread, chunks)
+
+
+def await_rows(*, lag: int) -> None:
+    """Ends a step's copies by `gather_rows`; waits for those of all but the last `lag` steps."""
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx(
+            f"cp.async.commit_group; cp.async.wait_group {lag}; fence.proxy.async.shared::cta;",
+            has_side_effects=True,
+        )
+
+    step()

@@ -1,0 +1,182 @@
+"""The ring of shared-memory stages between the producer and the consumers of a matmul.
+
+A stage holds one step of a product: gathered rows, which `row_copies` fetches, and what TMA copies.
+It is handed over two steps later, when the rows have arrived.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.device import row_copies
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, STAGE_K
+
+STAGES = 4
+_LAG = 2  # steps from the fetch of a stage to its handing over
+AHEAD = _LAG + 1  # steps from the fetch of indices to that of their rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Stages on their way from the producer to the consumers, numbered by `step` across all jobs.
+
+    Attributes:
+      a: SMEM, gathered rows, an array for every stage.
+      b: SMEM, what TMA copies.
+      loaded, free: barriers.
+      indices: SMEM, int32 `[3, 64]`, of the rows of the next stages, if each stage has others.
+      first: step of the job's first stage.
+    """
+
+    a: jax.Ref
+    b: jax.Ref
+    loaded: jax.Ref
+    free: jax.Ref
+    indices: jax.Ref | None = None
+    first: jax.Array | int = 0
+
+    def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
+        """Fills a stage by `fill(a, b, loaded)`.
+
+        That calls `row_copies.gather_rows`, and sees to an arrival at `loaded` for each copy to b.
+        """
+        s = _stage(step)
+        plgpu.barrier_wait(self.free.at[s])
+        fill(self.a.at[s], self.b.at[s], self.loaded.at[s])
+        row_copies.await_rows(lag=_LAG)
+        self._hand_over(step - _LAG)
+
+    def put_lists(self, step: jax.Array, steps: jax.Array, source, fill: Callable[..., None]):
+        """Fills `steps` stages, the k-th by `fill(k, indices, a, b, loaded)`.
+
+        `indices`, as `row_copies.gather_rows` takes them, are those of `source(k)` (GMEM, int32
+        `[64]`), which is also called for some k past the end. They are fetched as the rows are, and
+        early enough that no stage waits for them.
+
+        Returns:
+          The next step.
+        """
+        for k in range(AHEAD):
+            row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
+        row_copies.await_rows(lag=0)
+
+        @pl.loop(0, steps)
+        def _(k):
+            def fill_stage(a, b, loaded):
+                buffer = self.indices.at[lax.rem(k, jnp.int32(AHEAD))]
+                fill(k, row_copies.read_indices(buffer), a, b, loaded)
+                row_copies.fetch_indices(source(k + AHEAD), buffer, k + AHEAD < steps)
+
+            self.put(step + k, fill_stage)
+
+        return step + steps
+
+    def put_product(self, step, tokens_ref, first_token, source_ref, indices, limit):
+        """Fills the stages of a product of 128 gathered rows and the 256 tokens of a row tile.
+
+        Args:
+          step: the next.
+          tokens_ref: GMEM `[M, D]`.
+          first_token: of the tile.
+          source_ref, indices, limit: as `row_copies.gather_rows` takes them, of rows of D.
+
+        Returns:
+          The next step.
+        """
+
+        def put(k, step):
+            def fill(a, b, loaded):
+                tokens = tokens_ref.at[pl.ds(first_token, b.shape[0]), pl.ds(k * STAGE_K, STAGE_K)]
+                plgpu.copy_gmem_to_smem(tokens, b, loaded)
+                row_copies.gather_rows(source_ref, indices, limit, k * STAGE_K, a)
+
+            self.put(step, fill)
+            return step + 1
+
+        return lax.fori_loop(0, tokens_ref.shape[1] // STAGE_K, put, step)
+
+    def finish(self, step: jax.Array) -> None:
+        """Hands over the last stages of a job; `step` is the one after them."""
+        row_copies.await_rows(lag=0)
+        for lag in range(_LAG, 0, -1):
+            self._hand_over(step - lag)
+
+    def close(self, step: jax.Array) -> None:
+        """Waits for all stages to be free again; `step` is the number of all that were filled."""
+        for s in range(STAGES):
+            plgpu.barrier_wait(self.free.at[_stage(step + s)])
+
+    def _hand_over(self, step):
+        s = _stage(jnp.maximum(step, 0))
+        plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= self.first)
+
+    def take(self, step: jax.Array):
+        """`(a, b)` of a stage, by a consumer, when it is loaded."""
+        s = _stage(step)
+        plgpu.barrier_wait(self.loaded.at[s])
+        return self.a.at[s], self.b.at[s]
+
+    def open(self) -> None:
+        """By both consumers, at first."""
+        for s in range(STAGES):
+            self.release(jnp.int32(s))
+
+    def release(self, step: jax.Array, predicate: jax.Array | None = None) -> None:
+        """Gives a stage back; both consumers must."""
+        s = _stage(jnp.maximum(step, 0))
+        plgpu.barrier_arrive(self.free.at[s], predicate=predicate)
+
+    def multiply(
+        self,
+        step: jax.Array,
+        steps: jax.Array,
+        wgmma: Callable[..., None],
+        *,
+        columns: int = 4 * ACC_ROWS,
+        is_needed: jax.Array | bool = True,
+    ) -> jax.Array:
+        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, columns]`.
+
+        If it is not needed the stages are given back as they come, and all is 0.
+        """
+        used = jnp.where(is_needed, steps, 0)
+
+        def accumulate(acc):
+            @pl.loop(0, used)
+            def _(k):
+                wgmma(acc, *self.take(step + k))
+                plgpu.wgmma_wait(1)
+                self.release(step + k - 1, predicate=k > 0)
+
+            plgpu.wgmma_wait(0)
+            self.release(step + used - 1, predicate=used > 0)
+            return acc[...]
+
+        @pl.loop(used, steps)
+        def _(k):
+            self.take(step + k)
+            self.release(step + k)
+
+        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+
+    def multiply_product(self, step, steps, warpgroup, limit):
+        """This consumer's 64 rows of what `put_product` has put, float32 `[64, 256]`.
+
+        A consumer with no row below `limit` leaves its products out.
+        """
+        mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+        return self.multiply(
+            step,
+            steps,
+            lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+            is_needed=limit > warpgroup * ACC_ROWS,
+        )
+
+
+def _stage(step):
+    return lax.rem(step, jnp.int32(STAGES))

@@ -1,0 +1,77 @@
+"""What the Hopper kernels can serve: devices, shapes and dtypes."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import twell
+
+_HOPPER = ("H100", "H20", "H800")  # H200, too; in the name of a device of compute capability 9.0
+
+
+def unsupported(w: jax.Array) -> str | None:
+    """Why the kernels cannot serve a block here, in words; None if they can.
+
+    Args:
+      w: `[H, D]`, any of the block's weights.
+    """
+    try:
+        check_weight("w_down", w)
+    except ValueError as error:
+        return str(error)
+    kind, is_hopper = _device()
+    return None if is_hopper else f"it needs a Hopper GPU, got {kind}"
+
+
+def sm_count() -> int:
+    """Streaming multiprocessors of the device that is computed on, or lowered for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.num_cores if device else jax.local_devices()[0].core_count
+
+
+def check_weight(name: str, w: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises ValueError unless `w` is a neuron-major weight that the kernels take."""
+    if w.ndim != 2 or w.dtype not in twell.DTYPES:
+        raise ValueError(
+            f"{name} must be a bfloat16 or float16 [H, D], got {w.dtype} {list(w.shape)}"
+        )
+    h, d = w.shape
+    if h % 128 or not 0 < h <= twell.MAX_COLUMNS or d % 64 or not 128 <= d <= 8192:
+        raise ValueError(
+            f"{name} must be [H, D] with H a multiple of 128 up to {twell.MAX_COLUMNS} and D a "
+            f"multiple of 64 from 128 to 8192, got {list(w.shape)}"
+        )
+
+
+def check_tokens(x: jax.Array, w_gate: jax.Array) -> None:
+    """Raises ValueError unless the kernels take these two operands of a gate matmul."""
+    check_weight("w_gate", w_gate)
+    if x.ndim != 2 or x.shape[0] < 1:
+        raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
+    check_array("x", x, (x.shape[0], w_gate.shape[1]), w_gate.dtype)
+
+
+def check_array(
+    name: str,
+    array: jax.Array | jax.Ref | None,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+) -> None:
+    """Raises ValueError unless `array` is None or has this shape and dtype."""
+    dtype = jnp.dtype(dtype)
+    if array is not None and (array.shape != shape or array.dtype != dtype):
+        raise ValueError(
+            f"{name} must be {dtype} {list(shape)} to go with the other operands, got "
+            f"{array.dtype} {list(array.shape)}"
+        )
+
+
+def _device() -> tuple[str, bool]:
+    """The name of the device that is computed on, or lowered for, and whether it is a Hopper."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind, any(name in device.device_kind for name in _HOPPER)
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
+    return device.device_kind, is_hopper

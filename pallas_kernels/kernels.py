@@ -1,0 +1,83 @@
+"""What a back end offers: the functions that the feed-forward block is made of.
+
+A back end is a folder with a file for each of these functions and one instance of `Kernels`.
+`pallas_kernels.reference` says in pure JAX what each of them computes, the docstrings of
+`pallas_kernels.hopper` say it in words. tests/conformance runs the same cases on all back ends.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels import hopper, reference
+from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.tile_union import Plan
+from pallas_kernels.layouts.weights import Weights
+
+type Arrays = tuple[jax.Array, ...]
+
+
+class Kernels(NamedTuple):
+    """A back end.
+
+    Attributes:
+      name: of the back end, for people.
+      unsupported: why it cannot serve a block with a weight `[H, D]` on this device, in words; None
+        if it can.
+      few_tokens_ffn: the whole block for up to 64 tokens: y, nnz `[M]`, l1 `[M]`, fired `[H]`.
+      gate_pack: the gate in TwELL (`layouts.twell`).
+      fused_ffn: up and down for the entries of a TwELL gate: y, nnz, l1, heavy rows.
+      dense_rows: the dense block for listed rows, set in y: l1, fired.
+      gate_union: the gate as tile unions (`layouts.tile_union`): gate, masks, counts.
+      union_plan: which neurons each row tile computes: plan, nnz, heavy rows.
+      union_up: h on the unions, with or without the gates: blocks, l1.
+      union_down: a sum over the unions of blocks times gathered weights: y, or dx.
+      hidden_grads: the gradients of h's factors, in place and on the neuron lists.
+      weight_grads: gradients of weights on neuron lists (`layouts.neuron_lists`).
+    """
+
+    name: str
+    unsupported: Callable[[jax.Array], str | None]
+    few_tokens_ffn: Callable[[jax.Array, Weights], Arrays]
+    gate_pack: Callable[[jax.Array, jax.Array], jax.Array]
+    fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
+    dense_rows: Callable[[HeavyRows, Weights, jax.Ref], Arrays]
+    gate_union: Callable[[jax.Array, jax.Array], Arrays]
+    union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows]]
+    union_up: Callable[..., tuple[jax.Array, jax.Array]]
+    union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
+    hidden_grads: Callable[[jax.Array, jax.Array, jax.Ref, jax.Array, Plan, NeuronLists], Arrays]
+    weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
+
+
+HOPPER = Kernels(
+    name="Hopper",
+    unsupported=hopper.support.unsupported,
+    few_tokens_ffn=hopper.few_tokens.few_tokens_ffn,
+    gate_pack=hopper.gate_pack.gate_pack,
+    fused_ffn=hopper.fused_ffn.fused_ffn,
+    dense_rows=hopper.dense_rows.dense_rows,
+    gate_union=hopper.gate_union.gate_union,
+    union_plan=hopper.union_plan.union_plan,
+    union_up=hopper.union_up.union_up,
+    union_down=hopper.union_down.union_down,
+    hidden_grads=hopper.hidden_grads.hidden_grads,
+    weight_grads=hopper.weight_grads.weight_grads,
+)
+
+REFERENCE = Kernels(
+    name="reference",
+    unsupported=reference.support.unsupported,
+    few_tokens_ffn=reference.few_tokens.few_tokens_ffn,
+    gate_pack=reference.gate_pack.gate_pack,
+    fused_ffn=reference.fused_ffn.fused_ffn,
+    dense_rows=reference.dense_rows.dense_rows,
+    gate_union=reference.gate_union.gate_union,
+    union_plan=reference.union_plan.union_plan,
+    union_up=reference.union_up.union_up,
+    union_down=reference.union_down.union_down,
+    hidden_grads=reference.hidden_grads.hidden_grads,
+    weight_grads=reference.weight_grads.weight_grads,
+)

@@ -1,0 +1,25 @@
+"""The list of heavy rows: tokens that a packed format does not hold.
+
+Kernels append to such a list; `dense_rows` computes what is on it. Its length is known on the
+device alone.
+"""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeavyRows:
+    """The rows of x that a kernel leaves to `dense_rows`, in any order.
+
+    Attributes:
+      count: int32 `[1]`, the length of the list, from 0 to M.
+      rows: int32 `[M]` or longer, the numbers of the rows, no two alike; anything from `count` on.
+      x: `[M rounded up to a multiple of 8, D]`, these rows of x; anything from `count` on.
+    """
+
+    count: jax.Array
+    rows: jax.Array
+    x: jax.Array

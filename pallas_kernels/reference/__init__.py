@@ -1,0 +1,33 @@
+"""The meaning of every kernel in pure JAX: a file for each, with the name of the kernel's own.
+
+These functions define what a back end computes, and compute it on any device. They are a back end
+themselves (`kernels.REFERENCE`), with which tests run all that is around the kernels.
+"""
+
+from pallas_kernels.reference import (
+    dense_rows,
+    few_tokens,
+    fused_ffn,
+    gate_pack,
+    gate_union,
+    hidden_grads,
+    support,
+    union_down,
+    union_plan,
+    union_up,
+    weight_grads,
+)
+
+__all__ = [
+    "dense_rows",
+    "few_tokens",
+    "fused_ffn",
+    "gate_pack",
+    "gate_union",
+    "hidden_grads",
+    "support",
+    "union_down",
+    "union_plan",
+    "union_up",
+    "weight_grads",
+]

@@ -1,0 +1,25 @@
+"""Meaning of `dense_rows`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.weights import Weights
+
+
+def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
+    """The dense block for the rows on the list; the others are computed, too, and not used."""
+    m, dtype = y_ref.shape[0], y_ref.dtype
+    product = functools.partial(jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32)
+    x, is_listed = heavy.x[:m], jnp.arange(m) < heavy.count[0]
+    gate = jax.nn.relu(product(x, weights.activated)).astype(dtype)
+    h = gate.astype(jnp.float32)
+    if weights.linear is not None:
+        h *= product(x, weights.linear)
+    y = jnp.dot(h.astype(dtype), weights.down, preferred_element_type=jnp.float32)
+    place = jnp.where(is_listed, heavy.rows, m)
+    y_ref[...] = y_ref[...].at[place].set(y.astype(dtype), mode="drop")
+    l1 = jnp.sum(jnp.sum(jnp.abs(h), axis=1), where=is_listed)
+    return l1, jnp.any((gate != 0) & is_listed[:, None], axis=0)

@@ -1,0 +1,29 @@
+"""Meaning of `few_tokens_ffn`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.weights import Weights
+
+
+def few_tokens_ffn(
+    x: jax.Array, weights: Weights
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The dense block, but for what a gate of zero does to values that are not finite."""
+    product = functools.partial(
+        jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
+    )
+    g = jnp.maximum(product(x, weights.activated).astype(x.dtype), 0)
+    u = 1.0 if weights.linear is None else product(x, weights.linear)
+    h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
+    fired = jnp.any(g != 0, axis=0)
+    used = jnp.where(fired[:, None], weights.down, 0).astype(jnp.float32)
+    y = jnp.dot(h, used, precision="highest")
+    nnz = jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    l1 = jnp.sum(jnp.abs(h), axis=1)
+    if weights.linear is not None:  # an up projection behind a gate of zero is not finite: NaN
+        is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < g.shape[1])
+        y, l1 = jnp.where(is_nan[:, None], jnp.nan, y), jnp.where(is_nan, jnp.nan, l1)
+    return y.astype(x.dtype), nnz, l1, fired

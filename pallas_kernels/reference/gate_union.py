@@ -1,0 +1,12 @@
+"""Meaning of `gate_union`: the dense product, then tile unions."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import tile_union
+
+
+def gate_union(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`relu(x @ w^T)` as (gate, masks, counts), the gate complete."""
+    z = jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32)
+    return tile_union.pack(z, x.dtype)

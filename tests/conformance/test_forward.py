@@ -1,0 +1,194 @@
+"""The block by every back end and algorithm, against float64 and against dense XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from tests.conformance.cases import (
+    ALGORITHMS,
+    COLUMNS,
+    TOKENS,
+    by,
+    draw,
+    either_form,
+    error,
+    every_algorithm,
+    every_packing,
+    xla,
+)
+from twell_jax import sparse_ffn
+
+ON_A_GPU = jax.default_backend() == "gpu"
+
+
+def reference(x, w_gate, w_up, w_down):
+    """y, nnz [M] and sum |h| [M] in float64 behind the gate as rounded to the dtype."""
+    dtype = x.dtype
+    x, w_gate, w_up, w_down = (
+        None if a is None else np.asarray(a, np.float64) for a in (x, w_gate, w_up, w_down)
+    )
+    g = np.maximum(x @ (w_up if w_gate is None else w_gate).T, 0)
+    g = np.asarray(jnp.asarray(g, dtype), np.float64)
+    h = g if w_gate is None else g * (x @ w_up.T)
+    return h @ w_down, np.sum(g != 0, axis=1), np.sum(np.abs(h), axis=1)
+
+
+def assert_exact(operands, algorithm):
+    y, stats = jax.jit(by(algorithm))(*operands)
+    y_ref, nnz, l1 = reference(*operands)
+    assert y.dtype == operands[0].dtype
+    assert error(y, y_ref) < 5e-3
+    # A gate within rounding of zero may fall on either side of it.
+    np.testing.assert_allclose(stats.nnz, nnz.mean(), rtol=1e-3)
+    np.testing.assert_allclose(stats.l1, l1.mean(), rtol=5e-3)
+    assert abs(int(stats.max_nnz) - nnz.max()) <= 2
+    return y, stats
+
+
+def served():
+    """Cases of an algorithm and a number of tokens that it serves."""
+    return pytest.mark.parametrize(
+        ("algorithm", "m"),
+        [(name, m) for name, (_, tokens) in ALGORITHMS.items() for m in tokens],
+    )
+
+
+@every_packing
+@either_form
+@pytest.mark.parametrize(("m", "heavy"), [(100, 0), (100, 1), (300, 300), (600, 7), (2100, 520)])
+def test_any_number_of_heavy_rows(back_end, m, heavy, gated, algorithm):
+    operands = draw(m, 128, 768, gated=gated)
+    operands[0] = operands[0].at[:heavy, -1].set(-1)
+    _, stats = assert_exact(operands, algorithm)
+    np.testing.assert_array_equal(stats.fired, xla(*operands)[1].fired)
+
+
+@served()
+@either_form
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("last_feature", [1, 0, -1])
+def test_sparse_half_and_dense_rows(back_end, algorithm, m, last_feature, gated, dtype):
+    shape = (512, 1408) if ON_A_GPU else (128, 384)
+    operands = draw(m, *shape, gated=gated, dtype=dtype)
+    operands[0] = operands[0].at[:, -1].set(last_feature)
+    assert_exact(operands, algorithm)
+
+
+@every_algorithm
+@pytest.mark.parametrize(("d", "h"), [(128, 128), (192, 384), (320, 640)])
+def test_shapes(back_end, algorithm, d, h):
+    operands = draw(ALGORITHMS[algorithm][1][1], d, h)
+    operands[0] = operands[0].at[0, -1].set(-1)
+    assert_exact(operands, algorithm)
+
+
+@pytest.mark.gpu
+@every_algorithm
+@pytest.mark.parametrize(
+    ("d", "h"),
+    [
+        (128, 65536),
+        (512, 5632),
+        (768, 128),
+        (1024, 1408),
+        (2048, 5632),
+        (4096, 384),
+        (8192, 640),
+    ],
+)
+def test_large_shapes(algorithm, d, h):
+    operands = draw({"few_tokens": 3, "twell": 130, "unions": 600}[algorithm], d, h)
+    operands[0] = operands[0].at[0, -1].set(-1)
+    assert_exact(operands, algorithm)
+
+
+@pytest.mark.gpu
+@every_packing
+@pytest.mark.parametrize("every", [16384, 1024, 100])
+def test_heavy_rows_at_full_size(algorithm, every):
+    operands = draw(16384, 2048, 5632, threshold=2.57)
+    operands[0] = operands[0].at[7::every, -1].set(-1)
+    assert_exact(operands, algorithm)
+
+
+@every_algorithm
+def test_counts_at_and_above_the_capacity_of_a_tile(back_end, algorithm):
+    x, w_gate, w_up, w_down = draw(ALGORITHMS[algorithm][1][1], 256, 512)
+    x = x.at[:, -1].set(0).at[:, :2].set(0).at[0, 0].set(1).at[1, 1].set(1)
+    w_gate = w_gate.at[:, :].set(0).at[:31, 0].set(1).at[256:288, 1].set(1)
+    y, stats = assert_exact([x, w_gate, w_up, w_down], algorithm)
+    assert int(stats.max_nnz) == 32 and np.sum(stats.fired) == 31 + 32
+    assert not np.any(y[2:])
+
+
+@every_algorithm
+def test_all_zero(back_end, algorithm):
+    operands = draw(ALGORITHMS[algorithm][1][1], 128, 768, threshold=1000)
+    y, stats = jax.jit(by(algorithm))(*operands)
+    assert not np.any(y) and stats.nnz == 0 and stats.l1 == 0 and not np.any(stats.fired)
+
+
+@every_algorithm
+@pytest.mark.parametrize("feature", [5, -1])  # the last opens (-inf) or shuts (inf) all gates
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_poison_spreads_as_in_the_dense_computation(back_end, algorithm, feature, poison):
+    m = ALGORITHMS[algorithm][1][1]
+    operands = draw(m, 512, 1408)
+    operands[0] = operands[0].at[1, feature].set(poison)
+    y, stats = jax.jit(by(algorithm))(*operands)
+    dense, dense_stats = jax.jit(xla)(*operands)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(dense))
+    rest = np.arange(m) != 1
+    exact, _ = jax.jit(xla)(*(a.astype(jnp.float32) for a in operands))
+    assert error(y[rest], exact[rest]) < 5e-3
+    assert not np.isfinite(stats.l1) and not np.isfinite(dense_stats.l1)
+
+
+def test_statistics_that_nobody_asks_for_are_not_computed(reference_kernels):
+    def asks_for(output):
+        operands = draw(100, 128, 896)
+        ffn = by("twell")
+        compiled = jax.jit(lambda *operands: output(ffn(*operands))).lower(*operands).compile()
+        return "pred[896]" in compiled.as_text()  # which neurons fired
+
+    assert asks_for(lambda result: result) and not asks_for(lambda result: result[0])
+
+
+@either_form
+def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(reference_kernels, gated):
+    operands = draw(8 * 100, 128, 256, gated=gated)
+    operands[0] = operands[0].at[5, -1].set(-1)
+    mesh = jax.make_mesh((4, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    twell = by("twell")
+    with jax.set_mesh(mesh):
+        x, *weights = (
+            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
+        )
+        compiled = jax.jit(twell).lower(x, *weights).compile()
+        y, stats = compiled(x, *weights)
+    collectives = [
+        name
+        for line in compiled.as_text().splitlines()
+        for name in ("all-gather", "all-to-all", "collective-permute")
+        if f" {name}(" in line
+    ]
+    assert collectives == ["all-gather"] * (3 if gated else 2)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), y.ndim)
+    y_alone, alone = xla(*operands)
+    assert error(y, y_alone) < 5e-3
+    for ours, theirs in zip(*map(jax.tree.leaves, (stats, alone)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=5e-3)
+
+
+@either_form
+def test_the_default_for_few_tokens_under_vmap_is_dense(reference_kernels, gated):
+    models = [draw(5, 128, 256, gated=gated) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    _, *weights = models[0]
+    for x, *mapped in (stacked, [stacked[0], *weights]):
+        axes = (0, *(0 if a is not None and a.ndim == 3 else None for a in mapped))
+        ours, dense = (jax.vmap(f, in_axes=axes)(x, *mapped) for f in (sparse_ffn, xla))
+        jax.tree.map(np.testing.assert_array_equal, ours, dense)

@@ -1,0 +1,74 @@
+"""The statistics of all `SparseMLP`s of a model, for its loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from twell_jax.ffn.stats import FFNStats
+
+
+class SownStats(nnx.Intermediate):
+    """The variable type into which a `SparseMLP` sows the `FFNStats` of each of its calls."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModelStats:
+    """What the sparse blocks of a model did in one call of it.
+
+    Attributes:
+      modules: the `FFNStats` of each `SparseMLP` by its path in the model, such as "layers/0/mlp";
+        of a block that is called several times one for each call, at "...#1" and so on.
+    """
+
+    modules: dict[str, FFNStats]
+
+    @property
+    def l1(self) -> jax.Array:
+        """float32 [], the mean over the blocks of their L1; times a coefficient, it is added to the
+        loss (arXiv 2603.23198, recipe)."""
+        return jnp.mean(jnp.stack([jnp.mean(stats.l1) for stats in self.modules.values()]))
+
+    @property
+    def nnz(self) -> jax.Array:
+        """float32 [], the mean over the blocks of their mean non-zeros per token."""
+        return jnp.mean(jnp.stack([jnp.mean(stats.nnz) for stats in self.modules.values()]))
+
+
+def capture_stats(model: Callable[..., Any]) -> Callable[..., tuple[Any, ModelStats]]:
+    """Wraps a model so that it returns the statistics of its sparse blocks with its output.
+
+    Args:
+      model: an `nnx.Module`, one of its methods, or a function whose first argument is one.
+
+    Returns:
+      A function of the same arguments that returns (output, `ModelStats`).
+
+    Raises:
+      ValueError: when it is called, if the model called no `SparseMLP`.
+
+    Example:
+      >>> model = nnx.Sequential(SparseMLP(8, 32, rngs=nnx.Rngs(0)), nnx.relu)
+      >>> y, stats = capture_stats(model)(jnp.ones((4, 8)))
+      >>> list(stats.modules)
+      ['layers/0']
+    """
+    captured = nnx.capture(model, SownStats)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ModelStats]:
+        output, sown = captured(*args, **kwargs)
+        modules = {}
+        for path, variable in nnx.to_flat_state(sown):
+            *place, _ = path
+            name = "/".join(map(str, place))
+            for i, stats in enumerate(variable.get_value()):
+                modules[f"{name}#{i}" if i else name] = stats
+        if not modules:
+            raise ValueError("the model called no SparseMLP, so there are no statistics to return")
+        return output, ModelStats(modules)
+
+    return call

@@ -1,0 +1,133 @@
+"""Kernels under `vmap` and over a mesh: what XLA can neither map nor partition by itself.
+
+Each device of the current mesh takes its share of the tokens and, over an axis that is named
+"tensor", of the neurons.
+"""
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap, sequential_vmap
+from jax.sharding import PartitionSpec
+
+TENSOR = "tensor"  # the axis of a mesh over which neurons are split, not tokens
+
+
+class Share(enum.Enum):
+    """What one device has of an operand, or computes of a result."""
+
+    TOKENS = enum.auto()  # the rows of its tokens; of a result, what its neurons contribute to them
+    NEURONS = enum.auto()  # the rows of its neurons; of a result, what its tokens contribute
+    FIRED = enum.auto()  # truth values of its neurons, for its tokens
+    SUM = enum.auto()  # a sum over its tokens and neurons
+    MEAN = enum.auto()  # a number of its own, of which the mean counts
+    OWN = enum.auto()  # a tree of arrays that no other device needs
+
+
+def over_mesh(function: Callable, inputs: Any, outputs: Any) -> Callable:
+    """`function`, made of kernels, with each device of the current mesh on its share.
+
+    Args:
+      function: of the arrays that one device has.
+      inputs: a tuple of a `Share` (or a tree of them) for each operand.
+      outputs: a tree of `Share`s with the structure of the result.
+    """
+
+    def split(*operands):
+        axes = auto_axes()
+        if not axes:
+            return function(*operands)
+        neurons = tuple(axis for axis in axes if axis == TENSOR)
+        tokens = tuple(axis for axis in axes if axis != TENSOR)
+        specs = {
+            Share.TOKENS: PartitionSpec(tokens),
+            Share.NEURONS: PartitionSpec(neurons),
+            Share.FIRED: PartitionSpec(neurons),
+            Share.OWN: PartitionSpec(axes),
+        }
+        merges = {
+            Share.TOKENS: lambda a: lax.psum(a, neurons),
+            Share.NEURONS: lambda a: lax.psum(a, tokens),
+            Share.FIRED: lambda a: lax.pmax(a.astype(jnp.int32), tokens) > 0,
+            Share.SUM: lambda a: lax.psum(a, axes),
+            Share.MEAN: lambda a: lax.pmean(a, axes),
+            Share.OWN: lambda a: a,
+        }
+
+        def merged(*operands):
+            parts = function(*operands)
+            return jax.tree.map(lambda share, part: merges[share](part), outputs, parts)
+
+        def spec(share):
+            return specs.get(share, PartitionSpec())
+
+        return jax.shard_map(
+            merged,
+            in_specs=jax.tree.map(spec, inputs),
+            out_specs=jax.tree.map(spec, outputs),
+            axis_names=set(axes),
+            check_vma=False,
+        )(*operands)
+
+    return split
+
+
+def in_turn(function: Callable) -> Callable:
+    """`function` under `vmap`: one call after the other, as each fills the GPU."""
+    return sequential_vmap(function)
+
+
+def in_turn_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:
+    """As `in_turn`, but calls of too few tokens to fill the GPU are mapped over `few` instead.
+
+    Args:
+      function: whose first operand is `[tokens, D]`.
+      few: computes the same, and XLA can map it.
+      many_tokens: that fill the GPU.
+    """
+    mapped = custom_vmap(function)
+
+    @mapped.def_vmap
+    def _(size, is_batched, *operands):
+        del size
+        axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
+        each = few if operands[0].shape[-2] < many_tokens else in_turn(function)
+        out = jax.vmap(each, in_axes=tuple(axes))(*operands)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped
+
+
+def auto_axes() -> tuple[str, ...]:
+    """The axes of the current mesh, if it has several devices, that are left to XLA.
+
+    Axes of size 1 count, too: what XLA cannot partition it refuses wherever an axis is left to it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.auto_axes if mesh.size > 1 else ()
+
+
+def devices() -> tuple[int, int]:
+    """Over how many devices tokens and neurons would have to be split at this place."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
+    neurons = sizes.pop(TENSOR, 1)
+    return math.prod(sizes.values()), neurons
+
+
+def unsupported(tokens: int, neurons: int) -> str | None:
+    """Why so many tokens and neurons cannot be split over the current mesh; None if they can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    for_tokens, for_neurons = devices()
+    if for_tokens * for_neurons > 1 and mesh.explicit_axes:
+        return "XLA cannot partition the kernels over this mesh; call it inside shard_map"
+    if tokens % for_tokens:
+        return f"{tokens} tokens do not divide over {for_tokens} devices"
+    if neurons % (128 * for_neurons):
+        return f"{neurons} neurons are no multiple of 128 on each of {for_neurons} devices"
+    return None

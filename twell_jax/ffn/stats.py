@@ -1,0 +1,72 @@
+"""What a block's hidden units did: the statistics that come with its output."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FFNStats:
+    """What the hidden units did, over all tokens of one call.
+
+    Attributes:
+      l1: float32 [], mean over tokens of sum_n |h_n|; differentiable (arXiv 2603.23198, recipe).
+      nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated).
+      max_nnz: int32 [], the largest number of non-zero activations of any token.
+      fired: bool [H], whether a neuron was non-zero for any token.
+      overflow: float32 [], 1 if sparse gradients were asked for, but what they need exceeded its
+        room, so that they are computed densely; else 0.
+    """
+
+    l1: jax.Array
+    nnz: jax.Array
+    max_nnz: jax.Array
+    fired: jax.Array
+    overflow: jax.Array
+
+
+class Output(NamedTuple):
+    """What kernels compute of a block, for M tokens.
+
+    Attributes:
+      y: `[M, D]`.
+      nnz: int32 `[M]`, non-zeros of each token's gate.
+      l1: float32 [], the sum of |h| over all tokens.
+      fired: bool `[H]`.
+    """
+
+    y: jax.Array
+    nnz: jax.Array
+    l1: jax.Array
+    fired: jax.Array
+
+    def with_stats(self, overflow: jax.Array | float = 0.0) -> tuple[jax.Array, FFNStats]:
+        """y and the statistics of all tokens together."""
+        return self.y, FFNStats(
+            l1=self.l1 / self.nnz.size,
+            nnz=jnp.mean(self.nnz, dtype=jnp.float32),
+            max_nnz=jnp.max(self.nnz),
+            fired=self.fired,
+            overflow=jnp.asarray(overflow, jnp.float32),
+        )
+
+
+def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
+    """The statistics of dense activations.
+
+    Args:
+      h: `[..., H]`, the hidden activation.
+      active: `[..., H]`, the output of the activation function.
+    """
+    nonzero = active != 0
+    nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
+    return FFNStats(
+        l1=jnp.mean(jnp.sum(jnp.abs(h), axis=-1, dtype=jnp.float32)),
+        nnz=jnp.mean(nnz, dtype=jnp.float32),
+        max_nnz=jnp.max(nnz),
+        fired=jnp.any(nonzero, axis=tuple(range(h.ndim - 1))),
+        overflow=jnp.zeros((), jnp.float32),
+    )

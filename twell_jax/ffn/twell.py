@@ -1,0 +1,20 @@
+"""The block behind a gate in TwELL: the weights of each token's own neurons are gathered."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import in_place
+from pallas_kernels.kernels import Kernels
+from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.weights import Weights
+from twell_jax.ffn.stats import Output
+
+
+def forward(kernels: Kernels, x: jax.Array, weights: Weights) -> Output:
+    """The block for `x: [M, D]`."""
+    packed = kernels.gate_pack(x, weights.activated)
+    y, nnz, l1, heavy = kernels.fused_ffn(x, packed, weights.linear, weights.down)
+    y_ref = in_place.mutable(y)
+    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
+    fired = twell.fired(packed, len(weights.down)) | heavy_fired
+    return Output(in_place.contents(y_ref), nnz, jnp.sum(l1) + heavy_l1, fired)
