@@ -60,6 +60,8 @@ def path(tmp_path):
         ("model.activation=gelu", "model.activation", "'relu' or 'silu'"),
         ("model.remat=all", "model.remat", "'none', 'dots' or 'block'"),
         ("model.ffn_implementation=cuda", "model.ffn_implementation", "'xla' or 'mosaic'"),
+        ("model.ffn_implementation=unions", "model.ffn_implementation", "'xla' or 'mosaic'"),
+        ("model.ffn_gradients=exact", "model.ffn_gradients", "'dense' or 'sparse'"),
         ("optimizer.schedule=linear", "optimizer.schedule", "'cosine' or 'wsd'"),
         ("data.source=web", "data.source", "'stdlib', 'files', 'hf' or 'tokens'"),
         ("mesh.data=0", "mesh.data", "-1"),
@@ -92,10 +94,44 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
     assert "\n" not in message
 
 
-def test_sparse_gradients_are_chosen_or_given(path):
-    overrides = ["sparse_gradients_every=5", "model.ffn_implementation=mosaic"]
-    with pytest.raises(ConfigError, match=r"^sparse_gradients_every: .* xla or null, got mosaic"):
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["sparse_gradients_every=5", "model.ffn_implementation=xla"],
+            r"sparse_gradients_every: .*model.ffn_implementation must be mosaic or null, got xla",
+        ),
+        (
+            ["sparse_gradients_every=5", "model.ffn_gradients=sparse"],
+            r"sparse_gradients_every: .*model.ffn_gradients must be null, got sparse",
+        ),
+        (
+            ["sparse_gradients_every=5", "model.ffn_gradients=dense"],
+            r"sparse_gradients_every: .*model.ffn_gradients must be null, got dense",
+        ),
+        (
+            ["model.ffn_gradients=sparse", "model.ffn_implementation=xla"],
+            r"model.ffn_gradients: .*model.ffn_implementation must be mosaic or null",
+        ),
+    ],
+)
+def test_gradients_that_contradict_each_other_are_refused(path, overrides, says):
+    with pytest.raises(ConfigError, match=f"^{says}$"):
         config.load(path, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sparse_gradients_every=5", "model.ffn_implementation=mosaic"],
+        ["model.ffn_gradients=sparse", "model.ffn_implementation=mosaic"],
+        ["model.ffn_gradients=dense", "model.ffn_implementation=xla"],
+        ["model.ffn_gradients=sparse"],
+    ],
+)
+def test_gradients_are_planned_or_given(path, overrides):
+    settings = config.load(path, overrides)
+    assert (settings.sparse_gradients_every > 0) == (settings.model.ffn_gradients is None)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +162,19 @@ def test_a_bad_file_is_an_error_of_one_line(path, content, says):
 def test_an_unreadable_path_is_named(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot be read"):
         config.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny.yaml", "configs/tiny.yaml"])
+def test_a_shipped_configuration_is_found_by_its_name(tmp_path, monkeypatch, name):
+    expected = config.load(CONFIGS / "tiny.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert config.load(name) == expected
+    with pytest.raises(ConfigError, match=r"the shipped configurations are .*, tiny$"):
+        config.load(f"elsewhere/{name}")
+    # A file of that name comes first.
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(yaml.safe_dump(VALID))
+    assert config.load(name) == config.from_dict(VALID)
 
 
 def test_overrides_are_yaml_and_the_last_one_wins(path):
@@ -214,14 +263,14 @@ def test_accumulation_steps(path):
     ("mesh", "shape"), [({}, (8, 1)), ({"fsdp": 4}, (2, 4)), ({"data": 1, "fsdp": 8}, (1, 8))]
 )
 def test_mesh_uses_all_devices(mesh, shape):
-    made = sharding.make_mesh(MeshConfig(**mesh), jax.devices("cpu")[:8])
+    made = sharding.make_mesh(MeshConfig(**mesh).shape(8), jax.devices("cpu")[:8])
     assert tuple(made.shape[axis] for axis in ("data", "fsdp")) == shape
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 3}, {"data": 2}, {"fsdp": 16}, {"data": 8, "fsdp": 2}])
 def test_mesh_that_does_not_fit_the_devices(mesh):
     with pytest.raises(ConfigError, match=r"^mesh\.(data|fsdp): .*8 devices"):
-        sharding.make_mesh(MeshConfig(**mesh), jax.devices("cpu")[:8])
+        MeshConfig(**mesh).shape(8)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -5,14 +5,12 @@ Batches are split over all devices. Every matrix has one "embed" axis (d_model),
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from twell_jax.config import MeshConfig
 
 _AXES = ("data", "fsdp")
 BATCH = P(_AXES)
@@ -25,15 +23,14 @@ LOGICAL_AXES = (
 )
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh over `devices` (default: all there are).
+def make_mesh(
+    shape: tuple[int, int], devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """The mesh of `shape`, (data, fsdp), over `devices` (default: all there are).
 
-    Raises:
-      ConfigError: if data * fsdp is not the number of devices.
+    `MeshConfig.shape` gives the shape of a configuration on so many devices.
     """
-    devices = jax.devices() if devices is None else devices
-    auto = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh(config.shape(len(devices)), _AXES, auto, devices=devices)
+    return jax.make_mesh(shape, _AXES, (AxisType.Auto, AxisType.Auto), devices=devices)
 
 
 def of_params(params: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:
@@ -48,9 +45,10 @@ def of_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def auto_axes() -> tuple[str, ...]:
-    """The axes of the current mesh, if it has several devices, that are left to XLA.
+    """The axes of the current mesh that are left to XLA; none if the mesh has one device.
 
-    Also those of size 1: what XLA cannot partition it refuses wherever an axis is left to it.
+    Axes of size 1 count too: an operation that XLA cannot partition it refuses wherever any axis is
+    left to it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.auto_axes if mesh.size > 1 else ()
@@ -60,15 +58,17 @@ def split_batch(x: jax.Array) -> jax.Array:
     """Pins the leading axis of an activation to all devices of the current mesh.
 
     Without it XLA may follow the weights' FSDP sharding and split activations along d_model. A
-    batch that does not divide, and meshes other than those of `make_mesh`, are left to XLA.
+    batch that does not divide by the number of devices is left to XLA, and so is every mesh that
+    `make_mesh` did not make.
     """
     return jax.lax.with_sharding_constraint(x, P(auto_axes())) if _is_split(x) else x
 
 
 def on_shares(function: Callable, *operands: jax.Array | None) -> jax.Array:
-    """`function` of arrays whose leading axis is the batch, each device with its share of them.
+    """Calls `function` on each device with its share of the operands' leading axis, the batch.
 
-    For what XLA cannot partition. Where `split_batch` leaves the batch to XLA, so does this.
+    It is for operations that XLA cannot partition. Where `split_batch` leaves the batch to XLA, so
+    does this.
     """
     if _is_split(operands[0]):
         batch, axes = P(auto_axes()), set(auto_axes())
@@ -78,7 +78,7 @@ def on_shares(function: Callable, *operands: jax.Array | None) -> jax.Array:
     return function(*operands)
 
 
-def _is_split(x):
+def _is_split(x: jax.Array) -> bool:
     mesh, axes = jax.sharding.get_abstract_mesh(), auto_axes()
     devices = math.prod(mesh.shape[axis] for axis in axes)
     return bool(axes) and mesh.axis_names == _AXES and len(x) % devices == 0

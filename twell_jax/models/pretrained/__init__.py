@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from twell_jax.config import MeshConfig
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn.api import Implementation
 from twell_jax.models import sharding
@@ -46,7 +45,7 @@ def from_pretrained(
     directory = Path(directory)
     settings, absent = config.read(directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
-    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = mesh or sharding.make_mesh((1, 1), jax.devices()[:1])
     return nnx.merge(graphdef(settings), weights.load(directory, settings, mesh, absent))
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from twell_jax.config import MeshConfig, ModelConfig
+from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import sharding
@@ -100,7 +100,7 @@ def test_another_dtype(saved, tmp_path):
 
 def test_parameters_are_loaded_onto_a_mesh(saved):
     model, directory = saved
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=4), jax.devices("cpu")[:8])
+    mesh = sharding.make_mesh((2, 4), jax.devices("cpu")[:8])
     loaded = from_pretrained(directory, mesh=mesh)
     assert_same_parameters(loaded, model)
     w_up, kernel = loaded.blocks.mlp.w_up[...], loaded.blocks.attention.query.kernel[...]

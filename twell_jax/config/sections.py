@@ -1,43 +1,39 @@
-"""Training configuration: typed sections, one YAML file, dotted overrides.
+"""The sections of a training configuration: every key is declared here, once, with its meaning."""
 
-`load("configs/tiny.yaml", ["steps=10", "model.d_model=64"])` returns a frozen `Config`. Every key
-is declared here, once, with its meaning; whatever is unknown, mistyped or impossible raises a
-`ConfigError` whose single line names the key and what is allowed.
-"""
+from typing import Any, Literal, Self
 
-import difflib
-from pathlib import Path
-from typing import Any, Literal
-
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from twell_jax.ffn import Activation, Gradients, Implementation
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the key and what is allowed."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A frozen group of keys that refuses unknown keys, infinities and booleans for numbers."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_as_number(cls, value, info):
-        # pydantic takes true for 1
+    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would take true for 1
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise PydanticCustomError("bool_as_number", "must not be true or false")
         return value
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """A Llama-style decoder: RMSNorm, RoPE, causal attention, (gated) feed-forward blocks."""
 
     vocab_size: int = Field(gt=0, description="rows of the embedding; the tokenizer must fit in")
@@ -51,7 +47,9 @@ class ModelConfig(_Section):
     )
     attention_bias: bool = Field(False, description="add biases to the attention's projections")
     d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
-    activation: Literal["relu", "silu"] = Field("relu", description="silu gives the dense twin")
+    activation: Activation = Field(
+        "relu", description="relu, or silu for the dense model to compare with"
+    )
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
     tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
     rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
@@ -62,15 +60,18 @@ class ModelConfig(_Section):
     remat: Literal["none", "dots", "block"] = Field(
         "none", description="recompute in the backward pass: nothing, all but matmuls, whole blocks"
     )
-    ffn_implementation: Literal["xla", "mosaic"] | None = Field(
-        None, description="of the feed-forward block; null takes the default of sparse_ffn"
+    ffn_implementation: Implementation | None = Field(
+        None, description="back end of the feed-forward blocks; null: what is faster here"
+    )
+    ffn_gradients: Gradients | None = Field(
+        None, description="whether their gradients are computed on the sparse pattern; null: dense"
     )
     ffn_gradient_capacity: float = Field(
-        0.5, gt=0, le=1, description="memory for sparse gradients, as a fraction of that of dense"
+        0.5, gt=0, le=1, description="memory for sparse gradients, as a fraction of what dense take"
     )
 
     @model_validator(mode="after")
-    def _check(self):
+    def _check(self) -> Self:
         if self.head_size is not None and self.head_size % 2:
             raise ValueError(f"model.head_size: must be even, got {self.head_size}")
         if self.head_size is None and self.d_model % (2 * self.heads):
@@ -82,14 +83,21 @@ class ModelConfig(_Section):
             raise ValueError(
                 f"model.kv_heads: must divide heads={self.heads}, got {self.num_kv_heads}"
             )
+        if self.ffn_gradients == "sparse" and self.ffn_implementation == "xla":
+            raise ValueError(
+                "model.ffn_gradients: xla computes dense gradients only, so with sparse "
+                "model.ffn_implementation must be mosaic or null"
+            )
         return self
 
     @property
     def head_dim(self) -> int:
+        """Features of a head: `head_size`, or its default."""
         return self.head_size or self.d_model // self.heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Key/value heads: `kv_heads`, or its default."""
         return self.kv_heads or self.heads
 
 
@@ -101,7 +109,7 @@ _ONLY_FOR = {
 }
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Where the text comes from and how it becomes token sequences."""
 
     source: Literal["stdlib", "files", "hf", "tokens"] = Field(
@@ -129,7 +137,7 @@ class DataConfig(_Section):
     cache_dir: str = Field(".cache/tokens", description="where tokenised corpora are kept")
 
     @model_validator(mode="after")
-    def _check(self):
+    def _check(self) -> Self:
         for name, sources in _ONLY_FOR.items():
             if getattr(self, name) and self.source not in sources:
                 raise ValueError(f"data.{name}: source={self.source} does not use it; leave it out")
@@ -145,7 +153,7 @@ class DataConfig(_Section):
         return self
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW with warm-up, a decaying learning rate and clipping by the global norm."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
@@ -162,26 +170,26 @@ class OptimizerConfig(_Section):
     clip_norm: float = Field(1.0, gt=0, description="largest global norm of the gradient")
 
 
-class MeshConfig(_Section):
+class MeshConfig(Section):
     """Devices are laid out as (data, fsdp); data = -1 takes all that fsdp leaves."""
 
     data: int = Field(-1, ge=-1, description="copies of the model that see different data")
     fsdp: int = Field(1, gt=0, description="devices that share one copy's state")
     heartbeat_seconds: int = Field(
-        100, gt=0, description="a process that is silent for so long is lost, and ends the others"
+        100, gt=0, description="a process silent for so long counts as lost; all others then end"
     )
 
     @model_validator(mode="after")
-    def _check(self):
+    def _check(self) -> Self:
         if self.data == 0:
             raise ValueError("mesh.data: must be positive, or -1 for all remaining devices")
         return self
 
     def shape(self, devices: int) -> tuple[int, int]:
-        """(data, fsdp) on so many devices.
+        """The mesh's shape (data, fsdp) on so many devices.
 
         Raises:
-          ConfigError: if data * fsdp is not their number, or there are none.
+          ConfigError: if data * fsdp is not the number of devices, or there are no devices.
         """
         if devices < 1:
             raise ConfigError(f"devices: there must be at least one, got {devices}")
@@ -195,15 +203,15 @@ class MeshConfig(_Section):
         return data, self.fsdp
 
 
-class Config(_Section):
+class Config(Section):
     """A training run."""
 
     run_dir: str = Field(description="checkpoints, metrics and plots go here")
     init_from: str | None = Field(
-        None, description="run whose last parameters are the initial ones; null: drawn from seed"
+        None, description="run whose last parameters this one starts from; null: draw from seed"
     )
     seed: int = Field(
-        0, ge=0, lt=2**32, description="of the initial weights and the order of the data"
+        0, ge=0, lt=2**32, description="decides the initial weights and the order of the data"
     )
     steps: int = Field(gt=0, description="optimizer steps")
     batch_tokens: int = Field(gt=0, description="tokens per optimizer step, over all devices")
@@ -215,7 +223,7 @@ class Config(_Section):
         (0, 0), description="steps between which the L1 coefficient rises linearly from zero"
     )
     l1_stages: int = Field(
-        0, ge=0, description="it rises in so many equal stages instead; 0: linearly"
+        0, ge=0, description="equal stages in which the L1 coefficient rises instead; 0: linearly"
     )
     dead_window_tokens: int = Field(
         10_000_000, gt=0, description="a neuron that has not fired for so many tokens is dead"
@@ -226,8 +234,8 @@ class Config(_Section):
     sparse_gradients_every: int = Field(
         0,
         ge=0,
-        description="steps between choices of the layers whose gradients are computed sparsely, "
-        "on Hopper GPUs, others being dense; 0: all as model.ffn_implementation says",
+        description="steps after which the run plans anew which layers compute sparse gradients "
+        "(on Hopper GPUs); 0: never, model.ffn_gradients holds for all layers",
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
     eval_sequences: int = Field(64, gt=0, description="held-out sequences per evaluation")
@@ -241,7 +249,7 @@ class Config(_Section):
     mesh: MeshConfig = MeshConfig()
 
     @model_validator(mode="after")
-    def _check(self):
+    def _check(self) -> Self:
         if self.batch_tokens % self.model.context:
             raise ValueError(
                 f"batch_tokens: must be a multiple of model.context={self.model.context}, "
@@ -251,10 +259,15 @@ class Config(_Section):
             raise ValueError(
                 f"mesh.fsdp: must divide model.d_model={self.model.d_model}, got {self.mesh.fsdp}"
             )
-        if self.sparse_gradients_every and self.model.ffn_implementation == "mosaic":
+        if self.sparse_gradients_every and self.model.ffn_implementation == "xla":
             raise ValueError(
-                "sparse_gradients_every: chooses between dense and sparse gradients, so "
-                "model.ffn_implementation must be xla or null, got mosaic"
+                "sparse_gradients_every: xla computes dense gradients only, so "
+                "model.ffn_implementation must be mosaic or null, got xla"
+            )
+        if self.sparse_gradients_every and self.model.ffn_gradients is not None:
+            raise ValueError(
+                "sparse_gradients_every: the run plans the gradients of each layer, so "
+                f"model.ffn_gradients must be null, got {self.model.ffn_gradients}"
             )
         start, end = self.l1_warmup
         if not 0 <= start <= end:
@@ -284,113 +297,3 @@ class Config(_Section):
                 f"divide batch_tokens / model.context = {self.batch_sequences}"
             )
         return steps
-
-
-def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Reads a YAML file and applies `key.subkey=value` overrides (values are YAML too).
-
-    A file may name another, beside it, as its `base` and give only what differs.
-
-    Raises:
-      ConfigError: one line that names the file or key and what would be right.
-    """
-    tree = _read(Path(path))
-    for override in overrides:
-        _override(tree, override)
-    return from_dict(tree)
-
-
-def from_dict(tree: dict[str, Any]) -> Config:
-    """Checks a plain tree of values; raises `ConfigError` as `load` does."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        # A misspelt key is also a missing one: what is unknown says more.
-        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        raise ConfigError(_one_line(first)) from None
-
-
-def to_yaml(config: Config) -> str:
-    """The resolved configuration, every default included, as YAML that `load` reads."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def describe() -> str:
-    """Every key with its type, default and meaning, a line each (for `--help`)."""
-    return "\n".join(_describe(Config, prefix=""))
-
-
-def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold keys and values, such as 'steps: 100'")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str) or path.parent / base in (path, *above):
-        raise ConfigError(f"base: {path} must name another file beside it, got {base!r}")
-    return _merge(_read(path.parent / base, (path, *above)), tree)
-
-
-def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in tree.items():
-        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if nested else value
-    return merged
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not (key and equals):
-        raise ConfigError(f"{override!r}: an override is written key=value, such as steps=100")
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{key}: {parent} is a single value and has no keys of its own")
-    try:
-        tree[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"{key}: {value!r} is not a valid YAML value") from None
-
-
-def _one_line(error: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        section = _section(error["loc"][:-1])
-        allowed = list(section.model_fields) if section else []
-        close = difflib.get_close_matches(error["loc"][-1], allowed, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
-    if error["type"] == "missing":
-        return f"{key}: required, but not given"
-    if error["type"] == "value_error":  # raised by a _check above, which names the key itself
-        return str(error["ctx"]["error"])
-    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
-
-
-def _section(path: tuple) -> type[_Section] | None:
-    section = Config
-    for name in path:
-        section = section.model_fields[name].annotation
-    return section
-
-
-def _describe(section: type[_Section], prefix: str) -> list[str]:
-    lines = []
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
-            lines += _describe(field.annotation, prefix=f"{prefix}{name}.")
-            continue
-        kind = getattr(field.annotation, "__name__", str(field.annotation))
-        if not isinstance(field.annotation, type):
-            kind = str(field.annotation).replace("typing.", "")
-        default = "" if field.is_required() else f" = {field.default}"
-        lines.append(f"  {prefix}{name}: {kind}{default}\n      {field.description or ''}".rstrip())
-    return lines
