@@ -16,12 +16,12 @@ from rich.table import Table
 from twell_jax import config as config_lib
 from twell_jax import data
 from twell_jax.analysis.activity import measure_activity, summarise
+from twell_jax.analysis.plots import plot_activity
 from twell_jax.analysis.speedup import measure_speedup
 from twell_jax.config import ConfigError
 from twell_jax.ffn.api import CannotServe
 from twell_jax.train import progress as display
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
-from twell_jax.train.plots import plot_activity
 from twell_jax.train.run_directory import RunPaths, load_run, write_atomically
 
 

@@ -26,7 +26,7 @@ from tests.conformance.cases import (
 )
 from twell_jax import config, sparse_ffn
 from twell_jax.models import sharding
-from twell_jax.train.trainer import make_trainer
+from twell_jax.train.trainer import Trainer
 
 
 @every_packing
@@ -174,8 +174,8 @@ def test_layers_train_with_sparse_gradients(reference_kernels, devices, fsdp):
             },
         }
     )  # fmt: skip
-    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:devices])
-    trainer = make_trainer(run, 60, mesh)
+    mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices("cpu")[:devices])
+    trainer = Trainer(run, 60, mesh)
     tokens = np.random.default_rng().integers(0, 61, (32 * devices, 65)).astype(np.int32)
     with jax.set_mesh(mesh):
         operands = trainer.put_batch(tokens), 1e-3

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import train
 from tests.train.runs import ROOT, STEPS, final_state, records, run
 from twell_jax import config
-from twell_jax.ffn.api import CannotServe
+from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
 from twell_jax.train.run_directory import load_run
-from twell_jax.train.trainer import make_trainer
+from twell_jax.train.start import first_plan
+from twell_jax.train.trainer import Trainer
 
 
-def call(workspace, *arguments):
-    """As `run`, in this process: for what ends before a model is made."""
+def call(*arguments, program=lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__")):
+    """Runs the command in this process, which suits what ends before a model is made."""
     output, errors, code = io.StringIO(), io.StringIO(), 0
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with (
@@ -30,10 +30,10 @@ def call(workspace, *arguments):
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):
-        patch.setattr("sys.argv", ["train.py", str(workspace / "config.yaml"), *arguments])
+        patch.setattr("sys.argv", ["train.py", *map(str, arguments)])
         patch.setattr("logging.basicConfig", lambda **_: None)
         try:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            program()
         except SystemExit as end:
             code = end.code or 0
             if isinstance(code, str):
@@ -42,6 +42,10 @@ def call(workspace, *arguments):
         finally:
             signal.signal(signal.SIGTERM, on_sigterm)
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
+
+
+def as_module():
+    runpy.run_module("twell_jax.train", run_name="__main__", alter_sys=False)
 
 
 def contents(directory):
@@ -102,7 +106,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(workspace, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
     before = contents(workspace / "run")
-    process = call(workspace, "model.d_ff=128")
+    process = call(workspace / "config.yaml", "model.d_ff=128")
     assert process.returncode == 3  # by which `make demo` knows that it must make room
     assert process.stderr.startswith("error: model.d_ff: the run in")
     assert "was started with 64, now 128" in process.stderr
@@ -130,7 +134,7 @@ def test_a_dense_run_is_sparsified(workspace, tmp_path):
 def test_a_foreign_directory_is_refused(workspace, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     before = contents(tmp_path)
-    process = call(workspace, f"run_dir={tmp_path}")
+    process = call(workspace / "config.yaml", f"run_dir={tmp_path}")
     assert process.returncode == 1
     assert process.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
     assert process.stderr.count("\n") == 1
@@ -138,7 +142,7 @@ def test_a_foreign_directory_is_refused(workspace, tmp_path):
 
 
 def test_print_config_is_a_config(workspace, tmp_path):
-    process = call(workspace, "--print-config", "steps=7", "optimizer.lr=1e-3")
+    process = call(workspace / "config.yaml", "--print-config", "steps=7", "optimizer.lr=1e-3")
     assert process.returncode == 0
     (tmp_path / "printed.yaml").write_text(process.stdout)
     expected = config.load(workspace / "config.yaml", ["steps=7", "optimizer.lr=1e-3"])
@@ -146,10 +150,30 @@ def test_print_config_is_a_config(workspace, tmp_path):
 
 
 def test_help_explains_every_key(workspace):
-    process = call(workspace, "--help")
+    process = call(workspace / "config.yaml", "--help")
     assert process.returncode == 0
+    assert process.stdout.startswith("usage: train.py ")
     assert "python train.py configs/tiny.yaml [key=value ...]" in process.stdout
     assert config.describe() in process.stdout
+
+
+@pytest.mark.parametrize("name", ["tiny", "configs/tiny.yaml"])
+def test_the_package_is_the_same_command_and_knows_its_configurations(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    process = call(name, "--print-config", "steps=7", program=as_module)
+    assert process.returncode == 0
+    (tmp_path / "printed.yaml").write_text(process.stdout)
+    assert config.load(tmp_path / "printed.yaml") == config.load("tiny", ["steps=7"])
+    assert call("--help", program=as_module).stdout.startswith("usage: python -m twell_jax.train ")
+
+
+def test_an_unknown_configuration_is_one_line_that_names_those_there_are():
+    process = call("tyni")
+    assert process.returncode == 1
+    assert process.stderr == (
+        "error: tyni: cannot be read (no such file); the shipped configurations are "
+        "0p5b, 1b, 1p5b, 2b, sparsify, tiny\n"
+    )
 
 
 def test_a_wrong_key_is_one_line(workspace):
@@ -176,6 +200,6 @@ def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path):
 
 def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
     settings = config.load(ROOT / "configs/tiny.yaml", ["sparse_gradients_every=10"])
-    trainer = make_trainer(settings, 0, sharding.make_mesh(settings.mesh, jax.devices("cpu")[:1]))
-    with pytest.raises(CannotServe, match="'unions' cannot serve"):
-        train.first_choice(settings, trainer)
+    trainer = Trainer(settings, 0, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    with pytest.raises(CannotServe, match="needs a Hopper GPU"):
+        first_plan(settings, trainer)

@@ -14,12 +14,12 @@ from tests.train.runs import STEPS, final_state, finish, records, run, start
 from twell_jax import config
 from twell_jax.train import distributed, metrics
 
-# Runs train.py again and again, each time with a call that kills the process at an exact point:
-# each of argv[1:] before "train.py" names a function and how often it is to be called before, the
-# rest is the command line. Forks, so that all is imported once; no backend has started by then.
+# Runs train.py again and again; each time a call kills the process at an exact point. Each of
+# argv[1:] before "train.py" names a function and how many calls of it succeed; the rest is the
+# command line. It forks, so that all is imported once; no backend has started by then.
 KILL_AT = """
 import importlib, os, runpy, signal, sys
-import train
+import twell_jax.train.command
 end = sys.argv.index("train.py")
 points, sys.argv = sys.argv[1:end], sys.argv[end:]
 def prepare(point):
@@ -104,11 +104,11 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrup
         "twell_jax.train.checkpoint:ocp:CheckpointManager:save*0",  # at the first checkpoint
         "twell_jax.train.metrics:Recorder:add*12",  # two steps after it
         "twell_jax.train.metrics:Log:write*1",  # in the middle of a line
-        "twell_jax.train.metrics:Recorder:add_evaluation*1",  # step 50: logged, but not yet evaluated
+        "twell_jax.train.metrics:Recorder:add_evaluation*1",  # step 50: logged, not evaluated
         "os:rename*2",  # a checkpoint is written, but not yet named so
     )
     assert list(run_dir.glob("checkpoints/*tmp*"))
-    kill_at("twell_jax.train.plots:plot_run*0")  # trained, but nothing shown
+    kill_at("twell_jax.train.result:plot_run*0")  # trained, but nothing shown
     process = run(workspace, f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert_same_result(run_dir, workspace / "run")

@@ -1,28 +1,24 @@
-"""A run that chooses for each layer between dense and sparse gradients, by the kernels' twins."""
+"""A run that plans the gradients of each layer, on the kernels' reference functions."""
 
 import signal
 
 import jax
 import pytest
 
-import train
+from pallas_kernels.kernels import HOPPER
 from tests.train.runs import records
-from tests.twell_jax.ffn.cases import use_twins
 from twell_jax import config
-from twell_jax.ffn import mosaic as ffn_mosaic
-from twell_jax.ffn.api import CannotServe
-from twell_jax.train import distributed
-from twell_jax.train import gradient_plan as choice
+from twell_jax.ffn import CannotServe, dispatch
+from twell_jax.train import distributed, gradient_plan, loop
 
 STEPS = 6
 
 
 @pytest.fixture
-def settings(workspace, monkeypatch):
+def settings(workspace, monkeypatch, reference_kernels):
     """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse."""
-    use_twins(monkeypatch.setattr)
-    monkeypatch.setattr(choice, "_FIRST_SHARE", 1.0)
-    monkeypatch.setattr(train.sharding, "make_mesh", one_device(train.sharding.make_mesh))
+    monkeypatch.setattr(gradient_plan, "_FIRST_SHARE", 1.0)
+    monkeypatch.setattr(loop.sharding, "make_mesh", one_device(loop.sharding.make_mesh))
 
     def load(directory, *changes):
         return config.load(
@@ -41,29 +37,29 @@ def settings(workspace, monkeypatch):
 
 
 def one_device(make_mesh):
-    return lambda settings, _=None: make_mesh(settings, jax.devices("cpu")[:1])
+    return lambda shape: make_mesh((1, 1), jax.devices("cpu")[:1])
 
 
-def test_an_interrupted_run_chooses_as_one_that_is_not(settings, tmp_path, monkeypatch):
-    train.train(settings(tmp_path / "whole"))
+def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch):
+    loop.train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
-    # Chosen after every second step, from the one before it: tried, then found not to fit.
-    chosen = [line["sparse_gradients"][0] for line in whole]
-    assert chosen == [False, False, True, True, False, False]
-    assert [line["overflow"][0] for line in whole] == chosen
+    # Planned after every second step, from the one before it: tried, then found not to fit.
+    planned = [line["sparse_gradients"][0] for line in whole]
+    assert planned == [False, False, True, True, False, False]
+    assert [line["overflow"][0] for line in whole] == planned
 
-    with monkeypatch.context() as patch:  # stops after the step to choose from
+    with monkeypatch.context() as patch:  # stops after the step to plan from
         patch.setattr(distributed, "stop_request", lambda: lambda step: step == 3)
-        train.train(settings(tmp_path / "parts"))
-    train.train(settings(tmp_path / "parts"))
+        loop.train(settings(tmp_path / "parts"))
+    loop.train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch):
-    train.train(settings(tmp_path / "run"))
-    monkeypatch.setattr(ffn_mosaic, "_no_hopper", lambda: "it needs a Hopper GPU, got cpu")
-    train.train(settings(tmp_path / "run"))  # shows the result
+    loop.train(settings(tmp_path / "run"))
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (HOPPER,))
+    loop.train(settings(tmp_path / "run"))  # shows the result
     with pytest.raises(CannotServe):
-        train.train(settings(tmp_path / "run", "steps=8"))
-    train.train(settings(tmp_path / "run", "steps=8", "sparse_gradients_every=0"))
+        loop.train(settings(tmp_path / "run", "steps=8"))
+    loop.train(settings(tmp_path / "run", "steps=8", "sparse_gradients_every=0"))
     assert [line["step"] for line in records(tmp_path / "run") if "ce" in line] == [*range(1, 9)]

@@ -28,11 +28,11 @@ class Checkpoints:
     """The checkpoints of one run; a context manager that waits for pending writes at its end.
 
     Args:
-      directory: where they are; made if missing.
-      keep: how many of the newest are kept.
+      directory: holds the checkpoints; made if missing.
+      keep: the number of newest checkpoints that are kept.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory.absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -45,7 +45,7 @@ class Checkpoints:
         self._manager.close()
 
     def newest_before(self, step: int) -> Path | None:
-        """Where the newest checkpoint of fewer than `step` steps is that is not known as broken."""
+        """The directory of the newest checkpoint before `step` that is not known to be broken."""
         steps = [s for s in self._manager.all_steps() if s < step and s not in self._broken]
         return self.directory / str(max(steps)) if steps else None
 
@@ -58,12 +58,12 @@ class Checkpoints:
         self._manager.save(step, args=items)
 
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, or None if the directory has none at all.
+        """The state and the position of the newest checkpoint that is whole; None without any.
 
-        Broken ones are reported; the next `save` sets them aside as STEP.broken.
+        Broken checkpoints are reported; the next `save` sets them aside as STEP.broken.
 
         Raises:
-          CheckpointError: if there are checkpoints, but none can be restored.
+          CheckpointError: there are checkpoints, but none can be restored.
         """
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
@@ -75,7 +75,7 @@ class Checkpoints:
         return restored and (restored.state, restored.data)
 
     def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
-        """As `restore`, but the parameters alone: a third of what there is to read."""
+        """Restores the parameters alone, a third of what `restore` reads; otherwise as it does."""
         tree = {"params": abstract_params}
         args = ocp.args.PyTreeRestore(
             tree,
@@ -89,14 +89,14 @@ class Checkpoints:
         return restored and restored["params"]
 
     def restore_position(self) -> dict[str, Any] | None:
-        """As `restore`, but the position in the data alone."""
+        """Restores the position in the data alone; otherwise as `restore` does."""
         with _reader(ocp.JsonCheckpointHandler()) as reader:
             return self._newest(lambda step: reader.restore(self.directory / str(step) / "data"))
 
     def _newest(self, read: Callable[[int], Any]) -> Any:
-        """What `read` makes of the newest step that all processes can read; None without steps.
+        """The result of `read` for the newest step that all processes can read; None without steps.
 
-        All of them try the same steps, which are those that the first process sees.
+        All processes try the same steps: those that the first process sees.
         """
         problems = {}
         while (step := self._newest_besides(problems)) is not None:
@@ -135,7 +135,7 @@ class Checkpoints:
 
 
 def _reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
-    """Reads without waiting for other processes: if one alone fails, they would wait for it."""
+    """A reader that does not wait for other processes: they would wait for one that fails alone."""
     alone = ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={jax.process_index()}
     )

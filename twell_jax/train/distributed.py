@@ -17,13 +17,14 @@ _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and
 
 
 def initialize(heartbeat_seconds: int) -> None:
-    """Joins the processes that were launched together; does nothing if there is but this one.
+    """Joins the processes that were launched together; does nothing if this process is alone.
 
-    They are found by JAX_COORDINATOR_ADDRESS (host:port on process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, or by what `srun` and `mpirun` set. To be called before JAX sees its devices.
+    The environment tells of them: JAX_COORDINATOR_ADDRESS (host:port on process 0),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what `srun` and `mpirun` set. To be called before JAX
+    sees its devices.
 
     Args:
-      heartbeat_seconds: a process that is silent for so long is lost, which ends all others.
+      heartbeat_seconds: a process that is silent for so long counts as lost, and all others end.
 
     Raises:
       ConfigError: the environment is incomplete or contradicts itself.
@@ -54,12 +55,13 @@ def initialize(heartbeat_seconds: int) -> None:
 
 
 def stop_request() -> Callable[[int], bool]:
-    """From now on SIGTERM asks the run to stop; returns what tells, after a step, whether to.
+    """Lets SIGTERM ask the run to stop, from now on.
 
-    Every process must ask after every step. All get the same answer at the same step, whichever
-    of them received the signal.
+    Returns:
+      step -> whether to stop after it. Every process must ask after every step. All get the same
+      answer at the same step, whichever of them received the signal.
     """
-    if jax.process_count() > 1:  # JAX has caught the signal since `initialize`
+    if jax.process_count() > 1:  # JAX catches the signal since `initialize`
         return multihost_utils.reached_preemption_sync_point
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

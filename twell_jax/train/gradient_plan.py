@@ -1,48 +1,55 @@
-"""Which layers compute their gradients sparsely, chosen from what earlier steps measured.
+"""Which layers compute their gradients sparsely, planned from what earlier steps measured.
 
-Sparse gradients win where a layer's pattern fits into their room, which depends on how many neurons
-neighbouring tokens share, and lose where it does not. Whether it fits, only trying tells: a layer
-is tried when few of its neurons fire, and when it overflows, next at markedly fewer. Every choice
-is a program of its own, to be compiled, so that choices should be rare.
+Sparse gradients win where a layer's pattern fits into their memory, which depends on how many
+neurons neighbouring tokens share, and lose where it does not. Only a trial tells whether it fits: a
+layer is tried when few of its neurons fire. If it overflows, the next trial waits until markedly
+fewer fire. Every plan is a program that must be compiled, so plans should change rarely.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twell_jax.ffn import Gradients
+
 _FIRST_SHARE = 1 / 16  # of the neurons: real patterns that fit have fewer non-zeros per token
 _AFTER_OVERFLOW = 0.7  # of the non-zeros at which a layer did not fit
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The layers' choices between dense and sparse gradients.
+class GradientPlan:
+    """Dense or sparse gradients for each layer. Checkpoints hold its fields by name.
 
     Attributes:
       sparse: for each layer, whether its gradients are computed sparsely.
-      limits: for each layer, the mean non-zeros per token below which it is tried; never rising,
-        so that the choices come to rest.
+      limits: for each layer, the mean non-zeros per token below which it is tried. Limits never
+        rise, so plans come to rest.
     """
 
     sparse: tuple[bool, ...]
     limits: tuple[float, ...]
 
     @classmethod
-    def dense(cls, layers: int, d_ff: int) -> "Choice":
-        """All layers dense, as a run begins."""
+    def dense(cls, layers: int, d_ff: int) -> "GradientPlan":
+        """The plan that a run begins with: all layers dense."""
         return cls((False,) * layers, (_FIRST_SHARE * d_ff,) * layers)
 
     @classmethod
-    def restore(cls, saved: dict[str, Any]) -> "Choice":
-        """From what `dataclasses.asdict` made of a choice, by way of JSON."""
+    def from_saved(cls, saved: dict[str, Any]) -> "GradientPlan":
+        """The plan that `dataclasses.asdict` and JSON made `saved` of."""
         return cls(tuple(saved["sparse"]), tuple(saved["limits"]))
 
-    def after(self, nnz: Sequence[float], overflow: Sequence[float]) -> "Choice":
-        """The next choice.
+    @property
+    def ffn_gradients(self) -> tuple[Gradients | None, ...]:
+        """What the model takes for each layer; None is the dense default."""
+        return tuple("sparse" if sparse else None for sparse in self.sparse)
+
+    def revised(self, nnz: Sequence[float], overflow: Sequence[float]) -> "GradientPlan":
+        """The plan that follows from what a step under this one measured.
 
         Args:
-          nnz: for each layer, the mean non-zeros per token in some step under this choice.
-          overflow: for each layer, how often it overflowed in that step.
+          nnz: for each layer, the mean non-zeros per token.
+          overflow: for each layer, how often it overflowed, from 0 to 1.
         """
         sparse, limits = [], []
         rows = zip(self.sparse, self.limits, nnz, overflow, strict=True)
@@ -51,4 +58,4 @@ class Choice:
                 limit = min(limit, _AFTER_OVERFLOW * non_zeros)
             limits.append(limit)
             sparse.append(non_zeros < limit if not was_sparse else not overflowed)
-        return Choice(tuple(sparse), tuple(limits))
+        return GradientPlan(tuple(sparse), tuple(limits))

@@ -1,4 +1,4 @@
-"""What a run measures: taken from the device a step late, checked, shown and kept in a file."""
+"""What a run measures: fetched from the device a step late, checked, shown and kept in a file."""
 
 import json
 import math
@@ -12,19 +12,19 @@ import numpy as np
 
 from twell_jax.config import Config, ConfigError
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.gradient_plan import Choice
+from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.trainer import StepMetrics
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss or its gradient became inf or NaN; nothing was saved since."""
+    """The loss or its gradient became inf or NaN; no checkpoint holds what followed."""
 
 
 class Log:
     """`metrics.jsonl`, a line of JSON per logged step or evaluation; a context manager.
 
-    Of several processes the first one writes, the others do nothing.
+    The first of several processes writes, the others do nothing.
 
     Args:
       path: the file. Records after `step` are removed: a continued run writes them anew.
@@ -35,7 +35,7 @@ class Log:
       ConfigError: if `tensorboard` is asked for but its package is not installed.
     """
 
-    def __init__(self, path: Path, step: int, tensorboard: bool = False):
+    def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
         self._file = self._events = None
         if jax.process_index() > 0:
             return
@@ -67,10 +67,10 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; a last line that a kill cut short is left out.
+    """The records of a `metrics.jsonl`, without a last line that a kill cut short.
 
     Raises:
-      ConfigError: if another line is not JSON.
+      ConfigError: if any other line is not JSON.
     """
     if not path.exists():
         return []
@@ -99,22 +99,22 @@ class Recorder:
         log: Log,
         show: Callable[[dict[str, Any], bool], None],
         checkpoints: Checkpoints,
-    ):
+    ) -> None:
         self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
         self._pending: tuple[int, StepMetrics] | None = None
-        self._choice: Choice | None = None  # of the pending step
+        self._plan: GradientPlan | None = None  # of the pending step
         self._clock: tuple[int, float] | None = None  # a step and when it ended
         self._tokens_per_second = 0.0
 
-    def add(self, step: int, measured: StepMetrics, choice: Choice | None = None) -> None:
-        """Takes the metrics of `step`, which may still be running, and handles those before it.
+    def add(self, step: int, measured: StepMetrics, plan: GradientPlan | None = None) -> None:
+        """Takes the metrics of `step`, which may still be running, and handles the step before.
 
-        `choice` is the one that the step was computed with, if there was any.
+        `plan` is the one that the step was computed with, if there was any.
         """
         self.flush()
-        if choice != self._choice:
-            self._clock = None  # neither is compiling
-        self._choice = choice
+        if plan != self._plan:
+            self._clock = None  # compiling another step is not training
+        self._plan = plan
         self._pending = step, measured
 
     def add_evaluation(self, step: int, held_out_ce: float) -> None:
@@ -138,8 +138,8 @@ class Recorder:
         (step, measured), self._pending = self._pending, None
         record = {"step": step, "tokens": step * self._config.batch_tokens}
         record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
-        if self._choice:
-            record["sparse_gradients"] = list(self._choice.sparse)
+        if self._plan:
+            record["sparse_gradients"] = list(self._plan.sparse)
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
         now = time.monotonic()
@@ -156,7 +156,7 @@ class Recorder:
             self._clock = step, now
 
     def _require_finite(self, step: int, *, updates: int, **measured: float) -> None:
-        """`measured` in `step`, on parameters that `updates` steps made."""
+        """Checks what was measured in `step`, on parameters that `updates` steps made."""
         if not all(map(math.isfinite, measured.values())):
             values = ", ".join(f"{name}={value}" for name, value in measured.items())
             good = self._checkpoints.newest_before(updates)
@@ -172,4 +172,5 @@ def _event_writer(directory: Path, step: int):
         raise ConfigError(
             "tensorboard: needs the package tensorboardX (pip install 'twell-jax[tensorboard]')"
         ) from None
-    return SummaryWriter(str(directory), purge_step=step + 1)  # hides that one and what follows
+    # From `purge_step` on it hides what earlier sessions wrote.
+    return SummaryWriter(str(directory), purge_step=step + 1)

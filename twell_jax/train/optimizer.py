@@ -1,5 +1,7 @@
 """Schedules and the optimizer of the training recipe (arXiv 2603.23198, section 5)."""
 
+from typing import Any
+
 import jax
 import optax
 
@@ -26,13 +28,13 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def l1_coefficient(config: Config, step: int) -> float:
     """0 up to `l1_warmup[0]`, rising to the full coefficient up to `l1_warmup[1]`.
 
-    It rises linearly, or in `l1_stages` stages of equal length and equal steps, of which the last
-    has the full coefficient, for a dense model that has just lost its SiLU (after ProSparse, arXiv
-    2402.13516).
+    It rises linearly, or in `l1_stages` stages of equal length by equal amounts. The last stage has
+    the full coefficient. Stages suit a dense model whose SiLU was just replaced (after ProSparse,
+    arXiv 2402.13516).
 
     Args:
       config: the run.
-      step: steps taken before.
+      step: steps taken so far.
     """
     start, end = config.l1_warmup
     if step >= end:
@@ -44,10 +46,10 @@ def l1_coefficient(config: Config, step: int) -> float:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; norms and biases do not decay."""
+    """AdamW on gradients clipped by their global norm; without weight decay on norms and biases."""
 
-    def decayed(params):
-        def is_matrix(path, _):
+    def decayed(params: optax.Params) -> optax.Params:
+        def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
             return not any(getattr(key, "key", None) in ("scale", "bias") for key in path)
 
         return jax.tree_util.tree_map_with_path(is_matrix, params)

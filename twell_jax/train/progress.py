@@ -1,9 +1,8 @@
-"""What a person sees of a run in the terminal: the live progress line and the closing table."""
+"""What the terminal shows of a run: a live progress line, and a table at the end."""
 
 import math
 from typing import Any
 
-import jax
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ class Progress:
       d_ff: neurons per layer, for the sparsity.
     """
 
-    def __init__(self, console: Console, step: int, steps: int, d_ff: int):
+    def __init__(self, console: Console, step: int, steps: int, d_ff: int) -> None:
         self._console, self._d_ff = console, d_ff
         self._bar = rich_progress.Progress(
             rich_progress.TextColumn("step {task.completed}/{task.total}"),
@@ -55,7 +54,7 @@ class Progress:
 
 
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:
-    """What each layer's neurons did in a step, as a table."""
+    """A table of what each layer's neurons did in a step."""
     table = Table(title=f"step {record['step']}, {d_ff} neurons a layer")
     columns = {
         "mean nnz": (record["nnz"], _mean, "{:.1f}".format),
@@ -78,7 +77,7 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
 
 
 def _kind_of_gradients(sparse: bool | float) -> str:
-    """Of a layer, or the share of layers whose gradients are sparse."""
+    """In words: a layer's gradients, or the share of layers whose gradients are sparse."""
     if isinstance(sparse, bool):
         return "sparse" if sparse else "dense"
     return f"{sparse:.0%} sparse"
@@ -90,19 +89,6 @@ def verdict(held_out_ce: float, unigram_ce: float) -> str:
     return (
         f"held-out CE {held_out_ce:.3f} nats/token (perplexity {perplexity:.2f}); "
         f"unigram baseline {unigram_ce:.3f}"
-    )
-
-
-def memory(analysis, params, devices: int) -> str:
-    """A compiled step's `memory_analysis()` in words; `params` are the (abstract) parameters."""
-    held = analysis.argument_size_in_bytes
-    working = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-    working -= analysis.alias_size_in_bytes
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    return (
-        f"{count / 1e9:.3f} billion parameters; per device ({devices} in all): "
-        f"{held / 2**30:.2f} GiB state and batch, {working / 2**30:.2f} GiB working memory "
-        "(as compiled for CPUs, whose attention keeps its scores; GPUs need less)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Re-initialisation of dead neurons during training (arXiv 2603.23198, on dead neurons)."""
+"""Re-initialisation of dead neurons during training (arXiv 2603.23198, the part on them)."""
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,16 @@ def reinitialise(
     """Draws the gate weights of dead neurons anew and forgets what the optimizer knew of them.
 
     Args:
-      params: of a `Transformer`.
-      opt_state: the optimizer's state for them.
-      dead: bool `[layers, d_ff]`.
+      params: the parameters of a `Transformer`.
+      opt_state: the optimizer's state for these parameters.
+      dead: bool `[layers, d_ff]`, whether a neuron is dead.
       key: a `jax.random.key`.
       scale: standard deviation of the new weights (`model.init_scale`).
-      optimizer: made `opt_state`.
+      optimizer: the one that made `opt_state`.
 
     Returns:
-      `params` and `opt_state`, where the rows of dead neurons in `w_gate` (`w_up` if the block has
-      no gate) are drawn from N(0, scale^2) and their moments are 0. All else is unchanged.
+      `params` and `opt_state`. The rows of dead neurons in `w_gate` (in `w_up` without a gate) are
+      drawn from N(0, scale^2), and their moments are 0. All else is unchanged.
     """
     gate = "w_gate" if "w_gate" in params["blocks"]["mlp"] else "w_up"
 

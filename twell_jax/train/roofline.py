@@ -1,8 +1,8 @@
 """What a training step costs on paper: python -m twell_jax.train.roofline CONFIG --devices N
 
-Dense matmuls, forward and backward. Over "fsdp" every micro-batch gathers the weights twice and
-reduces their gradients, all in 16 bits; over "data" they are reduced once a step, in float32.
-docs/scaling.md explains and uses the formulas.
+The costs are those of dense matmuls, forward and backward. Over "fsdp" every micro-batch gathers
+the weights twice and reduces their gradients, all in 16 bits. Over "data" the gradients are reduced
+once a step, in float32. docs/scaling.md explains and uses the formulas.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from twell_jax.config import Config, ConfigError, ModelConfig
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU of a cluster, by its data sheet; rates per second and direction.
+    """A GPU of a cluster by its data sheet; rates are per second, and per direction.
 
     Attributes:
-      flops: dense bfloat16 matmuls.
-      memory: bytes.
-      hbm: bytes, to and from memory.
-      nvlink: bytes, to GPUs of the same host.
-      network: bytes, to other hosts.
-      per_host: GPUs of a host.
+      flops: FLOP/s of dense bfloat16 matmuls.
+      memory: bytes that it holds.
+      hbm: bytes/s to and from its memory.
+      nvlink: bytes/s to GPUs of the same host.
+      network: bytes/s to other hosts.
+      per_host: GPUs in a host.
     """
 
     flops: float
@@ -43,14 +43,14 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, per device.
+    """The cost of one optimizer step, per device.
 
     Attributes:
-      flops: of the matmuls and the attention.
-      hbm: bytes moved by weights, gradients and optimizer; activations are left out.
+      flops: FLOPs of the matmuls and the attention.
+      hbm: bytes that weights, gradients and the optimizer move; activations are left out.
       fsdp, data: bytes sent over each axis of the mesh.
-      state: bytes of parameters, moments and two gradients.
-      seconds: lower bound of each resource's time, by name; the largest is the expected bound.
+      state: bytes of the parameters, the moments and two gradients.
+      seconds: a lower bound of the time by resource; the largest is the expected bound.
     """
 
     flops: float
@@ -62,7 +62,7 @@ class Step:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Parameters of the model, norms included."""
+    """The number of the model's parameters, norms included."""
     d = model.d_model
     width, kv = (n * model.head_dim for n in (model.heads, model.num_kv_heads))
     bias = width + 2 * kv + d if model.attention_bias else 0
@@ -75,9 +75,12 @@ def parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token.
 
-    Twice the forward's for the backward, and causal attention over half the context. `ffn_share` is
-    the part of the up and down (or of the plain block's down) projection's work that sparsity
-    leaves; the matmul that finds the zeros is always whole.
+    The backward takes twice the forward's; causal attention reads half the context on average.
+
+    Args:
+      model: the shapes.
+      ffn_share: the share that sparsity leaves of the work after the matmul that finds the zeros:
+        of the up and down projections, or of the down projection without a gate.
     """
     d = model.d_model
     looked_up = 0 if model.tie_embeddings else model.vocab_size * d
@@ -102,8 +105,8 @@ def step(
     weights = 2 * count  # bytes of them, or of their gradients, in 16 bits
     fsdp_bytes = micro_batches * 3 * weights * (fsdp - 1) / fsdp
     data_bytes = 2 * 4 * count / fsdp * (data - 1) / data  # a ring's all-reduce
-    # AdamW reads a gradient and reads and writes a parameter and two moments, all float32; each
-    # micro-batch reads 16-bit weights twice, and adds a gradient to another.
+    # AdamW reads a gradient, and reads and writes a parameter and two moments, all in float32. Each
+    # micro-batch reads 16-bit weights twice and adds its gradient to the sum.
     hbm = 7 * 4 * count / fsdp + micro_batches * (2 * weights + 3 * 4 * count / fsdp)
     fsdp_rate = hardware.nvlink if fsdp <= hardware.per_host else hardware.network
     data_rate = hardware.nvlink if devices <= hardware.per_host else hardware.network
@@ -124,7 +127,7 @@ def step(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("config")
+    parser.add_argument("config", help="YAML file or shipped name, such as configs/2b.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--hardware", choices=HARDWARE, default="h100")

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from twell_jax import config as config_lib
-from twell_jax.config import Config, ConfigError, MeshConfig
+from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.models import sharding
@@ -22,7 +22,8 @@ from twell_jax.train.trainer import abstract_state
 _FREE = {
     "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
     "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "model.remat",
-    "model.ffn_implementation", "model.ffn_gradient_capacity", "sparse_gradients_every",
+    "model.ffn_implementation", "model.ffn_gradients", "model.ffn_gradient_capacity",
+    "sparse_gradients_every",
 }  # fmt: skip
 
 _FREE_OF_PARAMS = {
@@ -38,9 +39,9 @@ class AnotherRun(ConfigError):
 
 
 class RunPaths:
-    """Names of what lies in a run directory."""
+    """The paths of what a run directory holds."""
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.config = self.directory / "config.yaml"
         self.tokenizer = self.directory / "tokenizer.json"
@@ -51,10 +52,10 @@ class RunPaths:
 
 @contextlib.contextmanager
 def lock_run(run_dir: str | Path) -> Iterator[None]:
-    """Keeps other processes of this machine out of a run; a kill opens the lock.
+    """Keeps other processes of this machine out of a run; a kill releases the lock.
 
     Raises:
-      ConfigError: another process has it.
+      ConfigError: another process holds the lock.
     """
     directory = Path(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -66,14 +67,14 @@ def lock_run(run_dir: str | Path) -> Iterator[None]:
 
 
 def open_run(config: Config) -> RunPaths:
-    """Makes the run's directory, or joins the run that is there if it is the same one.
+    """Makes the run's directory, or opens it to continue the run that it holds.
 
     A run that has no checkpoint yet starts anew, with any settings.
 
     Raises:
-      ConfigError: the directory holds something else.
-      AnotherRun: it holds a run whose settings differ in a way that would change its result; the
-        message names the first such key.
+      ConfigError: the directory holds something else than a run.
+      AnotherRun: the directory holds a run whose settings differ in a way that would change its
+        result; the message names the first such key.
     """
     paths = RunPaths(config.run_dir)
     started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
@@ -98,7 +99,7 @@ def load_config(run_dir: str | Path) -> Config:
       ConfigError: if there is no run.
     """
     try:
-        return config_lib.load(RunPaths(run_dir).config)
+        return config_lib.from_dict(_in_todays_terms(config_lib.read(RunPaths(run_dir).config)))
     except ConfigError as error:
         raise ConfigError(f"run_dir: {run_dir} is not the directory of a run ({error})") from None
 
@@ -111,7 +112,7 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
       CheckpointError: no checkpoint is whole.
     """
     config = load_config(run_dir)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     params = _last_params(run_dir, config, abstract_state(config, mesh).params)
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
     return config, tokenizer, nnx.merge(graphdef(config.model), params)
@@ -120,8 +121,8 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
 def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.State) -> nnx.State:
     """The last parameters of the run `config.init_from`.
 
-    The model must be the same up to what its parameters do not depend on, such as the activation
-    of the feed-forward blocks.
+    Both models must agree in everything that their parameters depend on; the activation of the
+    feed-forward blocks may differ, for example.
 
     Raises:
       ConfigError: there is no such run, it has no checkpoint, or its model or tokenizer differs.
@@ -136,6 +137,16 @@ def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.St
     if tokenizers.load(RunPaths(config.init_from).tokenizer).to_json() != tokenizer.to_json():
         raise ConfigError(f"data.tokenizer: not that of init_from={config.init_from}")
     return _last_params(config.init_from, source, abstract_params)
+
+
+def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
+    # Version 0.1 had no ffn_gradients, and could plan gradients for layers with "xla".
+    model = tree.get("model")
+    if not isinstance(model, dict) or "ffn_gradients" in model:
+        return tree
+    if not tree.get("sparse_gradients_every") or model.get("ffn_implementation") != "xla":
+        return tree
+    return tree | {"model": model | {"ffn_implementation": None}}
 
 
 def _last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx.State:
@@ -154,11 +165,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _is_empty(directory: Path) -> bool:
-    """Whether there is nothing but what a kill left of a file that was being written."""
+    """Whether the directory holds at most a temporary file that a kill left behind."""
     return directory.is_dir() and all(p.suffix == _TEMPORARY for p in directory.iterdir())
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = ""):
+def _differences(
+    before: dict[str, Any], now: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) wherever two configurations would give different results."""
     for name, new in now.items():
         key, old = f"{prefix}{name}", before[name]
         if key in _FREE or old == new:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
-from twell_jax.ffn.api import FFNStats
+from twell_jax.ffn import FFNStats, Gradients
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.optimizer import learning_rate, make_optimizer
 from twell_jax.train.reinit import reinitialise
+
+LayerGradients = tuple[Gradients | None, ...]  # of each layer; None: as the config says
 
 
 @jax.tree_util.register_dataclass
@@ -41,15 +43,17 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """Measured in one step, before its update; means are over all tokens of the step.
+    """What one step measured before its update; means are over all tokens of the step.
 
     Attributes:
-      ce, l1: float32 [], cross-entropy in nats per token and L1 of h (mean over tokens and layers).
+      ce: float32 [], cross-entropy in nats per token.
+      l1: float32 [], L1 norm of h, mean over tokens and layers.
       l1_coefficient, lr, grad_norm: float32 [].
-      nnz, max_nnz, dead: [layers], mean and largest number of non-zero activations of a token, and
-        the fraction of neurons that have not fired for `dead_window_tokens`.
-      overflow: float32 [layers], how often sparse gradients were replaced by dense ones, from 0 to
-        1; see `FFNStats`.
+      nnz: float32 [layers], mean number of non-zero activations of a token.
+      max_nnz: int32 [layers], largest number of non-zero activations of a token.
+      dead: float32 [layers], fraction of neurons that have not fired for `dead_window_tokens`.
+      overflow: float32 [layers], how often dense gradients replaced sparse ones, from 0 to 1; see
+        `FFNStats`.
     """
 
     ce: jax.Array
@@ -63,93 +67,158 @@ class StepMetrics:
     overflow: jax.Array
 
 
-@dataclass(frozen=True)
 class Trainer:
-    """Compiled functions of a run on one mesh.
-
-    Attributes:
-      mesh: the devices.
-      abstract_state: `TrainState` of shapes, dtypes and shardings (what a checkpoint restores to).
-      abstract_batch: the tokens that `step` takes, int32 [accumulation, sequences, context + 1].
-      init: () -> state.
-      step: (state, tokens, L1 coefficient) -> state, metrics; the given state is consumed. What is
-        compiled does not depend on the coefficient, so that runs which differ in it alone share it.
-      step_with: for each layer whether its gradients are sparse (a tuple) -> such a step, which is
-        compiled at its first call. `step` is that with None, which leaves it to the config.
-      reinitialise: state -> state, with the gates of dead neurons drawn anew; the given state is
-        consumed.
-      evaluate: (params, int32 [n, context + 1]) -> mean held-out cross-entropy, nats per token.
-    """
-
-    mesh: jax.sharding.Mesh
-    abstract_state: TrainState
-    abstract_batch: jax.ShapeDtypeStruct
-    init: Callable[[], TrainState]
-    step: Callable[[TrainState, jax.Array, float], tuple[TrainState, StepMetrics]]
-    step_with: Callable[[tuple[bool, ...] | None], Callable]
-    reinitialise: Callable[[TrainState], TrainState]
-    evaluate: Callable[[nnx.State, np.ndarray], float]
-
-    def put_batch(self, tokens: np.ndarray) -> jax.Array:
-        """This process's `[sequences, context + 1]` share of a step's tokens, onto the devices."""
-        tokens = tokens.reshape(self.abstract_batch.shape[0], -1, tokens.shape[-1])
-        return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
-
-
-def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> Trainer:
-    """Builds the functions of a run; nothing is computed yet.
+    """The compiled functions of a run on one mesh. Each is compiled at its first call.
 
     Args:
       config: the run.
       document_end: id of the end-of-text token (used if `data.mask_documents`).
       mesh: from `sharding.make_mesh`.
 
+    Attributes:
+      mesh: the devices.
+      abstract_state: `TrainState` of shapes, dtypes and shardings (what a checkpoint restores to).
+      abstract_batch: the tokens that a step takes, int32 [accumulation, sequences, context + 1].
+      init: () -> state.
+      reinitialise: state -> state, with the gates of dead neurons drawn anew. It consumes the given
+        state.
+      step: `step_with(None)`.
+
     Raises:
       ConfigError: if the batch does not divide over the devices.
     """
-    accumulation = config.accumulation_steps(mesh.size)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    lr = learning_rate(config.optimizer, config.steps)
-    dead_steps = -(-config.dead_window_tokens // config.batch_tokens)
-    document_end = document_end if config.data.mask_documents else None
-    graph = graphdef(config.model)
 
-    def cross_entropy(params, tokens, implementations=None):
-        model = nnx.merge(graph, params)
+    def __init__(self, config: Config, document_end: int, mesh: jax.sharding.Mesh) -> None:
+        self.mesh = mesh
+        self._config = config
+        self._accumulation = config.accumulation_steps(mesh.size)
+        self._optimizer = make_optimizer(config.optimizer, config.steps)
+        self._learning_rate = learning_rate(config.optimizer, config.steps)
+        self._dead_steps = -(-config.dead_window_tokens // config.batch_tokens)
+        self._document_end = document_end if config.data.mask_documents else None
+        self._graph = graphdef(config.model)
+
+        self.abstract_state = abstract_state(config, mesh)
+        self.abstract_batch = jax.ShapeDtypeStruct(
+            (
+                self._accumulation,
+                config.batch_sequences // self._accumulation,
+                config.model.context + 1,
+            ),
+            jnp.int32,
+            sharding=NamedSharding(mesh, P(None, *sharding.BATCH)),
+        )
+        self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        self._replicated = NamedSharding(mesh, P())
+
+        self.init: Callable[[], TrainState] = jax.jit(
+            partial(init_state, config), out_shardings=self._shardings
+        )
+        self.reinitialise: Callable[[TrainState], TrainState] = jax.jit(
+            self._reinitialise, out_shardings=self._shardings, donate_argnums=0
+        )
+        self._sequence_ce = jax.jit(
+            lambda params, tokens: jnp.mean(self._cross_entropy(params, tokens)[0], axis=-1),
+            in_shardings=(self._shardings.params, sharding.of_batch(mesh)),
+            out_shardings=self._replicated,
+        )
+        self._steps: dict[LayerGradients | None, Callable] = {}
+        self.step = self.step_with(None)
+
+    def put_batch(self, tokens: np.ndarray) -> jax.Array:
+        """Moves this process's tokens of a step, `[sequences, context + 1]`, to the devices."""
+        tokens = tokens.reshape(self._accumulation, -1, tokens.shape[-1])
+        return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
+
+    def step_with(
+        self, ffn_gradients: LayerGradients | None
+    ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, StepMetrics]]:
+        """The step whose layers have these gradients; None leaves them to the config.
+
+        Returns:
+          (state, tokens, L1 coefficient) -> state, metrics. It consumes the given state. The
+          coefficient is an operand: runs that differ in it alone share the compiled program.
+        """
+        if ffn_gradients not in self._steps:
+            self._steps[ffn_gradients] = jax.jit(
+                partial(self._step, ffn_gradients),
+                in_shardings=(self._shardings, self.abstract_batch.sharding, self._replicated),
+                out_shardings=(self._shardings, self._replicated),
+                donate_argnums=0,
+            )
+        return self._steps[ffn_gradients]
+
+    def evaluate(self, params: nnx.State, tokens: np.ndarray) -> float:
+        """The mean cross-entropy of sequences `tokens: int32 [n, context + 1]`, nats per token."""
+        total, sequences = 0.0, self.abstract_batch.shape[1]
+        for start in range(0, len(tokens), sequences):
+            chunk = tokens[start : start + sequences]
+            # A short last chunk repeats its rows; only the real ones count.
+            padded = np.resize(chunk, (sequences, *chunk.shape[1:]))
+            batch = jax.make_array_from_callback(
+                padded.shape,
+                sharding.of_batch(self.mesh),
+                lambda index, padded=padded: padded[index],
+            )
+            total += float(np.sum(self._sequence_ce(params, batch)[: len(chunk)]))
+        return total / len(tokens)
+
+    def _cross_entropy(
+        self, params: nnx.State, tokens: jax.Array, ffn_gradients: LayerGradients | None = None
+    ) -> tuple[jax.Array, FFNStats]:
+        model = nnx.merge(self._graph, params)
         logits, stats = model(
-            tokens[:, :-1], document_end=document_end, ffn_implementations=implementations
+            tokens[:, :-1], document_end=self._document_end, ffn_gradients=ffn_gradients
         )
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), stats
 
-    def loss(params, tokens, l1_coefficient, implementations):
-        ce, stats = cross_entropy(params, tokens, implementations)
+    def _loss(
+        self,
+        params: nnx.State,
+        tokens: jax.Array,
+        l1_coefficient: jax.Array,
+        ffn_gradients: LayerGradients | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
+        ce, stats = self._cross_entropy(params, tokens, ffn_gradients)
         ce = jnp.mean(ce)
         return ce + l1_coefficient * jnp.mean(stats.l1), (ce, stats)
 
-    def gradients(implementations, params, batch, l1_coefficient):
-        """One copy's sums over the micro-batches, and what the loss measured in each of them."""
+    def _gradients(
+        self,
+        ffn_gradients: LayerGradients | None,
+        params: nnx.State,
+        batch: jax.Array,
+        l1_coefficient: jax.Array,
+    ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
+        """Sums one copy's gradients over its micro-batches; also what each of these measured."""
 
         def accumulate(total, tokens):
-            operands = params, tokens, l1_coefficient, implementations
-            grads, aux = jax.grad(loss, has_aux=True)(*operands)
+            operands = params, tokens, l1_coefficient, ffn_gradients
+            grads, aux = jax.grad(self._loss, has_aux=True)(*operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         grads, aux = jax.lax.scan(accumulate, zeros, batch)
         return jax.tree.map(lambda g: g[None], grads), aux
 
-    def step(implementations, state, batch, l1_coefficient):
-        # By hand over "data": XLA would reduce the gradients in every micro-batch.
+    def _step(
+        self,
+        ffn_gradients: LayerGradients | None,
+        state: TrainState,
+        batch: jax.Array,
+        l1_coefficient: jax.Array,
+    ) -> tuple[TrainState, StepMetrics]:
+        # Copies are reduced by hand: XLA would reduce over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
-            partial(gradients, implementations),
-            mesh=mesh,
+            partial(self._gradients, ffn_gradients),
+            mesh=self.mesh,
             in_specs=(P(), P(None, "data"), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
         )(state.params, batch, l1_coefficient)
-        grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / accumulation, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
         stats = _over_micro_batches(stats)
@@ -158,76 +227,26 @@ def make_trainer(config: Config, document_end: int, mesh: jax.sharding.Mesh) -> 
             ce=jnp.mean(ce),
             l1=jnp.mean(stats.l1),
             l1_coefficient=l1_coefficient,
-            lr=lr(state.step),
+            lr=self._learning_rate(state.step),
             grad_norm=optax.tree.norm(grads),
             nnz=stats.nnz,
             max_nnz=stats.max_nnz,
-            dead=jnp.mean(idle >= dead_steps, axis=-1, dtype=jnp.float32),
+            dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
         )
         return TrainState(state.step + 1, params, opt_state, idle), metrics
 
-    def revive(state):
-        dead = state.idle_steps >= dead_steps
+    def _reinitialise(self, state: TrainState) -> TrainState:
+        dead = state.idle_steps >= self._dead_steps
         params, opt_state = reinitialise(
             state.params,
             state.opt_state,
             dead,
-            key=jax.random.fold_in(jax.random.key(config.seed), state.step),
-            scale=config.model.init_scale,
-            optimizer=optimizer,
+            key=jax.random.fold_in(jax.random.key(self._config.seed), state.step),
+            scale=self._config.model.init_scale,
+            optimizer=self._optimizer,
         )
         return TrainState(state.step, params, opt_state, jnp.where(dead, 0, state.idle_steps))
-
-    abstract = abstract_state(config, mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    replicated = NamedSharding(mesh, P())
-    sequences = config.batch_sequences // accumulation
-    batch = jax.ShapeDtypeStruct(
-        (accumulation, sequences, config.model.context + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, P(None, *sharding.BATCH)),
-    )
-
-    @cache
-    def step_with(sparse):
-        dense = config.model.ffn_implementation
-        implementations = sparse and tuple("unions" if s else dense for s in sparse)
-        return jax.jit(
-            partial(step, implementations),
-            in_shardings=(shardings, batch.sharding, replicated),
-            out_shardings=(shardings, replicated),
-            donate_argnums=0,
-        )
-
-    sequence_ce = jax.jit(
-        lambda params, tokens: jnp.mean(cross_entropy(params, tokens)[0], axis=-1),
-        in_shardings=(shardings.params, sharding.of_batch(mesh)),
-        out_shardings=replicated,
-    )
-
-    def evaluate(params, tokens):
-        total = 0.0
-        for start in range(0, len(tokens), sequences):
-            chunk = tokens[start : start + sequences]
-            # A short last chunk repeats its rows; only the real ones count.
-            padded = np.resize(chunk, (sequences, *chunk.shape[1:]))
-            batch = jax.make_array_from_callback(
-                padded.shape, sharding.of_batch(mesh), lambda index, padded=padded: padded[index]
-            )
-            total += float(np.sum(sequence_ce(params, batch)[: len(chunk)]))
-        return total / len(tokens)
-
-    return Trainer(
-        mesh=mesh,
-        abstract_state=abstract,
-        abstract_batch=batch,
-        init=jax.jit(partial(init_state, config), out_shardings=shardings),
-        step=step_with(None),
-        step_with=step_with,
-        reinitialise=jax.jit(revive, out_shardings=shardings, donate_argnums=0),
-        evaluate=evaluate,
-    )
 
 
 def init_state(config: Config) -> TrainState:

@@ -13,7 +13,7 @@ from twell_jax.data import tokenizers
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import open_run
-from twell_jax.train.trainer import make_trainer
+from twell_jax.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def run(tmp_path_factory):
     )  # fmt: skip
     paths, corpus = open_run(config), data.load(config)
     tokenizers.save(corpus.tokenizer, paths.tokenizer)
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     with jax.set_mesh(mesh), Checkpoints(paths.checkpoints, keep=1) as checkpoints:
-        trainer = make_trainer(config, corpus.tokenizer.eot_id, mesh)
+        trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
         state = trainer.init()
         checkpoints.save(0, state, {"corpus": corpus.fingerprint})
         held_out_ce = trainer.evaluate(state.params, corpus.held_out)

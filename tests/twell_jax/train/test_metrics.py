@@ -6,7 +6,7 @@ from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.train import metrics
 from twell_jax.train import progress as display
-from twell_jax.train.gradient_plan import Choice
+from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.trainer import StepMetrics
 
 
@@ -44,16 +44,16 @@ def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, cl
     assert steps == [2, 4, 4, 6, 8]
 
 
-def test_a_step_with_another_choice_of_gradients_compiles_and_shows_it(tmp_path, clock):
+def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, clock):
     settings = config.load("configs/tiny.yaml", ["log_every=1", "batch_tokens=1024"])
     shown = []
-    dense = Choice.dense(layers=2, d_ff=512)
-    mixed = Choice((True, False), dense.limits)
+    dense = GradientPlan.dense(layers=2, d_ff=512)
+    mixed = GradientPlan((True, False), dense.limits)
     with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
         recorder = metrics.Recorder(settings, log, lambda record, _: shown.append(record), None)
-        for step, choice in enumerate([dense, dense, mixed, mixed], start=1):
+        for step, plan in enumerate([dense, dense, mixed, mixed], start=1):
             clock["now"] += 60 if step in (1, 3) else 2
-            recorder.add(step, measured(), choice)
+            recorder.add(step, measured(), plan)
             recorder.flush()
     assert [record["tokens_per_second"] for record in shown] == [0.0, 512.0, 512.0, 512.0]
     assert [record["sparse_gradients"] for record in shown] == 2 * [[False] * 2] + 2 * [

@@ -9,7 +9,7 @@ from twell_jax import config
 from twell_jax.models import sharding
 from twell_jax.train.optimizer import make_optimizer
 from twell_jax.train.reinit import reinitialise
-from twell_jax.train.trainer import init_state, make_trainer
+from twell_jax.train.trainer import Trainer, init_state
 
 LAYERS, D_FF, D_MODEL = 2, 64, 32
 
@@ -71,9 +71,9 @@ def test_dead_gates_are_drawn_anew_and_their_moments_forgotten(gated, gate):
 
 def test_a_dead_neuron_can_fire_again_and_the_draw_follows_from_seed_and_step():
     run = settings()
-    mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
+    mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        trainer = make_trainer(run, 256, mesh)
+        trainer = Trainer(run, 256, mesh)
         tokens = np.random.default_rng().integers(0, 256, (4, 33), dtype=np.int32)
 
         def silenced():

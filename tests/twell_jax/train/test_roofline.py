@@ -9,7 +9,7 @@ from flax import nnx
 from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.models.transformer import Transformer
-from twell_jax.train import roofline as estimate
+from twell_jax.train import roofline
 
 FILE = "configs/2b.yaml"
 
@@ -21,7 +21,7 @@ def test_parameters_are_those_of_the_model(changes):
     model = config.load(FILE, changes).model
     params = jax.eval_shape(lambda: nnx.state(Transformer(model, rngs=nnx.Rngs(0))))
     expected = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert estimate.parameters(model) == expected
+    assert roofline.parameters(model) == expected
 
 
 def test_flops_are_those_that_xla_counts():
@@ -37,14 +37,14 @@ def test_flops_are_those_that_xla_counts():
         return nnx.merge(graph, params)(tokens)[0].sum()
 
     counted = jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()["flops"]
-    assert 64 * estimate.flops_per_token(model) == pytest.approx(counted, rel=0.15)
+    assert 64 * roofline.flops_per_token(model) == pytest.approx(counted, rel=0.15)
 
 
 def test_one_device_sends_nothing_and_meshes_share_the_work():
-    one = estimate.step(config.load(FILE), 1)
+    one = roofline.step(config.load(FILE), 1)
     assert one.fsdp == one.data == 0
     for fsdp in (1, 8, 64):
-        many = estimate.step(config.load(FILE, [f"mesh.fsdp={fsdp}"]), 64)
+        many = roofline.step(config.load(FILE, [f"mesh.fsdp={fsdp}"]), 64)
         assert many.flops == pytest.approx(one.flops / 64)
         assert many.state == pytest.approx(one.state / fsdp)
         assert (many.fsdp > 0, many.data > 0) == (fsdp > 1, fsdp < 64)
@@ -52,14 +52,14 @@ def test_one_device_sends_nothing_and_meshes_share_the_work():
 
 def test_sparsity_saves_compute_and_no_communication():
     run = config.load(FILE, ["mesh.fsdp=8"])
-    dense, sparse = (estimate.step(run, 64, ffn_share=share) for share in (1.0, 0.2))
+    dense, sparse = (roofline.step(run, 64, ffn_share=share) for share in (1.0, 0.2))
     assert sparse.flops < dense.flops
     assert (sparse.fsdp, sparse.data) == (dense.fsdp, dense.data)
 
 
 def test_accumulation_repeats_what_goes_over_fsdp_alone():
     once, twice = (
-        estimate.step(config.load(FILE, ["mesh.fsdp=8", f"micro_batch={size}"]), 16)
+        roofline.step(config.load(FILE, ["mesh.fsdp=8", f"micro_batch={size}"]), 16)
         for size in (8, 4)
     )
     assert (twice.fsdp, twice.data) == (2 * once.fsdp, once.data)
@@ -75,4 +75,4 @@ def test_accumulation_repeats_what_goes_over_fsdp_alone():
 )
 def test_a_mesh_that_does_not_fit_is_an_error(data, devices, message):
     with pytest.raises(ConfigError, match=message):
-        estimate.step(config.load(FILE, ["mesh.fsdp=8", f"mesh.data={data}"]), devices)
+        roofline.step(config.load(FILE, ["mesh.fsdp=8", f"mesh.data={data}"]), devices)

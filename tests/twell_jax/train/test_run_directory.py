@@ -1,6 +1,7 @@
 """The run directory: joined only by the run that it belongs to, and whole after any kill."""
 
 import pytest
+import yaml
 
 from twell_jax import config
 from twell_jax.config import ConfigError
@@ -39,6 +40,16 @@ def test_what_does_not_change_the_result_may_change(tmp_path):
     changed = settings(tmp_path, steps=200, micro_batch=1, mesh={"fsdp": 2}, log_every=1)
     open_run(changed)
     assert load_config(tmp_path) == changed
+
+
+def test_a_run_of_0_1_that_planned_its_gradients_with_xla_is_still_read(tmp_path):
+    run = begin(tmp_path)
+    tree = run.model_dump(mode="json") | {"sparse_gradients_every": 5}
+    del tree["model"]["ffn_gradients"]  # a key that did not exist yet
+    tree["model"]["ffn_implementation"] = "xla"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert load_config(tmp_path).model.ffn_implementation is None
+    open_run(settings(tmp_path, sparse_gradients_every=5))
 
 
 @pytest.mark.parametrize(

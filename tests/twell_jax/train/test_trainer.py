@@ -15,7 +15,7 @@ from twell_jax.config import ConfigError
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer
 from twell_jax.train.optimizer import l1_coefficient
-from twell_jax.train.trainer import init_state, make_trainer
+from twell_jax.train.trainer import Trainer, init_state
 
 SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
 END = 60
@@ -41,8 +41,8 @@ def settings(**changes):
 @functools.cache  # compiled once for all tests that use it
 def trainer_on(devices, fsdp=1, micro_batch=2):
     run = settings(mesh={"fsdp": fsdp}, micro_batch=micro_batch)
-    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:devices])
-    return make_trainer(run, END, mesh)
+    mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices("cpu")[:devices])
+    return Trainer(run, END, mesh)
 
 
 def draw(sequences=SEQUENCES):
@@ -138,8 +138,8 @@ def test_layers_that_fall_back_cost_nothing():
     operands = trainer.abstract_state, trainer.abstract_batch, L1
     with jax.set_mesh(trainer.mesh):
         dense, fallen_back = (
-            trainer.step_with(sparse).lower(*operands).as_text()
-            for sparse in (None, (False,) * trainer.abstract_state.idle_steps.shape[0])
+            trainer.step_with(gradients).lower(*operands).as_text()
+            for gradients in (None, (None,) * trainer.abstract_state.idle_steps.shape[0])
         )
     assert fallen_back == dense
 
@@ -198,9 +198,9 @@ def test_documents_are_masked_if_asked_for():
     tokens = draw(2)
     tokens[:, 5] = END
     run = settings(data={"mask_documents": True})
-    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
     with jax.set_mesh(mesh):
-        trainer = make_trainer(run, END, mesh)
+        trainer = Trainer(run, END, mesh)
         params = trainer.init().params
         found = trainer.evaluate(params, tokens)
         plain = trainer_on(1).evaluate(params, tokens)
@@ -245,9 +245,9 @@ def test_l1_makes_the_model_sparse():
 def test_runs_that_differ_in_l1_share_the_compiled_step():
     def lowered(**changes):
         run = settings(**changes)
-        mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+        mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
         with jax.set_mesh(mesh):
-            trainer = make_trainer(run, END, mesh)
+            trainer = Trainer(run, END, mesh)
             operands = trainer.abstract_state, trainer.abstract_batch, l1_coefficient(run, step=3)
             return trainer.step.lower(*operands).as_text()
 
@@ -272,9 +272,9 @@ def test_state_is_float32_under_bfloat16_compute():
 
 def test_a_batch_that_does_not_divide_is_an_error():
     run = settings(micro_batch=3)
-    mesh = sharding.make_mesh(run.mesh, jax.devices("cpu")[:1])
+    mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
     with pytest.raises(ConfigError, match=r"^micro_batch: 3 .* = 16$"):
-        make_trainer(run, END, mesh)
+        Trainer(run, END, mesh)
 
 
 @pytest.mark.gpu
@@ -286,7 +286,8 @@ def test_two_gpus_train_as_one(fsdp):
     for devices in (1, 2):
         model = settings().model.model_copy(update={"dtype": "bfloat16"})  # for cuDNN's attention
         run = settings(mesh={"fsdp": min(devices, fsdp)}).model_copy(update={"model": model})
-        trainer = make_trainer(run, END, sharding.make_mesh(run.mesh, jax.devices()[:devices]))
+        mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices()[:devices])
+        trainer = Trainer(run, END, mesh)
         _, measured = train(trainer, [batch])
         losses.append(measured[0]["ce"])
     np.testing.assert_allclose(*losses, rtol=1e-3)

@@ -1,0 +1,6 @@
+"""python -m twell_jax.train CONFIG [key=value ...]: the command of train.py, once installed."""
+
+from twell_jax.train.command import main
+
+if __name__ == "__main__":
+    main(prog="python -m twell_jax.train")

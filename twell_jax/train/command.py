@@ -1,0 +1,81 @@
+"""Trains a sparse language model.
+
+    python train.py configs/tiny.yaml [key=value ...]       in a clone
+    python -m twell_jax.train tiny [key=value ...]          wherever the package is installed
+
+CONFIG is a YAML file or the name of a shipped configuration. Everything is kept in the
+configuration's `run_dir`. The same command continues an interrupted run from its last checkpoint,
+with exactly the result of an uninterrupted one. On several hosts it is started on each; they need a
+`run_dir` that all can write to.
+"""
+
+import argparse
+import contextlib
+import logging
+import traceback
+
+import jax
+
+from twell_jax import config as config_lib
+from twell_jax.config import ConfigError
+from twell_jax.ffn import CannotServe
+from twell_jax.train import distributed
+from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.dry_run import print_memory
+from twell_jax.train.loop import train
+from twell_jax.train.metrics import NonFiniteLoss
+from twell_jax.train.run_directory import AnotherRun, lock_run
+
+CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
+
+
+def main(prog: str | None = None) -> None:
+    """Runs the command; `prog` is its name in the usage line (default: that of the script)."""
+    args = parse_arguments(prog)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("twell_jax").setLevel(logging.INFO)
+    try:
+        config = config_lib.load(args.config, args.overrides)
+        if args.print_config:
+            print(config_lib.to_yaml(config), end="")
+        elif args.dry_run is not None:
+            print_memory(config, args.dry_run)
+        else:
+            distributed.initialize(config.mesh.heartbeat_seconds)
+            first = jax.process_index() == 0
+            with lock_run(config.run_dir) if first else contextlib.nullcontext():
+                train(config)
+    except (AnotherRun, CheckpointError) as error:
+        distributed.fail(f"error: {error}", CANNOT_CONTINUE)
+    except (ConfigError, CannotServe, NonFiniteLoss, OSError) as error:
+        distributed.fail(f"error: {error}")
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        distributed.fail(
+            "error: stopped by the exception above; if it is of a collective, another process was "
+            "lost. The same command on all hosts continues from the last checkpoint"
+        )
+
+
+def parse_arguments(prog: str | None = None) -> argparse.Namespace:
+    """The command line: config, overrides, print_config and dry_run."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=__doc__,
+        epilog=f"configuration keys:\n{config_lib.describe()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file or shipped name, such as configs/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.d_model=256")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and exit"
+    )
+    parser.add_argument(
+        "--dry-run",
+        type=int,
+        metavar="DEVICES",
+        help="compile a step for so many devices on the CPU and print its memory; nothing is run",
+    )
+    return parser.parse_intermixed_args()  # overrides may follow the options

@@ -1,0 +1,106 @@
+"""A training run from its first step, or its last checkpoint, to its end."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+from rich.console import Console
+
+from twell_jax import data
+from twell_jax.config import Config
+from twell_jax.data import tokenizers
+from twell_jax.models import sharding
+from twell_jax.train import distributed, metrics
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.optimizer import l1_coefficient
+from twell_jax.train.progress import Progress
+from twell_jax.train.result import show_result
+from twell_jax.train.run_directory import open_run
+from twell_jax.train.start import Run, Standing, start
+from twell_jax.train.trainer import Trainer
+
+
+def train(config: Config) -> None:
+    """Trains until the last step, or until the process is asked to stop, and shows the result.
+
+    All processes of a run call it. It sets the mesh of JAX.
+
+    Raises:
+      AnotherRun: `run_dir` holds a run with other settings or text.
+      CannotServe: the config asks for an implementation or gradients that this machine lacks.
+      CheckpointError: there are checkpoints, but none is whole.
+      ConfigError: the data, the directory or the number of devices does not fit the config.
+      NonFiniteLoss: the loss or its gradient became inf or NaN.
+    """
+    console = Console(quiet=jax.process_index() > 0)
+    stop_requested = distributed.stop_request()
+    if jax.process_count() > 1:  # said first: JAX itself may end a process that lost another
+        console.out(
+            f"{jax.process_count()} processes: if one is lost, the others end within "
+            f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
+            highlight=False,
+        )
+    paths = open_run(config)
+    corpus = data.load(config, process_index=jax.process_index(), process_count=jax.process_count())
+    mesh = sharding.make_mesh(config.mesh.shape(jax.device_count()))
+    jax.set_mesh(mesh)
+    trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
+    batches = iter(corpus.train)
+    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+        run = Run(config, paths, corpus, batches, trainer, checkpoints, console)
+        step = _take_steps(run, stop_requested)
+        batches.close()
+
+    if step < config.steps:
+        console.out(f"stopped at step {step}; the same command continues", highlight=False)
+    elif jax.process_index() == 0:
+        show_result(config, paths, corpus.unigram_cross_entropy, console)
+
+
+def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
+    """Starts or continues the run; returns the step at which it ended."""
+    config, now = run.config, start(run)
+    if jax.process_index() == 0:
+        tokenizers.save(run.data.tokenizer, run.paths.tokenizer)
+    with (
+        metrics.Log(run.paths.metrics, now.step, config.tensorboard) as log,
+        Progress(run.console, now.step, config.steps, config.model.d_ff) as progress,
+    ):
+        recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
+        stopping = stop_requested(now.step)
+        while now.step < config.steps and not stopping:
+            now = _take_step(run, now, recorder)
+            last = now.step == config.steps
+            if now.step % config.eval_every == 0 or last:
+                recorder.flush()
+                held_out_ce = run.trainer.evaluate(now.state.params, run.data.held_out)
+                recorder.add_evaluation(now.step, held_out_ce)
+                progress.print(f"step {now.step}  held-out CE {held_out_ce:.3f}")
+            stopping = stop_requested(now.step)  # asked once a step: what ends the loop also saves
+            if now.step % config.checkpoint_every == 0 or last or stopping:
+                recorder.flush()
+                now.save(run)
+        recorder.flush()
+    return now.step
+
+
+def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
+    config, trainer, state, plan = run.config, run.trainer, now.state, now.plan
+    # Before a step, not after: what is saved or evaluated has no untrained gates.
+    if config.reinit_every and now.step and now.step % config.reinit_every == 0:
+        state = trainer.reinitialise(state)
+    batch = trainer.put_batch(next(run.batches)["tokens"])
+    step = trainer.step_with(plan and plan.ffn_gradients)
+    state, measured = step(state, batch, l1_coefficient(config, now.step))
+    recorder.add(now.step + 1, measured, plan)
+    if plan and (now.step + 1) % config.sparse_gradients_every == 0:
+        # From the step before, which has ended: the device does not wait.
+        plan = plan.revised(now.nnz.tolist(), now.overflow.tolist())
+    return replace(
+        now,
+        step=now.step + 1,
+        state=state,
+        plan=plan,
+        nnz=measured.nnz,
+        overflow=measured.overflow,
+    )

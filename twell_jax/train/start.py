@@ -1,0 +1,127 @@
+"""Where a run stands: anew, with the parameters of another run, or as its last checkpoint says."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from rich.console import Console
+
+from twell_jax.config import Config
+from twell_jax.data import Data
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.run_directory import AnotherRun, RunPaths, initial_params
+from twell_jax.train.trainer import Trainer, TrainState
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run works with from its first step to its last.
+
+    Attributes:
+      config: its settings.
+      paths: its directory.
+      data: its text.
+      batches: the iterator of its training batches, which moves with every step.
+      trainer: its compiled functions.
+      checkpoints: open, in its directory.
+      console: silent in all processes but the first.
+    """
+
+    config: Config
+    paths: RunPaths
+    data: Data
+    batches: grain.DatasetIterator
+    trainer: Trainer
+    checkpoints: Checkpoints
+    console: Console
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands between two steps.
+
+    Attributes:
+      step: steps taken.
+      state: consumed by the next step.
+      plan: which layers have sparse gradients; None if the config says it for all of them.
+      nnz, overflow: [layers], what the last step measured: the next plan is made of it.
+    """
+
+    step: int
+    state: TrainState
+    plan: GradientPlan | None
+    nnz: jax.Array | np.ndarray
+    overflow: jax.Array | np.ndarray
+
+    def save(self, run: Run) -> None:
+        """Starts writing a checkpoint from which `start` continues exactly here."""
+        position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
+        if self.plan:
+            position["choice"] = dataclasses.asdict(self.plan)
+            position["choose_from"] = [self.nnz.tolist(), self.overflow.tolist()]
+        run.checkpoints.save(self.step, self.state, position)
+
+
+def start(run: Run) -> Standing:
+    """The standing of a run after its last checkpoint, to which `run.batches` moves, or a new one.
+
+    Raises:
+      AnotherRun: the training text is not that of the checkpoint.
+      CannotServe: the config asks for sparse gradients, and they cannot be computed here.
+      CheckpointError: there are checkpoints, but none is whole.
+      ConfigError: the run that `init_from` names does not fit.
+    """
+    restored = run.checkpoints.restore(run.trainer.abstract_state)
+    finished = restored is not None and restored[0].step >= run.config.steps
+    plan = None if finished else first_plan(run.config, run.trainer)
+    if restored is None:
+        return _standing(run, _first_state(run), plan)
+
+    state, position = restored
+    if position["corpus"] != run.data.fingerprint:
+        raise AnotherRun(
+            f"data: the training text is not that of the run in {run.paths.directory}; "
+            "restore the old files, or choose another run_dir"
+        )
+    run.batches.set_state(position["iterator"])
+    done = "finished" if finished else "continuing"
+    run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
+    return _standing(run, state, plan, position)
+
+
+def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
+    """The plan that a run begins with, if it plans the gradients of its layers.
+
+    Raises:
+      CannotServe: sparse gradients cannot be computed here.
+    """
+    if not config.sparse_gradients_every:
+        return None
+    every_layer = trainer.step_with(("sparse",) * config.model.layers)
+    jax.eval_shape(every_layer, trainer.abstract_state, trainer.abstract_batch, 0.0)
+    return GradientPlan.dense(config.model.layers, config.model.d_ff)
+
+
+def _first_state(run: Run) -> TrainState:
+    state = run.trainer.init()
+    if not run.config.init_from:
+        return state
+    params = initial_params(run.config, run.data.tokenizer, run.trainer.abstract_state.params)
+    return dataclasses.replace(state, params=params)
+
+
+def _standing(
+    run: Run, state: TrainState, plan: GradientPlan | None, position: dict[str, Any] | None = None
+) -> Standing:
+    layers = run.config.model.layers
+    measured: Sequence[Any] = np.full(layers, np.inf), np.zeros(layers)  # no layer is tried
+    if plan and position and position.get("choice"):
+        plan = GradientPlan.from_saved(position["choice"])
+        measured = [np.array(of_layers) for of_layers in position.get("choose_from", measured)]
+    nnz, overflow = measured
+    return Standing(int(state.step), state, plan, nnz, overflow)
