@@ -11,7 +11,7 @@ from jax.profiler import ProfileData
 
 
 class Event(NamedTuple):
-    """Of a profile: where it is, what it is called, and when it was, in nanoseconds."""
+    """One event of a profile: its place, its name, and its time in nanoseconds."""
 
     plane: str
     line: str
@@ -21,13 +21,13 @@ class Event(NamedTuple):
 
 
 def measure(call: Callable[[], Any], devices: int) -> dict[str, float]:
-    """`summarise` of one call; nothing where there is no GPU."""
+    """Profiles one call and summarises it; the result is empty where there is no GPU."""
     events = list(trace(call))
     return summarise(events, devices) if jax.default_backend() == "gpu" else {}
 
 
 def trace(call: Callable[[], Any]) -> Iterator[Event]:
-    """What the profiler saw of one call."""
+    """The events that the profiler saw during one call."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow down what enqueues the kernels
     with tempfile.TemporaryDirectory() as directory:
@@ -41,12 +41,14 @@ def trace(call: Callable[[], Any]) -> Iterator[Event]:
 
 
 def summarise(events: Iterable[Event], devices: int) -> dict[str, float]:
-    """Milliseconds in which NCCL's kernels run, and in which nothing else does; means over GPUs.
+    """How long NCCL's kernels run; a kernel that waits for another device counts as running.
 
-    A kernel that waits for another device runs.
+    Returns:
+      Means over GPUs, in milliseconds. collective_ms: time in which a kernel of NCCL runs;
+      exposed_ms: the part of it in which nothing else runs.
 
     Raises:
-      ValueError: events of fewer GPUs than `devices`, or no collective among several.
+      ValueError: the events are of fewer GPUs than `devices`, or of several without a collective.
     """
     communication, work = defaultdict(list), defaultdict(list)
     for event in events:
@@ -66,7 +68,7 @@ def summarise(events: Iterable[Event], devices: int) -> dict[str, float]:
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """The length of their union."""
+    """The length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

@@ -20,7 +20,7 @@ from benchmarks import record
 from benchmarks.ffn import DTYPE, LAYERS, describe, draw
 from twell_jax import sparse_ffn
 from twell_jax.analysis import timing
-from twell_jax.train.gradient_plan import Choice
+from twell_jax.train.gradient_plan import GradientPlan
 
 M = 16384
 IMPLEMENTATIONS = "xla", "unions"  # the baseline first
@@ -102,8 +102,8 @@ def programs(name: str, capacity: float):
 
 def choice_of_train(h: int, nnz: float, overflow: float) -> str:
     """What train.py comes to choose for a layer of h neurons."""
-    choice = Choice.dense(1, h).after([nnz], [0.0]).after([nnz], [overflow])
-    return "sparse" if choice.sparse[0] else "dense"
+    plan = GradientPlan.dense(1, h).revised([nnz], [0.0]).revised([nnz], [overflow])
+    return "sparse" if plan.sparse[0] else "dense"
 
 
 def forward_and_backward(ffn, x, w_gate, w_up, w_down, dy):

@@ -1,12 +1,11 @@
-"""Whether training with sparse gradients follows dense training: losses of the same run, computed
-in several ways.
+"""Whether training with sparse gradients follows dense training: one run, computed in several ways.
 
     python -m benchmarks.losses [CONFIG [key=value ...]] [--out DIRECTORY]
     python -m benchmarks.render DIRECTORY/losses-....json --plot losses.png
 
 Trains variants of CONFIG (default: losses.yaml) on the same data from the same seed, by the command
-that a user has; an interrupted variant continues. They differ in rounding alone, which training
-amplifies: how far two dense runs part is the measure for the others.
+that a user has; an interrupted variant continues. The variants differ in rounding alone, which
+training amplifies: how far two dense runs part is the measure for the others.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from twell_jax.train import metrics
 from twell_jax.train.run_directory import RunPaths, load_config
 
 BASE = Path(__file__).with_name("losses.yaml")
-WINDOW = 10  # logged steps over which differences are averaged: what stays is no single step's
+WINDOW = 10  # logged steps over which differences are averaged, so that no single step decides
 
 
 def main() -> None:
@@ -48,20 +47,20 @@ def variants_of(config: config_lib.Config) -> dict[str, list[str]]:
     return {
         "dense": [dense],
         "dense, other micro-batches": [dense, f"micro_batch={config.micro_batch // 2 or 2}"],
-        "sparse gradients": ["model.ffn_implementation=mosaic"],
-        "chosen by layer": [dense, "sparse_gradients_every=50"],
+        "sparse gradients": ["model.ffn_gradients=sparse"],
+        "chosen by layer": ["sparse_gradients_every=50"],
     }
 
 
 def summarise(run_dir: Path) -> dict[str, Any]:
     """What a run measured at its logged steps; `nnz`, `overflow` and `chosen` by layer.
 
-    `chosen` are the layers whose gradients were to be sparse; where they overflowed, they were not.
+    `chosen` says which layers were to have sparse gradients; dense ones replace an overflow.
     """
     records = metrics.read(RunPaths(run_dir).metrics)
     steps = [line for line in records if "ce" in line]
     evaluations = [line for line in records if "held_out_ce" in line]
-    every_layer = load_config(run_dir).model.ffn_implementation == "mosaic"
+    every_layer = load_config(run_dir).model.ffn_gradients == "sparse"
     by_config = [every_layer] * len(steps[0]["nnz"])
     return {
         "held_out_ce": evaluations[-1]["held_out_ce"],
@@ -71,7 +70,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(ce: list[float], baseline: list[float]) -> dict[str, Any]:
-    """Of two runs, each the mean over `WINDOW` logged steps; and how far they are from zero."""
+    """The difference of two runs' losses, averaged over `WINDOW` logged steps, and its size."""
     window = np.full(min(WINDOW, len(ce)), 1 / min(WINDOW, len(ce)))
     smooth = np.convolve(np.subtract(ce, baseline), window, mode="valid")
     return {

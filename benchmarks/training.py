@@ -3,12 +3,13 @@
     python -m benchmarks.training [configs/0p5b.yaml] [key=value ...] [--devices 1 2 4]
         [--only "xla, relu"] [--out DIRECTORY]
 
-Weights are random, with gates that fire as in benchmarks.inference, and hold that pattern: the
-learning rate is 0. "sparse" has sparse gradients in every layer in which they do not overflow.
+Weights are random, with gates that fire as in benchmarks.inference. They keep that pattern: the
+learning rate is practically 0. "sparse" has sparse gradients in every layer in which they do not
+overflow; the other layers run as `sparse_ffn` does by default.
 
-Every number of devices is measured as data parallel and as FSDP over all of them. Each device has
-the work of one: `batch_tokens` is that of a device, one micro-batch unless it is given, so that
-efficiency is tokens per second and device against the row of the same block on one device.
+Every number of devices is measured twice: data parallel, and with FSDP over all of them. The work
+of a device stays the same: `batch_tokens` counts per device and is one micro-batch unless it is
+given. Efficiency is tokens per second and device, relative to the same variant on one device.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,12 +29,12 @@ from benchmarks import collectives, inference, record
 from twell_jax import config as config_lib
 from twell_jax.config import Config
 from twell_jax.models import sharding
-from twell_jax.train import roofline as estimate
-from twell_jax.train.trainer import StepMetrics, Trainer, make_trainer
+from twell_jax.train import roofline
+from twell_jax.train.trainer import LayerGradients, StepMetrics, Trainer
 
 VARIANTS = {
-    "xla, silu": ["model.activation=silu", "l1_coefficient=0"],
-    "xla, relu": [],
+    "xla, silu": ["model.ffn_implementation=xla", "model.activation=silu", "l1_coefficient=0"],
+    "xla, relu": ["model.ffn_implementation=xla"],
     "sparse, relu": [],
 }
 MOST_CALLS, REPEAT_MS, REPEATS = 5, 1000, 5
@@ -59,17 +61,18 @@ def main() -> None:
     path = record.new_path("training", args.out)
     rows, params, one_device = [], None, {}
     for variant in args.only:
-        sparse = None
+        gradients = None
         for count, fsdp in meshes:
             config = configure(args.config, variant, count, fsdp, args.overrides)
             if params is None:
                 params = draw_params(config, inference.NNZ[name])
-            if sparse is None:
-                sparse = (variant.startswith("sparse"),) * config.model.layers
+            if gradients is None:
+                every_layer = "sparse" if variant.startswith("sparse") else None
+                gradients = (every_layer,) * config.model.layers
             row = {"config": name, "implementation": variant, "devices": count, "fsdp": fsdp}
             rows.append(row)
             try:
-                sparse = measure(row, config, params, sparse)
+                gradients = measure(row, config, params, gradients)
             except Exception as problem:  # such as out of memory: the other rows may fit
                 row["failed"] = record.failure(problem)
             gc.collect()  # the next row needs the memory of this one's state
@@ -84,8 +87,8 @@ def main() -> None:
 
 def configure(path: str, variant: str, devices: int, fsdp: int, overrides: list[str]) -> Config:
     """The configuration of a row."""
-    fixed = ["model.ffn_implementation=xla", "optimizer.lr=1e-30"]
-    config = config_lib.load(path, [*fixed, *VARIANTS[variant], *overrides, f"mesh.fsdp={fsdp}"])
+    fixed = ["optimizer.lr=1e-30", *VARIANTS[variant]]
+    config = config_lib.load(path, [*fixed, *overrides, f"mesh.fsdp={fsdp}"])
     of_a_device = config.micro_batch * config.model.context
     if any(override.startswith("batch_tokens=") for override in overrides):
         of_a_device = config.batch_tokens
@@ -99,30 +102,31 @@ def draw_params(config: Config, nnz: float) -> nnx.State:
 
 
 def measure(
-    row: dict, config: Config, params: nnx.State, sparse: tuple[bool, ...]
-) -> tuple[bool, ...]:
+    row: dict[str, Any], config: Config, params: nnx.State, gradients: LayerGradients
+) -> LayerGradients:
     """Adds to `row`, one after the other, what the steps measured, their speed and a profile.
 
-    The first token of a sequence fires most neurons. Returns which of the layers whose gradients
-    were to be sparse had room for that.
+    The first token of a sequence fires most neurons. Returns `gradients` without the sparse ones
+    that overflowed.
     """
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[: row["devices"]])
+    devices = jax.devices()[: row["devices"]]
+    mesh = sharding.make_mesh(config.mesh.shape(len(devices)), devices)
     with jax.set_mesh(mesh):
-        trainer = make_trainer(config, document_end=0, mesh=mesh)
+        trainer = Trainer(config, document_end=0, mesh=mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
         # The first parameters leave before the others come, which then take their very places.
         state = dataclasses.replace(trainer.init(), params=None)
         state = dataclasses.replace(state, params=jax.device_put(params, shardings))
         batch = trainer.put_batch(draw_tokens(config))
         while True:
-            compiled = compile_step(trainer, sparse)
+            compiled = compile_step(trainer, gradients)
             state, metrics = compiled(state, batch, config.l1_coefficient)
-            fits = metrics.overflow == 0
+            fits = np.asarray(metrics.overflow) == 0
             if fits.all():
                 break
-            sparse = tuple(bool(s and f) for s, f in zip(sparse, fits, strict=True))
+            gradients = tuple(g if f else None for g, f in zip(gradients, fits, strict=True))
 
-        def step():
+        def step() -> StepMetrics:
             nonlocal state
             state, metrics = compiled(state, batch, config.l1_coefficient)
             return metrics
@@ -131,7 +135,7 @@ def measure(
             "micro_batch": config.micro_batch,
             "batch_tokens": config.batch_tokens,
             "nnz_by_layer": np.asarray(metrics.nnz, np.float64).round(1).tolist(),
-            "sparse_layers": sum(sparse),
+            "sparse_layers": gradients.count("sparse"),
             "ce": float(metrics.ce),
             "grad_norm": float(metrics.grad_norm),
             "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
@@ -140,30 +144,31 @@ def measure(
         row["ms"] = milliseconds(step)
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
         row |= collectives.measure(step, mesh.size)
-    return sparse
+    return gradients
 
 
 def draw_tokens(config: Config) -> np.ndarray:
-    """Sequences of a step, which begin with the token 0."""
+    """The sequences of a step; each begins with the token 0."""
     shape = (config.batch_sequences, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
     tokens[:, 0] = 0
     return tokens
 
 
-def compile_step(trainer: Trainer, sparse: tuple[bool, ...]):
-    step = trainer.step_with(sparse)
+def compile_step(trainer: Trainer, gradients: LayerGradients) -> jax.stages.Compiled:
+    """The step with these gradients, compiled for the trainer's devices."""
+    step = trainer.step_with(gradients)
     return step.lower(trainer.abstract_state, trainer.abstract_batch, 0.0).compile()
 
 
 def milliseconds(step: Callable[[], StepMetrics]) -> float:
-    """Median of a step's time among others, as in training.
+    """The time of a step that follows others, as in training; median of several measurements.
 
-    Not by `timing.milliseconds`, which holds back the first device alone: it would never wait for
-    the others.
+    `timing.milliseconds` does not serve here: it holds back the first device alone, and would never
+    wait for the others.
     """
 
-    def mean(calls):
+    def mean(calls: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready([step() for _ in range(calls)])
         return (time.perf_counter() - start) * 1e3 / calls
@@ -173,10 +178,10 @@ def milliseconds(step: Callable[[], StepMetrics]) -> float:
 
 
 def expected(config: Config, devices: int, device_kind: str) -> dict[str, float]:
-    """What `twell_jax.train.roofline` says, if it knows the hardware: lower bounds, dense."""
-    for name, hardware in estimate.HARDWARE.items():
+    """The lower bounds of `twell_jax.train.roofline` for dense steps, if it knows the hardware."""
+    for name, hardware in roofline.HARDWARE.items():
         if name in device_kind.lower():
-            cost = estimate.step(config, devices, hardware)
+            cost = roofline.step(config, devices, hardware)
             over_mesh = cost.seconds["fsdp collectives"] + cost.seconds["data collectives"]
             return {
                 "estimate_ms": max(cost.seconds.values()) * 1e3,

@@ -11,7 +11,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 def leave_memory() -> None:
-    """For a process that asks for the device's name alone: its memory is the commands'."""
+    """Leaves the device's memory to the commands: this process only asks for the device's name."""
     os.environ[_PREALLOCATE] = "false"
 
 
@@ -21,17 +21,21 @@ def train(
     """Trains a variant to its end in a directory of its own, or continues it there.
 
     Returns:
-      The directory, below the configuration's `run_dir`, and all settings.
+      The directory, which lies below the configuration's `run_dir`, and all overrides.
     """
     directory = Path(config_lib.load(config, overrides).run_dir)
     run_dir = directory / variant.replace(", ", "-").replace(" ", "-")
     settings = [*overrides, *changes, f"run_dir={run_dir}"]
-    run("train.py", str(config), *settings, run_dir=run_dir)
+    run("-m", "twell_jax.train", str(config), *settings, run_dir=run_dir)
     return run_dir, settings
 
 
 def run(*command: str, run_dir: Path) -> None:
-    """Runs a command of Python on `run_dir`."""
+    """Runs `python COMMAND`, which works on `run_dir`.
+
+    Raises:
+      subprocess.CalledProcessError: it failed.
+    """
     environment = {k: v for k, v in os.environ.items() if k != _PREALLOCATE}
     # Most variants, and all their evaluations, run the same programs: each is compiled once.
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(run_dir.parent / "compiled"))

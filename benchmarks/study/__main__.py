@@ -3,9 +3,9 @@
     python -m benchmarks.study [key=value ...] [--only NAME ...] [--resume FILE] [--out DIRECTORY]
 
 Trains and analyses variants of base.yaml, one after the other, by the commands that a user has. The
-record of the day in DIRECTORY takes over the rows of FILE, a record of another day or machine. A
-variant that it has already is left out, an interrupted one continues. Overrides count for all
-variants: on a machine with more source, data.source=files and data.paths=[...].
+record of the day in DIRECTORY starts with the rows of FILE, a record of another day. A variant that
+the record has already is skipped, an interrupted one continues. Overrides hold for all variants,
+for example data.source=files and data.paths=[...] for a text of your own.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def base_settings(overrides: list[str]) -> dict[str, Any]:
-    """What all variants share, by the keys of overrides, without the names of directories."""
+    """What all variants share, by the keys of overrides, without the directories."""
     config = config_lib.load(BASE, overrides)
     tree = config.model_dump(mode="json", exclude={"run_dir": True, "data": {"cache_dir"}})
     return {
@@ -76,7 +76,7 @@ def rows_of(path: Path, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows of a record, by variant.
 
     Raises:
-      ConfigError: it is of another device, or its variants are of another base.
+      ConfigError: the record was measured on another device, or with another base.
     """
     content = json.loads(path.read_text())
     defaults = base_settings([])  # of keys that are newer than the record

@@ -1,4 +1,4 @@
-"""Turns a record of benchmarks.study into what docs/study.md shows: a table and four plots.
+"""Makes the table and the four plots of docs/study.md from a record of benchmarks.study.
 
 python -m benchmarks.study.report benchmarks/results/study-....json [--plots docs]
 """
@@ -61,14 +61,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def l1_coefficient(row: dict[str, Any]) -> float:
-    """What the variant was trained with; its last setting counts."""
+    """The coefficient that the variant was trained with; its last setting counts."""
     return float(dict(s.split("=", 1) for s in row["settings"]).get("l1_coefficient", 0))
 
 
 def correlations(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Pearson's r of speed-up and what it may depend on, over all layers of the gated variants.
+    """Pearson's r between speed-up and what it may depend on, over all layers of gated variants.
 
-    A plain block spends another share of its time on the non-zeros. Empty without three layers.
+    Variants without a gate are left out: they spend another share of their time on the non-zeros.
+    The result is empty if there are fewer than three layers.
     """
     layers = [
         layer
@@ -102,7 +103,7 @@ def plots(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
     return paths
 
 
-def _plot_cross_entropy(figure, rows):
+def _plot_cross_entropy(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     axes = figure.subplots()
     for row in rows:
         point = np.mean(row["nnz_mean"]), row["held_out_ce"]
@@ -114,7 +115,7 @@ def _plot_cross_entropy(figure, rows):
     axes.margins(x=0.2)
 
 
-def _plot_depth(figure, rows):
+def _plot_depth(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     axes = figure.subplots()
     for row in rows:
         axes.plot(row["nnz_mean"], "o-", ms=3, lw=1, label=row["variant"])
@@ -122,7 +123,7 @@ def _plot_depth(figure, rows):
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_position(figure, rows):
+def _plot_position(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     axes = figure.subplots()
     for row in rows:
         start, stop = np.transpose(row["positions"])
@@ -133,7 +134,7 @@ def _plot_position(figure, rows):
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_speedup(figure, rows):
+def _plot_speedup(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
     for i, row in enumerate(rows):  # the colours are those of the other plots
         if speedup := row["speedup"]:

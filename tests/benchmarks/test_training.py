@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks import inference, render, training
-from twell_jax.train import roofline as estimate
+from twell_jax.train import roofline
 
 SMALL = """
 run_dir: unused
@@ -71,7 +71,7 @@ def test_each_device_has_the_work_of_one(small):
 def test_the_estimate_is_that_of_the_hardware(small):
     config = training.configure(small, "xla, relu", 4, 4, [])
     found = training.expected(config, 4, "NVIDIA H200")
-    cost = estimate.step(config, 4, estimate.HARDWARE["h200"])
+    cost = roofline.step(config, 4, roofline.HARDWARE["h200"])
     assert found["estimate_ms"] == max(cost.seconds.values()) * 1e3
     assert found["estimate_collective_bytes"] == cost.fsdp > 0
     assert training.expected(config, 4, "cpu") == {}
