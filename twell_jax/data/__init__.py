@@ -18,16 +18,16 @@ class Data:
     """What a training run reads.
 
     Attributes:
-      tokenizer: of the tokens below.
+      tokenizer: made the tokens below.
       train: yields {"tokens": int32 [batch_sequences // process_count, context + 1]} without end:
         inputs and, shifted by one, targets. Deterministic; its iterator's `get_state()` is a small
         JSON-serialisable dict, the same on every process, from which `set_state` continues.
-      held_out: int32 [n, context + 1], 1 <= n <= eval_sequences, the same on every process. Evenly
-        spread over the held-out tokens; of a streamed dataset, the first ones.
-      fingerprint: of the tokenizer and the training tokens; a run continues only on the same.
-      unigram_cross_entropy: nats per token of predicting `held_out` from the frequency of each
-        token in (at most `corpus.UNIGRAM_TOKENS` tokens of) the training split alone, which a model
-        must beat to have learnt anything.
+      held_out: int32 [n, context + 1], 1 <= n <= eval_sequences, the same on every process. The
+        sequences are spread evenly over the held-out tokens; a streamed dataset gives its first.
+      fingerprint: identifies the tokenizer and the training tokens; a run continues on the same.
+      unigram_cross_entropy: nats per token of predicting `held_out` from token frequencies alone. A
+        model that has learnt anything is below it. The frequencies are those of (at most
+        `corpus.UNIGRAM_TOKENS` tokens of) the training split.
     """
 
     tokenizer: Tokenizer
@@ -38,7 +38,7 @@ class Data:
 
 
 def load(config: Config, *, process_index: int = 0, process_count: int = 1) -> Data:
-    """Opens the data of a run, tokenising it first where needed.
+    """Opens the data of a run and tokenises it first where needed.
 
     Raises:
       ConfigError: one line that names what is wrong with the data or the settings.

@@ -11,19 +11,18 @@ from typing import Any
 
 import filelock
 
-_FORMAT = 1  # part of every key; to be raised when the meaning of the stored files changes
+_FORMAT = 1  # part of every key; raise it when the meaning of the stored files changes
 _MANIFEST = "manifest.json"
 
 log = logging.getLogger(__name__)
 
 
 def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """Returns the directory that `build` filled for this key, building it if there is none.
+    """Returns the directory that `build` filled for this key, and builds it if there is none.
 
     One process builds while others that want the same entry wait for it. The entry gets its name
-    only when it is complete; remains of a builder that was killed are removed by the next one. An
-    entry whose files no longer have the sizes they were written with is built again, with a
-    warning.
+    only when it is complete, and the next builder removes what a killed one left. An entry whose
+    files no longer have the sizes that they were written with is built again, with a warning.
 
     Args:
       cache_dir: holds all entries; created if missing.

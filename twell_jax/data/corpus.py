@@ -15,14 +15,14 @@ from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
 
 UNIGRAM_TOKENS = 2**22  # training tokens that the unigram baseline counts
-BPE_CHARACTERS = 2**26  # of a streamed dataset's training documents that a bpe is trained on
+BPE_CHARACTERS = 2**26  # characters of a streamed dataset's training documents that train a bpe
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenizer and what it made of the documents; of a streamed dataset, of its beginning."""
+    """A tokenizer and the tokens that it made of the documents (the first ones of a stream)."""
 
     tokenizer: Tokenizer
     train: TokenStream
@@ -32,16 +32,16 @@ class Corpus:
 def load(config: Config) -> Corpus:
     """Reads or makes the corpus that `config.data` describes.
 
-    - stdlib, files: all documents, tokenised once and kept in `data.cache_dir`, keyed by the
-      content of the files and the settings.
+    - stdlib, files: all documents. They are tokenised once and kept in `data.cache_dir`; the key is
+      made of the files' content and the settings.
     - tokens: the given shards. Without `held_out_paths` the last `held_out_fraction` of their
       tokens is held out.
-    - hf: the first `UNIGRAM_TOKENS` of the training documents, and as much of the first held-out
-      documents as an evaluation takes. A bpe is trained on the first `BPE_CHARACTERS`, anew at each
-      start, with the same outcome.
+    - hf: the first `UNIGRAM_TOKENS` of the training documents, and as many held-out documents as an
+      evaluation takes. A bpe is trained on the first `BPE_CHARACTERS`; every start trains it anew,
+      with the same outcome.
 
     Raises:
-      ConfigError: if the documents or the tokenizer cannot be used, or do not fit the vocabulary.
+      ConfigError: the documents or the tokenizer cannot be used, or do not fit the vocabulary.
     """
     if config.data.source == "hf":
         return _streamed(config)

@@ -17,7 +17,7 @@ class Windows:
     predicted exactly once. The stream's last (len - 1) % context tokens fill no window.
 
     Raises:
-      ConfigError: when a window holds an id that is not below vocab_size.
+      ConfigError: on reading a window that holds an id which is not below vocab_size.
     """
 
     stream: TokenStream
@@ -28,7 +28,7 @@ class Windows:
         return max(len(self.stream) - 1, 0) // self.context
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """{"tokens": int32 [context + 1]} of the window 0 <= index < len."""
+        """The window 0 <= index < len, as {"tokens": int32 [context + 1]}."""
         start = index * self.context
         tokens = self.stream.read(start, start + self.context + 1)
         if tokens.max() >= self.vocab_size:
@@ -56,20 +56,20 @@ def batches(
     Args:
       windows: the examples.
       batch: examples per step over all processes, divisible by `process_count`.
-      seed: of the order; any non-negative integer.
-      process_index: of this process.
-      process_count: processes that share a batch.
+      seed: decides the order; any non-negative integer.
+      process_index: which of the processes this is.
+      process_count: number of processes that share a batch.
 
     Returns:
       A dataset of {"tokens": int32 [batch // process_count, context + 1]}.
     """
-    # grain adds the number of the epoch to its seed: spread ours, so that runs do not overlap
+    # grain adds the number of the epoch to its seed. Ours is spread, so that runs do not overlap.
     (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
     return (
         grain.MapDataset.source(windows)
         .shuffle(int(shuffle_seed))
         .repeat()
         .slice(slice(process_index, None, process_count))
-        .batch(batch // process_count, drop_remainder=True)  # of what never ends, there is none
+        .batch(batch // process_count, drop_remainder=True)  # there is none
         .to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4))
     )

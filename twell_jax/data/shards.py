@@ -13,7 +13,7 @@ _SHARD_TOKENS = 2**26
 def write(directory: Path, name: str, arrays: Iterable[np.ndarray]) -> None:
     """Writes the concatenation of 1-D arrays as name-00000.npy, name-00001.npy, ...
 
-    At most one shard is held in memory. Without any tokens no file is written.
+    At most one shard is held in memory. If there are no tokens, no file is written.
     """
     pending, size, shard = [], 0, 0
     for array in arrays:
@@ -27,10 +27,10 @@ def write(directory: Path, name: str, arrays: Iterable[np.ndarray]) -> None:
 
 
 def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
-    """Maps shards as one stream, in the given order.
+    """Maps shards into memory as one stream, in the given order.
 
     Raises:
-      ConfigError: under the name `key`, for a file that is no 1-D .npy of uint16 or uint32.
+      ConfigError: a file is no 1-D .npy of uint16 or uint32; the message begins with `key`.
     """
     arrays = []
     for path in paths:
@@ -50,9 +50,9 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
 
 
 class TokenStream:
-    """The concatenation of 1-D arrays of token ids, of which only what is read is loaded."""
+    """The concatenation of 1-D arrays of token ids; only what is read is loaded."""
 
-    def __init__(self, arrays: Sequence[np.ndarray]):
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._arrays = tuple(arrays)
         self._ends = np.cumsum([array.size for array in arrays], dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Documents: where text comes from, and which of it is held out for evaluation.
+"""Documents: where they come from, and which of them are held out for evaluation.
 
 A document is a text file, a line of a JSONL file, or a row of a Hugging Face dataset. Documents are
 always trained on or held out whole.
@@ -20,8 +20,8 @@ from twell_jax.config import ConfigError, DataConfig
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document belongs to the held-out split.
 
-    A hash of the text decides, so the answer needs no list of documents, does not depend on where
-    the corpus lies, and copies of one document are never split between training and evaluation.
+    A hash of the text decides, so the answer needs no list of documents and does not depend on
+    where the corpus lies, and copies of a document are never on both sides.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
@@ -31,7 +31,7 @@ def text_files(data: DataConfig) -> list[Path]:
     """The files of source `stdlib` or `files`, sorted by path.
 
     Raises:
-      ConfigError: if there are none, or a pattern matches none.
+      ConfigError: there are no files, or a pattern matches none.
     """
     if data.source == "files":
         return expand(data.paths, key="data.paths")
@@ -47,10 +47,10 @@ def text_files(data: DataConfig) -> list[Path]:
 
 
 def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
-    """Files of these names or that match the globs (`**` descends), sorted, each once.
+    """The files that have these names or match these globs (`**` descends), sorted, each once.
 
     Raises:
-      ConfigError: under the name `key`, if a pattern matches no file.
+      ConfigError: a pattern matches no file; the message begins with `key`.
     """
     found = set()
     for pattern in patterns:
@@ -68,12 +68,13 @@ def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
     """Reads the documents of files from `text_files`, one at a time.
 
     A .jsonl file holds a document per line (blank lines are none); any other file is one document.
-    User files must be UTF-8. Standard library files follow their declared encoding; the few that
-    break it on purpose (input of the parser's own tests) are read as UTF-8 with U+FFFD for every
-    undecodable byte.
+    User files must be UTF-8. Files of the standard library have the encoding that they declare; a
+    few break it on purpose (as input of the parser's tests) and are read as UTF-8 with U+FFFD for
+    every undecodable byte.
 
     Raises:
-      ConfigError: naming the file, and the line or byte, that cannot be read as described.
+      ConfigError: something cannot be read as described; the message names the file and the line or
+        byte.
     """
     for path in paths:
         if data.source == "stdlib":
@@ -130,13 +131,13 @@ class StreamedDocuments(Iterator[str]):
 
     Args:
       data: names the dataset, its subset, split and text field.
-      position: where to continue, from `position` of an earlier pass; None starts at the beginning.
+      position: where to continue: the `position` of an earlier pass, or None for the beginning.
 
     Raises:
-      ConfigError: if the `datasets` library is missing, or the dataset cannot be opened or read.
+      ConfigError: the `datasets` library is missing, or the dataset cannot be opened or read.
     """
 
-    def __init__(self, data: DataConfig, position: dict[str, Any] | None = None):
+    def __init__(self, data: DataConfig, position: dict[str, Any] | None = None) -> None:
         try:
             import datasets
         except ImportError:
@@ -158,7 +159,7 @@ class StreamedDocuments(Iterator[str]):
 
     @property
     def position(self) -> dict[str, Any] | None:
-        """A small JSON-serialisable record of what was read so far."""
+        """How far the pass has read: a small JSON-serialisable record."""
         return self._position
 
     def __next__(self) -> str:

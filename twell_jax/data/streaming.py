@@ -1,8 +1,8 @@
-"""Training examples from a Hugging Face dataset that is tokenised while it is read."""
+"""Training examples from a Hugging Face dataset, which is tokenised while it is read."""
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -13,6 +13,9 @@ from twell_jax.data.sources import StreamedDocuments, is_held_out
 from twell_jax.data.tokenizers import Tokenizer, encode_documents
 
 _DOCUMENTS = 256  # read and tokenised at once
+
+# From a state of the iterator on: windows, each with the state after it.
+_WindowsFrom = Callable[[dict[str, Any]], Iterator[tuple[np.ndarray, dict[str, Any]]]]
 
 
 def documents(data: DataConfig, *, held_out: bool) -> Iterator[str]:
@@ -33,18 +36,18 @@ def batches(
 ) -> grain.IterDataset:
     """Batches without end, in the order of the dataset, which is read anew when it ends.
 
-    Every process reads the whole stream and takes every `process_count`-th window of it: step k of
-    all processes together takes the same windows for every `process_count`, and the iterator's
-    state is the same too. It holds the position in the dataset, the tokens left over from before it
-    (at most `context`) and the number of windows taken since.
+    Every process reads the whole stream and takes every `process_count`-th window of it. So step k
+    of all processes together takes the same windows for every `process_count`, and the iterator's
+    state is the same too. The state holds the position in the dataset, the tokens left over from
+    before it (at most `context`) and the number of windows taken since.
 
     Args:
       data: names the dataset and the share of it that is held out, which training skips.
       tokenizer: applied to the documents, each followed by end-of-text.
-      context: a window holds one token more; consecutive windows share one token.
+      context: a window holds context + 1 tokens; consecutive windows share one token.
       batch: examples per step over all processes, divisible by `process_count`.
-      process_index: of this process.
-      process_count: processes that share a batch.
+      process_index: which of the processes this is.
+      process_count: number of processes that share a batch.
 
     Returns:
       A dataset of {"tokens": int32 [batch // process_count, context + 1]}.
@@ -57,7 +60,7 @@ def batches(
 
 
 class _WindowDataset(grain.IterDataset):
-    def __init__(self, windows_from, process_index: int, process_count: int):
+    def __init__(self, windows_from: _WindowsFrom, process_index: int, process_count: int) -> None:
         super().__init__()
         self._arguments = (windows_from, process_index, process_count)
 
@@ -66,7 +69,7 @@ class _WindowDataset(grain.IterDataset):
 
 
 class _WindowIterator(grain.DatasetIterator):
-    def __init__(self, windows_from, process_index: int, process_count: int):
+    def __init__(self, windows_from: _WindowsFrom, process_index: int, process_count: int) -> None:
         super().__init__()
         self._windows_from = windows_from
         self._process_index = process_index
@@ -90,7 +93,7 @@ class _WindowIterator(grain.DatasetIterator):
 def _windows(
     data: DataConfig, tokenizer: Tokenizer, context: int, state: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
-    """All windows from `state` on, each with the state that continues behind it."""
+    """All windows from `state` on, each with the state that continues after it."""
     stream = StreamedDocuments(data, state["position"])
     leftover, taken = np.array(state["leftover"], np.int32), state["taken"]
     while True:

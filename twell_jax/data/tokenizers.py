@@ -13,7 +13,7 @@ import tokenizers as hf
 from twell_jax.config import ConfigError
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
-_BATCH_CHARACTERS = 2**18  # encoded at once: enough for the threads, little to hold in memory
+_BATCH_CHARACTERS = 2**18  # encoded at once: they occupy all threads and little memory
 
 
 class Tokenizer(Protocol):
@@ -30,12 +30,15 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, 1-D of `token_dtype(size)`, without end-of-text.
 
-        Every text is plain text: what looks like a special token is not taken for one.
+        All of a text is plain text, also what looks like a special token.
         """
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of 1-D ids. Undecodable bytes become U+FFFD; ids that stand for no text
-        (end-of-text, rows of an embedding beyond `size`) contribute nothing."""
+        """The text of 1-D ids.
+
+        Undecodable bytes become U+FFFD. Ids that stand for no text (end-of-text, rows of an
+        embedding beyond `size`) contribute nothing.
+        """
 
     def to_json(self) -> str:
         """Everything that `from_json` needs to make this tokenizer again."""
@@ -43,7 +46,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, end-of-text as 256. Lossless for any text."""
+    """Takes UTF-8 bytes as ids 0-255, end-of-text as 256; lossless for any text."""
 
     size: ClassVar[int] = 257
     eot_id: ClassVar[int] = 256
@@ -65,7 +68,7 @@ class SubwordTokenizer:
     backend: hf.Tokenizer
     eot: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # A tokenizer.json may carry the limits of the model it was made for: documents are whole.
         self.backend.no_truncation()
         self.backend.no_padding()
