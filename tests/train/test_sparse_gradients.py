@@ -10,6 +10,8 @@ from tests.train.runs import records
 from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
 from twell_jax.train import distributed, gradient_plan, loop
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.run_directory import load_run
 
 STEPS = 6
 
@@ -37,7 +39,7 @@ def settings(workspace, monkeypatch, reference_kernels):
 
 
 def one_device(make_mesh):
-    return lambda shape: make_mesh((1, 1), jax.devices("cpu")[:1])
+    return lambda shape, devices=None: make_mesh((1, 1), jax.devices("cpu")[:1])
 
 
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch):
@@ -51,8 +53,20 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     with monkeypatch.context() as patch:  # stops after the step to plan from
         patch.setattr(distributed, "stop_request", lambda: lambda step: step == 3)
         loop.train(settings(tmp_path / "parts"))
+    with Checkpoints(tmp_path / "parts/checkpoints", keep=1) as checkpoints:
+        saved = checkpoints.restore_position()
+    assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
     loop.train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
+
+
+def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settings, tmp_path):
+    every_layer = ["steps=1", "sparse_gradients_every=0", "model.ffn_gradients=sparse"]
+    loop.train(settings(tmp_path / "run", *every_layer))
+    first, *_ = records(tmp_path / "run")
+    assert first["overflow"] == [1, 1] and "sparse_gradients" not in first
+    run, _, model = load_run(tmp_path / "run")
+    assert (run.model.ffn_gradients, model.config.ffn_gradients) == ("sparse", None)
 
 
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch):

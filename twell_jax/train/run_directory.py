@@ -107,6 +107,8 @@ def load_config(run_dir: str | Path) -> Config:
 def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
 
+    The model is for inference: it asks for no sparse gradients, whatever the run was trained with.
+
     Raises:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
       CheckpointError: no checkpoint is whole.
@@ -115,7 +117,8 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     params = _last_params(run_dir, config, abstract_state(config, mesh).params)
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
-    return config, tokenizer, nnx.merge(graphdef(config.model), params)
+    settings = config.model.model_copy(update={"ffn_gradients": None})
+    return config, tokenizer, nnx.merge(graphdef(settings), params)
 
 
 def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.State) -> nnx.State:

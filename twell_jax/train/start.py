@@ -1,7 +1,6 @@
-"""Where a run stands: anew, with the parameters of another run, or as its last checkpoint says."""
+"""Where a run stands: at its beginning, at its last checkpoint, or between two steps."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +48,7 @@ class Standing:
       step: steps taken.
       state: consumed by the next step.
       plan: which layers have sparse gradients; None if the config says it for all of them.
-      nnz, overflow: [layers], what the last step measured: the next plan is made of it.
+      nnz, overflow: float [layers], what the last step measured; the next plan is made from it.
     """
 
     step: int
@@ -60,6 +59,7 @@ class Standing:
 
     def save(self, run: Run) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
+        # "choice" and "choose_from" are what checkpoints call the plan and what it is made from.
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
         if self.plan:
             position["choice"] = dataclasses.asdict(self.plan)
@@ -68,7 +68,7 @@ class Standing:
 
 
 def start(run: Run) -> Standing:
-    """The standing of a run after its last checkpoint, to which `run.batches` moves, or a new one.
+    """Restores the last checkpoint and moves `run.batches` to it, or begins anew without one.
 
     Raises:
       AnotherRun: the training text is not that of the checkpoint.
@@ -79,8 +79,10 @@ def start(run: Run) -> Standing:
     restored = run.checkpoints.restore(run.trainer.abstract_state)
     finished = restored is not None and restored[0].step >= run.config.steps
     plan = None if finished else first_plan(run.config, run.trainer)
+    layers = run.config.model.layers
+    measured: Any = np.full(layers, np.inf), np.zeros(layers)  # after this no layer is tried
     if restored is None:
-        return _standing(run, _first_state(run), plan)
+        return Standing(0, _first_state(run), plan, *measured)
 
     state, position = restored
     if position["corpus"] != run.data.fingerprint:
@@ -89,9 +91,12 @@ def start(run: Run) -> Standing:
             "restore the old files, or choose another run_dir"
         )
     run.batches.set_state(position["iterator"])
+    if plan and position.get("choice"):
+        plan = GradientPlan.from_saved(position["choice"])
+        measured = [np.array(of_layers) for of_layers in position.get("choose_from", measured)]
     done = "finished" if finished else "continuing"
     run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
-    return _standing(run, state, plan, position)
+    return Standing(int(state.step), state, plan, *measured)
 
 
 def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
@@ -113,15 +118,3 @@ def _first_state(run: Run) -> TrainState:
         return state
     params = initial_params(run.config, run.data.tokenizer, run.trainer.abstract_state.params)
     return dataclasses.replace(state, params=params)
-
-
-def _standing(
-    run: Run, state: TrainState, plan: GradientPlan | None, position: dict[str, Any] | None = None
-) -> Standing:
-    layers = run.config.model.layers
-    measured: Sequence[Any] = np.full(layers, np.inf), np.zeros(layers)  # no layer is tried
-    if plan and position and position.get("choice"):
-        plan = GradientPlan.from_saved(position["choice"])
-        measured = [np.array(of_layers) for of_layers in position.get("choose_from", measured)]
-    nnz, overflow = measured
-    return Standing(int(state.step), state, plan, nnz, overflow)
