@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from twell_jax.config.sections import Config, ConfigError, Section
 
@@ -120,12 +121,12 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{key}: {value!r} is not a valid YAML value") from None
 
 
-def _one_line(error: dict[str, Any]) -> str:
+def _one_line(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         section = _section(error["loc"][:-1])
         allowed = list(section.model_fields) if section else []
-        close = difflib.get_close_matches(error["loc"][-1], allowed, n=1)
+        close = difflib.get_close_matches(str(error["loc"][-1]), allowed, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
     if error["type"] == "missing":
@@ -135,8 +136,8 @@ def _one_line(error: dict[str, Any]) -> str:
     return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
 
 
-def _section(path: tuple) -> type[Section] | None:
-    section = Config
+def _section(path: tuple[str | int, ...]) -> type[Section] | None:
+    section: Any = Config
     for name in path:
         section = section.model_fields[name].annotation
     return section

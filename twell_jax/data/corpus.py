@@ -105,8 +105,8 @@ def _given(config: Config) -> Corpus:
 def _streamed(config: Config) -> Corpus:
     data = config.data
     if data.tokenizer == "bpe":
-        prefix = _first_characters(streaming.documents(data, held_out=False), BPE_CHARACTERS)
-        tokenizer = tokenizers.train_bpe(prefix, config.model.vocab_size)
+        texts = _first_characters(streaming.documents(data, held_out=False), BPE_CHARACTERS)
+        tokenizer: Tokenizer = tokenizers.train_bpe(texts, config.model.vocab_size)
     else:
         tokenizer = _named(config)
 

@@ -52,7 +52,7 @@ def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
     Raises:
       ConfigError: a pattern matches no file; the message begins with `key`.
     """
-    found = set()
+    found: set[Path] = set()
     for pattern in patterns:
         names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
         matches = [path for path in map(Path, names) if path.is_file()]

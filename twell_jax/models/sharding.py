@@ -64,18 +64,18 @@ def split_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(auto_axes())) if _is_split(x) else x
 
 
-def on_shares(function: Callable, *operands: jax.Array | None) -> jax.Array:
-    """Calls `function` on each device with its share of the operands' leading axis, the batch.
+def on_shares(function: Callable, x: jax.Array, *operands: jax.Array | None) -> jax.Array:
+    """Calls `function(x, *operands)` on each device with its share of the leading axis, the batch.
 
     It is for operations that XLA cannot partition. Where `split_batch` leaves the batch to XLA, so
     does this.
     """
-    if _is_split(operands[0]):
+    if _is_split(x):
         batch, axes = P(auto_axes()), set(auto_axes())
         function = jax.shard_map(
             function, in_specs=batch, out_specs=batch, axis_names=axes, check_vma=False
         )
-    return function(*operands)
+    return function(x, *operands)
 
 
 def _is_split(x: jax.Array) -> bool:

@@ -98,7 +98,7 @@ class Checkpoints:
 
         All processes try the same steps: those that the first process sees.
         """
-        problems = {}
+        problems: dict[int, str] = {}
         while (step := self._newest_besides(problems)) is not None:
             restored = problem = None
             try:

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
@@ -36,7 +36,7 @@ def initialize(heartbeat_seconds: int) -> None:
         count, index = int(os.environ[_COUNT]), int(os.environ[_INDEX])
         if index >= count:
             raise ConfigError(f"{_INDEX}: must be below {_COUNT}={count}, got {index}")
-        launch = {
+        launch: dict[str, Any] = {
             "num_processes": count,
             "process_id": index,
             "cluster_detection_method": "deactivate",

@@ -1,6 +1,7 @@
 """How much memory a training step would need on so many devices, without running it."""
 
 import math
+from typing import Any
 
 import jax
 
@@ -26,7 +27,7 @@ def print_memory(config: Config, devices: int) -> None:
     trainer = Trainer(config, document_end=0, mesh=mesh)
     compiled = trainer.step.lower(trainer.abstract_state, trainer.abstract_batch, 0.0).compile()
 
-    analysis = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     held = analysis.argument_size_in_bytes
     working = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     working -= analysis.alias_size_in_bytes

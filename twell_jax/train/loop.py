@@ -1,7 +1,6 @@
 """A training run from its first step, or its last checkpoint, to its end."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 from rich.console import Console
@@ -90,17 +89,10 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     if config.reinit_every and now.step and now.step % config.reinit_every == 0:
         state = trainer.reinitialise(state)
     batch = trainer.put_batch(next(run.batches)["tokens"])
-    step = trainer.step_with(plan and plan.ffn_gradients)
+    step = trainer.step_with(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     recorder.add(now.step + 1, measured, plan)
     if plan and (now.step + 1) % config.sparse_gradients_every == 0:
         # From the step before, which has ended: the device does not wait.
         plan = plan.revised(now.nnz.tolist(), now.overflow.tolist())
-    return replace(
-        now,
-        step=now.step + 1,
-        state=state,
-        plan=plan,
-        nnz=measured.nnz,
-        overflow=measured.overflow,
-    )
+    return Standing(now.step + 1, state, plan, measured.nnz, measured.overflow)

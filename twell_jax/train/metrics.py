@@ -136,7 +136,7 @@ class Recorder:
         if self._pending is None:
             return
         (step, measured), self._pending = self._pending, None
-        record = {"step": step, "tokens": step * self._config.batch_tokens}
+        record: dict[str, Any] = {"step": step, "tokens": step * self._config.batch_tokens}
         record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
         if self._plan:
             record["sparse_gradients"] = list(self._plan.sparse)

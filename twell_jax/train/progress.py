@@ -1,6 +1,7 @@
 """What the terminal shows of a run: a live progress line, and a table at the end."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from rich import progress as rich_progress
@@ -56,7 +57,7 @@ class Progress:
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     """A table of what each layer's neurons did in a step."""
     table = Table(title=f"step {record['step']}, {d_ff} neurons a layer")
-    columns = {
+    columns: dict[str, tuple[list, Callable, Callable]] = {
         "mean nnz": (record["nnz"], _mean, "{:.1f}".format),
         "max nnz": (record["max_nnz"], max, str),
         "sparsity": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),

@@ -1,5 +1,7 @@
 """Re-initialisation of dead neurons during training (arXiv 2603.23198, the part on them)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -31,18 +33,18 @@ def reinitialise(
     """
     gate = "w_gate" if "w_gate" in params["blocks"]["mlp"] else "w_up"
 
-    def rows_of(path, _):
+    def rows_of(path: tuple[Any, ...], _: jax.Array) -> jax.Array | bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return dead[..., None] if name.startswith(f"blocks/mlp/{gate}/") else False
 
-    def draw(weights, rows):
+    def draw(weights: jax.Array, rows: jax.Array | bool) -> jax.Array:
         if rows is False:
             return weights
         return jnp.where(
             rows, scale * jax.random.normal(key, weights.shape, weights.dtype), weights
         )
 
-    def forget(moment, rows):
+    def forget(moment: jax.Array, rows: jax.Array | bool) -> jax.Array:
         return moment if rows is False else jnp.where(rows, 0, moment)
 
     rows = jax.tree_util.tree_map_with_path(rows_of, params)

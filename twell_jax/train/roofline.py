@@ -145,7 +145,7 @@ def main() -> None:
     print(f"  {cost.state / 1e9:.1f} of {memory / 1e9:.0f} GB hold state; activations come on top")
     for name, seconds in cost.seconds.items():
         print(f"  {name}: at least {seconds * 1e3:.1f} ms")
-    print(f"bound by {max(cost.seconds, key=cost.seconds.get)}")
+    print(f"bound by {max(cost.seconds, key=cost.seconds.__getitem__)}")
 
 
 if __name__ == "__main__":

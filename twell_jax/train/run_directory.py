@@ -121,8 +121,10 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     return config, tokenizer, nnx.merge(graphdef(settings), params)
 
 
-def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.State) -> nnx.State:
-    """The last parameters of the run `config.init_from`.
+def initial_params(
+    init_from: str, config: Config, tokenizer: Tokenizer, abstract_params: nnx.State
+) -> nnx.State:
+    """The last parameters of the run in the directory `init_from`, for the run of `config`.
 
     Both models must agree in everything that their parameters depend on; the activation of the
     feed-forward blocks may differ, for example.
@@ -131,15 +133,15 @@ def initial_params(config: Config, tokenizer: Tokenizer, abstract_params: nnx.St
       ConfigError: there is no such run, it has no checkpoint, or its model or tokenizer differs.
       CheckpointError: no checkpoint is whole.
     """
-    source = load_config(config.init_from)
+    source = load_config(init_from)
     for key, old, new in _differences(
         source.model.model_dump(), config.model.model_dump(), "model."
     ):
         if key not in _FREE_OF_PARAMS:
-            raise ConfigError(f"{key}: {new!r}, but init_from={config.init_from} has {old!r}")
-    if tokenizers.load(RunPaths(config.init_from).tokenizer).to_json() != tokenizer.to_json():
-        raise ConfigError(f"data.tokenizer: not that of init_from={config.init_from}")
-    return _last_params(config.init_from, source, abstract_params)
+            raise ConfigError(f"{key}: {new!r}, but init_from={init_from} has {old!r}")
+    if tokenizers.load(RunPaths(init_from).tokenizer).to_json() != tokenizer.to_json():
+        raise ConfigError(f"data.tokenizer: not that of init_from={init_from}")
+    return _last_params(init_from, source, abstract_params)
 
 
 def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:

@@ -107,14 +107,17 @@ def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
     """
     if not config.sparse_gradients_every:
         return None
-    every_layer = trainer.step_with(("sparse",) * config.model.layers)
-    jax.eval_shape(every_layer, trainer.abstract_state, trainer.abstract_batch, 0.0)
-    return GradientPlan.dense(config.model.layers, config.model.d_ff)
+    plan = GradientPlan.dense(config.model.layers, config.model.d_ff)
+    every_layer = dataclasses.replace(plan, sparse=(True,) * config.model.layers)
+    step = trainer.step_with(every_layer.ffn_gradients)
+    jax.eval_shape(step, trainer.abstract_state, trainer.abstract_batch, 0.0)
+    return plan
 
 
 def _first_state(run: Run) -> TrainState:
-    state = run.trainer.init()
-    if not run.config.init_from:
+    config, state = run.config, run.trainer.init()
+    if not config.init_from:
         return state
-    params = initial_params(run.config, run.data.tokenizer, run.trainer.abstract_state.params)
+    abstract = run.trainer.abstract_state.params
+    params = initial_params(config.init_from, config, run.data.tokenizer, abstract)
     return dataclasses.replace(state, params=params)

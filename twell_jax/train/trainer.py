@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ class Trainer:
             in_shardings=(self._shardings.params, sharding.of_batch(mesh)),
             out_shardings=self._replicated,
         )
-        self._steps: dict[LayerGradients | None, Callable] = {}
+        self._steps: dict[LayerGradients | None, jax.stages.Wrapped] = {}
         self.step = self.step_with(None)
 
     def put_batch(self, tokens: np.ndarray) -> jax.Array:
@@ -130,14 +131,13 @@ class Trainer:
         tokens = tokens.reshape(self._accumulation, -1, tokens.shape[-1])
         return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
 
-    def step_with(
-        self, ffn_gradients: LayerGradients | None
-    ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, StepMetrics]]:
+    def step_with(self, ffn_gradients: LayerGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.
 
         Returns:
-          (state, tokens, L1 coefficient) -> state, metrics. It consumes the given state. The
-          coefficient is an operand: runs that differ in it alone share the compiled program.
+          The jitted (`TrainState`, tokens, L1 coefficient) -> (`TrainState`, `StepMetrics`). It
+          consumes the given state. The coefficient is an operand: runs that differ in it alone
+          share the compiled program.
         """
         if ffn_gradients not in self._steps:
             self._steps[ffn_gradients] = jax.jit(
@@ -156,9 +156,7 @@ class Trainer:
             # A short last chunk repeats its rows; only the real ones count.
             padded = np.resize(chunk, (sequences, *chunk.shape[1:]))
             batch = jax.make_array_from_callback(
-                padded.shape,
-                sharding.of_batch(self.mesh),
-                lambda index, padded=padded: padded[index],
+                padded.shape, sharding.of_batch(self.mesh), padded.__getitem__
             )
             total += float(np.sum(self._sequence_ce(params, batch)[: len(chunk)]))
         return total / len(tokens)
@@ -192,7 +190,7 @@ class Trainer:
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums one copy's gradients over its micro-batches; also what each of these measured."""
 
-        def accumulate(total, tokens):
+        def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
             operands = params, tokens, l1_coefficient, ffn_gradients
             grads, aux = jax.grad(self._loss, has_aux=True)(*operands)
             return jax.tree.map(jnp.add, total, grads), aux
