@@ -1,5 +1,6 @@
 """The language model against float64 numpy, and the properties that its users rely on."""
 
+from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -10,8 +11,8 @@ from flax import nnx
 
 from twell_jax import config
 from twell_jax.config import ModelConfig
-from twell_jax.models import transformer as model
-from twell_jax.models.transformer import KVCache, Transformer
+from twell_jax.ffn import CannotServe, SparseMLP
+from twell_jax.models import KVCache, Transformer, graphdef
 
 END = 60
 # A large init_scale, so that attention and positions matter to untrained logits.
@@ -141,20 +142,6 @@ def test_a_token_has_no_effect_before_itself():
         assert np.abs(after[t, t:] - before[t:]).max(-1).min() > 1e-4
 
 
-def test_rotary_scores_depend_on_distance_only():
-    settings = ModelConfig(**SMALL)
-    q, k = np.random.default_rng().normal(size=(2, 1, 1, 4, 8)).astype(np.float32)
-
-    def score(i, j):
-        table = model._rope_table(jnp.array([[i], [j]]), settings)
-        q_i, k_j = model._rotate(jnp.concatenate([q, k]), table)
-        return jnp.einsum("thd,thd->h", q_i, k_j)
-
-    assert_close(score(0, 0), np.einsum("bthd,bthd->h", q, k))
-    assert_close(score(107, 104), score(3, 0), tolerance=1e-4)
-    assert np.abs(score(4, 0) - score(3, 0)).min() > 1e-4
-
-
 def test_grouped_heads_equal_repeated_ones():
     grouped, full, tokens = make(kv_heads=2), make(), draw_tokens(2, 12)
     state = nnx.to_flat_state(nnx.state(grouped))
@@ -267,7 +254,7 @@ def test_remat_keeps_less_between_the_passes():
 
 
 def test_remat_of_all_but_dots_runs_no_kernel_twice(lower):
-    shape = {"context": 1024, "d_model": 128, "d_ff": 256, "ffn_implementation": "mosaic"}
+    shape = {"context": 1024, "d_model": 128, "d_ff": 256, "ffn_gradients": "sparse"}
 
     def kernels(remat):
         module = nnx.eval_shape(lambda: make(**shape, dtype="bfloat16", remat=remat))
@@ -304,12 +291,49 @@ def test_published_shapes(name, layers, billions):
     assert round(count / 1e9, 1) == billions
 
 
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_layers_of_a_model_may_differ_in_their_gradients(remat, monkeypatch):
+    module, tokens = make(layers=4, remat=remat), draw_tokens(2, 12)
+    original, asked = SparseMLP.__call__, []
+
+    def record(mlp, x, *, gradients=None, **options):
+        asked.append(gradients)
+        return original(mlp, x, **options)
+
+    monkeypatch.setattr(SparseMLP, "__call__", record)
+
+    def loops(ffn_gradients):
+        """What the model computes, and the gradients that each of its loops asks for."""
+        asked.clear()
+        return module(tokens, ffn_gradients=ffn_gradients), [value for value, _ in groupby(asked)]
+
+    expected, of_one = loops(None)
+    assert of_one == [None]
+    assert loops(("sparse",) * 4)[1] == ["sparse"]
+    mixed, of_three = loops(("sparse", "dense", "dense", "sparse"))
+    assert of_three == ["sparse", "dense", "sparse"]
+    for ours, theirs in zip(*map(jax.tree.leaves, (mixed, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_every_layer_needs_its_gradients():
+    with pytest.raises(ValueError, match="ffn_gradients must have a value for each of 2 layers"):
+        make()(draw_tokens(1, 4), ffn_gradients=("dense",))
+
+
+def test_the_gradients_are_those_of_the_config_unless_the_call_names_others():
+    module, tokens = make(ffn_gradients="sparse"), draw_tokens(1, 128)
+    with pytest.raises(CannotServe):  # float32 with d_model=32 suits no kernel anywhere
+        module(tokens)
+    module(tokens, ffn_gradients=("dense",) * 2)
+
+
 def assert_kernels_serve_a_model():
     """Scoring, a prompt into a cache and a next token, by kernels and densely."""
     common = {"vocab_size": 512, "context": 512, "d_model": 256, "layers": 3, "d_ff": 768}
     dense = make(**common, dtype="bfloat16", init_scale=0.1, ffn_implementation="xla")
     settings = dense.config.model_copy(update={"ffn_implementation": "mosaic"})
-    sparse = nnx.merge(model.graphdef(settings), nnx.state(dense))
+    sparse = nnx.merge(graphdef(settings), nnx.state(dense))
     tokens = np.random.default_rng().integers(0, 512, (4, 512))
     (logits, stats), (reference, expected) = (forward(m, tokens) for m in (sparse, dense))
     results = [(logits, reference)]
@@ -325,7 +349,7 @@ def assert_kernels_serve_a_model():
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
 
 
-def test_kernels_serve_a_model(twins):
+def test_kernels_serve_a_model(reference_kernels):
     assert_kernels_serve_a_model()
 
 

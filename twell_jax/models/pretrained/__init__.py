@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn.api import Implementation
+from twell_jax.ffn import Implementation
 from twell_jax.models import sharding
 from twell_jax.models.pretrained import config, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
@@ -29,18 +29,18 @@ def from_pretrained(
     ffn_implementation: Implementation | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Transformer:
-    """Loads a model. Files are memory-mapped; a device's part of a parameter is read at once.
+    """Loads a model. Files are memory-mapped, and a device reads only its parts of the parameters.
 
     Args:
       directory: holds config.json and model.safetensors, or shards and their index.
-      dtype: "bfloat16" or "float32", of the computation; None takes that of config.json.
-      param_dtype: of the parameters; None takes `dtype`.
+      dtype: of the computation, "bfloat16" or "float32"; None takes that of config.json.
+      param_dtype: of the parameters, likewise; None takes `dtype`.
       ffn_implementation: see `sparse_ffn`.
       mesh: from `sharding.make_mesh`; None takes the first device.
 
     Raises:
       PretrainedError: a file is missing or broken, config.json asks for what `Transformer` does not
-        do, or a tensor is missing, one too many, or of a wrong shape. The message names it.
+        do, or a tensor is missing, unknown or of a wrong shape. The message names which.
     """
     directory = Path(directory)
     settings, absent = config.read(directory, dtype, param_dtype)
@@ -60,12 +60,12 @@ def save_pretrained(
     """Writes a model and its tokenizer for `transformers`.
 
     Args:
-      directory: where to; made if missing.
+      directory: must be empty; made if missing.
       model: the language model. Its feed-forward blocks must be gated.
-      tokenizer: what the model was trained with. The written one adds no special tokens either.
-      dtype: "bfloat16" or "float32", of the stored parameters; None keeps theirs.
-      max_shard_bytes: parameters are split over files of at most this size. A single larger tensor
-        gets a file of its own.
+      tokenizer: the one that the model was trained with. As written, it adds no special tokens.
+      dtype: of the stored parameters, "bfloat16" or "float32"; None keeps theirs.
+      max_shard_bytes: parameters are split over files of at most this size. A larger tensor gets a
+        file of its own.
 
     Raises:
       PretrainedError: the directory is not empty, or the format has no place for this model.

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from twell_jax.config import ModelConfig
+from twell_jax.ffn import Activation
 
-# What a key means that config.json leaves out: the defaults of transformers' LlamaConfig and
+# The values of keys that config.json leaves out: the defaults of transformers' LlamaConfig and
 # Qwen2Config.
 _COMMON = {
     "hidden_act": "silu",
@@ -22,13 +23,13 @@ _DEFAULTS = {
     "llama": _COMMON | {"max_position_embeddings": 2048, "num_key_value_heads": None},
     "qwen2": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
 }
-# Qwen2 always has biases, but not for the output.
+# Qwen2 always has biases in its attention, except in the output projection.
 _OUT_BIAS = "blocks.attention.out.bias"
 
 _ROPE_THETA = 1e4
 _DTYPES = ("bfloat16", "float32")
 
-# The one value of other keys that the model implements, which is also their default.
+# Keys of which the model implements one value only, which is also their default.
 _FIXED = {
     "mlp_bias": False,
     "use_sliding_window": False,
@@ -36,7 +37,8 @@ _FIXED = {
     "pretraining_tp": 1,
 }
 
-_SPARSE = "_sparse_relu"  # of the checkpoints released with arXiv 2603.23198
+# How the model_type of the checkpoints released with arXiv 2603.23198 ends.
+_SPARSE = "_sparse_relu"
 
 
 class PretrainedError(ValueError):
@@ -46,11 +48,11 @@ class PretrainedError(ValueError):
 def read(
     directory: Path, dtype: str | None, param_dtype: str | None
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model that config.json describes; the dtypes are those of `from_pretrained`.
+    """Reads config.json; `dtype` and `param_dtype` are those of `from_pretrained`.
 
     Returns:
-      The configuration, and the parameters of a `Transformer` that such a model does not have and
-      that are zero then.
+      The configuration, and the names of the `Transformer` parameters that such a model lacks (they
+      are zero).
 
     Raises:
       PretrainedError: the file is missing or broken, or describes what `Transformer` does not do.
@@ -70,8 +72,8 @@ def read(
     given = _DEFAULTS[family] | tree
     # The released sparse models keep hidden_act="silu" and use ReLU regardless.
     activation = "relu" if sparse else given["hidden_act"]
-    if activation not in ("relu", "silu"):
-        raise _unsupported(path, "hidden_act", activation, ["relu", "silu"])
+    if activation not in get_args(Activation):
+        raise _unsupported(path, "hidden_act", activation, get_args(Activation))
     dtype = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise PretrainedError(f"{path}: dtype={dtype!r}; name bfloat16 or float32 to load it as")
@@ -105,10 +107,10 @@ def read(
 
 
 def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
-    """What `write` writes.
+    """The content of config.json for a model whose parameters are stored as `dtype`.
 
     Raises:
-      PretrainedError: transformers has no such model.
+      PretrainedError: transformers' Llama cannot express the model or the dtype.
     """
     if not config.gated:
         raise PretrainedError("gated=False: transformers' Llama has gated feed-forward blocks only")
@@ -138,7 +140,7 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
 
 
 def write(directory: Path, tree: dict[str, Any]) -> None:
-    """Writes config.json and the part of it that generation needs, generation_config.json."""
+    """Writes config.json and generation_config.json, which repeats what generation needs."""
     ends = {key: tree[key] for key in ("bos_token_id", "eos_token_id")}
     ends["pad_token_id"] = tree["eos_token_id"]
     for name, content in (("config", tree), ("generation_config", ends)):
@@ -156,7 +158,11 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises `PretrainedError` if the file cannot be read or holds no JSON object."""
+    """The object in a JSON file.
+
+    Raises:
+      PretrainedError: the file cannot be read or holds no JSON object.
+    """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -169,8 +175,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _rope_theta(path, tree):
-    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling, in which
-    # the earliest called the type "type".
+    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling, and
+    # the earliest called the latter's rope_type just type.
     fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
     for name in ("rope_scaling", "rope_parameters"):
         rope = tree.get(name) or {}

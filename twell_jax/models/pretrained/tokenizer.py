@@ -13,10 +13,10 @@ from twell_jax.models.pretrained.config import PretrainedError
 def load(directory: Path) -> SubwordTokenizer:
     """The tokenizer of a model.
 
-    Its end of text is the first id that the model's files name for that, else a known token.
+    Its end-of-text token is the first id that the model's files name as such, else a common one.
 
     Raises:
-      PretrainedError: there is no tokenizer.json, or no end of text.
+      PretrainedError: there is no tokenizer.json, or the vocabulary has no end-of-text token.
     """
     path = directory / "tokenizer.json"
     try:
@@ -43,7 +43,7 @@ def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
     if isinstance(tokenizer, ByteTokenizer):
         tokenizer = _bytes_as_subwords()
     backend = hf.Tokenizer.from_str(tokenizer.backend.to_str())
-    backend.post_processor = None  # it may add special tokens, which `Tokenizer.encode` does not
+    backend.post_processor = None  # it might add special tokens; `Tokenizer.encode` adds none
     backend.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,9 +1,9 @@
 """Parameters of a `Transformer` as the tensors of a Hugging Face Llama or Qwen2, in safetensors.
 
 A `torch.nn.Linear` stores its matrix as `[out, in]`. Our attention and unembedding kernels are
-`[in, out]`, our feed-forward weights neuron-major, `[d_ff, d_model]`: as theirs for gate and up,
-transposed for down. Both rotate pairs of features half a head apart, so that heads need no
-permutation. Theirs are a tensor for each layer, ours are stacked along the first axis.
+`[in, out]`. Our feed-forward weights are neuron-major, `[d_ff, d_model]`: like theirs for gate and
+up, transposed for down. Both rotate pairs of features half a head apart, so that heads need no
+permutation. They store a tensor for each layer; ours are stacked along the first axis.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 
-# Ours to theirs, and whether one is the transpose of the other.
+# By name of our parameter: the name of their tensor, and whether it is the transpose of ours.
 _NAMES = {
     "embed.embedding": ("model.embed_tokens.weight", False),
     "norm.scale": ("model.norm.weight", False),
@@ -53,7 +53,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a parameter of ours is among their tensors.
+    """Which of their tensors make up one of our parameters.
 
     Attributes:
       names: of the tensors, one for each layer if `stacked`, else one.
@@ -90,7 +90,7 @@ def load(
             if layout is None:
                 return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), placement)
 
-            def part(index):  # what one device wants of the parameter
+            def part(index):  # the slice of the parameter that one device holds
                 which, *rest = index if layout.stacked else (slice(None), *index)
                 rest = tuple(reversed(rest) if layout.transposed else rest)
                 parts = [tensors[name][rest].astype(leaf.dtype) for name in layout.names[which]]
@@ -144,7 +144,7 @@ def _layout(ours: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> _Layout:
 
 
 def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """{name: slice of a memory-mapped tensor} of all files, open as long as the stack is."""
+    """The tensors of all files by name, memory-mapped and readable until the stack closes."""
     if (directory / _FILE).exists():
         files = [_FILE]
     elif (directory / _INDEX).exists():
@@ -194,7 +194,7 @@ def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout])
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """Names in order, cut where a file would exceed `max_bytes`."""
+    """The names in order, split into files of at most `max_bytes` or of a single tensor."""
     shards, filled = [[]], 0
     for name, size in sizes.items():
         if shards[-1] and filled + size > max_bytes:

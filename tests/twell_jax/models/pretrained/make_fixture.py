@@ -1,6 +1,6 @@
 """Makes fixtures/: tiny models, with the logits that Hugging Face's transformers computes for them.
 
-python tests/twell_jax/pretrained/make_fixture.py     # needs torch and transformers
+python tests/twell_jax/models/pretrained/make_fixture.py     # needs torch and transformers
 """
 
 import shutil

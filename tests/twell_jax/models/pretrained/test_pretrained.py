@@ -13,10 +13,9 @@ from safetensors.numpy import load_file, save_file
 from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.models import sharding
+from twell_jax.models import Transformer, sharding
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
-from twell_jax.models.transformer import Transformer
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SMALL = {

@@ -8,10 +8,9 @@ from flax import nnx
 from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.generate import generate
-from twell_jax.inference.sampling import GREEDY
+from twell_jax.inference import GREEDY, generate
+from twell_jax.models import Transformer
 from twell_jax.models.pretrained import from_pretrained, save_pretrained
-from twell_jax.models.transformer import Transformer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

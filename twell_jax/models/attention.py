@@ -1,0 +1,126 @@
+"""Causal attention with rotary positions and grouped key/value heads."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from twell_jax.config import ModelConfig
+from twell_jax.models.cache import KVCache
+from twell_jax.models.layers import linear, residual_init
+from twell_jax.models.sharding import auto_axes, on_shares
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, causal; several query heads may share a key/value head (GQA).
+
+    Args:
+      config: shapes, dtypes and options.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, kv_width = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
+        project = partial(linear, config, use_bias=config.attention_bias, rngs=rngs)
+        self.query = project((config.d_model, width), ("embed", "heads"))
+        self.key = project((config.d_model, kv_width), ("embed", "heads"))
+        self.value = project((config.d_model, kv_width), ("embed", "heads"))
+        self.out = project(
+            (width, config.d_model), ("heads", "embed"), kernel_init=residual_init(config)
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        mask: jax.Array | None,
+        cache: KVCache | None = None,
+        layer: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Attends from every token of `x` to those that `mask` allows.
+
+        Args:
+          x: `[B, T, D]`.
+          rope: from `rope_table`, of the tokens' positions.
+          mask: bool `[B, 1, T, S]`, or None for causal attention within `x`.
+          cache: the tokens before, to which those of `x` are added; None if there are none.
+          layer: int32 [], whose keys and values these are; only with a cache.
+
+        Returns:
+          `[B, T, D]`, and the cache with this layer's keys and values.
+        """
+
+        def heads(projection):
+            return projection(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+
+        q, k = rotate(heads(self.query), rope), rotate(heads(self.key), rope)
+        v = heads(self.value)
+        if cache is not None:
+            cache, k, v = cache.write(layer, k, v)
+        attended = on_shares(_attend, q, k, v, mask)
+        return self.out(attended.reshape(*x.shape[:2], -1)), cache
+
+
+def _attend(q, k, v, mask):
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=mask is None,
+        implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
+    )
+
+
+def _cudnn_can_serve(q, k, mask) -> bool:
+    length, head_dim = q.shape[1], q.shape[3]
+    return (
+        jax.default_backend() == "gpu"
+        and not auto_axes()
+        and q.dtype.itemsize == 2
+        and head_dim % 8 == 0
+        and head_dim <= 128
+        and (mask is None or (length == k.shape[1] and length % 2 == 0))
+    )
+
+
+def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the rotary angles (RoFormer, arXiv 2104.09864, section 3.2.2).
+
+    Args:
+      positions: int `[B or 1, T]`.
+      config: gives `head_dim` and the base of the frequencies, `rope_theta`.
+
+    Returns:
+      Two float32 arrays `[B or 1, T, 1, head_dim / 2]`.
+    """
+    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    angle = positions[..., None, None] * config.rope_theta**-exponent
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns features i and i + head_dim / 2 of `x: [B, T, heads, head_dim]` by their angle."""
+    cos, sin = rope
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def split_documents(tokens: jax.Array, document_end: int) -> tuple[jax.Array, jax.Array]:
+    """Treats each document of a packed sequence as if it stood alone.
+
+    Args:
+      tokens: int `[B, T]`.
+      document_end: id of the token that ends a document and still belongs to it.
+
+    Returns:
+      Positions within each document, int32 `[B, T]`, and the mask for causal attention inside of
+      documents, bool `[B, 1, T, T]`.
+    """
+    starts = jnp.pad(tokens[:, :-1] == document_end, ((0, 0), (1, 0)), constant_values=True)
+    index = jnp.arange(tokens.shape[1])
+    first = jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    same = first[:, :, None] == first[:, None, :]
+    return index - first, (same & (index[:, None] >= index))[:, None]

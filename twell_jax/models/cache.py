@@ -1,0 +1,75 @@
+"""The key/value cache of generation."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from twell_jax.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens seen so far, for all layers.
+
+    Attributes:
+      k, v: `[layers, B, S, kv_heads, head_dim]` in the compute dtype; S is the capacity.
+      length: int32 [], tokens stored, padding included.
+      padding: int32 [B], how many tokens at the start of each sequence are padding. Nothing attends
+        to them, and positions count from the first token after them.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    length: jax.Array
+    padding: jax.Array
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, batch: int, capacity: int, padding: jax.Array | None = None
+    ) -> "KVCache":
+        """Room for `capacity` tokens; `padding` is 0 for every sequence unless given."""
+        shape = (config.layers, batch, capacity, config.num_kv_heads, config.head_dim)
+        k, v = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+        padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
+        return cls(k, v, jnp.zeros((), jnp.int32), padding)
+
+    def grow(self, capacity: int) -> "KVCache":
+        """The same tokens with room for more: `capacity` in all."""
+        more = [(0, 0)] * 5
+        more[2] = (0, capacity - self.k.shape[2])
+        return replace(self, k=jnp.pad(self.k, more), v=jnp.pad(self.v, more))
+
+    def place(self, count: int) -> tuple[jax.Array, jax.Array]:
+        """Where the next `count` tokens go.
+
+        Returns:
+          Their positions, int32 `[B, count]`, and which of the stored tokens each may attend to,
+          bool `[B, 1, count, S]`: itself and those before it, but no padding.
+        """
+        slots, stored = self.length + jnp.arange(count), jnp.arange(self.k.shape[2])
+        positions = slots - self.padding[:, None]
+        mask = (stored <= slots[:, None]) & (stored >= self.padding[:, None, None])
+        return positions, mask[:, None]
+
+    def write(
+        self, layer: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple["KVCache", jax.Array, jax.Array]:
+        """Stores keys and values of the next tokens, `[B, T, kv_heads, head_dim]`, in one layer.
+
+        Returns:
+          The cache, and the keys and values of the whole layer, `[B, S, kv_heads, head_dim]`.
+          `length` is as before, for the layers that follow; `advance` moves it.
+        """
+        start = layer, 0, self.length, 0, 0
+        keys, values = (
+            jax.lax.dynamic_update_slice(stored, new[None], start)
+            for stored, new in ((self.k, k), (self.v, v))
+        )
+        k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (keys, values))
+        return replace(self, k=keys, v=values), k, v
+
+    def advance(self, count: int) -> "KVCache":
+        """The cache once every layer has stored `count` tokens more."""
+        return replace(self, length=self.length + count)

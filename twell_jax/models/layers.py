@@ -1,0 +1,53 @@
+"""Norms and linear layers with the dtypes, initial scales and logical axes of a `ModelConfig`."""
+
+from typing import Any
+
+from flax import nnx
+
+from twell_jax.config import ModelConfig
+
+
+def logical_axes(*names: str) -> dict[str, Any]:
+    """Metadata of a parameter: its logical axes, which `sharding` maps to those of a mesh."""
+    # Not sharded eagerly: a model can also be made where there is no mesh.
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def rms_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """The norm in front of attention, of the feed-forward block and of the output projection."""
+    return nnx.RMSNorm(
+        config.d_model,
+        epsilon=config.norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        scale_metadata=logical_axes("embed"),
+        rngs=rngs,
+    )
+
+
+def linear(
+    config: ModelConfig,
+    shape: tuple[int, int],
+    axes: tuple[str, str],
+    *,
+    use_bias: bool = False,
+    kernel_init: nnx.Initializer | None = None,
+    rngs: nnx.Rngs,
+) -> nnx.Linear:
+    """A projection whose kernel is `shape`, (inputs, outputs), with the logical axes `axes`."""
+    return nnx.Linear(
+        *shape,
+        use_bias=use_bias,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        kernel_init=kernel_init or nnx.initializers.normal(config.init_scale),
+        kernel_metadata=logical_axes(*axes),
+        bias_metadata=logical_axes(axes[1]),
+        rngs=rngs,
+    )
+
+
+def residual_init(config: ModelConfig) -> nnx.Initializer:
+    """Initial weights of the projections whose outputs are added to the residual stream."""
+    # Each block adds twice to the residual stream; this keeps its variance independent of depth.
+    return nnx.initializers.normal(config.init_scale / (2 * config.layers) ** 0.5)
