@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SparseMLP
+from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
 from twell_jax.models.attention import Attention, rope_table, split_documents
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm
@@ -152,6 +152,8 @@ class Transformer(nnx.Module):
             parts.append(part)
         x, cache = carry
         stats = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+        # The scan runs copies of the module, and what those sow is lost: `capture_stats` finds this.
+        self.blocks.mlp.sow(SownStats, "stats", stats, capture_noop=True)
         return self.norm(x), stats, cache
 
     def _logits(self, x: jax.Array) -> jax.Array:

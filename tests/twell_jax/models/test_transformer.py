@@ -11,7 +11,7 @@ from flax import nnx
 
 from twell_jax import config
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import CannotServe, SparseMLP
+from twell_jax.ffn import CannotServe, SparseMLP, capture_stats
 from twell_jax.models import KVCache, Transformer, graphdef
 
 END = 60
@@ -267,6 +267,14 @@ def test_remat_of_all_but_dots_runs_no_kernel_twice(lower):
         return lower(jax.grad(loss), params, tokens).count("@mosaic_gpu")
 
     assert kernels("none") == kernels("dots") < kernels("block")
+
+
+def test_its_statistics_can_be_captured_from_around_it():
+    module, tokens = make(), draw_tokens(2, 12)
+    (logits, stats), captured = nnx.jit(lambda module: capture_stats(module)(tokens))(module)
+    assert list(captured.modules) == ["blocks/mlp"]
+    jax.tree.map(np.testing.assert_array_equal, captured.modules["blocks/mlp"], stats)
+    np.testing.assert_array_equal(logits, forward(module, tokens)[0])
 
 
 def test_silu_is_the_dense_twin():
