@@ -2,13 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from twell_jax.models.pretrained import save_pretrained
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import load_run
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; `argv` without the program's name, None for that of the process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", help="directory of a run, such as runs/tiny")
     parser.add_argument("directory", help="where to write; new or empty")
@@ -16,7 +18,7 @@ def main() -> None:
         "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as trained)"
     )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a file, in 1e9 B")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not 0 < args.max_shard_gb < float("inf"):
         parser.error(f"--max-shard-gb: must be a positive number, got {args.max_shard_gb}")
     try:

@@ -1,0 +1,20 @@
+"""Inference: a model with its tokenizer, generation with sampling, and quality benchmarks.
+
+`load` reads a run's directory or one of Hugging Face, and `generate` continues token sequences.
+`inference.harness`, which needs the extra "eval", scores a model on benchmarks.
+"""
+
+from twell_jax.inference.generation import ENDED, generate, stream_text
+from twell_jax.inference.language_model import LanguageModel, load
+from twell_jax.inference.sampling import GREEDY, Sampling, sample
+
+__all__ = [
+    "ENDED",
+    "GREEDY",
+    "LanguageModel",
+    "Sampling",
+    "generate",
+    "load",
+    "sample",
+    "stream_text",
+]

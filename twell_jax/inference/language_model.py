@@ -1,4 +1,4 @@
-"""A model with the tokenizer that it needs to read and write text, from any directory of ours."""
+"""A model with its tokenizer, loaded from a run's directory or one of Hugging Face."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,11 @@ from flax import nnx
 
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn.api import Implementation
+from twell_jax.ffn import Implementation
+from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.pretrained import from_pretrained
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
-from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.run_directory import RunPaths, load_run
 
 
@@ -21,8 +21,8 @@ class LanguageModel:
 
     Attributes:
       model: the network.
-      tokenizer: between text and token ids.
-      prefix: ids that the model expects before every text, such as that of <s>.
+      tokenizer: translates between text and token ids.
+      prefix: ids that the model expects before every text, such as the id of <s>.
       stop_ids: ids that end a text.
     """
 
@@ -32,7 +32,7 @@ class LanguageModel:
     stop_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text to continue; an empty one continues the end of the text before it."""
+        """The ids of a text to continue; for no text and no prefix, the end-of-text token."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
         return ids or [self.tokenizer.eot_id]
 
@@ -42,10 +42,10 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
 
     Args:
       directory: a `run_dir` of train.py, or one with a config.json.
-      ffn_implementation: see `sparse_ffn`.
+      ffn_implementation: in place of a run's own, see `sparse_ffn`.
 
     Raises:
-      ConfigError: it is neither, or a run without a checkpoint.
+      ConfigError: the directory is neither, or the run has no checkpoint.
       CheckpointError: no checkpoint of the run is whole.
       PretrainedError: see `from_pretrained`.
     """
@@ -61,6 +61,7 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
     if path.is_dir() and not RunPaths(path).config.exists():
         raise ConfigError(f"{directory}: is not the directory of a run and holds no config.json")
     _, tokenizer, model = load_run(directory)
-    settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
-    model = nnx.merge(graphdef(settings), nnx.state(model))
+    # Gradients are left to the default: nothing here computes any, and sparse ones need kernels.
+    changes = {"ffn_implementation": ffn_implementation, "ffn_gradients": None}
+    model = nnx.merge(graphdef(model.config.model_copy(update=changes)), nnx.state(model))
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))

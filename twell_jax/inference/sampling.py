@@ -1,4 +1,4 @@
-"""How a token is chosen: the most likely one, or drawn with temperature, top-k, top-p and min-p."""
+"""Choosing the next token: the most likely one, or with temperature, top-k, top-p and min-p."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class Sampling:
       min_p: only tokens with at least min_p times the probability of the most likely one
         (arXiv 2407.01082).
 
-    top_k, top_p and min_p act one after the other, each on what the one before has left, as in
-    Hugging Face's transformers.
+    top_k, top_p and min_p act in this order, each on the tokens that the one before has left, as
+    in Hugging Face's transformers.
 
     Raises:
       ValueError: temperature < 0, top_k < 1, top_p outside (0, 1], or min_p outside [0, 1].
@@ -45,16 +45,16 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Draws a token for each row of `logits: float32 [B, vocab]`; returns int32 `[B]`."""
+    """Chooses a token for each row of `logits: float32 [B, vocab]`; returns int32 `[B]`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorted from the most likely down, every rule keeps a prefix.
+    # With the tokens sorted from the most likely down, every rule keeps the first few.
     order = jnp.argsort(-logits, axis=-1)
     logits = jnp.take_along_axis(logits, order, axis=-1) / sampling.temperature
     if sampling.top_k is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.top_k, logits, -jnp.inf)
     probability = jax.nn.softmax(logits, axis=-1)
-    # A token stays if those before it have not reached p.
+    # A token stays if the probabilities before it do not reach top_p.
     kept = jnp.cumsum(probability, axis=-1) - probability < sampling.top_p
     kept &= probability >= sampling.min_p * probability[:, :1]
     drawn = jax.random.categorical(key, jnp.where(kept, logits, -jnp.inf))

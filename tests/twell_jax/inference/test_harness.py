@@ -10,18 +10,16 @@ from flax import nnx
 
 from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.generate import generate
-from twell_jax.inference.language_model import LanguageModel
-from twell_jax.inference.sampling import GREEDY
+from twell_jax.inference import GREEDY, LanguageModel, generate
+from twell_jax.models import Transformer
 from twell_jax.models.pretrained import save_pretrained
-from twell_jax.models.transformer import Transformer
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from twell_jax import evaluate  # noqa: E402
-from twell_jax.evaluate import HarnessModel  # noqa: E402
+from twell_jax.inference.harness import HarnessModel  # noqa: E402
 
 CONTEXT = 96
 CONFIG = ModelConfig(
@@ -157,12 +155,11 @@ def test_generation_ends_before_a_stop_text(lm):
 
 
 @pytest.mark.slow
-def test_the_command_runs_tasks(lm, tasks, tmp_path, monkeypatch, capsys):
+def test_the_command_runs_tasks(lm, tasks, tmp_path, capsys):
     save_pretrained(tmp_path / "model", lm.model, lm.tokenizer)
     out = tmp_path / "results.json"
     arguments = [str(tmp_path / "model"), "--tasks", ",".join(TASKS), "--task-path", str(tasks)]
-    monkeypatch.setattr("sys.argv", ["evaluate", *arguments, "--batch", "4", "--out", str(out)])
-    evaluate.main()
+    evaluate.main([*arguments, "--batch", "4", "--out", str(out)])
     results = json.loads(out.read_text())
     assert set(results) == set(TASKS)
     assert "|choice" in capsys.readouterr().out

@@ -1,0 +1,208 @@
+"""Benchmarks of a `LanguageModel` by EleutherAI's lm-evaluation-harness (extra "eval")."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+try:
+    import lm_eval
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ModuleNotFoundError as error:
+    needs = "twell_jax.evaluate needs lm-evaluation-harness: pip install 'twell-jax[eval]'"
+    raise ModuleNotFoundError(f"{needs} ({error})", name=error.name) from None
+
+from twell_jax.inference.generation import ENDED, generate, padded_length
+from twell_jax.inference.language_model import LanguageModel
+from twell_jax.inference.sampling import Sampling
+
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def run_tasks(
+    lm: LanguageModel,
+    tasks: Sequence[str],
+    *,
+    task_path: Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch: int = 16,
+) -> dict[str, Any]:
+    """What `lm_eval.simple_evaluate` returns: under "results", the metrics of each task.
+
+    Args:
+      lm: the model.
+      tasks: names of tasks of the harness.
+      task_path: a directory of further task definitions.
+      shots: examples in a prompt; None takes the task's own number.
+      limit: questions of each task; None takes all.
+      batch: sequences at a time.
+    """
+    return lm_eval.simple_evaluate(
+        HarnessModel(lm, batch=batch),
+        tasks=list(tasks),
+        task_manager=TaskManager(include_path=task_path and str(task_path)),
+        num_fewshot=shots,
+        limit=limit,
+        log_samples=False,
+    )
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results of `run_tasks` as the harness prints them."""
+    return make_table(results)
+
+
+class HarnessModel(TemplateLM):
+    """A `LanguageModel` with the interface of the harness, for `lm_eval.simple_evaluate`.
+
+    It follows the harness's own Hugging Face backend in what precedes an empty context, in cutting
+    long contexts from the left, and in splitting long texts into windows.
+
+    Args:
+      lm: the model.
+      batch: sequences at a time.
+      seed: for generation with a temperature.
+    """
+
+    def __init__(self, lm: LanguageModel, *, batch: int = 16, seed: int = 0):
+        super().__init__()
+        self.lm, self.batch, self.seed = lm, batch, seed
+        self.max_length = lm.model.config.context
+
+    # What follows implements `TemplateLM`, whose documentation says what each method must do.
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.lm.tokenizer.eot_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.lm.prefix[0] if self.lm.prefix else self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return type(self.lm.tokenizer).__name__
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
+        prefix = () if add_special_tokens is False else self.lm.prefix
+        return [*prefix, *self.lm.tokenizer.encode([string])[0].tolist()]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_
+    ) -> list[tuple[float, bool]]:
+        # A context of spaces alone arrives empty: the harness moves them to the continuation.
+        before = [self.prefix_token_id]
+        rows = [((context or before) + target, len(target)) for _, context, target in requests]
+        if (longest := max((count for _, count in rows), default=0)) > self.max_length:
+            raise ValueError(f"a continuation has more than {self.max_length} tokens: {longest}")
+        # The last token of a row is predicted and never read, so that one more fits.
+        rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]
+        graph, params = nnx.split(self.lm.model)
+        results = [None] * len(rows)
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        for start in range(0, len(order), self.batch):
+            chosen = order[start : start + self.batch]
+            width = padded_length(len(rows[chosen[0]][0]) - 1)
+            tokens = np.zeros((self.batch, width + 1), np.int32)
+            scored = np.zeros((self.batch, width), bool)
+            for row, i in enumerate(chosen):
+                ids, count = rows[i]
+                tokens[row, : len(ids)] = ids
+                scored[row, len(ids) - 1 - count : len(ids) - 1] = True
+            sums, greedy = jax.device_get(_score(graph, params, tokens, scored))
+            for row, i in enumerate(chosen):
+                results[i] = float(sums[row]), bool(greedy[row])
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        windows, owners = [], []
+        for i, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(*request.args),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(i)
+        sums = [total for total, _ in self._loglikelihood_tokens(windows)]
+        return np.bincount(owners, sums, len(requests)).tolist()
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        results = [None] * len(requests)
+        alike = {}  # by options, the requests that have them, the longest context first
+        for i in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
+            alike.setdefault(json.dumps(requests[i].args[1], sort_keys=True), []).append(i)
+        for options, members in alike.items():
+            for start in range(0, len(members), self.batch):
+                chosen = members[start : start + self.batch]
+                contexts = [requests[i].args[0] for i in chosen]
+                for i, text in zip(
+                    chosen, self._continue(contexts, json.loads(options)), strict=True
+                ):
+                    results[i] = text
+        return results
+
+    def _continue(self, contexts: list[str], options: dict) -> list[str]:
+        options = dict(normalize_gen_kwargs(options))
+        until = [stop for stop in options.pop("until") if stop]
+        max_tokens = options.pop("max_gen_toks")
+        if not options.pop("do_sample"):
+            options["temperature"] = 0.0
+        if unknown := options.keys() - set(_SAMPLING_OPTIONS):
+            raise ValueError(f"generation_kwargs: cannot serve {', '.join(sorted(unknown))}")
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks must be less than the context of {self.max_length}, got {max_tokens}"
+            )
+        ids = [[] for _ in contexts]
+        for step in generate(
+            self.lm.model,
+            [self.lm.encode(context)[-room:] for context in contexts],
+            max_tokens=max_tokens,
+            sampling=Sampling(**options),
+            stop_ids=self.lm.stop_ids,
+            seed=self.seed,
+        ):
+            for row, token in zip(ids, step.tolist(), strict=True):
+                if token != ENDED:
+                    row.append(token)
+            texts = [self.lm.tokenizer.decode(row) for row in ids]
+            if all(any(stop in text for stop in until) for text in texts):
+                break
+        return [_before(self.lm.tokenizer.decode(row), until) for row in ids]
+
+
+@partial(jax.jit, static_argnames="graph")
+def _score(graph, params, tokens, scored):
+    """For the targets of a row that are `scored: bool [B, T]`, two results `[B]`.
+
+    The sum of their log-probabilities, and whether each of them is the most likely token.
+    """
+    logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
+    targets = tokens[:, 1:]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    greedy = jnp.argmax(logits, axis=-1) == targets
+    return -jnp.sum(loss, axis=-1, where=scored), jnp.all(greedy, axis=-1, where=scored)
+
+
+def _before(text: str, until: Sequence[str]) -> str:
+    """The part of a text before the first of the strings that end it."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text
