@@ -1,4 +1,4 @@
-"""Which neurons a trained model fires: patterns of activations, and what can be said of them."""
+"""Which neurons a trained model fires: patterns of activations and their statistics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +11,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.models import Transformer, graphdef
 
-UNION_SIZES = (1, 4, 16, 32, 64, 128, 256)  # consecutive tokens; kernels take 64 to 256 as a tile
+# Changes to a ModelConfig for measuring: any machine has XLA, and it can measure single tokens.
+THROUGH_XLA = {"ffn_implementation": "xla", "ffn_gradients": None}
+
+UNION_SIZES = (1, 4, 16, 32, 64, 128, 256)  # consecutive tokens; a kernel's tile has 64 to 256
 TOP_PERCENT = (1, 5, 10, 25)  # of the neurons
 
 
@@ -24,9 +27,9 @@ class Activity:
     Attributes:
       ce: cross-entropy, nats per token.
       nnz: int32 [layers, n, T], neurons that fired for each token.
-      usage: int64 [layers, d_ff], tokens that each neuron fired for.
-      union: {size: float64 [layers]}, the share of the neurons that any of `size` consecutive
-        tokens of a sequence fires, for those of `UNION_SIZES` that fit in one.
+      usage: int64 [layers, d_ff], tokens for which each neuron fired.
+      union: {size: float64 [layers]}, the share of the neurons that at least one of `size`
+        consecutive tokens fires, for each size of `UNION_SIZES` up to the length of a sequence.
     """
 
     ce: float
@@ -38,7 +41,7 @@ class Activity:
 def firing_patterns(
     model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Runs a model, through XLA, and yields what fired.
+    """Runs a model through XLA and yields which neurons fired.
 
     Args:
       model: the language model.
@@ -50,7 +53,7 @@ def firing_patterns(
       For each batch of b sequences the cross-entropy, float32 [b, T] in nats, and whether a neuron
       fired for a token, bool [layers, b, T, d_ff].
     """
-    graph = graphdef(model.config.model_copy(update={"ffn_implementation": "xla"}))
+    graph = graphdef(model.config.model_copy(update=THROUGH_XLA))
 
     @jax.jit
     def run(params, tokens):
@@ -68,7 +71,7 @@ def firing_patterns(
 def measure_activity(
     model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
 ) -> Activity:
-    """Counts what a model fires on sequences; the arguments are those of `firing_patterns`."""
+    """Counts which neurons a model fires; the arguments are those of `firing_patterns`."""
     ce, nnz, usage = [], [], 0
     union = {size: [] for size in UNION_SIZES if size < sequences.shape[1]}
     patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
@@ -91,12 +94,12 @@ def measure_activity(
 
 @partial(jax.jit, static_argnames="size")
 def union_share(fired: jax.Array, size: int) -> jax.Array:
-    """Share of the neurons that any of `size` consecutive tokens fires, averaged over windows.
+    """Share of the neurons that a window of `size` consecutive tokens fires, averaged over windows.
 
     Args:
       fired: bool `[..., T, H]`.
-      size: tokens in a window, 1 <= size <= T. Windows lie side by side from the first token on;
-        the last T % size tokens fill none.
+      size: tokens in a window, 1 <= size <= T. The windows lie side by side from the first token
+        on; the last T % size tokens belong to none.
 
     Returns:
       float32 `[...]`.
@@ -108,30 +111,30 @@ def union_share(fired: jax.Array, size: int) -> jax.Array:
 
 
 def concentration(usage: np.ndarray) -> np.ndarray:
-    """Share of all activations that the k most used neurons have, for every k.
+    """Share of all activations that belongs to the k most used neurons, for every k.
 
     Args:
       usage: int `[..., H]`, how often each neuron fired.
 
     Returns:
-      float64 `[..., H]` for k = 1 to H; zeros where nothing fired at all.
+      float64 `[..., H]` for k = 1 to H; zeros where no neuron fired.
     """
     cumulative = np.cumsum(-np.sort(-usage, axis=-1), axis=-1)
     return cumulative / np.maximum(cumulative[..., -1:], 1)
 
 
 def summarise(activity: Activity) -> dict[str, Any]:
-    """The figures of a report, JSON-serialisable; lists have an entry per layer.
+    """The figures of a report, ready for JSON; each list has an entry per layer.
 
     Returns:
-      d_ff, sequences, tokens: how much was measured.
+      d_ff, sequences, tokens: the size of the measurement.
       held_out_ce: nats per token.
-      nnz_mean, nnz_p50, nnz_p99, nnz_max: neurons that fire for a token.
+      nnz_mean, nnz_p50, nnz_p99, nnz_max: neurons that fire for a token; mean, percentiles, most.
       sparsity: share of zeros among the activations.
       dead: neurons that never fired.
-      nnz_by_position: mean nnz of each position of a sequence, a list per layer.
+      nnz_by_position: a list per layer, the mean nnz at each position of a sequence.
       union: {size: share of d_ff}, see `Activity`.
-      top_percent: {k: share of the activations that the k % most used neurons have}.
+      top_percent: {k: share of the activations that belongs to the k % most used neurons}.
     """
     nnz, usage = activity.nnz, activity.usage
     _, sequences, length = nnz.shape

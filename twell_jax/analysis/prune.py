@@ -9,7 +9,7 @@ from flax import nnx
 
 from twell_jax.analysis.activity import firing_patterns
 from twell_jax.config import ModelConfig
-from twell_jax.models.transformer import Transformer
+from twell_jax.models import Transformer
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class PruneReport:
 
     Attributes:
       live: int [layers], neurons that had fired. All of them remain.
-      neurons: int [layers, width], where each neuron of the pruned model was before, from the most
-        used on; in a layer with fewer live neurons than the width, dead ones fill the end.
+      neurons: int [layers, width], the former index of each neuron of the pruned model, from the
+        most used to the least; a layer with fewer live neurons than the width ends in dead ones.
     """
 
     live: np.ndarray
@@ -31,25 +31,25 @@ def prune_dead(
 ) -> tuple[nnx.State, ModelConfig, PruneReport]:
     """Removes neurons that never fired and sorts the others by usage.
 
-    All layers keep the same number of neurons, the width: that of the layer with the most live
-    ones, rounded up.
+    All layers keep the same number of neurons, the width: the live neurons of the layer that has
+    the most, rounded up.
 
-    For a token such that neither it nor any before it in its sequence fires a removed neuron, the
-    outputs stay the same, up to rounding in the dtype of the computation:
+    The output for a token stays the same, up to rounding in the dtype of the computation, if
+    neither this token nor one before it in its sequence fires a removed neuron:
 
-    - To mask the removed neurons (set their weights to zero) would change no bit.
-    - To sort them changes the order in which the down projection adds them up: the last bits.
-    - To cut masked neurons off the end changes no bit where matmuls add in order. XLA's on CPUs
-      do so at widths that are multiples of 128.
+    - Masking the removed neurons (setting their weights to zero) would change no bit.
+    - Sorting changes the order in which the down projection adds neurons up, so the last bits.
+    - Cutting masked neurons off the end changes no bit where matmuls add in order, as those of XLA
+      on CPUs do at widths that are multiples of 128.
 
     Args:
       params: of a `Transformer`.
       config: its configuration.
       usage: `[layers, d_ff]`, how often each neuron fired (`Activity.usage`), or only whether.
-      multiple: what the width is rounded up to a multiple of; it stays within d_ff.
+      multiple: the width is rounded up to a multiple of it, but not beyond d_ff.
 
     Returns:
-      The new parameters, their configuration (d_ff is the width), and a report.
+      The new parameters, their configuration (whose d_ff is the width), and a report.
 
     Raises:
       ValueError: usage does not have the shape of the model, or multiple < 1.
@@ -79,12 +79,12 @@ def fires_removed(
     batch: int,
     document_end: int | None = None,
 ) -> np.ndarray:
-    """Which tokens fire a neuron that `prune_dead` removed: where pruning changes the model.
+    """Which tokens fire a neuron that `prune_dead` removed, so that pruning changes the output.
 
     Args:
-      model: the model before.
-      report: what was kept.
-      sequences: int [n, T + 1], not those that `usage` was counted on.
+      model: the model before pruning.
+      report: which neurons were kept.
+      sequences: int [n, T + 1], others than those on which `usage` was counted.
       batch, document_end: see `firing_patterns`.
 
     Returns:

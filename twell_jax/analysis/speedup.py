@@ -1,4 +1,4 @@
-"""How the kernels do on each layer of a trained model: its own weights, on inputs that it sees."""
+"""The kernels against XLA on each layer of a trained model, with its weights and its inputs."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from twell_jax.analysis import timing
-from twell_jax.ffn import xla as ffn_xla
-from twell_jax.ffn.api import sparse_ffn
-from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.analysis.activity import THROUGH_XLA
+from twell_jax.ffn import Gradients, SparseMLP, sparse_ffn
+from twell_jax.models import Transformer, graphdef
 
 TOKENS = 16384  # of a call; enough to fill a GPU
-_REFERENCE_TOKENS = 2048  # at a time, as its hidden activations are float32
+_REFERENCE_TOKENS = 2048  # at a time: the hidden activations of the reference are float32
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class Speedup:
     """Times and errors of the feed-forward blocks of a model, one layer at a time.
 
     Attributes:
-      device: what they were measured on.
-      tokens: of a call.
+      device: name of the device.
+      tokens: how many a call has.
       nnz: float64 [layers], mean number of neurons that fire for one of these tokens.
-      xla_ms, mosaic_ms: float64 [layers], the device's time for a call, by implementation.
+      xla_ms, mosaic_ms: float64 [layers], milliseconds of the device for a call, dense by XLA and
+        by the kernels.
       xla_error, mosaic_error: float64 [layers], ||y - reference|| / ||reference|| of the output,
         against the same block in float32; 0 where both are zero.
     """
@@ -45,7 +46,7 @@ class Speedup:
         return self.xla_ms / self.mosaic_ms
 
     def summarise(self) -> dict[str, Any]:
-        """For analysis.json."""
+        """The fields and `factor`, ready for JSON."""
         return {
             "device": self.device,
             "tokens": self.tokens,
@@ -63,11 +64,11 @@ def measure_speedup(
 ) -> Speedup:
     """Times the forward pass of each layer's block through XLA and through the kernels.
 
-    What comes out is compared with a float32 reference.
+    The outputs of both are compared with a float32 reference.
 
     Args:
       model: the language model.
-      sequences: int [n, T + 1]; of these, as many as hold `TOKENS` tokens.
+      sequences: int [n, T + 1]; as many are used as hold `TOKENS` tokens, but at least one.
       document_end: see `Transformer`.
 
     Raises:
@@ -84,7 +85,7 @@ def measure_speedup(
 
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
     x = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
-    jax.eval_shape(partial(block, implementation="mosaic"), x, *weights(0))  # or it cannot serve
+    jax.eval_shape(partial(block, implementation="mosaic"), x, *weights(0))  # raises CannotServe
     inputs = ffn_inputs(model, tokens, document_end=document_end)
     layers = list(enumerate(inputs.reshape(config.layers, *x.shape)))
     statistics = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
@@ -116,27 +117,27 @@ def _relative_error(y, x, *weights, activation):
     def squares(pair):
         y, *operands = (None if a is None else a.astype(jnp.float32) for a in (*pair, *weights))
         with jax.default_matmul_precision("highest"):
-            reference, _ = ffn_xla.ffn(*operands, activation=activation)
+            reference, _ = sparse_ffn(*operands, activation=activation, implementation="xla")
         return jnp.sum((y - reference) ** 2), jnp.sum(reference**2)
 
     difference, norm = jax.lax.map(squares, (y, x), batch_size=_REFERENCE_TOKENS)
-    # 0, not NaN, for a layer that has fallen silent, if its output is the reference's zeros.
+    # A layer in which nothing fires has an error of 0, not NaN, if its output is zero too.
     return jnp.sqrt(jnp.sum(difference) / jnp.maximum(jnp.sum(norm), jnp.finfo(jnp.float32).tiny))
 
 
 def ffn_inputs(
     model: Transformer, tokens: np.ndarray, *, document_end: int | None = None
 ) -> jax.Array:
-    """What the feed-forward block of each layer is given: `[layers, B, T, D]` in `config.dtype`.
+    """Inputs of each layer's feed-forward block, `[layers, B, T, D]` in `config.dtype`.
 
     Args:
       model: the language model.
       tokens: int [B, T].
       document_end: see `Transformer`.
     """
-    graph = graphdef(model.config.model_copy(update={"ffn_implementation": "xla"}))
+    graph = graphdef(model.config.model_copy(update=THROUGH_XLA))
     recording = nnx.merge(graph, nnx.state(model))
-    recording.blocks.mlp = _InputAsStats(recording.blocks.mlp)
+    recording.blocks.mlp = _InputRecorder(recording.blocks.mlp)
     graph, params = nnx.split(recording)
     run = jax.jit(
         lambda params, tokens: nnx.merge(graph, params)(tokens, document_end=document_end)[1]
@@ -144,11 +145,14 @@ def ffn_inputs(
     return run(params, tokens)
 
 
-class _InputAsStats(nnx.Module):
-    """Takes the place of a `SparseMLP` and returns its input instead of the statistics."""
+class _InputRecorder(nnx.Module):
+    """A `SparseMLP` that is called as before, but whose statistics are its input."""
 
-    def __init__(self, mlp):
+    def __init__(self, mlp: SparseMLP):
         self.mlp = mlp
 
-    def __call__(self, x):
-        return self.mlp(x)[0], x
+    def __call__(
+        self, x: jax.Array, *, gradients: Gradients | None = None, return_stats: bool = False
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        y = self.mlp(x, gradients=gradients)
+        return (y, x) if return_stats else y

@@ -14,15 +14,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import simt
 
-_HOLD_MS = 30.0
+_HOLD_MS = 30.0  # how long the GPU is held busy while calls are queued
 
 
 def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
-    """Median over `repeats` of the time for one of at most `calls` calls of a jitted `f`.
+    """Time of one call of a jitted `f`, in milliseconds: the median over `repeats` of a mean.
 
-    On a GPU by its own clock. The calls are queued while it is held busy, so that it runs them
-    without waiting for the host, as it does in a program that stays ahead of it; there are fewer of
-    them if the host does not manage so many in that time.
+    On a GPU its own clock is read. Calls are queued while the GPU is held busy, so that it runs
+    them without waiting for the host, as in a program whose host stays ahead. If the host cannot
+    queue `calls` calls in that time, fewer are made.
     """
     jax.block_until_ready([f(*args), _clock(_HOLD_MS), _clock(0.0)])
     times = []
@@ -41,7 +41,7 @@ def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
 
 
 def enqueue_milliseconds(f: Callable, *args, calls: int = 20) -> float:
-    """The host's time for one call of a jitted `f`, which does not wait for its result."""
+    """The host's time for one call of a jitted `f` without waiting for its result, in ms."""
     jax.block_until_ready(f(*args))
     start = time.perf_counter()
     results = [f(*args) for _ in range(calls)]
@@ -51,10 +51,10 @@ def enqueue_milliseconds(f: Callable, *args, calls: int = 20) -> float:
 
 
 def _clock(hold_ms: float, after: Any = None) -> jax.Array | np.ndarray:
-    """The time in nanoseconds, int32 `[2]`, the lower half first.
+    """A time in nanoseconds as two halves, int32 `[2]`, the lower one first.
 
-    On a GPU, whose clock it is, when the work queued before has ended and `hold_ms` more have
-    passed; else when `after` is there.
+    On a GPU it is that of its own clock, `hold_ms` milliseconds after the work queued before has
+    ended. Elsewhere it is the host's, when `after` has been computed.
     """
     if jax.default_backend() == "gpu":
         return _gpu_clock(hold_ms)

@@ -19,7 +19,7 @@ from twell_jax.analysis.activity import (
     union_share,
 )
 from twell_jax.config import ModelConfig
-from twell_jax.models.transformer import Transformer
+from twell_jax.models import Transformer
 
 END = 60
 SMALL = {
@@ -67,7 +67,8 @@ def test_documents_are_kept_apart_where_the_run_did():
 
 
 def test_a_model_that_names_the_kernels_is_measured_anywhere():
-    model, kernels, sequences = make(), make(ffn_implementation="mosaic"), draw_sequences(1, 6)
+    kernels = make(ffn_implementation="mosaic", ffn_gradients="sparse")
+    model, sequences = make(), draw_sequences(1, 6)
     nnx.update(kernels, nnx.state(model))
     ((_, expected),) = firing_patterns(model, sequences, batch=1)
     ((_, fired),) = firing_patterns(kernels, sequences, batch=1)

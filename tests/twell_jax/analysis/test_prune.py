@@ -9,7 +9,7 @@ from flax import nnx
 from twell_jax.analysis.activity import firing_patterns, measure_activity
 from twell_jax.analysis.prune import fires_removed, prune_dead
 from twell_jax.config import ModelConfig
-from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.models import Transformer, graphdef
 
 SMALL = {
     "vocab_size": 61, "context": 16, "d_model": 64, "layers": 3, "heads": 4, "d_ff": 512,

@@ -1,0 +1,79 @@
+"""Tables of what analysis.json holds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    """Tables of `summary`, the content of analysis.json; each has a row per layer."""
+    d_ff = summary["d_ff"]
+    fired = _table(
+        f"neurons of {d_ff} that fire for a token",
+        {
+            "mean": _format(summary["nnz_mean"], ".1f"),
+            "p50": _format(summary["nnz_p50"], ".0f"),
+            "p99": _format(summary["nnz_p99"], ".0f"),
+            "max": _format(summary["nnz_max"], "d"),
+            "sparsity": _format(summary["sparsity"], ".1%"),
+            "dead": [f"{dead} ({dead / d_ff:.1%})" for dead in summary["dead"]],
+        },
+    )
+    by_position = np.array(summary["nnz_by_position"])
+    ranges = _position_ranges(by_position.shape[1])
+    positions = _table(
+        "mean by position in the sequence",
+        {
+            f"{start}-{stop - 1}" if stop - start > 1 else str(start): _format(
+                by_position[:, start:stop].mean(axis=1), ".1f"
+            )
+            for start, stop in ranges
+        },
+    )
+    shared = _table(
+        "neurons that any of n tokens in a row fires",
+        {size: _format(shares, ".1%") for size, shares in summary["union"].items()},
+    )
+    top = _table(
+        "activations that the most used neurons have",
+        {f"top {k} %": _format(shares, ".1%") for k, shares in summary["top_percent"].items()},
+    )
+    speedup = summary["speedup"]
+    return [fired, positions, shared, top, *([_speedup_table(speedup)] if speedup else [])]
+
+
+def _speedup_table(speedup: dict[str, Any]) -> Table:
+    return _table(
+        f"feed-forward block, forward, {speedup['tokens']:,} tokens on {speedup['device']}",
+        {
+            "mean nnz": _format(speedup["nnz"], ".1f"),
+            "dense XLA, ms": _format(speedup["xla_ms"], ".3f"),
+            "kernels, ms": _format(speedup["mosaic_ms"], ".3f"),
+            "speed-up": _format(speedup["factor"], ".2f"),
+            "error, XLA": _format(speedup["xla_error"], ".1e"),
+            "error, kernels": _format(speedup["mosaic_error"], ".1e"),
+        },
+    )
+
+
+def _table(title: str, columns: dict[str, list[str]]) -> Table:
+    table = Table(title=title)
+    for heading in ("layer", *columns):
+        table.add_column(heading, justify="right")
+    for layer, row in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(str(layer), *row)
+    return table
+
+
+def _format(values: Iterable[float], spec: str) -> list[str]:
+    return [format(value, spec) for value in values]
+
+
+def _position_ranges(length: int) -> list[tuple[int, int]]:
+    """[0, 1), [1, 4), [4, 16), ... up to length."""
+    starts = [0]
+    while (start := max(1, 4 * starts[-1])) < length:
+        starts.append(start)
+    return list(zip(starts, [*starts[1:], length], strict=True))
