@@ -3,14 +3,14 @@
     python -m benchmarks.inference [--shapes 0p5b 2b] [--directions forward decode]
     python -m benchmarks.inference --checkpoint DIRECTORY --text FILE
 
-"forward" scores 64 x 2048 tokens, or the largest half, quarter, ... that fits for every variant.
-"decode" appends a token to each of a few sequences; "prefill" is what comes before that. Without a
-checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say. "error" is that of
-the cross-entropies or logits against those of the dense model with the same weights.
+"forward" scores 64 sequences of 2048 tokens; if they do not fit for every variant, half of them, a
+quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
+of them. Without a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say.
+"error" compares cross-entropies or logits with those of the dense model with the same weights.
+Energy needs the package nvidia-ml-py.
 """
 
 import argparse
-import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -30,18 +30,23 @@ from twell_jax import config as config_lib
 from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
 from twell_jax.inference import language_model
-from twell_jax.models.transformer import KVCache, Transformer, graphdef
+from twell_jax.models import KVCache, Transformer, graphdef
+
+try:
+    import pynvml
+except ModuleNotFoundError:
+    pynvml = None
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-# Mean non-zeros per token that arXiv 2603.23198 reports; 1b, for which it has none, lies between.
+# Mean non-zeros per token that arXiv 2603.23198 reports, except for 1b: that lies in between.
 NNZ = {"0p5b": 39, "1b": 34, "1p5b": 29, "2b": 24}
-# How they are spread over the depth: mean non-zeros by layer of the 6-layer model from which
-# patterns.RECORDED comes.
+# How they vary with depth: mean non-zeros by layer of the 6-layer model that patterns.RECORDED was
+# recorded from.
 PROFILE = (42, 18, 25, 41, 54, 139)
 
-# The dense ones come first: the fastest of them is the baseline. The last one has the same function
-# as the sparse one.
+# The dense ones come first, and the fastest of them is the baseline. The last of them computes the
+# same function as the sparse one.
 VARIANTS = {
     "xla, silu": {"activation": "silu", "ffn_implementation": "xla"},
     "xla, relu": {"activation": "relu", "ffn_implementation": "xla"},
@@ -78,7 +83,7 @@ def main() -> None:
 
 
 def from_checkpoint(directory: str, text: Path) -> tuple[ModelConfig, nnx.State, np.ndarray]:
-    """Configuration, parameters, and the text as int32 [BATCH, CONTEXT + 1]."""
+    """Configuration, parameters, and the text as token ids, int32 [BATCH, CONTEXT + 1]."""
     lm = language_model.load(directory)
     ids = np.array(lm.encode(text.read_text(encoding="utf-8"))[len(lm.prefix) :], np.int32)
     start = np.array(lm.prefix or [lm.tokenizer.eot_id], np.int32)
@@ -88,7 +93,7 @@ def from_checkpoint(directory: str, text: Path) -> tuple[ModelConfig, nnx.State,
 
 
 def random(name: str) -> tuple[ModelConfig, nnx.State, np.ndarray]:
-    """A model of configs/NAME.yaml in bfloat16, and tokens of which the first of each row is 0."""
+    """The model of configs/NAME.yaml in bfloat16, and random tokens; rows begin with token 0."""
     config = config_lib.load(CONFIGS / f"{name}.yaml").model
     config = config.model_copy(update={"param_dtype": "bfloat16", "remat": "none"})
     params = with_pattern(config, profile(config.layers, NNZ[name]), jax.random.key(0))
@@ -105,12 +110,12 @@ def profile(layers: int, nnz: float) -> np.ndarray:
 
 
 def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.State:
-    """Random parameters with which layer i fires `nnz[i]` skewed neurons for a token, on average.
+    """Random parameters with which layer i fires `nnz[i]` neurons for a token, on average.
 
-    The last feature of the residual stream is 1 and no block writes to it, so that its weights are
-    the gates' thresholds (`patterns.independent`). The embeddings' other features are N(0, 1), next
-    to which the blocks' outputs are small. Token 0 has -1 there and fires most neurons, as the
-    first token of a sequence does.
+    How often a neuron fires is skewed. The last feature of the residual stream is 1 and no block
+    writes to it, so that its weights are the gates' thresholds (`patterns.independent`). The other
+    features of the embeddings are N(0, 1), and the blocks' outputs are small next to them. The last
+    feature of token 0 is -1, so that it fires most neurons, as the first token of a sequence does.
     """
     model = Transformer(config, rngs=nnx.Rngs(key))
     embedding, blocks = model.embed.embedding, model.blocks
@@ -128,7 +133,7 @@ def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.St
 
 
 def pattern(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> dict[str, Any]:
-    """What fires, in two sequences: mean non-zeros by layer, and those of the first tokens."""
+    """Mean non-zeros of two sequences: of all tokens, by layer, and of the first tokens."""
     graph = graphdef(config.model_copy(update=VARIANTS["xla, relu"]))
 
     @jax.jit
@@ -148,9 +153,9 @@ class Call:
     """Compiled work.
 
     Attributes:
-      run: enqueues it once and returns what it computes, always the same.
-      tokens: that it reads or writes each time.
-      peak_bytes: of device memory.
+      run: enqueues the work once and returns its result, which is always the same.
+      tokens: how many it reads or writes each time.
+      peak_bytes: the device memory that it needs.
     """
 
     run: Callable[[], Any]
@@ -184,7 +189,7 @@ def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
 
 def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Prompts into a cache, and the logits of the next token of each."""
+    """Reads prompts into a cache; the result is the logits of the next token of each."""
 
     def read(graph, params, tokens):
         model = nnx.merge(graph, params)
@@ -196,7 +201,7 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
         def prepare(graph, part=part):
             compiled = jax.jit(partial(read, graph)).lower(params, part).compile()
-            # Without the cache: those of all queued calls would not fit.
+            # The cache is dropped: those of all queued calls would not fit into memory.
             return Call(lambda: compiled(params, part)[0], part.size, _peak(compiled))
 
         for row in compare(config, prepare):
@@ -204,7 +209,7 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
 
 def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    """One more token of each sequence, always the same one; the cache is updated in place."""
+    """Reads one more token of each sequence, always at the same place of a cache."""
 
     def extend(graph, params, token, cache):
         logits, longer = nnx.merge(graph, params).decode(token[:, None], cache)
@@ -237,8 +242,8 @@ def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> lis
     """A row per variant, each against the fastest dense one.
 
     Raises:
-      Exception: what a dense variant raises, or any for want of memory. What else goes wrong with a
-        sparse one is a row of its own.
+      Exception: what a dense variant raises, and what any raises for want of memory. Another
+        failure of the sparse one becomes a row.
     """
     rows = []
     for name, changes in VARIANTS.items():
@@ -264,7 +269,7 @@ def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> lis
 
 
 def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
-    """Time, peak memory and, where NVML has it, the energy of the GPU; and what is computed."""
+    """A row of time, peak memory and, if there is `joules`, energy; and the result of the call."""
     out = np.asarray(call.run())
     start = time.perf_counter()
     jax.block_until_ready(call.run())
@@ -285,18 +290,18 @@ def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def joules() -> float | None:
-    """What the machine's first GPU has used since its driver was loaded; None without NVML."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+    """Energy that the machine's first GPU has used since its driver was loaded.
+
+    None without the package nvidia-ml-py, a driver, or a GPU that counts it.
+    """
+    if pynvml is None:
         return None
-    device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-    failed = (
-        nvml.nvmlInit_v2()
-        or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
-        or nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules))
-    )
-    return None if failed else millijoules.value / 1e3
+    try:
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3
+    except pynvml.NVMLError:
+        return None
 
 
 def _peak(compiled) -> int:

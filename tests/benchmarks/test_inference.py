@@ -1,11 +1,18 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from benchmarks import inference, render
 from twell_jax import config as config_lib
 from twell_jax.analysis import timing
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.models import Transformer
+from twell_jax.models.pretrained import save_pretrained
+
+joules = inference.joules  # `small` puts another in its place
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +29,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(inference, "PROMPT", 8)
     monkeypatch.setattr(inference, "CAPACITY", 16)
     monkeypatch.setattr(timing, "milliseconds", lambda f, calls: (f(), 2.0)[1])
-    joules = iter(range(0, 1000, 5))
-    monkeypatch.setattr(inference, "joules", lambda: next(joules))
+    energy = iter(range(0, 1000, 5))
+    monkeypatch.setattr(inference, "joules", lambda: next(energy))
     monkeypatch.setattr(inference, "ENERGY_SECONDS", 0.01)
 
 
@@ -85,12 +92,6 @@ def test_the_batch_is_halved_until_it_fits(monkeypatch):
 
 
 def test_a_checkpoint_reads_a_text(tmp_path):
-    from flax import nnx
-
-    from twell_jax.data.tokenizers import ByteTokenizer
-    from twell_jax.models.pretrained import save_pretrained
-    from twell_jax.models.transformer import Transformer
-
     config = config_lib.load(inference.CONFIGS / "2b.yaml").model
     save_pretrained(tmp_path / "m", Transformer(config, rngs=nnx.Rngs(0)), ByteTokenizer())
     text = tmp_path / "text.txt"
@@ -98,3 +99,24 @@ def test_a_checkpoint_reads_a_text(tmp_path):
     loaded, _, tokens = inference.from_checkpoint(str(tmp_path / "m"), text)
     assert (loaded.d_ff, tokens.shape) == (512, (2, 33))
     assert (tokens[:, 0] == 256).all() and bytes(tokens[0, 1:12].tolist()) == b"some text. "
+
+
+def test_energy_is_that_of_the_first_gpu_where_one_counts_it(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def no_driver():
+        raise NVMLError
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}",
+        nvmlDeviceGetTotalEnergyConsumption={"gpu 0": 1500}.__getitem__,  # millijoules
+    )
+    monkeypatch.setattr(inference, "pynvml", nvml)
+    assert joules() == 1.5
+    monkeypatch.setattr(nvml, "nvmlInit", no_driver)
+    assert joules() is None
+    monkeypatch.setattr(inference, "pynvml", None)
+    assert joules() is None

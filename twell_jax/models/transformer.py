@@ -152,7 +152,7 @@ class Transformer(nnx.Module):
             parts.append(part)
         x, cache = carry
         stats = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-        # The scan runs copies of the module, and what those sow is lost: `capture_stats` finds this.
+        # The scan runs copies of the module. What those sow is lost, so it is sown here.
         self.blocks.mlp.sow(SownStats, "stats", stats, capture_noop=True)
         return self.norm(x), stats, cache
 
