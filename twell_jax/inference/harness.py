@@ -39,7 +39,7 @@ def run_tasks(
     limit: int | None = None,
     batch: int = 16,
 ) -> dict[str, Any]:
-    """What `lm_eval.simple_evaluate` returns: under "results", the metrics of each task.
+    """Scores a model by `lm_eval.simple_evaluate`.
 
     Args:
       lm: the model.
@@ -48,6 +48,9 @@ def run_tasks(
       shots: examples in a prompt; None takes the task's own number.
       limit: questions of each task; None takes all.
       batch: sequences at a time.
+
+    Returns:
+      What that function returns; under "results", the metrics of each task.
     """
     return lm_eval.simple_evaluate(
         HarnessModel(lm, batch=batch),

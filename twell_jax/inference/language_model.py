@@ -61,7 +61,6 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
     if path.is_dir() and not RunPaths(path).config.exists():
         raise ConfigError(f"{directory}: is not the directory of a run and holds no config.json")
     _, tokenizer, model = load_run(directory)
-    # Gradients are left to the default: nothing here computes any, and sparse ones need kernels.
-    changes = {"ffn_implementation": ffn_implementation, "ffn_gradients": None}
-    model = nnx.merge(graphdef(model.config.model_copy(update=changes)), nnx.state(model))
+    settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
+    model = nnx.merge(graphdef(settings), nnx.state(model))
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))

@@ -78,9 +78,9 @@ class Transformer(nnx.Module):
           per_token_stats: measure each token by itself, not all of them together; `fired` is then
             the pattern of the activations. Kernels would run token by token: set
             `ffn_implementation="xla"` with it.
-          ffn_gradients: for each layer how its feed-forward block computes gradients, see
-            `sparse_ffn`; None takes the config's. Consecutive layers with the same value run in
-            one loop, and each loop is compiled for itself.
+          ffn_gradients: how each layer's feed-forward block computes gradients (see `sparse_ffn`);
+            None takes the config's. Consecutive layers with the same value run in one loop, and
+            each loop is compiled for itself.
 
         Returns:
           logits: float32 `[B, T, vocab]`, and the `FFNStats` with leading axes `[layers]`, or
@@ -122,7 +122,12 @@ class Transformer(nnx.Module):
         per_token_stats: bool = False,
         ffn_gradients: tuple[Gradients | None, ...] | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
-        """What the output projection is given, `[B, T, D]`, all layers' statistics, the cache."""
+        """Embeds tokens and runs the layers on them.
+
+        Returns:
+          `[B, T, D]` after the last norm, the `FFNStats` of all layers, and the cache with the
+          tokens stored but its `length` as before.
+        """
         layers = self.config.layers
         if ffn_gradients is None:
             ffn_gradients = (None,) * layers
