@@ -209,7 +209,7 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
 
 def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Reads one more token of each sequence, always at the same place of a cache."""
+    """Reads one more token of each sequence, always into the same slot of a cache, in place."""
 
     def extend(graph, params, token, cache):
         logits, longer = nnx.merge(graph, params).decode(token[:, None], cache)
