@@ -1,7 +1,7 @@
 """Whether training with sparse gradients follows dense training: one run, computed in several ways.
 
     python -m benchmarks.losses [CONFIG [key=value ...]] [--out DIRECTORY]
-    python -m benchmarks.render DIRECTORY/losses-....json --plot losses.png
+    python -m benchmarks.render DIRECTORY/losses-....json --out DIRECTORY
 
 Trains variants of CONFIG (default: losses.yaml) on the same data from the same seed, by the command
 that a user has; an interrupted variant continues. The variants differ in rounding alone, which

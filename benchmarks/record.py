@@ -1,4 +1,7 @@
-"""The JSON files under benchmarks/results/ (see docs/performance.md)."""
+"""The records of benchmarks: JSON files under benchmarks/results, which no one edits.
+
+`python -m benchmarks.render` shows them in docs.
+"""
 
 import importlib.metadata
 import itertools

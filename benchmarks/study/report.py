@@ -1,75 +1,35 @@
-"""Makes the table and the four plots of docs/study.md from a record of benchmarks.study.
+"""What `benchmarks.render` shows of a record of the study: a table, correlations and four plots."""
 
-python -m benchmarks.study.report benchmarks/results/study-....json [--plots docs]
-"""
-
-import argparse
-import json
-from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.render import markdown
+from benchmarks.tables import Row, Table, number
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("record", type=Path)
-    parser.add_argument("--plots", type=Path, help="directory for the plots")
-    args = parser.parse_args()
-    rows = sorted(json.loads(args.record.read_text())["rows"], key=l1_coefficient)
-    print(table(rows))
-    print("\ncorrelations of the layers' speed-ups:")
-    for name, of in [("all gated", rows), *((row["variant"], [row]) for row in rows)]:
-        if found := correlations(of):
-            print(f"{name}: " + ", ".join(f"{r:.3f} with {x}" for x, r in found.items()))
-    if args.plots:
-        for path in plots(rows, args.plots):
-            print(path)
+def in_order(rows: list[Row]) -> list[Row]:
+    """The variants, from the least L1 on."""
+    return sorted(rows, key=l1_coefficient)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, a line per variant; the times are sums over the layers."""
-    titles = ["variant", "held-out CE", "nnz", "of H", "zeros", "dead", "first token",
-              "256 tokens share", "XLA, ms", "kernels, ms", "speed-up"]  # fmt: skip
-    lines = []
-    for row in rows:
-        d_ff, nnz = row["d_ff"], np.mean(row["nnz_mean"])
-        first = np.array(row["nnz_by_position"])[:, 0].mean()
-        cells = [
-            row["variant"],
-            f"{row['held_out_ce']:.3f}",
-            f"{nnz:.1f}",
-            str(d_ff),
-            f"{np.mean(row['sparsity']):.1%}",
-            f"{np.mean(row['dead']) / d_ff:.1%}",
-            f"{first:.0f}",
-            f"{np.mean(row['union']['256']):.1%}",
-        ]
-        if speedup := row["speedup"]:
-            xla, ours = sum(speedup["xla_ms"]), sum(speedup["mosaic_ms"])
-            cells += [f"{xla:.2f}", f"{ours:.2f}", f"{xla / ours:.2f}x"]
-        else:
-            cells += 3 * ["-"]
-        lines.append(cells)
-    return markdown(titles, lines)
+def describe_correlations(rows: list[Row]) -> str:
+    """The correlations of all gated variants and of each, as a list; empty if there are none."""
+    cases = [("all gated", rows), *((row["variant"], [row]) for row in in_order(rows))]
+    lines = [
+        f"- {name}: " + ", ".join(f"{r:.3f} with {x}" for x, r in found.items())
+        for name, of in cases
+        if (found := correlations(of))
+    ]
+    return "\n".join(["Correlations of the layers' speed-ups:", "", *lines]) if lines else ""
 
 
-def l1_coefficient(row: dict[str, Any]) -> float:
-    """The coefficient that the variant was trained with; its last setting counts."""
+def l1_coefficient(row: Row) -> float:
+    """What the variant was trained with; its last setting counts."""
     return float(dict(s.split("=", 1) for s in row["settings"]).get("l1_coefficient", 0))
 
 
-def correlations(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Pearson's r between speed-up and what it may depend on, over all layers of gated variants.
+def correlations(rows: list[Row]) -> dict[str, float]:
+    """Pearson's r of speed-up and what it may depend on, over all layers of the gated variants.
 
-    Variants without a gate are left out: they spend another share of their time on the non-zeros.
-    The result is empty if there are fewer than three layers.
+    A plain block spends another share of its time on the non-zeros. Empty without three layers.
     """
     layers = [
         layer
@@ -85,25 +45,8 @@ def correlations(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {"mean nnz": float(of_nnz), "256 tokens share": float(of_share)}
 
 
-def plots(rows: list[dict[str, Any]], directory: Path) -> list[Path]:
-    """Cross-entropy over nnz, nnz over depth and position, layers' speed-ups over nnz and union."""
-    figures = {
-        "study-cross-entropy": _plot_cross_entropy,
-        "study-depth": _plot_depth,
-        "study-position": _plot_position,
-        "study-speedup": _plot_speedup,
-    }
-    paths = []
-    for name, draw in figures.items():
-        figure = plt.figure(figsize=(9, 4.5), layout="constrained")
-        draw(figure, rows)
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-        plt.close(figure)
-    return paths
-
-
-def _plot_cross_entropy(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
+def _plot_cross_entropy(figure, record):
+    rows = in_order(record["rows"])
     axes = figure.subplots()
     for row in rows:
         point = np.mean(row["nnz_mean"]), row["held_out_ce"]
@@ -115,7 +58,8 @@ def _plot_cross_entropy(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     axes.margins(x=0.2)
 
 
-def _plot_depth(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
+def _plot_depth(figure, record):
+    rows = in_order(record["rows"])
     axes = figure.subplots()
     for row in rows:
         axes.plot(row["nnz_mean"], "o-", ms=3, lw=1, label=row["variant"])
@@ -123,7 +67,8 @@ def _plot_depth(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_position(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
+def _plot_position(figure, record):
+    rows = in_order(record["rows"])
     axes = figure.subplots()
     for row in rows:
         start, stop = np.transpose(row["positions"])
@@ -134,7 +79,8 @@ def _plot_position(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_speedup(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
+def _plot_speedup(figure, record):
+    rows = in_order(record["rows"])
     by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
     for i, row in enumerate(rows):  # the colours are those of the other plots
         if speedup := row["speedup"]:
@@ -155,5 +101,36 @@ def _plot_speedup(figure: plt.Figure, rows: list[dict[str, Any]]) -> None:
     )
 
 
-if __name__ == "__main__":
-    main()
+def _speedup(row: Row) -> dict[str, list[float]]:
+    return row["speedup"] or {}  # None where it was not measured
+
+
+TABLE = Table(
+    title="What L1 does to a small model",
+    about="Ten variants of a model of 120M parameters, each trained for 1000 steps; "
+    "[the page of the study](../study.md) says how. Means are over the layers, times are sums over "
+    "them.",
+    columns={
+        "variant": number("variant", "{}"),
+        "held-out CE": number("held_out_ce", "{:.3f}"),
+        "nnz": lambda row: f"{np.mean(row['nnz_mean']):.1f}",
+        "of H": number("d_ff", "{}"),
+        "zeros": lambda row: f"{np.mean(row['sparsity']):.1%}",
+        "dead": lambda row: f"{np.mean(row['dead']) / row['d_ff']:.1%}",
+        "first token": lambda row: f"{np.array(row['nnz_by_position'])[:, 0].mean():.0f}",
+        "256 tokens share": lambda row: f"{np.mean(row['union']['256']):.1%}",
+        "XLA, ms": lambda row: f"{sum(_speedup(row)['xla_ms']):.2f}",
+        "kernels, ms": lambda row: f"{sum(_speedup(row)['mosaic_ms']):.2f}",
+        "speed-up": lambda row: (
+            f"{sum(_speedup(row)['xla_ms']) / sum(_speedup(row)['mosaic_ms']):.2f}x"
+        ),
+    },
+    order=in_order,
+    notes=describe_correlations,
+    plots={
+        "-cross-entropy": _plot_cross_entropy,
+        "-depth": _plot_depth,
+        "-position": _plot_position,
+        "-speedup": _plot_speedup,
+    },
+)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import ffn, patterns, record, render
+from benchmarks.pages import TABLES
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "skewed"])
@@ -60,10 +61,12 @@ def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
     record.write("ffn", rows, path)
     stored = json.loads(path.read_text())
     assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
-    lines = render.table(rows).splitlines()
+    lines = TABLES["ffn"].render(rows).splitlines()
     assert len(lines) == 2 + 5 and lines[-1].startswith("| 32 | skewed | 1 | no |")
-    render.plot(stored, tmp_path / "ffn.png")
-    assert (tmp_path / "ffn.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(tmp_path / "pages")])
+    render.main()
+    assert lines[-1] in (tmp_path / "pages" / "ffn.md").read_text()
+    assert (tmp_path / "pages" / "ffn.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):

@@ -2,7 +2,8 @@
 
 import json
 
-from benchmarks import ffn, gradients, record, render
+from benchmarks import ffn, gradients, record
+from benchmarks.pages import TABLES
 
 
 def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
@@ -18,5 +19,5 @@ def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
         assert row["peak_bytes"] > 0 and row["kept_bytes"] >= 2 * 2 * 64 * 256
     record.write("gradients", rows, tmp_path / "gradients.json")
     stored = json.loads((tmp_path / "gradients.json").read_text())
-    lines = render.gradient_table(stored["rows"]).splitlines()
+    lines = TABLES["gradients"].render(stored["rows"]).splitlines()
     assert len(lines) == 2 + 4 and lines[-1].startswith("| uniform | no |")

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import inference, render
+from benchmarks import inference
+from benchmarks.pages import TABLES
 from twell_jax import config as config_lib
 from twell_jax.analysis import timing
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -50,8 +51,8 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
         assert row["tokens_per_second"] == tokens / 2e-3
         assert row["joules_per_token"] == 5 / (5 * tokens)  # 5 calls of 2 ms fill 10 ms
         assert (row["speedup"], row["energy"], row["baseline"]) == (1, 1, "xla, silu")
-    lines = render.model_table(rows).splitlines()
-    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - | - |")
+    lines = TABLES["inference"].render(rows).splitlines()
+    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - |")
     assert lines[2].startswith("| 2b | forward | 2 x 32 | ") and "| 32,000 (1.00x) | " in lines[2]
 
 

@@ -47,12 +47,13 @@ def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys, text_s
     assert np.all(sparse["chosen"]) and not np.any(chosen["chosen"]) and not np.any(dense["chosen"])
     assert np.shape(sparse["nnz"]) == np.shape(sparse["overflow"]) == (3, 2)
 
-    plot = tmp_path / "losses.png"
-    monkeypatch.setattr("sys.argv", ["render", str(path), "--plot", str(plot)])
+    monkeypatch.setattr("sys.argv", ["render", str(path)])
     capsys.readouterr()
     render.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 4
     assert lines[2].startswith("| dense |") and lines[2].endswith("| 0% | 0% |")
     assert lines[4].startswith("| sparse gradients |") and lines[4].endswith("| 100% | 100% |")
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(tmp_path)])
+    render.main()
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

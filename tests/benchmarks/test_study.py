@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks import render
 from benchmarks.study import __main__ as study
 from benchmarks.study import report
 
@@ -65,24 +66,28 @@ def a_row(variant, nnz, share, factor, *settings):
     }  # fmt: skip
 
 
-def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeypatch, capsys):
+def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeypatch):
     rows = [
         a_row("not gated", [9, 2, 1], [0.9, 0.9, 0.1], [1, 2, 3], "model.gated=false"),
         a_row("l1 1.0e-3", [5, 6, 9], [0.1, 0.2, 0.3], [3, 2, 1], "l1_coefficient=1.0e-3"),
         a_row("l1 3.0e-4", [5, 6, 9], [0.1, 0.2, 0.3], [3, 2, 1], "l1_coefficient=3.0e-4"),
     ]
-    path = tmp_path / "study.json"
-    path.write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr("sys.argv", ["report", str(path), "--plots", str(tmp_path)])
-    report.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:5]] == [
+    path, out = tmp_path / "study.json", tmp_path / "pages"
+    origin = {"device": "abacus", "date": "today", "commit": None, "versions": {"jax": "0"}}
+    path.write_text(json.dumps({"benchmark": "study", **origin, "rows": rows}))
+    monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(out)])
+    render.main()
+    text = (out / "study.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [line.split(" | ")[0] for line in lines] == [
         "| not gated", "| l1 3.0e-4", "| l1 1.0e-3",
     ]  # fmt: skip
-    assert lines[3].endswith("| 6.00 | 3.00 | 2.00x |")
+    assert lines[1].endswith("| 6.00 | 3.00 | 2.00x |")
     r = "-0.961 with mean nnz, -1.000 with 256 tokens share"  # 5, 6, 9 and .1, .2, .3: 3, 2, 1
-    assert lines[7:10] == [f"all gated: {r}", f"l1 3.0e-4: {r}", f"l1 1.0e-3: {r}"]
-    assert len(list(tmp_path.glob("*.png"))) == 4
+    notes = [line for line in text.splitlines() if line.startswith("- ")]
+    assert notes == [f"- all gated: {r}", f"- l1 3.0e-4: {r}", f"- l1 1.0e-3: {r}"]
+    for plot in ("cross-entropy", "depth", "position", "speedup"):
+        assert (out / f"study-{plot}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -107,8 +112,6 @@ def test_variants_are_trained_once_and_reported(tmp_path, monkeypatch, text_sett
     assert np.shape(rows[0]["nnz_by_position"]) == (2, len(rows[0]["positions"])) == (2, 9)
     assert [row["variant"] for row in rows] == ["relu", "l1 3.0e-4, not gated"]
     assert rows[1]["d_ff"] == 4224 and "model.gated=false" in rows[1]["settings"]
-    lines = report.table(rows).splitlines()
+    lines = report.TABLE.render(rows).splitlines()
     assert len(lines) == 4 and f"| relu | {first[0]['held_out_ce']:.3f} |" in lines[2]
     assert report.correlations(rows) == {}
-    for path in report.plots(rows, tmp_path):
-        assert path.read_bytes().startswith(b"\x89PNG")

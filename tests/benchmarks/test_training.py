@@ -6,7 +6,8 @@ import json
 import jax
 import pytest
 
-from benchmarks import inference, render, training
+from benchmarks import inference, training
+from benchmarks.pages import TABLES
 from twell_jax.train import roofline
 
 SMALL = """
@@ -53,7 +54,7 @@ def test_a_record_of_several_meshes(small, monkeypatch, tmp_path):
         assert fsdp[name] == pytest.approx(data[name], rel=1e-2)
     assert fsdp["peak_bytes"] < data["peak_bytes"]
     assert len(sparse) == 3 and all("needs a Hopper GPU" in row["failed"] for row in sparse)
-    lines = render.training_table(rows).splitlines()
+    lines = TABLES["training"].render(rows).splitlines()
     assert len(lines) == 2 + len(rows)
     assert lines[2].startswith("| small | xla, relu | 1 x 1 | 2 | 128 | ")
     assert "(100 %) | " in lines[2] and lines[-1].startswith("| small | sparse, relu | 1 x 8 | - |")

@@ -1,0 +1,63 @@
+"""Plots of records: the block's speed-up, and the losses of a run computed in several ways."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tables import Row, block
+
+
+def speedup(figure, record: dict[str, Any]) -> None:
+    """The kernels' speed-up over nnz at the largest M; skewed solid, uniform dashed."""
+    axes = figure.subplots()
+    m = max(row["m"] for row in record["rows"])
+    rows = [
+        row
+        for row in record["rows"]
+        if row["m"] == m
+        and row["gated"]
+        and not row["heavy_rows"]
+        and not row.get("pruned")
+        and "speedup" in row
+    ]
+    kernels = [name for name in dict.fromkeys(map(block, rows)) if name not in ("xla", "tokamax")]
+    for index, name in enumerate(kernels):
+        for pattern, style in (("skewed", "o-"), ("uniform", "s--"), ("recorded", "^:")):
+            line = sorted(
+                (row["nnz_mean"], row["speedup"])
+                for row in rows
+                if (block(row), row["pattern"]) == (name, pattern)
+            )
+            if line:
+                label = f"{name}, {pattern}"
+                axes.plot(*zip(*line, strict=True), style, color=f"C{index}", ms=4, label=label)
+    axes.axhline(1, color="gray", lw=1)
+    axes.set(
+        xscale="log",
+        ylim=(0, None),
+        xlabel="mean non-zeros per token",
+        ylabel="speed-up over jitted dense XLA",
+        title=f"forward, M = {m}, {record['device']}, {record['date']}",
+    )
+    axes.legend(frameon=False, ncols=2)
+
+
+def losses(figure, record: dict[str, Any]) -> None:
+    """The variants' losses, their differences to the first, and where gradients were sparse."""
+    figure.set_size_inches(7, 8)
+    loss, difference, sparse = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
+    for row in record["rows"]:
+        at, smooth = row["step"], row["difference"]
+        loss.plot(at, row["ce"], lw=1, label=row["variant"])
+        difference.plot(at[-len(smooth) :], smooth, lw=1)
+        sparse.plot(at, 100 * sparse_share(row), lw=1)
+    loss.set(ylabel="cross-entropy (nats/token)", title=f"{record['device']}, {record['date']}")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    dense = record["rows"][0]["variant"]
+    difference.set_ylabel(f"minus {dense!r}, mean of {record['window']} logged steps")
+    sparse.set(xlabel="step", ylabel="sparse\ngradients (%)", ylim=(-5, 105))
+
+
+def sparse_share(row: Row) -> np.ndarray:
+    """The share of the layers' gradients that were sparse, at each logged step."""
+    return np.mean(np.array(row["chosen"]) * (1 - np.array(row["overflow"])), axis=1)

@@ -1,0 +1,61 @@
+"""The pages of docs: their tables are what the records say, their links lead somewhere."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import render
+from benchmarks.pages import SUMMARIES, TABLES, Pick
+from benchmarks.record import RESULTS
+
+DOCS = Path(__file__).parents[1] / "docs"
+RECORDS = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+MADE = render.pages(RECORDS, render.PAGES)
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+
+
+def test_every_record_has_a_page_and_every_page_records():
+    assert {record["benchmark"] for record in RECORDS.values()} <= set(TABLES)
+    assert {path.name for path in render.PAGES.glob("*.md")} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_page_of_results_is_what_render_makes_of_the_records(name):
+    assert (render.PAGES / name).read_text() == MADE[name], "run: python -m benchmarks.render"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_summaries_are_made_from_the_records(path):
+    assert path.read_text() == render.with_summaries(path), "run: python -m benchmarks.render"
+
+
+def test_performance_is_a_page_for_a_person():
+    text = (DOCS / "performance.md").read_text()
+    assert len(text) < 10_000
+    assert re.findall(r"<!-- table: (\w+) -->", text) == list(SUMMARIES)
+    assert all(len(summary.picks) <= 8 for summary in SUMMARIES.values())
+
+
+def test_a_pick_names_one_row():
+    rows = [
+        {"implementation": "xla", "nnz_mean": 29.04, "ms": 3},
+        {"implementation": "unions", "nnz_mean": 29.04, "ms": 2},
+        {"implementation": "unions", "nnz_mean": 60.0, "ms": 1},
+    ]
+    ours, dense = Pick("a record", "unions", {"nnz_mean": 29.0}).rows(rows)
+    assert (ours["ms"], dense["ms"]) == (2, 3)
+    for case in ({}, {"nnz_mean": 30.0}):
+        with pytest.raises(ValueError, match=r"a record has [02] rows of"):
+            Pick("a record", "unions", case).rows(rows)
+    with pytest.raises(ValueError, match="a record has no 'torch' before"):
+        Pick("a record", "unions", {"nnz_mean": 29.0}, dense="torch").rows(rows)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_links_lead_to_files(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s#]+)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
