@@ -1,10 +1,11 @@
 # make demo   sets up .venv and trains the default model on the CPU
 # make test   sets up .venv with the test tools, checks style and runs all tests
+# make docs   sets up .venv with Sphinx and builds the documentation site in docs/_build/html
 # make clean  removes .venv; runs/ stays
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test clean
+.PHONY: demo test docs clean
 
 demo: .venv/installed
 	bash .ci/demo
@@ -14,6 +15,9 @@ test: .venv/installed-dev
 	.venv/bin/ruff format --check
 	$(PYTHON) -m pytest --numprocesses auto
 
+docs: .venv/installed-docs
+	JAX_PLATFORMS=cpu $(PYTHON) -m sphinx -W --keep-going --quiet --builder html docs docs/_build/html
+
 .venv/installed: pyproject.toml .ci/venv
 	bash .ci/venv
 	$(PYTHON) -m pip install --quiet --editable .
@@ -21,6 +25,10 @@ test: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	$(PYTHON) -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(PYTHON) -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 clean:
