@@ -74,7 +74,8 @@ TABLES = {
         title="Whole models at inference",
         about="Random weights whose gates fire, layer by layer, as often as those of a trained "
         "model; the first token of every sequence fires most neurons. In brackets are ratios to "
-        "the faster dense model of the same case. Energy is the GPU's own counter over 5 s, peak "
+        'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, TwELL '
+        "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over 5 s, peak "
         'memory is what XLA states for the compiled call. "error" is that of cross-entropies or '
         "logits against the dense ReLU model.",
         columns={
@@ -197,12 +198,37 @@ class Summary:
     picks: tuple[Pick, ...]
 
 
-_H100 = "nvidia-h100-80gb-hbm3-20261121"
+_H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
 _GRADIENTS = f"gradients-{_H100}"
 _MODEL = {"ours": "mosaic, relu", "dense": "xla, relu"}
 _STEP = {"ours": "sparse, relu", "dense": "xla, relu"}
 _WORK = {"forward": "scoring", "prefill": "prefill", "decode": "decoding"}
+
+
+_LARGEST = "One micro-batch a step, the largest that fits by XLA's count, in steps of {} sequences."
+
+REMARKS = {  # what a reader of a record has to know, by the record's file name without `.json`
+    _FORWARD: "Calls are queued behind a waiting GPU: these are GPU times at high clocks.",
+    f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "
+    "out in turn, and unions took up to 3 % more time. The run ended before M = 4096.",
+    f"ffn-twell-{_H100}": 'A run before there were unions: with more than 64 tokens "mosaic" is '
+    "TwELL. The kernels for few tokens are those of today.",
+    f"gradients-98fbd7c-{_H100}": "A design that was dropped "
+    "([decision 0010](../design/0010-peak-memory.md)).",
+    f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
+    f"inference-cached-{_H100}": "A run before the cache was updated in place "
+    "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
+    f"inference-twell-{_H100}": "With TwELL, before a bug was found "
+    "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
+    f"training-0p5b-{_H100}": _LARGEST.format(4),
+    f"training-1p5b-{_H100}": _LARGEST.format(2),
+    f"training-0p5b-{_H200}": _LARGEST.format(8),
+    f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "
+    "138ade9; between them are tests and the order in which the benchmark allocates.",
+    "training-nvidia-h100-80gb-hbm3-20261120": "Four micro-batches a step, random weights that "
+    "fire half of the neurons.",
+}
 
 
 def _of(cell: Callable[[Row], str]) -> Callable[[Row, Row], str]:

@@ -3,11 +3,12 @@
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.tables import Row, block
 
 
-def speedup(figure, record: dict[str, Any]) -> None:
+def speedup(figure: Figure, record: dict[str, Any]) -> None:
     """The kernels' speed-up over nnz at the largest M; skewed solid, uniform dashed."""
     axes = figure.subplots()
     m = max(row["m"] for row in record["rows"])
@@ -42,7 +43,7 @@ def speedup(figure, record: dict[str, Any]) -> None:
     axes.legend(frameon=False, ncols=2)
 
 
-def losses(figure, record: dict[str, Any]) -> None:
+def losses(figure: Figure, record: dict[str, Any]) -> None:
     """The variants' losses, their differences to the first, and where gradients were sparse."""
     figure.set_size_inches(7, 8)
     loss, difference, sparse = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
-from benchmarks.pages import SUMMARIES, TABLES
+from benchmarks.pages import REMARKS, SUMMARIES, TABLES
 from benchmarks.record import RESULTS
 from benchmarks.tables import markdown
 
@@ -61,10 +63,13 @@ def main() -> None:
 
 
 def pages(records: dict[Path, dict[str, Any]], out: Path) -> dict[str, str]:
-    """The pages of these records by file name: one for each benchmark, the newest record first."""
+    """The pages of these records by file name: one for each benchmark.
+
+    The newest record comes first, of one day that with the shortest name.
+    """
     sections: dict[str, list[str]] = {}
-    newest_first = sorted(records, key=lambda path: records[path]["date"], reverse=True)
-    for path in newest_first:
+    by_name = sorted(records, key=lambda path: (len(short_name(path)), path))
+    for path in sorted(by_name, key=lambda path: records[path]["date"], reverse=True):
         record = records[path]
         sections.setdefault(record["benchmark"], []).append(section(path, record, out))
     return {
@@ -84,6 +89,7 @@ def section(path: Path, record: dict[str, Any], out: Path) -> str:
     parts = [
         f"## {short_name(path)}, {origin}",
         f"[{path.name}]({_link(path, out)}), {commit}jax {record['versions']['jax']}.",
+        *([REMARKS[path.stem]] if path.stem in REMARKS else []),
         table.render(record["rows"]),
     ]
     if notes := table.notes(record["rows"]):
@@ -94,7 +100,9 @@ def section(path: Path, record: dict[str, Any], out: Path) -> str:
     return "\n\n".join(parts)
 
 
-def save_plot(draw, record: dict[str, Any], path: Path) -> None:
+def save_plot(
+    draw: Callable[[Figure, dict[str, Any]], None], record: dict[str, Any], path: Path
+) -> None:
     """Draws a record into a PNG."""
     figure = plt.figure(figsize=(7, 4.5), layout="constrained")
     draw(figure, record)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import render
-from benchmarks.pages import SUMMARIES, TABLES, Pick
+from benchmarks.pages import REMARKS, SUMMARIES, TABLES, Pick
 from benchmarks.record import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -19,6 +19,7 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts
 def test_every_record_has_a_page_and_every_page_records():
     assert {record["benchmark"] for record in RECORDS.values()} <= set(TABLES)
     assert {path.name for path in render.PAGES.glob("*.md")} == set(MADE)
+    assert {path.stem for path in RECORDS} >= set(REMARKS)
 
 
 @pytest.mark.parametrize("name", MADE)

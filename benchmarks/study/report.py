@@ -1,6 +1,9 @@
 """What `benchmarks.render` shows of a record of the study: a table, correlations and four plots."""
 
+from typing import Any
+
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.tables import Row, Table, number
 
@@ -22,14 +25,15 @@ def describe_correlations(rows: list[Row]) -> str:
 
 
 def l1_coefficient(row: Row) -> float:
-    """What the variant was trained with; its last setting counts."""
+    """The coefficient that the variant was trained with; its last setting counts."""
     return float(dict(s.split("=", 1) for s in row["settings"]).get("l1_coefficient", 0))
 
 
 def correlations(rows: list[Row]) -> dict[str, float]:
-    """Pearson's r of speed-up and what it may depend on, over all layers of the gated variants.
+    """Pearson's r between speed-up and what it may depend on, over all layers of gated variants.
 
-    A plain block spends another share of its time on the non-zeros. Empty without three layers.
+    Variants without a gate are left out: they spend another share of their time on the non-zeros.
+    The result is empty if there are fewer than three layers.
     """
     layers = [
         layer
@@ -45,7 +49,7 @@ def correlations(rows: list[Row]) -> dict[str, float]:
     return {"mean nnz": float(of_nnz), "256 tokens share": float(of_share)}
 
 
-def _plot_cross_entropy(figure, record):
+def _plot_cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
     rows = in_order(record["rows"])
     axes = figure.subplots()
     for row in rows:
@@ -58,7 +62,7 @@ def _plot_cross_entropy(figure, record):
     axes.margins(x=0.2)
 
 
-def _plot_depth(figure, record):
+def _plot_depth(figure: Figure, record: dict[str, Any]) -> None:
     rows = in_order(record["rows"])
     axes = figure.subplots()
     for row in rows:
@@ -67,7 +71,7 @@ def _plot_depth(figure, record):
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_position(figure, record):
+def _plot_position(figure: Figure, record: dict[str, Any]) -> None:
     rows = in_order(record["rows"])
     axes = figure.subplots()
     for row in rows:
@@ -79,7 +83,7 @@ def _plot_position(figure, record):
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
 
 
-def _plot_speedup(figure, record):
+def _plot_speedup(figure: Figure, record: dict[str, Any]) -> None:
     rows = in_order(record["rows"])
     by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
     for i, row in enumerate(rows):  # the colours are those of the other plots
