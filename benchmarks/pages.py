@@ -75,8 +75,8 @@ TABLES = {
         about="Random weights whose gates fire, layer by layer, as often as those of a trained "
         "model; the first token of every sequence fires most neurons. In brackets are ratios to "
         'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, TwELL '
-        "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over 5 s, peak "
-        'memory is what XLA states for the compiled call. "error" is that of cross-entropies or '
+        "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over "
+        '5 s, peak memory is what XLA states for the compiled call. "error" is that of cross-entropies or '
         "logits against the dense ReLU model.",
         columns={
             "model": number("model", "{}"),
