@@ -76,8 +76,8 @@ TABLES = {
         "model; the first token of every sequence fires most neurons. In brackets are ratios to "
         'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, TwELL '
         "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over "
-        '5 s, peak memory is what XLA states for the compiled call. "error" is that of cross-entropies or '
-        "logits against the dense ReLU model.",
+        '5 s, peak memory is what XLA states for the compiled call. "error" compares '
+        "cross-entropies or logits with those of the dense ReLU model.",
         columns={
             "model": number("model", "{}"),
             "direction": number("direction", "{}"),
