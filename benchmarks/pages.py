@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.study import report
-from benchmarks.tables import Row, Table, block, number, yes
+from benchmarks.tables import UNKNOWN, Row, Table, block, number, yes
 
 
 def _milliseconds(row: Row) -> str:
@@ -40,7 +40,7 @@ TABLES = {
             "pattern": number("pattern", "{}"),
             "copies": number("superposed", "{}"),
             "gated": yes("gated"),
-            "pruned": lambda row: f"{row['pruned']:.0%}" if row["pruned"] else "-",
+            "pruned": lambda row: f"{row['pruned']:.0%}" if row["pruned"] else UNKNOWN,
             "mean nnz": number("nnz_mean", "{:.1f}"),
             "dense rows": number("heavy_rows", "{}"),
         },
@@ -239,6 +239,12 @@ def _ratio(ours: Row, dense: Row) -> str:
     return f"**{dense['ms'] / ours['ms']:.2f}x**"
 
 
+def _energy_ratio(ours: Row, dense: Row) -> str:
+    if "joules_per_token" not in ours:
+        return UNKNOWN
+    return f"{ours['joules_per_token'] / dense['joules_per_token']:.2f}x"
+
+
 def _sequences(row: Row) -> str:
     if "direction" in row:
         return f"{row['batch']} x {row['context']}"
@@ -306,7 +312,7 @@ SUMMARIES = {
             "dense XLA, tokens/s": lambda ours, dense: f"{dense['tokens_per_second']:,.0f}",
             "kernels, tokens/s": _of(number("tokens_per_second", "{:,.0f}")),
             "speed-up": _ratio,
-            "energy": _of(lambda row: f"{row['energy']:.2f}x" if "energy" in row else "-"),
+            "energy": _energy_ratio,
         },
         picks=(
             *(
