@@ -13,7 +13,10 @@ from benchmarks.record import RESULTS
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
 MADE = render.pages(RECORDS, render.PAGES)
-PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+PAGES = (
+    sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("design/*.md")) + sorted(DOCS.glob("results/*.md"))
+)
+CODE = re.compile(r"`((?:twell_jax|pallas_kernels|benchmarks|tests|configs)/[\w/]+\.(?:py|yaml))`")
 
 
 def test_every_record_has_a_page_and_every_page_records():
@@ -60,3 +63,9 @@ def test_links_lead_to_files(path):
     for target in re.findall(r"\]\(([^)\s#]+)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_files_of_code_that_a_page_names_exist(path):
+    named = [name for name in CODE.findall(path.read_text()) if not name.endswith("name.py")]
+    assert [name for name in named if not (DOCS.parent / name).exists()] == []
