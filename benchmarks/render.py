@@ -22,8 +22,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from benchmarks.pages import REMARKS, SUMMARIES, TABLES
+from benchmarks.pages import REMARKS, TABLES
 from benchmarks.record import RESULTS
+from benchmarks.summaries import SUMMARIES
 from benchmarks.tables import markdown
 
 DOCS = Path(__file__).parents[1] / "docs"

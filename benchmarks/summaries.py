@@ -1,0 +1,211 @@
+"""Short tables within the pages of docs: rows picked from the records.
+
+A page marks the place of a summary by its name in SUMMARIES; `benchmarks.render` fills it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.pages import mesh
+from benchmarks.tables import UNKNOWN, Cell, Row, number, yes
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A line of a summary: a row of a record, and the row that it is compared with.
+
+    Attributes:
+      record: the record's file name, without `.json`.
+      ours: values of the row; floats agree if their first decimals do. Only one row has them.
+      baseline: values of the row to compare with, the last one up to ours that has them.
+    """
+
+    record: str
+    ours: Mapping[str, Any]
+    baseline: Mapping[str, Any]
+
+    def rows(self, rows: list[Row]) -> tuple[Row, Row]:
+        """Our row and the baseline.
+
+        Raises:
+          ValueError: if the record has no or several such rows of ours, or no baseline.
+        """
+        ours = [i for i, row in enumerate(rows) if _has(row, self.ours)]
+        if len(ours) != 1:
+            raise ValueError(f"{self.record} has {len(ours)} rows with {dict(self.ours)}, not 1")
+        baseline = [row for row in rows[: ours[0] + 1] if _has(row, self.baseline)]
+        if not baseline:
+            raise ValueError(f"{self.record} has no row with {dict(self.baseline)} before ours")
+        return rows[ours[0]], baseline[-1]
+
+
+def _has(row: Row, values: Mapping[str, Any]) -> bool:
+    return all(
+        key in row and (round(row[key], 1) if isinstance(value, float) else row[key]) == value
+        for key, value in values.items()
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A short table within a page: lines picked from records, each with a link to its record.
+
+    Attributes:
+      columns: by heading, the cell of our row and the baseline.
+      picks: its lines.
+    """
+
+    columns: Mapping[str, Callable[[Row, Row], str]]
+    picks: tuple[Pick, ...]
+
+
+_H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
+_FORWARD = f"ffn-goals-{_H100}"
+_GRADIENTS = f"gradients-{_H100}"
+_WORK = {
+    "forward": "scoring",
+    "prefill": "prefill",
+    "decode": "decoding",
+    "training": "training step",
+}
+
+
+def _pick(record: str, ours: str, case: Mapping[str, Any], dense: str = "xla") -> Pick:
+    """Two implementations of the same case."""
+    return Pick(record, {**case, "implementation": ours}, {**case, "implementation": dense})
+
+
+def _model(name: str, **case: Any) -> Pick:
+    return _pick(f"{name}-{_H100}", "mosaic, relu", case, "xla, relu")
+
+
+def _step(config: str) -> Pick:
+    return _pick(f"training-{config}-{_H100}", "sparse, relu", {"config": config}, "xla, relu")
+
+
+def _mesh_step(config: str, devices: int, fsdp: int) -> Pick:
+    """A dense step on several devices, to compare with that on one."""
+    dense = {"config": config, "implementation": "xla, relu"}
+    of = {**dense, "devices": devices, "fsdp": fsdp}
+    return Pick(f"training-{config}-{_H200}", of, {**dense, "devices": 1})
+
+
+def _of(cell: Cell) -> Callable[[Row, Row], str]:
+    return lambda ours, baseline: cell(ours)
+
+
+def _baseline(cell: Cell) -> Callable[[Row, Row], str]:
+    return lambda ours, baseline: cell(baseline)
+
+
+def _speedup(ours: Row, baseline: Row) -> str:
+    return f"**{baseline['ms'] / ours['ms']:.2f}x**"
+
+
+def _energy_ratio(ours: Row, baseline: Row) -> str:
+    if "joules_per_token" not in ours:
+        return UNKNOWN
+    return f"{ours['joules_per_token'] / baseline['joules_per_token']:.2f}x"
+
+
+def _sequences(row: Row) -> str:
+    if "direction" in row:
+        return f"{row['batch']} x {row['context']}"
+    return f"{row['micro_batch']} x {row['batch_tokens'] // row['micro_batch']}"
+
+
+SUMMARIES: dict[str, Summary] = {
+    "forward": Summary(
+        columns={
+            "tokens": _of(number("m", "{:,}")),
+            "pattern": _of(number("pattern", "{}")),
+            "mean nnz of 5632": _of(number("nnz_mean", "{:.0f}")),
+            "dense XLA, ms": _baseline(number("ms", "{:.3f}")),
+            "kernels, ms": _of(number("ms", "{:.3f}")),
+            "speed-up": _speedup,
+        },
+        picks=tuple(
+            _pick(_FORWARD, ours, {"m": m, "pattern": pattern, "nnz_mean": nnz})
+            for m, pattern, nnz, ours in (
+                (16384, "recorded", 20.0, "unions"),
+                (16384, "skewed", 29.0, "unions"),
+                (16384, "skewed", 60.1, "unions"),
+                (16384, "skewed", 299.6, "unions"),
+                (16384, "uniform", 29.3, "unions"),
+                (16384, "uniform", 1497.0, "unions"),
+                (32, "skewed", 28.2, "mosaic"),
+                (1, "skewed", 29.0, "mosaic"),
+            )
+        ),
+    ),
+    "gradients": Summary(
+        columns={
+            "pattern": _of(number("pattern", "{}")),
+            "mean nnz of 5632": _of(number("nnz_mean", "{:.0f}")),
+            "dense rows": _of(number("heavy_rows", "{}")),
+            "gated": _of(yes("gated")),
+            "fits": _of(lambda row: "no" if row["overflow"] else "yes"),
+            "dense XLA, ms": _baseline(number("ms", "{:.2f}")),
+            "sparse gradients, ms": _of(number("ms", "{:.2f}")),
+            "speed-up": _speedup,
+            "peak memory": lambda ours, dense: f"{ours['peak_bytes'] / dense['peak_bytes']:.0%}",
+        },
+        picks=tuple(
+            Pick(
+                _GRADIENTS,
+                {**case, "implementation": "unions", "gradient_capacity": 0.5},
+                {**case, "implementation": "xla"},
+            )
+            for case in (
+                {"pattern": pattern, "nnz_mean": nnz, "gated": gated}
+                for pattern, nnz, gated in (
+                    ("recorded", 20.0, True),
+                    ("recorded", 25.4, True),
+                    ("skewed", 29.0, True),
+                    ("skewed", 60.1, True),
+                    ("skewed", 29.0, False),
+                    ("skewed", 120.1, True),
+                    ("uniform", 29.3, True),
+                )
+            )
+        ),
+    ),
+    "models": Summary(
+        columns={
+            "work": _of(lambda row: _WORK[row.get("direction", "training")]),
+            "model": _of(lambda row: row.get("model") or row["config"]),
+            "sequences": _of(_sequences),
+            "dense XLA, tokens/s": _baseline(number("tokens_per_second", "{:,.0f}")),
+            "kernels, tokens/s": _of(number("tokens_per_second", "{:,.0f}")),
+            "speed-up": _speedup,
+            "energy": _energy_ratio,
+        },
+        picks=(
+            _model("inference", model="2b", direction="forward"),
+            _model("inference-1p5b", model="1p5b", direction="forward"),
+            _model("inference", model="0p5b", direction="forward"),
+            _step("0p5b"),
+            _step("1p5b"),
+            _model("inference", model="2b", direction="prefill", batch=1),
+            _model("inference-cached", model="2b", direction="decode", batch=1),
+            _model("inference-cached", model="2b", direction="decode", batch=32),
+        ),
+    ),
+    "scaling": Summary(
+        columns={
+            "model": _of(number("config", "{}")),
+            "data x fsdp": _of(mesh),
+            "compute, estimate": _of(number("estimate_ms", "{:.0f}")),
+            "the step": _of(number("ms", "{:.0f}")),
+            "over the mesh, estimate": _of(number("estimate_collective_ms", "{:.1f}")),
+            "exposed": _of(number("exposed_ms", "{:.1f}")),
+            "longer than on one GPU": lambda ours, alone: f"{ours['ms'] - alone['ms']:.0f}",
+        },
+        picks=tuple(
+            _mesh_step(config, devices, fsdp)
+            for config in ("0p5b", "1p5b")
+            for devices, fsdp in ((1, 1), (2, 1), (4, 1), (4, 4))
+        ),
+    ),
+}
