@@ -20,7 +20,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 
 
-def relative_error(out, reference) -> float:
+def relative_error(out: jax.Array, reference: jax.Array) -> float:
     """||out - reference|| / ||reference|| in float64."""
     out, reference = (np.asarray(a.astype("float32"), np.float64) for a in (out, reference))
     return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
