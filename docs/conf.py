@@ -26,6 +26,7 @@ release = twell_jax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+suppress_warnings = ["ref.python"]  # names of attributes, such as nnz, that several classes have
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `x` for code, as Markdown does
