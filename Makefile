@@ -15,9 +15,6 @@ test: .venv/installed-dev
 	.venv/bin/ruff format --check
 	$(PYTHON) -m pytest --numprocesses auto
 
-docs: .venv/installed-docs
-	JAX_PLATFORMS=cpu $(PYTHON) -m sphinx -W --keep-going --quiet --builder html docs docs/_build/html
-
 .venv/installed: pyproject.toml .ci/venv
 	bash .ci/venv
 	$(PYTHON) -m pip install --quiet --editable .
@@ -26,6 +23,9 @@ docs: .venv/installed-docs
 .venv/installed-dev: .venv/installed
 	$(PYTHON) -m pip install --quiet --editable '.[dev]'
 	touch $@
+
+docs: .venv/installed-docs
+	JAX_PLATFORMS=cpu $(PYTHON) -m sphinx -W --keep-going --quiet --builder html docs docs/_build/html
 
 .venv/installed-docs: .venv/installed
 	$(PYTHON) -m pip install --quiet --editable '.[docs]'
