@@ -1,0 +1,50 @@
+"""`SparseMLP` in a Flax Linen model: `nnx.bridge.to_linen` makes a Linen module of it.
+
+Run it with `python examples/linen_model.py`; it takes a few seconds on a CPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, nnx
+
+from twell_jax import SparseMLP
+
+MODULUS, WIDTH, NEURONS = 31, 64, 512
+L1_COEFFICIENT = 3e-2
+
+
+class Adder(linen.Module):
+    """Two embedded numbers, a sparse residual block, the logits of their sum modulo 31."""
+
+    @linen.compact
+    def __call__(self, numbers):
+        x = linen.Embed(MODULUS, WIDTH // 2)(numbers).reshape(len(numbers), WIDTH)
+        mlp = nnx.bridge.to_linen(SparseMLP, WIDTH, NEURONS)
+        y, stats = mlp(x, return_stats=True)
+        return linen.Dense(MODULUS)(x + y), stats
+
+
+model, optimizer = Adder(), optax.adam(3e-3)
+
+
+@jax.jit
+def step(params, optimizer_state, numbers, sums):
+    def loss(params):
+        logits, stats = model.apply({"params": params}, numbers)
+        error = optax.softmax_cross_entropy_with_integer_labels(logits, sums).mean()
+        return error + L1_COEFFICIENT * stats.l1, (error, stats)
+
+    grads, (error, stats) = jax.grad(loss, has_aux=True)(params)
+    updates, optimizer_state = optimizer.update(grads, optimizer_state)
+    return optax.apply_updates(params, updates), optimizer_state, error, stats
+
+
+a, b = jnp.divmod(jnp.arange(MODULUS**2), MODULUS)
+numbers, sums = jnp.stack([a, b], axis=1), (a + b) % MODULUS
+params = model.init(jax.random.key(0), numbers)["params"]
+optimizer_state = optimizer.init(params)
+for i in range(301):
+    params, optimizer_state, error, stats = step(params, optimizer_state, numbers, sums)
+    if i % 100 == 0:
+        print(f"step {i}: cross-entropy {error:.3f}, neurons per input: {stats.nnz:.0f}")

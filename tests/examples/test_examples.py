@@ -1,0 +1,95 @@
+"""Each example runs as it stands, within a few seconds, and does what it is there to show."""
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = ["def add(a, b):", "import "]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`run(name, *arguments)` is the text that the example prints."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def steps(printed: str) -> list[list[float]]:
+    """The numbers of each line about a step, without that of the step."""
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    return [[float(number) for number in re.findall(r"\d+\.?\d*", line)][1:] for line in lines]
+
+
+def continuations(printed: str) -> list[str]:
+    return [ast.literal_eval(line) for line in printed.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["nnx_model", "linen_model"])
+def test_a_model_learns_to_add_with_few_neurons(run, name):
+    (_, *fired_at_first), *_, (cross_entropy, *fired) = steps(run(name))
+    assert cross_entropy < 0.1
+    for before, after in zip(fired_at_first, fired, strict=True):
+        assert 0 < after < before / 4
+
+
+def test_plain_jax_learns_the_facts_with_few_neurons(run):
+    (_, fired_at_first), *_, (error, fired) = steps(run("plain_jax"))
+    assert error < 0.01
+    assert 0 < fired < fired_at_first / 4
+
+
+def test_fine_tuning_lowers_the_loss_and_closes_gates_and_its_model_writes_text(run):
+    printed = run("finetune")
+    (cross_entropy_at_first, fired_at_first), *_, (cross_entropy, fired) = steps(printed)
+    assert cross_entropy < cross_entropy_at_first - 2
+    assert 0 < fired < fired_at_first / 2
+
+    directory = printed.split("model: ")[1].strip()
+    for prompt, text in zip(PROMPTS, continuations(run("generate_text", directory)), strict=True):
+        assert text.startswith(prompt)
+        written = text.removeprefix(prompt)
+        assert len(written) > 30
+        assert sum(c.isascii() and (c.isprintable() or c == "\n") for c in written) > 0.9 * len(
+            written
+        )
+
+
+def test_without_a_model_random_bytes_follow_the_prompts(run):
+    for prompt, text in zip(PROMPTS, continuations(run("generate_text")), strict=True):
+        assert text.startswith(prompt) and len(text) > len(prompt)
+
+
+def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for example in EXAMPLES.glob("*.py"):
+        (tmp_path / "corpus" / example.name).write_text(example.read_text() * 4)
+    settings = (
+        "steps=1 micro_batch=8 batch_tokens=1024 eval_sequences=8 model.context=128 model.layers=1 "
+        f"model.d_model=64 model.d_ff=256 data.source=files data.paths=[{tmp_path}/corpus/*.py] "
+        f"data.held_out_fraction=0.4 data.cache_dir={tmp_path}/cache run_dir={tmp_path}/run"
+    )
+    command = [sys.executable, "train.py", "configs/tiny.yaml", *settings.split()]
+    subprocess.run(command, cwd=EXAMPLES.parent, check=True)
+    width, _, fired = run("prune", str(tmp_path / "run")).splitlines()
+    assert width == "d_ff 256 -> 256"
+    assert fired == "0.00% of other tokens fire a removed neuron"
+
+
+def test_every_example_is_short_and_tested():
+    source = Path(__file__).read_text()
+    for example in EXAMPLES.glob("*.py"):
+        assert f'"{example.stem}"' in source
+        assert len(example.read_text().splitlines()) < 60
