@@ -1,0 +1,121 @@
+"""`import twell_jax` is light, and imports go down: train.py -> twell_jax -> pallas_kernels."""
+
+import ast
+import graphlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("twell_jax", "pallas_kernels")
+
+# Each room, and the rooms that its modules may import beside their own. A module belongs to the
+# room of the longest name that it starts with.
+MAY_IMPORT = {
+    "pallas_kernels.layouts": "",
+    "pallas_kernels.in_place": "",
+    "pallas_kernels.reference": "layouts",
+    "pallas_kernels.hopper.device": "layouts",
+    "pallas_kernels.hopper.frames": "layouts hopper.device",
+    "pallas_kernels.hopper": "layouts in_place hopper.device hopper.frames",
+    "pallas_kernels": "layouts hopper reference",
+    "twell_jax.ffn": "pallas_kernels pallas_kernels.layouts",
+    "twell_jax.config": "ffn",
+    "twell_jax.data": "config",
+    "twell_jax.models": "ffn config data",
+    "twell_jax.train": "ffn config data models",
+    "twell_jax.analysis": "ffn config data models",
+    "twell_jax.inference": "ffn config data models train",
+    "twell_jax": "ffn",
+}
+# The commands stand above all rooms.
+COMMANDS = (
+    "train",
+    *(f"twell_jax.{name}" for name in ("generate", "evaluate", "export", "analyze")),
+)
+
+# What a room may import of other people's packages, where that is a promise.
+THIRD_PARTY = {
+    "pallas_kernels": {"jax", "jaxlib", "numpy"},
+    "twell_jax.ffn": {"jax", "numpy", "flax"},
+}
+NOT_THIRD_PARTY = {"twell_jax.data": {"jax", "flax"}}  # text and tokens need no accelerator
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {
+    name_of(path): path
+    for path in [ROOT / "train.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+}
+
+
+def imports(module: str) -> Iterator[str]:
+    """Full names of what a module imports, wherever in it; of ours, the module that is meant."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute here"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in FILES else str(node.module)
+
+
+def room(module: str) -> str:
+    """The room that a module belongs to."""
+    rooms = [name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")]
+    return max(rooms, key=len)
+
+
+def test_importing_the_package_loads_jax_numpy_flax_and_nothing_else():
+    script = """if True:
+        import json, sys
+        import flax, flax.nnx, jax, jax.experimental.pallas.mosaic_gpu, numpy
+        before = {name.split(".")[0] for name in sys.modules}
+        import twell_jax
+        after = {name.split(".")[0] for name in sys.modules}
+        print(json.dumps(sorted(after - before - sys.stdlib_module_names)))
+    """
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == ["pallas_kernels", "twell_jax"]
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - set(COMMANDS)))
+def test_imports_go_down(module):
+    own = room(module)
+    package = own.split(".")[0]
+    allowed = [
+        name if name.startswith(PACKAGES) else f"{package}.{name}"
+        for name in MAY_IMPORT[own].split()
+    ]
+    for name in imports(module):
+        package = name.split(".")[0]
+        assert package not in ("train", "benchmarks", "tests") and name not in COMMANDS
+        if package in PACKAGES:
+            assert room(name) in (own, *allowed), f"{module} imports {name}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {module: {name for name in imports(module) if name in FILES} for module in FILES}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_rooms_keep_to_the_packages_that_they_need(module):
+    used = {name.split(".")[0] for name in imports(module)}
+    used -= sys.stdlib_module_names | set(PACKAGES)
+    for prefix, allowed in THIRD_PARTY.items():
+        if f"{module}.".startswith(f"{prefix}."):
+            assert used <= allowed
+    for prefix, forbidden in NOT_THIRD_PARTY.items():
+        if f"{module}.".startswith(f"{prefix}."):
+            assert not used & forbidden
