@@ -1,5 +1,6 @@
 # make demo   sets up .venv and trains the default model on the CPU
-# make test   sets up .venv with the test tools, checks style and runs all tests
+# make test   sets up .venv with the test tools, checks style and types, builds the documentation
+#             and runs all tests
 # make docs   sets up .venv with Sphinx and builds the documentation site in docs/_build/html
 # make clean  removes .venv; runs/ stays
 
@@ -13,6 +14,8 @@ demo: .venv/installed
 test: .venv/installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	$(MAKE) docs
 	$(PYTHON) -m pytest --numprocesses auto
 
 .venv/installed: pyproject.toml .ci/venv
