@@ -7,11 +7,11 @@ random weights writes random bytes.
 import sys
 
 from flax import nnx
-from twell_jax.inference.generation import ENDED, generate
 
 from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import language_model
+from twell_jax.inference.generation import ENDED, generate
 from twell_jax.inference.language_model import LanguageModel
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models.transformer import Transformer
