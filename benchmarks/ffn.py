@@ -7,7 +7,7 @@ does, so that weights come from memory and launch gaps count; times are per laye
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
-from pallas_kernels.hopper.few_tokens import MAX_TOKENS
+from pallas_kernels.kernels import MAX_FEW_TOKENS
 from twell_jax import FFNStats, sparse_ffn
 from twell_jax.analysis import timing
 
@@ -82,7 +82,7 @@ def measure(
     gated: bool = True,
     pruned: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per implementation; the first is the baseline.
+    """One row per block of `BLOCKS`; the first is the baseline.
 
     Neurons that never fire are a fraction `pruned` of all, if it is not 0, and only the baseline
     has them.
@@ -97,8 +97,9 @@ def measure(
         "pruned": pruned,
     }
     baseline_ms = None
-    ours = ("mosaic",) if m <= MAX_TOKENS else ("twell", "unions")
+    ours = ("mosaic",) if m <= MAX_FEW_TOKENS else ("twell", "unions")
     for name in ("xla", *ours, *(("tokamax",) if gated else ())):
+        named = BLOCKS.get(name, {"implementation": name})
         try:
             run = partial(stack, name=name)
             mine = layers
@@ -113,18 +114,21 @@ def measure(
         except Exception as problem:  # a row says so, and the others go on
             if baseline_ms is None:
                 raise
-            yield case | {"implementation": name, "failed": record.failure(problem)}
+            yield case | named | {"failed": record.failure(problem)}
             continue
         baseline_ms = baseline_ms or ms
-        yield case | {
-            "implementation": name,
-            "ms": ms,
-            "enqueue_ms": enqueue_ms,
-            "baseline": "xla",
-            "baseline_ms": baseline_ms,
-            "speedup": baseline_ms / ms,
-            "error": error,
-        }
+        yield (
+            case
+            | named
+            | {
+                "ms": ms,
+                "enqueue_ms": enqueue_ms,
+                "baseline": "xla",
+                "baseline_ms": baseline_ms,
+                "speedup": baseline_ms / ms,
+                "error": error,
+            }
+        )
 
 
 def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
@@ -185,19 +189,20 @@ def _relu(g):  # jax.nn.relu with its own derivative does not lower in tokamax's
     return jnp.maximum(g, 0)
 
 
-IMPLEMENTATIONS: dict[str, Callable] = {  # (x, w_gate, w_up, w_down) -> y; the baseline first
-    "xla": lambda *operands: sparse_ffn(*operands, implementation="xla")[0],
-    "mosaic": lambda *operands: sparse_ffn(*operands, implementation="mosaic")[0],
-    "twell": lambda *operands: sparse_ffn(*operands, implementation="twell")[0],
-    "unions": lambda *operands: sparse_ffn(*operands, implementation="unions")[0],
-    "tokamax": tokamax_ffn,
+BLOCKS: dict[str, dict[str, Any]] = {  # how a caller asks `sparse_ffn` for each
+    "xla": {"implementation": "xla"},
+    "mosaic": {"implementation": "mosaic"},
+    "twell": {"implementation": "mosaic", "packing": "twell"},
+    "unions": {"implementation": "mosaic", "packing": "unions"},
 }
 
 
 @partial(jax.jit, static_argnames="name")
 def stack(x: jax.Array, layers: list, *, name: str) -> list[jax.Array]:
     """The block with each layer's weights in turn, all on the same x."""
-    return [IMPLEMENTATIONS[name](x, *weights) for weights in layers]
+    if name == "tokamax":
+        return [tokamax_ffn(x, *weights) for weights in layers]
+    return [sparse_ffn(x, *weights, **BLOCKS[name])[0] for weights in layers]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from pallas_kernels.layouts.weights import Weights
 
 type Arrays = tuple[jax.Array, ...]
 
+MAX_FEW_TOKENS = hopper.few_tokens.MAX_TOKENS  # that `few_tokens_ffn` takes
+
 
 class Kernels(NamedTuple):
     """A back end.

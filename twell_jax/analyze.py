@@ -41,8 +41,8 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
         config = config_lib.from_dict(config.model_dump() | {"eval_sequences": sequences})
     corpus = data.load(config)
     with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
-        trained_on = checkpoints.restore_position()["corpus"]
-    if corpus.fingerprint != trained_on:
+        position = checkpoints.restore_position()
+    if position is None or corpus.fingerprint != position["corpus"]:
         raise ConfigError(
             f"data: the text is not that of the run in {run_dir}, and what is held out now may "
             "have been trained on; restore the old files"

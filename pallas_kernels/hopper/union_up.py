@@ -75,7 +75,7 @@ def union_up(
     return hidden, jnp.sum(l1, where=is_computed)
 
 
-def describe_item(i, _, items, neurons, sizes, *rest):
+def describe_item(i, _, items, neurons, sizes, *rest) -> tuple[jax.Array, ...]:
     """Item, row tile, first neuron, and how many there are from this one on."""
     chunks = neurons.shape[1] // CHUNK_NEURONS
     tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS

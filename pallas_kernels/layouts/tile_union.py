@@ -81,7 +81,7 @@ def first_row(blocks: jax.Array, factors: int, i: int) -> int:
     return blocks.shape[1] - CHUNK_NEURONS * (factors - i)
 
 
-def check_columns(name: str, dense: jax.Array) -> None:
+def check_columns(name: str, dense: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises ValueError unless `dense` is a matrix that has tile unions."""
     if (
         dense.ndim != 2

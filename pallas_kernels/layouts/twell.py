@@ -23,7 +23,9 @@ MAX_ROW_ENTRIES = 128  # of a row that is not heavy; `dense_rows` computes a lon
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def packed_shape(m: int, h: int, *, tile: int = TILE, compression: int = COMPRESSION):
+def packed_shape(
+    m: int, h: int, *, tile: int = TILE, compression: int = COMPRESSION
+) -> tuple[int, int, int]:
     """Shape `(m, tiles, words)` of the packed form of an `[m, h]` matrix.
 
     Raises ValueError if `tile` does not hold at least two words of `compression` columns each or if

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import ffn, patterns, record, render
 from benchmarks.pages import TABLES
+from pallas_kernels.kernels import REFERENCE
+from twell_jax.ffn import dispatch
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "skewed"])
@@ -43,10 +45,9 @@ def test_the_recorded_pattern_comes_out_of_the_gate():
     np.testing.assert_array_equal(active, expected.astype(bool))
 
 
-def test_rows_are_complete_and_rendered(monkeypatch, tmp_path):
+def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(ffn, "D", 128)
     monkeypatch.setattr(ffn, "H", 256)
-    monkeypatch.setitem(ffn.IMPLEMENTATIONS, "mosaic", ffn.IMPLEMENTATIONS["xla"])
     rows = []
     for pattern in ("skewed", "uniform"):
         for nnz in (5, 20):
@@ -76,7 +77,8 @@ def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel\nand more")
 
-    monkeypatch.setitem(ffn.IMPLEMENTATIONS, "mosaic", broken)
+    kernels = REFERENCE._replace(few_tokens_ffn=broken)
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
     ffn.stack.clear_cache()
     rows = {row["implementation"]: row for row in ffn.measure(m=32, pattern="uniform", nnz=5)}
     assert rows["mosaic"]["failed"] == "RuntimeError: no such kernel"

@@ -72,13 +72,17 @@ def measure_activity(
     model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
 ) -> Activity:
     """Counts which neurons a model fires; the arguments are those of `firing_patterns`."""
-    ce, nnz, usage = [], [], 0
-    union = {size: [] for size in UNION_SIZES if size < sequences.shape[1]}
+    ce: list[jax.Array] = []
+    nnz: list[jax.Array] = []
+    usage = np.zeros((), np.int64)
+    union: dict[int, list[jax.Array]] = {
+        size: [] for size in UNION_SIZES if size < sequences.shape[1]
+    }
     patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
     for batch_ce, fired in patterns:
         ce.append(batch_ce)
         nnz.append(jnp.sum(fired, axis=-1, dtype=jnp.int32))
-        usage += np.asarray(jnp.sum(fired, axis=(1, 2), dtype=jnp.int32), np.int64)
+        usage = usage + np.asarray(jnp.sum(fired, axis=(1, 2), dtype=jnp.int32), np.int64)
         for size, shares in union.items():
             shares.append(union_share(fired, size))
     return Activity(

@@ -103,6 +103,7 @@ def _plot_layer_lines(
 ) -> None:
     """Draws a line per layer, coloured by depth."""
     colors = plt.cm.ScalarMappable(plt.Normalize(0, max(1, len(layers) - 1)), "winter")
-    for layer, y in enumerate(layers):
-        axes.plot(x, y, style, ms=3, lw=1.2, color=colors.to_rgba(layer))
+    shades = colors.to_rgba(np.arange(len(layers)))
+    for y, shade in zip(layers, shades, strict=True):
+        axes.plot(x, y, style, ms=3, lw=1.2, color=shade)
     axes.figure.colorbar(colors, ax=axes, label="layer", ticks=MaxNLocator(integer=True))

@@ -17,7 +17,7 @@ from pallas_kernels.hopper.device import simt
 _HOLD_MS = 30.0  # how long the GPU is held busy while calls are queued
 
 
-def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
+def milliseconds(f: Callable, *args: Any, calls: int, repeats: int = 7) -> float:
     """Time of one call of a jitted `f`, in milliseconds: the median over `repeats` of a mean.
 
     On a GPU its own clock is read. Calls are queued while the GPU is held busy, so that it runs
@@ -35,12 +35,12 @@ def milliseconds(f: Callable, *args, calls: int, repeats: int = 7) -> float:
         if on_gpu and (time.perf_counter() - start) * 1e3 > 0.8 * _HOLD_MS and calls > 1:
             jax.block_until_ready(results)
             return milliseconds(f, *args, calls=calls // 2, repeats=repeats)
-        begin, end = (int(np.asarray(stamp).view(np.int64)[0]) for stamp in (begin, end))
-        times.append((end - begin) / 1e6)
+        started, ended = (int(np.asarray(stamp).view(np.int64)[0]) for stamp in (begin, end))
+        times.append((ended - started) / 1e6)
     return statistics.median(times) / calls
 
 
-def enqueue_milliseconds(f: Callable, *args, calls: int = 20) -> float:
+def enqueue_milliseconds(f: Callable, *args: Any, calls: int = 20) -> float:
     """The host's time for one call of a jitted `f` without waiting for its result, in ms."""
     jax.block_until_ready(f(*args))
     start = time.perf_counter()

@@ -28,7 +28,8 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic would take true for 1
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation is not bool:
             raise PydanticCustomError("bool_as_number", "must not be true or false")
         return value
 

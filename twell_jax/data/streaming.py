@@ -69,6 +69,8 @@ class _WindowDataset(grain.IterDataset):
 
 
 class _WindowIterator(grain.DatasetIterator):
+    _windows: Iterator[tuple[np.ndarray, dict[str, Any]]]
+
     def __init__(self, windows_from: _WindowsFrom, process_index: int, process_count: int) -> None:
         super().__init__()
         self._windows_from = windows_from

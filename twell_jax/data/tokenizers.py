@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 import tokenizers as hf
@@ -80,7 +80,7 @@ class SubwordTokenizer:
 
     @cached_property
     def eot_id(self) -> int:
-        return self.backend.token_to_id(self.eot)
+        return cast(int, self.backend.token_to_id(self.eot))  # it is in the vocabulary
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.size)

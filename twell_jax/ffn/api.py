@@ -132,7 +132,7 @@ def explain(*operands: Any, **options: Any) -> str:
     return str(_select(x, weights, biases, activation, expected_nnz, request))
 
 
-def _request(implementation, packing, gradients) -> Request:
+def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
     """What the caller named, or the environment if the caller leaves the implementation open.
 
     Raises:
@@ -152,7 +152,14 @@ def _request(implementation, packing, gradients) -> Request:
     return Request(implementation, packing, gradients, named_by)
 
 
-def _select(x, weights, biases, activation, expected_nnz, request) -> Selection:
+def _select(
+    x: jax.Array,
+    weights: Weights,
+    biases: Biases,
+    activation: Activation,
+    expected_nnz: float | None,
+    request: Request,
+) -> Selection:
     """The rule for these operands."""
     kernels, unsupported = dispatch.back_end(weights.down)
     tokens, neurons = x.size // x.shape[-1], len(weights.down)

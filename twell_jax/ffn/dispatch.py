@@ -10,8 +10,7 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels.hopper.few_tokens import MAX_TOKENS
-from pallas_kernels.kernels import HOPPER, Kernels
+from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, Kernels
 
 Implementation = Literal["xla", "mosaic"]
 Packing = Literal["twell", "unions"]
@@ -142,7 +141,8 @@ class Rule:
         if self.back_end not in (None, case.back_end):
             return f"measured for {self.back_end} alone"
         if not least <= case.tokens <= most:
-            return f"{case.tokens} tokens on a device, not {least} to {most}"
+            wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
+            return f"{case.tokens} tokens on a device, not {wanted}"
         if self.gated not in (None, case.gated):
             return "only with a gate" if self.gated else "only without a gate"
         if case.expected_nnz is None:
@@ -162,14 +162,14 @@ RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. Rows are walked one by one for few
     # tokens, so many open gates are slow there; dense gates cost unions a few percent.
     Rule("few_tokens", (1, 32), "Hopper", most_open=0.05, record=_FEW_TOKENS),
-    Rule("few_tokens", (33, MAX_TOKENS), "Hopper", most_open=0.02, record=_FEW_TOKENS),
+    Rule("few_tokens", (33, MAX_FEW_TOKENS), "Hopper", most_open=0.02, record=_FEW_TOKENS),
     Rule("unions", FROM_MANY, "Hopper", gated=True, record=_GOALS),
     # Without a gate one matmul of two can be sparse, not two of three.
     Rule("unions", FROM_MANY, "Hopper", gated=False, most_open=0.01, knows=True, record=_STUDY),
     # Everything else, if the caller leaves the choice. From 65 to 1023 tokens no mean tells.
     Rule("dense", record=_SHAPES),
     # What a caller gets who asked for kernels, or for what only they have.
-    Rule("few_tokens", (1, MAX_TOKENS)),
+    Rule("few_tokens", (1, MAX_FEW_TOKENS)),
     Rule("unions", FROM_MANY),
     Rule("twell"),
     Rule("unions"),
@@ -198,7 +198,8 @@ class Selection:
             f"{case.tokens} tokens on a device, {case.neurons} neurons, "
             f"{'gated' if case.gated else 'not gated'}, expected_nnz {nnz}:"
         ]
-        lines += [f"  not {rule.algorithm}: {why}" for rule, why in self.passed_over]
+        passed_over = dict.fromkeys((rule.algorithm, why) for rule, why in self.passed_over)
+        lines += [f"  not {algorithm}: {why}" for algorithm, why in passed_over]
         record = f" (benchmarks/results/{self.rule.record})" if self.rule.record else ""
         offer = OFFERS[self.rule.algorithm]
         return "\n".join([*lines, f"  {self.rule.algorithm}, by {offer.implementation}{record}"])

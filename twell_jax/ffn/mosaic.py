@@ -8,6 +8,7 @@ for nothing, except before a sparse backward, where it reads whether the pattern
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,15 @@ RESIDUALS = "sparse_ffn"  # what policies of `jax.checkpoint` call the residuals
 
 FORWARD = {"few_tokens": few_tokens.forward, "twell": twell.forward, "unions": unions.forward}
 
-_OUTPUT = Output(y=Share.TOKENS, nnz=Share.TOKENS, l1=Share.SUM, fired=Share.FIRED)
+type Block = Callable[[jax.Array, Weights], tuple[jax.Array, FFNStats]]
+
+# Of y, nnz, l1, fired.
+_OUTPUT = Output._make((Share.TOKENS, Share.TOKENS, Share.SUM, Share.FIRED))
 _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x and the weights
 
 
 @functools.cache
-def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None):
+def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None) -> Block:
     """`f(x, weights) -> y, stats` for `x: [M, D]`, whose gradients are those of `xla.ffn`.
 
     Args:
@@ -56,7 +60,7 @@ def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None
 
 
 @functools.cache
-def sparse_gradients(kernels: Kernels, capacity: float):
+def sparse_gradients(kernels: Kernels, capacity: float) -> Block:
     """`f(x, weights) -> y, stats` on unions for `x: [M, D]`, with sparse gradients.
 
     If they exceed `capacity` they are those of the dense computation. There is no forward-mode
@@ -87,7 +91,7 @@ def sparse_gradients(kernels: Kernels, capacity: float):
     return compute
 
 
-def _forward(kernels: Kernels, algorithm: str):
+def _forward(kernels: Kernels, algorithm: str) -> Block:
     forward = _on_devices(functools.partial(FORWARD[algorithm], kernels), _OPERANDS, _OUTPUT)
 
     def with_stats(x: jax.Array, weights: Weights) -> tuple[jax.Array, FFNStats]:

@@ -103,7 +103,7 @@ class HarnessModel(TemplateLM):
         return [*prefix, *self.lm.tokenizer.encode([string])[0].tolist()]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_
+        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
         # A context of spaces alone arrives empty: the harness moves them to the continuation.
         before = [self.prefix_token_id]
@@ -113,7 +113,7 @@ class HarnessModel(TemplateLM):
         # The last token of a row is predicted and never read, so that one more fits.
         rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]
         graph, params = nnx.split(self.lm.model)
-        results = [None] * len(rows)
+        results: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         for start in range(0, len(order), self.batch):
             chosen = order[start : start + self.batch]
@@ -127,7 +127,7 @@ class HarnessModel(TemplateLM):
             sums, greedy = jax.device_get(_score(graph, params, tokens, scored))
             for row, i in enumerate(chosen):
                 results[i] = float(sums[row]), bool(greedy[row])
-        return results
+        return [results[i] for i in range(len(rows))]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -146,8 +146,9 @@ class HarnessModel(TemplateLM):
         return np.bincount(owners, sums, len(requests)).tolist()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        results = [None] * len(requests)
-        alike = {}  # by options, the requests that have them, the longest context first
+        results: dict[int, str] = {}
+        # By options, the requests that have them, the longest context first.
+        alike: dict[str, list[int]] = {}
         for i in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
             alike.setdefault(json.dumps(requests[i].args[1], sort_keys=True), []).append(i)
         for options, members in alike.items():
@@ -158,7 +159,7 @@ class HarnessModel(TemplateLM):
                     chosen, self._continue(contexts, json.loads(options)), strict=True
                 ):
                     results[i] = text
-        return results
+        return [results[i] for i in range(len(requests))]
 
     def _continue(self, contexts: list[str], options: dict) -> list[str]:
         options = dict(normalize_gen_kwargs(options))
@@ -173,7 +174,7 @@ class HarnessModel(TemplateLM):
             raise ValueError(
                 f"max_gen_toks must be less than the context of {self.max_length}, got {max_tokens}"
             )
-        ids = [[] for _ in contexts]
+        ids: list[list[int]] = [[] for _ in contexts]
         for step in generate(
             self.lm.model,
             [self.lm.encode(context)[-room:] for context in contexts],

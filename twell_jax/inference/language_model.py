@@ -51,12 +51,12 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
     """
     path = Path(directory)
     if (path / "config.json").exists():
-        tokenizer = pretrained_tokenizer.load(path)
+        subwords = pretrained_tokenizer.load(path)
         return LanguageModel(
             from_pretrained(path, ffn_implementation=ffn_implementation),
-            tokenizer,
-            tuple(pretrained_tokenizer.prefix(tokenizer)),
-            pretrained_config.stop_ids(path) or (tokenizer.eot_id,),
+            subwords,
+            tuple(pretrained_tokenizer.prefix(subwords)),
+            pretrained_config.stop_ids(path) or (subwords.eot_id,),
         )
     if path.is_dir() and not RunPaths(path).config.exists():
         raise ConfigError(f"{directory}: is not the directory of a run and holds no config.json")

@@ -58,6 +58,7 @@ class Attention(nnx.Module):
         q, k = rotate(heads(self.query), rope), rotate(heads(self.key), rope)
         v = heads(self.value)
         if cache is not None:
+            assert layer is not None
             cache, k, v = cache.write(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         return self.out(attended.reshape(*x.shape[:2], -1)), cache
@@ -74,7 +75,7 @@ def _attend(q, k, v, mask):
     )
 
 
-def _cudnn_can_serve(q, k, mask) -> bool:
+def _cudnn_can_serve(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:
     length, head_dim = q.shape[1], q.shape[3]
     return (
         jax.default_backend() == "gpu"

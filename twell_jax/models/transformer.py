@@ -1,6 +1,6 @@
 """A Llama-style decoder whose feed-forward blocks are sparse: RMSNorm, RoPE, causal attention."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -109,8 +109,9 @@ class Transformer(nnx.Module):
         caller keeps `cache.length + T` within the capacity.
         """
         positions, mask = cache.place(tokens.shape[1])
-        x, _, cache = self._run_blocks(tokens, positions, mask, cache)
-        return self._logits(x[:, -1]), cache.advance(tokens.shape[1])
+        x, _, stored = self._run_blocks(tokens, positions, mask, cache)
+        assert stored is not None  # as a cache was given
+        return self._logits(x[:, -1]), stored.advance(tokens.shape[1])
 
     def _run_blocks(
         self,
@@ -150,7 +151,7 @@ class Transformer(nnx.Module):
         carry = split_batch(self.embed(tokens)), cache
         parts = []
         for gradients, which in _runs(ffn_gradients):
-            body = partial(block, gradients)
+            body: Callable = partial(block, gradients)
             if self.config.remat != "none":
                 body = jax.checkpoint(body, policy=_REMAT[self.config.remat], prevent_cse=False)
             carry, part = jax.lax.scan(body, carry, jax.tree.map(itemgetter(which), every))

@@ -41,7 +41,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._manager.close()
 
     def newest_before(self, step: int) -> Path | None:

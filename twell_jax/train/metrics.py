@@ -47,7 +47,7 @@ class Log:
     def __enter__(self) -> "Log":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file:
             self._file.close()
         if self._events:
@@ -165,7 +165,7 @@ class Recorder:
             )
 
 
-def _event_writer(directory: Path, step: int):
+def _event_writer(directory: Path, step: int) -> Any:
     try:
         from tensorboardX import SummaryWriter
     except ImportError:

@@ -34,7 +34,7 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def show(self, record: dict[str, Any], logged: bool) -> None:

@@ -110,14 +110,14 @@ def _count_nonzero(upper: list[ir.Value], lower: list[ir.Value]) -> ir.Value:
     """Non-zero halves of a lane's registers: of the upper row in the low half of the result, of the
     lower row in the high half."""
     one = const(0x00010001)
-    upper, lower = (
+    upper_count, lower_count = (
         functools.reduce(
             arith.addi, [lanes.ptx("min.u16x2 $0, $1, $2;", pair, one) for pair in row]
         )
         for row in (upper, lower)
     )
-    even = lanes.ptx("prmt.b32 $0, $1, $2, 0x5410;", upper, lower)
-    odd = lanes.ptx("prmt.b32 $0, $1, $2, 0x7632;", upper, lower)
+    even = lanes.ptx("prmt.b32 $0, $1, $2, 0x5410;", upper_count, lower_count)
+    odd = lanes.ptx("prmt.b32 $0, $1, $2, 0x7632;", upper_count, lower_count)
     return arith.addi(even, odd)
 
 

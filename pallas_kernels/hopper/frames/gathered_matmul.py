@@ -7,6 +7,7 @@ each into an accumulator of its own, 64 x 256 as a rule. An SM takes its jobs fr
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def gathered_matmul(
     describe: Callable[..., tuple[jax.Array, ...]],
     produce: Callable[..., jax.Array],
     consume: Callable[..., jax.Array],
-    *operands: jax.Array,
+    *operands: Any,
     jobs: Callable[..., jax.Array],
     a_shape: tuple[int, int],
     b_shape: tuple[int, int],

@@ -61,6 +61,7 @@ class Ring:
         Returns:
           The next step.
         """
+        assert self.indices is not None  # as a stage has 64 rows of `a`
         for k in range(AHEAD):
             row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
         row_copies.await_rows(lag=0)

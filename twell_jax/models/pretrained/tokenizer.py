@@ -42,6 +42,8 @@ def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json."""
     if isinstance(tokenizer, ByteTokenizer):
         tokenizer = _bytes_as_subwords()
+    if not isinstance(tokenizer, SubwordTokenizer):
+        raise PretrainedError(f"the format has no place for a {type(tokenizer).__name__}")
     backend = hf.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = None  # it might add special tokens; `Tokenizer.encode` adds none
     backend.save(str(directory / "tokenizer.json"))

@@ -154,7 +154,7 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         files = sorted(set(places.values()))
     else:
         raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for file in files:
         try:
             opened = stack.enter_context(safetensors.safe_open(directory / file, "np"))
@@ -195,7 +195,8 @@ def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout])
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
     """The names in order, split into files of at most `max_bytes` or of a single tensor."""
-    shards, filled = [[]], 0
+    shards: list[list[str]] = [[]]
+    filled = 0
     for name, size in sizes.items():
         if shards[-1] and filled + size > max_bytes:
             shards.append([])
