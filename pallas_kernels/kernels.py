@@ -1,11 +1,12 @@
 """What a back end offers: the functions that the feed-forward block is made of.
 
-A back end is a folder with a file for each of these functions and one instance of `Kernels`.
+A back end is a folder with a file for each of these functions, and one instance of `Kernels`.
 `pallas_kernels.reference` says in pure JAX what each of them computes, the docstrings of
 `pallas_kernels.hopper` say it in words. tests/conformance runs the same cases on all back ends.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -54,32 +55,23 @@ class Kernels(NamedTuple):
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
 
 
-HOPPER = Kernels(
-    name="Hopper",
-    unsupported=hopper.support.unsupported,
-    few_tokens_ffn=hopper.few_tokens.few_tokens_ffn,
-    gate_pack=hopper.gate_pack.gate_pack,
-    fused_ffn=hopper.fused_ffn.fused_ffn,
-    dense_rows=hopper.dense_rows.dense_rows,
-    gate_union=hopper.gate_union.gate_union,
-    union_plan=hopper.union_plan.union_plan,
-    union_up=hopper.union_up.union_up,
-    union_down=hopper.union_down.union_down,
-    hidden_grads=hopper.hidden_grads.hidden_grads,
-    weight_grads=hopper.weight_grads.weight_grads,
-)
+def _back_end(name: str, folder: ModuleType) -> Kernels:
+    """The functions of a folder, each from the file that has its name."""
+    return Kernels(
+        name=name,
+        unsupported=folder.support.unsupported,
+        few_tokens_ffn=folder.few_tokens.few_tokens_ffn,
+        gate_pack=folder.gate_pack.gate_pack,
+        fused_ffn=folder.fused_ffn.fused_ffn,
+        dense_rows=folder.dense_rows.dense_rows,
+        gate_union=folder.gate_union.gate_union,
+        union_plan=folder.union_plan.union_plan,
+        union_up=folder.union_up.union_up,
+        union_down=folder.union_down.union_down,
+        hidden_grads=folder.hidden_grads.hidden_grads,
+        weight_grads=folder.weight_grads.weight_grads,
+    )
 
-REFERENCE = Kernels(
-    name="reference",
-    unsupported=reference.support.unsupported,
-    few_tokens_ffn=reference.few_tokens.few_tokens_ffn,
-    gate_pack=reference.gate_pack.gate_pack,
-    fused_ffn=reference.fused_ffn.fused_ffn,
-    dense_rows=reference.dense_rows.dense_rows,
-    gate_union=reference.gate_union.gate_union,
-    union_plan=reference.union_plan.union_plan,
-    union_up=reference.union_up.union_up,
-    union_down=reference.union_down.union_down,
-    hidden_grads=reference.hidden_grads.hidden_grads,
-    weight_grads=reference.weight_grads.weight_grads,
-)
+
+HOPPER = _back_end("Hopper", hopper)
+REFERENCE = _back_end("reference", reference)

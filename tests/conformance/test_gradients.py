@@ -180,7 +180,9 @@ def test_layers_train_with_sparse_gradients(reference_kernels, devices, fsdp):
     with jax.set_mesh(mesh):
         operands = trainer.put_batch(tokens), 1e-3
         state, dense = trainer.step(trainer.init(), *operands)
-        sparse_state, sparse = trainer.step_with((True, False, True))(trainer.init(), *operands)
+        sparse_state, sparse = trainer.step_with(("sparse", None, "sparse"))(
+            trainer.init(), *operands
+        )
     np.testing.assert_array_equal(sparse.overflow, 0)
     for name in ("ce", "l1", "nnz", "grad_norm"):
         np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
+from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, residual_init
-from twell_jax.models.sharding import auto_axes, on_shares
+from twell_jax.models.sharding import on_shares
 
 
 class Attention(nnx.Module):

@@ -12,6 +12,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from twell_jax.ffn.partition import auto_axes
+
 _AXES = ("data", "fsdp")
 BATCH = P(_AXES)
 LOGICAL_AXES = (
@@ -42,16 +44,6 @@ def of_params(params: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:
 def of_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
     """The sharding of an array whose leading axis is the batch."""
     return NamedSharding(mesh, BATCH)
-
-
-def auto_axes() -> tuple[str, ...]:
-    """The axes of the current mesh that are left to XLA; none if the mesh has one device.
-
-    Axes of size 1 count too: an operation that XLA cannot partition it refuses wherever any axis is
-    left to it.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.auto_axes if mesh.size > 1 else ()
 
 
 def split_batch(x: jax.Array) -> jax.Array:

@@ -96,88 +96,110 @@ def gate_matmul(
     return kernel(a, b)
 
 
-def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
-    steps = a_gmem.shape[1] // STAGE_K
-    loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
-    stages = ring["a"].shape[0]
-    warpgroup = lax.axis_index("warpgroup")
-    is_first = warpgroup == 0
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The output blocks, in the order in which an SM goes through them.
 
-    def stage(step):
-        return lax.rem(step, jnp.int32(stages))
+    Attributes:
+      shape: row blocks and column tiles.
+      steps: stages that one block takes.
+      stages: that the ring has.
+      config: schedule.
+    """
 
-    def for_each_block(body):
+    shape: tuple[int, int]
+    steps: int
+    stages: int
+    config: GateConfig
+
+    def for_each(self, body: Callable[..., None]) -> None:
         """Calls `body(row block, column tile, steps before)` for every block of this SM."""
 
-        @plgpu.nd_loop((math.prod(blocks),), collective_axes="sm")
+        @plgpu.nd_loop((math.prod(self.shape),), collective_axes="sm")
         def _(loop):
             (index,) = loop.index
-            block, tile = plgpu.planar_snake(index, blocks, 1, config.grid_tile_width)
-            body(block, tile, loop.local_index * steps)
+            block, tile = plgpu.planar_snake(index, self.shape, 1, self.config.grid_tile_width)
+            body(block, tile, loop.local_index * self.steps)
 
-    def produce():
-        plgpu.set_max_registers(40, action="decrease")
+    def stage(self, step: jax.Array) -> jax.Array:
+        """The stage of the ring that a step takes."""
+        return lax.rem(step, jnp.int32(self.stages))
 
-        @for_each_block
-        def _(block, tile, before):
-            @pl.loop(0, steps)
+
+def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+    blocks = _Blocks(blocks, a_gmem.shape[1] // STAGE_K, ring["a"].shape[0], config)
+    warpgroup = lax.axis_index("warpgroup")
+    lax.cond(
+        warpgroup == CONSUMERS,
+        lambda: _produce(blocks, ring, a_gmem, b_gmem),
+        lambda: _consume(blocks, ring, warpgroup, lambda *at: epilogue(*at, *outs, **scratch)),
+    )
+
+
+def _produce(blocks, ring, a_gmem, b_gmem):
+    plgpu.set_max_registers(40, action="decrease")
+
+    @blocks.for_each
+    def _(block, tile, before):
+        @pl.loop(0, blocks.steps)
+        def _(k):
+            s = blocks.stage(before + k)
+            plgpu.barrier_wait(ring["free"].at[s])
+            columns = pl.ds(k * STAGE_K, STAGE_K)
+            plgpu.copy_gmem_to_smem(
+                a_gmem.at[pl.ds(block * _BLOCK_ROWS, _BLOCK_ROWS), columns],
+                ring["a"].at[s],
+                ring["loaded"].at[s],
+            )
+            plgpu.copy_gmem_to_smem(
+                b_gmem.at[pl.ds(tile * ACC_COLUMNS, ACC_COLUMNS), columns],
+                ring["b"].at[s],
+                ring["loaded"].at[s],
+            )
+
+    for s in range(blocks.stages):
+        plgpu.barrier_wait(ring["free"].at[s])
+
+
+def _consume(blocks, ring, warpgroup, epilogue):
+    loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
+    is_first = warpgroup == 0
+    plgpu.set_max_registers(232, action="increase")
+    my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+
+    for s in range(blocks.stages):
+        plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+
+    def pass_on(s):
+        plgpu.barrier_arrive(handed.at[s], predicate=is_first)
+        plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+
+    @blocks.for_each
+    def _(block, tile, before):
+        def multiply(acc, k):
+            s = blocks.stage(before + k)
+            lax.cond(
+                is_first,
+                lambda: plgpu.barrier_wait(loaded.at[s]),
+                lambda: plgpu.barrier_wait(handed.at[s]),
+            )
+            plgpu.wgmma(acc, ring["a"].at[s, my_rows], ring["b"].at[s].T)
+
+        def accumulate(acc):
+            multiply(acc, 0)
+
+            @pl.loop(1, blocks.steps)
             def _(k):
-                s = stage(before + k)
-                plgpu.barrier_wait(free.at[s])
-                columns = pl.ds(k * STAGE_K, STAGE_K)
-                plgpu.copy_gmem_to_smem(
-                    a_gmem.at[pl.ds(block * _BLOCK_ROWS, _BLOCK_ROWS), columns],
-                    ring["a"].at[s],
-                    loaded.at[s],
-                )
-                plgpu.copy_gmem_to_smem(
-                    b_gmem.at[pl.ds(tile * ACC_COLUMNS, ACC_COLUMNS), columns],
-                    ring["b"].at[s],
-                    loaded.at[s],
-                )
+                multiply(acc, k)
+                plgpu.wgmma_wait(1)
+                pass_on(blocks.stage(before + k - 1))
 
-        for s in range(stages):
-            plgpu.barrier_wait(free.at[s])
+            plgpu.wgmma_wait(0)
+            pass_on(blocks.stage(before + blocks.steps - 1))
+            return acc[...]
 
-    def consume():
-        plgpu.set_max_registers(232, action="increase")
-        my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+        acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, ACC_COLUMNS), jnp.float32))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        epilogue(acc, CONSUMERS * block + warpgroup, tile)
 
-        for s in range(stages):
-            plgpu.barrier_arrive(free.at[s], predicate=~is_first)
-
-        def pass_on(s):
-            plgpu.barrier_arrive(handed.at[s], predicate=is_first)
-            plgpu.barrier_arrive(free.at[s], predicate=~is_first)
-
-        @for_each_block
-        def _(block, tile, before):
-            def multiply(acc, k):
-                s = stage(before + k)
-                lax.cond(
-                    is_first,
-                    lambda: plgpu.barrier_wait(loaded.at[s]),
-                    lambda: plgpu.barrier_wait(handed.at[s]),
-                )
-                plgpu.wgmma(acc, ring["a"].at[s, my_rows], ring["b"].at[s].T)
-
-            def accumulate(acc):
-                multiply(acc, 0)
-
-                @pl.loop(1, steps)
-                def _(k):
-                    multiply(acc, k)
-                    plgpu.wgmma_wait(1)
-                    pass_on(stage(before + k - 1))
-
-                plgpu.wgmma_wait(0)
-                pass_on(stage(before + steps - 1))
-                return acc[...]
-
-            acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, ACC_COLUMNS), jnp.float32))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            epilogue(acc, CONSUMERS * block + warpgroup, tile, *outs, **scratch)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    lax.cond(warpgroup == CONSUMERS, produce, consume)
+    plgpu.wait_smem_to_gmem(0)
