@@ -1,10 +1,10 @@
 """The whole feed-forward block for some rows of x, whose number the GPU alone knows.
 
-For rows that a packed format does not hold. Whoever meets such a row appends it to a list
-for `dense_rows`; its two matmul kernels read the length of the list and do as many blocks as it
-takes, so that an empty list costs two launches and nothing waits for the host. The hidden
-activation lies transposed between them, [H, rows]: its statistics are then sums over the columns of
-an accumulator, which need no communication between warps.
+These are the rows that a packed format does not hold. The kernel that meets such a row appends it
+to a list. Two matmul kernels read the length of the list and compute as many blocks as it takes: an
+empty list costs two launches, and nothing waits for the host. Between them the hidden activation
+lies transposed, [H, rows]: its statistics are sums over the columns of an accumulator, for which
+warps need not communicate.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""The whole feed-forward block for few tokens (decoding), where the bytes of weights are the cost.
+"""The whole feed-forward block for few tokens (decoding), whose cost is to read the weights.
 
-Two kernels. The gate kernel streams w_gate through shared memory, once: each block multiplies 64
-neurons with all tokens by WGMMA. The row kernel reads only the rows of w_up and w_down that a token
-needs: the blocks of a cluster share out the token's non-zeros evenly, walk them
+There are two kernels. The gate kernel streams w_gate through shared memory, once: each block
+multiplies 64 neurons with all tokens by WGMMA. The row kernel reads only the rows of w_up and
+w_down that a token needs: the blocks of a cluster share out the token's non-zeros evenly, walk them
 (`gather.gather_ffn`) and send each other their sums, which are added in a fixed order. There is no
 capacity: every input is exact, at 4 D bytes of weights, mostly from L2, for each non-zero.
 
@@ -273,6 +273,7 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
     )
     def step(_, gate_ref, share, entries_ref, counts_ref):
+        # It is long because one lane's counts, ranks and addresses go through all of it.
         ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
         i32 = ir.IntegerType.get_signless(32)
         (share,) = share.registers.flat

@@ -1,8 +1,8 @@
 """Gate matmul with a union epilogue: `relu(x @ w_gate^T)` leaves the registers as tile unions.
 
-The product is computed transposed, neurons along the rows of an accumulator and the 256 tokens of a
-row tile along its columns, so that whether a neuron is in the union is a question to one row. Its
-gates go out, 512 contiguous bytes, if they are not all zero; the dense gate never reaches memory.
+The product is computed transposed: an accumulator has neurons along its rows and the 256 tokens of
+a row tile along its columns. A neuron is in the union if its row is not all zero. Such a row is
+stored, as 512 contiguous bytes; the dense gate never reaches memory.
 """
 
 import jax

@@ -1,8 +1,9 @@
-"""Gradients of h and of its factors on tile unions, `dh = dy @ w_down[neurons]^T` at first.
+"""Gradients of h and of its factors g and u on tile unions, beginning with `dh = dy @ w_down^T`.
 
-With h = g u this is the up projection of dy, but for what follows the matmul: dg = dh u and
-du = dh g take the places of g and h, as the gradient of x needs them, and go, with h, to the neuron
-lists, as the gradients of the weights need them. There every non-zero entry is stored for itself.
+The matmul is the up projection of dy. Its epilogue computes dg = dh u and du = dh g. It puts them
+in the places of g and h, where the gradient of x reads them, and enters them and h in the neuron
+lists, where the gradients of the weights read them. Each non-zero entry of a list is a store of its
+own.
 """
 
 import jax
@@ -27,7 +28,7 @@ from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 
 _PARTS = TILE_TOKENS // ACC_ROWS  # of a block
-_WORDS = 4  # that describe the 64 tokens of a part in a list
+_WORDS = 4  # so many describe the 64 tokens of a part in a list
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
 _PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
 
@@ -168,7 +169,7 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
             target = hidden.at[item, pl.ds(start, ACC_ROWS), pl.ds(part * ACC_ROWS, ACC_ROWS)]
             gathered_matmul.write(grad, buffers.at[writes % 2], target)
             writes += 1
-        ring.release(step + part)  # behind the fence of the writes: TMA will fill it again
+        ring.release(step + part)  # behind the fence of the writes, as TMA will fill it again
         _enter(entries, my_neurons, places, [value.astype(dy.dtype), *grads])
     return step + _PARTS
 

@@ -62,7 +62,7 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
 
 
 def _describe(i, _, sizes, firsts, *rest):
-    """Row tile, its size and first block, and the first column of y."""
+    """The row tile, the size and the first block of its union, and the first column of y."""
     blocks = pl.cdiv(rest[-1].shape[1], _COLUMNS)
     tile = i // blocks
     return tile, sizes[tile], firsts[tile], i % blocks * _COLUMNS

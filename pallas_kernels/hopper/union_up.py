@@ -76,7 +76,7 @@ def union_up(
 
 
 def describe_item(i, _, items, neurons, sizes, *rest) -> tuple[jax.Array, ...]:
-    """Item, row tile, first neuron, and how many there are from this one on."""
+    """The item, its row tile, its first neuron, and the number of neurons from that one on."""
     chunks = neurons.shape[1] // CHUNK_NEURONS
     tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS
     return i, tile, first, sizes[tile] - first

@@ -52,7 +52,7 @@ def weight_grads(
         _describe,
         _produce,
         _consume,
-        jnp.argsort(lists.lengths, descending=True).astype(jnp.int32),  # so the last jobs are short
+        jnp.argsort(lists.lengths, descending=True).astype(jnp.int32),  # short jobs come last
         lists.starts,
         lists.lengths,
         lists.tokens,
@@ -68,7 +68,7 @@ def weight_grads(
 
 
 def _describe(i, order, starts, lengths, tokens, values, x, *grads):
-    """Block, its list's start and length, and the first column of x."""
+    """The block of neurons, the start and the length of its list, and the first column of x."""
     columns = pl.cdiv(x.shape[1], _COLUMNS)
     block = order[i // columns]
     return block, starts[block], lengths[block], i % columns * _COLUMNS

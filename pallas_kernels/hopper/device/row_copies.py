@@ -26,7 +26,7 @@ _INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
 def load_indices(indices_ref) -> jax.Array:
     """Loads `indices_ref` (GMEM, int32 `[128]`) as `gather_rows` takes it.
 
-    Lanes that fetch pieces of the same 8 rows hold their 8 indices.
+    Each lane holds the indices of the 8 rows of which it fetches pieces.
     """
     result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
 
@@ -34,8 +34,8 @@ def load_indices(indices_ref) -> jax.Array:
     def step(_, indices_ref):
         group, _ = _group_and_chunk(STAGE_K)
         address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
-        # Not .nc, and volatile: it shall begin here, neither where an index is needed nor before
-        # the last fence, which would wait for it.
+        # Neither .nc nor pure: the load shall begin here, not later, where an index is needed, nor
+        # earlier, before the last fence, which would wait for it.
         return _indices("ld.global", address)
 
     return step(indices_ref)
@@ -93,7 +93,7 @@ def _warp_barrier() -> None:
 
 
 def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
-    """Begins to copy rows of `source_ref` to `target_ref`, by the producer.
+    """The producer begins to copy rows of `source_ref` to `target_ref`.
 
     Row i is `source[indices[i], column:]`, or zeros if i >= limit; so are columns past the end.
 
@@ -150,7 +150,7 @@ def _group_and_chunk(width: int):
 
 
 def await_rows(*, lag: int) -> None:
-    """Ends a step's copies by `gather_rows`; waits for those of all but the last `lag` steps."""
+    """Ends the copies of one step, and waits for those of all steps but the last `lag`."""
 
     @plgpu.inline_mgpu()
     def step(_):

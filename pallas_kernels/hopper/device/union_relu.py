@@ -49,6 +49,7 @@ def union_relu(
     """
     dtype = jnp.dtype(gate_ref.dtype)
 
+    # It is long because its parts share almost all of a lane's registers and addresses.
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *5 * [plgpu.RefType()]))
     def step(_, acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref):
         lane, warp = simt.lane_and_warp()

@@ -33,21 +33,20 @@ def gathered_matmul(
     out_type,
     name: str,
 ):
-    """Runs `jobs(*refs)` jobs, each a product for either consumer, on all SMs.
-
-    An SM that is free takes the next job.
+    """Runs `jobs(*refs)` jobs on all SMs; in each job either consumer computes one product.
 
     Args:
       describe: `describe(i, *refs)` says what the i-th job is, in four int32, of which the first is
         not negative; `refs` are the operands and outputs in GMEM.
-      produce: called by the producer as `produce(job, ring, step, *refs)`, the job as described;
-        `step` is the ring's next. Returns the next after it.
-      consume: called by both consumers as `consume(job, ring, step, warpgroup, buffers, *refs)`;
+      produce: the producer calls it as `produce(job, ring, step, *refs)`, with the job as described
+        and the next step of the ring. Returns the step after the last one that it filled.
+      consume: both consumers call it as `consume(job, ring, step, warpgroup, buffers, *refs)`;
         `buffers` are for `write`. Returns the same step as `produce`.
       *operands: arrays; the last one's dtype is that of the stages.
       jobs: `jobs(*refs)` is their number, int32.
-      a_shape, b_shape: of a stage in SMEM, with transforms `TILED`; a has 64 rows for `put_lists`.
-      b_copies: that fill b of a stage.
+      a_shape, b_shape: the arrays of a stage in SMEM, with transforms `TILED`; a has 64 rows for
+        `put_lists`.
+      b_copies: how many copies by TMA fill b of a stage.
       out_type: shapes of the outputs.
       name: of the kernel.
     """
@@ -76,11 +75,11 @@ def gathered_matmul(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,  # sums are over columns, for which it is not used
+            reduction_scratch_bytes=0,  # sums over columns need none
         ),
     )
-    # To XLA the counter is a constant. It may be, as each kernel leaves it as it was, and XLA runs
-    # one after the other, unless it is told to schedule command buffers as "CONCURRENT".
+    # XLA takes the counter for a constant. That is right: each kernel leaves it as it was, and XLA
+    # runs one kernel after the other, unless it is told to schedule command buffers "CONCURRENT".
     return kernel(jnp.array([0], jnp.int32), *operands)
 
 

@@ -1,7 +1,7 @@
-"""The queue of a persistent kernel's jobs: an SM that is free takes the next one.
+"""The queue from which the SMs of a persistent kernel take their jobs.
 
-All SMs take jobs from one counter in GMEM. On each SM the producer does, and posts them for the
-consumers, ahead of them.
+All SMs count up one counter in GMEM: an SM that is free takes the next job. On each SM the producer
+takes it, and tells the consumers by way of shared memory, while they still work on the last one.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from pallas_kernels.hopper.device import simt
 from pallas_kernels.hopper.device.gather import SCALAR
 from pallas_kernels.hopper.device.simt import const
 
-_WORDS = 4  # that say what a job is
+_WORDS = 4  # a job is described by so many int32
 _INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
 def scratch_types(consumers: int) -> dict:
-    """What a `JobQueue` is made of, but for `taken`."""
+    """The shared memory and barriers of a `JobQueue`: all of its attributes but `taken`."""
     return dict(
         jobs=plgpu.SMEM((3, _WORDS), jnp.int32),
         posted=plgpu.Barrier(num_arrivals=1, num_barriers=2),
@@ -32,12 +32,13 @@ def scratch_types(consumers: int) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class JobQueue:
-    """Jobs of an SM, each four int32 of which the first is not negative.
+    """The jobs of one SM. Four int32 describe a job; the first is not negative.
 
     Attributes:
-      taken: GMEM, int32 `[1]`, of all SMs: 0 before the kernel and after it.
-      jobs: SMEM, int32 `[3, 4]`: two jobs, and scratch.
-      posted, read: barriers.
+      taken: GMEM, int32 `[1]`, the counter that all SMs share: 0 before the kernel and after it.
+      jobs: SMEM, int32 `[3, 4]`, the descriptions of two jobs, and scratch.
+      posted: barriers at which the consumers wait for a description.
+      read: barriers at which the producer waits until the consumers have read one.
     """
 
     taken: jax.Ref
@@ -46,40 +47,40 @@ class JobQueue:
     read: jax.Ref
 
     def ask(self, count: jax.Array) -> jax.Array:
-        """Takes a job after those that the SMs begin with, by the producer; see `answer`.
+        """The producer asks for one more job; `answer` waits for what it gets.
 
-        Each SM has to ask once for each job that it has done, which makes `count` times for all of
-        them together. Then `taken` is 0 again.
+        An SM asks once for each job that it has done. All SMs together then ask `count` times,
+        after which `taken` is 0 again.
         """
         return _take(self.taken, count)
 
     def answer(self, asked: jax.Array, sms: int) -> jax.Array:
         """The number of the job that the producer has asked for: `count` or more if there is none.
 
-        It is waited for here, or at a fence before: fences wait for loads that are under way.
+        The producer waits for it here, or at an earlier fence, as fences wait for pending loads.
         """
         return sms + _of_first_thread(asked, self.jobs.at[2])
 
     def post(self, n: jax.Array, job: tuple[jax.Array, ...]) -> None:
-        """Says what the SM's n-th job is, by the producer."""
+        """The producer describes the n-th job of its SM."""
         plgpu.barrier_wait(self.read.at[n % 2])
         for k, word in enumerate(job):
             self.jobs[n % 2, k] = word
         plgpu.barrier_arrive(self.posted.at[n % 2])
 
     def post_end(self, n: jax.Array) -> None:
-        """Says that the SM has n jobs, and waits until all consumers know, by the producer."""
+        """The producer says that its SM has n jobs, and waits until all consumers know it."""
         self.post(n, (jnp.int32(-1),))
         for s in range(2):
             plgpu.barrier_wait(self.read.at[(n + 1 + s) % 2])
 
     def open(self) -> None:
-        """By every consumer, at first."""
+        """Every consumer calls this first: no description is unread."""
         for s in range(2):
             plgpu.barrier_arrive(self.read.at[s])
 
     def take(self, n: jax.Array) -> tuple[jax.Array, ...]:
-        """The SM's n-th job, by a consumer; the first word is negative if there is none."""
+        """A consumer waits for the n-th job; its first word is negative if there is none."""
         plgpu.barrier_wait(self.posted.at[n % 2])
         job = tuple(self.jobs[n % 2, k] for k in range(_WORDS))
         plgpu.barrier_arrive(self.read.at[n % 2])
@@ -87,7 +88,7 @@ class JobQueue:
 
 
 def _take(taken_ref, count):
-    """What `taken_ref` was, in the first thread; it counts up to `count` - 1, and from 0 again."""
+    """Counts `taken_ref` up by one, from `count` - 1 to 0; the first thread gets what it was."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_INT32)
     def step(_, taken_ref, count):

@@ -26,10 +26,12 @@ class Ring:
     """Stages on their way from the producer to the consumers, numbered by `step` across all jobs.
 
     Attributes:
-      a: SMEM, gathered rows, an array for every stage.
-      b: SMEM, what TMA copies.
-      loaded, free: barriers.
-      indices: SMEM, int32 `[3, 64]`, of the rows of the next stages, if each stage has others.
+      a: SMEM, an array of gathered rows for each stage.
+      b: SMEM, an array that TMA fills for each stage.
+      loaded: barriers at which a consumer waits for a stage.
+      free: barriers at which the producer waits until both consumers have given a stage back.
+      indices: SMEM, int32 `[3, 64]`, the numbers of the rows of the next stages; None if all stages
+        of a job gather the same rows.
       first: step of the job's first stage.
     """
 
@@ -81,9 +83,9 @@ class Ring:
         """Fills the stages of a product of 128 gathered rows and the 256 tokens of a row tile.
 
         Args:
-          step: the next.
+          step: of the first stage.
           tokens_ref: GMEM `[M, D]`.
-          first_token: of the tile.
+          first_token: the first token of the row tile.
           source_ref, indices, limit: as `row_copies.gather_rows` takes them, of rows of D.
 
         Returns:
@@ -117,18 +119,18 @@ class Ring:
         plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= self.first)
 
     def take(self, step: jax.Array):
-        """`(a, b)` of a stage, by a consumer, when it is loaded."""
+        """A consumer waits for a stage; `(a, b)`."""
         s = _stage(step)
         plgpu.barrier_wait(self.loaded.at[s])
         return self.a.at[s], self.b.at[s]
 
     def open(self) -> None:
-        """By both consumers, at first."""
+        """Both consumers call this first: all stages are free."""
         for s in range(STAGES):
             self.release(jnp.int32(s))
 
     def release(self, step: jax.Array, predicate: jax.Array | None = None) -> None:
-        """Gives a stage back; both consumers must."""
+        """A consumer gives a stage back; it is free when both have."""
         s = _stage(jnp.maximum(step, 0))
         plgpu.barrier_arrive(self.free.at[s], predicate=predicate)
 
@@ -141,9 +143,11 @@ class Ring:
         columns: int = 4 * ACC_ROWS,
         is_needed: jax.Array | bool = True,
     ) -> jax.Array:
-        """Sums up the products of `steps` stages by `wgmma(acc, a, b)`; float32 `[64, columns]`.
+        """A consumer sums up the products of `steps` stages by `wgmma(acc, a, b)`.
 
-        If it is not needed the stages are given back as they come, and all is 0.
+        Returns:
+          float32 `[64, columns]`. If it is not needed, all is 0, and the consumer gives the stages
+          back as they come.
         """
         used = jnp.where(is_needed, steps, 0)
 
