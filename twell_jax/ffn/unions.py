@@ -150,8 +150,9 @@ def _sparse_backward(kernels, residuals, x, weights, dy, l1_grad):
         for entry, a in zip(entries, heavy, strict=True)
     ]
     *dw_gate, dw_up = kernels.weight_grads(tuple(grads), x, lists)
+    dx = dx[:m]
     (dw_down,) = kernels.weight_grads((h,), dy, lists)
-    return dx[:m], Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
+    return dx, Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
 
 
 def dense_backward(

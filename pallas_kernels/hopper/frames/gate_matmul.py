@@ -129,10 +129,15 @@ class _Blocks:
 def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
     blocks = _Blocks(blocks, a_gmem.shape[1] // STAGE_K, ring["a"].shape[0], config)
     warpgroup = lax.axis_index("warpgroup")
+    is_first = warpgroup == 0
+
+    def finish(acc, slab, tile):
+        epilogue(acc, slab, tile, *outs, **scratch)
+
     lax.cond(
         warpgroup == CONSUMERS,
         lambda: _produce(blocks, ring, a_gmem, b_gmem),
-        lambda: _consume(blocks, ring, warpgroup, lambda *at: epilogue(*at, *outs, **scratch)),
+        lambda: _consume(blocks, ring, warpgroup, is_first, finish),
     )
 
 
@@ -161,9 +166,8 @@ def _produce(blocks, ring, a_gmem, b_gmem):
         plgpu.barrier_wait(ring["free"].at[s])
 
 
-def _consume(blocks, ring, warpgroup, epilogue):
+def _consume(blocks, ring, warpgroup, is_first, finish):
     loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
-    is_first = warpgroup == 0
     plgpu.set_max_registers(232, action="increase")
     my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
@@ -200,6 +204,6 @@ def _consume(blocks, ring, warpgroup, epilogue):
 
         acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, ACC_COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        epilogue(acc, CONSUMERS * block + warpgroup, tile)
+        finish(acc, CONSUMERS * block + warpgroup, tile)
 
     plgpu.wait_smem_to_gmem(0)
