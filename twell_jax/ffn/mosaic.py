@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts.weights import Weights
@@ -51,7 +52,7 @@ def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None
             return lax.platform_dependent(x, weights, cuda=by_kernels, default=xla.ffn)
 
         # Under jit the platform of the operands counts where nothing else is compiled.
-        compute = jax.jit(partition.in_turn_unless_few(anywhere, xla.ffn, few_under_vmap))
+        compute = jax.jit(partition.sequential_unless_few(anywhere, xla.ffn, few_under_vmap))
     compute = jax.custom_vjp(compute)
     compute.defvjp(
         lambda x, weights: jax.vjp(xla.ffn, x, weights), lambda vjp, cotangent: vjp(cotangent)
@@ -106,4 +107,5 @@ def _forward_for_gradients(kernels, capacity, x, weights):
 
 
 def _on_devices(function, inputs, outputs):
-    return partition.over_mesh(partition.in_turn(function), inputs, outputs)
+    # One call fills the GPU, and weights may differ: `vmap` calls in turn.
+    return partition.over_mesh(sequential_vmap(function), inputs, outputs)

@@ -77,18 +77,13 @@ def over_mesh(function: Callable, inputs: Any, outputs: Any) -> Callable:
     return split
 
 
-def in_turn(function: Callable) -> Callable:
-    """`function` under `vmap`: one call after the other, as each fills the GPU."""
-    return sequential_vmap(function)
-
-
-def in_turn_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:
-    """As `in_turn`, but calls of too few tokens to fill the GPU are mapped over `few` instead.
+def sequential_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:
+    """`function`, which `vmap` calls in turn, unless a call has too few tokens to fill the GPU.
 
     Args:
       function: whose first operand is `[tokens, D]`.
-      few: computes the same, and XLA can map it.
-      many_tokens: that fill the GPU.
+      few: computes the same; `vmap` maps it if a call has fewer than `many_tokens` tokens.
+      many_tokens: so many fill the GPU.
     """
     mapped = custom_vmap(function)
 
@@ -96,7 +91,7 @@ def in_turn_unless_few(function: Callable, few: Callable, many_tokens: int) -> C
     def _(size, is_batched, *operands):
         del size
         axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        each = few if operands[0].shape[-2] < many_tokens else in_turn(function)
+        each = few if operands[0].shape[-2] < many_tokens else sequential_vmap(function)
         out = jax.vmap(each, in_axes=tuple(axes))(*operands)
         return out, jax.tree.map(lambda _: True, out)
 
