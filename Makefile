@@ -16,7 +16,7 @@ test: .venv/installed-dev
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	$(MAKE) docs
-	$(PYTHON) -m pytest --numprocesses auto
+	$(PYTHON) -m pytest --numprocesses auto --dist worksteal
 
 .venv/installed: pyproject.toml .ci/venv
 	bash .ci/venv

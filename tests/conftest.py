@@ -1,5 +1,7 @@
 """Eight virtual CPU devices, quick compilation, GPU tests only on Hopper, modest hypothesis."""
 
+import os
+
 import hypothesis
 import jax
 import pytest
@@ -20,14 +22,17 @@ def quick_compilation(tmp_path_factory):
     """On the CPU most time goes into compiling programs that run for milliseconds.
 
     Here and in child processes LLVM optimises little (XLA's own passes stay as they are), and no
-    program is compiled twice.
+    program is compiled twice, not even by two workers.
     """
     if jax.default_backend() != "cpu":
         yield
         return
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # that of all workers
     settings = {
         "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("jax")),
+        "jax_compilation_cache_dir": str(directory / "jax"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -31,8 +31,8 @@ def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys, text_s
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     small = [
-        f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=2048",
-        "micro_batch=8", "eval_sequences=4", "model.layers=2", "model.d_ff=256",
+        f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=512",
+        "micro_batch=4", "eval_sequences=4", "model.layers=2", "model.d_ff=128", "model.context=64",
         "model.ffn_gradient_capacity=1.0",
         *text_settings,
     ]  # fmt: skip

@@ -91,7 +91,7 @@ def unzip(out):
         (600, 100, 2.2, 1.0, True, False),
         (600, 100, 2.2, 0.1, False, True),  # more in the unions than is kept
         (600, 100, 2.2, 0.1, False, False),
-        (2100, 8, 9.0, 1.0, False, True),  # too many heavy rows
+        (1100, 4, 9.0, 1.0, False, True),  # too many heavy rows
         (100, 1000, 8, 0.5, True, True),  # all zero
         (300, 1000, -8, 1.0, True, True),  # all dense
         (300, 1000, -8, 0.5, False, False),
@@ -135,11 +135,8 @@ def make_mesh(shape, axes, platform="cpu"):
     return jax.make_mesh(shape, axes, len(axes) * (AxisType.Auto,), devices=devices)
 
 
-@either_form
-def test_sparse_gradients_over_a_mesh(reference_kernels, gated):
-    compile_over(
-        make_mesh((2, 2), TOKENS[0]), draw(4 * 200, 128, 256, gated=gated), TOKENS, COLUMNS
-    )
+def test_sparse_gradients_over_a_mesh(reference_kernels):
+    compile_over(make_mesh((2, 2), TOKENS[0]), draw(4 * 200, 128, 256), TOKENS, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +156,8 @@ def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, gated, axes
     assert sorted(map(int, rows)) == sorted(y_and_dx + dw)
 
 
-@pytest.mark.parametrize(("devices", "fsdp"), [(1, 1), (4, 2)])
-def test_layers_train_with_sparse_gradients(reference_kernels, devices, fsdp):
+def test_layers_train_with_sparse_gradients(reference_kernels):
+    devices, fsdp = 4, 2
     run = config.from_dict(
         {
             "run_dir": "unused",

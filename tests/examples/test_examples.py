@@ -7,12 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = ["def add(a, b):", "import "]
+
+
+@pytest.fixture(autouse=True)
+def optimised():
+    """Examples compute for longer than they compile."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 @pytest.fixture

@@ -76,8 +76,7 @@ def test_reference(case, n):
     assert_matches(jax.jit(REFERENCE.weight_grads)(*operands), dense, *operands)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("case", CASES[1:])
+@pytest.mark.parametrize(("case", "n"), [*((case, 2) for case in CASES[1:]), (CASES[1], 1)])
 def test_interpreted(case, n, interpreted):
     operands, dense = draw(*case, n, jnp.bfloat16)
     with interpreted():

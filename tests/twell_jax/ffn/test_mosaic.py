@@ -23,9 +23,16 @@ def kernels(function, *operands, platform="cuda"):
 
 
 @pytest.mark.parametrize(
-    ("m", "gated"), [(1, True), (64, False), (65, True), (1000, True), (1000, False)]
+    ("m", "gated", "packing"),
+    [
+        (1, True, None),
+        (64, False, "unions"),
+        (65, True, "unions"),
+        (1000, True, None),
+        (1000, False, "twell"),
+        (1000, False, "unions"),
+    ],
 )
-@pytest.mark.parametrize("packing", [None, "twell", "unions"])
 def test_lowers_for_an_h100(m, gated, packing):
     function = functools.partial(sparse_ffn, implementation="mosaic", packing=packing)
     with jax.sharding.use_abstract_mesh(H100):
