@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, quick compilation, GPU tests only on Hopper, modest hypothesis."""
+"""One seed, eight virtual CPU devices, quick compilation, GPU tests only on Hopper."""
 
 import os
 
@@ -8,13 +8,39 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.kernels import REFERENCE
+from tests import seeds
 from twell_jax.ffn import dispatch
 
 # Has an effect only on the CPU backend, and only before it starts.
 jax.config.update("jax_num_cpu_devices", 8)
 
-hypothesis.settings.register_profile("twell", deadline=None, max_examples=40)
+# The examples of hypothesis follow from the test's code; --hypothesis-seed draws others.
+hypothesis.settings.register_profile("twell", deadline=None, max_examples=40, derandomize=True)
 hypothesis.settings.load_profile("twell")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="what all random numbers follow from")
+
+
+def pytest_report_header(config):
+    return f"seed: {config.getoption('seed')} (others: --seed N)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    with seeds.drawn_for(item.nodeid, item.config.getoption("seed")):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share is drawn for itself, not for the test that asks first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    name = f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]"
+    with seeds.drawn_for(name, request.config.getoption("seed")):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

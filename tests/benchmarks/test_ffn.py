@@ -10,13 +10,14 @@ import pytest
 from benchmarks import ffn, patterns, record, render
 from benchmarks.pages import TABLES
 from pallas_kernels.kernels import REFERENCE
+from tests import seeds
 from twell_jax.ffn import dispatch
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "skewed"])
 @pytest.mark.parametrize("nnz", [10, 60])
 def test_independent_patterns_have_the_wanted_density(pattern, nnz):
-    key = jax.random.key(np.random.default_rng().integers(2**31))
+    key = jax.random.key(seeds.integer())
     x, w_gate = patterns.independent(key, pattern, 2000, 256, 1408, nnz, jnp.bfloat16)
     active = np.asarray(x, np.float32) @ np.asarray(w_gate, np.float32).T > 0
     assert abs(active.sum(1).mean() / nnz - 1) < 0.15
@@ -28,7 +29,7 @@ def test_independent_patterns_have_the_wanted_density(pattern, nnz):
 
 
 def test_padding_is_one_token_in_each_sequence():
-    x = np.random.default_rng().standard_normal((20, 4)).astype(np.float32)
+    x = seeds.rng().standard_normal((20, 4)).astype(np.float32)
     padded = patterns.with_padding(jnp.asarray(x), 8)
     np.testing.assert_array_equal(padded[:4], x[:4])
     np.testing.assert_array_equal(padded[4:8], x[[4] * 4])

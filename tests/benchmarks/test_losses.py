@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import losses, render
+from tests import seeds
 
 # In the processes that train, the kernels' reference functions serve.
 ON_REFERENCE = """
@@ -17,7 +18,7 @@ dispatch.BACK_ENDS = (REFERENCE,)
 
 
 def test_differences_are_those_of_means_over_logged_steps():
-    ce = np.random.default_rng().normal(size=30)
+    ce = seeds.rng().normal(size=30)
     found = losses.differences(list(ce + 0.5 * (-1.0) ** np.arange(30) + 0.1), list(ce))
     np.testing.assert_allclose(found["difference"], [0.1] * 21)  # what alternates averages out
     assert found["mean_difference"] == pytest.approx(0.1)

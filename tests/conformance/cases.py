@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.kernels import HOPPER, REFERENCE
+from tests import seeds
 from twell_jax import sparse_ffn
 
 BACK_ENDS = [
@@ -45,7 +46,7 @@ def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
 
     The last feature of x is 1; -1 there makes a token fire nearly everything, 0 half.
     """
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     x, w_gate, w_up, w_down = (rng.standard_normal(s) for s in ((m, d), *3 * [(h, d)]))
     x[:, -1] = 1
     for w in (w_gate, w_up, w_down):

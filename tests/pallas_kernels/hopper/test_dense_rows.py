@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.weights import Weights
+from tests import seeds
 
 CASES = [  # M, D, H, number of listed rows
     (1, 128, 128, 1),
@@ -21,7 +22,7 @@ CASES = [  # M, D, H, number of listed rows
 
 def draw(m, d, h, count, gated, dtype):
     """(heavy, weights, y); y, and what is not listed, is NaN."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     x_rows = np.full((-(-m // 8) * 8, d), np.nan)
     x_rows[:count] = rng.standard_normal((count, d))
     w_gate, w_up, w_down = (rng.standard_normal((h, d)) / d**0.5 for _ in range(3))

@@ -9,12 +9,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.few_tokens import multiply
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.weights import Weights
+from tests import seeds
 
 
 def draw(m, d, h, active, dtype):
     """x, w_gate, w_up and w_down. The last column of x is 1 and that of w_gate lets about a share
     `active` of the neurons fire."""
-    normal = functools.partial(np.random.default_rng().standard_normal, dtype=np.float32)
+    normal = functools.partial(seeds.rng().standard_normal, dtype=np.float32)
     x, w_gate, w_up, w_down = normal((m, d)), normal((h, d)), normal((h, d)), normal((h, d))
     x[:, -1] = 1
     w_gate /= d**0.5

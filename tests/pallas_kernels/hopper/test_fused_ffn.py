@@ -11,13 +11,14 @@ from pallas_kernels.hopper import fused_ffn as fused
 from pallas_kernels.hopper.device import gather, lists
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
+from tests import seeds
 
 CAPACITY = twell.TILE // twell.COMPRESSION - 1
 
 
 def draw(m, d, h, nnz, dtype):
     """x, gate, w_up and w_down with about `nnz` entries in a row of the gate."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     normal = functools.partial(rng.standard_normal, dtype=np.float32)
     gate = np.abs(normal((m, h))) * (rng.random((m, h)) < nnz / h)
     gate[0, 0] = 1  # not all zero

@@ -9,6 +9,7 @@ from pallas_kernels.hopper.device import pack_relu
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
+from tests import seeds
 
 gate_pack = jax.jit(gate.gate_pack)
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -20,7 +21,7 @@ def draw(m, d, h, density, dtype):
 
     Small integers: every order of summation gives the same float32, so results agree to the bit.
     """
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((m, d), (h, d)))
     x[:, -1], w[:, -1] = 1, 0
     w[:, -1] = -np.quantile(x @ w.T, 1 - density)
@@ -155,7 +156,7 @@ def test_every_bit_on_the_gpu(m, d, h, density, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_at_and_over_capacity_on_the_gpu(dtype):
     # Row r of the gate is column r of w: r entries in each tile, in a random place.
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     w = np.zeros((640, 512))
     for r in range(257):
         for first in (0, 256, 512):

@@ -15,6 +15,7 @@ from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
+from tests import seeds
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 L1_GRAD = 0.3
@@ -28,7 +29,7 @@ CASES = [  # M, D, H, density
 
 def draw(m, d, h, density, gated, dtype):
     """`(dy, w_down, h, plan, lists, first weights)` and the dense factors of h."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     z = rng.uniform(0.1, 3, (m, h)).astype(np.float32)
     z = np.where(rng.random((m, h)) < density, z, -z)
     arrays = rng.standard_normal((m, d)), rng.standard_normal((m, d))

@@ -10,6 +10,7 @@ from pallas_kernels.hopper.weight_grads import weight_grads
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
+from tests import seeds
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density of the tokens in a list
@@ -27,7 +28,7 @@ def draw(m, d, h, density, n, dtype):
     The densities of the lists vary; the second is empty. Rows of x in no list, which padding names,
     are NaN, and so are the values after the last list.
     """
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     unlisted = rng.random(m) < 0.1 if density < 1 else np.zeros(m, bool)
     used = rng.random((h // GROUP_NEURONS, m)) < density * rng.uniform(
         0.1, 1.9, (h // GROUP_NEURONS, 1)

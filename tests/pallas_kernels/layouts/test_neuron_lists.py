@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.layouts.neuron_lists import neuron_lists
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
+from tests import seeds
 
 make = jax.jit(neuron_lists, static_argnums=(1, 2))
 
@@ -68,7 +69,7 @@ def test_empty_and_full_lists():
 
 @pytest.mark.parametrize("capacity", [64, 256, 1024])
 def test_lists_without_room_are_cut_off(capacity):
-    counts, used = draw(6, 700, 0.5, np.random.default_rng())
+    counts, used = draw(6, 700, 0.5, seeds.rng())
     used[0] = True
     counts = counts.at[0].set(1)
     for m in (1, 700):

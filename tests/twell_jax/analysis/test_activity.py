@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 
+from tests import seeds
 from twell_jax.analysis.activity import (
     Activity,
     concentration,
@@ -32,12 +33,12 @@ forward_documents = nnx.jit(lambda model, tokens: model(tokens, document_end=END
 
 
 def make(**changes):
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = seeds.integer()
     return Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(seed))
 
 
 def draw_sequences(*shape):
-    return np.random.default_rng().integers(0, END, shape)
+    return seeds.rng().integers(0, END, shape)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -95,7 +96,7 @@ def test_activity_counts_the_pattern_in_any_batches(batch):
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 7))
 def test_the_union_of_windows(size, rest, neurons):
     length = size + rest
-    fired = np.random.default_rng().random((2, length, neurons)) < 0.3
+    fired = seeds.rng().random((2, length, neurons)) < 0.3
     windows = [fired[:, i * size : (i + 1) * size] for i in range(length // size)]
     expected = np.mean([window.any(1).mean(1) for window in windows], axis=0)
     np.testing.assert_allclose(union_share(jnp.asarray(fired), size), expected, rtol=1e-6)

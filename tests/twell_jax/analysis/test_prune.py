@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax.analysis.activity import firing_patterns, measure_activity
 from twell_jax.analysis.prune import fires_removed, prune_dead
 from twell_jax.config import ModelConfig
@@ -21,7 +22,7 @@ forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 def make(**changes):
     """A model with a constant feature through which its neurons fire often, rarely or never."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     model = Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(int(rng.integers(2**31))))
     model.embed.embedding[...] = model.embed.embedding[...].at[:, 0].set(4.0)
     mlp = model.blocks.mlp
@@ -34,7 +35,7 @@ def make(**changes):
 
 
 def draw_sequences(count, length=17):
-    return np.random.default_rng().integers(0, 61, (count, length))
+    return seeds.rng().integers(0, 61, (count, length))
 
 
 def with_mlp(model, change, **config):
@@ -107,7 +108,7 @@ def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
 
 
 def test_all_that_fired_remain_from_the_most_used_on():
-    model, rng = make(d_ff=40), np.random.default_rng()
+    model, rng = make(d_ff=40), seeds.rng()
     usage = rng.integers(1, 1000, (3, 40))
     for layer, live in enumerate([5, 17, 11]):
         usage[layer, rng.permutation(40)[live:]] = 0

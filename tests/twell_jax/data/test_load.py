@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+from tests import seeds
 from twell_jax import data
 from twell_jax.config import ConfigError
 from twell_jax.data import sources, tokenizers
@@ -109,7 +110,7 @@ def save_shards(directory, *shards):
 
 
 def test_tokens_with_a_held_out_tail(make_config, tmp_path):
-    tokens = np.random.default_rng().integers(0, 257, 2000, np.uint16)
+    tokens = seeds.rng().integers(0, 257, 2000, np.uint16)
     loaded = data.load(make_config(save_shards(tmp_path, tokens[:700], tokens[700:])))
     tail = tokens[1400:]
     assert loaded.held_out.shape == (4, CONTEXT + 1)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests import seeds
 from twell_jax import sparse_ffn
 from twell_jax.ffn import api
 
@@ -68,7 +69,7 @@ def make(lead, d, h, dtype, *, gated=True, bias=False, integers=False):
     shapes = {"x": (*lead, d), "w_gate": (h, d), "w_up": (h, d), "w_down": (h, d)}
     if bias:
         shapes |= {"b_gate": (h,), "b_up": (h,), "b_down": (d,)}
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     values = {}
     for name, shape in shapes.items():
         if gated or "gate" not in name:
@@ -126,7 +127,7 @@ def loss(inputs, dy, dl1, activation="relu"):
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradients_match_float64(gated, activation):
     inputs = make((11,), 6, 17, "float32", gated=gated, bias=True)
-    dy = np.random.default_rng().normal(size=(11, 6)).astype(np.float32)
+    dy = seeds.rng().normal(size=(11, 6)).astype(np.float32)
     grads = jax.grad(loss)(inputs, dy, 2.5, activation)
     expected = reference_gradient(inputs, activation, dy, 2.5)
     assert set(grads) == set(expected)
@@ -137,7 +138,7 @@ def test_gradients_match_float64(gated, activation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_in_half_precision(dtype):
     inputs = make((11,), 6, 17, dtype)
-    dy = jnp.asarray(np.random.default_rng().normal(size=(11, 6)), dtype)
+    dy = jnp.asarray(seeds.rng().normal(size=(11, 6)), dtype)
     grads = jax.grad(lambda i: loss(i, dy.astype(jnp.float32), 0.5))(inputs)
     expected = reference_gradient(inputs, "relu", np.asarray(dy, np.float64), 0.5)
     for name, grad in grads.items():
@@ -148,7 +149,7 @@ def test_gradients_in_half_precision(dtype):
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_gradients_under_jit_and_checkpoint(transform):
     inputs = make((11,), 6, 17, "float32", bias=True)
-    dy = np.random.default_rng().normal(size=(11, 6)).astype(np.float32)
+    dy = seeds.rng().normal(size=(11, 6)).astype(np.float32)
     grads = jax.grad(transform(loss))(inputs, dy, 1.5)
     expected = reference_gradient(inputs, "relu", dy, 1.5)
     for name, grad in grads.items():
@@ -167,7 +168,7 @@ def test_vmap_is_a_loop():
     # Over experts: every one has weights and tokens of its own.
     experts = [make((4,), 6, 17, "float32") for _ in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
-    dy = np.random.default_rng().normal(size=(4, 6)).astype(np.float32)
+    dy = seeds.rng().normal(size=(4, 6)).astype(np.float32)
     y, stats = jax.vmap(call)(stacked)
     grads = jax.vmap(jax.grad(loss), in_axes=(0, None, None))(stacked, dy, 1.5)
     for i, inputs in enumerate(experts):
@@ -187,7 +188,7 @@ def test_shard_map_over_tokens_equals_one_device():
     mesh = make_mesh(AxisType.Auto)
     inputs = make((16,), 8, 24, "float32")
     x, weights = inputs.pop("x"), inputs
-    dy = np.random.default_rng().normal(size=(16, 8)).astype(np.float32)
+    dy = seeds.rng().normal(size=(16, 8)).astype(np.float32)
 
     def local(x, weights):
         y, stats = call({"x": x, **weights})
@@ -219,7 +220,7 @@ def test_shard_map_over_tokens_equals_one_device():
 def test_sharded_jit_equals_one_device(axis_type, weight_spec):
     mesh = make_mesh(axis_type)
     inputs = make((16,), 8, 24, "float32")
-    dy = np.random.default_rng().normal(size=(16, 8)).astype(np.float32)
+    dy = seeds.rng().normal(size=(16, 8)).astype(np.float32)
     specs = {name: weight_spec for name in inputs} | {"x": P("x")}
     placed = {n: jax.device_put(v, NamedSharding(mesh, specs[n])) for n, v in inputs.items()}
     y, stats = jax.jit(call)(placed)
@@ -237,7 +238,7 @@ def cancelling(n, dtype):
     """A shuffled vector whose sum, n - 4, is lost if partial sums are kept in 16 bits."""
     big = {"bfloat16": 2.0**15, "float16": 60000.0}[dtype]
     vector = np.array([big, big, -big, -big] + [1.0] * (n - 4))
-    return np.random.default_rng().permutation(vector)
+    return seeds.rng().permutation(vector)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

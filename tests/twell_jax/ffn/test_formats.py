@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
+from tests import seeds
 from twell_jax import TwELL, pack, pack_unions, unpack
 from twell_jax.ffn import formats
 
@@ -113,7 +114,7 @@ def test_unpack_takes_entries_in_any_order_and_ignores_spare_words(dtype):
     values[:, [0, 3, 7, 17, 39]] = [0x8000, 1, 0x3C00, 0x7FFF, 0xFFFF]
     packed = pack(from_bits(values, dtype), tile=16, compression=2)
     words = np.array(packed.packed)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     for row, tile in np.ndindex(words.shape[:2]):
         count = words[row, tile, 0]
         words[row, tile, 1 : count + 1] = rng.permutation(words[row, tile, 1 : count + 1])
@@ -126,7 +127,7 @@ def test_unpack_takes_entries_in_any_order_and_ignores_spare_words(dtype):
 def test_defaults_at_the_size_of_a_model(dtype):
     # 22 tiles of 256; row i has i entries in its first tile, so that the last rows overflow.
     values = np.zeros((34, 5632), np.uint16)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     for row in range(34):
         values[row, rng.permutation(256)[:row]] = rng.integers(1, 2**16, row)
         values[row, rng.integers(256, 5632, 20)] = 0x8000
@@ -155,8 +156,8 @@ def test_is_a_pytree_of_one_array():
 
 
 def test_vmap():
-    values = np.random.default_rng().integers(0, 2**16, (3, 5, 20)).astype(np.uint16)
-    values *= np.random.default_rng().random(values.shape) < 0.3
+    values = seeds.rng().integers(0, 2**16, (3, 5, 20)).astype(np.uint16)
+    values *= seeds.rng().random(values.shape) < 0.3
     batch = from_bits(values, "bfloat16")
     packed = jax.vmap(functools.partial(pack, tile=8, compression=1))(batch)
     np.testing.assert_array_equal(bits(jax.vmap(unpack)(packed)), values)

@@ -10,12 +10,13 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
+from tests import seeds
 from twell_jax import SparseMLP, capture_stats, sparse_ffn
 from twell_jax.ffn import SownStats, capture
 
 
 def fresh_rngs():
-    return nnx.Rngs(int(np.random.default_rng().integers(2**31)))
+    return nnx.Rngs(seeds.integer())
 
 
 def shapes(mlp):

@@ -18,6 +18,7 @@ lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from tests import seeds  # noqa: E402
 from twell_jax import evaluate  # noqa: E402
 from twell_jax.inference.harness import HarnessModel  # noqa: E402
 
@@ -60,7 +61,7 @@ test_split: test
 
 @pytest.fixture(scope="module")
 def lm():
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = seeds.integer()
     tokenizer = ByteTokenizer()
     model = Transformer(CONFIG, rngs=nnx.Rngs(seed))
     # Its most likely bytes are ASCII: others may be parts of a character, which are not yet text.
@@ -73,7 +74,7 @@ def tasks(tmp_path, monkeypatch):
     """A directory of task definitions over the same few questions."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    draw = np.random.default_rng()
+    draw = seeds.rng()
     lines = []
     for i in range(7):
         words = ["".join(map(chr, draw.integers(97, 123, n))) for n in draw.integers(1, 9, 5 + i)]

@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import seeds
 from twell_jax.inference.sampling import GREEDY, Sampling, sample
 
 
 def draws(logits, count, **options):
     """`count` tokens for the one row of `logits`."""
-    keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), count)
+    keys = jax.random.split(jax.random.key(seeds.integer()), count)
     draw = jax.jit(jax.vmap(lambda key: sample(logits, key, Sampling(**options))[0]))
     return np.asarray(draw(keys))
 
@@ -17,7 +18,7 @@ def draws(logits, count, **options):
     "sampling", [GREEDY, Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0)]
 )
 def test_the_narrowest_choice_is_the_most_likely_token(sampling):
-    logits = jnp.asarray(np.random.default_rng().standard_normal((5, 40)), jnp.float32)
+    logits = jnp.asarray(seeds.rng().standard_normal((5, 40)), jnp.float32)
     tokens = sample(logits, jax.random.key(0), sampling)
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
     assert tokens.dtype == jnp.int32

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 
+from tests import seeds
 from twell_jax.config import ModelConfig
 from twell_jax.models.attention import rope_table, rotate
 
 
 def test_rotary_scores_depend_on_distance_only():
     config = ModelConfig(vocab_size=61, context=16, d_model=32, layers=2, heads=4, d_ff=48)
-    q, k = np.random.default_rng().normal(size=(2, 1, 1, 4, 8)).astype(np.float32)
+    q, k = seeds.rng().normal(size=(2, 1, 1, 4, 8)).astype(np.float32)
 
     def score(i, j):
         q_i, k_j = rotate(jnp.concatenate([q, k]), rope_table(jnp.array([[i], [j]]), config))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax import config
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe, SparseMLP, capture_stats
@@ -29,12 +30,12 @@ decode = nnx.jit(lambda module, tokens, cache: module.decode(tokens, cache))
 
 
 def make(**changes):
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = seeds.integer()
     return Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(seed))
 
 
 def draw_tokens(*shape):
-    return np.random.default_rng().integers(0, END, shape)
+    return seeds.rng().integers(0, END, shape)
 
 
 def weights(module):
@@ -342,7 +343,7 @@ def assert_kernels_serve_a_model():
     dense = make(**common, dtype="bfloat16", init_scale=0.1, ffn_implementation="xla")
     settings = dense.config.model_copy(update={"ffn_implementation": "mosaic"})
     sparse = nnx.merge(graphdef(settings), nnx.state(dense))
-    tokens = np.random.default_rng().integers(0, 512, (4, 512))
+    tokens = seeds.rng().integers(0, 512, (4, 512))
     (logits, stats), (reference, expected) = (forward(m, tokens) for m in (sparse, dense))
     results = [(logits, reference)]
     caches = [KVCache.empty(m.config, 4, 512) for m in (sparse, dense)]

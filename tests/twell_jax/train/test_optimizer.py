@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax.config import ModelConfig, OptimizerConfig, from_dict
 from twell_jax.models.transformer import Transformer
 from twell_jax.train.optimizer import l1_coefficient, learning_rate, make_optimizer
@@ -109,7 +110,7 @@ def test_weight_decay_shrinks_all_but_the_scales_of_norms(params):
 def test_two_steps_are_adamw_on_clipped_gradients(params):
     settings = OptimizerConfig(lr=1e-2, clip_norm=0.5, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.2)
     optimizer = make_optimizer(settings, steps=10)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     state, p = optimizer.init(params), {k: v.astype(float) for k, v in named(params).items()}
     m, v = dict.fromkeys(p, 0.0), dict.fromkeys(p, 0.0)
     for step, scale in enumerate((1e-4, 10.0), start=1):  # one below the norm, one above

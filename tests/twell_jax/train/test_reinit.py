@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import seeds
 from twell_jax import config
 from twell_jax.models import sharding
 from twell_jax.train.optimizer import make_optimizer
@@ -45,7 +46,7 @@ def test_dead_gates_are_drawn_anew_and_their_moments_forgotten(gated, gate):
     run = settings(gated=gated)
     state = init_state(run)
     moments = jax.tree.map(lambda x: x + 1, state.opt_state)
-    dead = np.random.default_rng().random((LAYERS, D_FF)) < 0.3
+    dead = seeds.rng().random((LAYERS, D_FF)) < 0.3
     params, opt_state = reinitialise(
         state.params,
         moments,
@@ -74,7 +75,7 @@ def test_a_dead_neuron_can_fire_again_and_the_draw_follows_from_seed_and_step():
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     with jax.set_mesh(mesh):
         trainer = Trainer(run, 256, mesh)
-        tokens = np.random.default_rng().integers(0, 256, (4, 33), dtype=np.int32)
+        tokens = seeds.rng().integers(0, 256, (4, 33), dtype=np.int32)
 
         def silenced():
             state = trainer.init()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.models import sharding
@@ -46,7 +47,7 @@ def trainer_on(devices, fsdp=1, micro_batch=2):
 
 
 def draw(sequences=SEQUENCES):
-    return np.random.default_rng().integers(0, VOCAB, (sequences, CONTEXT + 1)).astype(np.int32)
+    return seeds.rng().integers(0, VOCAB, (sequences, CONTEXT + 1)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")

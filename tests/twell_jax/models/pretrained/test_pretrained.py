@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from tests import seeds
 from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -31,7 +32,7 @@ VARIANTS = [
 
 
 def make(**changes):
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = seeds.integer()
     return Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(seed))
 
 

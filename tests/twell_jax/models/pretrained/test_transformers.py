@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -42,7 +43,7 @@ OURS = {
 
 
 def prompts():
-    draw = np.random.default_rng()
+    draw = seeds.rng()
     return [draw.integers(0, 67, length).tolist() for length in (3, 11, 1, 7)]
 
 
@@ -56,7 +57,7 @@ def perturb(peer):
 
 
 def assert_agree(model, peer):
-    tokens = np.random.default_rng().integers(0, 67, (3, 17))
+    tokens = seeds.rng().integers(0, 67, (3, 17))
     with torch.no_grad():
         expected = peer(torch.tensor(tokens)).logits.numpy()
     logits, _ = model(jnp.asarray(tokens))
@@ -77,7 +78,7 @@ def assert_agree(model, peer):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_model_of_transformers_is_loaded(tmp_path, name):
-    torch.manual_seed(int(np.random.default_rng().integers(2**31)))
+    torch.manual_seed(seeds.integer())
     peer = perturb(transformers.AutoModelForCausalLM.from_config(THEIRS[name]()))
     peer.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -90,10 +91,10 @@ def test_a_model_of_ours_is_loaded_by_transformers(tmp_path, name):
         vocab_size=300, context=64, d_model=32, layers=2, heads=4, d_ff=40, dtype="float32",
         init_scale=0.3, **OURS[name],
     )  # fmt: skip
-    model = Transformer(config, rngs=nnx.Rngs(int(np.random.default_rng().integers(2**31))))
+    model = Transformer(config, rngs=nnx.Rngs(seeds.integer()))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if path[-1] in ("scale", "bias"):
-            leaf[...] += 0.5 * np.random.default_rng().standard_normal(leaf.shape)
+            leaf[...] += 0.5 * seeds.rng().standard_normal(leaf.shape)
     save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=30000)
     peer, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
