@@ -1,5 +1,19 @@
 import pytest
 
+from benchmarks import variants
+from tests.commands import call
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Commands that a benchmark starts run in this process."""
+
+    def run(command, **options):
+        process = call(*command[1:])
+        assert process.returncode == 0, process.stderr
+
+    monkeypatch.setattr(variants.subprocess, "run", run)
+
 
 @pytest.fixture
 def text_settings(tmp_path):

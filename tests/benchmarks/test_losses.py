@@ -1,20 +1,12 @@
 """benchmarks.losses: variants of a run are trained, compared and drawn."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import losses, render
 from tests import seeds
-
-# In the processes that train, the kernels' reference functions serve.
-ON_REFERENCE = """
-from pallas_kernels.kernels import REFERENCE
-from twell_jax.ffn import dispatch
-dispatch.BACK_ENDS = (REFERENCE,)
-"""
 
 
 def test_differences_are_those_of_means_over_logged_steps():
@@ -27,10 +19,9 @@ def test_differences_are_those_of_means_over_logged_steps():
 
 
 @pytest.mark.slow
-def test_all_variants_follow_the_dense_one(tmp_path, monkeypatch, capsys, text_settings):
-    (tmp_path / "sitecustomize.py").write_text(ON_REFERENCE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+def test_all_variants_follow_the_dense_one(
+    tmp_path, monkeypatch, capsys, text_settings, reference_kernels, in_this_process
+):
     small = [
         f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=512",
         "micro_batch=4", "eval_sequences=4", "model.layers=2", "model.d_ff=128", "model.context=64",

@@ -91,7 +91,9 @@ def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_variants_are_trained_once_and_reported(tmp_path, monkeypatch, text_settings):
+def test_variants_are_trained_once_and_reported(
+    tmp_path, monkeypatch, text_settings, in_this_process
+):
     small = [
         f"run_dir={tmp_path}/runs", "steps=2", "batch_tokens=1024", "micro_batch=4",
         "eval_sequences=4", "optimizer.warmup_steps=1", "model.vocab_size=300",

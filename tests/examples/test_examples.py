@@ -3,12 +3,13 @@
 import ast
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+
+from tests.commands import call
 
 pytestmark = pytest.mark.slow
 
@@ -90,8 +91,7 @@ def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
         f"model.d_model=64 model.d_ff=256 data.source=files data.paths=[{tmp_path}/corpus/*.py] "
         f"data.held_out_fraction=0.4 data.cache_dir={tmp_path}/cache run_dir={tmp_path}/run"
     )
-    command = [sys.executable, "train.py", "configs/tiny.yaml", *settings.split()]
-    subprocess.run(command, cwd=EXAMPLES.parent, check=True)
+    assert call("train.py", "configs/tiny.yaml", *settings.split()).returncode == 0
     width, _, fired = run("prune", str(tmp_path / "run")).splitlines()
     assert width == "d_ff 256 -> 256"
     assert fired == "0.00% of other tokens fire a removed neuron"

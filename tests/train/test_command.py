@@ -1,17 +1,11 @@
 """python train.py as a person runs it: what it shows and keeps, and what it refuses."""
 
-import contextlib
-import io
-import runpy
-import signal
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests.commands import call
 from tests.train.runs import ROOT, STEPS, final_state, records, run
 from twell_jax import config
 from twell_jax.ffn import CannotServe
@@ -21,31 +15,8 @@ from twell_jax.train.start import first_plan
 from twell_jax.train.trainer import Trainer
 
 
-def call(*arguments, program=lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__")):
-    """Runs the command in this process, which suits what ends before a model is made."""
-    output, errors, code = io.StringIO(), io.StringIO(), 0
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-    ):
-        patch.setattr("sys.argv", ["train.py", *map(str, arguments)])
-        patch.setattr("logging.basicConfig", lambda **_: None)
-        try:
-            program()
-        except SystemExit as end:
-            code = end.code or 0
-            if isinstance(code, str):
-                print(code, file=sys.stderr)
-                code = 1
-        finally:
-            signal.signal(signal.SIGTERM, on_sigterm)
-    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
-
-
-def as_module():
-    runpy.run_module("twell_jax.train", run_name="__main__", alter_sys=False)
+def train(*arguments):
+    return call("train.py", *arguments)
 
 
 def contents(directory):
@@ -78,7 +49,7 @@ def test_a_run_learns_and_shows_what_it_did(workspace, uninterrupted):
 @pytest.mark.slow
 def test_a_finished_run_says_so(workspace, uninterrupted):
     before = final_state(workspace / "run"), records(workspace / "run")
-    process = run(workspace)
+    process = train(workspace / "config.yaml")
     assert process.returncode == 0
     assert process.stdout.startswith(f"finished {workspace / 'run'} at step {STEPS}")
     assert "held-out CE" in process.stdout
@@ -88,8 +59,8 @@ def test_a_finished_run_says_so(workspace, uninterrupted):
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(workspace, tmp_path):
     # The first step has a learning rate of 0, the second one destroys the model.
-    process = run(
-        workspace,
+    process = train(
+        workspace / "config.yaml",
         f"run_dir={tmp_path / 'run'}",
         "optimizer.lr=1e30",
         "optimizer.warmup_steps=1",
@@ -106,7 +77,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(workspace, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
     before = contents(workspace / "run")
-    process = call(workspace / "config.yaml", "model.d_ff=128")
+    process = train(workspace / "config.yaml", "model.d_ff=128")
     assert process.returncode == 3  # by which `make demo` knows that it must make room
     assert process.stderr.startswith("error: model.d_ff: the run in")
     assert "was started with 64, now 128" in process.stderr
@@ -115,26 +86,27 @@ def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
 
 
 def test_a_dense_run_is_sparsified(workspace, tmp_path):
+    configuration = workspace / "config.yaml"
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     silu = ["steps=10", "model.activation=silu", "l1_coefficient=0"]
-    assert run(workspace, f"run_dir={dense}", *silu).returncode == 0
+    assert train(configuration, f"run_dir={dense}", *silu).returncode == 0
     first = [f"run_dir={sparse}", f"init_from={dense}", "steps=1", "optimizer.lr=1e-9"]
-    assert run(workspace, *first).returncode == 0
+    assert train(configuration, *first).returncode == 0
     before, after = (nnx.state(load_run(directory)[2]) for directory in (dense, sparse))
     for ours, theirs in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
-    refused = run(workspace, f"run_dir={sparse}2", f"init_from={dense}", "model.d_ff=128")
+    refused = train(configuration, f"run_dir={sparse}2", f"init_from={dense}", "model.d_ff=128")
     assert refused.returncode == 1
     assert "model.d_ff: 128, but init_from" in refused.stderr
-    refused = run(workspace, f"run_dir={sparse}3", f"init_from={tmp_path / 'none'}")
+    refused = train(configuration, f"run_dir={sparse}3", f"init_from={tmp_path / 'none'}")
     assert refused.returncode == 1 and "is not the directory of a run" in refused.stderr
 
 
 def test_a_foreign_directory_is_refused(workspace, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     before = contents(tmp_path)
-    process = call(workspace / "config.yaml", f"run_dir={tmp_path}")
+    process = train(workspace / "config.yaml", f"run_dir={tmp_path}")
     assert process.returncode == 1
     assert process.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
     assert process.stderr.count("\n") == 1
@@ -142,7 +114,7 @@ def test_a_foreign_directory_is_refused(workspace, tmp_path):
 
 
 def test_print_config_is_a_config(workspace, tmp_path):
-    process = call(workspace / "config.yaml", "--print-config", "steps=7", "optimizer.lr=1e-3")
+    process = train(workspace / "config.yaml", "--print-config", "steps=7", "optimizer.lr=1e-3")
     assert process.returncode == 0
     (tmp_path / "printed.yaml").write_text(process.stdout)
     expected = config.load(workspace / "config.yaml", ["steps=7", "optimizer.lr=1e-3"])
@@ -150,7 +122,7 @@ def test_print_config_is_a_config(workspace, tmp_path):
 
 
 def test_help_explains_every_key(workspace):
-    process = call(workspace / "config.yaml", "--help")
+    process = train(workspace / "config.yaml", "--help")
     assert process.returncode == 0
     assert process.stdout.startswith("usage: train.py ")
     assert "python train.py configs/tiny.yaml [key=value ...]" in process.stdout
@@ -160,15 +132,16 @@ def test_help_explains_every_key(workspace):
 @pytest.mark.parametrize("name", ["tiny", "configs/tiny.yaml"])
 def test_the_package_is_the_same_command_and_knows_its_configurations(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    process = call(name, "--print-config", "steps=7", program=as_module)
+    process = call("-m", "twell_jax.train", name, "--print-config", "steps=7")
     assert process.returncode == 0
     (tmp_path / "printed.yaml").write_text(process.stdout)
     assert config.load(tmp_path / "printed.yaml") == config.load("tiny", ["steps=7"])
-    assert call("--help", program=as_module).stdout.startswith("usage: python -m twell_jax.train ")
+    usage = call("-m", "twell_jax.train", "--help").stdout
+    assert usage.startswith("usage: python -m twell_jax.train ")
 
 
 def test_an_unknown_configuration_is_one_line_that_names_those_there_are():
-    process = call("tyni")
+    process = train("tyni")
     assert process.returncode == 1
     assert process.stderr == (
         "error: tyni: cannot be read (no such file); the shipped configurations are "
@@ -177,7 +150,7 @@ def test_an_unknown_configuration_is_one_line_that_names_those_there_are():
 
 
 def test_a_wrong_key_is_one_line(workspace):
-    process = run(workspace, "stepz=7")
+    process = train(workspace / "config.yaml", "stepz=7")
     assert process.returncode == 1
     assert process.stderr.startswith("error: stepz: unknown key; did you mean steps?")
     assert process.stderr.count("\n") == 1

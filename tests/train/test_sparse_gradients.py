@@ -1,11 +1,9 @@
 """A run that plans the gradients of each layer, on the kernels' reference functions."""
 
-import signal
-
-import jax
 import pytest
 
 from pallas_kernels.kernels import HOPPER
+from tests.commands import as_in_a_new_process
 from tests.train.runs import records
 from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
@@ -20,7 +18,6 @@ STEPS = 6
 def settings(workspace, monkeypatch, reference_kernels):
     """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse."""
     monkeypatch.setattr(gradient_plan, "_FIRST_SHARE", 1.0)
-    monkeypatch.setattr(loop.sharding, "make_mesh", one_device(loop.sharding.make_mesh))
 
     def load(directory, *changes):
         return config.load(
@@ -32,14 +29,8 @@ def settings(workspace, monkeypatch, reference_kernels):
             ],
         )  # fmt: skip
 
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    with jax.set_mesh(jax.make_mesh((1,), ("x",))):  # at its end, no mesh again: a run sets one
+    with as_in_a_new_process():
         yield load
-    signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def one_device(make_mesh):
-    return lambda shape, devices=None: make_mesh((1, 1), jax.devices("cpu")[:1])
 
 
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """hidden_grads on what union_up keeps, and the gradient of x by union_down."""
 
-import dataclasses
 import functools
 
 import jax
@@ -16,6 +15,7 @@ from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from tests import seeds
+from tests.pallas_kernels.planned import planned
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 L1_GRAD = 0.3
@@ -35,18 +35,16 @@ def draw(m, d, h, density, gated, dtype):
     arrays = rng.standard_normal((m, d)), rng.standard_normal((m, d))
     weights = rng.standard_normal((3, h, d)) / d**0.5
     x, dy, w_gate, w_up, w_down = (jnp.asarray(a, dtype) for a in (*arrays, *weights))
-    gate, masks, counts = tile_union.pack(jnp.asarray(z), dtype)
-    gate_ref = jax.new_ref(gate)
-    plan, _, heavy = REFERENCE.union_plan(x, gate_ref, masks, counts)
-    lists, fits = neuron_lists(counts, m, counts.size + 64)
+    gate, counts, plan, heavy = planned(z, x)
+    lists, fits = jax.jit(neuron_lists, static_argnums=(1, 2))(counts, m, counts.size + 64)
     assert fits
-    plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
-    hidden, _ = REFERENCE.union_up(x, gate_ref[...], w_up if gated else None, plan, with_gate=True)
-    dense = [np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)]
-    dense[0][np.asarray(heavy.rows)[: heavy.count[0]]] = 0  # they leave the unions
+    union_up = jax.jit(REFERENCE.union_up, static_argnames="with_gate")
+    hidden, _ = union_up(x, gate, w_up if gated else None, plan, with_gate=True)
+    dense = [np.maximum(z, 0).astype(dtype).astype(np.float64)]
+    dense[0][heavy] = 0  # they leave the unions
     if gated:
         up = np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T
-        dense.append(np.asarray(jnp.asarray(up, dtype), np.float64))
+        dense.append(up.astype(dtype).astype(np.float64))
     weights = (w_gate, w_up) if gated else (w_up,)
     return (dy, w_down, hidden, plan, lists, weights), dense
 
@@ -77,7 +75,8 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights):
     entries, dx = out
     grads = dense_grads(dense, dy, w_down)
     assert_grad_of_x(dx, grads, dy, weights)
-    slots = np.asarray(lists.slots(jnp.arange(len(dy))))
+    slots = np.asarray(jax.jit(NeuronLists.slots)(lists, np.arange(len(dy))))
+    lists, dx = jax.device_get((lists, dx))
     block, token = np.nonzero(slots < lists.tokens.size)
     for entry, grad in zip(entries, grads, strict=True):
         assert entry.dtype == dy.dtype

@@ -1,6 +1,5 @@
 """union_up and union_down, one after the other as they are used."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,6 +13,7 @@ from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
+from tests.pallas_kernels.planned import planned
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density
@@ -34,16 +34,13 @@ def draw(m, d, h, density, gated, dtype):
     z[dense] = np.abs(z[dense])
     arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]
     x, w_up, w_down = (jnp.asarray(a, dtype) for a in arrays)
-    gate, masks, counts = tile_union.pack(jnp.asarray(z), dtype)
-    gate_ref = jax.new_ref(gate)
-    plan, _, heavy = REFERENCE.union_plan(x, gate_ref, masks, counts)
-    plan = dataclasses.replace(plan, items=plan.items[: max(1, int(plan.item_count[0]))])
+    gate, _, plan, heavy = planned(z, x)
     is_member = np.zeros(gate.shape[:2], bool)
     for r, size in enumerate(plan.sizes):
         is_member[r, plan.neurons[r, :size]] = True
-    gate = jnp.where(is_member[:, :, None], gate_ref[...], jnp.nan)
-    g = np.asarray(jnp.asarray(np.maximum(z, 0), dtype), np.float64)
-    g[np.asarray(heavy.rows)[: heavy.count[0]]] = 0
+    gate = jnp.asarray(np.where(is_member[:, :, None], gate, np.array(np.nan, dtype)))
+    g = np.maximum(z, 0).astype(dtype).astype(np.float64)
+    g[heavy] = 0
     return (x, gate, w_up if gated else None, w_down, plan), g
 
 
@@ -69,7 +66,7 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan):
         ref = ref * (np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
     blocks, gates = (blocks_of(a, plan) for a in (ref, g))
     ref_y = ref @ np.asarray(w_down, np.float64)
-    for with_gate, (h, l1, y) in enumerate(out):
+    for with_gate, (h, l1, y) in enumerate(jax.device_get(out)):
         np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
         *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK_NEURONS, axis=1)
         np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2)

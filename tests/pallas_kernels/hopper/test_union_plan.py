@@ -13,6 +13,7 @@ from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 
+pack = jax.jit(tile_union.pack, static_argnums=1)
 PLANNERS = [
     pytest.param(REFERENCE.union_plan, id="reference"),
     pytest.param(union_plan, marks=pytest.mark.gpu, id="union_plan"),
@@ -43,9 +44,10 @@ def make(planner, z, **options):
     """
     (m, h), fires = z.shape, z > 0
     x = jnp.asarray(seeds.rng().standard_normal((m, 128)), jnp.bfloat16)
-    gate, masks, counts = tile_union.pack(jnp.asarray(z), x.dtype)
+    gate, masks, counts = pack(z, x.dtype)
     before = np.asarray(gate, np.float32)
-    gate, (plan, nnz, listed_rows) = run(planner, x, gate, masks, counts, **options)
+    out = run(planner, x, gate, masks, counts, **options)
+    gate, (plan, nnz, listed_rows) = jax.device_get(out)
     np.testing.assert_array_equal(nnz, fires.sum(axis=1))
 
     (count,) = listed_rows.count
@@ -114,7 +116,7 @@ def test_tokens_that_are_not_finite_always_leave(value, planner):
     z = np.abs(pre_activations(2 * TILE_TOKENS, 384, 1))
     z[[7, 299]] = value
     x = jnp.ones((len(z), 128), jnp.bfloat16)
-    gate, (plan, _, heavy) = run(planner, x, *tile_union.pack(jnp.asarray(z), x.dtype))
+    gate, (plan, _, heavy) = run(planner, x, *pack(z, x.dtype))
     assert not gate[:, :, [7, 299 - TILE_TOKENS]][[0, 1], :, [0, 1]].any()
     np.testing.assert_array_equal(np.sort(heavy.rows[: heavy.count[0]]), [7, 299])
     np.testing.assert_array_equal(plan.sizes, [384, 384])

@@ -37,17 +37,18 @@ def draw(m, d, h, density, n, dtype):
     used[1] &= density == 1
     dense = rng.standard_normal((n, m, h // GROUP_NEURONS, GROUP_NEURONS))
     dense *= (rng.random(dense.shape) < 0.3) & used.T[:, :, None]
-    dense = np.asarray(jnp.asarray(dense, dtype))
+    dense = dense.astype(dtype)
     counts = np.zeros((h // GROUP_NEURONS, -(-m // TILE_TOKENS) * TILE_TOKENS), np.uint8)
     counts[:, :m] = used
     room = sum(-(-row.sum() // 64) * 64 for row in used)
-    lists, fits = neuron_lists(jnp.asarray(counts), m, room + 128)
+    lists, fits = jax.jit(neuron_lists, static_argnums=(1, 2))(counts, m, room + 128)
     assert fits
 
-    x = jnp.asarray(rng.standard_normal((m, d)), dtype)
+    x = rng.standard_normal((m, d))
     poison = np.flatnonzero(~used.any(axis=0))
-    x = x.at[poison].set(jnp.nan)
-    slots, tokens = np.asarray(lists.slots(jnp.arange(m))), np.array(lists.tokens)
+    x[poison] = np.nan
+    slots = np.asarray(jax.jit(NeuronLists.slots)(lists, np.arange(m)))
+    tokens = np.array(lists.tokens)
     values = np.zeros((n, len(tokens), GROUP_NEURONS), np.float32)
     values[:, room:] = np.nan
     is_padding = np.ones(len(tokens), bool)
@@ -57,7 +58,8 @@ def draw(m, d, h, density, n, dtype):
     if len(poison):
         tokens[is_padding] = rng.choice(poison, is_padding.sum())
     lists = dataclasses.replace(lists, tokens=jnp.asarray(tokens))
-    return (tuple(jnp.asarray(values, dtype)), x, lists), dense.reshape(n, m, h)
+    values = tuple(jnp.asarray(array, dtype) for array in values)
+    return (values, jnp.asarray(x, dtype), lists), dense.reshape(n, m, h)
 
 
 def assert_matches(grads, dense, values, x, lists):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallas_kernels.layouts.neuron_lists import neuron_lists
+from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
 from tests import seeds
 
 make = jax.jit(neuron_lists, static_argnums=(1, 2))
+slots_of = jax.jit(NeuronLists.slots)
 
 
 def draw(blocks, m, density, rng):
@@ -25,7 +26,7 @@ def draw(blocks, m, density, rng):
 def check(lists, used, capacity):
     """Lists hold who is in them, in order and in their own room; returns how many are listed."""
     m = used.shape[1]
-    slots = lists.slots(jnp.arange(-(-m // TILE_TOKENS) * TILE_TOKENS))
+    slots = slots_of(lists, np.arange(-(-m // TILE_TOKENS) * TILE_TOKENS))
     tokens, starts, lengths, slots = (
         np.asarray(a) for a in (lists.tokens, lists.starts, lists.lengths, slots)
     )
