@@ -1,5 +1,5 @@
 """Kernels of the sparse feed-forward block: arrays in, arrays out.
 
-`layouts` says how packed activations lie in memory, `reference` what each kernel computes, `hopper`
-computes it on Hopper GPUs. `kernels` says what a back end offers.
+`layouts` defines how packed activations lie in memory, and `reference` what each kernel computes;
+`hopper` computes it on Hopper GPUs. `kernels` lists what a back end offers.
 """

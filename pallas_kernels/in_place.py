@@ -1,9 +1,10 @@
-"""Arrays that kernels change in place, and the barriers that this needs.
+"""Arrays that kernels change in place, and the barriers that they need.
 
-XLA may hand a kernel a slice of a larger array, or have it write a result into one; it does so in
+XLA may hand a kernel a slice of a larger array, or let it write its result into one; it does so in
 loops over layers (dynamic-slice fusion). It then forgets which operands and results of the kernel
-share their memory, and what the kernel changed in place is lost. XLA looks for slices only up to an
-optimization barrier. So all operands and results of such a kernel pass one; constants need none.
+share memory, and what the kernel changed in place is lost. XLA looks for slices only up to an
+optimization barrier, so all operands and results of such a kernel pass through one; constants need
+none (docs/design/0014-in-place-behind-a-barrier.md).
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from jax import lax
 
 
 def barrier(arrays: Any) -> Any:
-    """A tree of arrays that XLA takes neither for slices of others nor for parts of others."""
+    """The pytree `arrays` behind an optimization barrier: XLA fuses no slices across it."""
     return lax.optimization_barrier(arrays)
 
 
@@ -23,5 +24,5 @@ def mutable(array: jax.Array) -> jax.Ref:
 
 
 def contents(ref: jax.Ref) -> jax.Array:
-    """What the reference holds after the kernels so far."""
+    """The contents of `ref` after the kernels called so far."""
     return barrier(ref[...])

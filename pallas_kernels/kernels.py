@@ -1,7 +1,7 @@
-"""What a back end offers: the functions that the feed-forward block is made of.
+"""What a back end offers: the functions that make up the feed-forward block.
 
 A back end is a folder with a file for each of these functions, and one instance of `Kernels`.
-`pallas_kernels.reference` says in pure JAX what each of them computes, the docstrings of
+`pallas_kernels.reference` says in pure JAX what each of them computes; the docstrings of
 `pallas_kernels.hopper` say it in words. tests/conformance runs the same cases on all back ends.
 """
 
@@ -19,26 +19,27 @@ from pallas_kernels.layouts.weights import Weights
 
 type Arrays = tuple[jax.Array, ...]
 
-MAX_FEW_TOKENS = hopper.few_tokens.MAX_TOKENS  # that `few_tokens_ffn` takes
+MAX_FEW_TOKENS = hopper.few_tokens.MAX_TOKENS  # the most that `few_tokens_ffn` takes
 
 
 class Kernels(NamedTuple):
-    """A back end.
+    """A back end. The arrows show what its functions return.
 
     Attributes:
-      name: of the back end, for people.
-      unsupported: why it cannot serve a block with a weight `[H, D]` on this device, in words; None
-        if it can.
-      few_tokens_ffn: the whole block for up to 64 tokens: y, nnz `[M]`, l1 `[M]`, fired `[H]`.
-      gate_pack: the gate in TwELL (`layouts.twell`).
-      fused_ffn: up and down for the entries of a TwELL gate: y, nnz, l1, heavy rows.
-      dense_rows: the dense block for listed rows, set in y: l1, fired.
-      gate_union: the gate as tile unions (`layouts.tile_union`): gate, masks, counts.
-      union_plan: which neurons each row tile computes: plan, nnz, heavy rows.
-      union_up: h on the unions, with or without the gates: blocks, l1.
-      union_down: a sum over the unions of blocks times gathered weights: y, or dx.
-      hidden_grads: the gradients of h's factors, in place and on the neuron lists.
-      weight_grads: gradients of weights on neuron lists (`layouts.neuron_lists`).
+      name: shown to people.
+      unsupported: given a weight `[H, D]` of a block -> why the back end cannot serve the block on
+        this device; None if it can.
+      few_tokens_ffn: the whole block for up to 64 tokens -> y, nnz `[M]`, l1 `[M]`, fired `[H]`.
+      gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
+      fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
+      dense_rows: sets the listed rows of y to those of the dense block -> l1, fired.
+      gate_union: the gate projection -> the gate as tile unions (`layouts.tile_union`), in three
+        arrays: gate, masks, counts.
+      union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows.
+      union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
+      union_down: sums blocks times gathered weights over the unions -> y, or dx.
+      hidden_grads: the gradients for h's factors, in place -> h and these on the neuron lists.
+      weight_grads: the gradients for weights from neuron lists (`layouts.neuron_lists`) -> these.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Kernels(NamedTuple):
 
 
 def _back_end(name: str, folder: ModuleType) -> Kernels:
-    """The functions of a folder, each from the file that has its name."""
+    """The back end in `folder`, which has each function in a file of the same name."""
     return Kernels(
         name=name,
         unsupported=folder.support.unsupported,

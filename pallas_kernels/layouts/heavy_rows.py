@@ -1,7 +1,7 @@
 """The list of heavy rows: tokens that a packed format does not hold.
 
-Kernels append to such a list; `dense_rows` computes what is on it. Its length is known on the
-device alone.
+Kernels append to such a list; `dense_rows` computes what is on it. Only the device knows its
+length.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class HeavyRows:
 
     Attributes:
       count: int32 `[1]`, the length of the list, from 0 to M.
-      rows: int32 `[M]` or longer, the numbers of the rows, no two alike; anything from `count` on.
-      x: `[M rounded up to a multiple of 8, D]`, these rows of x; anything from `count` on.
+      rows: int32 `[M]` or longer, distinct row indices; unspecified from `count` on.
+      x: `[M rounded up to a multiple of 8, D]`, these rows of x; unspecified from `count` on.
     """
 
     count: jax.Array

@@ -1,17 +1,17 @@
 """Neuron lists: for each block of neurons, the tokens that use any of them.
 
-The gradients of the weights, such as `h^T dy`, sum over tokens, and h: `[M, H]` is zero nearly
-everywhere. The H neurons are cut into blocks of 64, the groups of `tile_union`. The list of a block
-holds, in ascending order, the tokens with a non-zero for any of its neurons, so that its rows of a
-gradient are one dense matmul over the tokens of the list. The lists lie one after the other in C
-slots, each from a multiple of 64 on:
+Weight gradients such as `h^T dy` sum over tokens, and `h: [M, H]` is zero nearly everywhere. The H
+neurons are cut into blocks of 64, the groups of `tile_union`. A block's list holds, in ascending
+order, the tokens with a non-zero for any of its neurons; the block's rows of a gradient are one
+dense matmul over these tokens. The lists lie one after the other in C slots, and each starts at a
+multiple of 64:
 
     slot     0   1   2       ...       64  65       ...       128         C
     token    3  17  90  padding         0  12  padding         |  padding
              list 0, length 3          list 1, length 2        list 2, length 0
 
-A matrix `[M, H]` of this pattern becomes `[C, 64]`: in slot s, the entries of its token for the 64
-neurons of its list.
+A matrix `[M, H]` with this pattern becomes `[C, 64]`: row s holds the entries of slot s's token for
+the 64 neurons of its list.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS, to_words
 
-ROOM_SLOTS = 64  # slots by which the room of a list grows
+ROOM_SLOTS = 64  # a list has room for a multiple of this many tokens
 
 
 @jax.tree_util.register_dataclass
@@ -31,12 +31,12 @@ class NeuronLists:
     """Which token is in which slot.
 
     Attributes:
-      tokens: int32 `[C]`, the token in each slot; some valid token in padding.
+      tokens: int32 `[C]`, the token in each slot; any valid token in padding.
       starts: int32 `[H / 64]`, the first slot of each list, a multiple of 64; at most C.
-      lengths: int32 `[H / 64]`, tokens in each list, at most C less its start.
+      lengths: int32 `[H / 64]`, tokens in each list; no list ends after C.
       words: int32 `[H / 64, T / 32, 2]`, T = 256 ceil(M / 256): bit t % 32 of `[b, t // 32, 0]` is
-        set if token t is in list b; `[b, t // 32, 1]` is the slot of the first of these 32 tokens
-        that is. The slots of the others follow.
+        set if token t is in list b; `[b, t // 32, 1]` is the slot of the first such token of these
+        32. The slots of the others follow.
     """
 
     tokens: jax.Array
@@ -45,7 +45,7 @@ class NeuronLists:
     words: jax.Array
 
     def slots(self, tokens: jax.Array) -> jax.Array:
-        """The slot of each token `[n]` in each list, int32 `[H / 64, n]`; C where it has none."""
+        """The slot of each token `[n]` in each list, int32 `[H / 64, n]`; C if it has none."""
         bits, first = jnp.moveaxis(self.words[:, tokens // 32], -1, 0)
         bits = lax.bitcast_convert_type(bits, jnp.uint32)
         bit = jnp.uint32(1) << (tokens % 32).astype(jnp.uint32)
@@ -58,17 +58,17 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
     """Lists the tokens of each block.
 
     Args:
-      counts: uint8 `[H / 64, T]`, as `gate_union` returns it: the low 7 bits are not 0 if the token
-        is in the list.
+      counts: uint8 `[H / 64, T]`, as `gate_union` returns it: token t is in list b if the low 7
+        bits of `[b, t]` are not 0.
       m: number of tokens; those from m on are in no list.
       capacity: C, a multiple of 64.
 
     Returns:
-      The lists, and whether all fit into C slots. If not, they are cut off at slot C: they describe
-      only some of the tokens, but are as safe to use as any.
+      The lists, and whether all fit into C slots. If not, they are cut off at slot C: they lack
+      some tokens, but kernels may still take them.
 
     Raises:
-      ValueError: if a shape, a dtype or the capacity is not one of these.
+      ValueError: if a shape, a dtype or the capacity is not as above.
     """
     padded_m = -(-m // TILE_TOKENS) * TILE_TOKENS
     if counts.ndim != 2 or counts.dtype != jnp.uint8 or counts.shape[1] != padded_m:
@@ -80,7 +80,7 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
         raise ValueError(f"capacity must be a positive multiple of {ROOM_SLOTS}, got {capacity}")
     token = jnp.arange(counts.shape[1], dtype=jnp.int32)
     bits = to_words((counts & 127 != 0) & (token < m))
-    # Sums over words rather than tokens, as XLA makes several passes over what it sums up.
+    # This sums over words, not tokens: XLA makes several passes over what a cumsum reads.
     in_word = lax.population_count(bits).astype(jnp.int32)
     before_word = jnp.cumsum(in_word, axis=1) - in_word
     lengths = before_word[:, -1] + in_word[:, -1]

@@ -1,4 +1,4 @@
-"""Tile unions: the neurons that any token of a row tile uses, and which tokens they leave out.
+"""Tile unions: the neurons that the tokens of a row tile use, but for tokens that are left out.
 
 The rows of `x: [M, D]` are cut into R = ceil(M / 256) row tiles of 256 tokens; each tile's up and
 down projections are dense matmuls over the union of its tokens' active neurons. (Graph and sparse
@@ -8,19 +8,18 @@ matrix kernels call this column condensing within row windows: TC-GNN, DTC-SpMM.
     gate    [R, H, 256], dtype of g   neuron n's gates in row tile r; specified where bit n of
                                       masks[0, r] is set
     masks   uint32 [2, R, H / 32]     bit n % 32 of word n // 32: neuron n has a non-zero gate for
-                                      any token (masks[0]), for any token that is not outlying in
+                                      any token (masks[0]), or for any token that is not outlying in
                                       the neuron's group (masks[1])
     counts  uint8 [H / 64, R * 256]   a token's non-zeros among the 64 neurons of a group, 0 to 64,
-                                      plus 128 if the pre-activation of the first of them is inf or
-                                      NaN
+                                      plus 128 if the group's first pre-activation is inf or NaN
 
 Tokens past M have gates of zero, or unspecified ones where a weight is not finite. A token is
-outlying in a group if its count, flag included, exceeds OUTLYING_ABOVE: one such token may widen
-the union of its tile by most of H, as the first one of a sequence does. `decide` says which tokens
-leave their unions.
+outlying in a group if its count, flag included, exceeds OUTLYING_ABOVE: a single token, such as the
+first of a sequence, may widen its tile's union by most of H. `decide` says which tokens leave their
+unions.
 
-What is computed for the neurons of a union comes in blocks `[128, 256]`, neurons by tokens: block i
-belongs to item i of the work list in the `Plan`.
+Values on a union are stored in blocks `[128, 256]`, neurons by tokens; block i belongs to item i of
+the work list in the `Plan`.
 """
 
 import dataclasses
@@ -34,8 +33,8 @@ from pallas_kernels.layouts.twell import DTYPES, MAX_COLUMNS
 TILE_TOKENS = 256  # tokens of a row tile
 GROUP_NEURONS = 64  # neurons among which a token's non-zeros are counted
 CHUNK_NEURONS = 128  # neurons of a work item
-OUTLYING_ABOVE = 16  # non-zeros of a group: 1.5 times what ordinary tokens had (up to 300 of 5632)
-_DENSE_COST = 1.5  # a token computed densely takes three matmuls, on a union two
+OUTLYING_ABOVE = 16  # non-zeros in a group: 1.5 times the most seen at nnz of up to 300 of 5632
+_DENSE_COST = 1.5  # a token takes three matmuls if computed densely, two on a union
 
 
 @jax.tree_util.register_dataclass
@@ -46,10 +45,11 @@ class Plan:
     Attributes:
       neurons: int32 `[R, H]`, the union of each tile in ascending order; unspecified past its size.
       sizes: int32 `[R]`, neurons in each union.
-      items: int32 `[max_items]`, work list, its tiles in any order: `tile * (H / 128) + chunk` for
-        each started chunk of 128 neurons of a union; unspecified from `item_count` on.
-      item_count: int32 `[1]`.
-      firsts: int32 `[R]`, place of each tile's first item in the list; its others follow in order.
+      items: int32 `[max_items]`, the work list, tiles in any order: `tile * (H / 128) + chunk` for
+        each chunk of 128 neurons of a union, the last one maybe partial; unspecified from
+        `item_count` on.
+      item_count: int32 `[1]`, the number of items.
+      firsts: int32 `[R]`, index of each tile's first item in the list; its others follow in order.
     """
 
     neurons: jax.Array
@@ -59,7 +59,7 @@ class Plan:
     firsts: jax.Array
 
     def item_neurons(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What each item computes, by its place in the list.
+        """What each item computes, in the order of the list.
 
         Returns:
           tile: int32 `[max_items, 1]`, its row tile.
@@ -74,15 +74,15 @@ class Plan:
 
 
 def first_row(blocks: jax.Array, factors: int, i: int) -> int:
-    """The row of a block `[128 or 256, 256]` at which the i-th of so many factors of h begins.
+    """The row at which factor `i` of `factors` begins in the `blocks: [items, 128 or 256, 256]`.
 
-    The last factor is at the end; what lies above the first one is none of them.
+    The last factor ends the block; rows above the first one hold something else.
     """
     return blocks.shape[1] - CHUNK_NEURONS * (factors - i)
 
 
 def check_columns(name: str, dense: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless `dense` is a matrix that has tile unions."""
+    """Raises ValueError unless tile unions can describe the matrix `dense`."""
     if (
         dense.ndim != 2
         or not dense.shape[0]
@@ -97,7 +97,7 @@ def check_columns(name: str, dense: jax.Array | jax.ShapeDtypeStruct) -> None:
 
 
 def pack(z: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Describes `relu(z)` rounded to `dtype` by `(gate, masks, counts)`, the gate complete.
+    """Describes `relu(z)` rounded to `dtype` by `(gate, masks, counts)`; all of gate is specified.
 
     `z` are the pre-activations, float32 `[M, H]`, H a multiple of 128.
     """
@@ -105,9 +105,10 @@ def pack(z: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Arra
 
 
 def describe(gate: jax.Array, is_finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`(gate, masks, counts)` for a gate `[M, H]`, complete; an entry counts if its bits are not 0.
+    """`(gate, masks, counts)` for a 16-bit gate `[M, H]`; all of gate is specified.
 
-    `is_finite`, bool `[M, H / 64]`, says it of the first pre-activation of each group.
+    An entry is a non-zero if its bits are not all 0. `is_finite`, bool `[M, H / 64]`, says whether
+    the first pre-activation of each group is finite.
     """
     m, h = gate.shape
     gate, is_finite = (jnp.pad(a, ((0, -m % TILE_TOKENS), (0, 0))) for a in (gate, is_finite))
@@ -146,18 +147,19 @@ def to_bits(words: jax.Array) -> jax.Array:
 def decide(
     masks: jax.Array, counts: jax.Array, m: int, max_items: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Which tokens leave the unions, so that fewer operations are left, or all work has room.
+    """Decides which tokens leave the unions, to save operations, for lack of room or as not finite.
 
     Args:
       masks: uint32 `[2, R, H / 32]`.
       counts: uint8 `[H / 64, R * 256]`.
       m: number of tokens.
-      max_items: items that there is room for. From the tile on whose items are one too many, all
-        tokens leave.
+      max_items: length of the work list. From the first tile whose items do not fit, all tokens
+        leave.
 
     Returns:
-      union: uint32 `[R, H / 32]`, bits of the neurons that the tokens that stay use.
-      sizes: int32 `[R]`, how many these are.
+      union: uint32 `[R, H / 32]`, bits of the neurons in each union: at least those that
+        remaining tokens use.
+      sizes: int32 `[R]`, neurons in each union.
       heavy: uint32 `[R, 8]`, bits of the tokens that leave.
       nnz: int32 `[m]`, non-zeros of each token.
     """

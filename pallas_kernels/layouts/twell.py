@@ -3,13 +3,13 @@
 The columns of `g: [M, H]` (bfloat16 or float16) are cut into tiles of `tile` columns; the last tile
 may be narrower. Each row of each tile becomes `W = tile // compression` 32-bit words:
 
-    word 0                  number of entries of that row in that tile; it may exceed the
-                            capacity W - 1: the row has overflowed then, and is heavy
+    word 0                  number of entries of that row in that tile; if it exceeds the capacity
+                            W - 1, the row has overflowed, and is heavy
     word 1..min(count, W-1) column | bits << 16: global column index and the value's 16 bits
     words past the count    unspecified
 
-The order of the entries of a tile is free. An entry is stored iff its 16 bits are not all zero, so
--0.0 and subnormals are entries; only +0.0 is not.
+The order of a tile's entries is unspecified. An entry is stored iff its 16 bits are not all zero,
+so -0.0 and subnormals are entries; only +0.0 is not.
 """
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 TILE = 256
 COMPRESSION = 8
 MAX_COLUMNS = 1 << 16  # a column index has 16 bits
-MAX_ROW_ENTRIES = 128  # of a row that is not heavy; `dense_rows` computes a longer one in less time
+MAX_ROW_ENTRIES = 128  # a row with more is heavy, as dense_rows is faster (docs/design/0007)
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -42,15 +42,15 @@ def packed_shape(
 
 
 def overflowed(packed: jax.Array) -> jax.Array:
-    """Rows of `packed: uint32 [M, tiles, W]` that are not all there, as `bool [M]`.
+    """Which rows of `packed: uint32 [M, tiles, W]` lack entries, as `bool [M]`.
 
-    One of the tiles of such a row has more entries than the W - 1 that fit.
+    Such a row has more entries in some tile than the W - 1 that fit.
     """
     return jnp.any(packed[..., 0] > packed.shape[-1] - 1, axis=-1)
 
 
 def is_heavy(packed: jax.Array) -> jax.Array:
-    """Rows of `packed: uint32 [M, tiles, W]` that are left to `dense_rows`, as `bool [M]`.
+    """Which rows of `packed: uint32 [M, tiles, W]` are left to `dense_rows`, as `bool [M]`.
 
     They have overflowed, or have more than `MAX_ROW_ENTRIES` entries.
     """
@@ -72,8 +72,8 @@ def pack(g: jax.Array, *, tile: int = TILE, compression: int = COMPRESSION) -> j
     bits = jnp.pad(lax.bitcast_convert_type(g, jnp.uint16), ((0, 0), (0, tiles * tile - h)))
     bits = bits.reshape(m * tiles, tile)
     count = jnp.cumsum(bits != 0, axis=1, dtype=jnp.int32)
-    # The s-th entry of a tile stands where the running count first reaches s; past the last one
-    # there is no such place and the search gives `tile`.
+    # The s-th entry of a tile is where the running count first reaches s; past the last entry, the
+    # search gives `tile`.
     rank = jnp.arange(1, words)
     place = jax.vmap(lambda c: jnp.searchsorted(c, rank))(count)
     value = jnp.take_along_axis(bits, place, axis=1, mode="fill", fill_value=0).astype(jnp.uint32)
@@ -93,7 +93,7 @@ def unpack(
 ) -> jax.Array:
     """Unpacks `packed: uint32 [M, ceil(h / tile), W]` into `[M, h]` of `dtype` (bfloat16, float16).
 
-    Bits are restored exactly, except that rows that overflowed are NaN throughout.
+    Bits are restored exactly, but rows that overflowed are NaN throughout.
 
     Raises ValueError if `packed` is not a TwELL of `h` columns or `dtype` not a 16-bit float.
     """
@@ -121,7 +121,7 @@ def fired(packed: jax.Array, h: int) -> jax.Array:
 
 
 def _columns(packed: jax.Array, h: int) -> jax.Array:
-    """The column of every word behind the counts, `[M, tiles * (W - 1)]`; h if it is no entry."""
+    """The column of every word but the counts, `[M, tiles * (W - 1)]`; h if it is no entry."""
     m, tiles, words = packed.shape
     rank = jnp.arange(1, words, dtype=jnp.uint32)
     column = jnp.where(rank <= packed[..., :1], packed[..., 1:] & 0xFFFF, h)

@@ -21,8 +21,8 @@ class Weights:
 
     @property
     def activated(self) -> jax.Array:
-        """`[H, D]`, the projection behind the ReLU, which decides what fires: gate, if there is
-        one, else up."""
+        """`[H, D]`, the projection that the ReLU is applied to, so that it decides what fires:
+        gate if there is one, else up."""
         return self.up if self.gate is None else self.gate
 
     @property

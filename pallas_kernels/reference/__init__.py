@@ -1,7 +1,7 @@
-"""The meaning of every kernel in pure JAX: a file for each, with the name of the kernel's own.
+"""The meaning of every kernel in pure JAX: one file per kernel, under the kernel's name.
 
 These functions define what a back end computes, and compute it on any device. They are a back end
-themselves (`kernels.REFERENCE`), with which tests run all that is around the kernels.
+themselves (`kernels.REFERENCE`), with which tests run everything around the kernels.
 """
 
 from pallas_kernels.reference import (

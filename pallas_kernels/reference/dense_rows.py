@@ -10,7 +10,7 @@ from pallas_kernels.layouts.weights import Weights
 
 
 def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
-    """The dense block for the rows on the list; the others are computed, too, and not used."""
+    """Computes all M rows of `heavy.x` densely, and uses those on the list."""
     m, dtype = y_ref.shape[0], y_ref.dtype
     product = functools.partial(jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32)
     x, is_listed = heavy.x[:m], jnp.arange(m) < heavy.count[0]

@@ -11,7 +11,7 @@ from pallas_kernels.layouts.weights import Weights
 def few_tokens_ffn(
     x: jax.Array, weights: Weights
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The dense block, but for what a gate of zero does to values that are not finite."""
+    """The dense block, but ignores weights of neurons that do not fire, even inf and NaN."""
     product = functools.partial(
         jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
     )
@@ -23,7 +23,7 @@ def few_tokens_ffn(
     y = jnp.dot(h, used, precision="highest")
     nnz = jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     l1 = jnp.sum(jnp.abs(h), axis=1)
-    if weights.linear is not None:  # an up projection behind a gate of zero is not finite: NaN
+    if weights.linear is not None:  # 0 * inf: an up projection meets a gate of zero
         is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < g.shape[1])
         y, l1 = jnp.where(is_nan[:, None], jnp.nan, y), jnp.where(is_nan, jnp.nan, l1)
     return y.astype(x.dtype), nnz, l1, fired

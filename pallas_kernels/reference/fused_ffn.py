@@ -11,7 +11,7 @@ from pallas_kernels.layouts.heavy_rows import HeavyRows
 def fused_ffn(
     x: jax.Array, packed: jax.Array, w_up: jax.Array | None, w_down: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, HeavyRows]:
-    """The sum over each row's entries, one row at a time; lists heavy rows in ascending order."""
+    """Sums over each row's entries, one row at a time; lists heavy rows in ascending order."""
     f32 = jnp.float32
     is_heavy = twell.is_heavy(packed)
 

@@ -7,6 +7,6 @@ from pallas_kernels.layouts import tile_union
 
 
 def gate_union(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`relu(x @ w^T)` as (gate, masks, counts), the gate complete."""
+    """`relu(x @ w^T)` as (gate, masks, counts); all of gate is specified."""
     z = jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32)
     return tile_union.pack(z, x.dtype)

@@ -16,7 +16,7 @@ def hidden_grads(
     plan: Plan,
     lists: NeuronLists,
 ) -> tuple[jax.Array, ...]:
-    """One product for each item, then a scatter into the lists."""
+    """Computes one product for each item, then scatters into the lists."""
     tiles = plan.neurons.shape[0]
     tile, neurons, in_union = plan.item_neurons()
     dy = jnp.pad(dy, ((0, -dy.shape[0] % TILE_TOKENS), (0, 0))).reshape(tiles, TILE_TOKENS, -1)

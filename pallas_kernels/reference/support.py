@@ -1,4 +1,4 @@
-"""What the reference can serve: what the packed formats can hold, on any device."""
+"""What the reference can serve: any block that the packed formats can hold, on any device."""
 
 import jax
 

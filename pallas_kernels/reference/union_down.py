@@ -7,7 +7,7 @@ from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, Plan, first_row
 
 
 def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int) -> jax.Array:
-    """A sum over the whole width, zeros past each union's size."""
+    """Sums over all H columns of `plan.neurons`, with zeros past each union's size."""
     column = jnp.arange(plan.neurons.shape[1])
     keep = (column < plan.sizes[:, None])[:, :, None]
     blocks = jnp.minimum(plan.firsts[:, None] + column // CHUNK_NEURONS, len(h) - 1)

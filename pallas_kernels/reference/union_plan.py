@@ -16,7 +16,7 @@ def union_plan(
     *,
     max_items: int | None = None,
 ) -> tuple[Plan, jax.Array, HeavyRows]:
-    """The plan with all lists in ascending order."""
+    """Makes the plan, with all lists in ascending order."""
     m, h = x.shape[0], 32 * masks.shape[2]
     max_items = len(gate_ref) * h // CHUNK_NEURONS if max_items is None else max_items
     union, sizes, heavy_bits, nnz = tile_union.decide(masks, counts, m, max_items)
@@ -35,6 +35,6 @@ def union_plan(
 
 
 def _places(bits: jax.Array) -> jax.Array:
-    """Places of the true elements, ascending, then 0; int32 in the shape of `bits: [n]`."""
+    """Indices of the true elements of `bits: [n]`, ascending, then zeros; int32 `[n]`."""
     (places,) = jnp.nonzero(bits, size=bits.size, fill_value=0)
     return places.astype(jnp.int32)

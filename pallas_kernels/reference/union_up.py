@@ -9,7 +9,7 @@ from pallas_kernels.layouts.tile_union import TILE_TOKENS, Plan
 def union_up(
     x: jax.Array, gate: jax.Array, w_up: jax.Array | None, plan: Plan, *, with_gate: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """One product of a row tile and the gathered neurons for each item."""
+    """For each item, one product of its row tile and its gathered weights."""
     tiles = plan.neurons.shape[0]
     tile, neurons, in_union = plan.item_neurons()
     gates = jnp.where(in_union[:, :, None], gate[tile, neurons], 0)

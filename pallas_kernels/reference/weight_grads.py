@@ -10,7 +10,7 @@ from pallas_kernels.layouts.neuron_lists import NeuronLists
 def weight_grads(
     values: tuple[jax.Array, ...], x: jax.Array, lists: NeuronLists
 ) -> tuple[jax.Array, ...]:
-    """A product over all slots for each list, zeros in those of the others."""
+    """For each list, one product over all slots, with zeros in those of other lists."""
     slot = jnp.arange(len(lists.tokens))
 
     def block(start_and_length):

@@ -16,7 +16,7 @@ slots_of = jax.jit(NeuronLists.slots)
 
 
 def draw(blocks, m, density, rng):
-    """Counts, with entries to ignore, and `[blocks, m]`, who is in which list."""
+    """Counts, with entries to ignore, and `used [blocks, m]`: which token is in which list."""
     used = rng.random((blocks, m)) < density * rng.uniform(0, 2, (blocks, 1))
     counts = rng.integers(0, 65, (blocks, -(-m // TILE_TOKENS) * TILE_TOKENS))
     counts[:, :m] = np.where(used, np.maximum(counts[:, :m], 1), 0)
@@ -24,7 +24,7 @@ def draw(blocks, m, density, rng):
 
 
 def check(lists, used, capacity):
-    """Lists hold who is in them, in order and in their own room; returns how many are listed."""
+    """Each list holds its tokens, in order and in its own room; returns the lengths."""
     m = used.shape[1]
     slots = slots_of(lists, np.arange(-(-m // TILE_TOKENS) * TILE_TOKENS))
     tokens, starts, lengths, slots = (
