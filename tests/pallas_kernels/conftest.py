@@ -27,7 +27,7 @@ def interpreted(monkeypatch, capsys):
         def _():
             target_ref[...] = indices_ref[...]
 
-    questions = []  # of each kernel
+    questions = []  # for each kernel, the counts that it asked with
 
     def take(taken_ref, count):
         counter, counts = itertools.count(), []
@@ -50,7 +50,7 @@ def interpreted(monkeypatch, capsys):
         monkeypatch.setattr(row_copies, "fetch_indices", fetch_indices)
         monkeypatch.setattr(row_copies, "read_indices", read)
         monkeypatch.setattr(job_queue, "_take", take)
-        monkeypatch.setattr(job_queue, "_of_first_thread", lambda value, scratch_ref: value)
+        monkeypatch.setattr(job_queue, "_broadcast_first", lambda value, scratch_ref: value)
         monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 3)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             yield

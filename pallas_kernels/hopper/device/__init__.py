@@ -1,1 +1,1 @@
-"""Code of single warpgroups, warps and lanes: what the Pallas language does not say."""
+"""Code for single warpgroups, warps and lanes that the Pallas language cannot express."""

@@ -1,9 +1,9 @@
-"""Partial sums of a row, sent between the blocks of a cluster.
+"""Exchange of partial sums between the thread blocks of a cluster.
 
-Each block, of one warpgroup, has summed its share into a row in registers (see `gather`) and a
-scalar; each receives its own columns of everybody's row, and everybody's scalar. `expect_parts`,
-`send_parts` and `wait_for_parts` belong together, once per kernel and in this order; after the
-last, the parts lie in shared memory, to be added in a fixed order.
+Each block is one warpgroup and has summed its share into a row in registers (see `gather`) and a
+scalar. It receives its own columns of every block's row, and every block's scalar. A kernel calls
+`expect_parts`, `send_parts` and `wait_for_parts` once each, in this order; then the parts lie in
+shared memory, to be added in a fixed order.
 """
 
 import jax
@@ -16,7 +16,7 @@ from pallas_kernels.hopper.device import gather, simt
 
 
 def expect_parts(y_parts_ref, l1_parts_ref, arrived_ref) -> None:
-    """Prepares the barrier `arrived_ref` for what the blocks of the cluster send to this one.
+    """Prepares the barrier `arrived_ref` for the parts that the cluster's blocks send to this one.
 
     Args:
       y_parts_ref: SMEM, float32 `[blocks, width]`, to be filled by `send_parts`.
@@ -42,13 +42,14 @@ def send_parts(
 ) -> None:
     """Sends each block of the cluster its columns of `y_part`, and `l1_part`.
 
-    The stores are asynchronous and count as arrivals at the receiver's barrier, so that no fence
+    The stores are asynchronous and report their bytes to the receiver's barrier, so that no fence
     has to wait for them.
 
     Args:
-      y_part: float32 row, of `blocks * width` columns.
+      y_part: float32 row of `blocks * width` columns.
       l1_part: float32 scalar.
-      block: int32 scalar, this block in the cluster; goes to row `block` of every receiver.
+      block: int32 scalar, this block's rank in the cluster, and the row that it fills in
+        `y_parts_ref` and `l1_parts_ref` of every receiver.
       y_parts_ref, l1_parts_ref, arrived_ref: as in `expect_parts`.
     """
     layout = gather.row_layout(y_part.size)

@@ -1,9 +1,9 @@
 """The row-wise inner loop: one token against a gathered list of neurons.
 
-One warpgroup works on one row. A row of D columns lies in its registers as an array of D columns
-rounded up to a multiple of 1024, zeros past D, in the strided layout: lane t holds columns
-1024 s + 8 t + {0, ..., 7}, one 16-byte access for every s. What the Pallas language lacks for that,
-predicated access and one barrier for the sums of several rows, are the `inline_mgpu` steps here.
+One warpgroup of 128 lanes holds a row of D columns in registers, padded with zeros to a multiple of
+1024 columns, in the strided layout: lane t has columns 1024 s + 8 t + {0, ..., 7}, one 16-byte
+access for every s. The `inline_mgpu` steps supply what the Pallas language lacks: predicated
+accesses, and one barrier for the sums of several rows.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.device import simt
 
-_LANES = 128
+_LANES = 128  # of a warpgroup
 _LANE_COLUMNS = 8  # columns in a 16-byte access
 _PASS_COLUMNS = _LANES * _LANE_COLUMNS
 
@@ -33,7 +33,7 @@ def row_steps(d: int) -> int:
 
 
 def row_width(d: int) -> int:
-    """Columns of a row of `d` columns in registers."""
+    """Columns that a row of `d` columns takes in registers, padding included."""
     return row_steps(d) * _PASS_COLUMNS
 
 
@@ -45,17 +45,17 @@ def row_layout(d: int):
 def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
     """Sums `h_i w_down[n_i]` over the first `count` entries (n_i, g_i), h_i = g_i (x . w_up[n_i]).
 
-    The weights of the next entries are on their way while the current ones are multiplied. The
-    order of summation is fixed.
+    The weights of the next entries are loaded while the current ones are multiplied. The order of
+    summation is fixed.
 
     Args:
-      x: float32 row, or None for the non-gated form, h_i = g_i.
+      x: float32 row, or None for the non-gated form, where h_i = g_i.
       entries_ref: SMEM, uint32, words `n_i | bits(g_i) << 16`. Up to 2 * batch words past `count`
         are read and not used.
       count: int32 scalar.
-      w_up_ref: GMEM `[H, D]`, bfloat16 or float16; None where `x` is.
+      w_up_ref: GMEM `[H, D]`, bfloat16 or float16; None if `x` is None.
       w_down_ref: GMEM `[H, D]`, the same dtype, which is also that of g.
-      sums_ref: SMEM, float32 `[2, batch, 4]`: workspace, and the number of entries in flight.
+      sums_ref: SMEM, float32 `[2, batch, 4]`, workspace; `batch` entries are loaded at a time.
 
     Returns:
       The sum, a float32 row, and the float32 scalar `sum_i |h_i|`.
@@ -95,7 +95,7 @@ def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
 
 
 def load_row(ref, active: jax.Array) -> jax.Array:
-    """Loads the row `ref: [D]` (GMEM, 16-bit), or zeros, without any access, if not `active`."""
+    """Loads the row `ref: [D]` (GMEM, 16-bit); if not `active`, returns zeros without an access."""
     (d,) = ref.shape
     row = plgpu.ShapeDtypeStruct((row_width(d),), ref.dtype, layout=row_layout(d))
 
@@ -154,7 +154,7 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     """Sums each of `rows` (float32) over its columns, in a fixed order, with one barrier for all.
 
     Every lane reads `scratch_ref` (SMEM, float32 `[>= len(rows), 4]`) after the barrier, so the
-    next call needs another one.
+    next call needs another scratch.
     """
     layout = row_layout(rows[0].size)
     scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
@@ -192,13 +192,13 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
 
 
 def all_finite(row: jax.Array, scratch_ref) -> jax.Array:
-    """Whether `row` (float32) holds neither inf nor NaN; a bool scalar. See `sum_rows`."""
+    """Whether `row` (float32) has no inf and no NaN, a bool scalar; scratch as in `sum_rows`."""
     (total,) = sum_rows([row * 0.0], scratch_ref)
     return total == 0.0
 
 
 def lane_columns(row: mgpu.FragmentedArray):
-    """For each of this lane's chunks of `row`: its first column, i32, and its register."""
+    """Yields the first column (i32) and the register of each of this lane's chunks of `row`."""
     lane = _lane()
     for i, chunk in enumerate(row.registers):
         yield (
@@ -208,15 +208,15 @@ def lane_columns(row: mgpu.FragmentedArray):
 
 
 def elements(x: ir.Value, dtype: ir.Type) -> list[ir.Value]:
-    """The bits of the vector `x` as values of `dtype`."""
+    """Splits the bits of the vector `x` into values of `dtype`."""
     n = mgpu.bitwidth(x.type) // mgpu.bitwidth(dtype)
     x = mgpu.utils.bitcast(x, ir.VectorType.get((n,), dtype))
     return [vector.extract(x, [], [i]) for i in range(n)]
 
 
 def _chunks(ref: ir.Value):
-    """For each of this lane's chunks of `ref: [D]`: an address and an offset from it, in bytes, and
-    whether the chunk lies inside the row."""
+    """Yields, for each of this lane's chunks of `ref: [D]`, an address, the chunk's offset from it
+    in bytes, and whether the chunk lies inside the row."""
     (d,) = ir.MemRefType(ref.type).shape
     lane = _lane()
     address = simt.gmem_address(ref, arith.muli(lane, simt.const(2 * _LANE_COLUMNS)))
@@ -238,7 +238,7 @@ def _row(chunks: list[ir.Value], d: int) -> mgpu.FragmentedArray:
 
 
 def _vector(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
-    """Concatenates 32-bit words to a vector of `dtype`."""
+    """Concatenates 32-bit words into a vector of `dtype`."""
     i32 = ir.IntegerType.get_signless(32)
     n = len(words) * 32 // mgpu.bitwidth(dtype)
     words = vector.from_elements(ir.VectorType.get((len(words),), i32), words)

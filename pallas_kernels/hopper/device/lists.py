@@ -15,7 +15,7 @@ _RESULT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
 def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
-    """Makes room for n more elements: adds n atomically, once for the whole warpgroup.
+    """Makes room for n more elements: the warpgroup adds n once, atomically, to the length.
 
     Args:
       length_ref: GMEM, int32 `[1]`, the length of the list.
@@ -36,20 +36,20 @@ def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
             result_types=ir.IntegerType.get_signless(32),
             has_side_effects=True,
         )
-        length = simt.of_first_thread(length, simt.smem_address(scratch_ref))
+        length = simt.broadcast_first(length, simt.smem_address(scratch_ref))
         return mgpu.FragmentedArray.splat(length, (), is_signed=True)
 
     return step(length_ref, n, scratch_ref)
 
 
 def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) -> jax.Array:
-    """Appends the places of the bits that are set in up to 32 words, in ascending order.
+    """Appends the indices of the bits that are set in up to 32 words, in ascending order.
 
     Args:
-      bits_ref: GMEM, uint32 `[n]`; bit i % 32 of word i // 32 is at place i.
-      first_word: int32 scalar, of the 32.
+      bits_ref: GMEM, uint32 `[n]`; bit i % 32 of word i // 32 has index i.
+      first_word: int32 scalar, the index of the first of these words.
       list_ref: GMEM, int32.
-      length: int32 scalar, of the list so far.
+      length: int32 scalar, the length of the list so far.
 
     Returns:
       int32 scalar, the length afterwards.

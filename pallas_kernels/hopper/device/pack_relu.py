@@ -47,8 +47,8 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
     """Packs 64 rows of one TwELL tile of `relu(acc)`, rounded to `dtype`, into shared memory.
 
     Every lane counts its non-zeros in both of its rows, an exclusive scan over the quad turns the
-    counts into the lane's first free words, and each value is then stored under a predicate of its
-    own. There is neither branch nor atomic, so the time hardly depends on the number of non-zeros.
+    counts into the lane's first free words, and each value is then stored under its own predicate.
+    There are no branches and no atomics, so the time hardly depends on the number of non-zeros.
 
     Args:
       acc: float32 `[64, 256]` in the WGMMA layout. NaN propagates.
@@ -72,9 +72,9 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
         ]
         upper, lower = pairs[0::2], pairs[1::2]
         lane, warp = simt.lane_and_warp()
-        quad, place = arith.divui(lane, const(4)), arith.remui(lane, const(4))
+        quad, quad_lane = arith.divui(lane, const(4)), arith.remui(lane, const(4))
 
-        first, total = _quad_exclusive_sum(_count_nonzero(upper, lower), place)
+        first, total = _quad_exclusive_sum(_count_nonzero(upper, lower), quad_lane)
         upper_offset, lower_offset = (
             arith.muli(arith.addi(rank, const(1)), const(4)) for rank in _halves(first)
         )
@@ -90,7 +90,7 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
         lower_row = arith.addi(upper_row, const(8 * _ROW_BYTES))
 
         column = arith.addi(
-            arith.muli(tile.registers.item(), const(twell.TILE)), arith.muli(place, const(2))
+            arith.muli(tile.registers.item(), const(twell.TILE)), arith.muli(quad_lane, const(2))
         )
         for j, (upper_pair, lower_pair) in enumerate(zip(upper, lower, strict=True)):
             even = arith.addi(column, const(8 * j))
@@ -99,7 +99,7 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
             lower_offset = lanes.ptx(_APPEND, lower_offset, lower_pair, even, odd, lower_row)
 
         mgpu.utils.warp_barrier()  # counts go last: an entry that wrapped may be in word 0
-        leads = arith.cmpi(arith.CmpIPredicate.eq, place, const(0))
+        leads = arith.cmpi(arith.CmpIPredicate.eq, quad_lane, const(0))
         for address, count in zip((upper_row, lower_row), _halves(total), strict=True):
             mgpu.utils.inline_ptx("st.shared.b32 [$0], $1;", address, count, predicate=leads)
 
@@ -107,8 +107,8 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
 
 
 def _count_nonzero(upper: list[ir.Value], lower: list[ir.Value]) -> ir.Value:
-    """Non-zero halves of a lane's registers: of the upper row in the low half of the result, of the
-    lower row in the high half."""
+    """Counts a lane's non-zero values, those of its upper row in the low half of the result, those
+    of its lower row in the high half."""
     one = const(0x00010001)
     upper_count, lower_count = (
         functools.reduce(
@@ -121,14 +121,14 @@ def _count_nonzero(upper: list[ir.Value], lower: list[ir.Value]) -> ir.Value:
     return arith.addi(even, odd)
 
 
-def _quad_exclusive_sum(x: ir.Value, place: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Sums of `x` over the quad's lanes before this one, the `place`-th, and over all four."""
+def _quad_exclusive_sum(x: ir.Value, quad_lane: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Sums of `x` over the quad's lanes before this one, and over all four."""
     zero = const(0)
     neighbour = mgpu.utils.shfl_bfly(x, 1)
     pair = arith.addi(x, neighbour)
     other_pair = mgpu.utils.shfl_bfly(pair, 2)
-    is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place, const(1)), zero)
-    in_second_pair = arith.cmpi(arith.CmpIPredicate.uge, place, const(2))
+    is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad_lane, const(1)), zero)
+    in_second_pair = arith.cmpi(arith.CmpIPredicate.uge, quad_lane, const(2))
     before = arith.addi(
         arith.select(is_odd, neighbour, zero), arith.select(in_second_pair, other_pair, zero)
     )

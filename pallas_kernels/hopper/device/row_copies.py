@@ -1,8 +1,8 @@
-"""Copies of gathered rows from GMEM to SMEM, 16 bytes a lane and instruction.
+"""Gathers rows from GMEM to SMEM, 16 bytes per lane and instruction.
 
-TMA gathers no rows on Hopper. A warpgroup fetches them by `cp.async` instead: `gather_rows` begins,
-`await_rows` waits. The numbers of the rows come from GMEM directly (`load_indices`), or by the same
-copies ahead of them (`fetch_indices`, `read_indices`).
+TMA cannot gather rows on Hopper, so a warpgroup copies them by `cp.async`: `gather_rows` starts the
+copies, `await_rows` waits for them. The row indices are loaded from GMEM directly (`load_indices`),
+or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`).
 """
 
 import jax
@@ -19,14 +19,14 @@ from pallas_kernels.hopper.device.tiles import STAGE_K, TILED
 
 _LANES = 128
 _LANE_COLUMNS = 8  # 16-bit columns in the 16 bytes that a lane copies at a time
-_LANE_ROWS = 8  # rows that a lane copies from for a stage, those of one tile of `TILED`
+_LANE_ROWS = 8  # rows of a stage that a lane copies from: those of one tile of `TILED`
 _INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
 
 
 def load_indices(indices_ref) -> jax.Array:
-    """Loads `indices_ref` (GMEM, int32 `[128]`) as `gather_rows` takes it.
+    """Loads the row indices `indices_ref` (GMEM, int32 `[128]`) for `gather_rows`.
 
-    Each lane holds the indices of the 8 rows of which it fetches pieces.
+    Each lane holds the indices of the 8 rows that it copies pieces of.
     """
     result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
 
@@ -34,8 +34,8 @@ def load_indices(indices_ref) -> jax.Array:
     def step(_, indices_ref):
         group, _ = _group_and_chunk(STAGE_K)
         address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
-        # Neither .nc nor pure: the load shall begin here, not later, where an index is needed, nor
-        # earlier, before the last fence, which would wait for it.
+        # Neither .nc nor pure: the load must start here, not later, where an index is first used,
+        # nor earlier, before the last fence, which would wait for it.
         return _indices("ld.global", address)
 
     return step(indices_ref)
@@ -57,7 +57,7 @@ def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
 
 
 def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
-    """Begins to copy 64 indices from GMEM to SMEM, each warp those of the rows that it gathers."""
+    """Starts to copy 64 indices from GMEM to SMEM if `active`; each warp copies its own rows'."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def step(_, indices_ref, target_ref, active):
@@ -75,14 +75,14 @@ def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
 
 
 def read_indices(indices_ref) -> jax.Array:
-    """What `load_indices` loads, from SMEM, where `fetch_indices` has put it."""
+    """Loads for `gather_rows` the 64 indices that `fetch_indices` has copied to SMEM."""
     result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
         group, _ = _group_and_chunk(2 * STAGE_K)
         address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(32)))
-        _warp_barrier()  # for what other lanes have fetched
+        _warp_barrier()  # other lanes' copies have to be visible
         return _indices("ld.shared", address)
 
     return step(indices_ref)
@@ -93,19 +93,20 @@ def _warp_barrier() -> None:
 
 
 def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
-    """The producer begins to copy rows of `source_ref` to `target_ref`.
+    """The producer starts to copy rows of `source_ref` to `target_ref`.
 
-    Row i is `source[indices[i], column:]`, or zeros if i >= limit; so are columns past the end.
+    Row i of the target is `source[indices[i], column:]`, or zeros if i >= limit; columns past D are
+    zeros.
 
     Args:
       source_ref: GMEM `[H, D]`, 16-bit, D a multiple of 8.
-      indices: from `load_indices`; those from limit on may be anything.
+      indices: from `load_indices` or `read_indices`; anything from limit on.
       limit: int32 scalar.
       column: int32 scalar, a multiple of 8.
-      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]`, of transforms `TILED`.
+      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]`, with transforms `TILED`.
     """
     target_columns = target_ref.shape[1]
-    width = min(target_columns, 128)  # that the layout of the indices covers
+    width = min(target_columns, 128)  # columns that the warpgroup copies in one pass
     d = source_ref.shape[1]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, plgpu.RefType(TILED)))
@@ -113,7 +114,7 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
         group, first_chunk = _group_and_chunk(width)
         for part in range(0, target_columns, width):
             chunk = arith.addi(first_chunk, const(part // _LANE_COLUMNS))
-            # The target consists of 8 x 64 tiles, row by row, with the chunks of a row swizzled.
+            # The target consists of 8 x 64 tiles in row-major order; chunks of a row are swizzled.
             tile = arith.muli(group, const(target_columns // 64))
             tile = arith.addi(tile, arith.divui(chunk, const(8)))
             tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
@@ -142,7 +143,7 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
 
 
 def _group_and_chunk(width: int):
-    """The group of 8 rows and the 16-byte chunk in each that this lane fetches."""
+    """The group of 8 rows that this lane copies from, and its 16-byte chunk of each row."""
     lane, warp = simt.lane_and_warp()
     thread = arith.addi(arith.muli(warp, const(32)), lane)
     chunks = const(width // _LANE_COLUMNS)
@@ -150,7 +151,7 @@ def _group_and_chunk(width: int):
 
 
 def await_rows(*, lag: int) -> None:
-    """Ends the copies of one step, and waits for those of all steps but the last `lag`."""
+    """Commits the copies of one step, and waits for those of all steps but the last `lag`."""
 
     @plgpu.inline_mgpu()
     def step(_):

@@ -1,4 +1,4 @@
-"""Values of single lanes, for code inside `plgpu.inline_mgpu`."""
+"""Code that each lane runs on its own values, inside `plgpu.inline_mgpu`."""
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -29,9 +29,9 @@ def is_first_thread() -> ir.Value:
     return less(arith.addi(lane, warp), const(1))
 
 
-def of_first_thread(value: ir.Value, scratch: ir.Value) -> ir.Value:
-    """The `value` (i32) of the warpgroup's first thread, by way of 4 bytes at `scratch` in SMEM."""
-    mgpu.warpgroup_barrier()  # the scratch has been read
+def broadcast_first(value: ir.Value, scratch: ir.Value) -> ir.Value:
+    """Broadcasts the first thread's `value` (i32) to its warpgroup; `scratch`: 4 bytes of SMEM."""
+    mgpu.warpgroup_barrier()  # earlier reads of the scratch are done
     mgpu.utils.inline_ptx(
         "@$2 st.shared.b32 [$0], $1;", scratch, value, is_first_thread(), has_side_effects=True
     )
@@ -42,21 +42,21 @@ def of_first_thread(value: ir.Value, scratch: ir.Value) -> ir.Value:
 
 
 def gmem_address(ref: ir.Value, offset: ir.Value) -> ir.Value:
-    """Address, i64, `offset` bytes (i32, unsigned) into a GMEM reference."""
+    """Address (i64) of the byte at `offset` (i32, unsigned) of a GMEM reference."""
     i64 = ir.IntegerType.get_signless(64)
     base = mgpu.utils.inline_ptx("mov.b64 $0, $1;", mgpu.utils.memref_ptr(ref), result_types=i64)
     return arith.addi(base, arith.extui(i64, offset))
 
 
 def smem_address(ref: ir.Value) -> ir.Value:
-    """Address of an SMEM reference, i32."""
+    """Address (i32) of an SMEM reference."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx("mov.b32 $0, $1;", mgpu.utils.memref_ptr(ref), result_types=i32)
 
 
 def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> list[ir.Value]:
-    """The `n` (1 or 4) words at `address + offset`, in bytes, in GMEM; zeros, without any access,
-    if not `active`. Nothing may write them while the kernel runs."""
+    """Loads `n` (1 or 4) 32-bit words from GMEM at `address + offset` (bytes); if not `active`,
+    returns zeros without an access. Nothing may write these words while the kernel runs."""
     results = [f"${i}" for i in range(n)]
     zero = " ".join(f"mov.b32 {result}, 0;" for result in results)
     load = "ld.global.nc.v4.b32" if n == 4 else "ld.global.nc.b32"
@@ -70,7 +70,7 @@ def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> 
 
 
 def int_array(words: list[ir.Value], layout) -> mgpu.FragmentedArray:
-    """An int32 array of this lane's `words` (i32), in a Pallas layout of one element a register."""
+    """An int32 array of this lane's `words` (i32); a register of `layout` holds one element."""
     one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     registers = np.array([mgpu.utils.bitcast(word, one) for word in words], dtype=object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)

@@ -1,8 +1,8 @@
-"""Sizes that the matmul frames share: what one WGMMA, one stage and one swizzle hold."""
+"""Tile sizes and SMEM transforms that the matmul kernels share."""
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CONSUMERS = 2  # warpgroups that multiply, beside one that copies
-ACC_ROWS = 64  # rows of the accumulator that one consumer has
-STAGE_K = 64  # elements of the contracted axis in a stage: one 128-byte swizzle
+CONSUMERS = 2  # warpgroups that multiply, besides one that copies
+ACC_ROWS = 64  # rows of one consumer's accumulator
+STAGE_K = 64  # elements of the contracted axis in a stage: the 128 bytes of a swizzle
 TILED = (plgpu.TilingTransform((8, STAGE_K)), plgpu.SwizzleTransform(128))

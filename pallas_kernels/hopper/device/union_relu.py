@@ -12,11 +12,11 @@ from jax.extend.mlir.dialects import arith, scf
 from pallas_kernels.hopper.device import lanes, simt
 from pallas_kernels.hopper.device.simt import const
 
-_WARP_WORDS = 64  # of byte counts: one for each of the 256 columns
+_WARP_WORDS = 64  # of a warp's counts: one byte for each of 256 columns
 UNION_WORDS = 5 * _WARP_WORDS
-"""Words of SMEM that `union_relu` works in: the counts of four warps, and flags."""
+"""Words of SMEM in the workspace of `union_relu`: the counts of four warps, and flags."""
 
-_TOP_BITS = 0x80808080 - (1 << 32)  # of each byte; as a signed constant
+_TOP_BITS = 0x80808080 - (1 << 32)  # bit 7 of each byte, as a signed int32
 
 
 def union_relu(
@@ -29,31 +29,31 @@ def union_relu(
     *,
     threshold: int,
 ) -> None:
-    """Writes what a tile union holds of `relu(acc)`: 64 neurons, one per row, and 256 tokens.
+    """Writes `relu(acc)` as tile unions hold it: 64 neurons, one per row, and 256 tokens.
 
-    The counts of a warp's 16 rows are added up as bytes by a transposing butterfly, those of the
-    four warps in shared memory. Only if a token is outlying, which is rare, are the rows examined
-    again without it. Rows that are not all zero are stored straight from the registers: there are
-    few, and rearranging all rows would take longer than their short stores.
+    A transposing butterfly adds up the counts of a warp's 16 rows as bytes; the counts of the four
+    warps are added in shared memory. Only if a token is outlying, which is rare, are the rows
+    examined again without it. Rows that are not all zero are stored straight from the registers:
+    there are few, and rearranging all rows would take longer than their short stores.
 
     Args:
       acc: float32 `[64, 256]` in the WGMMA layout. NaN propagates.
       gate_ref: GMEM `[64, 256]`, bfloat16 or float16. Rows that are all zero are not written.
-      used_ref: GMEM, uint32 `[2]`, the 64 bits of the rows that are not all zero.
-      usual_ref: GMEM, uint32 `[2]`, the same without the columns that are outlying, those of which
-        the count exceeds `threshold` or the first row is not finite.
-      counts_ref: GMEM, uint8 `[256]`, non-zeros of each column; + 128 where the first row is not
+      used_ref: GMEM, uint32 `[2]`, 64 bits, set for the rows that are not all zero.
+      usual_ref: GMEM, uint32 `[2]`, the same without the outlying columns, whose count exceeds
+        `threshold` or whose first row is not finite.
+      counts_ref: GMEM, uint8 `[256]`, non-zeros of each column, plus 128 where the first row is not
         finite.
       words_ref: SMEM, uint32 `[UNION_WORDS]`, workspace.
       threshold: from 0 to 63.
     """
     dtype = jnp.dtype(gate_ref.dtype)
 
-    # It is long because its parts share almost all of a lane's registers and addresses.
+    # `step` is long because its parts share almost all of a lane's registers and addresses.
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *5 * [plgpu.RefType()]))
     def step(_, acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref):
         lane, warp = simt.lane_and_warp()
-        quad, place = arith.divui(lane, const(4)), arith.remui(lane, const(4))
+        quad, quad_lane = arith.divui(lane, const(4)), arith.remui(lane, const(4))
         values = [lanes.elements(register) for register in acc.registers.flat]
         pairs = [lanes.ptx(lanes.RELU[dtype], *value) for value in values]
         upper, lower = pairs[0::2], pairs[1::2]
@@ -61,7 +61,7 @@ def union_relu(
         words = simt.smem_address(words_ref)
         row = arith.addi(words, arith.muli(warp, const(4 * _WARP_WORDS)))
         target = arith.addi(
-            row, arith.muli(arith.addi(arith.muli(quad, const(8)), place), const(4))
+            row, arith.muli(arith.addi(arith.muli(quad, const(8)), quad_lane), const(4))
         )
         for i, count in enumerate(_column_counts(upper, lower, lane)):
             _store_shared(target, 16 * i, count)
@@ -70,7 +70,7 @@ def union_relu(
         mine = arith.addi(words, arith.muli(lane, const(4)))
         counts = [_sum_of_warps(mine, offset) for offset in (0, 128)]
         outlying = functools.reduce(arith.ori, [_bytes_above(c, threshold) for c in counts])
-        # A ballot is uniform in the warp, and ptxas knows: it does not serialize the WGMMAs then.
+        # ptxas knows that a ballot is uniform in the warp, and so does not serialize the WGMMAs.
         is_rare = lanes.nonzero(lanes.ballot(arith.ori(any_not_finite, lanes.nonzero(outlying))))
 
         i32 = ir.IntegerType.get_signless(32)
@@ -78,7 +78,7 @@ def union_relu(
         examined = scf.IfOp(is_rare, [i32] * 4, has_else=True)
         with ir.InsertionPoint(examined.then_block):
             flags = arith.addi(words, const(4 * 4 * _WARP_WORDS))
-            column = arith.muli(place, const(4))
+            column = arith.muli(quad_lane, const(4))
             is_first_row = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(quad, warp), const(0))
             for i, flag in enumerate(_column_flags(values[0::2])):
                 mgpu.utils.inline_ptx(
@@ -108,17 +108,17 @@ def union_relu(
         _write_mask(usual_ref, *usual, lane, warp)
         row = arith.addi(arith.muli(warp, const(16)), quad)
         for first, pairs, is_mine in zip((0, 8), (upper, lower), is_used, strict=True):
-            _store_row(gate_ref, arith.addi(row, const(first)), place, pairs, is_mine)
+            _store_row(gate_ref, arith.addi(row, const(first)), quad_lane, pairs, is_mine)
 
     step(acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref)
 
 
-# Word 4 i + p of 64 describes four columns by a byte each: from the lowest, c, c + 128, c + 1 and
-# c + 129 with c = 8 i + 2 p. A lane meets those with p = lane mod 4.
+# Word 4 i + p of 64 holds a byte for each of four columns: from the lowest, c, c + 128, c + 1 and
+# c + 129 with c = 8 i + 2 p. A lane's registers hold the columns with p = lane mod 4.
 
 
 def _column_counts(upper, lower, lane) -> list[ir.Value]:
-    """Non-zeros in each column of the warp's rows: the two words with i = 2 (lane / 4) + {0, 1}."""
+    """Non-zeros in each column of the warp's rows, in words i = 2 (lane / 4) + {0, 1}."""
     one = const(0x00010001)
     ones = [
         arith.addi(*(lanes.ptx("min.u16x2 $0, $1, $2;", pair, one) for pair in pairs))
@@ -148,15 +148,15 @@ def _sum_of_warps(address: ir.Value, offset: int) -> ir.Value:
 
 
 def _bytes_above(word: ir.Value, threshold: int) -> ir.Value:
-    """Bit 7 of each byte (at most 64) that exceeds the threshold."""
+    """A word with bit 7 set in each byte that exceeds `threshold`; bytes are at most 64."""
     above = arith.addi(word, const(0x01010101 * (127 - threshold)))
     return arith.andi(above, const(_TOP_BITS))
 
 
 def _is_not_finite(values: list[list[ir.Value]]) -> ir.Value:
-    """Whether any of the values is inf or NaN: zero times it is NaN then."""
+    """Whether any of the values is inf or NaN, which times zero is NaN."""
     f32 = ir.F32Type.get()
-    zero = arith.constant(f32, 0.0)  # type: ignore[call-arg, arg-type]  # its stub is another's
+    zero = arith.constant(f32, 0.0)  # type: ignore[call-arg, arg-type]  # the stub does not match
     fma = functools.partial(mgpu.utils.inline_ptx, "fma.rn.f32 $0, $1, $2, $3;", result_types=f32)
     sums = [zero] * 4
     for i, value in enumerate(v for pair in values for v in pair):
@@ -166,10 +166,10 @@ def _is_not_finite(values: list[list[ir.Value]]) -> ir.Value:
 
 
 def _column_flags(values: list[list[ir.Value]]) -> list[ir.Value]:
-    """Bit 7 of each column's byte is set if this lane's value in its upper row is not finite."""
+    """Words with bit 7 of a column's byte set if the lane's upper row is not finite there."""
     i32 = ir.IntegerType.get_signless(32)
 
-    def flag(value):  # in bit 31: the carry of an exponent of all ones
+    def flag(value):  # in bit 31: the carry from an exponent of all ones
         magnitude = arith.andi(mgpu.utils.bitcast(value, i32), const(0x7FFFFFFF))
         return arith.addi(magnitude, const(0x00800000))
 
@@ -205,11 +205,11 @@ def _union(pairs: list[ir.Value]) -> ir.Value:
 
 
 def _write_mask(ref, upper: ir.Value, lower: ir.Value, lane, warp) -> list[ir.Value]:
-    """Writes the warp's 16 bits of the rows whose quads have a non-zero `upper` or `lower`.
+    """Writes the warp's 16 bits of a mask: a row's is set if any of its lanes has a non-zero word.
 
-    Returns whether the lane's upper and lower row are among them.
+    Returns whether the bits of the lane's upper and lower row are set.
     """
-    first = arith.andi(lane, const(0x1C))  # of the quad's lanes
+    first = arith.andi(lane, const(0x1C))  # the quad's first lane
     halves = [lanes.ballot(lanes.nonzero(bits)) for bits in (upper, lower)]
     is_set = [lanes.nonzero(arith.andi(arith.shrui(half, first), const(0xF))) for half in halves]
     # Lane i below 16 looks up row i.
@@ -225,27 +225,29 @@ def _write_mask(ref, upper: ir.Value, lower: ir.Value, lane, warp) -> list[ir.Va
     return is_set
 
 
-def _store_row(gate_ref, row: ir.Value, place: ir.Value, pairs: list[ir.Value], is_used) -> None:
-    """Stores the quad's row of `gate_ref` if `is_used`; the lane is the `place`-th of its quad.
+def _store_row(
+    gate_ref, row: ir.Value, quad_lane: ir.Value, pairs: list[ir.Value], is_used
+) -> None:
+    """Stores the quad's row of `gate_ref` if `is_used`.
 
-    The quad exchanges its registers so that each lane has 16 consecutive bytes: stores of 4, which
-    write parts of sectors, took 2 us longer for 64 rows.
+    The quad transposes its registers so that each lane stores 16 consecutive bytes: stores of 4
+    bytes, which write parts of sectors, cost 0.06 ms (docs/design/0003-gate-matmuls.md).
     """
-    offset = arith.addi(arith.muli(row, const(2 * 256)), arith.muli(place, const(16)))
+    offset = arith.addi(arith.muli(row, const(2 * 256)), arith.muli(quad_lane, const(16)))
     address = simt.gmem_address(gate_ref, offset)
     for j in range(0, len(pairs), 4):
         mgpu.utils.inline_ptx(
             f"st.global.v4.b32 [$0 + {16 * j}], {{$1, $2, $3, $4}};",
             address,
-            *_quad_transpose(pairs[j : j + 4], place),
+            *_quad_transpose(pairs[j : j + 4], quad_lane),
             predicate=is_used,
         )
 
 
-def _quad_transpose(words: list[ir.Value], place: ir.Value) -> list[ir.Value]:
-    """Word i of the quad's `place`-th lane is what was word `place` of its i-th lane."""
+def _quad_transpose(words: list[ir.Value], quad_lane: ir.Value) -> list[ir.Value]:
+    """Transposes the quad's 4 x 4 words: word i of lane p becomes word p of lane i."""
     for distance in (1, 2):
-        is_second = lanes.nonzero(arith.andi(place, const(distance)))
+        is_second = lanes.nonzero(arith.andi(quad_lane, const(distance)))
         for i in (i for i in range(4) if not i & distance):
             low, high = words[i], words[i + distance]
             received = mgpu.utils.shfl_bfly(arith.select(is_second, low, high), distance)
@@ -255,7 +257,7 @@ def _quad_transpose(words: list[ir.Value], place: ir.Value) -> list[ir.Value]:
 
 
 def _barrier_any(x: ir.Value) -> ir.Value:
-    """Whether `x` holds in any lane of the warpgroup; a barrier for all of them."""
+    """Whether `x` holds in any lane of the warpgroup; also a barrier for the warpgroup."""
     i32 = ir.IntegerType.get_signless(32)
     result = mgpu.utils.inline_ptx(
         """{.reg .pred any;

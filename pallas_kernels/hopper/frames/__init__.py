@@ -1,1 +1,1 @@
-"""Frames: matmuls with an epilogue, the ring of stages and the queue of jobs that they share."""
+"""Frames, the matmul loops that kernels share, with their ring of stages and queue of jobs."""

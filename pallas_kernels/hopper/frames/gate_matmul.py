@@ -3,9 +3,9 @@
 A producer warpgroup streams tiles of `a` and `b` through a ring of shared-memory stages by TMA; two
 consumer warpgroups, one above the other along the rows of `a`, multiply them with WGMMA and hand
 their 64 x 256 accumulators to the epilogue. A stage passes from the producer to the first consumer,
-from it to the second and back: the second stays a step behind, so that it still multiplies when
-the epilogue of the first begins. The ring runs on across output blocks, so that the next operands
-are there when a consumer's epilogue ends.
+then to the second, then back: the second stays a step behind, so that it still multiplies when the
+first begins its epilogue. The ring runs on across output blocks, so that the next operands are
+there when an epilogue ends.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
 from pallas_kernels.hopper.support import sm_count
 
-ACC_COLUMNS = 256  # columns of the accumulator that one consumer has
+ACC_COLUMNS = 256  # columns of one consumer's accumulator
 _BLOCK_ROWS = CONSUMERS * ACC_ROWS
 
 
@@ -59,11 +59,11 @@ def gate_matmul(
       a: `[rows, D]`, bfloat16 or float16, D a multiple of 64.
       b: `[columns, D]` of the same dtype.
       epilogue: called by each consumer as `epilogue(acc, slab, tile, *out_refs, **scratch_refs)`
-        with float32 `acc: [64, 256]`, rows from 64 * slab and columns from 256 * tile on. Products
-        with rows and columns past the ends are those with zeros: NaN where the other factor is not
-        finite. Before the next call its copies from SMEM to GMEM have ended, and its warpgroup has
-        met at a barrier.
-      out_type: shapes of the outputs, in GMEM.
+        with float32 `acc: [64, 256]`, rows from 64 * slab and columns from 256 * tile on. Rows and
+        columns past the ends are products with zeros: 0, or NaN where the other factor is not
+        finite. Before the next call, its copies from SMEM to GMEM have read SMEM, and its warpgroup
+        has met at a barrier.
+      out_type: shapes and dtypes of the outputs, in GMEM.
       scratch_types: SMEM shared by the consumers; by convention indexed by `slab % CONSUMERS`.
       config: schedule.
 
@@ -103,7 +103,7 @@ class _Blocks:
     Attributes:
       shape: row blocks and column tiles.
       steps: stages that one block takes.
-      stages: that the ring has.
+      stages: stages in the ring.
       config: schedule.
     """
 

@@ -1,7 +1,7 @@
-"""Matmuls with gathered rows on Hopper: the frame of the union kernels and of `weight_grads`.
+"""Matmuls with gathered rows on Hopper: the frame of `union_*`, `hidden_grads`, `weight_grads`.
 
 A producer warpgroup fills a `Ring` of shared-memory stages; two consumer warpgroups multiply them,
-each into an accumulator of its own, 64 x 256 as a rule. An SM takes its jobs from a `JobQueue`.
+each into an accumulator of its own, usually 64 x 256. An SM takes its jobs from a `JobQueue`.
 """
 
 import dataclasses
@@ -33,22 +33,22 @@ def gathered_matmul(
     out_type,
     name: str,
 ):
-    """Runs `jobs(*refs)` jobs on all SMs; in each job either consumer computes one product.
+    """Runs `jobs(*refs)` jobs on all SMs; in each job, each consumer computes one product.
 
     Args:
-      describe: `describe(i, *refs)` says what the i-th job is, in four int32, of which the first is
-        not negative; `refs` are the operands and outputs in GMEM.
+      describe: `describe(i, *refs)` returns four int32 that describe the i-th job, the first of
+        them not negative; `refs` are the operands and outputs in GMEM.
       produce: the producer calls it as `produce(job, ring, step, *refs)`, with the job as described
         and the next step of the ring. Returns the step after the last one that it filled.
       consume: both consumers call it as `consume(job, ring, step, warpgroup, buffers, *refs)`;
         `buffers` are for `write`. Returns the same step as `produce`.
       *operands: arrays; the last one's dtype is that of the stages.
-      jobs: `jobs(*refs)` is their number, int32.
-      a_shape, b_shape: the arrays of a stage in SMEM, with transforms `TILED`; a has 64 rows for
-        `put_lists`.
-      b_copies: how many copies by TMA fill b of a stage.
-      out_type: shapes of the outputs.
-      name: of the kernel.
+      jobs: `jobs(*refs)` returns the number of jobs, int32.
+      a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `TILED`;
+        `Ring.put_lists` needs a of 64 rows.
+      b_copies: number of TMA copies that fill b in a stage.
+      out_type: shapes and dtypes of the outputs, which are returned.
+      name: the kernel's name.
     """
     dtype = operands[-1].dtype
     indices = {"indices": plgpu.SMEM((AHEAD, STAGE_K), jnp.int32)} if a_shape[0] == STAGE_K else {}
@@ -71,15 +71,15 @@ def gathered_matmul(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=name,
-        # `write`, the only one to store tiles to SMEM, has the barriers that it needs.
+        # Only `write` stores tiles to SMEM, and it has the barriers that it needs.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,  # sums over columns need none
         ),
     )
-    # XLA takes the counter for a constant. That is right: each kernel leaves it as it was, and XLA
-    # runs one kernel after the other, unless it is told to schedule command buffers "CONCURRENT".
+    # XLA may treat the counter as a constant: each kernel leaves it at 0, and XLA runs one kernel
+    # after the other, unless it is told to schedule command buffers "CONCURRENT".
     return kernel(jnp.array([0], jnp.int32), *operands)
 
 
@@ -97,7 +97,7 @@ def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs
             queue.post(n, job)
             ring_of_job = dataclasses.replace(ring, first=step)
             step = produce(job, ring_of_job, step, *refs)
-            asked = queue.ask(count)  # the answer comes as the last rows do
+            asked = queue.ask(count)  # the answer arrives while the last rows do
             ring_of_job.finish(step)
             return n + 1, queue.answer(asked, sms), step
 
@@ -124,7 +124,10 @@ def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs
 
 
 def write(array: jax.Array, buffer_ref, target_ref, *, transposed: bool = False) -> None:
-    """Begins to copy `array` (`[64, 64]` or its transpose) to GMEM by way of a buffer, in turn."""
+    """Starts to copy `array: [64, 64]`, or its transpose, to GMEM through `buffer_ref`.
+
+    Callers alternate between two buffers: one copy may still read the other.
+    """
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     (buffer_ref.T if transposed else buffer_ref)[...] = array
     plgpu.commit_smem()

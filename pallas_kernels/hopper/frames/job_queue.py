@@ -1,7 +1,7 @@
 """The queue from which the SMs of a persistent kernel take their jobs.
 
-All SMs count up one counter in GMEM: an SM that is free takes the next job. On each SM the producer
-takes it, and tells the consumers by way of shared memory, while they still work on the last one.
+All SMs share one counter in GMEM, from which a free SM takes the next job. The SM's producer takes
+it and passes it to the consumers through shared memory while they still work on the job before.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pallas_kernels.hopper.device import simt
 from pallas_kernels.hopper.device.gather import SCALAR
 from pallas_kernels.hopper.device.simt import const
 
-_WORDS = 4  # a job is described by so many int32
+_WORDS = 4  # int32 that describe a job
 _INT32 = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
@@ -47,7 +47,7 @@ class JobQueue:
     read: jax.Ref
 
     def ask(self, count: jax.Array) -> jax.Array:
-        """The producer asks for one more job; `answer` waits for what it gets.
+        """The producer asks for one more of `count` jobs; `answer` waits for its number.
 
         An SM asks once for each job that it has done. All SMs together then ask `count` times,
         after which `taken` is 0 again.
@@ -57,9 +57,9 @@ class JobQueue:
     def answer(self, asked: jax.Array, sms: int) -> jax.Array:
         """The number of the job that the producer has asked for: `count` or more if there is none.
 
-        The producer waits for it here, or at an earlier fence, as fences wait for pending loads.
+        The producer waits here, or at an earlier fence, as fences wait for pending loads.
         """
-        return sms + _of_first_thread(asked, self.jobs.at[2])
+        return sms + _broadcast_first(asked, self.jobs.at[2])
 
     def post(self, n: jax.Array, job: tuple[jax.Array, ...]) -> None:
         """The producer describes the n-th job of its SM."""
@@ -69,13 +69,13 @@ class JobQueue:
         plgpu.barrier_arrive(self.posted.at[n % 2])
 
     def post_end(self, n: jax.Array) -> None:
-        """The producer says that its SM has n jobs, and waits until all consumers know it."""
+        """The producer says that its SM has only n jobs, and waits until all consumers know it."""
         self.post(n, (jnp.int32(-1),))
         for s in range(2):
             plgpu.barrier_wait(self.read.at[(n + 1 + s) % 2])
 
     def open(self) -> None:
-        """Every consumer calls this first: no description is unread."""
+        """Every consumer calls this first, to say that it has no description to read."""
         for s in range(2):
             plgpu.barrier_arrive(self.read.at[s])
 
@@ -88,7 +88,7 @@ class JobQueue:
 
 
 def _take(taken_ref, count):
-    """Counts `taken_ref` up by one, from `count` - 1 to 0; the first thread gets what it was."""
+    """Increments `taken_ref`, after `count` - 1 to 0; the first thread gets the old value."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_INT32)
     def step(_, taken_ref, count):
@@ -105,11 +105,11 @@ def _take(taken_ref, count):
     return step(taken_ref, count)
 
 
-def _of_first_thread(value, scratch_ref):
+def _broadcast_first(value, scratch_ref):
     @plgpu.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()), return_type=_INT32)
     def step(_, value, scratch_ref):
         scratch = simt.smem_address(scratch_ref)
-        value = simt.of_first_thread(value.registers.item(), scratch)
+        value = simt.broadcast_first(value.registers.item(), scratch)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return step(value, scratch_ref)

@@ -1,7 +1,7 @@
 """The ring of shared-memory stages between the producer and the consumers of a matmul.
 
-A stage holds one step of a product: gathered rows, which `row_copies` fetches, and what TMA copies.
-It is handed over two steps later, when the rows have arrived.
+A stage holds the operands of one step of a product: rows that `row_copies` gathers, and an array
+that TMA copies. The producer hands it over two steps later, when the rows have arrived.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from pallas_kernels.hopper.device import row_copies
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, STAGE_K
 
 STAGES = 4
-_LAG = 2  # steps from the fetch of a stage to its handing over
-AHEAD = _LAG + 1  # steps from the fetch of indices to that of their rows
+_LAG = 2  # steps between filling a stage and handing it over
+AHEAD = _LAG + 1  # steps between fetching indices and gathering their rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Ring:
     """Stages on their way from the producer to the consumers, numbered by `step` across all jobs.
 
     Attributes:
-      a: SMEM, an array of gathered rows for each stage.
-      b: SMEM, an array that TMA fills for each stage.
+      a: SMEM, each stage's array of gathered rows.
+      b: SMEM, each stage's array that TMA fills.
       loaded: barriers at which a consumer waits for a stage.
       free: barriers at which the producer waits until both consumers have given a stage back.
-      indices: SMEM, int32 `[3, 64]`, the numbers of the rows of the next stages; None if all stages
-        of a job gather the same rows.
+      indices: SMEM, int32 `[3, 64]`, the row indices for the next stages; None if all stages of a
+        job gather the same rows.
       first: step of the job's first stage.
     """
 
@@ -45,7 +45,8 @@ class Ring:
     def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
         """Fills a stage by `fill(a, b, loaded)`.
 
-        That calls `row_copies.gather_rows`, and sees to an arrival at `loaded` for each copy to b.
+        `fill` may call `row_copies.gather_rows`, and must cause `b_copies` arrivals at `loaded`, as
+        that many TMA copies to b do.
         """
         s = _stage(step)
         plgpu.barrier_wait(self.free.at[s])
@@ -56,14 +57,14 @@ class Ring:
     def put_lists(self, step: jax.Array, steps: jax.Array, source, fill: Callable[..., None]):
         """Fills `steps` stages, the k-th by `fill(k, indices, a, b, loaded)`.
 
-        `indices`, as `row_copies.gather_rows` takes them, are those of `source(k)` (GMEM, int32
-        `[64]`), which is also called for some k past the end. They are fetched as the rows are, and
-        early enough that no stage waits for them.
+        `indices`, for `row_copies.gather_rows`, come from `source(k)` (GMEM, int32 `[64]`), which
+        is also called for some k past the end. They are copied as the rows are, and early enough
+        that no stage waits for them.
 
         Returns:
           The next step.
         """
-        assert self.indices is not None  # as a stage has 64 rows of `a`
+        assert self.indices is not None  # a stage has 64 rows of `a`
         for k in range(AHEAD):
             row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
         row_copies.await_rows(lag=0)
@@ -83,10 +84,10 @@ class Ring:
         """Fills the stages of a product of 128 gathered rows and the 256 tokens of a row tile.
 
         Args:
-          step: of the first stage.
+          step: the step of the first stage.
           tokens_ref: GMEM `[M, D]`.
           first_token: the first token of the row tile.
-          source_ref, indices, limit: as `row_copies.gather_rows` takes them, of rows of D.
+          source_ref, indices, limit: as in `row_copies.gather_rows`; rows have D columns.
 
         Returns:
           The next step.
@@ -110,7 +111,7 @@ class Ring:
             self._hand_over(step - lag)
 
     def close(self, step: jax.Array) -> None:
-        """Waits for all stages to be free again; `step` is the number of all that were filled."""
+        """Waits until all stages are free again; `step` is the one after the last."""
         for s in range(STAGES):
             plgpu.barrier_wait(self.free.at[_stage(step + s)])
 
@@ -119,13 +120,13 @@ class Ring:
         plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= self.first)
 
     def take(self, step: jax.Array):
-        """A consumer waits for a stage; `(a, b)`."""
+        """A consumer waits for a stage and gets its `(a, b)`."""
         s = _stage(step)
         plgpu.barrier_wait(self.loaded.at[s])
         return self.a.at[s], self.b.at[s]
 
     def open(self) -> None:
-        """Both consumers call this first: all stages are free."""
+        """Both consumers call this first, to give all stages to the producer."""
         for s in range(STAGES):
             self.release(jnp.int32(s))
 
@@ -146,7 +147,7 @@ class Ring:
         """A consumer sums up the products of `steps` stages by `wgmma(acc, a, b)`.
 
         Returns:
-          float32 `[64, columns]`. If it is not needed, all is 0, and the consumer gives the stages
+          float32 `[64, columns]`. If not `is_needed`, it is 0, and the consumer gives the stages
           back as they come.
         """
         used = jnp.where(is_needed, steps, 0)
@@ -170,9 +171,9 @@ class Ring:
         return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
 
     def multiply_product(self, step, steps, warpgroup, limit):
-        """This consumer's 64 rows of what `put_product` has put, float32 `[64, 256]`.
+        """This consumer's 64 rows of the product from `put_product`, float32 `[64, 256]`.
 
-        A consumer with no row below `limit` leaves its products out.
+        They are 0, and not computed, if none of them is below `limit`.
         """
         mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
         return self.multiply(
