@@ -1,6 +1,6 @@
-"""Pallas kernels for Hopper GPUs, by Mosaic GPU: a file for each kernel.
+"""Pallas (Mosaic GPU) kernels for Hopper GPUs, one file per kernel.
 
-`frames` holds what several kernels are built of, `device` what single warpgroups and lanes do.
+`frames` holds the loops that kernels share, `device` code for single warpgroups, warps and lanes.
 """
 
 from pallas_kernels.hopper import (

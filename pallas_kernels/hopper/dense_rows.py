@@ -1,10 +1,10 @@
-"""The whole feed-forward block for some rows of x, whose number the GPU alone knows.
+"""The whole feed-forward block for some rows of x, whose number only the GPU knows.
 
-These are the rows that a packed format does not hold. The kernel that meets such a row appends it
+These are the rows that a packed format does not hold; the kernel that meets such a row appends it
 to a list. Two matmul kernels read the length of the list and compute as many blocks as it takes: an
-empty list costs two launches, and nothing waits for the host. Between them the hidden activation
-lies transposed, [H, rows]: its statistics are sums over the columns of an accumulator, for which
-warps need not communicate.
+empty list costs two launches, and nothing waits for the host. Between the two, the hidden
+activation is stored transposed, [H, rows]: its statistics are then sums along the rows of an
+accumulator, for which warps need not communicate.
 """
 
 import math
@@ -30,20 +30,20 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
     """Sets the listed rows of y to those of the dense block.
 
     For each i < count, row `rows[i]` becomes `(relu(x_i w_gate^T) * (x_i w_up^T)) w_down`. The
-    non-gated form is `relu(x_i w_up^T) w_down`. Sums in float32; the gate, h and y are rounded.
+    non-gated form is `relu(x_i w_up^T) w_down`. Sums are float32; the gate, h and y are rounded.
 
     Args:
       heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64 from 128 to
         8192.
-      weights: `[H, D]` each, H a multiple of 128 up to 65536.
-      y_ref: mutable `[M, D]`.
+      weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
+      y_ref: mutable `[M, D]` of the same dtype.
 
     Returns:
       l1: float32 scalar, the sum of |h| over all i < count.
       fired: bool `[H]`, whether a neuron's gate is non-zero for any i < count.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     support.check_weight("w_down", weights.down)
     (h, d), dtype = weights.down.shape, weights.down.dtype
@@ -102,7 +102,7 @@ def _hidden_kernel(count, x_rows, *refs, h_smem):
             *w_smem, accs = w_smem_and_accs
             for acc, w in zip(accs, w_smem, strict=True):
                 plgpu.wgmma(acc, w.at[mine], x_smem.T)
-            plgpu.wgmma_wait(len(accs))  # of the step before
+            plgpu.wgmma_wait(len(accs))  # the step before has ended
             return accs
 
         def finish(pipeline):
@@ -136,7 +136,7 @@ def _hidden_kernel(count, x_rows, *refs, h_smem):
 
 def _down_kernel(count, rows, hidden, w_down, y, *, y_smem):
     h, d = w_down.shape
-    width = math.gcd(d, _BLOCK)  # the copies of single rows are not clipped to y
+    width = math.gcd(d, _BLOCK)  # copies of single rows are not clipped to y's columns
     warpgroup = lax.axis_index("warpgroup")
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
@@ -146,7 +146,7 @@ def _down_kernel(count, rows, hidden, w_down, y, *, y_smem):
 
         def multiply(_, h_smem, w_smem, acc):
             plgpu.wgmma(acc, h_smem.at[:, mine].T, w_smem)
-            plgpu.wgmma_wait(1)  # of the step before
+            plgpu.wgmma_wait(1)  # the step before has ended
             return acc
 
         def finish(pipeline):

@@ -1,14 +1,14 @@
-"""The whole feed-forward block for few tokens (decoding), whose cost is to read the weights.
+"""The whole feed-forward block for few tokens (decoding); its cost is reading the weights.
 
 There are two kernels. The gate kernel streams w_gate through shared memory, once: each block
 multiplies 64 neurons with all tokens by WGMMA. The row kernel reads only the rows of w_up and
 w_down that a token needs: the blocks of a cluster share out the token's non-zeros evenly, walk them
-(`gather.gather_ffn`) and send each other their sums, which are added in a fixed order. There is no
-capacity: every input is exact, at 4 D bytes of weights, mostly from L2, for each non-zero.
+(`gather.gather_ffn`) and send each other their sums, which are added in a fixed order. No row
+overflows: each non-zero costs 4 D bytes of weights, mostly from L2.
 
-Latency is half of the row kernel's time, so the gate kernel has L2 fetch the rows that will be
-needed, and each kernel is launched while the one before it still runs (programmatic dependent
-launch): nothing that a kernel of ours writes is read before `griddepcontrol_wait`.
+To hide latency (docs/design/0008-few-tokens.md), the gate kernel prefetches into L2 the rows that
+will be needed, and each kernel is launched while the one before it still runs (programmatic
+dependent launch). A kernel reads what the one before it writes only after `griddepcontrol_wait`.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from pallas_kernels.hopper.device import cluster, gather, simt
 from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
-_CLUSTER_BLOCKS = 8  # of a cluster, as many as the hardware promises to run together
-_TILE_NEURONS = 64  # of a block of the gate kernel, the rows of a WGMMA
+_CLUSTER_BLOCKS = 8  # blocks of a cluster: the most that is portable
+_TILE_NEURONS = 64  # neurons of a block of the gate kernel: the rows of a WGMMA
 _STAGE_K = 128  # columns of x and w_gate in a stage of the gate kernel
 _ROUND_NEURONS = 8192  # neurons that the row kernel's lanes hold at a time
 
@@ -41,8 +41,8 @@ class FewTokensConfig:
     Attributes:
       stages: stages of the gate kernel's ring in shared memory, 2 to 6; each takes 18 to 32 KiB.
       row_loads: 16-byte loads from each weight matrix that a lane of the row kernel keeps in
-        flight, or one row's worth where that is more; 3/4 of it from 17 tokens on, where three
-        blocks on an SM serve better than two.
+        flight, or one row's worth where that is more; from 17 tokens on 3/4 as many, for three
+        blocks on an SM rather than two.
     """
 
     stages: int = 6
@@ -60,12 +60,12 @@ def few_tokens_ffn(
 
     The non-gated form is `y = relu(x @ w_up^T) @ w_down`. The gate is rounded to the dtype of x,
     all else is float32 until y is rounded; sums have a fixed order. Behind a gate of zero, no row
-    of w_up or w_down is read (in the non-gated form, of w_down). Where x is not finite, the result
-    is NaN as in the dense computation, whose up projections then are not finite behind any gate.
+    of w_up or w_down is read (in the non-gated form, of w_down). Where x is not finite, the gated
+    result is NaN as in the dense computation, where a gate of zero then meets inf or NaN.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M from 1 to 64, D a multiple of 64 from 128 to 8192.
-      weights: `[H, D]` each, H a multiple of 128 up to 65536.
+      weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
       config: schedule.
 
     Returns:
@@ -75,7 +75,7 @@ def few_tokens_ffn(
       fired: bool `[H]`, whether a neuron's gate is non-zero for any token.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     support.check_weight("w_up", weights.up)
     h, d = weights.up.shape
@@ -154,7 +154,7 @@ def _row_kernel(
     cluster.expect_parts(y_parts, l1_parts, arrived)
     if x is None:
         x_row, is_finite = None, True
-    else:  # complete, since the gate kernel has waited for it before it launched this one
+    else:  # x is complete: the gate kernel waited for it before launching this one
         x_row = gather.widen(gather.load_row(x.at[token], jnp.bool(True)))
         is_finite = gather.all_finite(x_row, sums.at[1])
     plgpu.griddepcontrol_wait()
@@ -180,10 +180,10 @@ def _row_kernel(
 
 
 def multiply(x_ref, w_ref, tile: jax.Array, *, tokens: int, stages: int) -> jax.Array:
-    """Multiplies 64 neurons with all tokens.
+    """Multiplies the gate weights of 64 neurons with all tokens.
 
     Args:
-      x_ref: GMEM `[M, D]`, M up to 8 or a multiple of it.
+      x_ref: GMEM `[M, D]`, M up to 8 or a multiple of 8.
       w_ref: GMEM `[H, D]`.
       tile: int32 scalar; the neurons are those from `64 * tile` on.
       tokens: M rounded up to a multiple of 8.
@@ -217,7 +217,7 @@ def multiply(x_ref, w_ref, tile: jax.Array, *, tokens: int, stages: int) -> jax.
 
 
 def prefetch_rows(top: jax.Array, tile: jax.Array, w_refs: list) -> None:
-    """Has L2 fetch the rows of neurons that fire.
+    """Prefetches the weights of neurons that fire into L2.
 
     Args:
       top: float32 `[64]` in the layout of a row-wise reduction of `multiply`'s result: the largest
@@ -261,11 +261,11 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
     Args:
       gate_ref: GMEM `[H]`, 16-bit.
       share: int32 scalar, from 0 to 7.
-      entries_ref: SMEM, uint32, at least H / 8: becomes words `neuron | bits << 16`.
+      entries_ref: SMEM, uint32, at least H / 8; filled with words `neuron | bits << 16`.
       counts_ref: SMEM, int32 `[2, 4]`, workspace.
 
     Returns:
-      int32 scalar, the number of all non-zeros of the token.
+      int32 scalar, the token's number of non-zeros in all shares.
     """
 
     @plgpu.inline_mgpu(
@@ -273,7 +273,7 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
     )
     def step(_, gate_ref, share, entries_ref, counts_ref):
-        # It is long because one lane's counts, ranks and addresses go through all of it.
+        # `step` is long because one lane's counts, ranks and addresses go through all of it.
         ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
         i32 = ir.IntegerType.get_signless(32)
         (share,) = share.registers.flat
@@ -286,7 +286,7 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
         address = simt.gmem_address(gate_ref, arith.muli(first, const(2)))
 
         def load(chunk):
-            # An ordinary load, kept in its place: the gate is there only after the kernel's wait.
+            # Neither .nc nor moved: the gate is there only after `griddepcontrol_wait`.
             return ptx(
                 "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
                 f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {2 * chunk}];",

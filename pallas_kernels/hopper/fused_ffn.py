@@ -3,8 +3,8 @@
 One warpgroup takes one token: it collects the row's entries from its tiles into shared memory and
 walks that list (`gather.gather_ffn`), so that the hidden activation h lives in registers alone. A
 block holds a few neighbouring tokens, which share neurons; blocks are short, so the hardware's own
-scheduler balances rows of different lengths. Heavy rows, which TwELL does not hold or which have
-more than `twell.MAX_ROW_ENTRIES`, are put on a list for `dense_rows`.
+scheduler balances rows of different lengths. Heavy rows (`twell.is_heavy`) are put on a list for
+`dense_rows`.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class FusedFFNConfig:
     Attributes:
       loads: 16-byte loads from each weight matrix that a lane keeps in flight, or one row's worth
         where that is more.
-      rows: rows of a block, at most; wide ones take fewer, for their registers.
+      rows: rows of a block, at most; wide rows need more registers, so that fewer fit.
     """
 
     loads: int = 4
@@ -54,11 +54,11 @@ def fused_ffn(
 ) -> tuple[jax.Array, jax.Array, jax.Array, HeavyRows]:
     """Computes `y[m] = sum_n h[m, n] w_down[n]` over the entries (n, g) of row m of `packed`.
 
-    h[m, n] = g (x[m] . w_up[n]), or g in the non-gated form. Sums in float32, in a fixed order for
+    h[m, n] = g (x[m] . w_up[n]), or g in the non-gated form. Sums are float32, in a fixed order for
     a fixed order of the entries; y is rounded once. Weights of neurons without an entry are not
     read. Where x[m] is not finite, neither is any up projection, and its product with a gate of
-    zero makes the gated y and l1 NaN. Heavy rows, of which `packed` does not hold every entry or
-    which have more than 128, are not computed but listed.
+    zero makes the gated y and l1 NaN. Heavy rows, which lack entries in `packed` or have more than
+    128, are listed, not computed.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
@@ -75,7 +75,7 @@ def fused_ffn(
       heavy: the heavy rows, rows `[M]`.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     support.check_weight("w_down", w_down)
     if not packed.shape or packed.shape[0] < 1:
@@ -146,7 +146,7 @@ def _kernel(
 
 
 def collect_entries(packed_ref, entries_ref) -> jax.Array:
-    """Moves the entries of one row of TwELL to the front of a list.
+    """Copies the entries of one row of TwELL to the front of a list.
 
     Args:
       packed_ref: GMEM, uint32 `[tiles, W]`.

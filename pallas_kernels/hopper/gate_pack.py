@@ -28,8 +28,8 @@ _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchma
 def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = None) -> jax.Array:
     """Computes `g = relu(x @ w_gate^T)` in TwELL (arXiv 2603.23198); `twell` defines the format.
 
-    Sums in float32, rounds to the dtype of the inputs and propagates NaN. The order of the entries
-    of a tile and the words past a row's count are unspecified.
+    Sums in float32, rounds to the dtype of the inputs and propagates NaN. The order of a tile's
+    entries and the words past a row's count are unspecified.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
@@ -41,7 +41,7 @@ def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = No
       not all of their entries.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     support.check_tokens(x, w_gate)
     m, (h, d) = x.shape[0], w_gate.shape

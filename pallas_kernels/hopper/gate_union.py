@@ -18,8 +18,8 @@ from pallas_kernels.hopper.frames.gate_matmul import GateConfig
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
-# With a width of 8 an SM would see but two of 8 neighbouring row tiles, as 132 is 4 mod 8, and the
-# first tokens of sequences, which fire most, tend to lie 4 or 8 tiles apart.
+# With a width of 8, a quarter of the SMs would get the first tokens of all sequences, which fire
+# most (docs/design/0003-gate-matmuls.md).
 _CONFIG = GateConfig(grid_tile_width=7)
 
 
@@ -39,7 +39,7 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
       counts: uint8 `[H / 64, R * 256]`.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     support.check_tokens(x, w_gate)
     m, h = x.shape[0], w_gate.shape[0]

@@ -1,9 +1,8 @@
-"""Gradients of h and of its factors g and u on tile unions, beginning with `dh = dy @ w_down^T`.
+"""Gradients for the factors g and u of h on tile unions, from `dh = dy @ w_down^T`.
 
-The matmul is the up projection of dy. Its epilogue computes dg = dh u and du = dh g. It puts them
-in the places of g and h, where the gradient of x reads them, and enters them and h in the neuron
-lists, where the gradients of the weights read them. Each non-zero entry of a list is a store of its
-own.
+The matmul is an up projection of dy. Its epilogue computes dg = dh u and du = dh g. It overwrites g
+and h with them, for the gradient for x, and scatters them and h into the neuron lists, for the
+gradients for the weights. Each non-zero entry of a list is a store of its own.
 """
 
 import jax
@@ -27,10 +26,10 @@ from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 
-_PARTS = TILE_TOKENS // ACC_ROWS  # of a block
-_WORDS = 4  # so many describe the 64 tokens of a part in a list
-_NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # of a lane's two rows
-_PLACES = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
+_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a block
+_WORDS = 4  # int32 of `NeuronLists.words` that describe the 64 tokens of a part in a list
+_NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # those of a lane's two rows
+_LIST_WORDS = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
 
 
 def hidden_grads(
@@ -41,9 +40,9 @@ def hidden_grads(
     plan: Plan,
     lists: NeuronLists,
 ) -> tuple[jax.Array, ...]:
-    """Replaces gates and h by the gradients for h's factors, and enters these and h in the lists.
+    """Replaces gates and h by the gradients for h's factors; scatters these and h into the lists.
 
-    Sums in float32; the gradients are rounded once. There is no gradient where the gate is 0.
+    Sums in float32; the gradients are rounded once, and are 0 where the gate is 0.
 
     Args:
       dy: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
@@ -52,13 +51,14 @@ def hidden_grads(
         gates above it, as `union_up` returns it.
       l1_grad: float32 `[1]`, the gradient for the sum of |h|.
       plan: the unions.
-      lists: for at least the non-zeros of the gate, in C slots.
+      lists: with C slots; they hold at least the non-zeros of the gate.
 
     Returns:
-      h, dg and, in the gated form, du: `[C, 64]` each, on the lists; zero in what is not entered.
+      h, dg and, in the gated form, du: `[C, 64]` each, on the lists; zeros elsewhere up to the end
+      of the last list, rounded up to 64 slots, and unspecified after it.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     support.check_weight("w_down", w_down)
     support.check_array("dy", dy, (dy.shape[0], w_down.shape[1]), w_down.dtype)
@@ -99,7 +99,7 @@ def hidden_grads(
 
 
 def _no_entries(lists: NeuronLists, n: int, dtype):
-    """`n` arrays `[C, 64]`, zero up to the end of the last list: C has room for longer ones."""
+    """`n` arrays `[C, 64]`, zero up to the end of the last list and unspecified after it."""
     (capacity,) = lists.tokens.shape
 
     def body(starts, lengths, *arrays_and_zeros):
@@ -154,7 +154,9 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
     step += steps
     writes = 0
     for part in range(_PARTS):
-        places = _load_places(words, my_neurons, (tile * TILE_TOKENS + part * ACC_ROWS) // 32)
+        list_words = _load_list_words(
+            words, my_neurons, (tile * TILE_TOKENS + part * ACC_ROWS) // 32
+        )
         _, b = ring.take(step + part)
         starts = [
             f * CHUNK_NEURONS + warpgroup * ACC_ROWS
@@ -169,13 +171,13 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
             target = hidden.at[item, pl.ds(start, ACC_ROWS), pl.ds(part * ACC_ROWS, ACC_ROWS)]
             gathered_matmul.write(grad, buffers.at[writes % 2], target)
             writes += 1
-        ring.release(step + part)  # behind the fence of the writes, as TMA will fill it again
-        _enter(entries, my_neurons, places, [value.astype(dy.dtype), *grads])
+        ring.release(step + part)  # after the fence of the writes, as TMA will fill it again
+        _scatter(entries, my_neurons, list_words, [value.astype(dy.dtype), *grads])
     return step + _PARTS
 
 
 def _load_neurons(neurons_ref):
-    """Loads `neurons_ref` (GMEM, int32 `[64]`): a lane's two are those of its rows."""
+    """Loads `neurons_ref` (GMEM, int32 `[64]`): each lane gets the neurons of its two rows."""
     result = plgpu.ShapeDtypeStruct((2 * 128,), jnp.int32, layout=_NEURONS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -188,15 +190,15 @@ def _load_neurons(neurons_ref):
     return step(neurons_ref)
 
 
-def _load_places(words_ref, neurons, first_word):
+def _load_list_words(words_ref, neurons, first_word):
     """Loads the words that describe 64 tokens in the lists of a lane's two neurons.
 
     Args:
       words_ref: GMEM, int32 `[H / 64, T / 32, 2]`.
-      neurons: from `_load_neurons`; those that are no neurons are taken for the last one.
-      first_word: int32 scalar.
+      neurons: from `_load_neurons`; invalid ones are looked up in the last list.
+      first_word: int32 scalar, the index on the axis T / 32 of the first 32 tokens.
     """
-    result = plgpu.ShapeDtypeStruct((2 * _WORDS * 128,), jnp.int32, layout=_PLACES)
+    result = plgpu.ShapeDtypeStruct((2 * _WORDS * 128,), jnp.int32, layout=_LIST_WORDS)
     blocks, words, _ = words_ref.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NEURONS, gather.SCALAR), return_type=result)
@@ -207,30 +209,30 @@ def _load_places(words_ref, neurons, first_word):
             block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
             offset = arith.addi(arith.muli(block, const(8 * words)), first)
             loaded += _load(simt.gmem_address(words_ref, offset), 0, n=_WORDS)
-        return simt.int_array(loaded, _PLACES)
+        return simt.int_array(loaded, _LIST_WORDS)
 
     return step(words_ref, neurons, first_word)
 
 
-def _enter(entries, neurons, places, arrays) -> None:
+def _scatter(entries, neurons, list_words, arrays) -> None:
     """Stores the non-zero elements of `arrays` to the lists.
 
     Args:
-      entries: a GMEM `[C, 64]` for each array, 16-bit.
-      neurons, places: of the rows and columns, from `_load_neurons` and `_load_places`.
+      entries: one GMEM `[C, 64]` for each array, 16-bit.
+      neurons, list_words: from `_load_neurons` for the rows, `_load_list_words` for the columns.
       arrays: `[64, 64]` in the WGMMA layout, 16-bit. An element is not stored if it is zero in all
-        of them, or its slot not less than C.
+        of them, or if its slot is C or more.
     """
     refs, layouts = [plgpu.RefType()] * len(entries), [plgpu.Layout.WGMMA] * len(arrays)
     capacity = entries[0].shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(refs, _NEURONS, _PLACES, layouts))
-    def step(_, entries, neurons, places, arrays):
+    @plgpu.inline_mgpu(arg_types=(refs, _NEURONS, _LIST_WORDS, layouts))
+    def step(_, entries, neurons, list_words, arrays):
         i32 = ir.IntegerType.get_signless(32)
         lane, _ = simt.lane_and_warp()
         column = arith.muli(arith.remui(lane, const(4)), const(2))
-        places = _int_values(places)
-        # The bits of the tokens before this lane's first one, among the first 8 of a word.
+        list_words = _int_values(list_words)
+        # Bits of the tokens before this lane's first one, among the first 8 tokens of a word.
         below = arith.subi(arith.shli(const(1), column), const(1))
         for row, neuron in enumerate(_int_values(neurons)):
             offset = arith.muli(arith.andi(neuron, const(GROUP_NEURONS - 1)), const(2))
@@ -240,18 +242,18 @@ def _enter(entries, neurons, places, arrays) -> None:
                 shift = j % 4 * 8
                 mask = arith.ori(arith.shli(below, const(shift)), const((1 << shift) - 1))
                 pairs = [mgpu.utils.bitcast(a.registers.flat[2 * j + row], i32) for a in arrays]
-                _store_pair(targets, pairs, places[word], places[word + 1], mask, capacity)
+                _store_pair(targets, pairs, list_words[word], list_words[word + 1], mask, capacity)
 
-    step(entries, neurons, places, arrays)
+    step(entries, neurons, list_words, arrays)
 
 
 def _store_pair(targets, pairs, bits, first_slot, mask, capacity):
-    """Stores two neighbouring elements of each array where they belong.
+    """Stores two neighbouring elements of each array to their slots.
 
     Args:
-      targets: i64, the address of each array's slot 0, for this neuron.
+      targets: i64, the address of this neuron in slot 0 of each array's list entries.
       pairs: i32, two elements of each array.
-      bits, first_slot: i32, which of 32 tokens are in the list, and the slot of the first.
+      bits, first_slot: i32, which of 32 tokens are in the list, and the first one's slot.
       mask: i32, the bits below the first element's token.
       capacity: number of slots.
     """

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import twell
 
-_HOPPER = ("H100", "H20", "H800")  # H200, too; in the name of a device of compute capability 9.0
+_HOPPER = ("H100", "H20", "H800")  # in names of devices of compute capability 9.0; H20: H200, too
 
 
 def unsupported(w: jax.Array) -> str | None:
-    """Why the kernels cannot serve a block here, in words; None if they can.
+    """Why the kernels cannot serve a block on this device; None if they can.
 
     Args:
       w: `[H, D]`, any of the block's weights.
@@ -23,13 +23,13 @@ def unsupported(w: jax.Array) -> str | None:
 
 
 def sm_count() -> int:
-    """Streaming multiprocessors of the device that is computed on, or lowered for."""
+    """Number of streaming multiprocessors of the device that is run on, or lowered for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.num_cores if device else jax.local_devices()[0].core_count
 
 
 def check_weight(name: str, w: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless `w` is a neuron-major weight that the kernels take."""
+    """Raises ValueError unless `w` is a weight `[H, D]` that the kernels take."""
     if w.ndim != 2 or w.dtype not in twell.DTYPES:
         raise ValueError(
             f"{name} must be a bfloat16 or float16 [H, D], got {w.dtype} {list(w.shape)}"
@@ -66,7 +66,7 @@ def check_array(
 
 
 def _device() -> tuple[str, bool]:
-    """The name of the device that is computed on, or lowered for, and whether it is a Hopper."""
+    """The name of the device that is run on, or lowered for, and whether it is a Hopper GPU."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device.device_kind, any(name in device.device_kind for name in _HOPPER)

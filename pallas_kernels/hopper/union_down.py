@@ -1,7 +1,7 @@
-"""Down projection on tile unions: `h @ w_down[neurons]` for each row tile, or a sum of such.
+"""Down projection on tile unions: `h @ w_down[neurons]` for each row tile, or a sum of two such.
 
-The product is computed transposed, columns of y along the rows of an accumulator and tokens along
-its columns, as h and the gathered rows lie in memory.
+The product is computed transposed, with columns of y along the rows of an accumulator and tokens
+along its columns, because h and the gathered rows lie in memory that way.
 """
 
 import jax
@@ -15,8 +15,8 @@ from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
-_COLUMNS = CONSUMERS * ACC_ROWS
-_STEPS = CHUNK_NEURONS // STAGE_K  # of a block
+_COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
+_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a block
 
 
 def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int) -> jax.Array:
@@ -24,9 +24,10 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
 
     Args:
       h: `[items, 128 or 256, 256]`, bfloat16 or float16, the block of each item as `union_up`
-        returns h; for two weights two, one above the other. At least `item_count` items.
+        returns it, with or without gates; for two weights, the first one's block above that of the
+        second. At least `item_count` items.
       weights: one or two arrays `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a
-        multiple of 64 from 128 to 8192: `w_down`, or for the gradient `w_gate` and `w_up`.
+        multiple of 64 from 128 to 8192: `w_down`, or for the gradient for x `w_gate` and `w_up`.
       plan: the unions.
       m: number of tokens.
 
@@ -34,7 +35,7 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
       y: `[m rounded up to a multiple of 8, D]` in the dtype of h.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     for w in weights:
         support.check_weight("a weight", w)

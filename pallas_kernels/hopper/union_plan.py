@@ -1,4 +1,4 @@
-"""Which tokens leave the tile unions, and the lists of what the rest computes.
+"""Decides which tokens leave the tile unions, and lists the work for the others.
 
 XLA decides, from small arrays; a kernel writes the lists, which would take XLA many more steps.
 """
@@ -29,12 +29,12 @@ def union_plan(
 
     They leave, to be computed densely, if that takes fewer operations. A token with pre-activations
     that are not finite always leaves: x is not finite then, and 0 * inf is NaN behind a gate of 0.
-    So do all tokens from the tile on whose items are one too many.
+    From the first tile whose items do not fit, all tokens leave.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
-      gate_ref: mutable `[R, H, 256]`; the gates of the tokens that leave are set to zero where they
-        are specified.
+      gate_ref: mutable `[R, H, 256]` in the dtype of x; gates of tokens that leave are set to zero
+        in the neurons of the plan's unions.
       masks: uint32 `[2, R, H / 32]`, R = ceil(M / 256), H a multiple of 128 up to 65536.
       counts: uint8 `[H / 64, R * 256]`.
       max_items: length of the work list, at least 1; None for R * H / 128, which always suffices.
@@ -45,7 +45,7 @@ def union_plan(
       heavy: the tokens that leave; rows `[M rounded up to a multiple of 8]`.
 
     Raises:
-      ValueError: if a shape, a dtype or `max_items` is not one of these.
+      ValueError: if a shape, a dtype or `max_items` is not as above.
     """
     m, d = x.shape
     tiles, h = pl.cdiv(m, TILE_TOKENS), 32 * masks.shape[-1]

@@ -16,7 +16,7 @@ from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 
-_PARTS = TILE_TOKENS // ACC_ROWS  # of a block, for the gate and for h
+_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a block
 
 
 def union_up(
@@ -35,12 +35,12 @@ def union_up(
 
     Returns:
       h: `[items, 128, 256]`, the block of each item; zeros past the union's size, unspecified from
-        `item_count` on. With gates `[items, 256, 256]`, their block above that of h, but in the
-        non-gated form.
+        `item_count` on. In the gated form with gates: `[items, 256, 256]`, their block above that
+        of h.
       l1: float32 scalar, the sum of |h| before rounding.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     m, h = x.shape[0], plan.neurons.shape[1]
     support.check_weight(
@@ -76,7 +76,7 @@ def union_up(
 
 
 def describe_item(i, _, items, neurons, sizes, *rest) -> tuple[jax.Array, ...]:
-    """The item, its row tile, its first neuron, and the number of neurons from that one on."""
+    """The item, its row tile, its start in the union, and the number of neurons from there on."""
     chunks = neurons.shape[1] // CHUNK_NEURONS
     tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS
     return i, tile, first, sizes[tile] - first

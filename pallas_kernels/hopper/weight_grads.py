@@ -1,7 +1,7 @@
 """Gradients of weights on neuron lists: `values^T @ x[tokens]` for each block of 64 neurons.
 
-Two gradients that share x, those of the gate and of the up projection, share its gathered rows,
-each computed by one of the consumers. With a single one, either computes half of the columns.
+The gradients for the gate and for the up projection share x, and so its gathered rows; each
+consumer computes one of the two. For a single gradient, each consumer computes half of the columns.
 """
 
 import jax
@@ -17,7 +17,7 @@ from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS
 
-_COLUMNS = 256  # of x in a job
+_COLUMNS = 256  # columns of x in a job
 
 
 def weight_grads(
@@ -30,14 +30,14 @@ def weight_grads(
         the 64 neurons of its list; zeros from a list's end to the next multiple of 64. Slots after
         the last list are not used.
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
-      lists: of H / 64 blocks, H a multiple of 128 up to 65536. The tokens in padding are not used.
+      lists: H / 64 of them, H a multiple of 128 up to 65536. The tokens in padding are not used.
 
     Returns:
       `[H, D]` for each of the values, in the dtype of x, rounded once: row 64 b + n is the sum over
       list b with column n of the values; zeros where a list is empty.
 
     Raises:
-      ValueError: if a shape or dtype is not one of these.
+      ValueError: if a shape or dtype is not as above.
     """
     (capacity,), (blocks,) = lists.tokens.shape, lists.lengths.shape
     if x.ndim != 2 or x.shape[0] < 1:
@@ -52,7 +52,7 @@ def weight_grads(
         _describe,
         _produce,
         _consume,
-        jnp.argsort(lists.lengths, descending=True).astype(jnp.int32),  # short jobs come last
+        jnp.argsort(lists.lengths, descending=True).astype(jnp.int32),  # long jobs first
         lists.starts,
         lists.lengths,
         lists.tokens,

@@ -21,7 +21,7 @@ CASES = [  # M, D, H, number of listed rows
 
 
 def draw(m, d, h, count, gated, dtype):
-    """(heavy, weights, y); y, and what is not listed, is NaN."""
+    """(heavy, weights, y); y and the rows of x that are not listed are NaN."""
     rng = seeds.rng()
     x_rows = np.full((-(-m // 8) * 8, d), np.nan)
     x_rows[:count] = rng.standard_normal((count, d))
@@ -59,7 +59,7 @@ def assert_matches(out, heavy, weights, y):
     y, l1, fired = out
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
-    sure = (np.abs(product) > 1e-4).all(axis=0)  # not a matter of rounding
+    sure = (np.abs(product) > 1e-4).all(axis=0)  # whatever the rounding
     np.testing.assert_array_equal(fired[sure], (product > 0).any(axis=0)[sure])
     np.testing.assert_allclose(l1, np.abs(h).sum(), rtol=1e-2)
     if count:

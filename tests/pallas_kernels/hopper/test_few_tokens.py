@@ -13,7 +13,7 @@ from tests import seeds
 
 
 def draw(m, d, h, active, dtype):
-    """x, w_gate, w_up and w_down. The last column of x is 1 and that of w_gate lets about a share
+    """x, w_gate, w_up and w_down. The last column of x is 1, and that of w_gate makes about a share
     `active` of the neurons fire."""
     normal = functools.partial(seeds.rng().standard_normal, dtype=np.float32)
     x, w_gate, w_up, w_down = normal((m, d)), normal((h, d)), normal((h, d)), normal((h, d))
@@ -45,7 +45,7 @@ def assert_matches(out, x, w_gate, w_up, w_down):
     assert y.dtype == x.dtype and y.shape == y_ref.shape
     assert relative_error(y, y_ref) < 6e-3  # rounding of the gate and of y to bfloat16
     assert relative_error(l1, l1_ref) < 3e-3
-    # A gate that is zero but for rounding may go either way.
+    # A gate within rounding of zero may go either way.
     first = w_up if w_gate is None else w_gate
     gate = np.asarray(x, np.float64) @ np.asarray(first, np.float64).T
     assert np.all(np.sum(gate > 1e-5, axis=1) <= nnz)

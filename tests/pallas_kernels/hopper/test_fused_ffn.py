@@ -27,7 +27,7 @@ def draw(m, d, h, nnz, dtype):
 
 
 def dense(x, gate, w_up, w_down):
-    """(y, nnz, l1) of a gate that has every entry, float64 on the host."""
+    """(y, nnz, l1) of the dense block, float64 on the host."""
     x, g, w_up, w_down = (np.asarray(a, np.float64) for a in (x, gate, w_up, w_down))
     h = g * (x @ w_up.T)
     return h @ w_down, np.sum(g != 0, axis=1), np.sum(np.abs(h), axis=1)
@@ -47,7 +47,7 @@ def assert_matches(out, x, gate, w_up, w_down):
 
 
 def assert_lists(heavy, rows, x):
-    """`heavy` is the list of `rows`, ascending, in any order, with their rows of x."""
+    """`heavy` lists `rows` (given in ascending order) in any order, with their rows of x."""
     assert int(heavy.count[0]) == len(rows)
     listed, x_rows = (np.asarray(a)[: len(rows)] for a in (heavy.rows, heavy.x))
     np.testing.assert_array_equal(np.sort(listed), rows)
@@ -99,7 +99,7 @@ def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
 
 @pytest.fixture
 def steps_in_jax(monkeypatch):
-    """Puts pure-JAX equivalents in the place of the inline steps, for the interpreter."""
+    """Replaces the inline steps by pure-JAX equivalents, for the interpreter."""
 
     def padded(row):
         return jnp.pad(row, (0, -row.size % 1024))

@@ -15,7 +15,7 @@ DTYPES = [jnp.bfloat16, jnp.float16]
 
 
 def draw(m, d, h, density, dtype):
-    """x and w_gate whose relu(x @ w_gate^T) has about `density` non-zeros; one token has most.
+    """x and w_gate whose relu(x @ w_gate^T) has about `density` non-zeros; one token fires most.
 
     Small integers: every order of summation gives the same float32, so results agree to the bit.
     """
@@ -60,7 +60,7 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
 def union_relu_reference(acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref, *, threshold):
     """What `union_relu` does, for the interpreter."""
     assert threshold == OUTLYING_ABOVE
-    # 64 neurons that never fire make up the number that the format asks for.
+    # 64 neurons that never fire pad H to the multiple of 128 that `pack` takes.
     z = jnp.pad(acc.T, ((0, 0), (0, 128 - GROUP_NEURONS)), constant_values=-1)
     gate, masks, counts = tile_union.pack(z, gate_ref.dtype)
     gate_ref[...] = gate[0, :GROUP_NEURONS]

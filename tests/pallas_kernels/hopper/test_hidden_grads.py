@@ -1,4 +1,4 @@
-"""hidden_grads on what union_up keeps, and the gradient of x by union_down."""
+"""hidden_grads on what union_up returns, and the gradient for x by union_down."""
 
 import functools
 
@@ -28,7 +28,7 @@ CASES = [  # M, D, H, density
 
 
 def draw(m, d, h, density, gated, dtype):
-    """`(dy, w_down, h, plan, lists, first weights)` and the dense factors of h."""
+    """`(dy, w_down, h, plan, lists, weights that x meets)` and the dense factors of h."""
     rng = seeds.rng()
     z = rng.uniform(0.1, 3, (m, h)).astype(np.float32)
     z = np.where(rng.random((m, h)) < density, z, -z)
@@ -60,7 +60,7 @@ def run(grads, down, dy, w_down, hidden, plan, lists, weights):
 
 
 def dense_grads(dense, dy, w_down):
-    """h, dg and du of the gated form, all `[M, H]`."""
+    """h, dg and, in the gated form, du, each `[M, H]`."""
     gate, *up = dense
     h = gate * up[0] if up else gate
     dh = np.asarray(dy, np.float64) @ np.asarray(w_down, np.float64).T + L1_GRAD * np.sign(h)
@@ -103,8 +103,8 @@ def test_reference(case, gated):
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[3], False)])
 def test_interpreted_but_for_the_lists(case, gated, interpreted, monkeypatch):
     monkeypatch.setattr(module, "_load_neurons", lambda ref: ref[...])
-    monkeypatch.setattr(module, "_load_places", lambda *_: None)
-    monkeypatch.setattr(module, "_enter", lambda *_: None)
+    monkeypatch.setattr(module, "_load_list_words", lambda *_: None)
+    monkeypatch.setattr(module, "_scatter", lambda *_: None)
     monkeypatch.setattr(module, "sm_count", lambda: 2)
     operands, dense = draw(*case, gated, jnp.bfloat16)
     dy, w_down, *_, weights = operands

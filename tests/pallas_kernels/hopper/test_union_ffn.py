@@ -25,8 +25,8 @@ CASES = [  # M, D, H, density
 
 
 def draw(m, d, h, density, gated, dtype):
-    """(x, gate, w_up, w_down, plan) and the dense gate; three tokens fire everywhere and leave the
-    unions, what nobody should read is NaN, and the work list is no longer than it must be."""
+    """(x, gate, w_up, w_down, plan) and the dense gate. Three tokens fire everywhere, to leave the
+    unions; gates that nothing may read are NaN; the work list is as short as it can be."""
     rng = seeds.rng()
     z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
     z = np.where(rng.random((m, h)) < density, z, -z)
@@ -79,7 +79,7 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan):
 
 
 def blocks_of(dense, plan):
-    """The columns of each tile's union of a matrix, and zeros to the end of the chunk."""
+    """The matrix `dense: [M, H]` in the blocks of the plan, with zeros to the end of each chunk."""
     blocks = np.zeros((plan.item_count[0], CHUNK_NEURONS, TILE_TOKENS))
     for r, size in enumerate(plan.sizes):
         tile = dense[TILE_TOKENS * r : TILE_TOKENS * (r + 1), plan.neurons[r, :size]].T
@@ -139,9 +139,9 @@ def test_on_the_gpu(case, gated, dtype):
 def test_many_jobs_for_each_sm_some_of_them_empty():
     in_sequence = np.arange(5000) // TILE_TOKENS % 3 == 0
     operands, g = draw(5000, 2048, 3840, 0.01 * in_sequence[:, None], True, jnp.bfloat16)
-    assert operands[-1].item_count[0] > 132  # those of union_up; union_down has 320
+    assert operands[-1].item_count[0] > 132  # jobs of union_up; union_down has 320
     call = program(union_up, union_down)
-    for _ in range(3):  # the counter of jobs was left as it was
+    for _ in range(3):  # each kernel left the job counter at 0
         assert_matches(call(*operands), g, *operands)
 
 

@@ -39,8 +39,8 @@ def run(planner, x, gate, masks, counts, **options):
 def make(planner, z, **options):
     """(plan, heavy) for pre-activations z, after checking them.
 
-    The plan covers what every token that is not heavy needs, once, and nothing else; the list of
-    heavy tokens names the others.
+    The unions hold all that tokens that are not heavy need; the work list holds each of their items
+    once and nothing else; the list of heavy rows holds the other tokens.
     """
     (m, h), fires = z.shape, z > 0
     x = jnp.asarray(seeds.rng().standard_normal((m, 128)), jnp.bfloat16)

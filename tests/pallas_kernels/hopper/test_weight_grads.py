@@ -25,8 +25,8 @@ CASES = [  # M, D, H, density of the tokens in a list
 def draw(m, d, h, density, n, dtype):
     """`(values, x, lists)` and the dense `[M, H]` of each of the values.
 
-    The densities of the lists vary; the second is empty. Rows of x in no list, which padding names,
-    are NaN, and so are the values after the last list.
+    The densities of the lists vary; unless all are full, the second is empty. Rows of x in no list
+    are NaN, and padding names them; the values after the last list are NaN, too.
     """
     rng = seeds.rng()
     unlisted = rng.random(m) < 0.1 if density < 1 else np.zeros(m, bool)
