@@ -51,7 +51,7 @@ def as_in_a_new_process() -> Iterator[pytest.MonkeyPatch]:
     def of_first_devices(shape, devices=None):
         return make_mesh(shape, devices or jax.devices()[: math.prod(shape)])
 
-    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(jax.make_mesh((1,), ("x",))):
+    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(jax.sharding.get_mesh()):
         patch.setattr("logging.basicConfig", lambda **_: None)
         patch.setattr(jax, "device_count", lambda: 1)
         patch.setattr(sharding, "make_mesh", of_first_devices)

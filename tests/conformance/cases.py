@@ -31,7 +31,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_packing = pytest.mark.parametrize("algorithm", PACKED)
 either_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 
-xla = functools.partial(sparse_ffn, implementation="xla")
+xla = jax.jit(functools.partial(sparse_ffn, implementation="xla"))
 
 TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
 

@@ -29,6 +29,8 @@ from twell_jax import config, sparse_ffn
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
 
+dense_gradients = jax.jit(functools.partial(gradients, xla))
+
 
 @every_packing
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -66,7 +68,7 @@ def assert_exact_gradients(operands, **options):
     dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
     wide = [None if a is None else a.astype(jnp.float32) for a in operands]
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(jax.jit(functools.partial(gradients, xla))(wide, dy))
+        *reference, expected = unzip(dense_gradients(wide, dy))
     ffn = functools.partial(sparse_ffn, **SPARSE, **options)
     ours = jax.jit(functools.partial(gradients, ffn))
     (*out, stats), (*again, _) = unzip(ours(operands, dy)), unzip(ours(operands, dy))
@@ -114,7 +116,7 @@ def compile_over(mesh, operands, tokens, weights):
     everything = [*operands, jnp.asarray(dy, jnp.float32)]
     *wide, wide_dy = [None if a is None else a.astype(jnp.float32) for a in everything]
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(jax.jit(functools.partial(gradients, xla))(wide, wide_dy))
+        *reference, expected = unzip(dense_gradients(wide, wide_dy))
     with jax.set_mesh(mesh):
         *placed, dy = (
             None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
@@ -141,11 +143,15 @@ def test_sparse_gradients_over_a_mesh(reference_kernels):
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape"),
-    [(("data", "tensor"), (2, 2)), (("tensor", "data"), (2, 2)), (("tensor",), (4,))],
+    ("axes", "shape", "gated"),
+    [
+        (("data", "tensor"), (2, 2), True),
+        (("data", "tensor"), (2, 2), False),
+        (("tensor", "data"), (2, 2), True),
+        (("tensor",), (4,), False),
+    ],
 )
-@either_form
-def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, gated, axes, shape):
+def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, axes, shape, gated):
     operands = draw(400, 128, 512, gated=gated)
     operands[0] = operands[0].at[5, -1].set(-1)
     mesh, data = make_mesh(shape, axes), "data" in axes

@@ -44,12 +44,13 @@ def check(lists, used, capacity):
     return lengths
 
 
+@hypothesis.settings(max_examples=15)  # each compiles a program: the room is a shape
 @hypothesis.given(
-    blocks=st.integers(1, 6),
-    m=st.sampled_from([1, 31, 256, 257, 700]),
+    blocks=st.sampled_from([1, 6]),
+    m=st.sampled_from([1, 257, 700]),
     density=st.sampled_from([0, 0.01, 0.3, 1]),
     seed=st.integers(0, 2**32 - 1),
-    excess=st.sampled_from([0, 64, 640]),
+    excess=st.sampled_from([0, 640]),
 )
 def test_lists_are_who_uses_what(blocks, m, density, seed, excess):
     counts, used = draw(blocks, m, density, np.random.default_rng(seed))

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ def pre_activations(m, h, density):
     return np.where(rng.random((m, h)) < density, z, -z)
 
 
-def pack(z, dtype=jnp.bfloat16):
-    return tile_union.pack(jnp.asarray(z), dtype)
+pack = jax.jit(tile_union.pack, static_argnums=1)
+unpack = jax.jit(tile_union.unpack, static_argnums=2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -22,9 +23,9 @@ def pack(z, dtype=jnp.bfloat16):
 def test_unpack_restores_the_gate_and_masks_say_who_uses_what(m, h, dtype):
     z = pre_activations(m, h, 0.05)
     z[m // 2] = np.abs(z[m // 2])
-    gate, masks, counts = pack(z, dtype)
+    gate, masks, counts = jax.device_get(pack(z, dtype))
     g = np.maximum(z, 0).astype(dtype)
-    np.testing.assert_array_equal(tile_union.unpack(gate, masks, m), g)
+    np.testing.assert_array_equal(unpack(gate, masks, m), g)
     for r in range(-(-m // TILE_TOKENS)):
         tile = g[TILE_TOKENS * r : TILE_TOKENS * (r + 1)] != 0
         groups = tile.reshape(-1, h // GROUP_NEURONS, GROUP_NEURONS)

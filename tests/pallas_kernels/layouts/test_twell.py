@@ -2,24 +2,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_kernels.layouts import twell
+from tests import seeds
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
+pack = jax.jit(twell.pack, static_argnames=("tile", "compression"))
+unpack = jax.jit(twell.unpack, static_argnums=(1, 2), static_argnames=("tile", "compression"))
+
 
 def from_bits(bits, dtype):
-    return lax.bitcast_convert_type(jnp.asarray(bits, jnp.uint16), dtype)
+    return jnp.asarray(bits.view(dtype))
 
 
 def to_bits(g):
-    return np.asarray(lax.bitcast_convert_type(g, jnp.uint16))
+    return np.asarray(g).view(np.uint16)
 
 
-def sparse_bits(m, h, density, seed=None):
+def sparse_bits(m, h, density):
     """16-bit patterns of every kind (negative, subnormal, inf, NaN), most of them zero."""
-    rng = np.random.default_rng(seed)
+    rng = seeds.rng()
     kept = rng.random((m, h)) < np.broadcast_to(density, (m, 1))
     return rng.integers(1, 1 << 16, (m, h), dtype=np.uint16) * kept
 
@@ -31,10 +34,10 @@ def sparse_bits(m, h, density, seed=None):
 )
 def test_unpack_restores_every_bit_of_rows_that_fit(dtype, m, h, tile, compression):
     bits = sparse_bits(m, h, np.linspace(0, 0.05, m)[:, None])
-    packed = twell.pack(from_bits(bits, dtype), tile=tile, compression=compression)
+    packed = pack(from_bits(bits, dtype), tile=tile, compression=compression)
     assert packed.shape == twell.packed_shape(m, h, tile=tile, compression=compression)
     assert not twell.overflowed(packed).any()
-    dense = twell.unpack(packed, h, dtype, tile=tile, compression=compression)
+    dense = unpack(packed, h, dtype, tile=tile, compression=compression)
     np.testing.assert_array_equal(to_bits(dense), bits)
 
 
@@ -42,7 +45,7 @@ def test_entries_are_in_ascending_column_order_after_the_count():
     bits = np.zeros((1, 600), np.uint16)
     columns = [3, 200, 255, 256, 599]
     bits[0, columns] = [1, 0x8000, 0x3F80, 0x7FC0, 2]
-    packed = np.asarray(twell.pack(from_bits(bits, jnp.bfloat16)))
+    packed = np.asarray(pack(from_bits(bits, jnp.bfloat16)))
     expected = np.zeros((1, 3, 32), np.uint32)
     expected[0, :, 0] = 3, 1, 1
     expected[0, 0, 1:4] = 3 | 1 << 16, 200 | 0x8000 << 16, 255 | 0x3F80 << 16
@@ -57,20 +60,20 @@ def test_a_row_is_heavy_from_32_entries_in_a_tile_on(dtype):
     bits = np.zeros((5, 512), np.uint16)
     for row, n in enumerate(entries):
         bits[row, 256 : 256 + n] = 0x3C00 + np.arange(n)
-    packed = twell.pack(from_bits(bits, dtype))
+    packed = pack(from_bits(bits, dtype))
     np.testing.assert_array_equal(packed[:, 1, 0], entries)
     np.testing.assert_array_equal(twell.overflowed(packed), entries > 31)
-    dense = twell.unpack(packed, 512, dtype)
+    dense = unpack(packed, 512, dtype)
     np.testing.assert_array_equal(to_bits(dense)[:3], bits[:3])
     assert jnp.isnan(dense[3:]).all()
 
 
 def test_unpack_ignores_words_past_the_count():
     bits = sparse_bits(20, 300, 0.05)
-    packed = twell.pack(from_bits(bits, jnp.bfloat16))
+    packed = pack(from_bits(bits, jnp.bfloat16))
     past = jnp.arange(32) > packed[..., :1]
     packed = jnp.where(past, jax.random.bits(jax.random.key(0), packed.shape), packed)
-    np.testing.assert_array_equal(to_bits(twell.unpack(packed, 300, jnp.bfloat16)), bits)
+    np.testing.assert_array_equal(to_bits(unpack(packed, 300, jnp.bfloat16)), bits)
 
 
 @pytest.mark.parametrize(
