@@ -1,7 +1,7 @@
 """Sparse feed-forward blocks for language models: the operation, its module and its formats.
 
-The language model, training and inference are imported by name: `twell_jax.models`,
-`twell_jax.train`, `twell_jax.inference`, `twell_jax.analysis`.
+The rest has to be imported by name: `twell_jax.models`, `twell_jax.train`, `twell_jax.inference`,
+`twell_jax.analysis`.
 """
 
 from twell_jax.ffn import (

@@ -4,8 +4,8 @@
     h = act(x w_up^T)                                      y = h w_down     (non-gated)
 
 Every weight is neuron-major, `[H, D]`: row n of `w_gate`, `w_up` and `w_down` belongs to neuron n,
-so that y = sum_n h_n * w_down[n]. `xla.ffn` is the definition that every other implementation is
-tested against; `dispatch` says which one serves.
+so that y = sum_n h_n * w_down[n]. `xla.ffn` is the definition that all other implementations are
+tested against; `dispatch` chooses which one serves a call.
 """
 
 import inspect
@@ -51,35 +51,36 @@ def sparse_ffn(
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu", or "silu" for the dense twin.
       implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
-        None takes what the environment variable TWELL_JAX_IMPLEMENTATION names, and without it the
-        kernels where they are known to be faster; `explain` says why.
-      packing: the packed format of the gate behind which the kernels compute more than 64 tokens,
-        "twell" or "unions". None takes unions from 1024 tokens on.
-      gradients: "sparse" computes the backward on the pattern of the forward, on unions, for more
-        than 64 tokens; "dense" and None compute it by XLA. Only the dense implementation has
-        forward-mode gradients.
-      expected_nnz: mean non-zeros per token, from 0 to H, if the caller has measured them (as
-        `FFNStats.nnz`). They tell where kernels win: for few tokens, and for blocks without a gate.
-      gradient_capacity: the memory that sparse gradients get, from 0 to 1, as a fraction of what
-        they would take densely. It suffices if 256 tokens use no larger share of the neurons
-        between them, and tokens no larger share of their blocks of 64. If it does not, the
-        gradients are dense: exact, slower than without the kernels, and reported as
-        `FFNStats.overflow`. Policies of `jax.checkpoint` know what the forward keeps by the name
-        `twell_jax.ffn.RESIDUALS`.
+        None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
+        None takes the kernels where they are known to be faster; `explain` says why.
+      packing: the packed format of the gate, "twell" or "unions"; it matters for more than 64
+        tokens. None takes unions from 1024 tokens on.
+      gradients: "sparse" computes the backward on the unions of the forward, for more than 64
+        tokens; "dense" and None compute it by XLA. Only the dense implementation supports
+        forward-mode differentiation.
+      expected_nnz: mean non-zeros per token, from 0 to H, if the caller has measured them (see
+        `FFNStats.nnz`). They decide whether kernels serve few tokens and blocks without a gate.
+      gradient_capacity: the memory for sparse gradients, above 0 and at most 1, as a fraction of
+        what they would take densely. It suffices if, on average, 256 neighbouring tokens use
+        no larger share of the neurons between them, and a token no larger share of the groups of
+        64 neurons. Otherwise the gradients are computed densely: they are exact, but slower than
+        without the kernels, and `FFNStats.overflow` is 1. `twell_jax.ffn.RESIDUALS` names what the
+        forward keeps, for policies of `jax.checkpoint`.
 
-    On a mesh (of automatic axes) each device's kernels take its share of the tokens and, if an axis
-    is named "tensor", of the neurons: give the weights that axis first. One all-reduce adds up the
-    shares of y, another those of the gradient of x; weights that lie otherwise are gathered. Under
-    `vmap` the kernels are called in turn; without a named implementation XLA maps calls of fewer
-    than 1024 tokens.
+    On a mesh (of automatic axes) the kernels of each device take its share of the tokens. If an
+    axis is named "tensor", they take its share of the neurons too: shard the first axis of the
+    weights over it. One all-reduce sums y, another the gradient of x. Weights that are sharded in
+    another way are gathered. Under `vmap` the kernels run one call after the other; if nothing asks
+    for kernels, XLA maps calls of fewer than 1024 tokens.
 
     Returns:
-      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32; "xla"
-        rounds g, u, h and y to the dtype of x, the kernels g and y, and with unions h.
+      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32. "xla"
+        rounds g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
 
     Raises:
       ValueError: shapes or dtypes do not agree, or an argument is out of its range.
-      CannotServe: what was named cannot be had here; the message says why.
+      CannotServe: the implementation, packing or gradients asked for cannot serve this call; the
+        message says why.
 
     Example:
       >>> x, w = jnp.ones((4, 8)), jnp.ones((32, 8))
@@ -106,11 +107,11 @@ def sparse_ffn(
 
 
 def explain(*operands: Any, **options: Any) -> str:
-    """Which rule serves a call of `sparse_ffn`, and why those before it in the table do not.
+    """Says which rule serves a call of `sparse_ffn`, and why the rules before it do not.
 
     Args:
-      *operands: as `sparse_ffn` takes them; `jax.ShapeDtypeStruct`s do.
-      **options: likewise.
+      *operands: those of `sparse_ffn`; `jax.ShapeDtypeStruct`s suffice.
+      **options: those of `sparse_ffn`.
 
     Raises:
       ValueError, CannotServe: as `sparse_ffn` does.
@@ -133,10 +134,10 @@ def explain(*operands: Any, **options: Any) -> str:
 
 
 def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
-    """What the caller named, or the environment if the caller leaves the implementation open.
+    """What the caller asks for; the environment may name an implementation if the caller does not.
 
     Raises:
-      ValueError: a name is none of those that there are.
+      ValueError: a name is unknown.
     """
     named_by = "implementation"
     if implementation is None and _VARIABLE in os.environ:

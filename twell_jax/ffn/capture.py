@@ -1,4 +1,4 @@
-"""The statistics of all `SparseMLP`s of a model, for its loss."""
+"""Collects the statistics of all `SparseMLP`s of a model, for its loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ class ModelStats:
     """What the sparse blocks of a model did in one call of it.
 
     Attributes:
-      modules: the `FFNStats` of each `SparseMLP` by its path in the model, such as "layers/0/mlp";
-        of a block that is called several times one for each call, at "...#1" and so on.
+      modules: the `FFNStats` of each `SparseMLP` by its path in the model, such as "layers/0/mlp".
+        If a block is called several times, the later calls are at "layers/0/mlp#1" and so on.
     """
 
     modules: dict[str, FFNStats]
 
     @property
     def l1(self) -> jax.Array:
-        """float32 [], the mean over the blocks of their L1; times a coefficient, it is added to the
-        loss (arXiv 2603.23198, recipe)."""
+        """float32 [], the mean of `FFNStats.l1` over the blocks; add it to the loss, times a
+        coefficient (arXiv 2603.23198, recipe)."""
         return jnp.mean(jnp.stack([jnp.mean(stats.l1) for stats in self.modules.values()]))
 
     @property
     def nnz(self) -> jax.Array:
-        """float32 [], the mean over the blocks of their mean non-zeros per token."""
+        """float32 [], the mean of `FFNStats.nnz` over the blocks."""
         return jnp.mean(jnp.stack([jnp.mean(stats.nnz) for stats in self.modules.values()]))
 
 
@@ -46,10 +46,8 @@ def capture_stats(model: Callable[..., Any]) -> Callable[..., tuple[Any, ModelSt
       model: an `nnx.Module`, one of its methods, or a function whose first argument is one.
 
     Returns:
-      A function of the same arguments that returns (output, `ModelStats`).
-
-    Raises:
-      ValueError: when it is called, if the model called no `SparseMLP`.
+      A function of the same arguments that returns (output, `ModelStats`). It raises `ValueError`
+      if the model called no `SparseMLP`.
 
     Example:
       >>> model = nnx.Sequential(SparseMLP(8, 32, rngs=nnx.Rngs(0)), nnx.relu)

@@ -1,7 +1,7 @@
-"""Who serves a call of `sparse_ffn`: one table of rules, and what they are asked.
+"""Chooses the algorithm that serves a call of `sparse_ffn`, by one table of rules.
 
 `select` is a pure function of a `Case` and a `Request`. It takes the first rule that neither the
-case nor the request excludes, and says for each rule before it why it was passed over.
+case nor the request excludes, and gives a reason for each rule that it passed over.
 """
 
 import math
@@ -17,25 +17,25 @@ Packing = Literal["twell", "unions"]
 Gradients = Literal["dense", "sparse"]
 Algorithm = Literal["dense", "few_tokens", "twell", "unions"]
 
-BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # for implementation="mosaic", the first that can serve
+BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implementation="mosaic"
 
-MANY_TOKENS = 1024  # so many fill a GPU
+MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 
 
 class CannotServe(ValueError):
-    """What was asked for cannot be computed for these inputs on this machine."""
+    """The implementation, packing or gradients asked for cannot serve these inputs here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the table is asked about.
+    """What decides about a call, apart from the caller's wishes.
 
     Attributes:
-      tokens: on each device.
+      tokens: number of tokens on each device.
       neurons: H.
       gated: whether there is a gate projection.
-      back_end: the name of the kernels that can serve these inputs here; None if none can.
+      back_end: the name of the kernels that can serve these weights here; None if none can.
       expected_nnz: mean non-zeros per token; None if unknown.
       unsupported: why kernels cannot serve these inputs here; None if they can.
     """
@@ -50,13 +50,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller named; None leaves it to the table.
+    """What the caller asks for; None leaves it to the table.
 
     Attributes:
-      implementation: the back end.
-      packing: of the gate, for more than 64 tokens.
-      gradients: of more than 64 tokens.
-      named_by: what the implementation was named by: the argument, or an environment variable.
+      implementation: "xla" or "mosaic".
+      packing: the packed format of the gate, for more than 64 tokens.
+      gradients: how to compute the backward, for more than 64 tokens.
+      named_by: the argument or environment variable that named the implementation.
     """
 
     implementation: Implementation | None = None
@@ -66,7 +66,7 @@ class Request:
 
     @property
     def wants_kernels(self) -> str | None:
-        """What the caller named that only kernels have, in words; None if there is nothing."""
+        """The part of the request that only kernels can serve, in words; None if there is none."""
         if self.implementation == "mosaic":
             return f"{self.named_by}='mosaic'"
         if self.packing is not None:
@@ -74,7 +74,7 @@ class Request:
         return "gradients='sparse'" if self.gradients == "sparse" else None
 
     def check(self) -> None:
-        """Raises CannotServe if no algorithm has everything that was named."""
+        """Raises CannotServe if no algorithm offers everything that was asked for."""
         if self.implementation == "xla" and (self.packing or self.gradients == "sparse"):
             what = f"packing={self.packing!r}" if self.packing else "gradients='sparse'"
             raise CannotServe(
@@ -89,7 +89,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Offer:
-    """What an algorithm can give: an implementation, packings and gradients."""
+    """The implementation that an algorithm belongs to, and the packings and gradients it serves."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
@@ -98,7 +98,7 @@ class Offer:
 
 OFFERS: dict[Algorithm, Offer] = {
     "dense": Offer("xla", (None,), ("dense",)),
-    # Few tokens have no packed form, and dense gradients in any case.
+    # Few tokens are not packed, and their gradients are dense whatever is asked for.
     "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
     "twell": Offer("mosaic", (None, "twell"), ("dense",)),
     "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse")),
@@ -107,16 +107,16 @@ OFFERS: dict[Algorithm, Offer] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table: the algorithm, and where it serves.
+    """A row of the table: an algorithm, and the calls that it serves.
 
     Attributes:
-      algorithm: what serves.
-      tokens: the least and the most, on each device.
-      back_end: the kernels that were measured; None for any.
-      gated: None for both forms.
-      most_open: share of the neurons that a token may fire at most; None for any.
-      knows: whether it serves only if the caller knows how many fire.
-      record: under benchmarks/results, the measurement behind it; None where the caller decides.
+      algorithm: the algorithm.
+      tokens: the least and the most tokens on each device.
+      back_end: the name of the kernels that were measured; None for any.
+      gated: whether the block must have a gate; None for both forms.
+      most_open: the largest `expected_nnz` that it serves, as a share of H; None for any.
+      knows: whether it serves only if `expected_nnz` is given.
+      record: file under benchmarks/results that supports the rule; None where the caller decides.
     """
 
     algorithm: Algorithm
@@ -128,7 +128,7 @@ class Rule:
     record: str | None = None
 
     def excluded(self, case: Case, request: Request) -> str | None:
-        """Why the rule does not serve, in words; None if it does."""
+        """Why the rule does not serve this call, in words; None if it does."""
         offer, (least, most) = OFFERS[self.algorithm], self.tokens
         if request.implementation not in (None, offer.implementation):
             return f"implementation={request.implementation!r} was asked for"
@@ -159,16 +159,17 @@ _FEW_TOKENS = "ffn-twell-nvidia-h100-80gb-hbm3-20261121.json"
 _STUDY = "study-nvidia-h100-80gb-hbm3-20261121.json"
 
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
-    # Where the kernels win, if the caller leaves the choice. Rows are walked one by one for few
-    # tokens, so many open gates are slow there; dense gates cost unions a few percent.
+    # Where the kernels win, if the caller leaves the choice. The kernels for few tokens read the
+    # weights neuron by neuron, so they are slow if many fire; unions then lose a few percent.
     Rule("few_tokens", (1, 32), "Hopper", most_open=0.05, record=_FEW_TOKENS),
     Rule("few_tokens", (33, MAX_FEW_TOKENS), "Hopper", most_open=0.02, record=_FEW_TOKENS),
     Rule("unions", FROM_MANY, "Hopper", gated=True, record=_GOALS),
     # Without a gate one matmul of two can be sparse, not two of three.
     Rule("unions", FROM_MANY, "Hopper", gated=False, most_open=0.01, knows=True, record=_STUDY),
-    # Everything else, if the caller leaves the choice. From 65 to 1023 tokens no mean tells.
+    # Everything else, if the caller leaves the choice. From 65 to 1023 tokens the mean number of
+    # non-zeros does not tell whether kernels win.
     Rule("dense", record=_SHAPES),
-    # What a caller gets who asked for kernels, or for what only they have.
+    # For callers who ask for kernels, or for what only kernels can serve.
     Rule("few_tokens", (1, MAX_FEW_TOKENS)),
     Rule("unions", FROM_MANY),
     Rule("twell"),
@@ -178,12 +179,12 @@ RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
 
 @dataclass(frozen=True)
 class Selection:
-    """What `select` found.
+    """The result of `select`.
 
     Attributes:
-      rule: that serves.
-      passed_over: the rules before it, and why each does not serve.
-      case: that was asked about.
+      rule: the rule that serves.
+      passed_over: the rules before it, each with the reason why it does not serve.
+      case: the case that was decided.
     """
 
     rule: Rule
@@ -191,7 +192,7 @@ class Selection:
     case: Case
 
     def __str__(self) -> str:
-        """A line for the case, for each rule that was passed over, and for the one that serves."""
+        """Lines for the case, for each rule that was passed over, and for the one that serves."""
         case = self.case
         nnz = "unknown" if case.expected_nnz is None else f"{case.expected_nnz:g}"
         lines = [
@@ -206,10 +207,10 @@ class Selection:
 
 
 def select(case: Case, request: Request) -> Selection:
-    """The first rule that serves.
+    """Finds the first rule that serves.
 
     Raises:
-      CannotServe: none does; the message says what the caller named and why it cannot be had.
+      CannotServe: no rule does; the message names the request and the reason.
     """
     request.check()
     passed_over: list[tuple[Rule, str]] = []
@@ -222,7 +223,7 @@ def select(case: Case, request: Request) -> Selection:
 
 
 def back_end(w_down: jax.Array) -> tuple[Kernels | None, str | None]:
-    """The first back end that can serve a block here, or None, and why none can."""
+    """The first back end that can serve here and None, or None and why none can."""
     reasons = []
     for kernels in BACK_ENDS:
         why = kernels.unsupported(w_down)

@@ -16,10 +16,10 @@ class TwELL:
 
     Attributes:
       packed: uint32 `[M, ceil(H / tile), tile / compression]`. In each row of each tile, word 0 is
-        the exact number of entries and every further word is column | value bits << 16, for as many
-        entries as fit, in any order.
+        the exact number of entries. Each further word holds one entry, column | value bits << 16,
+        in any order, as many as fit.
       columns: H.
-      dtype: of the values, bfloat16 or float16.
+      dtype: dtype of the values, bfloat16 or float16.
       tile: T, columns per tile.
       compression: C; a tile holds T / C - 1 entries of a row.
     """
@@ -37,7 +37,7 @@ class TwELL:
 
     @property
     def overflowed_rows(self) -> jax.Array:
-        """bool `[M]`, rows of which a tile has more entries than fit; they are not all stored."""
+        """bool `[M]`, rows with more entries in a tile than fit; they are not all stored."""
         return twell.overflowed(self.packed)
 
 
@@ -50,7 +50,7 @@ def pack(
     bit. A row that does not fit is reported by `overflowed_rows`, with exact `counts`.
 
     Raises:
-      ValueError: for another dtype or rank, H over 65536, or a tile that compression does not fit.
+      ValueError: for another dtype or rank, H over 65536, or an impossible tile or compression.
 
     Example:
       >>> g = jnp.zeros((2, 512), jnp.bfloat16).at[1, 300].set(2.0)
@@ -64,15 +64,15 @@ def pack(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TileUnions:
-    """A sparse matrix `[M, H]` by the columns that any of 256 neighbouring rows uses.
+    """A sparse matrix `[M, H]`, stored as the columns that any of 256 neighbouring rows uses.
 
     Attributes:
-      gate: `[R, H, 256]`, bfloat16 or float16, R = ceil(M / 256): column n of the rows of each row
-        tile, where a bit of `masks[0]` says that it is not all zero.
-      masks: uint32 `[2, R, H / 32]`, bits of the columns that are used by any row, and by any row
-        that is not outlying there.
-      counts: uint8 `[H / 64, R * 256]`, each row's non-zeros among 64 columns. Above 16 the row is
-        outlying there; 128 is added if the first of the columns was not finite before the ReLU.
+      gate: `[R, H, 256]`, bfloat16 or float16, R = ceil(M / 256): the columns of each row tile.
+        Only those whose bit in `masks[0]` is set are specified.
+      masks: uint32 `[2, R, H / 32]`, a bit per column: whether any row uses it, and whether any row
+        does that is not outlying in its group of 64 columns.
+      counts: uint8 `[H / 64, R * 256]`, the non-zeros of each row in each group. Above 16 the row
+        is outlying there; 128 is added if the group's first column was not finite before the ReLU.
       rows: M.
     """
 
@@ -88,14 +88,14 @@ class TileUnions:
 
     @property
     def sizes(self) -> jax.Array:
-        """int32 `[R]`, columns in the union of each row tile."""
+        """int32 `[R]`, the number of columns in the union of each row tile."""
         return jnp.sum(jax.lax.population_count(self.masks[0]), axis=1, dtype=jnp.int32)
 
 
 def pack_unions(dense: jax.Array) -> TileUnions:
-    """Describes `dense: [M, H]`, bfloat16 or float16, H a multiple of 128 up to 65536.
+    """Packs `dense: [M, H]`, bfloat16 or float16, H a multiple of 128 up to 65536.
 
-    An entry is stored unless its 16 bits are all zero. Every matrix that has rows fits.
+    An entry is stored unless its 16 bits are all zero. Every matrix with at least one row fits.
 
     Raises:
       ValueError: for another dtype or shape.

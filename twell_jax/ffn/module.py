@@ -22,24 +22,26 @@ class SparseMLP(nnx.Module):
 
     Gated: h = relu(x w_gate^T) * (x w_up^T); non-gated: h = relu(x w_up^T); y = h w_down
     (arXiv 2603.23198, section 2). An L1 term in the loss makes h sparse: `y, stats = mlp(x,
-    return_stats=True)` gives it for one block, `capture_stats` for all blocks of a model. To that
-    end the block sows its statistics into `SownStats`, which costs nothing elsewhere.
+    return_stats=True)` gives it for one block, `capture_stats` for all blocks of a model. For the
+    latter the block sows its statistics into `SownStats`; outside of `nnx.capture` it stores none.
 
     All weights are neuron-major, `[d_ff, d_model]`: row n of `w_gate`, `w_up` and `w_down` belongs
     to neuron n (`nnx.Linear` kernels of the gate and up projections are the transpose of this).
     They carry the logical axes ("mlp", "embed") as `out_sharding`; map these to mesh axes with
-    `nnx.logical_axis_rules` and `nnx.get_named_sharding`. Kernels take their part of "mlp" if its
-    mesh axis is named "tensor", and gather what lies over other axes; see `sparse_ffn`.
+    `nnx.logical_axis_rules` and `nnx.get_named_sharding`. If "mlp" is mapped to a mesh axis named
+    "tensor", each device computes its own neurons; over other axes weights are gathered. See
+    `sparse_ffn`.
 
     Args:
       d_model: width of the input and output, D.
       d_ff: hidden units, H.
       gated: whether there is a gate projection.
       activation: "relu", or "silu" for the dense twin.
-      use_bias: adds `b_gate`, `b_up` `[H]` and `b_down` `[D]`.
-      dtype: of the computation; None takes that of the input.
-      param_dtype: of the parameters.
-      up_init, down_init: initialisers of (gate and) up and of down, called with `[H, D]`.
+      use_bias: adds `b_gate` (if gated) and `b_up` `[H]`, and `b_down` `[D]`.
+      dtype: dtype of the computation; None takes that of the input.
+      param_dtype: dtype of the parameters.
+      up_init: initialiser of `w_gate` and `w_up`, for the shape `[H, D]`.
+      down_init: initialiser of `w_down`, for the shape `[H, D]`.
       implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
       rngs: source of the initial weights.
     """
@@ -101,10 +103,13 @@ class SparseMLP(nnx.Module):
         Args:
           x: `[..., D]`.
           return_stats: return the statistics, too.
-          gradients: for this call, instead of those of the module.
+          gradients: overrides the module's own `gradients`; None does not.
 
         Returns:
           y: `[..., D]`, or the pair of y and the `FFNStats`.
+
+        Raises:
+          ValueError, CannotServe: see `sparse_ffn`.
         """
         dtype = self.dtype or x.dtype
 

@@ -1,10 +1,10 @@
-"""The block by the kernels of a back end, differentiable, under `vmap` and over a mesh.
+"""The block by the kernels of a back end: differentiable, under `vmap` and over a mesh.
 
-Few tokens (decoding) go through kernels of their own. Otherwise the gate matmul packs its result in
-one of two formats. Behind TwELL a second kernel gathers the weights of each token's own neurons;
-behind tile unions two tensor-core matmuls take the neurons that any of 256 tokens uses. Heavy rows,
-which would not fit or would cost the others too much, are listed for `dense_rows`. The host waits
-for nothing, except before a sparse backward, where it reads whether the pattern fits.
+Few tokens (decoding) have kernels of their own. For more, the gate matmul packs its result in one
+of two formats. From TwELL, a second kernel gathers the weights of each token's own neurons. From
+tile unions, two tensor-core matmuls compute the neurons that any of 256 tokens uses. Heavy rows,
+which do not fit or would cost the others too much, are listed for `dense_rows`. The host waits for
+nothing, except before a sparse backward, where it reads whether the pattern fits.
 """
 
 import functools
@@ -22,15 +22,15 @@ from twell_jax.ffn import few_tokens, partition, twell, unions, xla
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
 
-RESIDUALS = "sparse_ffn"  # what policies of `jax.checkpoint` call the residuals of sparse gradients
+RESIDUALS = "sparse_ffn"  # the residuals' name, for policies of `jax.checkpoint`
 
 FORWARD = {"few_tokens": few_tokens.forward, "twell": twell.forward, "unions": unions.forward}
 
 type Block = Callable[[jax.Array, Weights], tuple[jax.Array, FFNStats]]
 
-# Of y, nnz, l1, fired.
+# The fields are y, nnz, l1 and fired.
 _OUTPUT = Output._make((Share.TOKENS, Share.TOKENS, Share.SUM, Share.FIRED))
-_OPERANDS = (Share.TOKENS, Share.NEURONS)  # x and the weights
+_OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 
 @functools.cache
@@ -38,10 +38,10 @@ def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None
     """`f(x, weights) -> y, stats` for `x: [M, D]`, whose gradients are those of `xla.ffn`.
 
     Args:
-      kernels: of the back end.
-      algorithm: one of `FORWARD`.
-      few_under_vmap: None if the caller wants the kernels wherever it is. Else XLA computes where
-        there is no CUDA, and under `vmap` calls of fewer tokens than this.
+      kernels: the back end.
+      algorithm: a key of `FORWARD`.
+      few_under_vmap: None if the caller asks for kernels. Otherwise XLA computes on platforms other
+        than CUDA, and under `vmap` the calls of fewer tokens than this.
     """
     by_kernels = _forward(kernels, algorithm)
     if few_under_vmap is None:
@@ -51,7 +51,7 @@ def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None
         def anywhere(x, weights):
             return lax.platform_dependent(x, weights, cuda=by_kernels, default=xla.ffn)
 
-        # Under jit the platform of the operands counts where nothing else is compiled.
+        # jit, so that in eager calls the platform of the operands decides.
         compute = jax.jit(partition.sequential_unless_few(anywhere, xla.ffn, few_under_vmap))
     compute = jax.custom_vjp(compute)
     compute.defvjp(
@@ -64,8 +64,8 @@ def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None
 def sparse_gradients(kernels: Kernels, capacity: float) -> Block:
     """`f(x, weights) -> y, stats` on unions for `x: [M, D]`, with sparse gradients.
 
-    If they exceed `capacity` they are those of the dense computation. There is no forward-mode
-    differentiation.
+    If the pattern exceeds `capacity`, the gradients are computed densely. Forward-mode
+    differentiation is not supported.
     """
     operands_and_gradients = (Share.OWN, *_OPERANDS, Share.TOKENS, Share.MEAN)
     forward_on_device = _on_devices(
@@ -107,5 +107,5 @@ def _forward_for_gradients(kernels, capacity, x, weights):
 
 
 def _on_devices(function, inputs, outputs):
-    # One call fills the GPU, and weights may differ: `vmap` calls in turn.
+    # One call fills the GPU, and weights may differ, so `vmap` runs one call after the other.
     return partition.over_mesh(sequential_vmap(function), inputs, outputs)

@@ -1,7 +1,7 @@
-"""Kernels under `vmap` and over a mesh: what XLA can neither map nor partition by itself.
+"""Runs kernels under `vmap` and over a mesh, as XLA can neither map nor partition them by itself.
 
-Each device of the current mesh takes its share of the tokens and, over an axis that is named
-"tensor", of the neurons.
+The tokens are split over the axes of the current mesh, except for an axis named "tensor", over
+which the neurons are split.
 """
 
 import enum
@@ -15,26 +15,26 @@ from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.sharding import PartitionSpec
 
-TENSOR = "tensor"  # the axis of a mesh over which neurons are split, not tokens
+TENSOR = "tensor"  # the mesh axis over which neurons are split, not tokens
 
 
 class Share(enum.Enum):
-    """What one device has of an operand, or computes of a result."""
+    """How an operand is split over devices, and how their results are merged."""
 
-    TOKENS = enum.auto()  # the rows of its tokens; of a result, what its neurons contribute to them
-    NEURONS = enum.auto()  # the rows of its neurons; of a result, what its tokens contribute
-    FIRED = enum.auto()  # truth values of its neurons, for its tokens
-    SUM = enum.auto()  # a sum over its tokens and neurons
-    MEAN = enum.auto()  # a number of its own, of which the mean counts
-    OWN = enum.auto()  # a tree of arrays that no other device needs
+    TOKENS = enum.auto()  # rows of the device's tokens; a result is summed over the neurons
+    NEURONS = enum.auto()  # rows of the device's neurons; a result is summed over the tokens
+    FIRED = enum.auto()  # bool for the device's neurons; a result is true if it is for any token
+    SUM = enum.auto()  # summed over all devices
+    MEAN = enum.auto()  # averaged over all devices
+    OWN = enum.auto()  # a tree of arrays that stays on its device
 
 
 def over_mesh(function: Callable, inputs: Any, outputs: Any) -> Callable:
-    """`function`, made of kernels, with each device of the current mesh on its share.
+    """`function`, which calls kernels, run by each device of the current mesh on its share.
 
     Args:
-      function: of the arrays that one device has.
-      inputs: a tuple of a `Share` (or a tree of them) for each operand.
+      function: takes and returns the arrays of one device.
+      inputs: for each operand a `Share`, or a tree of them.
       outputs: a tree of `Share`s with the structure of the result.
     """
 
@@ -78,12 +78,12 @@ def over_mesh(function: Callable, inputs: Any, outputs: Any) -> Callable:
 
 
 def sequential_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:
-    """`function`, which `vmap` calls in turn, unless a call has too few tokens to fill the GPU.
+    """`function`, but `vmap` runs it one call after the other, or maps `few` if calls are small.
 
     Args:
-      function: whose first operand is `[tokens, D]`.
+      function: its first operand is `[tokens, D]`.
       few: computes the same; `vmap` maps it if a call has fewer than `many_tokens` tokens.
-      many_tokens: so many fill the GPU.
+      many_tokens: enough tokens to fill the GPU.
     """
     mapped = custom_vmap(function)
 
@@ -99,16 +99,16 @@ def sequential_unless_few(function: Callable, few: Callable, many_tokens: int) -
 
 
 def auto_axes() -> tuple[str, ...]:
-    """The axes of the current mesh, if it has several devices, that are left to XLA.
+    """The axes of the current mesh that are left to XLA; none if the mesh has a single device.
 
-    Axes of size 1 count, too: what XLA cannot partition it refuses wherever an axis is left to it.
+    Axes of size 1 count, too: XLA refuses what it cannot partition if any axis is left to it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.auto_axes if mesh.size > 1 else ()
 
 
 def devices() -> tuple[int, int]:
-    """Over how many devices tokens and neurons would have to be split at this place."""
+    """The numbers of devices over which tokens and neurons have yet to be split here."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
     neurons = sizes.pop(TENSOR, 1)
@@ -116,7 +116,7 @@ def devices() -> tuple[int, int]:
 
 
 def unsupported(tokens: int, neurons: int) -> str | None:
-    """Why so many tokens and neurons cannot be split over the current mesh; None if they can."""
+    """Why the tokens and neurons cannot be split over the current mesh; None if they can."""
     mesh = jax.sharding.get_abstract_mesh()
     for_tokens, for_neurons = devices()
     if for_tokens * for_neurons > 1 and mesh.explicit_axes:

@@ -1,4 +1,4 @@
-"""What a block's hidden units did: the statistics that come with its output."""
+"""Statistics of a block's hidden units, which come with its output."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FFNStats:
-    """What the hidden units did, over all tokens of one call.
+    """Statistics of the hidden units over all tokens of one call.
 
     Attributes:
       l1: float32 [], mean over tokens of sum_n |h_n|; differentiable (arXiv 2603.23198, recipe).
       nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated).
       max_nnz: int32 [], the largest number of non-zero activations of any token.
       fired: bool [H], whether a neuron was non-zero for any token.
-      overflow: float32 [], 1 if sparse gradients were asked for, but what they need exceeded its
-        room, so that they are computed densely; else 0.
+      overflow: float32 [], 1 if sparse gradients were asked for, but their pattern exceeded
+        `gradient_capacity`, so that they are computed densely; else 0.
     """
 
     l1: jax.Array
@@ -29,13 +29,13 @@ class FFNStats:
 
 
 class Output(NamedTuple):
-    """What kernels compute of a block, for M tokens.
+    """What kernels return for a block on M tokens.
 
     Attributes:
       y: `[M, D]`.
-      nnz: int32 `[M]`, non-zeros of each token's gate.
+      nnz: int32 `[M]`, each token's non-zero activations (of g, if gated).
       l1: float32 [], the sum of |h| over all tokens.
-      fired: bool `[H]`.
+      fired: bool `[H]`, whether a neuron was non-zero for any token.
     """
 
     y: jax.Array
@@ -44,7 +44,7 @@ class Output(NamedTuple):
     fired: jax.Array
 
     def with_stats(self, overflow: jax.Array | float = 0.0) -> tuple[jax.Array, FFNStats]:
-        """y and the statistics of all tokens together."""
+        """y and the `FFNStats` over all tokens."""
         return self.y, FFNStats(
             l1=self.l1 / self.nnz.size,
             nnz=jnp.mean(self.nnz, dtype=jnp.float32),
@@ -58,7 +58,7 @@ def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
     """The statistics of dense activations.
 
     Args:
-      h: `[..., H]`, the hidden activation.
+      h: `[..., H]`, the hidden activations, which y is made of.
       active: `[..., H]`, the output of the activation function.
     """
     nonzero = active != 0

@@ -1,4 +1,4 @@
-"""The block behind a gate in TwELL: the weights of each token's own neurons are gathered."""
+"""The block by TwELL: a kernel gathers the weights of the neurons that each token uses."""
 
 import jax
 import jax.numpy as jnp

@@ -1,14 +1,14 @@
 """The block on tile unions, and its sparse gradients, by the kernels of a back end.
 
-For gradients the forward keeps g and h = g u on the unions, in `capacity` of the memory that they
-take densely. Tokens of unions that do not fit are computed densely. If they are few the backward
-touches only what is not zero; else it computes everything again, densely:
+For the backward, the forward keeps g and h = g u on the unions, in a fraction `capacity` of the
+memory that they take densely. Tokens of unions that do not fit are computed densely. If they are
+too many, or the lists do not fit, the backward computes everything again, densely. Otherwise:
 
     dh = dy w_down^T    dg = dh u    du = dh g        on the unions, as the forward
     dx = dg w_gate + du w_up                          on the unions
-    dw_gate = dg^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of each neuron's tokens
+    dw_gate = dg^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
 
-Tokens that leave the unions are too few in the sparse backward for kernels of their own.
+The tokens outside the unions are then so few that XLA computes their part.
 """
 
 from dataclasses import dataclass
@@ -27,20 +27,21 @@ from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, Plan
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn.stats import Output
 
-_MAX_HEAVY = 256  # tokens outside the unions that the sparse backward takes
-_PARTS = 16  # in which the dense backward goes through tokens and neurons
+_MAX_HEAVY = 256  # the most tokens outside the unions for which the sparse backward has room
+_PARTS = 16  # the dense backward takes this part of the tokens, or of the neurons, at a time
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residuals:
-    """What the forward keeps for the gradients, besides its operands.
+    """What the forward keeps for the backward, besides its operands.
 
     Attributes:
-      fits: bool `[1]`, whether the rest is complete.
-      hidden: h and the gates, by `union_up`.
-      plan, lists: where they are.
-      heavy: int32 `[256]`, the tokens outside the unions, ascending, then M.
+      fits: bool `[1]`, whether the other fields are complete.
+      hidden: h and the gates, as blocks from `union_up`.
+      plan: which neurons and tokens each block holds.
+      lists: the tokens that use each group of neurons.
+      heavy: int32 `[256]`, the tokens outside the unions in ascending order, padded with M.
     """
 
     fits: jax.Array
@@ -62,10 +63,11 @@ def forward_with_residuals(
     """The block for `x: [M, D]`, and what `backward` needs.
 
     Args:
-      kernels: of the back end.
+      kernels: the back end.
       x: `[M, D]`.
-      weights: of the block.
-      capacity: memory for the residuals, from 0 to 1, as a fraction of what they take densely.
+      weights: `[H, D]` each.
+      capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
+        densely.
     """
     m, h = x.shape[0], len(weights.down)
     tiles = -(-m // tile_union.TILE_TOKENS)
@@ -77,15 +79,15 @@ def forward_with_residuals(
     rows = jnp.sort(jnp.where(jnp.arange(rows.size) < heavy.count, rows, m))
     is_finite = jnp.all(counts[:, :m] <= 127)
     fits = lists_fit & (heavy.count <= _MAX_HEAVY) & is_finite
-    # Without a barrier XLA runs union_up twice in a loop over layers, to write to the stack of all
-    # layers as well.
+    # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
+    # into the array of all layers.
     return output, in_place.barrier(Residuals(fits, hidden, plan, lists, rows))
 
 
 def _forward(
     kernels: Kernels, x: jax.Array, weights: Weights, *, max_items: int | None
 ) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
-    """The output, and (hidden, plan, heavy, counts); if items are limited, with gates in hidden."""
+    """The output, and (hidden, plan, heavy, counts); hidden has the gates if items are limited."""
     m = x.shape[0]
     gate, masks, counts = kernels.gate_union(x, weights.activated)
     gate_ref = in_place.mutable(gate)
@@ -94,7 +96,7 @@ def _forward(
         x, in_place.contents(gate_ref), weights.linear, plan, with_gate=max_items is not None
     )
     y = kernels.union_down(hidden, (weights.down,), plan, m)
-    # One after the other: then the hidden activation of heavy tokens takes the place of the gates.
+    # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory.
     y, heavy = in_place.barrier((y, heavy))
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
@@ -114,10 +116,10 @@ def backward(
     """The gradients for x and the weights.
 
     Args:
-      kernels: of the back end.
-      residuals: of the forward.
+      kernels: the back end.
+      residuals: what the forward kept.
       x: `[M, D]`.
-      weights: of the block.
+      weights: `[H, D]` each.
       dy: `[M, D]`, the gradient for y.
       l1_grad: float32 [], the gradient for the sum of |h|.
     """
@@ -136,7 +138,7 @@ def _sparse_backward(kernels, residuals, x, weights, dy, l1_grad):
 
     heavy = _dense_hidden(heavy_rows(x), weights, heavy_rows(dy), l1_grad)
     dx_heavy = _dense_dx(heavy, weights)
-    # These come first: the workspace of XLA's matmuls is free again when the lists are made.
+    # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
     dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
     h_ref = in_place.mutable(residuals.hidden)
@@ -160,15 +162,16 @@ def dense_backward(
 ) -> tuple[jax.Array, Weights]:
     """The gradients by XLA, from the operands alone, in parts to save memory.
 
-    For x, tokens are taken in parts, for weights neurons: no gradient is a sum over parts.
+    The gradient of x is computed for some tokens at a time, those of the weights for some neurons,
+    so that no gradient has to be summed over parts.
     """
     m = x.shape[0]
 
-    def of_tokens(operands):
+    def dx_part(operands):
         x, dy = operands
         return _dense_dx(_dense_hidden(x, weights, dy, l1_grad), weights)
 
-    def of_neurons(weights):
+    def d_weights_part(weights):
         h, *grads = _dense_hidden(x, weights, dy, l1_grad)
         dw_down = _product(h.T, dy).astype(x.dtype)
         *dw_gate, dw_up = (_product(grad.T, x).astype(x.dtype) for grad in grads)
@@ -178,13 +181,13 @@ def dense_backward(
         parts = jax.tree.map(lambda a: a.reshape(_PARTS, -1, a.shape[1]), arrays)
         return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), lax.map(f, parts))
 
-    dx = in_parts(of_tokens, [jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)])
-    d_weights = in_parts(of_neurons, weights)
+    dx = in_parts(dx_part, [jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)])
+    d_weights = in_parts(d_weights_part, weights)
     return dx[:m], d_weights
 
 
 def _dense_hidden(x, weights, dy, l1_grad):
-    """h and the gradients for its factors, for some tokens and neurons, by XLA."""
+    """h and the gradients of its factors, for some tokens and neurons, by XLA."""
     gate, *up = [_product(x, w.T) for w in weights.inner]
     gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
     h = gate * up[0] if up else gate

@@ -1,4 +1,4 @@
-"""The meaning of the sparse feed-forward block, in dense JAX."""
+"""The definition of the sparse feed-forward block, in dense JAX."""
 
 from typing import Literal, NamedTuple
 
@@ -35,9 +35,9 @@ def ffn(
     up = _affine(x, weights.up, biases.up)
     active = act(up) if weights.gate is None else act(_affine(x, weights.gate, biases.gate))
     h = active if weights.gate is None else active * up
-    # XLA rounds a product of 16-bit matrices once, from float32. To ask for that explicitly, by
-    # preferred_element_type, would turn the gradients' matmuls into float32 ones, which doubled the
-    # time of forward and backward on an H100.
+    # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
+    # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
+    # the time of forward and backward on an H100 (docs/design/0013).
     y = h @ weights.down
     return (y if biases.down is None else y + biases.down), stats.of_dense(h, active)
 
