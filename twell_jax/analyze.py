@@ -24,11 +24,11 @@ from twell_jax.train.run_directory import RunPaths, load_run, write_atomically
 
 
 def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
-    """Measures which neurons a run's last checkpoint fires; prints, writes and draws the results.
+    """Measures which neurons fire in a run's last checkpoint; prints, writes and draws the results.
 
     Args:
       run_dir: directory of the run.
-      sequences: held-out sequences to measure; None takes the run's `eval_sequences`.
+      sequences: number of held-out sequences; None takes the run's `eval_sequences`.
       console: prints the tables.
 
     Raises:
@@ -69,7 +69,7 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` without the program's name, None for that of the process."""
+    """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,7 +21,7 @@ TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` without the program's name, None for that of the process."""
+    """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,7 +10,7 @@ from twell_jax.train.run_directory import load_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` without the program's name, None for that of the process."""
+    """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", help="directory of a run, such as runs/tiny")
     parser.add_argument("directory", help="where to write; new or empty")

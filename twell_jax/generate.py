@@ -22,7 +22,7 @@ from twell_jax.train.checkpoint import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` without the program's name, None for that of the process."""
+    """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +57,7 @@ def _print_continuations(args: argparse.Namespace) -> None:
         stop_ids=lm.stop_ids,
         seed=args.seed,
     )
-    for _ in itertools.islice(steps(), 2):  # compiles, so that the rates are those of the work
+    for _ in itertools.islice(steps(), 2):  # compiles, so that the rates do not include it
         pass
     start, history = time.perf_counter(), []
 

@@ -1,4 +1,4 @@
-"""Matplotlib for files, without a display: one style for all plots."""
+"""Matplotlib without a display, with one style for all plots."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which neurons a trained model fires: patterns of activations and their statistics."""
+"""Measures which neurons of a trained model fire: patterns of activations and statistics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from flax import nnx
 
 from twell_jax.models import Transformer, graphdef
 
-# Changes to a ModelConfig for measuring: any machine has XLA, and it can measure single tokens.
+# Changes to a ModelConfig for measuring: XLA runs anywhere and can give statistics by token.
 THROUGH_XLA = {"ffn_implementation": "xla", "ffn_gradients": None}
 
 UNION_SIZES = (1, 4, 16, 32, 64, 128, 256)  # consecutive tokens; a kernel's tile has 64 to 256
@@ -22,14 +22,14 @@ TOP_PERCENT = (1, 5, 10, 25)  # of the neurons
 
 @dataclass(frozen=True)
 class Activity:
-    """What the neurons of a model did on n sequences of T tokens.
+    """Which neurons of a model fired on n sequences of T tokens.
 
     Attributes:
       ce: cross-entropy, nats per token.
-      nnz: int32 [layers, n, T], neurons that fired for each token.
-      usage: int64 [layers, d_ff], tokens for which each neuron fired.
-      union: {size: float64 [layers]}, the share of the neurons that at least one of `size`
-        consecutive tokens fires, for each size of `UNION_SIZES` up to the length of a sequence.
+      nnz: int32 [layers, n, T], number of neurons that fired for each token.
+      usage: int64 [layers, d_ff], number of tokens for which each neuron fired.
+      union: {size: float64 [layers]}, the mean share of the neurons that `size` consecutive tokens
+        fire between them, for each size of `UNION_SIZES` up to the length of a sequence.
     """
 
     ce: float
@@ -45,13 +45,13 @@ def firing_patterns(
 
     Args:
       model: the language model.
-      sequences: int [n, T + 1], inputs and, shifted by one, targets.
+      sequences: int [n, T + 1], token ids; the targets are the inputs shifted by one.
       batch: sequences at a time; the last batch may be shorter.
       document_end: see `Transformer`.
 
     Yields:
-      For each batch of b sequences the cross-entropy, float32 [b, T] in nats, and whether a neuron
-      fired for a token, bool [layers, b, T, d_ff].
+      For each batch of b sequences: the cross-entropy, float32 [b, T] in nats, and whether each
+      neuron fired for each token, bool [layers, b, T, d_ff].
     """
     graph = graphdef(model.config.model_copy(update=THROUGH_XLA))
 
@@ -115,7 +115,7 @@ def union_share(fired: jax.Array, size: int) -> jax.Array:
 
 
 def concentration(usage: np.ndarray) -> np.ndarray:
-    """Share of all activations that belongs to the k most used neurons, for every k.
+    """The share of all non-zero activations that the k most used neurons have, for every k.
 
     Args:
       usage: int `[..., H]`, how often each neuron fired.
@@ -128,17 +128,17 @@ def concentration(usage: np.ndarray) -> np.ndarray:
 
 
 def summarise(activity: Activity) -> dict[str, Any]:
-    """The figures of a report, ready for JSON; each list has an entry per layer.
+    """The statistics of a model, ready for JSON; each list has an entry per layer.
 
     Returns:
-      d_ff, sequences, tokens: the size of the measurement.
+      d_ff, sequences, tokens: how many neurons, sequences and tokens were measured.
       held_out_ce: nats per token.
-      nnz_mean, nnz_p50, nnz_p99, nnz_max: neurons that fire for a token; mean, percentiles, most.
+      nnz_mean, nnz_p50, nnz_p99, nnz_max: mean, percentiles and maximum of a token's nnz.
       sparsity: share of zeros among the activations.
-      dead: neurons that never fired.
+      dead: number of neurons that never fired.
       nnz_by_position: a list per layer, the mean nnz at each position of a sequence.
       union: {size: share of d_ff}, see `Activity`.
-      top_percent: {k: share of the activations that belongs to the k % most used neurons}.
+      top_percent: {k: share of the non-zero activations that the k % most used neurons have}.
     """
     nnz, usage = activity.nnz, activity.usage
     _, sequences, length = nnz.shape

@@ -1,4 +1,4 @@
-"""PNG plots of what a model's neurons do on held-out text, and of what the kernels gain from it."""
+"""Plots which neurons of a model fire on held-out text, and how much the kernels gain, as PNG."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from twell_jax.plotting import plt, save
 def plot_activity(activity: Activity, speedup: Speedup | None, directory: Path) -> list[Path]:
     """Draws `nnz_by_layer.png`, `nnz_by_position.png`, `union.png` and `usage.png`.
 
-    Where a speed-up was measured it also draws `speedup.png`.
+    If a speed-up is given, it also draws `speedup.png`. Returns the paths of all plots.
     """
     drawn = [_plot_speedup(speedup, directory / "speedup.png")] if speedup else []
     return [
@@ -52,10 +52,10 @@ def _plot_nnz_by_position(activity: Activity, path: Path) -> Path:
 
 def _plot_union(activity: Activity, path: Path) -> Path:
     sizes = list(activity.union)
-    share = activity.usage / activity.nnz[0].size  # of the tokens, for which a neuron fires
+    share = activity.usage / activity.nnz[0].size  # of the tokens for which a neuron fires
     measured = np.stack(list(activity.union.values()), axis=1)
-    # If a neuron fires for a share p of the tokens, any of n tokens drawn at random fires it with
-    # probability 1 - (1 - p)^n.
+    # If a neuron fires for a share p of the tokens, at least one of n tokens drawn at random fires
+    # it with probability 1 - (1 - p)^n.
     every_size = np.arange(1, sizes[-1] + 1)
     independent = np.stack([1 - np.mean((1 - share) ** n, axis=1) for n in every_size], axis=1)
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")

@@ -17,9 +17,9 @@ class PruneReport:
     """What `prune_dead` kept.
 
     Attributes:
-      live: int [layers], neurons that had fired. All of them remain.
-      neurons: int [layers, width], the former index of each neuron of the pruned model, from the
-        most used to the least; a layer with fewer live neurons than the width ends in dead ones.
+      live: int [layers], number of neurons that had fired. All of them remain.
+      neurons: int [layers, width], the former index of each remaining neuron, from the most used to
+        the least. A layer with fewer live neurons than the width ends in dead ones.
     """
 
     live: np.ndarray
@@ -31,21 +31,21 @@ def prune_dead(
 ) -> tuple[nnx.State, ModelConfig, PruneReport]:
     """Removes neurons that never fired and sorts the others by usage.
 
-    All layers keep the same number of neurons, the width: the live neurons of the layer that has
-    the most, rounded up.
+    All layers keep the same number of neurons, the width. It is the number of live neurons of the
+    layer that has the most, rounded up.
 
     The output for a token stays the same, up to rounding in the dtype of the computation, if
     neither this token nor one before it in its sequence fires a removed neuron:
 
     - Masking the removed neurons (setting their weights to zero) would change no bit.
-    - Sorting changes the order in which the down projection adds neurons up, so the last bits.
-    - Cutting masked neurons off the end changes no bit where matmuls add in order, as those of XLA
-      on CPUs do at widths that are multiples of 128.
+    - Sorting changes the order in which the down projection sums over neurons, so the last bits.
+    - Cutting masked neurons off the end changes no bit where matmuls sum in order, as XLA's do on
+      CPUs at widths that are multiples of 128.
 
     Args:
-      params: of a `Transformer`.
+      params: the parameters of a `Transformer`.
       config: its configuration.
-      usage: `[layers, d_ff]`, how often each neuron fired (`Activity.usage`), or only whether.
+      usage: `[layers, d_ff]`, how often each neuron fired (`Activity.usage`), or whether it did.
       multiple: the width is rounded up to a multiple of it, but not beyond d_ff.
 
     Returns:
@@ -79,16 +79,16 @@ def fires_removed(
     batch: int,
     document_end: int | None = None,
 ) -> np.ndarray:
-    """Which tokens fire a neuron that `prune_dead` removed, so that pruning changes the output.
+    """Finds the tokens that fire a neuron that `prune_dead` removed; there the output changes.
 
     Args:
       model: the model before pruning.
-      report: which neurons were kept.
-      sequences: int [n, T + 1], others than those on which `usage` was counted.
+      report: the report of `prune_dead`.
+      sequences: int [n, T + 1], not those on which `usage` was counted.
       batch, document_end: see `firing_patterns`.
 
     Returns:
-      bool [layers, n, T].
+      bool [layers, n, T], whether the token fires a removed neuron of the layer.
 
     Raises:
       ValueError: there are no sequences.

@@ -1,4 +1,4 @@
-"""Tables of what analysis.json holds."""
+"""Shows the content of analysis.json as tables."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The kernels against XLA on each layer of a trained model, with its weights and its inputs."""
+"""Times the kernels against XLA on each layer of a trained model, with its weights and inputs."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,8 @@ from twell_jax.analysis.activity import THROUGH_XLA
 from twell_jax.ffn import Gradients, SparseMLP, sparse_ffn
 from twell_jax.models import Transformer, graphdef
 
-TOKENS = 16384  # of a call; enough to fill a GPU
-_REFERENCE_TOKENS = 2048  # at a time: the hidden activations of the reference are float32
+TOKENS = 16384  # in a call; enough to fill a GPU
+_REFERENCE_TOKENS = 2048  # at a time, because the reference's hidden activations are float32
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Speedup:
 
     Attributes:
       device: name of the device.
-      tokens: how many a call has.
+      tokens: number of tokens in a call.
       nnz: float64 [layers], mean number of neurons that fire for one of these tokens.
-      xla_ms, mosaic_ms: float64 [layers], milliseconds of the device for a call, dense by XLA and
+      xla_ms, mosaic_ms: float64 [layers], device time of a call in milliseconds, dense by XLA and
         by the kernels.
-      xla_error, mosaic_error: float64 [layers], ||y - reference|| / ||reference|| of the output,
-        against the same block in float32; 0 where both are zero.
+      xla_error, mosaic_error: float64 [layers], ||y - reference|| / ||reference||, where the
+        reference is the same block in float32; 0 where both outputs are zero.
     """
 
     device: str
@@ -68,7 +68,7 @@ def measure_speedup(
 
     Args:
       model: the language model.
-      sequences: int [n, T + 1]; as many are used as hold `TOKENS` tokens, but at least one.
+      sequences: int [n, T + 1]; at most `TOKENS` tokens are used, but at least one sequence.
       document_end: see `Transformer`.
 
     Raises:
@@ -128,7 +128,7 @@ def _relative_error(y, x, *weights, activation):
 def ffn_inputs(
     model: Transformer, tokens: np.ndarray, *, document_end: int | None = None
 ) -> jax.Array:
-    """Inputs of each layer's feed-forward block, `[layers, B, T, D]` in `config.dtype`.
+    """The inputs of each layer's feed-forward block, `[layers, B, T, D]` in `config.dtype`.
 
     Args:
       model: the language model.
@@ -146,7 +146,7 @@ def ffn_inputs(
 
 
 class _InputRecorder(nnx.Module):
-    """A `SparseMLP` that is called as before, but whose statistics are its input."""
+    """Wraps a `SparseMLP` and returns its input in place of its statistics."""
 
     def __init__(self, mlp: SparseMLP):
         self.mlp = mlp

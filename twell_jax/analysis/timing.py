@@ -18,11 +18,11 @@ _HOLD_MS = 30.0  # how long the GPU is held busy while calls are queued
 
 
 def milliseconds(f: Callable, *args: Any, calls: int, repeats: int = 7) -> float:
-    """Time of one call of a jitted `f`, in milliseconds: the median over `repeats` of a mean.
+    """Time of one call of a jitted `f`, in milliseconds: the median of `repeats` means over calls.
 
-    On a GPU its own clock is read. Calls are queued while the GPU is held busy, so that it runs
-    them without waiting for the host, as in a program whose host stays ahead. If the host cannot
-    queue `calls` calls in that time, fewer are made.
+    On a GPU the time is read from the GPU's clock. Calls are queued while the GPU is held busy, so
+    that it never waits for the host. If the host cannot queue `calls` calls in that time, fewer are
+    made.
     """
     jax.block_until_ready([f(*args), _clock(_HOLD_MS), _clock(0.0)])
     times = []
@@ -41,7 +41,7 @@ def milliseconds(f: Callable, *args: Any, calls: int, repeats: int = 7) -> float
 
 
 def enqueue_milliseconds(f: Callable, *args: Any, calls: int = 20) -> float:
-    """The host's time for one call of a jitted `f` without waiting for its result, in ms."""
+    """Milliseconds that the host takes to enqueue one call of a jitted `f`, on average."""
     jax.block_until_ready(f(*args))
     start = time.perf_counter()
     results = [f(*args) for _ in range(calls)]
@@ -53,8 +53,8 @@ def enqueue_milliseconds(f: Callable, *args: Any, calls: int = 20) -> float:
 def _clock(hold_ms: float, after: Any = None) -> jax.Array | np.ndarray:
     """A time in nanoseconds as two halves, int32 `[2]`, the lower one first.
 
-    On a GPU it is that of its own clock, `hold_ms` milliseconds after the work queued before has
-    ended. Elsewhere it is the host's, when `after` has been computed.
+    On a GPU, its own clock is read `hold_ms` milliseconds after all work queued before has ended.
+    Elsewhere the host's clock is read as soon as `after` has been computed.
     """
     if jax.default_backend() == "gpu":
         return _gpu_clock(hold_ms)

@@ -1,8 +1,8 @@
 """Training configuration: typed sections, one YAML file, dotted overrides.
 
-`load("configs/tiny.yaml", ["steps=10", "model.d_model=64"])` returns a frozen `Config`. Whatever is
-unknown, mistyped or impossible raises a `ConfigError` whose single line names the key and what is
-allowed.
+`load("configs/tiny.yaml", ["steps=10", "model.d_model=64"])` returns a frozen `Config`. An unknown
+key, a wrong type or an impossible value raises a `ConfigError` with one line that names the key and
+what is allowed.
 """
 
 from twell_jax.config.loading import describe, from_dict, load, read, to_yaml

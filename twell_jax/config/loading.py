@@ -1,4 +1,4 @@
-"""From a YAML file and overrides on the command line to a checked `Config`, and back."""
+"""Reads a YAML file and overrides from the command line into a checked `Config`, and writes it."""
 
 import difflib
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from pydantic_core import ErrorDetails
 
 from twell_jax.config.sections import Config, ConfigError, Section
 
-_SHIPPED = Path(__file__).parents[1] / "configs"  # the repository's configs/, also once installed
+_SHIPPED = Path(__file__).parents[1] / "configs"  # in a clone a link to the repository's configs/
 
 
 def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration and applies `key.subkey=value` overrides (values are YAML too).
 
-    A file may name another file beside it as its `base` and give only what differs.
+    A file may name another file in its directory as its `base` and give only what differs.
 
     Args:
       name: a YAML file or, where there is no such file, the name of a shipped configuration:
@@ -25,7 +25,7 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
       overrides: later ones win.
 
     Raises:
-      ConfigError: one line that names the file or key and what would be right.
+      ConfigError: the message, one line, names the file or key and what is allowed.
     """
     tree = read(_find(Path(name)))
     for override in overrides:
@@ -34,24 +34,24 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The plain tree of values of a YAML file, merged with that of its `base`; not yet checked.
+    """Reads a YAML file into a tree of values, over those of its `base`; nothing is checked yet.
 
     Raises:
-      ConfigError: the file cannot be read, or holds something else.
+      ConfigError: a file cannot be read, or does not hold keys and values.
     """
     return _read(path, above=())
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """Checks a plain tree of values.
+    """Checks a tree of values.
 
     Raises:
-      ConfigError: one line that names the key and what would be right.
+      ConfigError: the message, one line, names the key and what is allowed.
     """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A misspelt key is also a missing one: that it is unknown says more.
+        # A misspelt key may be missing, too; "unknown key" says more.
         first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
         raise ConfigError(_one_line(first)) from None
 
@@ -131,7 +131,7 @@ def _one_line(error: ErrorDetails) -> str:
         return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
     if error["type"] == "missing":
         return f"{key}: required, but not given"
-    if error["type"] == "value_error":  # from a _check of a section, which names the key
+    if error["type"] == "value_error":  # raised by a section's _check, which names the key
         return str(error["ctx"]["error"])
     return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
 

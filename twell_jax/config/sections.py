@@ -1,4 +1,4 @@
-"""The sections of a training configuration: every key is declared here, once, with its meaning."""
+"""The sections of a training configuration: each key is declared here, with its meaning."""
 
 from typing import Any, Literal, Self
 
@@ -27,7 +27,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic would take true for 1
+        # pydantic would read true as 1
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and field.annotation is not bool:
             raise PydanticCustomError("bool_as_number", "must not be true or false")
@@ -172,7 +172,7 @@ class OptimizerConfig(Section):
 
 
 class MeshConfig(Section):
-    """Devices are laid out as (data, fsdp); data = -1 takes all that fsdp leaves."""
+    """The mesh of devices, (data, fsdp); data = -1 takes all devices that fsdp leaves."""
 
     data: int = Field(-1, ge=-1, description="copies of the model that see different data")
     fsdp: int = Field(1, gt=0, description="devices that share one copy's state")
@@ -187,10 +187,10 @@ class MeshConfig(Section):
         return self
 
     def shape(self, devices: int) -> tuple[int, int]:
-        """The mesh's shape (data, fsdp) on so many devices.
+        """The mesh's shape (data, fsdp) on this number of devices.
 
         Raises:
-          ConfigError: if data * fsdp is not the number of devices, or there are no devices.
+          ConfigError: data * fsdp is not the number of devices, or there are no devices.
         """
         if devices < 1:
             raise ConfigError(f"devices: there must be at least one, got {devices}")
@@ -205,7 +205,7 @@ class MeshConfig(Section):
 
 
 class Config(Section):
-    """A training run."""
+    """Settings of a training run."""
 
     run_dir: str = Field(description="checkpoints, metrics and plots go here")
     init_from: str | None = Field(
@@ -286,10 +286,10 @@ class Config(Section):
         return self.batch_tokens // self.model.context
 
     def accumulation_steps(self, devices: int) -> int:
-        """Micro-batches per optimizer step on so many devices.
+        """Micro-batches per optimizer step on this number of devices.
 
         Raises:
-          ConfigError: if micro_batch * devices does not divide the global batch.
+          ConfigError: micro_batch * devices does not divide the global batch.
         """
         steps, rest = divmod(self.batch_sequences, self.micro_batch * devices)
         if rest or not steps:

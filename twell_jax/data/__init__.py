@@ -1,4 +1,4 @@
-"""Text to training batches: documents, tokenizers, the token cache and the input pipeline."""
+"""Turns text into training batches: documents, tokenizers, token cache and input pipeline."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ from twell_jax.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Data:
-    """What a training run reads.
+    """The data of a training run.
 
     Attributes:
-      tokenizer: made the tokens below.
-      train: yields {"tokens": int32 [batch_sequences // process_count, context + 1]} without end:
-        inputs and, shifted by one, targets. Deterministic; its iterator's `get_state()` is a small
-        JSON-serialisable dict, the same on every process, from which `set_state` continues.
+      tokenizer: the tokenizer that made the tokens.
+      train: yields {"tokens": int32 [batch_sequences // process_count, context + 1]} without end,
+        in a fixed order; targets are the inputs shifted by one. Its iterator's `get_state()` is a
+        small JSON-serialisable dict, the same on every process, from which `set_state` continues.
       held_out: int32 [n, context + 1], 1 <= n <= eval_sequences, the same on every process. The
-        sequences are spread evenly over the held-out tokens; a streamed dataset gives its first.
-      fingerprint: identifies the tokenizer and the training tokens; a run continues on the same.
-      unigram_cross_entropy: nats per token of predicting `held_out` from token frequencies alone. A
-        model that has learnt anything is below it. The frequencies are those of (at most
-        `corpus.UNIGRAM_TOKENS` tokens of) the training split.
+        sequences are spread evenly over the held-out tokens; of a streamed dataset they are the
+        first.
+      fingerprint: identifies the tokenizer and the training tokens; a run can only continue on data
+        with the same one.
+      unigram_cross_entropy: cross-entropy of `held_out`, in nats per token, if token frequencies
+        alone predict it. They are counted on at most `corpus.UNIGRAM_TOKENS` training tokens.
     """
 
     tokenizer: Tokenizer
@@ -38,10 +39,15 @@ class Data:
 
 
 def load(config: Config, *, process_index: int = 0, process_count: int = 1) -> Data:
-    """Opens the data of a run and tokenises it first where needed.
+    """Opens the data of a run, and tokenises it first if needed.
+
+    Args:
+      config: the run.
+      process_index: which of the processes this is.
+      process_count: number of processes that share a batch.
 
     Raises:
-      ConfigError: one line that names what is wrong with the data or the settings.
+      ConfigError: the message, one line, names what is wrong with the data or the settings.
     """
     batch, rest = divmod(config.batch_sequences, process_count)
     if rest or not batch:
@@ -71,12 +77,12 @@ def load(config: Config, *, process_index: int = 0, process_count: int = 1) -> D
 
 
 def unigram_cross_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Cross-entropy, in nats per predicted token, of the add-one-smoothed unigram model.
+    """Cross-entropy of a unigram model with add-one smoothing, in nats per predicted token.
 
     Args:
       train: int [n, context + 1], windows whose predicted tokens (all but the first) are counted.
       held_out: int [m, context + 1], windows whose predicted tokens are scored.
-      vocab_size: number of tokens; ids are below it.
+      vocab_size: one more than the largest possible id.
     """
     counts, targets = (
         np.bincount(windows[:, 1:].ravel(), minlength=vocab_size) for windows in (train, held_out)

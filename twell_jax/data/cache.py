@@ -1,4 +1,4 @@
-"""A cache of directories on disk that several processes may share and a kill cannot spoil."""
+"""A cache of directories that several processes may share and a killed one cannot corrupt."""
 
 import hashlib
 import json
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """Returns the directory that `build` filled for this key, and builds it if there is none.
+    """Returns the directory of this key; calls `build` to fill it if there is none.
 
-    One process builds while others that want the same entry wait for it. The entry gets its name
-    only when it is complete, and the next builder removes what a killed one left. An entry whose
-    files no longer have the sizes that they were written with is built again, with a warning.
+    One process builds while others that want the same entry wait. The entry gets its name only when
+    it is complete, and the next builder removes what a killed one left. An entry is built again,
+    with a warning, if the sizes of its files have changed.
 
     Args:
       cache_dir: holds all entries; created if missing.
       key: everything that the content depends on, JSON-serialisable.
-      build: fills the empty directory that it is given.
+      build: fills the empty directory that it gets.
     """
     text = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -14,15 +14,15 @@ from twell_jax.data import cache, shards, sources, streaming, tokenizers
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
 
-UNIGRAM_TOKENS = 2**22  # training tokens that the unigram baseline counts
-BPE_CHARACTERS = 2**26  # characters of a streamed dataset's training documents that train a bpe
+UNIGRAM_TOKENS = 2**22  # training tokens counted for the unigram baseline
+BPE_CHARACTERS = 2**26  # characters of a streamed dataset on which a bpe is trained
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenizer and the tokens that it made of the documents (the first ones of a stream)."""
+    """A tokenizer and the tokens of all documents, or of the first ones of a stream."""
 
     tokenizer: Tokenizer
     train: TokenStream
@@ -32,13 +32,13 @@ class Corpus:
 def load(config: Config) -> Corpus:
     """Reads or makes the corpus that `config.data` describes.
 
-    - stdlib, files: all documents. They are tokenised once and kept in `data.cache_dir`; the key is
-      made of the files' content and the settings.
+    - stdlib, files: all documents. They are tokenised once and kept in `data.cache_dir`, under a
+      key made of the files' content and the settings.
     - tokens: the given shards. Without `held_out_paths` the last `held_out_fraction` of their
       tokens is held out.
-    - hf: the first `UNIGRAM_TOKENS` of the training documents, and as many held-out documents as an
-      evaluation takes. A bpe is trained on the first `BPE_CHARACTERS`; every start trains it anew,
-      with the same outcome.
+    - hf: the first `UNIGRAM_TOKENS` training tokens, and as many held-out tokens as an evaluation
+      takes. A bpe is trained on the first `BPE_CHARACTERS`, again at every start, with the same
+      result.
 
     Raises:
       ConfigError: the documents or the tokenizer cannot be used, or do not fit the vocabulary.

@@ -1,4 +1,4 @@
-"""Training examples from a token stream of known length, through `grain`."""
+"""Training examples from a token stream of known length, by `grain`."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from twell_jax.data.shards import TokenStream
 
 @dataclass(frozen=True)
 class Windows:
-    """The examples of a token stream, by index: windows of context + 1 tokens at stride context.
+    """The examples of a token stream: windows of context + 1 tokens at stride context, by index.
 
     The last token of a window is the first of the next, so every token but the stream's first is
-    predicted exactly once. The stream's last (len - 1) % context tokens fill no window.
+    predicted exactly once. The stream's last (length - 1) % context tokens are left out.
 
     Raises:
-      ConfigError: on reading a window that holds an id which is not below vocab_size.
+      ConfigError: when a window is read that holds an id of vocab_size or more.
     """
 
     stream: TokenStream
@@ -50,8 +50,8 @@ def batches(
 ) -> grain.IterDataset:
     """Shuffled batches without end: every epoch holds each window once, in a new order.
 
-    Step k of all processes together takes the same set of windows for every `process_count`, and
-    the iterator's state, {"next_index": k}, is the same too.
+    In step k the processes together take the same windows whatever `process_count` is, and the
+    iterator's state is the same, {"next_index": k}.
 
     Args:
       windows: the examples.
@@ -63,13 +63,13 @@ def batches(
     Returns:
       A dataset of {"tokens": int32 [batch // process_count, context + 1]}.
     """
-    # grain adds the number of the epoch to its seed. Ours is spread, so that runs do not overlap.
+    # grain adds the epoch's number to its seed; unhashed, seeds 0 and 1 would share shuffles.
     (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
     return (
         grain.MapDataset.source(windows)
         .shuffle(int(shuffle_seed))
         .repeat()
         .slice(slice(process_index, None, process_count))
-        .batch(batch // process_count, drop_remainder=True)  # there is none
+        .batch(batch // process_count, drop_remainder=True)  # without end there is none
         .to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4))
     )

@@ -50,7 +50,7 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
 
 
 class TokenStream:
-    """The concatenation of 1-D arrays of token ids; only what is read is loaded."""
+    """The concatenation of 1-D arrays of token ids, which may be memory-mapped."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._arrays = tuple(arrays)
@@ -64,7 +64,7 @@ class TokenStream:
         return np.concatenate(self._parts(start, stop))
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
-        """The streams before and from `position`."""
+        """The streams of the tokens before `position` and of the others."""
         return (
             TokenStream(self._parts(0, position)),
             TokenStream(self._parts(position, len(self))),

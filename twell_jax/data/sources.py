@@ -20,8 +20,8 @@ from twell_jax.config import ConfigError, DataConfig
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document belongs to the held-out split.
 
-    A hash of the text decides, so the answer needs no list of documents and does not depend on
-    where the corpus lies, and copies of a document are never on both sides.
+    A hash of the text decides. So no list of documents is needed, paths do not matter, and copies
+    of a document are never in both splits.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
@@ -67,14 +67,13 @@ def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
 def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
     """Reads the documents of files from `text_files`, one at a time.
 
-    A .jsonl file holds a document per line (blank lines are none); any other file is one document.
-    User files must be UTF-8. Files of the standard library have the encoding that they declare; a
-    few break it on purpose (as input of the parser's tests) and are read as UTF-8 with U+FFFD for
-    every undecodable byte.
+    A .jsonl file holds a document per line, apart from blank lines; any other file is one document.
+    User files must be UTF-8. Files of the standard library have the encoding that they declare. A
+    few violate it on purpose, as input of the parser's tests; they are read as UTF-8 with U+FFFD
+    for every undecodable byte.
 
     Raises:
-      ConfigError: something cannot be read as described; the message names the file and the line or
-        byte.
+      ConfigError: a document cannot be read; the message names the file and the line or byte.
     """
     for path in paths:
         if data.source == "stdlib":

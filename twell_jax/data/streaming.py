@@ -14,12 +14,12 @@ from twell_jax.data.tokenizers import Tokenizer, encode_documents
 
 _DOCUMENTS = 256  # read and tokenised at once
 
-# From a state of the iterator on: windows, each with the state after it.
+# Takes a state of the iterator; yields the windows after it, each with the state that follows.
 _WindowsFrom = Callable[[dict[str, Any]], Iterator[tuple[np.ndarray, dict[str, Any]]]]
 
 
 def documents(data: DataConfig, *, held_out: bool) -> Iterator[str]:
-    """One pass over the documents of one split."""
+    """One pass over the training or the held-out documents."""
     for text in StreamedDocuments(data):
         if is_held_out(text, data.held_out_fraction) == held_out:
             yield text
@@ -34,11 +34,11 @@ def batches(
     process_index: int,
     process_count: int,
 ) -> grain.IterDataset:
-    """Batches without end, in the order of the dataset, which is read anew when it ends.
+    """Batches without end, in the order of the dataset, which is read again when it ends.
 
-    Every process reads the whole stream and takes every `process_count`-th window of it. So step k
-    of all processes together takes the same windows for every `process_count`, and the iterator's
-    state is the same too. The state holds the position in the dataset, the tokens left over from
+    Every process reads the whole stream and takes every `process_count`-th window of it. So in each
+    step the processes together take the same windows whatever `process_count` is, and the
+    iterator's state is the same. It holds the position in the dataset, the tokens left over from
     before it (at most `context`) and the number of windows taken since.
 
     Args:
@@ -95,7 +95,7 @@ class _WindowIterator(grain.DatasetIterator):
 def _windows(
     data: DataConfig, tokenizer: Tokenizer, context: int, state: dict[str, Any]
 ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
-    """All windows from `state` on, each with the state that continues after it."""
+    """All windows from `state` on, each with the state from which the next ones continue."""
     stream = StreamedDocuments(data, state["position"])
     leftover, taken = np.array(state["leftover"], np.int32), state["taken"]
     while True:

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, each stored as one JSON file."""
+"""Tokenizers turn text into token ids and back; each is stored as one JSON file."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import tokenizers as hf
 from twell_jax.config import ConfigError
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
-_BATCH_CHARACTERS = 2**18  # encoded at once: they occupy all threads and little memory
+_BATCH_CHARACTERS = 2**18  # encoded at once: enough for all threads, in little memory
 
 
 class Tokenizer(Protocol):
@@ -30,14 +30,14 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, 1-D of `token_dtype(size)`, without end-of-text.
 
-        All of a text is plain text, also what looks like a special token.
+        All of it is plain text, even if it looks like a special token.
         """
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of 1-D ids.
 
-        Undecodable bytes become U+FFFD. Ids that stand for no text (end-of-text, rows of an
-        embedding beyond `size`) contribute nothing.
+        Undecodable bytes become U+FFFD. Ids without text (end-of-text, and those of `size` or more)
+        are skipped.
         """
 
     def to_json(self) -> str:
@@ -69,7 +69,7 @@ class SubwordTokenizer:
     eot: str
 
     def __post_init__(self) -> None:
-        # A tokenizer.json may carry the limits of the model it was made for: documents are whole.
+        # A tokenizer.json may have the length limits of its model; documents must stay whole.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
@@ -114,13 +114,13 @@ def load(path: Path) -> Tokenizer:
 
 
 def named(name: str) -> Tokenizer:
-    """The byte tokenizer ("byte"), or one of Hugging Face.
+    """Loads a tokenizer by name.
 
     Args:
-      name: a tokenizer.json, a directory that holds one, or a name on the Hugging Face hub.
+      name: "byte", a tokenizer.json, a directory that holds one, or a name on the Hugging Face hub.
 
     Raises:
-      ConfigError: if there is no such tokenizer, or it has no known end-of-text token.
+      ConfigError: there is no such tokenizer, or it has no known end-of-text token.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -136,7 +136,7 @@ def named(name: str) -> Tokenizer:
             f"data.tokenizer: {name!r} is not byte, bpe, a path to a tokenizer.json or a "
             f"Hugging Face name that can be fetched ({' '.join(str(error).split())})"
         ) from None
-    # Some vocabularies have another model's end of text as an ordinary token.
+    # In some vocabularies another model's end-of-text token is an ordinary token.
     found = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
     for token in END_OF_TEXT:
         if token in found:
@@ -150,11 +150,11 @@ def named(name: str) -> Tokenizer:
 def train_bpe(texts: Iterable[str], size: int) -> SubwordTokenizer:
     """Trains a byte-level BPE of exactly `size` ids: end-of-text, 256 bytes, merges. Deterministic.
 
-    Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", over
-    bytes and with the splitting into words of GPT-2.
+    Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", here on
+    bytes, with GPT-2's splitting into words.
 
     Raises:
-      ConfigError: if `size` leaves no room for the bytes, or the texts hold too few merges.
+      ConfigError: `size` is below 257, or the texts have too few merges to reach it.
     """
     if size < 257:
         raise ConfigError(f"model.vocab_size: a byte-level bpe needs at least 257, got {size}")
@@ -182,7 +182,7 @@ def token_dtype(size: int) -> type[np.unsignedinteger]:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """The tokens of documents, each followed by end-of-text, in 1-D arrays of many documents."""
+    """Yields 1-D arrays of tokens, each for many documents; end-of-text follows each document."""
     eot = np.array([tokenizer.eot_id], token_dtype(tokenizer.size))
     for batch in _batches(texts):
         yield np.concatenate([part for ids in tokenizer.encode(batch) for part in (ids, eot)])

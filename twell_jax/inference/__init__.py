@@ -1,6 +1,6 @@
 """Inference: a model with its tokenizer, generation with sampling, and quality benchmarks.
 
-`load` reads a run's directory or one of Hugging Face, and `generate` continues token sequences.
+`load` reads a run or a Hugging Face directory, and `generate` continues token sequences.
 `inference.harness`, which needs the extra "eval", scores a model on benchmarks.
 """
 

@@ -1,4 +1,4 @@
-"""Continues token sequences, a batch at a time, and turns new tokens into text as they come."""
+"""Continues a batch of token sequences, and turns new tokens into text as they come."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from twell_jax.inference.sampling import Sampling, sample
 from twell_jax.models import KVCache, Transformer
 
 _MULTIPLE = 64
-ENDED = -1  # stands for the next token of a sequence that has ended
+ENDED = -1  # in place of the next token, for a sequence that has ended
 
 
 def generate(
@@ -24,14 +24,14 @@ def generate(
     stop_ids: Sequence[int] = (),
     seed: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Continues a batch of prompts, a token of each at a time.
+    """Continues a batch of prompts, one token of each at a time.
 
     Args:
       model: the language model.
       prompts: token ids, at least one for each prompt; prompts may differ in length.
-      max_tokens: how many to append to each at most.
+      max_tokens: the most tokens to append to each.
       sampling: how tokens are chosen.
-      stop_ids: tokens that end a sequence (they are not yielded).
+      stop_ids: tokens that end a sequence; they are not yielded.
       seed: the same seed gives the same tokens for the same prompts.
 
     Yields:
@@ -39,7 +39,8 @@ def generate(
       Stops when all have ended.
 
     Raises:
-      ValueError: there is no prompt, an empty one, max_tokens < 0, or a seed beyond 32 bits.
+      ValueError: there is no prompt, a prompt is empty, max_tokens < 0, or the seed does not fit
+        into 32 bits.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
@@ -80,9 +81,9 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
 
 @partial(jax.jit, static_argnames=("graph", "capacity", "sampling"))
 def _prefill(graph, params, tokens, padding, key, *, capacity, sampling):
-    """The first new token of each row, int32 [B], and a cache of that capacity."""
+    """The first new token of each row, int32 [B], and the cache, grown to `capacity`."""
     model = nnx.merge(graph, params)
-    # While the cache has the length of the prompts, attention can be a fused one. It grows after.
+    # Attention can be fused only while the cache is as long as the prompts, so it grows afterwards.
     cache = KVCache.empty(model.config, *tokens.shape, padding)
     logits, cache = model.decode(tokens, cache)
     return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache.grow(capacity)
@@ -98,9 +99,9 @@ def _extend(graph, params, token, cache, key, *, sampling):
 def stream_text(
     tokenizer: Tokenizer, prompt: Sequence[int], new_ids: Iterable[int]
 ) -> Iterator[str]:
-    """The text of `new_ids`, which follow a prompt, piece by piece.
+    """Yields the text of `new_ids`, which follow a prompt, piece by piece.
 
-    A piece ends where a character does: the bytes of one may be spread over several tokens.
+    A piece ends at the end of a character, whose bytes may be spread over several tokens.
     """
     ids, shown = list(prompt), len(tokenizer.decode(prompt))
     for token in new_ids:

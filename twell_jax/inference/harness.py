@@ -1,4 +1,4 @@
-"""Benchmarks of a `LanguageModel` by EleutherAI's lm-evaluation-harness (extra "eval")."""
+"""Scores a `LanguageModel` by EleutherAI's lm-evaluation-harness (extra "eval")."""
 
 import json
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def run_tasks(
       batch: sequences at a time.
 
     Returns:
-      What that function returns; under "results", the metrics of each task.
+      The result of `lm_eval.simple_evaluate`; "results" has the metrics of each task.
     """
     return lm_eval.simple_evaluate(
         HarnessModel(lm, batch=batch),
@@ -70,13 +70,13 @@ def table(results: dict[str, Any]) -> str:
 class HarnessModel(TemplateLM):
     """A `LanguageModel` with the interface of the harness, for `lm_eval.simple_evaluate`.
 
-    It follows the harness's own Hugging Face backend in what precedes an empty context, in cutting
-    long contexts from the left, and in splitting long texts into windows.
+    Like the harness's own Hugging Face backend, it puts a prefix token before an empty context,
+    cuts long contexts from the left, and splits long texts into windows.
 
     Args:
       lm: the model.
       batch: sequences at a time.
-      seed: for generation with a temperature.
+      seed: seed of generation with a temperature.
     """
 
     def __init__(self, lm: LanguageModel, *, batch: int = 16, seed: int = 0):
@@ -84,7 +84,7 @@ class HarnessModel(TemplateLM):
         self.lm, self.batch, self.seed = lm, batch, seed
         self.max_length = lm.model.config.context
 
-    # What follows implements `TemplateLM`, whose documentation says what each method must do.
+    # The documentation of `TemplateLM` says what the following methods must do.
 
     @property
     def eot_token_id(self) -> int:
@@ -110,7 +110,7 @@ class HarnessModel(TemplateLM):
         rows = [((context or before) + target, len(target)) for _, context, target in requests]
         if (longest := max((count for _, count in rows), default=0)) > self.max_length:
             raise ValueError(f"a continuation has more than {self.max_length} tokens: {longest}")
-        # The last token of a row is predicted and never read, so that one more fits.
+        # The last token of a row is only predicted, never read, so one more token fits.
         rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]
         graph, params = nnx.split(self.lm.model)
         results: dict[int, tuple[float, bool]] = {}
@@ -147,7 +147,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         results: dict[int, str] = {}
-        # By options, the requests that have them, the longest context first.
+        # The requests with the same options, the longest context first.
         alike: dict[str, list[int]] = {}
         for i in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
             alike.setdefault(json.dumps(requests[i].args[1], sort_keys=True), []).append(i)
@@ -194,9 +194,9 @@ class HarnessModel(TemplateLM):
 
 @partial(jax.jit, static_argnames="graph")
 def _score(graph, params, tokens, scored):
-    """For the targets of a row that are `scored: bool [B, T]`, two results `[B]`.
+    """Scores the targets of each row that `scored: bool [B, T]` marks.
 
-    The sum of their log-probabilities, and whether each of them is the most likely token.
+    Returns, `[B]` each, the sum of their log-probabilities and whether all are the most likely.
     """
     logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
     targets = tokens[:, 1:]
@@ -206,7 +206,7 @@ def _score(graph, params, tokens, scored):
 
 
 def _before(text: str, until: Sequence[str]) -> str:
-    """The part of a text before the first of the strings that end it."""
+    """The part of a text before the first occurrence of any string in `until`."""
     for stop in until:
         text = text.split(stop)[0]
     return text

@@ -1,4 +1,4 @@
-"""A model with its tokenizer, loaded from a run's directory or one of Hugging Face."""
+"""A model with its tokenizer, loaded from a run or a Hugging Face directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ class LanguageModel:
     stop_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text to continue; for no text and no prefix, the end-of-text token."""
+        """The ids of a text to continue; end-of-text if there are none."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
         return ids or [self.tokenizer.eot_id]
 
@@ -41,11 +41,11 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
     """The model of a run's last checkpoint or of a Hugging Face directory, on the first device.
 
     Args:
-      directory: a `run_dir` of train.py, or one with a config.json.
-      ffn_implementation: in place of a run's own, see `sparse_ffn`.
+      directory: the `run_dir` of a run, or a directory with a config.json.
+      ffn_implementation: see `sparse_ffn`; the run's own setting is ignored.
 
     Raises:
-      ConfigError: the directory is neither, or the run has no checkpoint.
+      ConfigError: the directory holds neither, or the run has no checkpoint.
       CheckpointError: no checkpoint of the run is whole.
       PretrainedError: see `from_pretrained`.
     """

@@ -1,4 +1,4 @@
-"""Choosing the next token: the most likely one, or with temperature, top-k, top-p and min-p."""
+"""Chooses the next token: the most likely one, or by temperature, top-k, top-p and min-p."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
-      top_k: only the k most likely tokens, if given.
-      top_p: only the fewest most likely tokens whose probabilities sum to at least p (nucleus
+      top_k: keeps only the k most likely tokens; None keeps all.
+      top_p: keeps only the fewest most likely tokens whose probabilities sum to at least p (nucleus
         sampling, arXiv 1904.09751).
-      min_p: only tokens with at least min_p times the probability of the most likely one
+      min_p: keeps only tokens with at least min_p times the probability of the most likely one
         (arXiv 2407.01082).
 
-    top_k, top_p and min_p act in this order, each on the tokens that the one before has left, as
-    in Hugging Face's transformers.
+    top_k acts first; top_p and min_p act on the tokens that it keeps, as in Hugging Face's
+    transformers.
 
     Raises:
       ValueError: temperature < 0, top_k < 1, top_p outside (0, 1], or min_p outside [0, 1].
@@ -48,7 +48,7 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """Chooses a token for each row of `logits: float32 [B, vocab]`; returns int32 `[B]`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # With the tokens sorted from the most likely down, every rule keeps the first few.
+    # If tokens are sorted from the most to the least likely, every rule keeps the first few.
     order = jnp.argsort(-logits, axis=-1)
     logits = jnp.take_along_axis(logits, order, axis=-1) / sampling.temperature
     if sampling.top_k is not None:
