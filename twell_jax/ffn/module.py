@@ -66,7 +66,7 @@ class SparseMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         def param(init, shape, axes):
-            # Not sharded eagerly: the module must also work where there is no mesh.
+            # Not sharded eagerly, because the module must also work without a mesh.
             value = init(rngs.params(), shape, param_dtype)
             return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 

@@ -1,7 +1,7 @@
 """The language model around the sparse feed-forward block.
 
-`Transformer(config, rngs=...)` makes one with random weights; `pretrained` reads and writes those
-of Hugging Face; `sharding` lays parameters and batches on a mesh of devices.
+`Transformer(config, rngs=...)` makes one with random weights; `pretrained` reads and writes models
+in Hugging Face's format; `sharding` distributes parameters and batches over a mesh of devices.
 """
 
 from twell_jax.models.cache import KVCache

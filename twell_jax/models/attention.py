@@ -44,13 +44,13 @@ class Attention(nnx.Module):
 
         Args:
           x: `[B, T, D]`.
-          rope: from `rope_table`, of the tokens' positions.
+          rope: `rope_table` of the tokens' positions.
           mask: bool `[B, 1, T, S]`, or None for causal attention within `x`.
-          cache: the tokens before, to which those of `x` are added; None if there are none.
-          layer: int32 [], whose keys and values these are; only with a cache.
+          cache: keys and values of earlier tokens, to which those of `x` are added; or None.
+          layer: int32 [], the index of this layer in the cache; needed with a cache.
 
         Returns:
-          `[B, T, D]`, and the cache with this layer's keys and values.
+          `[B, T, D]`, and the cache with this layer's new keys and values.
         """
 
         def heads(projection):
@@ -104,7 +104,7 @@ def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, ja
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns features i and i + head_dim / 2 of `x: [B, T, heads, head_dim]` by their angle."""
+    """Rotates features i and i + head_dim / 2 of `x: [B, T, heads, head_dim]` by their angle."""
     cos, sin = rope
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -118,7 +118,7 @@ def split_documents(tokens: jax.Array, document_end: int) -> tuple[jax.Array, ja
       document_end: id of the token that ends a document and still belongs to it.
 
     Returns:
-      Positions within each document, int32 `[B, T]`, and the mask for causal attention inside of
+      Positions within each document, int32 `[B, T]`, and the mask for causal attention within
       documents, bool `[B, 1, T, T]`.
     """
     starts = jnp.pad(tokens[:, :-1] == document_end, ((0, 0), (1, 0)), constant_values=True)

@@ -1,4 +1,4 @@
-"""The key/value cache of generation."""
+"""The key/value cache for generation."""
 
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,9 @@ class KVCache:
 
     Attributes:
       k, v: `[layers, B, S, kv_heads, head_dim]` in the compute dtype; S is the capacity.
-      length: int32 [], tokens stored, padding included.
-      padding: int32 [B], how many tokens at the start of each sequence are padding. Nothing attends
-        to them, and positions count from the first token after them.
+      length: int32 [], number of tokens stored, padding included.
+      padding: int32 [B], number of padding tokens at the start of each sequence. Nothing attends to
+        them, and positions count from the first token after them.
     """
 
     k: jax.Array
@@ -29,14 +29,14 @@ class KVCache:
     def empty(
         cls, config: ModelConfig, batch: int, capacity: int, padding: jax.Array | None = None
     ) -> "KVCache":
-        """Room for `capacity` tokens; `padding` is 0 for every sequence unless given."""
+        """A cache with room for `capacity` tokens; without `padding` no token is padding."""
         shape = (config.layers, batch, capacity, config.num_kv_heads, config.head_dim)
         k, v = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
         padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
         return cls(k, v, jnp.zeros((), jnp.int32), padding)
 
     def grow(self, capacity: int) -> "KVCache":
-        """The same tokens with room for more: `capacity` in all."""
+        """The same tokens in a cache with room for `capacity` tokens in all."""
         more = [(0, 0)] * 5
         more[2] = (0, capacity - self.k.shape[2])
         return replace(self, k=jnp.pad(self.k, more), v=jnp.pad(self.v, more))
@@ -46,7 +46,7 @@ class KVCache:
 
         Returns:
           Their positions, int32 `[B, count]`, and which of the stored tokens each may attend to,
-          bool `[B, 1, count, S]`: itself and those before it, but no padding.
+          bool `[B, 1, count, S]`: itself and earlier ones, except padding.
         """
         slots, stored = self.length + jnp.arange(count), jnp.arange(self.k.shape[2])
         positions = slots - self.padding[:, None]
@@ -60,7 +60,7 @@ class KVCache:
 
         Returns:
           The cache, and the keys and values of the whole layer, `[B, S, kv_heads, head_dim]`.
-          `length` is as before, for the layers that follow; `advance` moves it.
+          `length` stays, as other layers follow; `advance` increases it.
         """
         start = layer, 0, self.length, 0, 0
         keys, values = (
@@ -71,5 +71,5 @@ class KVCache:
         return replace(self, k=keys, v=values), k, v
 
     def advance(self, count: int) -> "KVCache":
-        """The cache once every layer has stored `count` tokens more."""
+        """The cache after every layer has stored `count` more tokens."""
         return replace(self, length=self.length + count)

@@ -8,13 +8,13 @@ from twell_jax.config import ModelConfig
 
 
 def logical_axes(*names: str) -> dict[str, Any]:
-    """Metadata of a parameter: its logical axes, which `sharding` maps to those of a mesh."""
-    # Not sharded eagerly: a model can also be made where there is no mesh.
+    """Metadata of a parameter: its logical axes, which `sharding` maps to mesh axes."""
+    # Not sharded eagerly, because a model can also be made without a mesh.
     return {"out_sharding": names, "eager_sharding": False}
 
 
 def rms_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """The norm in front of attention, of the feed-forward block and of the output projection."""
+    """The norm before attention, the feed-forward block and the output projection."""
     return nnx.RMSNorm(
         config.d_model,
         epsilon=config.norm_eps,
@@ -34,7 +34,7 @@ def linear(
     kernel_init: nnx.Initializer | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """A projection whose kernel is `shape`, (inputs, outputs), with the logical axes `axes`."""
+    """A projection with a kernel of `shape`, (inputs, outputs), and its logical axes."""
     return nnx.Linear(
         *shape,
         use_bias=use_bias,

@@ -1,4 +1,4 @@
-"""The `(data, fsdp)` device mesh and how parameters and batches lie on it.
+"""The `(data, fsdp)` device mesh, and how parameters and batches are sharded over it.
 
 Batches are split over all devices. Every matrix has one "embed" axis (d_model), which is split over
 `fsdp`; XLA gathers a layer's weights before use and reduce-scatters their gradients (ZeRO-3).
@@ -28,9 +28,9 @@ LOGICAL_AXES = (
 def make_mesh(
     shape: tuple[int, int], devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """The mesh of `shape`, (data, fsdp), over `devices` (default: all there are).
+    """The mesh of `shape`, (data, fsdp), over `devices` (default: all).
 
-    `MeshConfig.shape` gives the shape of a configuration on so many devices.
+    `MeshConfig.shape` gives the shape for a configuration and a number of devices.
     """
     return jax.make_mesh(shape, _AXES, (AxisType.Auto, AxisType.Auto), devices=devices)
 
@@ -47,11 +47,11 @@ def of_batch(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """Pins the leading axis of an activation to all devices of the current mesh.
+    """Splits the leading axis of an activation, the batch, over all devices of the current mesh.
 
-    Without it XLA may follow the weights' FSDP sharding and split activations along d_model. A
-    batch that does not divide by the number of devices is left to XLA, and so is every mesh that
-    `make_mesh` did not make.
+    Without it XLA may follow the weights' FSDP sharding and split activations along d_model. The
+    sharding is left to XLA if the batch does not divide by the number of devices, or if the mesh is
+    not one of `make_mesh`.
     """
     return jax.lax.with_sharding_constraint(x, P(auto_axes())) if _is_split(x) else x
 
@@ -59,8 +59,8 @@ def split_batch(x: jax.Array) -> jax.Array:
 def on_shares(function: Callable, x: jax.Array, *operands: jax.Array | None) -> jax.Array:
     """Calls `function(x, *operands)` on each device with its share of the leading axis, the batch.
 
-    It is for operations that XLA cannot partition. Where `split_batch` leaves the batch to XLA, so
-    does this.
+    Use it for operations that XLA cannot partition. Where `split_batch` leaves the sharding to XLA,
+    so does this.
     """
     if _is_split(x):
         batch, axes = P(auto_axes()), set(auto_axes())

@@ -16,7 +16,7 @@ from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
-# By `ModelConfig.remat`, what a block keeps for the backward pass.
+# What a block keeps for the backward pass, by `ModelConfig.remat`.
 _REMAT = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -29,8 +29,8 @@ _REMAT = {
 class Transformer(nnx.Module):
     """Decoder-only language model.
 
-    `logits, stats = model(tokens)` for training; `logits, cache = model.decode(tokens, cache)` for
-    generation. The blocks' parameters are stacked along a leading "layers" axis and the blocks run
+    Training calls `logits, stats = model(tokens)`, generation `logits, cache = model.decode(tokens,
+    cache)`. The blocks' parameters are stacked along a leading "layers" axis and the blocks run
     under `jax.lax.scan`, so that compile time does not grow with depth.
 
     Args:
@@ -69,26 +69,26 @@ class Transformer(nnx.Module):
         per_token_stats: bool = False,
         ffn_gradients: tuple[Gradients | None, ...] | None = None,
     ) -> tuple[jax.Array, FFNStats]:
-        """Next-token logits.
+        """Computes next-token logits.
 
         Args:
           tokens: int `[B, T]`.
           document_end: id of the end-of-text token. If given, attention does not cross it and
-            positions restart after it (it belongs to the document that it ends).
-          per_token_stats: measure each token by itself, not all of them together; `fired` is then
-            the pattern of the activations. Kernels would run token by token: set
-            `ffn_implementation="xla"` with it.
-          ffn_gradients: how each layer's feed-forward block computes gradients (see `sparse_ffn`);
-            None takes the config's. Consecutive layers with the same value run in one loop, and
-            each loop is compiled for itself.
+            positions restart after it. It belongs to the document that it ends.
+          per_token_stats: return statistics of each token, not of all together; `fired` is then the
+            pattern of the activations. Set `ffn_implementation="xla"` with it, as kernels would run
+            token by token.
+          ffn_gradients: for each layer, how its feed-forward block computes gradients (see
+            `sparse_ffn`); None takes the config's. Consecutive layers with the same value run in
+            one loop; each loop is compiled separately.
 
         Returns:
-          logits: float32 `[B, T, vocab]`, and the `FFNStats` with leading axes `[layers]`, or
+          The logits, float32 `[B, T, vocab]`, and the `FFNStats` with leading axes `[layers]`, or
           `[layers, B, T]` if per token.
 
         Raises:
           ValueError: `ffn_gradients` does not have a value for each layer.
-          CannotServe: the kernels were asked for and cannot serve; see `sparse_ffn`.
+          CannotServe: the config or `ffn_gradients` asks for kernels, and they cannot serve.
         """
         positions, mask = jnp.arange(tokens.shape[1])[None], None
         if document_end is not None:
@@ -105,12 +105,12 @@ class Transformer(nnx.Module):
     def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Extends sequences by `tokens: int [B, T]`, which follow those in `cache`.
 
-        Returns the float32 `[B, vocab]` logits after the last of them and the extended cache. The
-        caller keeps `cache.length + T` within the capacity.
+        Returns the logits after the last token, float32 `[B, vocab]`, and the extended cache. The
+        caller must keep `cache.length + T` within the capacity.
         """
         positions, mask = cache.place(tokens.shape[1])
         x, _, stored = self._run_blocks(tokens, positions, mask, cache)
-        assert stored is not None  # as a cache was given
+        assert stored is not None  # because a cache was given
         return self._logits(x[:, -1]), stored.advance(tokens.shape[1])
 
     def _run_blocks(
@@ -126,8 +126,8 @@ class Transformer(nnx.Module):
         """Embeds tokens and runs the layers on them.
 
         Returns:
-          `[B, T, D]` after the last norm, the `FFNStats` of all layers, and the cache with the
-          tokens stored but its `length` as before.
+          `[B, T, D]` after the last norm, the `FFNStats` of all layers, and the cache, which holds
+          the tokens but has its old `length`.
         """
         layers = self.config.layers
         if ffn_gradients is None:
@@ -158,7 +158,7 @@ class Transformer(nnx.Module):
             parts.append(part)
         x, cache = carry
         stats = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-        # The scan runs copies of the module. What those sow is lost, so it is sown here.
+        # The scan runs copies of the module. What they sow is lost, so it is sown again here.
         self.blocks.mlp.sow(SownStats, "stats", stats, capture_noop=True)
         return self.norm(x), stats, cache
 
@@ -200,7 +200,7 @@ class Block(nnx.Module):
         gradients: Gradients | None = None,
         per_token_stats: bool = False,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
-        """`x: [B, T, D]` to the same shape; see `Attention` and `Transformer` for the rest."""
+        """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
         x = x + attended
         mlp = partial(self.mlp, gradients=gradients, return_stats=True)
@@ -211,7 +211,7 @@ class Block(nnx.Module):
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:
-    """The structure of a `Transformer`; `nnx.merge` makes a model of it and parameters."""
+    """The structure of a `Transformer`; `nnx.merge` combines it with parameters into a model."""
     with nnx.logical_axis_rules(LOGICAL_AXES):
         return nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 

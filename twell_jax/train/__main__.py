@@ -1,4 +1,4 @@
-"""python -m twell_jax.train CONFIG [key=value ...]: the command of train.py, once installed."""
+"""python -m twell_jax.train CONFIG [key=value ...]: the same command as train.py."""
 
 from twell_jax.train.command import main
 

@@ -1,7 +1,7 @@
 """Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
 
 `DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
-JSON. No random state is stored: whatever a step draws follows from the seed and its number.
+JSON. No random state is stored: random numbers follow from the seed and the number of the step.
 """
 
 import itertools
@@ -28,8 +28,8 @@ class Checkpoints:
     """The checkpoints of one run; a context manager that waits for pending writes at its end.
 
     Args:
-      directory: holds the checkpoints; made if missing.
-      keep: the number of newest checkpoints that are kept.
+      directory: holds the checkpoints; created if missing.
+      keep: how many of the newest checkpoints are kept.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -50,7 +50,7 @@ class Checkpoints:
         return self.directory / str(max(steps)) if steps else None
 
     def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
-        """Starts writing a checkpoint; returns once `state` may be consumed."""
+        """Starts writing a checkpoint; returns as soon as `state` may be donated."""
         self._set_broken_aside()
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)
@@ -58,9 +58,9 @@ class Checkpoints:
         self._manager.save(step, args=items)
 
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-        """The state and the position of the newest checkpoint that is whole; None without any.
+        """The state and the data position of the newest whole checkpoint; None if there is none.
 
-        Broken checkpoints are reported; the next `save` sets them aside as STEP.broken.
+        Broken checkpoints are logged; the next `save` renames them to STEP.broken.
 
         Raises:
           CheckpointError: there are checkpoints, but none can be restored.
@@ -75,7 +75,7 @@ class Checkpoints:
         return restored and (restored.state, restored.data)
 
     def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
-        """Restores the parameters alone, a third of what `restore` reads; otherwise as it does."""
+        """Restores the parameters alone, a third of the bytes; otherwise like `restore`."""
         tree = {"params": abstract_params}
         args = ocp.args.PyTreeRestore(
             tree,
@@ -89,14 +89,14 @@ class Checkpoints:
         return restored and restored["params"]
 
     def restore_position(self) -> dict[str, Any] | None:
-        """Restores the position in the data alone; otherwise as `restore` does."""
+        """Restores the position in the data alone; otherwise like `restore`."""
         with _reader(ocp.JsonCheckpointHandler()) as reader:
             return self._newest(lambda step: reader.restore(self.directory / str(step) / "data"))
 
     def _newest(self, read: Callable[[int], Any]) -> Any:
         """The result of `read` for the newest step that all processes can read; None without steps.
 
-        All processes try the same steps: those that the first process sees.
+        All processes try the steps that the first process sees.
         """
         problems: dict[int, str] = {}
         while (step := self._newest_besides(problems)) is not None:
@@ -135,7 +135,7 @@ class Checkpoints:
 
 
 def _reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
-    """A reader that does not wait for other processes: they would wait for one that fails alone."""
+    """A reader without barriers between processes; if one failed, the others would wait forever."""
     alone = ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={jax.process_index()}
     )

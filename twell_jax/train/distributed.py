@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they find each other, stop and fail together."""
+"""Lets several processes train one model: they find each other, stop and fail together."""
 
 import os
 import signal
@@ -19,12 +19,11 @@ _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and
 def initialize(heartbeat_seconds: int) -> None:
     """Joins the processes that were launched together; does nothing if this process is alone.
 
-    The environment tells of them: JAX_COORDINATOR_ADDRESS (host:port on process 0),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what `srun` and `mpirun` set. To be called before JAX
-    sees its devices.
+    The environment names them: JAX_COORDINATOR_ADDRESS (host:port on process 0), JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID, or what `srun` and `mpirun` set. Call it before JAX sees its devices.
 
     Args:
-      heartbeat_seconds: a process that is silent for so long counts as lost, and all others end.
+      heartbeat_seconds: a process that is silent for this long counts as lost, and all others end.
 
     Raises:
       ConfigError: the environment is incomplete or contradicts itself.
@@ -55,13 +54,13 @@ def initialize(heartbeat_seconds: int) -> None:
 
 
 def stop_request() -> Callable[[int], bool]:
-    """Lets SIGTERM ask the run to stop, from now on.
+    """From now on, lets SIGTERM ask the run to stop.
 
     Returns:
-      step -> whether to stop after it. Every process must ask after every step. All get the same
-      answer at the same step, whichever of them received the signal.
+      A function of the step that says whether to stop after it. Every process must call it after
+      every step. All get the same answer, whichever of them received the signal.
     """
-    if jax.process_count() > 1:  # JAX catches the signal since `initialize`
+    if jax.process_count() > 1:  # since `initialize`, JAX handles the signal
         return multihost_utils.reached_preemption_sync_point
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -1,4 +1,4 @@
-"""How much memory a training step would need on so many devices, without running it."""
+"""Finds how much memory a training step would need on each device, without running it."""
 
 import math
 from typing import Any
@@ -11,9 +11,9 @@ from twell_jax.train.trainer import Trainer
 
 
 def print_memory(config: Config, devices: int) -> None:
-    """Compiles one step for `devices` virtual CPU devices and prints the memory that it would hold.
+    """Compiles one step for `devices` virtual CPU devices and prints the memory that it would need.
 
-    To be called before JAX sees its devices.
+    Call it before JAX sees its devices.
 
     Raises:
       ConfigError: `devices` is not positive, or the mesh or the batch does not divide over them.

@@ -1,9 +1,9 @@
-"""Which layers compute their gradients sparsely, planned from what earlier steps measured.
+"""Plans which layers compute sparse gradients, from the statistics of earlier steps.
 
-Sparse gradients win where a layer's pattern fits into their memory, which depends on how many
-neurons neighbouring tokens share, and lose where it does not. Only a trial tells whether it fits: a
-layer is tried when few of its neurons fire. If it overflows, the next trial waits until markedly
-fewer fire. Every plan is a program that must be compiled, so plans should change rarely.
+Sparse gradients win in layers whose pattern fits into their memory and lose in others. Whether it
+fits depends on how many neurons neighbouring tokens share, and only a trial tells: a layer is tried
+when few of its neurons fire. If it overflows, the next trial waits until markedly fewer fire. Each
+plan has to be compiled, so plans should change rarely.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from typing import Any
 
 from twell_jax.ffn import Gradients
 
-_FIRST_SHARE = 1 / 16  # of the neurons: real patterns that fit have fewer non-zeros per token
-_AFTER_OVERFLOW = 0.7  # of the non-zeros at which a layer did not fit
+_FIRST_SHARE = 1 / 16  # first limit, of the neurons; real patterns that fit have fewer non-zeros
+_AFTER_OVERFLOW = 0.7  # next limit, of the non-zeros with which a layer overflowed
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class GradientPlan:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "GradientPlan":
-        """The plan that `dataclasses.asdict` and JSON made `saved` of."""
+        """The inverse of `dataclasses.asdict`, also after a passage through JSON."""
         return cls(tuple(saved["sparse"]), tuple(saved["limits"]))
 
     @property
     def ffn_gradients(self) -> tuple[Gradients | None, ...]:
-        """What the model takes for each layer; None is the dense default."""
+        """The argument `ffn_gradients` of `Transformer`; None is the dense default."""
         return tuple("sparse" if sparse else None for sparse in self.sparse)
 
     def revised(self, nnz: Sequence[float], overflow: Sequence[float]) -> "GradientPlan":
-        """The plan that follows from what a step under this one measured.
+        """The next plan, from the statistics of a step that was computed with this one.
 
         Args:
           nnz: for each layer, the mean non-zeros per token.
-          overflow: for each layer, how often it overflowed, from 0 to 1.
+          overflow: for each layer, the share of its calls that overflowed, from 0 to 1.
         """
         sparse, limits = [], []
         rows = zip(self.sparse, self.limits, nnz, overflow, strict=True)

@@ -22,7 +22,7 @@ from twell_jax.train.trainer import Trainer
 def train(config: Config) -> None:
     """Trains until the last step, or until the process is asked to stop, and shows the result.
 
-    All processes of a run call it. It sets the mesh of JAX.
+    All processes of a run call it. It sets JAX's current mesh.
 
     Raises:
       AnotherRun: `run_dir` holds a run with other settings or text.
@@ -33,7 +33,7 @@ def train(config: Config) -> None:
     """
     console = Console(quiet=jax.process_index() > 0)
     stop_requested = distributed.stop_request()
-    if jax.process_count() > 1:  # said first: JAX itself may end a process that lost another
+    if jax.process_count() > 1:  # printed now, as JAX may end this process if another is lost
         console.out(
             f"{jax.process_count()} processes: if one is lost, the others end within "
             f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
@@ -75,7 +75,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
                 held_out_ce = run.trainer.evaluate(now.state.params, run.data.held_out)
                 recorder.add_evaluation(now.step, held_out_ce)
                 progress.print(f"step {now.step}  held-out CE {held_out_ce:.3f}")
-            stopping = stop_requested(now.step)  # asked once a step: what ends the loop also saves
+            stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()
                 now.save(run)
@@ -85,7 +85,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
 
 def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     config, trainer, state, plan = run.config, run.trainer, now.state, now.plan
-    # Before a step, not after: what is saved or evaluated has no untrained gates.
+    # Before a step, not after, so that no saved or evaluated model has untrained gates.
     if config.reinit_every and now.step and now.step % config.reinit_every == 0:
         state = trainer.reinitialise(state)
     batch = trainer.put_batch(next(run.batches)["tokens"])
@@ -93,6 +93,6 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     recorder.add(now.step + 1, measured, plan)
     if plan and (now.step + 1) % config.sparse_gradients_every == 0:
-        # From the step before, which has ended: the device does not wait.
+        # The step before has ended, so reading its statistics does not make the device wait.
         plan = plan.revised(now.nnz.tolist(), now.overflow.tolist())
     return Standing(now.step + 1, state, plan, measured.nnz, measured.overflow)

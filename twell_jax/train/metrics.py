@@ -1,4 +1,4 @@
-"""What a run measures: fetched from the device a step late, checked, shown and kept in a file."""
+"""Fetches a run's metrics from the device a step late; checks, shows and stores them."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from twell_jax.train.trainer import StepMetrics
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss or its gradient became inf or NaN; no checkpoint holds what followed."""
+    """The loss or its gradient became inf or NaN; nothing computed from it was checkpointed."""
 
 
 class Log:
@@ -27,12 +27,12 @@ class Log:
     The first of several processes writes, the others do nothing.
 
     Args:
-      path: the file. Records after `step` are removed: a continued run writes them anew.
+      path: the file. Records after `step` are removed, as a continued run writes them again.
       step: the step at which the run starts or continues.
       tensorboard: also write TensorBoard events beside the file.
 
     Raises:
-      ConfigError: if `tensorboard` is asked for but its package is not installed.
+      ConfigError: `tensorboard` is set but tensorboardX is not installed, or the file is broken.
     """
 
     def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
@@ -54,7 +54,7 @@ class Log:
             self._events.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds `record`, which has a "step"; values are numbers or lists with one per layer."""
+        """Adds `record`, which has a "step"; values are numbers, or lists with one per layer."""
         if not self._file:
             return
         self._file.write(json.dumps(record) + "\n")
@@ -70,7 +70,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, without a last line that a kill cut short.
 
     Raises:
-      ConfigError: if any other line is not JSON.
+      ConfigError: any other line is not JSON.
     """
     if not path.exists():
         return []
@@ -89,8 +89,8 @@ class Recorder:
     Args:
       config: the run.
       log: receives every `log_every`-th record and all evaluations.
-      show: called with each record, and whether it is a logged one.
-      checkpoints: named when the run goes wrong.
+      show: called with each record and whether it is logged.
+      checkpoints: for the error message, which names the last good one.
     """
 
     def __init__(
@@ -109,11 +109,14 @@ class Recorder:
     def add(self, step: int, measured: StepMetrics, plan: GradientPlan | None = None) -> None:
         """Takes the metrics of `step`, which may still be running, and handles the step before.
 
-        `plan` is the one that the step was computed with, if there was any.
+        `plan` is the gradient plan of the step, if it had one.
+
+        Raises:
+          NonFiniteLoss: see `flush`.
         """
         self.flush()
         if plan != self._plan:
-            self._clock = None  # compiling another step is not training
+            self._clock = None  # the time for compiling another program does not count
         self._plan = plan
         self._pending = step, measured
 
@@ -121,9 +124,9 @@ class Recorder:
         """Records a held-out evaluation after `step`, whose own record must have been flushed.
 
         Raises:
-          NonFiniteLoss: as `flush` does.
+          NonFiniteLoss: see `flush`.
         """
-        self._clock = None  # evaluating is not training
+        self._clock = None  # the time for evaluating does not count
         self._require_finite(step, updates=step, held_out_ce=held_out_ce)
         self._log.write({"step": step, "held_out_ce": held_out_ce})
 
@@ -131,7 +134,7 @@ class Recorder:
         """Waits for the last step added; checks, shows and logs what it measured.
 
         Raises:
-          NonFiniteLoss: names the step and the last good checkpoint.
+          NonFiniteLoss: the message names the step and the last good checkpoint.
         """
         if self._pending is None:
             return
@@ -156,7 +159,7 @@ class Recorder:
             self._clock = step, now
 
     def _require_finite(self, step: int, *, updates: int, **measured: float) -> None:
-        """Checks what was measured in `step`, on parameters that `updates` steps made."""
+        """Checks values measured in `step`, on parameters after `updates` updates."""
         if not all(map(math.isfinite, measured.values())):
             values = ", ".join(f"{name}={value}" for name, value in measured.items())
             good = self._checkpoints.newest_before(updates)
@@ -172,5 +175,5 @@ def _event_writer(directory: Path, step: int) -> Any:
         raise ConfigError(
             "tensorboard: needs the package tensorboardX (pip install 'twell-jax[tensorboard]')"
         ) from None
-    # From `purge_step` on it hides what earlier sessions wrote.
+    # TensorBoard hides events from `purge_step` on that earlier sessions wrote.
     return SummaryWriter(str(directory), purge_step=step + 1)

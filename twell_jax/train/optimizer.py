@@ -11,7 +11,7 @@ from twell_jax.config import Config, OptimizerConfig
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warm-up from 0, then cosine decay, or a plateau with a linear decay at the end (WSD).
 
-    A run that is shorter than its warm-up ends within it.
+    If `steps` is less than the warm-up, the run ends within it.
     """
     rest = max(steps - config.warmup_steps, 1)
     warmup = optax.linear_schedule(0.0, config.lr, config.warmup_steps)
@@ -26,15 +26,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def l1_coefficient(config: Config, step: int) -> float:
-    """0 up to `l1_warmup[0]`, rising to the full coefficient up to `l1_warmup[1]`.
+    """The L1 coefficient: 0 until step `l1_warmup[0]`, then rising until step `l1_warmup[1]`.
 
-    It rises linearly, or in `l1_stages` stages of equal length by equal amounts. The last stage has
-    the full coefficient. Stages suit a dense model whose SiLU was just replaced (after ProSparse,
+    It rises linearly, or in `l1_stages` stages of equal length by equal amounts; the last stage has
+    the full coefficient. Stages are for dense models whose SiLU was just replaced (after ProSparse,
     arXiv 2402.13516).
 
     Args:
       config: the run.
-      step: steps taken so far.
+      step: number of steps taken.
     """
     start, end = config.l1_warmup
     if step >= end:
@@ -46,7 +46,7 @@ def l1_coefficient(config: Config, step: int) -> float:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; without weight decay on norms and biases."""
+    """AdamW on gradients clipped by global norm, without weight decay on norms and biases."""
 
     def decayed(params: optax.Params) -> optax.Params:
         def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:

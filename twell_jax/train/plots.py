@@ -1,4 +1,4 @@
-"""PNG plots of a run's training, from the records of `metrics.jsonl`."""
+"""Plots a run's training from the records of `metrics.jsonl`, as PNG."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from twell_jax.plotting import plt, save
 def plot_run(
     records: list[dict[str, Any]], d_ff: int, unigram_ce: float, directory: Path
 ) -> list[Path]:
-    """Draws `training.png` (loss and sparsity over time) and `layers.png` (nnz per layer)."""
+    """Draws `training.png` (loss and sparsity over steps) and `layers.png` (nnz per layer)."""
     steps = [record for record in records if "ce" in record]
     evaluations = [record for record in records if "held_out_ce" in record]
     return [

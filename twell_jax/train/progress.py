@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: a live progress line, and a table at the end."""
+"""Shows a run in the terminal: a live progress line, and a table at the end."""
 
 import math
 from collections.abc import Callable
@@ -14,8 +14,9 @@ class Progress:
 
     Args:
       console: where to print.
-      step, steps: steps taken so far and in all.
-      d_ff: neurons per layer, for the sparsity.
+      step: number of steps taken.
+      steps: number of steps in all.
+      d_ff: neurons per layer, to compute the sparsity.
     """
 
     def __init__(self, console: Console, step: int, steps: int, d_ff: int) -> None:
@@ -38,7 +39,7 @@ class Progress:
         self._bar.stop()
 
     def show(self, record: dict[str, Any], logged: bool) -> None:
-        """Shows the record of a step; a logged one gets a line where there is no live bar."""
+        """Shows the record of a step; without a live bar, prints a line if it is logged."""
         nnz, dead = _mean(record["nnz"]), _mean(record["dead"])
         measured = (
             f"CE {record['ce']:.3f}  L1 {record['l1']:.2f}  nnz {nnz:.1f}  "
@@ -50,12 +51,12 @@ class Progress:
             self.print(f"step {record['step']}  {measured}")
 
     def print(self, text: str) -> None:
-        """Prints a line (above the bar, where there is one)."""
+        """Prints a line, above the bar if there is one."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:
-    """A table of what each layer's neurons did in a step."""
+    """A table of each layer's statistics in a step, from its record in `metrics.jsonl`."""
     table = Table(title=f"step {record['step']}, {d_ff} neurons a layer")
     columns: dict[str, tuple[list, Callable, Callable]] = {
         "mean nnz": (record["nnz"], _mean, "{:.1f}".format),
@@ -78,15 +79,15 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
 
 
 def _kind_of_gradients(sparse: bool | float) -> str:
-    """In words: a layer's gradients, or the share of layers whose gradients are sparse."""
+    """Words for a layer's gradients, or for the share of layers with sparse gradients."""
     if isinstance(sparse, bool):
         return "sparse" if sparse else "dense"
     return f"{sparse:.0%} sparse"
 
 
 def verdict(held_out_ce: float, unigram_ce: float) -> str:
-    """The held-out cross-entropy beside that of a model that only knows token frequencies."""
-    perplexity = math.exp(held_out_ce) if held_out_ce < 700 else math.inf  # float64 ends there
+    """A line with the held-out cross-entropy and the unigram baseline, in nats per token."""
+    perplexity = math.exp(held_out_ce) if held_out_ce < 700 else math.inf  # else exp overflows
     return (
         f"held-out CE {held_out_ce:.3f} nats/token (perplexity {perplexity:.2f}); "
         f"unigram baseline {unigram_ce:.3f}"

@@ -1,4 +1,4 @@
-"""Re-initialisation of dead neurons during training (arXiv 2603.23198, the part on them)."""
+"""Re-initialises dead neurons during training (arXiv 2603.23198)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def reinitialise(
     scale: float,
     optimizer: optax.GradientTransformation,
 ) -> tuple[nnx.State, optax.OptState]:
-    """Draws the gate weights of dead neurons anew and forgets what the optimizer knew of them.
+    """Draws the gate weights of dead neurons anew and resets their moments in the optimizer.
 
     Args:
       params: the parameters of a `Transformer`.
@@ -25,11 +25,11 @@ def reinitialise(
       dead: bool `[layers, d_ff]`, whether a neuron is dead.
       key: a `jax.random.key`.
       scale: standard deviation of the new weights (`model.init_scale`).
-      optimizer: the one that made `opt_state`.
+      optimizer: the optimizer that `opt_state` belongs to.
 
     Returns:
       `params` and `opt_state`. The rows of dead neurons in `w_gate` (in `w_up` without a gate) are
-      drawn from N(0, scale^2), and their moments are 0. All else is unchanged.
+      drawn from N(0, scale^2), and their moments are 0. Everything else is unchanged.
     """
     gate = "w_gate" if "w_gate" in params["blocks"]["mlp"] else "w_up"
 

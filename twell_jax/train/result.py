@@ -1,4 +1,4 @@
-"""What a finished run shows: a table of its layers, its held-out loss and its plots."""
+"""Shows a finished run: a table of its layers, its held-out loss and plots."""
 
 from rich.console import Console
 
@@ -14,7 +14,7 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
     Args:
       config: the run.
       paths: its directory.
-      unigram_ce: cross-entropy, in nats per token, of a model that only knows token frequencies.
+      unigram_ce: cross-entropy of the unigram baseline, in nats per token.
       console: where to print.
 
     Raises:

@@ -14,14 +14,14 @@ from twell_jax.config import Config, ConfigError, ModelConfig
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU of a cluster by its data sheet; rates are per second, and per direction.
+    """The data sheet of a GPU in a cluster.
 
     Attributes:
       flops: FLOP/s of dense bfloat16 matmuls.
-      memory: bytes that it holds.
+      memory: bytes of its memory.
       hbm: bytes/s to and from its memory.
-      nvlink: bytes/s to GPUs of the same host.
-      network: bytes/s to other hosts.
+      nvlink: bytes/s to GPUs of the same host, per direction.
+      network: bytes/s to other hosts, per direction.
       per_host: GPUs in a host.
     """
 
@@ -33,8 +33,8 @@ class Hardware:
     per_host: int = 8
 
 
-# NVIDIA's data sheets of H100 SXM and H200 SXM (without sparsity; NVLink's 900 GB/s count both
-# directions), and one 400 Gb/s port per GPU, as in a DGX H100.
+# From NVIDIA's data sheets of H100 SXM and H200 SXM (FLOP/s without structured sparsity; NVLink's
+# 900 GB/s count both directions), with one 400 Gb/s port per GPU, as in a DGX H100.
 HARDWARE = {
     "h100": Hardware(989e12, 80e9, 3.35e12, 450e9, 50e9),
     "h200": Hardware(989e12, 141e9, 4.8e12, 450e9, 50e9),
@@ -46,11 +46,11 @@ class Step:
     """The cost of one optimizer step, per device.
 
     Attributes:
-      flops: FLOPs of the matmuls and the attention.
+      flops: FLOPs of the matmuls, attention's included.
       hbm: bytes that weights, gradients and the optimizer move; activations are left out.
       fsdp, data: bytes sent over each axis of the mesh.
-      state: bytes of the parameters, the moments and two gradients.
-      seconds: a lower bound of the time by resource; the largest is the expected bound.
+      state: bytes of the parameters, the moments, a gradient and the sum of gradients.
+      seconds: for each resource, a lower bound of the time; the largest bounds the step.
     """
 
     flops: float
@@ -62,7 +62,7 @@ class Step:
 
 
 def parameters(model: ModelConfig) -> int:
-    """The number of the model's parameters, norms included."""
+    """The number of parameters of the model, norms included."""
     d = model.d_model
     width, kv = (n * model.head_dim for n in (model.heads, model.num_kv_heads))
     bias = width + 2 * kv + d if model.attention_bias else 0
@@ -75,12 +75,13 @@ def parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token.
 
-    The backward takes twice the forward's; causal attention reads half the context on average.
+    The backward takes twice as many as the forward. Causal attention reads half the context on
+    average.
 
     Args:
       model: the shapes.
-      ffn_share: the share that sparsity leaves of the work after the matmul that finds the zeros:
-        of the up and down projections, or of the down projection without a gate.
+      ffn_share: the share of the up and down projections' work that sparsity leaves; without a gate
+        it applies to the down projection alone.
     """
     d = model.d_model
     looked_up = 0 if model.tie_embeddings else model.vocab_size * d
@@ -93,7 +94,7 @@ def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
 def step(
     config: Config, devices: int, hardware: Hardware = HARDWARE["h100"], ffn_share: float = 1.0
 ) -> Step:
-    """The cost of a step on so many devices.
+    """The cost of a step on a number of devices.
 
     Raises:
       ConfigError: the mesh or the batch does not divide over the devices.
@@ -102,7 +103,7 @@ def step(
     count = parameters(config.model)
     micro_batches = config.accumulation_steps(devices)
     flops = config.batch_tokens / devices * flops_per_token(config.model, ffn_share)
-    weights = 2 * count  # bytes of them, or of their gradients, in 16 bits
+    weights = 2 * count  # bytes of the weights, or of their gradients, in 16 bits
     fsdp_bytes = micro_batches * 3 * weights * (fsdp - 1) / fsdp
     data_bytes = 2 * 4 * count / fsdp * (data - 1) / data  # a ring's all-reduce
     # AdamW reads a gradient, and reads and writes a parameter and two moments, all in float32. Each

@@ -18,15 +18,16 @@ from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.trainer import abstract_state
 
-# What may change between a run and its continuation; everything else decides the result.
-_FREE = {
+# Settings that may change when a run continues; all others affect its result.
+_MAY_CHANGE = {
     "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
     "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "model.remat",
     "model.ffn_implementation", "model.ffn_gradients", "model.ffn_gradient_capacity",
     "sparse_gradients_every",
 }  # fmt: skip
 
-_FREE_OF_PARAMS = {
+# Settings of the model that may differ from those of the run in `init_from`.
+_MAY_DIFFER = {
     "model.activation", "model.context", "model.dtype", "model.rope_theta", "model.norm_eps",
     "model.init_scale",
 }  # fmt: skip
@@ -35,11 +36,11 @@ _TEMPORARY = ".tmp"
 
 
 class AnotherRun(ConfigError):
-    """The run in `run_dir` was started with other settings or text."""
+    """The run in `run_dir` was started with other settings or other text."""
 
 
 class RunPaths:
-    """The paths of what a run directory holds."""
+    """The paths of the files in a run directory."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -52,7 +53,7 @@ class RunPaths:
 
 @contextlib.contextmanager
 def lock_run(run_dir: str | Path) -> Iterator[None]:
-    """Keeps other processes of this machine out of a run; a kill releases the lock.
+    """Locks a run against other processes of this machine; the lock ends with the process.
 
     Raises:
       ConfigError: another process holds the lock.
@@ -67,14 +68,14 @@ def lock_run(run_dir: str | Path) -> Iterator[None]:
 
 
 def open_run(config: Config) -> RunPaths:
-    """Makes the run's directory, or opens it to continue the run that it holds.
+    """Creates the run's directory, or opens it to continue the run that it holds.
 
     A run that has no checkpoint yet starts anew, with any settings.
 
     Raises:
-      ConfigError: the directory holds something else than a run.
-      AnotherRun: the directory holds a run whose settings differ in a way that would change its
-        result; the message names the first such key.
+      ConfigError: the directory holds something other than a run.
+      AnotherRun: the directory holds a run whose settings differ such that the result would change;
+        the message names the first such key.
     """
     paths = RunPaths(config.run_dir)
     started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
@@ -93,10 +94,10 @@ def open_run(config: Config) -> RunPaths:
 
 
 def load_config(run_dir: str | Path) -> Config:
-    """The resolved configuration that a run was last started with.
+    """The resolved configuration with which a run was last started.
 
     Raises:
-      ConfigError: if there is no run.
+      ConfigError: there is no run.
     """
     try:
         return config_lib.from_dict(_in_todays_terms(config_lib.read(RunPaths(run_dir).config)))
@@ -107,7 +108,7 @@ def load_config(run_dir: str | Path) -> Config:
 def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
 
-    The model is for inference: it asks for no sparse gradients, whatever the run was trained with.
+    The model is for inference, so it never asks for sparse gradients.
 
     Raises:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
@@ -126,8 +127,8 @@ def initial_params(
 ) -> nnx.State:
     """The last parameters of the run in the directory `init_from`, for the run of `config`.
 
-    Both models must agree in everything that their parameters depend on; the activation of the
-    feed-forward blocks may differ, for example.
+    The settings of both models must agree, apart from some that do not decide their parameters,
+    such as the activation of the feed-forward blocks.
 
     Raises:
       ConfigError: there is no such run, it has no checkpoint, or its model or tokenizer differs.
@@ -137,7 +138,7 @@ def initial_params(
     for key, old, new in _differences(
         source.model.model_dump(), config.model.model_dump(), "model."
     ):
-        if key not in _FREE_OF_PARAMS:
+        if key not in _MAY_DIFFER:
             raise ConfigError(f"{key}: {new!r}, but init_from={init_from} has {old!r}")
     if tokenizers.load(RunPaths(init_from).tokenizer).to_json() != tokenizer.to_json():
         raise ConfigError(f"data.tokenizer: not that of init_from={init_from}")
@@ -163,24 +164,24 @@ def _last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nn
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is either whole or not there, also after a kill."""
+    """Writes a file such that it is never partly written, even if the process is killed."""
     temporary = path.with_name(f"{path.name}{_TEMPORARY}")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def _is_empty(directory: Path) -> bool:
-    """Whether the directory holds at most a temporary file that a kill left behind."""
+    """Whether the directory holds nothing but temporary files of a killed process."""
     return directory.is_dir() and all(p.suffix == _TEMPORARY for p in directory.iterdir())
 
 
 def _differences(
     before: dict[str, Any], now: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) wherever two configurations would give different results."""
+    """Yields (key, old value, new value) for the settings that would change the result."""
     for name, new in now.items():
         key, old = f"{prefix}{name}", before[name]
-        if key in _FREE or old == new:
+        if key in _MAY_CHANGE or old == new:
             continue
         if isinstance(new, dict):
             yield from _differences(old, new, f"{key}.")

@@ -1,4 +1,4 @@
-"""Where a run stands: at its beginning, at its last checkpoint, or between two steps."""
+"""Starts a run or restores it from its last checkpoint; holds its position between two steps."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from twell_jax.train.trainer import Trainer, TrainState
 
 @dataclass(frozen=True)
 class Run:
-    """What a run works with from its first step to its last.
+    """The objects that a run uses from its first step to its last.
 
     Attributes:
       config: its settings.
       paths: its directory.
-      data: its text.
-      batches: the iterator of its training batches, which moves with every step.
+      data: its data.
+      batches: the iterator over its training batches, which advances with every step.
       trainer: its compiled functions.
-      checkpoints: open, in its directory.
-      console: silent in all processes but the first.
+      checkpoints: its checkpoints, open.
+      console: where it prints; silent in all processes but the first.
     """
 
     config: Config
@@ -42,13 +42,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands between two steps.
+    """The position of a run between two steps.
 
     Attributes:
-      step: steps taken.
-      state: consumed by the next step.
-      plan: which layers have sparse gradients; None if the config says it for all of them.
-      nnz, overflow: float [layers], what the last step measured; the next plan is made from it.
+      step: number of steps taken.
+      state: the training state; the next step consumes it.
+      plan: which layers have sparse gradients; None if the config decides for all of them.
+      nnz, overflow: float [layers], measured by the last step; the next plan is made from them.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Standing:
 
     def save(self, run: Run) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
-        # "choice" and "choose_from" are what checkpoints call the plan and what it is made from.
+        # In checkpoints the plan is called "choice", and its inputs "choose_from".
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
         if self.plan:
             position["choice"] = dataclasses.asdict(self.plan)
@@ -68,19 +68,19 @@ class Standing:
 
 
 def start(run: Run) -> Standing:
-    """Restores the last checkpoint and moves `run.batches` to it, or begins anew without one.
+    """Restores the last checkpoint and moves `run.batches` to it; without one, begins the run.
 
     Raises:
-      AnotherRun: the training text is not that of the checkpoint.
+      AnotherRun: the training text differs from that of the checkpoint.
       CannotServe: the config asks for sparse gradients, and they cannot be computed here.
       CheckpointError: there are checkpoints, but none is whole.
-      ConfigError: the run that `init_from` names does not fit.
+      ConfigError: the run in `init_from` does not fit.
     """
     restored = run.checkpoints.restore(run.trainer.abstract_state)
     finished = restored is not None and restored[0].step >= run.config.steps
     plan = None if finished else first_plan(run.config, run.trainer)
     layers = run.config.model.layers
-    measured: Any = np.full(layers, np.inf), np.zeros(layers)  # after this no layer is tried
+    measured: Any = np.full(layers, np.inf), np.zeros(layers)  # with these no layer is tried
     if restored is None:
         return Standing(0, _first_state(run), plan, *measured)
 
@@ -100,7 +100,7 @@ def start(run: Run) -> Standing:
 
 
 def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
-    """The plan that a run begins with, if it plans the gradients of its layers.
+    """The plan that a run begins with; None if it does not plan its gradients.
 
     Raises:
       CannotServe: sparse gradients cannot be computed here.

@@ -20,7 +20,7 @@ from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.optimizer import learning_rate, make_optimizer
 from twell_jax.train.reinit import reinitialise
 
-LayerGradients = tuple[Gradients | None, ...]  # of each layer; None: as the config says
+LayerGradients = tuple[Gradients | None, ...]  # for each layer; None takes the config's
 
 
 @jax.tree_util.register_dataclass
@@ -29,10 +29,10 @@ class TrainState:
     """Everything that a step changes.
 
     Attributes:
-      step: int32 [], steps taken.
+      step: int32 [], number of steps taken.
       params: the model's parameters.
       opt_state: moments and counters of the optimizer.
-      idle_steps: int32 [layers, d_ff], steps since each neuron last fired.
+      idle_steps: int32 [layers, d_ff], number of steps since each neuron last fired.
     """
 
     step: jax.Array
@@ -44,17 +44,19 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step measured before its update; means are over all tokens of the step.
+    """Metrics of one step, before its update; means are over all tokens of the step.
 
     Attributes:
       ce: float32 [], cross-entropy in nats per token.
       l1: float32 [], L1 norm of h, mean over tokens and layers.
-      l1_coefficient, lr, grad_norm: float32 [].
-      nnz: float32 [layers], mean number of non-zero activations of a token.
+      l1_coefficient: float32 [], the coefficient of l1 in the loss.
+      lr: float32 [], the learning rate.
+      grad_norm: float32 [], the global norm of the gradient before clipping.
+      nnz: float32 [layers], mean number of non-zero activations per token.
       max_nnz: int32 [layers], largest number of non-zero activations of a token.
       dead: float32 [layers], fraction of neurons that have not fired for `dead_window_tokens`.
-      overflow: float32 [layers], how often dense gradients replaced sparse ones, from 0 to 1; see
-        `FFNStats`.
+      overflow: float32 [layers], share of the calls in which dense gradients replaced sparse ones,
+        from 0 to 1; see `FFNStats`.
     """
 
     ce: jax.Array
@@ -73,20 +75,21 @@ class Trainer:
 
     Args:
       config: the run.
-      document_end: id of the end-of-text token (used if `data.mask_documents`).
+      document_end: id of the end-of-text token; used only with `data.mask_documents`.
       mesh: from `sharding.make_mesh`.
 
     Attributes:
       mesh: the devices.
-      abstract_state: `TrainState` of shapes, dtypes and shardings (what a checkpoint restores to).
-      abstract_batch: the tokens that a step takes, int32 [accumulation, sequences, context + 1].
+      abstract_state: `TrainState` of shapes, dtypes and shardings, to restore a checkpoint to.
+      abstract_batch: shape, dtype and sharding of a step's tokens, int32 [accumulation, sequences,
+        context + 1].
       init: () -> state.
-      reinitialise: state -> state, with the gates of dead neurons drawn anew. It consumes the given
+      reinitialise: state -> state, with the gates of dead neurons drawn anew. It donates the given
         state.
       step: `step_with(None)`.
 
     Raises:
-      ConfigError: if the batch does not divide over the devices.
+      ConfigError: the batch does not divide over the devices.
     """
 
     def __init__(self, config: Config, document_end: int, mesh: jax.sharding.Mesh) -> None:
@@ -135,9 +138,9 @@ class Trainer:
         """The step whose layers have these gradients; None leaves them to the config.
 
         Returns:
-          The jitted (`TrainState`, tokens, L1 coefficient) -> (`TrainState`, `StepMetrics`). It
-          consumes the given state. The coefficient is an operand: runs that differ in it alone
-          share the compiled program.
+          A jitted function (`TrainState`, tokens, L1 coefficient) -> (`TrainState`, `StepMetrics`).
+          It donates the given state. The coefficient is an operand, so that runs that differ only
+          in it share the compiled program.
         """
         if ffn_gradients not in self._steps:
             self._steps[ffn_gradients] = jax.jit(
@@ -153,7 +156,7 @@ class Trainer:
         total, sequences = 0.0, self.abstract_batch.shape[1]
         for start in range(0, len(tokens), sequences):
             chunk = tokens[start : start + sequences]
-            # A short last chunk repeats its rows; only the real ones count.
+            # A short last chunk is filled up with its own rows, which do not count.
             padded = np.resize(chunk, (sequences, *chunk.shape[1:]))
             batch = jax.make_array_from_callback(
                 padded.shape, sharding.of_batch(self.mesh), padded.__getitem__
@@ -188,7 +191,7 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
-        """Sums one copy's gradients over its micro-batches; also what each of these measured."""
+        """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
             operands = params, tokens, l1_coefficient, ffn_gradients
@@ -206,7 +209,7 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
     ) -> tuple[TrainState, StepMetrics]:
-        # Copies are reduced by hand: XLA would reduce over "data" in every micro-batch.
+        # shard_map, because XLA would reduce gradients over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
             mesh=self.mesh,
@@ -248,7 +251,7 @@ class Trainer:
 
 
 def init_state(config: Config) -> TrainState:
-    """The state before the first step, drawn from the seed."""
+    """The state before the first step, with parameters drawn from the seed."""
     params = nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
     opt_state = make_optimizer(config.optimizer, config.steps).init(params)
     idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
@@ -266,7 +269,7 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
 
 
 def _over_micro_batches(stats: FFNStats) -> FFNStats:
-    """Combines stats with a leading axis of equally large micro-batches."""
+    """Combines stats over their leading axis, the micro-batches, which are equally large."""
     return FFNStats(
         l1=jnp.mean(stats.l1, axis=0),
         nnz=jnp.mean(stats.nnz, axis=0),

@@ -1,8 +1,8 @@
 """Models in Hugging Face's format: config.json, safetensors, tokenizer.json. No torch, no pickle.
 
-Read: Llama and Qwen2 models, and the released sparse ones whose `model_type` ends in
-"_sparse_relu". Written: what `transformers` loads as a plain `LlamaForCausalLM` with
-`hidden_act="relu"`.
+`from_pretrained` reads Llama and Qwen2 models, and the sparse ones released with arXiv 2603.23198,
+whose `model_type` ends in "_sparse_relu". `transformers` loads what `save_pretrained` writes as a
+plain `LlamaForCausalLM`.
 """
 
 from pathlib import Path
@@ -29,18 +29,19 @@ def from_pretrained(
     ffn_implementation: Implementation | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Transformer:
-    """Loads a model. Files are memory-mapped, and a device reads only its parts of the parameters.
+    """Loads a model. Files are memory-mapped, and each device reads only its part of them.
 
     Args:
       directory: holds config.json and model.safetensors, or shards and their index.
-      dtype: of the computation, "bfloat16" or "float32"; None takes that of config.json.
-      param_dtype: of the parameters, likewise; None takes `dtype`.
+      dtype: dtype of the computation, "bfloat16" or "float32"; None takes that of config.json.
+      param_dtype: dtype of the parameters, likewise; None takes `dtype`.
       ffn_implementation: see `sparse_ffn`.
       mesh: from `sharding.make_mesh`; None takes the first device.
 
     Raises:
-      PretrainedError: a file is missing or broken, config.json asks for what `Transformer` does not
-        do, or a tensor is missing, unknown or of a wrong shape. The message names which.
+      PretrainedError: a file is missing or broken, config.json asks for something that
+        `Transformer` does not support, or a tensor is missing, unknown or of a wrong shape. The
+        message names it.
     """
     directory = Path(directory)
     settings, absent = config.read(directory, dtype, param_dtype)
@@ -60,15 +61,15 @@ def save_pretrained(
     """Writes a model and its tokenizer for `transformers`.
 
     Args:
-      directory: must be empty; made if missing.
+      directory: must be empty; created if missing.
       model: the language model. Its feed-forward blocks must be gated.
-      tokenizer: the one that the model was trained with. As written, it adds no special tokens.
-      dtype: of the stored parameters, "bfloat16" or "float32"; None keeps theirs.
+      tokenizer: the one that the model was trained with. The written one adds no special tokens.
+      dtype: dtype of the stored parameters, "bfloat16" or "float32"; None keeps theirs.
       max_shard_bytes: parameters are split over files of at most this size. A larger tensor gets a
         file of its own.
 
     Raises:
-      PretrainedError: the directory is not empty, or the format has no place for this model.
+      PretrainedError: the directory is not empty, or the format cannot express this model.
     """
     directory = Path(directory)
     dtype = dtype or model.config.param_dtype

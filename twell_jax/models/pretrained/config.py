@@ -1,4 +1,4 @@
-"""config.json of Hugging Face models: to `ModelConfig` and back."""
+"""Converts config.json of Hugging Face models to `ModelConfig` and back."""
 
 import json
 from pathlib import Path
@@ -23,13 +23,13 @@ _DEFAULTS = {
     "llama": _COMMON | {"max_position_embeddings": 2048, "num_key_value_heads": None},
     "qwen2": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
 }
-# Qwen2 always has biases in its attention, except in the output projection.
+# Qwen2's attention always has biases, except in the output projection.
 _OUT_BIAS = "blocks.attention.out.bias"
 
 _ROPE_THETA = 1e4
 _DTYPES = ("bfloat16", "float32")
 
-# Keys of which the model implements one value only, which is also their default.
+# Keys for which the model supports only the default value.
 _FIXED = {
     "mlp_bias": False,
     "use_sliding_window": False,
@@ -37,7 +37,7 @@ _FIXED = {
     "pretraining_tp": 1,
 }
 
-# How the model_type of the checkpoints released with arXiv 2603.23198 ends.
+# The checkpoints released with arXiv 2603.23198 have a model_type that ends like this.
 _SPARSE = "_sparse_relu"
 
 
@@ -48,14 +48,14 @@ class PretrainedError(ValueError):
 def read(
     directory: Path, dtype: str | None, param_dtype: str | None
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Reads config.json; `dtype` and `param_dtype` are those of `from_pretrained`.
+    """Reads config.json; `dtype` and `param_dtype` are as in `from_pretrained`.
 
     Returns:
-      The configuration, and the names of the `Transformer` parameters that such a model lacks (they
-      are zero).
+      The configuration, and the names of the `Transformer` parameters that the files lack and that
+      are zero.
 
     Raises:
-      PretrainedError: the file is missing or broken, or describes what `Transformer` does not do.
+      PretrainedError: the file is missing or broken, or `Transformer` does not support the model.
     """
     path = directory / "config.json"
     tree = read_json(path)
@@ -140,7 +140,7 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
 
 
 def write(directory: Path, tree: dict[str, Any]) -> None:
-    """Writes config.json and generation_config.json, which repeats what generation needs."""
+    """Writes config.json, and generation_config.json with its special tokens."""
     ends = {key: tree[key] for key in ("bos_token_id", "eos_token_id")}
     ends["pad_token_id"] = tree["eos_token_id"]
     for name, content in (("config", tree), ("generation_config", ends)):

@@ -1,4 +1,4 @@
-"""tokenizer.json of Hugging Face models, from and to the project's tokenizers."""
+"""Reads and writes tokenizer.json of Hugging Face models."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,10 @@ from twell_jax.models.pretrained.config import PretrainedError
 
 
 def load(directory: Path) -> SubwordTokenizer:
-    """The tokenizer of a model.
+    """Loads the tokenizer of a model.
 
-    Its end-of-text token is the first id that the model's files name as such, else a common one.
+    Its end-of-text token is the first that the model's files name and the vocabulary has; if they
+    name none, a common one.
 
     Raises:
       PretrainedError: there is no tokenizer.json, or the vocabulary has no end-of-text token.
@@ -34,12 +35,16 @@ def load(directory: Path) -> SubwordTokenizer:
 
 
 def prefix(tokenizer: SubwordTokenizer) -> list[int]:
-    """The ids that tokenizer.json puts before a text, such as that of <s>."""
+    """The ids that tokenizer.json puts before a text, such as the id of <s>."""
     return tokenizer.backend.encode("", add_special_tokens=True).ids
 
 
 def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Writes tokenizer.json and tokenizer_config.json.
+
+    Raises:
+      PretrainedError: the tokenizer is of an unknown type.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         tokenizer = _bytes_as_subwords()
     if not isinstance(tokenizer, SubwordTokenizer):
@@ -59,9 +64,9 @@ def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
 
 
 def _bytes_as_subwords() -> SubwordTokenizer:
-    """`ByteTokenizer`, as a byte-level BPE without merges."""
-    # A byte-level BPE writes a byte as the character of that code if it is printable in Latin-1,
-    # and the others, in order, as the characters from 256 on.
+    """`ByteTokenizer` as a byte-level BPE without merges."""
+    # A byte-level BPE writes a byte as the character with this code if it is printable in Latin-1,
+    # and the other bytes, in order, as the characters from 256 on.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     codes = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(others)}

@@ -1,9 +1,9 @@
-"""Parameters of a `Transformer` as the tensors of a Hugging Face Llama or Qwen2, in safetensors.
+"""Reads and writes a `Transformer`'s parameters as a Hugging Face Llama's or Qwen2's safetensors.
 
 A `torch.nn.Linear` stores its matrix as `[out, in]`. Our attention and unembedding kernels are
-`[in, out]`. Our feed-forward weights are neuron-major, `[d_ff, d_model]`: like theirs for gate and
-up, transposed for down. Both rotate pairs of features half a head apart, so that heads need no
-permutation. They store a tensor for each layer; ours are stacked along the first axis.
+`[in, out]`. Our feed-forward weights are neuron-major, `[d_ff, d_model]`, which is `[out, in]` for
+gate and up and `[in, out]` for down. Both rotate pairs of features half a head apart, so heads need
+no permutation. Hugging Face stores a tensor per layer; ours are stacked along the first axis.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 
-# By name of our parameter: the name of their tensor, and whether it is the transpose of ours.
+# For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
 _NAMES = {
     "embed.embedding": ("model.embed_tokens.weight", False),
     "norm.scale": ("model.norm.weight", False),
@@ -53,13 +53,13 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which of their tensors make up one of our parameters.
+    """The tensors in the files that make up one of our parameters.
 
     Attributes:
-      names: of the tensors, one for each layer if `stacked`, else one.
-      shape: of each of them.
+      names: names of the tensors, one per layer if `stacked`, else one.
+      shape: shape of each tensor.
       stacked: whether the parameter has a leading axis of layers.
-      transposed: whether a tensor is the transpose of ours.
+      transposed: whether the tensors are the transposes of ours.
     """
 
     names: list[str]
@@ -71,17 +71,17 @@ class _Layout:
 def load(
     directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh, absent: Collection[str]
 ) -> nnx.State:
-    """Parameters in `config.param_dtype`, sharded over the mesh; those named `absent` are zero.
+    """Loads parameters in `config.param_dtype`, sharded over the mesh; those in `absent` are zero.
 
     Raises:
-      PretrainedError: there are no safetensors, or their tensors are not those of the model.
+      PretrainedError: there are no safetensors, or their tensors do not fit the model.
     """
     abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
     leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
     layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
     with contextlib.ExitStack() as stack:
         tensors = _open(directory, stack)
-        if config.tie_embeddings:  # then the head is the embedding, whatever the file has
+        if config.tie_embeddings:  # the embedding is the head, even if the file has one
             tensors.pop("lm_head.weight", None)
         _check(directory, tensors, layouts.values())
 
@@ -122,7 +122,7 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
             array = np.asarray(leaf[i] if layout.stacked else leaf).astype(dtype)
             tensors[name] = np.ascontiguousarray(array.T if layout.transposed else array)
         save_file(tensors, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(0o644)  # safetensors lets nobody else read it
+        (directory / file).chmod(0o644)  # safetensors makes it readable by the owner only
     if len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -144,7 +144,7 @@ def _layout(ours: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> _Layout:
 
 
 def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """The tensors of all files by name, memory-mapped and readable until the stack closes."""
+    """The tensors of all files by name; they are memory-mapped until the stack closes."""
     if (directory / _FILE).exists():
         files = [_FILE]
     elif (directory / _INDEX).exists():
@@ -194,7 +194,7 @@ def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout])
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """The names in order, split into files of at most `max_bytes` or of a single tensor."""
+    """The names in order, split into files of at most `max_bytes` or of one larger tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
