@@ -1,6 +1,6 @@
 """Trains a sparse language model: python train.py configs/tiny.yaml [key=value ...]
 
-`twell_jax/train/command.py` is the command, `twell_jax/train/loop.py` the training. Where the
+`twell_jax/train/command.py` defines the command, `twell_jax/train/loop.py` the training. Once the
 package is installed, `python -m twell_jax.train` is the same command.
 """
 

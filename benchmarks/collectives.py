@@ -1,4 +1,4 @@
-"""How long the devices of a step are busy with collectives, from a profile."""
+"""Measures by a profile how long the devices spend on collectives in a step."""
 
 import tempfile
 from collections import defaultdict
@@ -21,7 +21,7 @@ class Event(NamedTuple):
 
 
 def measure(call: Callable[[], Any], devices: int) -> dict[str, float]:
-    """Profiles one call and summarises it; the result is empty where there is no GPU."""
+    """Profiles one call and summarises it; the result is empty without a GPU."""
     events = list(trace(call))
     return summarise(events, devices) if jax.default_backend() == "gpu" else {}
 
@@ -41,18 +41,18 @@ def trace(call: Callable[[], Any]) -> Iterator[Event]:
 
 
 def summarise(events: Iterable[Event], devices: int) -> dict[str, float]:
-    """How long NCCL's kernels run; a kernel that waits for another device counts as running.
+    """Sums up how long NCCL's kernels run, including the time that they wait for other devices.
 
     Returns:
-      Means over GPUs, in milliseconds. collective_ms: time in which a kernel of NCCL runs;
-      exposed_ms: the part of it in which nothing else runs.
+      Means over GPUs, in milliseconds. collective_ms: the time in which an NCCL kernel runs;
+      exposed_ms: the part of it in which no other kernel runs.
 
     Raises:
-      ValueError: the events are of fewer GPUs than `devices`, or of several without a collective.
+      ValueError: the events are from fewer GPUs than `devices`, or from several without NCCL.
     """
     communication, work = defaultdict(list), defaultdict(list)
     for event in events:
-        # Other lines repeat what is on the streams, by module or operation.
+        # The other lines repeat the streams' events, by module or operation.
         if event.plane.startswith("/device:GPU:") and event.line.startswith("Stream"):
             kind = communication if "nccl" in event.name.lower() else work
             kind[event.plane].append((event.start, event.end))

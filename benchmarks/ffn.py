@@ -2,8 +2,8 @@
 
     python -m benchmarks.ffn [--quick] [--out DIRECTORY]
 
-A measured function runs the block with `LAYERS` sets of weights, one after the other, as a model
-does, so that weights come from memory and launch gaps count; times are per layer.
+Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
+so that weights come from memory and launch gaps count. Times are per layer.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from twell_jax.analysis import timing
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 
-GOALS = [  # what the project's goals speak of
+GOALS = [  # the cases for which the project has goals
     *({"m": 16384, "pattern": "skewed", "nnz": nnz} for nnz in (24, 29, 60, 120, 300)),
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 100},
     *(
@@ -67,7 +67,7 @@ def main() -> None:
     for case in GOALS if args.quick else CASES:
         for row in measure(**case):
             rows.append(row)
-            record.write("ffn", rows, path)  # a run cut short keeps what it measured
+            record.write("ffn", rows, path)  # an interrupted run keeps its rows
             print(record.line(row), flush=True)
     print(path)
 
@@ -82,10 +82,10 @@ def measure(
     gated: bool = True,
     pruned: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per block of `BLOCKS`; the first is the baseline.
+    """Yields a row for each implementation of a case; the first is the baseline.
 
-    Neurons that never fire are a fraction `pruned` of all, if it is not 0, and only the baseline
-    has them.
+    If `pruned` is not 0, this fraction of the neurons never fires, and the kernels compute the
+    layer without them.
     """
     x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated, pruned or patterns.DEAD)
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
@@ -111,7 +111,7 @@ def measure(
             calls = max(2, min(50, 2**17 // m))
             ms = timing.milliseconds(run, x, mine, calls=calls) / LAYERS
             enqueue_ms = timing.enqueue_milliseconds(run, x, mine) / LAYERS
-        except Exception as problem:  # a row says so, and the others go on
+        except Exception as problem:  # the row says so, and the others are still measured
             if baseline_ms is None:
                 raise
             yield case | named | {"failed": record.failure(problem)}
@@ -145,7 +145,7 @@ def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
 
 
 def describe(direction, m, pattern, heavy_every, gated, stats: FFNStats) -> dict[str, Any]:
-    """What rows say of a case."""
+    """The entries of a row that describe its case."""
     return {
         "direction": direction,
         "m": m,
@@ -160,7 +160,7 @@ def describe(direction, m, pattern, heavy_every, gated, stats: FFNStats) -> dict
 
 
 def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
-    """One layer's (w_gate, w_up, w_down), with the neurons of `w_gate` in an order of its own."""
+    """One layer's (w_gate, w_up, w_down), with the neurons of `w_gate` in random order."""
     key_order, key_up, key_down = jax.random.split(key, 3)
     w_gate = w_gate[jax.random.permutation(key_order, H)]
     w_down = (jax.random.normal(key_down, (H, D)) / H**0.5).astype(DTYPE)
@@ -170,7 +170,7 @@ def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
 
 
 def without_dead(x: jax.Array, layer):
-    """The layer without neurons that no token fires, but for some to make H a multiple of 128."""
+    """The layer without dead neurons, except for some that make H a multiple of 128."""
     _, stats = jax.jit(sparse_ffn)(x, *layer)
     order = jnp.argsort(~stats.fired)
     kept = order[: -(-int(stats.fired.sum()) // 128) * 128]
@@ -178,7 +178,7 @@ def without_dead(x: jax.Array, layer):
 
 
 def tokamax_ffn(x, w_gate, w_up, w_down):
-    """Dense: tokamax's gated linear unit on `[D, H]` weights, and a matmul."""
+    """The dense block by tokamax's gated linear unit and a matmul; weights are `[D, H]`."""
     import tokamax
 
     h = tokamax.gated_linear_unit(x, (w_gate, w_up), activation=_relu)
@@ -189,7 +189,7 @@ def _relu(g):  # jax.nn.relu with its own derivative does not lower in tokamax's
     return jnp.maximum(g, 0)
 
 
-BLOCKS: dict[str, dict[str, Any]] = {  # how a caller asks `sparse_ffn` for each
+BLOCKS: dict[str, dict[str, Any]] = {  # the arguments of `sparse_ffn` for each
     "xla": {"implementation": "xla"},
     "mosaic": {"implementation": "mosaic"},
     "twell": {"implementation": "mosaic", "packing": "twell"},

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gradients [--out DIRECTORY]
 
-As benchmarks.ffn, a measured function goes through `LAYERS` sets of weights. Beside the times stand
-what a layer keeps from the forward to the backward, without x and the weights, the peak of what XLA
-reserves for one layer's forward and backward, and what train.py would choose for such a layer.
+As in benchmarks.ffn, a measured function goes through `LAYERS` sets of weights. Rows also give the
+bytes that a layer keeps for the backward, besides x and the weights, the peak memory that XLA
+reserves for one layer's forward and backward, and which gradients train.py would choose.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from twell_jax.analysis import timing
 from twell_jax.train.gradient_plan import GradientPlan
 
 M = 16384
-BLOCKS = {  # how a caller asks `sparse_ffn` for each; the baseline first
+BLOCKS = {  # the arguments of `sparse_ffn` for each; the baseline first
     "dense": {"implementation": "xla"},
     "sparse": {"implementation": "mosaic", "packing": "unions", "gradients": "sparse"},
 }
@@ -62,7 +62,7 @@ def measure(
     gated: bool = True,
     capacity: float = 0.5,
 ) -> Iterator[dict[str, Any]]:
-    """One row per block of `BLOCKS`. Errors: those of y and of each gradient."""
+    """Yields a row per block of `BLOCKS`; "errors" are those of y and of each gradient."""
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
     operands = x, *layers[0]
@@ -104,19 +104,19 @@ def measure(
 
 @cache
 def programs(name: str, capacity: float):
-    """The block and, jitted once for all cases, what goes through one layer and through several."""
+    """The block, and jitted forward and backward of one layer and of several."""
     ffn = partial(sparse_ffn, **BLOCKS[name], gradient_capacity=capacity)
     return ffn, jax.jit(partial(forward_and_backward, ffn)), jax.jit(partial(stack, ffn))
 
 
 def choice_of_train(h: int, nnz: float, overflow: float) -> str:
-    """What train.py comes to choose for a layer of h neurons."""
+    """The gradients that train.py chooses after a trial, for a layer of h neurons."""
     plan = GradientPlan.dense(1, h).revised([nnz], [0.0]).revised([nnz], [overflow])
     return "sparse" if plan.sparse[0] else "dense"
 
 
 def forward_and_backward(ffn, x, w_gate, w_up, w_down, dy):
-    """y, without which XLA would leave out a matmul, and the gradients of sum(y dy); overflow."""
+    """(y, the gradients of sum(y dy)), overflow. XLA would skip a matmul if y were not returned."""
     y, vjp, stats = jax.vjp(ffn, x, w_gate, w_up, w_down, has_aux=True)
     return (y, vjp(dy)), stats.overflow
 
@@ -127,7 +127,7 @@ def stack(ffn, x, layers: list, dy):
 
 
 def kept_bytes(ffn, operands) -> int:
-    """What the forward keeps for the backward, besides its operands."""
+    """The bytes that the forward keeps for the backward, besides its operands."""
     _, vjp, _ = jax.eval_shape(lambda *operands: jax.vjp(ffn, *operands, has_aux=True), *operands)
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(vjp))
     return size - sum(a.nbytes for a in jax.tree.leaves(operands))

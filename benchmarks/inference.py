@@ -39,13 +39,13 @@ except ModuleNotFoundError:
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-# Mean non-zeros per token that arXiv 2603.23198 reports, except for 1b: that lies in between.
+# Mean non-zeros per token as arXiv 2603.23198 reports them; 1b's is between its neighbours'.
 NNZ = {"0p5b": 39, "1b": 34, "1p5b": 29, "2b": 24}
-# How they vary with depth: mean non-zeros by layer of the 6-layer model that patterns.RECORDED was
-# recorded from.
+# How they vary with depth: the mean non-zeros of each layer of the 6-layer model from which
+# patterns.RECORDED was recorded.
 PROFILE = (42, 18, 25, 41, 54, 139)
 
-# The dense ones come first, and the fastest of them is the baseline. The last of them computes the
+# The dense variants come first, and the faster one is the baseline. The last of them computes the
 # same function as the sparse one.
 VARIANTS = {
     "xla, silu": {"activation": "silu", "ffn_implementation": "xla"},
@@ -112,10 +112,10 @@ def profile(layers: int, nnz: float) -> np.ndarray:
 def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.State:
     """Random parameters with which layer i fires `nnz[i]` neurons for a token, on average.
 
-    How often a neuron fires is skewed. The last feature of the residual stream is 1 and no block
-    writes to it, so that its weights are the gates' thresholds (`patterns.independent`). The other
-    features of the embeddings are N(0, 1), and the blocks' outputs are small next to them. The last
-    feature of token 0 is -1, so that it fires most neurons, as the first token of a sequence does.
+    Some neurons fire often and many never. The last feature of the residual stream is 1 and no
+    block writes to it, so its weights are the gates' thresholds (`patterns.independent`). The other
+    features of the embeddings are N(0, 1), and the blocks' outputs are small compared to them. The
+    last feature of token 0 is -1, so it fires most neurons, like the first token of a sequence.
     """
     model = Transformer(config, rngs=nnx.Rngs(key))
     embedding, blocks = model.embed.embedding, model.blocks
@@ -133,7 +133,7 @@ def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.St
 
 
 def pattern(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> dict[str, Any]:
-    """Mean non-zeros of two sequences: of all tokens, by layer, and of the first tokens."""
+    """Mean non-zeros in two sequences: over all tokens, by layer, and over the first tokens."""
     graph = graphdef(config.model_copy(update=VARIANTS["xla, relu"]))
 
     @jax.jit
@@ -150,11 +150,11 @@ def pattern(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> dict[
 
 @dataclass(frozen=True)
 class Call:
-    """Compiled work.
+    """A compiled call to measure.
 
     Attributes:
-      run: enqueues the work once and returns its result, which is always the same.
-      tokens: how many it reads or writes each time.
+      run: enqueues the call and returns its result, which is always the same.
+      tokens: number of tokens that it reads or writes.
       peak_bytes: the device memory that it needs.
     """
 
@@ -164,7 +164,7 @@ class Call:
 
 
 def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    """The cross-entropy of every token."""
+    """Scores sequences: computes the cross-entropy of every token."""
 
     def score(graph, params, tokens):
         logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
@@ -189,7 +189,7 @@ def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
 
 def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Reads prompts into a cache; the result is the logits of the next token of each."""
+    """Reads prompts into a cache; the result is the logits of each next token."""
 
     def read(graph, params, tokens):
         model = nnx.merge(graph, params)
@@ -201,7 +201,7 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
         def prepare(graph, part=part):
             compiled = jax.jit(partial(read, graph)).lower(params, part).compile()
-            # The cache is dropped: those of all queued calls would not fit into memory.
+            # Drops the cache, as the caches of all queued calls would not fit into memory.
             return Call(lambda: compiled(params, part)[0], part.size, _peak(compiled))
 
         for row in compare(config, prepare):
@@ -239,11 +239,11 @@ DIRECTIONS = {"forward": forward, "prefill": prefill, "decode": decode}
 
 
 def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> list[dict[str, Any]]:
-    """A row per variant, each against the fastest dense one.
+    """A row per variant, each compared with the fastest dense one.
 
     Raises:
-      Exception: what a dense variant raises, and what any raises for want of memory. Another
-        failure of the sparse one becomes a row.
+      Exception: a dense variant failed, or any variant ran out of memory. Other failures of the
+        sparse variant become a row.
     """
     rows = []
     for name, changes in VARIANTS.items():
@@ -269,7 +269,7 @@ def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> lis
 
 
 def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
-    """A row of time, peak memory and, if there is `joules`, energy; and the result of the call."""
+    """A row with time, peak memory and, if it can be read, energy; and the result of the call."""
     out = np.asarray(call.run())
     start = time.perf_counter()
     jax.block_until_ready(call.run())
@@ -290,9 +290,9 @@ def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def joules() -> float | None:
-    """Energy that the machine's first GPU has used since its driver was loaded.
+    """Energy in joules that the machine's first GPU has used since its driver was loaded.
 
-    None without the package nvidia-ml-py, a driver, or a GPU that counts it.
+    None without the package nvidia-ml-py, a driver, or a GPU that counts energy.
     """
     if pynvml is None:
         return None

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def variants_of(config: config_lib.Config) -> dict[str, list[str]]:
-    """What each variant changes; the first is the one to compare with."""
+    """The overrides of each variant; the others are compared with the first."""
     dense = "model.ffn_implementation=xla"
     return {
         "dense": [dense],
@@ -53,9 +53,10 @@ def variants_of(config: config_lib.Config) -> dict[str, list[str]]:
 
 
 def summarise(run_dir: Path) -> dict[str, Any]:
-    """What a run measured at its logged steps; `nnz`, `overflow` and `chosen` by layer.
+    """The metrics of a run's logged steps; `nnz`, `overflow` and `chosen` are by layer.
 
-    `chosen` says which layers were to have sparse gradients; dense ones replace an overflow.
+    `chosen` says which layers should compute sparse gradients; where they overflow, dense gradients
+    replace them.
     """
     records = metrics.read(RunPaths(run_dir).metrics)
     steps = [line for line in records if "ce" in line]
@@ -70,7 +71,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(ce: list[float], baseline: list[float]) -> dict[str, Any]:
-    """The difference of two runs' losses, averaged over `WINDOW` logged steps, and its size."""
+    """The difference of two runs' losses, averaged over `WINDOW` logged steps; mean and maximum."""
     window = np.full(min(WINDOW, len(ce)), 1 / min(WINDOW, len(ce)))
     smooth = np.convolve(np.subtract(ce, baseline), window, mode="valid")
     return {

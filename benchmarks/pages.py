@@ -1,4 +1,4 @@
-"""What docs/results shows of the records: a table for each benchmark, and remarks on some records.
+"""Defines the pages of docs/results: a table for each benchmark, and remarks on some records.
 
 A new benchmark adds its table to TABLES; the name of the benchmark in a record picks the table and
 names the page, docs/results/NAME.md.
@@ -18,7 +18,7 @@ def _energy(row: Row) -> str:
 
 
 def mesh(row: Row) -> str:
-    """A row's mesh, data x fsdp."""
+    """The mesh of a row, data x fsdp."""
     return f"{row['devices'] // row['fsdp']} x {row['fsdp']}"
 
 
@@ -150,7 +150,7 @@ TABLES: dict[str, Table] = {
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _LARGEST = "One micro-batch a step, the largest that fits by XLA's count, in steps of {} sequences."
 
-REMARKS = {  # what a reader of a record has to know, by the record's file name without `.json`
+REMARKS = {  # for readers of a record, by its file name without `.json`
     f"ffn-goals-{_H100}": "Calls are queued behind a waiting GPU: these are GPU times at high "
     "clocks.",
     f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "

@@ -1,7 +1,7 @@
-"""Inputs and gate weights that give a wanted pattern of non-zero activations.
+"""Draws inputs and gate weights that give a desired pattern of non-zero activations.
 
-The last feature of x is 1 and its gate weight is the neuron's threshold, so that the pattern comes
-out of the gate matmul itself.
+The last feature of x is 1 and its gate weight is the neuron's threshold, so that the gate matmul
+itself produces the pattern.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def independent(
     else:
         p = jnp.exp(1.5 * jax.random.normal(key_p, (h,)))
         p = jnp.where(jax.random.permutation(key_dead, h) < dead * h, 0.0, p)
-        for _ in range(20):  # clipping takes from the sum, so scale again
+        for _ in range(20):  # clipping lowers the sum, so scale again
             p = jnp.minimum(p * (nnz / p.sum()), 0.9)
     x = jax.random.normal(key_x, (m, d)).at[:, -1].set(1.0)
     w = jax.random.normal(key_w, (h, d)) / d**0.5
@@ -41,9 +41,10 @@ def independent(
 def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
     """x and w_gate that reproduce layer 1 of a trained model on 16384 consecutive tokens.
 
-    The model: 6 layers, d_model 1024, H = 5632, L1 5e-4, Python source; mean nnz 20. x is fitted to
-    the recorded pattern by gradient steps on a hinge loss against random w_gate. `superposed`
-    copies of the pattern, moved by 4999 tokens each, give a denser one.
+    The model has 6 layers, d_model 1024 and H = 5632. It was trained on Python source with an L1
+    coefficient of 5e-4; mean nnz is 20. Gradient steps on a squared hinge loss fit x to the pattern
+    for a random w_gate. `superposed` copies of the pattern, each shifted by 4999 tokens, give a
+    denser one.
     """
     bits = np.load(RECORDED)["packed"]
     bits = np.bitwise_or.reduce([np.roll(bits, 4999 * i, axis=0) for i in range(superposed)])
@@ -71,11 +72,11 @@ def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
 
 
 def with_heavy_rows(x, every: int):
-    """Makes every `every`-th token fire nearly all neurons, as the first one of a sequence does."""
-    return x.at[::every, -1].set(-1.0)  # turns the thresholds into pushes
+    """Makes every `every`-th token fire nearly all neurons, like the first token of a sequence."""
+    return x.at[::every, -1].set(-1.0)  # flips the sign of the thresholds
 
 
 def with_padding(x, length: int = 2048):
-    """Makes the second half of every `length` tokens one and the same, as padded sequences are."""
+    """Replaces the second half of every `length` tokens by one token, as in padded sequences."""
     token = jnp.arange(len(x))
     return x[jnp.where(token % length < length // 2, token, token // length * length + length // 2)]

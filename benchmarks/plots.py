@@ -1,4 +1,4 @@
-"""Plots of records: the block's speed-up, and the losses of a run computed in several ways."""
+"""Plots records: the block's speed-up, and the losses of a run computed in several ways."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from benchmarks.tables import Row, block
 
 
 def speedup(figure: Figure, record: dict[str, Any]) -> None:
-    """The kernels' speed-up over nnz at the largest M; skewed solid, uniform dashed."""
+    """The kernels' speed-up by nnz at the largest M, a line per packing and pattern."""
     axes = figure.subplots()
     m = max(row["m"] for row in record["rows"])
     rows = [
@@ -44,7 +44,7 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
 
 
 def losses(figure: Figure, record: dict[str, Any]) -> None:
-    """The variants' losses, their differences to the first, and where gradients were sparse."""
+    """The variants' losses, their differences from the first, and where gradients were sparse."""
     figure.set_size_inches(7, 8)
     loss, difference, sparse = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
     for row in record["rows"]:

@@ -1,6 +1,6 @@
-"""The records of benchmarks: JSON files under benchmarks/results, which no one edits.
+"""Writes the records of benchmarks, JSON files under benchmarks/results. Do not edit them by hand.
 
-`python -m benchmarks.render` shows them in docs.
+`python -m benchmarks.render` makes pages of them.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ def relative_error(out: jax.Array, reference: jax.Array) -> float:
 
 
 def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any) -> None:
-    """Stores measured rows with the device, versions, commit, command and any JSON `details`."""
+    """Writes measured rows with the device, versions, commit, command and any JSON `details`."""
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax")
     content = {
         "benchmark": benchmark,
@@ -44,25 +44,25 @@ def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any
 
 
 def new_path(benchmark: str, directory: Path) -> Path:
-    """Where to store what is measured from now on; what lies there already stays."""
+    """The path for a new record; existing records are not overwritten."""
     today = path_of_today(benchmark, directory)
     others = (today.with_stem(f"{today.stem}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([today], others) if not path.exists())
 
 
 def path_of_today(benchmark: str, directory: Path) -> Path:
-    """Where the first measurement of today on this device is stored."""
+    """The path of today's first record on this device."""
     slug = device().lower().replace(" ", "-")
     return directory / f"{benchmark}-{slug}-{date.today():%Y%m%d}.json"
 
 
 def device() -> str:
-    """What is measured on."""
+    """The name of the device that is measured."""
     return jax.devices()[0].device_kind
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for the terminal."""
+    """A row as one line for the terminal."""
     return "  ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in row.items()
@@ -71,7 +71,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def failure(problem: Exception) -> str:
-    """An exception in a line, for a row; all of it goes to stderr."""
+    """An exception as one line for a row; also prints its traceback to stderr."""
     traceback.print_exception(problem)
     return f"{type(problem).__name__}: {str(problem).strip()}".splitlines()[0][:200]
 
@@ -84,8 +84,8 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """What is measured, as `git describe` names it."""
-    if named := os.environ.get("COMMIT"):  # for copies of the tree without its history
+    """The commit that is measured, as `git describe` names it."""
+    if named := os.environ.get("COMMIT"):  # for copies without git history
         return named
     try:
         command = ["git", "describe", "--always", "--dirty"]

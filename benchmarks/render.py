@@ -66,7 +66,7 @@ def main() -> None:
 def pages(records: dict[Path, dict[str, Any]], out: Path) -> dict[str, str]:
     """The pages of these records by file name: one for each benchmark.
 
-    The newest record comes first, of one day that with the shortest name.
+    The newest record comes first; of the same day, the one with the shortest name.
     """
     sections: dict[str, list[str]] = {}
     by_name = sorted(records, key=lambda path: (len(short_name(path)), path))
@@ -83,7 +83,7 @@ def pages(records: dict[Path, dict[str, Any]], out: Path) -> dict[str, str]:
 
 
 def section(path: Path, record: dict[str, Any], out: Path) -> str:
-    """What a page says of one record: where it comes from, its table, its plots."""
+    """The section of a page for one record: its origin, remark, table and plots."""
     table = TABLES[record["benchmark"]]
     origin = f"{record['device']}, {record['date']}"
     commit = f"commit {record['commit']}, " if record["commit"] else ""
@@ -104,7 +104,7 @@ def section(path: Path, record: dict[str, Any], out: Path) -> str:
 def save_plot(
     draw: Callable[[Figure, dict[str, Any]], None], record: dict[str, Any], path: Path
 ) -> None:
-    """Draws a record into a PNG."""
+    """Draws a plot of a record and saves it as PNG."""
     figure = plt.figure(figsize=(7, 4.5), layout="constrained")
     draw(figure, record)
     figure.savefig(path, dpi=150)
@@ -112,7 +112,7 @@ def save_plot(
 
 
 def with_summaries(path: Path) -> str:
-    """The text of a page with each of its summaries made anew from the records."""
+    """The text of a page, with each of its summaries made from the records."""
 
     def fill(place: re.Match) -> str:
         return f"{place[1]}\n{summary(place[2], path.parent)}\n\n{place[3]}"
@@ -121,7 +121,7 @@ def with_summaries(path: Path) -> str:
 
 
 def summary(name: str, directory: Path) -> str:
-    """A summary as Markdown, for a page of this directory."""
+    """A summary as Markdown, with links for a page in `directory`."""
     spec, lines = SUMMARIES[name], []
     for pick in spec.picks:
         path = RESULTS / f"{pick.record}.json"

@@ -1,6 +1,6 @@
-"""Short tables within the pages of docs: rows picked from the records.
+"""Defines the short tables within pages of docs, whose rows are picked from the records.
 
-A page marks the place of a summary by its name in SUMMARIES; `benchmarks.render` fills it.
+A page marks the place of a summary by its name in SUMMARIES; `benchmarks.render` fills it in.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ class Pick:
 
     Attributes:
       record: the record's file name, without `.json`.
-      ours: values of the row; floats agree if their first decimals do. Only one row has them.
-      baseline: values of the row to compare with, the last one up to ours that has them.
+      ours: values that exactly one row must have; floats are compared to one decimal.
+      baseline: values of the row to compare with; of several, the last one before ours counts.
     """
 
     record: str
@@ -29,7 +29,7 @@ class Pick:
         """Our row and the baseline.
 
         Raises:
-          ValueError: if the record has no or several such rows of ours, or no baseline.
+          ValueError: the record has no or several rows with the values of ours, or no baseline.
         """
         ours = [i for i, row in enumerate(rows) if _has(row, self.ours)]
         if len(ours) != 1:
@@ -52,8 +52,8 @@ class Summary:
     """A short table within a page: lines picked from records, each with a link to its record.
 
     Attributes:
-      columns: by heading, the cell of our row and the baseline.
-      picks: its lines.
+      columns: for each heading, a function from our row and the baseline to a cell.
+      picks: the lines.
     """
 
     columns: Mapping[str, Callable[[Row, Row], str]]
@@ -72,7 +72,7 @@ _WORK = {
 
 
 def _pick(record: str, ours: str, case: Mapping[str, Any], dense: str = "xla") -> Pick:
-    """Two implementations of the same case."""
+    """A line that compares two implementations of the same case."""
     return Pick(record, {**case, "implementation": ours}, {**case, "implementation": dense})
 
 
@@ -85,13 +85,13 @@ def _step(config: str) -> Pick:
 
 
 def _mesh_step(config: str, devices: int, fsdp: int) -> Pick:
-    """A dense step on several devices, to compare with that on one."""
+    """A line that compares a dense step on several devices with one on a single device."""
     dense = {"config": config, "implementation": "xla, relu"}
-    of = {**dense, "devices": devices, "fsdp": fsdp}
-    return Pick(f"training-{config}-{_H200}", of, {**dense, "devices": 1})
+    ours = {**dense, "devices": devices, "fsdp": fsdp}
+    return Pick(f"training-{config}-{_H200}", ours, {**dense, "devices": 1})
 
 
-def _of(cell: Cell) -> Callable[[Row, Row], str]:
+def _ours(cell: Cell) -> Callable[[Row, Row], str]:
     return lambda ours, baseline: cell(ours)
 
 
@@ -118,11 +118,11 @@ def _sequences(row: Row) -> str:
 SUMMARIES: dict[str, Summary] = {
     "forward": Summary(
         columns={
-            "tokens": _of(number("m", "{:,}")),
-            "pattern": _of(number("pattern", "{}")),
-            "mean nnz of 5632": _of(number("nnz_mean", "{:.0f}")),
+            "tokens": _ours(number("m", "{:,}")),
+            "pattern": _ours(number("pattern", "{}")),
+            "mean nnz of 5632": _ours(number("nnz_mean", "{:.0f}")),
             "dense XLA, ms": _baseline(number("ms", "{:.3f}")),
-            "kernels, ms": _of(number("ms", "{:.3f}")),
+            "kernels, ms": _ours(number("ms", "{:.3f}")),
             "speed-up": _speedup,
         },
         picks=tuple(
@@ -141,13 +141,13 @@ SUMMARIES: dict[str, Summary] = {
     ),
     "gradients": Summary(
         columns={
-            "pattern": _of(number("pattern", "{}")),
-            "mean nnz of 5632": _of(number("nnz_mean", "{:.0f}")),
-            "dense rows": _of(number("heavy_rows", "{}")),
-            "gated": _of(yes("gated")),
-            "fits": _of(lambda row: "no" if row["overflow"] else "yes"),
+            "pattern": _ours(number("pattern", "{}")),
+            "mean nnz of 5632": _ours(number("nnz_mean", "{:.0f}")),
+            "dense rows": _ours(number("heavy_rows", "{}")),
+            "gated": _ours(yes("gated")),
+            "fits": _ours(lambda row: "no" if row["overflow"] else "yes"),
             "dense XLA, ms": _baseline(number("ms", "{:.2f}")),
-            "sparse gradients, ms": _of(number("ms", "{:.2f}")),
+            "sparse gradients, ms": _ours(number("ms", "{:.2f}")),
             "speed-up": _speedup,
             "peak memory": lambda ours, dense: f"{ours['peak_bytes'] / dense['peak_bytes']:.0%}",
         },
@@ -173,11 +173,11 @@ SUMMARIES: dict[str, Summary] = {
     ),
     "models": Summary(
         columns={
-            "work": _of(lambda row: _WORK[row.get("direction", "training")]),
-            "model": _of(lambda row: row.get("model") or row["config"]),
-            "sequences": _of(_sequences),
+            "work": _ours(lambda row: _WORK[row.get("direction", "training")]),
+            "model": _ours(lambda row: row.get("model") or row["config"]),
+            "sequences": _ours(_sequences),
             "dense XLA, tokens/s": _baseline(number("tokens_per_second", "{:,.0f}")),
-            "kernels, tokens/s": _of(number("tokens_per_second", "{:,.0f}")),
+            "kernels, tokens/s": _ours(number("tokens_per_second", "{:,.0f}")),
             "speed-up": _speedup,
             "energy": _energy_ratio,
         },
@@ -194,12 +194,12 @@ SUMMARIES: dict[str, Summary] = {
     ),
     "scaling": Summary(
         columns={
-            "model": _of(number("config", "{}")),
-            "data x fsdp": _of(mesh),
-            "compute, estimate": _of(number("estimate_ms", "{:.0f}")),
-            "the step": _of(number("ms", "{:.0f}")),
-            "over the mesh, estimate": _of(number("estimate_collective_ms", "{:.1f}")),
-            "exposed": _of(number("exposed_ms", "{:.1f}")),
+            "model": _ours(number("config", "{}")),
+            "data x fsdp": _ours(mesh),
+            "compute, estimate": _ours(number("estimate_ms", "{:.0f}")),
+            "the step": _ours(number("ms", "{:.0f}")),
+            "over the mesh, estimate": _ours(number("estimate_collective_ms", "{:.1f}")),
+            "exposed": _ours(number("exposed_ms", "{:.1f}")),
             "longer than on one GPU": lambda ours, alone: f"{ours['ms'] - alone['ms']:.0f}",
         },
         picks=tuple(

@@ -1,29 +1,29 @@
-"""How the rows of a record become a Markdown table."""
+"""Turns the rows of a record into a Markdown table."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Row = Mapping[str, Any]
-Cell = Callable[[Row], str]  # what a cell says of a row; KeyError if the row does not know
+Cell = Callable[[Row], str]  # the text of a cell; KeyError if the row lacks the value
 
 UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
 class Table:
-    """How one kind of record is shown.
+    """The page of one benchmark: its text, table and plots.
 
     Attributes:
-      title: the heading of its page.
-      about: the first paragraph of its page.
-      columns: by heading, the cell of a row. A column of which no row knows anything is left out.
-      spread: the cell of an implementation. With it, rows that agree in `columns` share a line,
+      title: the heading of the page.
+      about: the first paragraph of the page.
+      columns: for each heading, the cell of a row. Columns without any value are left out.
+      spread: the cell of an implementation. If given, rows that agree in `columns` share a line,
         which has a column for each implementation.
-      joined: columns behind the spread ones, whose cells show one value for each implementation.
-      order: the rows in the order of the lines.
-      notes: a paragraph below the table.
-      plots: by suffix of the file's name, what draws a record into a figure.
+      joined: columns after those of `spread`; a cell lists a value for each implementation.
+      order: sorts the rows.
+      notes: makes a paragraph below the table.
+      plots: for each suffix of a file name, a function that draws a record into a figure.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Table:
 
 
 def markdown(titles: list[str], lines: list[list[str]]) -> str:
-    """A table, without the columns that are unknown in every line."""
+    """A Markdown table, without the columns that have no value in any line."""
     known = [any(line[i] != UNKNOWN for line in lines) for i in range(len(titles))]
     kept = [
         [cell for cell, keep in zip(line, known, strict=True) if keep] for line in (titles, *lines)
@@ -71,18 +71,18 @@ def markdown(titles: list[str], lines: list[list[str]]) -> str:
 
 
 def number(key: str, form: str) -> Cell:
-    """A cell that formats the value of a key."""
+    """A cell with the formatted value of a key."""
     return lambda row: form.format(row[key])
 
 
 def block(row: Row) -> str:
-    """What computed a row; the packing and the gradients of the block, where the row names them."""
+    """The implementation of a row, with its packing and gradients if the row names them."""
     named = (row.get(key) for key in ("implementation", "packing", "gradients"))
     return ", ".join(name for name in named if name)
 
 
 def yes(key: str) -> Cell:
-    """A cell that says whether."""
+    """A cell with "yes" or "no", by the value of a key."""
     return lambda row: "yes" if row[key] else "no"
 
 

@@ -89,14 +89,14 @@ def configure(path: str, variant: str, devices: int, fsdp: int, overrides: list[
     """The configuration of a row."""
     fixed = ["optimizer.lr=1e-30", *VARIANTS[variant]]
     config = config_lib.load(path, [*fixed, *overrides, f"mesh.fsdp={fsdp}"])
-    of_a_device = config.micro_batch * config.model.context
+    tokens_per_device = config.micro_batch * config.model.context
     if any(override.startswith("batch_tokens=") for override in overrides):
-        of_a_device = config.batch_tokens
-    return config.model_copy(update={"batch_tokens": devices * of_a_device})
+        tokens_per_device = config.batch_tokens
+    return config.model_copy(update={"batch_tokens": devices * tokens_per_device})
 
 
 def draw_params(config: Config, nnz: float) -> nnx.State:
-    """Parameters on the host whose layers fire `nnz` neurons for a token on average."""
+    """Random parameters, on the host, with which a token fires `nnz` neurons on average."""
     spread = inference.profile(config.model.layers, nnz)
     return jax.device_get(inference.with_pattern(config.model, spread, jax.random.key(0)))
 
@@ -104,9 +104,9 @@ def draw_params(config: Config, nnz: float) -> nnx.State:
 def measure(
     row: dict[str, Any], config: Config, params: nnx.State, gradients: LayerGradients
 ) -> LayerGradients:
-    """Adds to `row`, one after the other, what the steps measured, their speed and a profile.
+    """Adds to `row` the metrics of the steps, their speed and the time of collectives.
 
-    The first token of a sequence fires most neurons. Returns `gradients` without the sparse ones
+    What was measured before a failure stays in `row`. Returns `gradients` without the sparse ones
     that overflowed.
     """
     devices = jax.devices()[: row["devices"]]
@@ -114,7 +114,7 @@ def measure(
     with jax.set_mesh(mesh):
         trainer = Trainer(config, document_end=0, mesh=mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
-        # The first parameters leave before the others come, which then take their very places.
+        # The trainer's own parameters are freed first, so that these can take their memory.
         state = dataclasses.replace(trainer.init(), params=None)
         state = dataclasses.replace(state, params=jax.device_put(params, shardings))
         batch = trainer.put_batch(draw_tokens(config))
@@ -148,7 +148,7 @@ def measure(
 
 
 def draw_tokens(config: Config) -> np.ndarray:
-    """The sequences of a step; each begins with the token 0."""
+    """The sequences of a step; each begins with token 0, which fires most neurons."""
     shape = (config.batch_sequences, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
     tokens[:, 0] = 0
@@ -164,8 +164,8 @@ def compile_step(trainer: Trainer, gradients: LayerGradients) -> jax.stages.Comp
 def milliseconds(step: Callable[[], StepMetrics]) -> float:
     """The time of a step that follows others, as in training; median of several measurements.
 
-    `timing.milliseconds` does not serve here: it holds back the first device alone, and would never
-    wait for the others.
+    `timing.milliseconds` cannot be used here: it holds back only the first device and does not wait
+    for the others.
     """
 
     def mean(calls: int) -> float:
@@ -178,7 +178,7 @@ def milliseconds(step: Callable[[], StepMetrics]) -> float:
 
 
 def expected(config: Config, devices: int, device_kind: str) -> dict[str, float]:
-    """The lower bounds of `twell_jax.train.roofline` for dense steps, if it knows the hardware."""
+    """Lower bounds by `twell_jax.train.roofline` for dense steps, if it knows the hardware."""
     for name, hardware in roofline.HARDWARE.items():
         if name in device_kind.lower():
             cost = roofline.step(config, devices, hardware)

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measure(d: int, h: int) -> Iterator[dict[str, Any]]:
-    """One row per kernel and config."""
+    """Yields a row per kernel and config."""
     key = jax.random.key(d + h)
     x, w_gate = patterns.independent(key, "skewed", M, d, h, NNZ, DTYPE)
     w_up, w_down = (jax.random.normal(k, (h, d)).astype(DTYPE) for k in jax.random.split(key))
@@ -54,7 +54,7 @@ def measure(d: int, h: int) -> Iterator[dict[str, Any]]:
                 jax.jit(partial(kernel, config=config)), *operands, calls=20, repeats=3
             )
             yield case | {"ms": ms}
-        except Exception as problem:  # a config may not fit; the others go on
+        except Exception as problem:  # a config may not fit; the others are still measured
             yield case | {"failed": record.failure(problem)}
 
 

@@ -1,4 +1,4 @@
-"""Variants of a configuration, trained one after the other by the commands that a user has."""
+"""Trains variants of a configuration one after the other, by the same commands as users."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
 def leave_memory() -> None:
-    """Leaves the device's memory to the commands: this process only asks for the device's name."""
+    """Leaves the device's memory to the commands; this process only needs the device's name."""
     os.environ[_PREALLOCATE] = "false"
 
 
@@ -21,7 +21,7 @@ def train(
     """Trains a variant to its end in a directory of its own, or continues it there.
 
     Returns:
-      The directory, which lies below the configuration's `run_dir`, and all overrides.
+      The directory, which is inside the configuration's `run_dir`, and all overrides.
     """
     directory = Path(config_lib.load(config, overrides).run_dir)
     run_dir = directory / variant.replace(", ", "-").replace(" ", "-")
@@ -34,10 +34,10 @@ def run(*command: str, run_dir: Path) -> None:
     """Runs `python COMMAND`, which works on `run_dir`.
 
     Raises:
-      subprocess.CalledProcessError: it failed.
+      subprocess.CalledProcessError: the command failed.
     """
     environment = {k: v for k, v in os.environ.items() if k != _PREALLOCATE}
-    # Most variants, and all their evaluations, run the same programs: each is compiled once.
+    # Most variants, and all their evaluations, run the same programs; a cache compiles them once.
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(run_dir.parent / "compiled"))
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     subprocess.run([sys.executable, *command], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""The documentation site: the pages of docs/, and the docstrings of both packages by room.
+"""The documentation site: the pages of docs/, and a page of docstrings for each package.
 
 Sphinx runs this file. `make docs` builds the site with warnings as errors.
 """
@@ -42,7 +42,7 @@ SECTION = re.compile(r"(Args|Attributes|Example|Examples|Returns|Raises|Yields):
 
 
 def setup(app: Any) -> None:
-    """Connects what follows to Sphinx."""
+    """Connects the functions below to Sphinx."""
     app.connect("config-inited", lambda app, config: write_api())
     app.connect("autodoc-process-docstring", to_rst, priority=400)  # before napoleon, at 500
     app.connect("autodoc-process-signature", sign_as_init)
@@ -50,7 +50,7 @@ def setup(app: Any) -> None:
 
 
 def write_api() -> None:
-    """Writes a page for each package: what it exports, then what its modules have besides."""
+    """Writes a page for each package: what it exports, then the other contents of its modules."""
     API.mkdir(exist_ok=True)
     for page in API.glob("*.md"):
         page.unlink()
@@ -66,7 +66,7 @@ def write_api() -> None:
 
 
 def exported_above(name: str) -> list[str]:
-    """What the packages around a module export, which their own pages describe."""
+    """The names that the packages around a module export, which those packages' pages describe."""
     parts = name.split(".")
     above = [importlib.import_module(".".join(parts[:i])) for i in range(1, len(parts))]
     return [member for package in above for member in getattr(package, "__all__", [])]
@@ -90,10 +90,10 @@ def automodule(name: str, excluded: list[str]) -> list[str]:
 
 
 def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Lets docstrings, which are written to be read in the source, pass as reStructuredText.
+    """Converts docstrings, which are written to be read in the source, to reStructuredText.
 
-    Indented text below a blank line is a literal block, unless it belongs to a section such as
-    "Args:". Several named values below "Returns:" are a list.
+    Indented text below a blank line becomes a literal block, unless it belongs to a section such as
+    "Args:". Several named values below "Returns:" become a list.
     """
     out: list[str] = []
     margin, is_literal = "", False
@@ -108,7 +108,7 @@ def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
 
 
 def list_returns(lines: list[str]) -> list[str]:
-    """The lines with each `name: description` below "Returns:", if there are several, an item."""
+    """The lines, with each `name: description` below "Returns:" as an item if there are several."""
     if "Returns:" not in lines:
         return lines
     start = lines.index("Returns:") + 1
@@ -124,7 +124,7 @@ def list_returns(lines: list[str]) -> list[str]:
 
 
 def escape(line: str) -> str:
-    """The line with bars that are no substitutions, and with code that a letter may follow."""
+    """Escapes bars, which would be substitutions, and letters that directly follow code."""
     parts = re.split(r"(`[^`]*`)", line)
     for i, part in enumerate(parts):
         if i % 2 == 0:

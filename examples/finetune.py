@@ -1,7 +1,7 @@
 """Fine-tunes a checkpoint in Hugging Face's format with L1, so that fewer of its neurons fire.
 
 `python examples/finetune.py DIRECTORY OUT` reads a ReLU Llama or Qwen2 model from DIRECTORY and
-writes to OUT. Without arguments it makes a small random model first. The text is this file.
+writes to OUT. Without arguments it first makes a small random model. It trains on its own source.
 """
 
 import sys
@@ -34,7 +34,7 @@ def random_checkpoint() -> Path:
 @nnx.jit
 def step(model, optimizer, tokens):
     def loss(model):
-        logits, stats = model(tokens[:, :-1])  # the statistics of each layer
+        logits, stats = model(tokens[:, :-1])  # stats: one value per layer
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean() + L1_COEFFICIENT * stats.l1.mean(), (losses.mean(), stats.nnz.mean())
 

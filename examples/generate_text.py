@@ -1,6 +1,6 @@
 """Continues two prompts at once: python examples/generate_text.py [DIRECTORY]
 
-DIRECTORY is a run of train.py or a model in Hugging Face's format. Without one a small model of
+DIRECTORY is a run of train.py or a model in Hugging Face's format. Without it, a small model with
 random weights writes random bytes.
 """
 
@@ -38,7 +38,7 @@ steps = generate(
     seed=0,
 )
 continuations: list[list[int]] = [[] for _ in PROMPTS]
-for ids in steps:  # the next token of each sequence, as soon as it is there
+for ids in steps:  # the next token of each sequence, as soon as it is computed
     for continuation, token in zip(continuations, ids, strict=True):
         if token != ENDED:
             continuation.append(int(token))

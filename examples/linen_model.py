@@ -1,4 +1,4 @@
-"""`SparseMLP` in a Flax Linen model: `nnx.bridge.to_linen` makes a Linen module of it.
+"""`SparseMLP` in a Flax Linen model: `nnx.bridge.to_linen` turns it into a Linen module.
 
 Run it with `python examples/linen_model.py`; it takes a few seconds on a CPU.
 """
@@ -15,7 +15,7 @@ L1_COEFFICIENT = 3e-2
 
 
 class Adder(linen.Module):
-    """Two embedded numbers, a sparse residual block, the logits of their sum modulo 31."""
+    """Embeds two numbers, applies a sparse residual block, returns logits of their sum."""
 
     @linen.compact
     def __call__(self, numbers):

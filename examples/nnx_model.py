@@ -1,4 +1,4 @@
-"""`SparseMLP` in a Flax NNX model: a residual network learns to add modulo 31, with few neurons.
+"""`SparseMLP` in a Flax NNX model: a residual network learns to add modulo 31 with few neurons.
 
 Run it with `python examples/nnx_model.py`; it takes a few seconds on a CPU.
 """
@@ -15,11 +15,11 @@ L1_COEFFICIENT = 3e-2
 
 
 class Adder(nnx.Module):
-    """Two embedded numbers, two sparse residual blocks, the logits of their sum."""
+    """Embeds two numbers, applies two sparse residual blocks, returns logits of their sum."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(MODULUS, WIDTH // 2, rngs=rngs)
-        # A SparseMLP is called as other modules are, so that it fits into nnx.Sequential too.
+        # A SparseMLP is called like other modules, so it also fits into nnx.Sequential.
         self.blocks = nnx.List([SparseMLP(WIDTH, NEURONS, rngs=rngs) for _ in range(2)])
         self.head = nnx.Linear(WIDTH, MODULUS, rngs=rngs)
 
@@ -33,7 +33,7 @@ class Adder(nnx.Module):
 @nnx.jit
 def step(model, optimizer, numbers, sums):
     def loss(model):
-        # The statistics of all SparseMLPs of the model; nothing in it had to pass them on.
+        # capture_stats collects the statistics of all SparseMLPs; the model need not return them.
         logits, stats = capture_stats(model)(numbers)
         error = optax.softmax_cross_entropy_with_integer_labels(logits, sums).mean()
         return error + L1_COEFFICIENT * stats.l1, (error, stats)

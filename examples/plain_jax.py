@@ -1,4 +1,4 @@
-"""`sparse_ffn` on plain arrays, with Optax: 256 facts are remembered with few neurons each.
+"""`sparse_ffn` on plain arrays, with Optax: learns 256 key-value pairs with few neurons each.
 
 Run it with `python examples/plain_jax.py`; it takes a few seconds on a CPU.
 """
@@ -16,7 +16,7 @@ keys, values = jax.random.normal(jax.random.key(1), (2, FACTS, WIDTH))
 
 
 def init(key: jax.Array) -> dict[str, jax.Array]:
-    """Weights are neuron-major, [NEURONS, WIDTH]: row n of each belongs to neuron n."""
+    """Draws weights. They are neuron-major, [NEURONS, WIDTH]: row n of each is neuron n's."""
     gate, up, down = jax.random.split(key, 3)
     return {
         "w_gate": jax.random.normal(gate, (NEURONS, WIDTH)) / WIDTH**0.5,

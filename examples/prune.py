@@ -1,8 +1,8 @@
-"""Makes a smaller model of the neurons that fire: python examples/prune.py RUN_DIR
+"""Makes a smaller model from the neurons that fire: python examples/prune.py RUN_DIR
 
-No layer loses a neuron that fired, so the width is that of the layer with the most of them, rounded
-up to a multiple of 128. Until a token of a sequence fires a removed neuron, outputs are the same up
-to rounding.
+No layer loses a neuron that fired. So the width is their number in the layer with the most, rounded
+up to a multiple of 128. In each sequence, outputs are the same up to rounding until a token fires a
+removed neuron.
 """
 
 import sys
@@ -18,7 +18,7 @@ from twell_jax.train.run_directory import load_run
 config, tokenizer, model = load_run(sys.argv[1])
 held_out = data.load(config).held_out
 
-# One half of the held-out sequences says which neurons fire, the other whether others would have.
+# Half of the held-out sequences decide which neurons stay; the others test what pruning changes.
 usage = measure_activity(model, held_out[::2], batch=16).usage
 params, smaller, report = prune_dead(nnx.state(model), model.config, usage)
 changed = fires_removed(model, report, held_out[1::2], batch=16)

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def base_settings(overrides: list[str]) -> dict[str, Any]:
-    """What all variants share, by the keys of overrides, without the directories."""
+    """The settings that all variants share, by dotted key, without the directories."""
     config = config_lib.load(BASE, overrides)
     tree = config.model_dump(mode="json", exclude={"run_dir": True, "data": {"cache_dir"}})
     return {
@@ -76,10 +76,10 @@ def rows_of(path: Path, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows of a record, by variant.
 
     Raises:
-      ConfigError: the record was measured on another device, or with another base.
+      ConfigError: the record was measured on another device, or with other settings.
     """
     content = json.loads(path.read_text())
-    defaults = base_settings([])  # of keys that are newer than the record
+    defaults = base_settings([])  # for keys that are newer than the record
     if content["device"] != record.device():
         raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
     for key, now in base.items():
@@ -101,7 +101,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def over_position_ranges(analysis: dict[str, Any]) -> dict[str, Any]:
-    """Averages nnz_by_position over 0, 1, 2-3, 4-7, ...; `positions` has their starts and stops."""
+    """Averages nnz_by_position over positions 0, 1, 2-3, 4-7, ...; `positions` has the ranges."""
     by_position = np.array(analysis["nnz_by_position"])
     length = by_position.shape[1]
     starts = [0, *(2**i for i in range((length - 1).bit_length()))]

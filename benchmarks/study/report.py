@@ -1,4 +1,4 @@
-"""What `benchmarks.render` shows of a record of the study: a table, correlations and four plots."""
+"""Shows a record of the study, for `benchmarks.render`: a table, correlations and four plots."""
 
 from typing import Any
 
@@ -9,30 +9,30 @@ from benchmarks.tables import Row, Table, number
 
 
 def in_order(rows: list[Row]) -> list[Row]:
-    """The variants, from the least L1 on."""
+    """The variants by increasing L1 coefficient."""
     return sorted(rows, key=l1_coefficient)
 
 
 def describe_correlations(rows: list[Row]) -> str:
-    """The correlations of all gated variants and of each, as a list; empty if there are none."""
+    """A list of the correlations over all gated variants and over each; empty if there are none."""
     cases = [("all gated", rows), *((row["variant"], [row]) for row in in_order(rows))]
     lines = [
         f"- {name}: " + ", ".join(f"{r:.3f} with {x}" for x, r in found.items())
-        for name, of in cases
-        if (found := correlations(of))
+        for name, selected in cases
+        if (found := correlations(selected))
     ]
     return "\n".join(["Correlations of the layers' speed-ups:", "", *lines]) if lines else ""
 
 
 def l1_coefficient(row: Row) -> float:
-    """The coefficient that the variant was trained with; its last setting counts."""
+    """The coefficient with which the variant was trained; later settings override earlier ones."""
     return float(dict(s.split("=", 1) for s in row["settings"]).get("l1_coefficient", 0))
 
 
 def correlations(rows: list[Row]) -> dict[str, float]:
     """Pearson's r between speed-up and what it may depend on, over all layers of gated variants.
 
-    Variants without a gate are left out: they spend another share of their time on the non-zeros.
+    Variants without a gate are left out, because another share of their time depends on sparsity.
     The result is empty if there are fewer than three layers.
     """
     layers = [
@@ -45,8 +45,8 @@ def correlations(rows: list[Row]) -> dict[str, float]:
     ]
     if len(layers) < 3:
         return {}
-    of_nnz, of_share, _ = np.corrcoef(layers, rowvar=False)[-1]
-    return {"mean nnz": float(of_nnz), "256 tokens share": float(of_share)}
+    r_nnz, r_share, _ = np.corrcoef(layers, rowvar=False)[-1]
+    return {"mean nnz": float(r_nnz), "256 tokens share": float(r_share)}
 
 
 def _plot_cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def _plot_position(figure: Figure, record: dict[str, Any]) -> None:
     axes = figure.subplots()
     for row in rows:
         start, stop = np.transpose(row["positions"])
-        # The geometric middle of a range of positions, counted from 1.
+        # The geometric mean of a range's ends; positions count from 1.
         at, nnz = np.sqrt((start + 1) * stop), np.mean(row["nnz_by_position"], axis=0)
         axes.plot(at, nnz, "o-", ms=3, lw=1, label=row["variant"])
     axes.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="mean non-zeros")
@@ -86,7 +86,7 @@ def _plot_position(figure: Figure, record: dict[str, Any]) -> None:
 def _plot_speedup(figure: Figure, record: dict[str, Any]) -> None:
     rows = in_order(record["rows"])
     by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
-    for i, row in enumerate(rows):  # the colours are those of the other plots
+    for i, row in enumerate(rows):  # the same colours as in the other plots
         if speedup := row["speedup"]:
             style = {"color": f"C{i}", "ms": 4, "label": row["variant"]}
             by_nnz.plot(speedup["nnz"], speedup["factor"], "o", **style)

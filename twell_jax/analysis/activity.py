@@ -50,7 +50,7 @@ def firing_patterns(
       document_end: see `Transformer`.
 
     Yields:
-      For each batch of b sequences: the cross-entropy, float32 [b, T] in nats, and whether each
+      For each batch of b sequences, the cross-entropy, float32 [b, T] in nats, and whether each
       neuron fired for each token, bool [layers, b, T, d_ff].
     """
     graph = graphdef(model.config.model_copy(update=THROUGH_XLA))

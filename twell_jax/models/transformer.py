@@ -29,9 +29,10 @@ _REMAT = {
 class Transformer(nnx.Module):
     """Decoder-only language model.
 
-    Training calls `logits, stats = model(tokens)`, generation `logits, cache = model.decode(tokens,
-    cache)`. The blocks' parameters are stacked along a leading "layers" axis and the blocks run
-    under `jax.lax.scan`, so that compile time does not grow with depth.
+    Training calls `logits, stats = model(tokens)`, generation calls
+    `logits, cache = model.decode(tokens, cache)`. The parameters of the blocks are stacked along a
+    leading "layers" axis and the blocks run under `jax.lax.scan`, so that compile time does not
+    grow with depth.
 
     Args:
       config: shapes, dtypes and options.
