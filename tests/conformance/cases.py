@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -54,11 +53,6 @@ def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
     (w_gate if gated else w_up)[:, -1] = -threshold
     arrays = [jnp.asarray(a, dtype) for a in (x, w_gate, w_up, w_down)]
     return arrays if gated else [arrays[0], None, *arrays[2:]]
-
-
-def error(out, ref):
-    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
-    return np.linalg.norm(out - ref) / (np.linalg.norm(ref) or 1)
 
 
 def gradients(ffn, operands, dy):

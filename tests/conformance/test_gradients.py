@@ -20,11 +20,11 @@ from tests.conformance.cases import (
     by,
     draw,
     either_form,
-    error,
     every_packing,
     gradients,
     xla,
 )
+from tests.errors import ROUNDING, relative_error
 from twell_jax import config, sparse_ffn
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
@@ -56,7 +56,7 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
     kernels = by(algorithm, gradients=kind, gradient_capacity=1.0)
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
-        assert error(ours, dense) < 1e-2
+        assert relative_error(ours, dense) < 1e-2
 
 
 def assert_exact_gradients(operands, **options):
@@ -72,9 +72,13 @@ def assert_exact_gradients(operands, **options):
     ffn = functools.partial(sparse_ffn, **SPARSE, **options)
     ours = jax.jit(functools.partial(gradients, ffn))
     (*out, stats), (*again, _) = unzip(ours(operands, dy)), unzip(ours(operands, dy))
-    for array, same, ref in zip(*map(jax.tree.leaves, (out, again, reference)), strict=True):
+    *own, _ = unzip(dense_gradients(operands, dy))
+    leaves = map(jax.tree.leaves, (out, again, reference, own))
+    for array, same, ref, dense in zip(*leaves, strict=True):
         assert array.dtype == operands[0].dtype and array.shape == ref.shape
-        assert error(array, ref) < 1e-2
+        # Gates, h, dh and the result are rounded, as in XLA's own computation. Where sums cancel,
+        # its error is the measure.
+        assert relative_error(array, ref) < max(5 * ROUNDING, relative_error(dense, ref))
         np.testing.assert_array_equal(array, same)
     for name in ("l1", "nnz"):
         np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=1e-2)
@@ -127,7 +131,7 @@ def compile_over(mesh, operands, tokens, weights):
         compiled = jax.jit(ours).lower(placed, dy).compile()
         *out, stats = unzip(compiled(placed, dy))
     for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
-        assert error(array, ref) < 1e-2
+        assert relative_error(array, ref) < 1e-2
     for array, ref in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
         np.testing.assert_allclose(array, ref, rtol=1e-2)
     return compiled.as_text()
@@ -193,7 +197,7 @@ def test_layers_train_with_sparse_gradients(reference_kernels):
     # After one step Adam's first moment is the gradient, but for a factor.
     moments = (optax.tree.get(s.opt_state, "mu") for s in (sparse_state, state))
     for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
-        assert error(ours, theirs) < 0.1
+        assert relative_error(ours, theirs) < 0.1
 
 
 gpu = pytest.mark.gpu
@@ -251,7 +255,7 @@ def test_layers_in_a_loop(back_end, algorithm):
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=1e-2)
     for ours, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
         for layer, ref_layer in zip(ours, ref, strict=True):
-            assert error(layer, ref_layer) < 5e-2  # a lost result is 1
+            assert relative_error(layer, ref_layer) < 5e-2  # a lost result is 1
 
 
 @gpu

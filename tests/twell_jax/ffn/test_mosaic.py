@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.conformance.cases import draw, error, gradients
+from tests.conformance.cases import draw, gradients
+from tests.errors import relative_error
 from tests.kernel_calls import kernel_calls
 from tests.twell_jax.ffn.test_dispatch import H100, abstract_gpu
 from twell_jax import SparseMLP, sparse_ffn
@@ -109,4 +110,4 @@ def test_jit_of_a_module_and_export_use_the_kernels():
     again = jax.export.deserialize(exported.serialize())
     np.testing.assert_array_equal(again.call(leaves, x), infer(params, x))
     mlp.implementation = "xla"
-    assert error(infer(params, x), mlp(x)) < 5e-3
+    assert relative_error(infer(params, x), mlp(x)) < 5e-3
