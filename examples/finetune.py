@@ -50,10 +50,10 @@ optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 (text,) = tokenizer.encode([Path(__file__).read_text()])
 windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
 random = np.random.default_rng(0)
-for i in range(101):
+for i in range(61):
     batch = jnp.asarray(windows[random.integers(len(windows), size=16)].astype(np.int32))
     ce, nnz = step(model, optimizer, batch)
-    if i % 25 == 0:
+    if i % 20 == 0:
         print(f"step {i}: cross-entropy {ce:.2f}, neurons per token: {nnz:.0f}")
 save_pretrained(out, model, tokenizer)
 print(f"model: {out}")

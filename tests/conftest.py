@@ -1,5 +1,6 @@
 """One seed, eight virtual CPU devices, quick compilation, GPU tests only on Hopper."""
 
+import gc
 import os
 
 import hypothesis
@@ -86,6 +87,11 @@ def lower():
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     return lower
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported stays: collections need not look at it again and again
+    gc.set_threshold(50_000)
 
 
 def pytest_collection_modifyitems(items):

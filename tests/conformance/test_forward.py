@@ -47,8 +47,9 @@ def assert_exact(operands, algorithm):
 
 
 @every_packing
-@either_form
-@pytest.mark.parametrize(("m", "heavy"), [(100, 0), (300, 300), (600, 7)])
+@pytest.mark.parametrize(
+    ("m", "heavy", "gated"), [(100, 0, True), (300, 300, True), (600, 7, True), (600, 7, False)]
+)
 def test_any_number_of_heavy_rows(back_end, m, heavy, gated, algorithm):
     operands = draw(m, 128, 768, gated=gated)
     operands[0] = operands[0].at[:heavy, -1].set(-1)

@@ -97,7 +97,6 @@ def unzip(out):
         (600, 100, 2.2, 1.0, True, True),
         (600, 100, 2.2, 1.0, True, False),
         (600, 100, 2.2, 0.1, False, True),  # more in the unions than is kept
-        (600, 100, 2.2, 0.1, False, False),
         (1100, 4, 9.0, 1.0, False, True),  # too many heavy rows
         (100, 1000, 8, 0.5, True, True),  # all zero
         (300, 1000, -8, 1.0, True, True),  # all dense

@@ -58,8 +58,7 @@ def kept_mask(model, report):
     return mask
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("gated", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
     model = make(gated=gated, dtype=dtype)
     usage = measure_activity(model, draw_sequences(8), batch=4).usage
@@ -87,8 +86,7 @@ def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
         assert error(fires) > 10 * rounding
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("gated", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
     model = make(gated=gated, dtype=dtype)
     usage = measure_activity(model, draw_sequences(4), batch=4).usage
