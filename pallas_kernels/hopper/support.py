@@ -1,11 +1,22 @@
 """What the Hopper kernels can serve: devices, shapes and dtypes."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import twell
 
 _HOPPER = ("H100", "H20", "H800")  # in names of devices of compute capability 9.0; H20: H200, too
+
+
+# With these XLA may run two kernels of a program at the same time. They could share a counter: see
+# `frames.gathered_matmul`.
+_CONCURRENT = (
+    "--xla_gpu_command_buffer_scheduling_mode=concurrent",
+    "--xla_gpu_graph_enable_concurrent_region=true",
+    "--xla_gpu_graph_enable_concurrent_region",
+)
 
 
 def unsupported(w: jax.Array) -> str | None:
@@ -19,7 +30,12 @@ def unsupported(w: jax.Array) -> str | None:
     except ValueError as error:
         return str(error)
     kind, is_hopper = _device()
-    return None if is_hopper else f"it needs a Hopper GPU, got {kind}"
+    if not is_hopper:
+        return f"it needs a Hopper GPU, got {kind}"
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        if flag.lower() in _CONCURRENT:
+            return f"its kernels must run one after the other: take {flag} out of XLA_FLAGS"
+    return None
 
 
 def sm_count() -> int:

@@ -28,14 +28,8 @@ def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType()), return_type=_RESULT)
     def step(_, length_ref, n, scratch_ref):
-        length = mgpu.utils.inline_ptx(
-            "mov.b32 $0, 0; @$3 atom.global.add.u32 $0, [$1], $2;",
-            simt.gmem_address(length_ref, const(0)),
-            n.registers.item(),
-            simt.is_first_thread(),
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
-        )
+        address = simt.gmem_address(length_ref, const(0))
+        length = simt.first_thread_atomic("add", address, n.registers.item())
         length = simt.broadcast_first(length, simt.smem_address(scratch_ref))
         return mgpu.FragmentedArray.splat(length, (), is_signed=True)
 

@@ -41,6 +41,25 @@ def broadcast_first(value: ir.Value, scratch: ir.Value) -> ir.Value:
     )
 
 
+def first_thread_atomic(operation: str, address: ir.Value, operand: ir.Value) -> ir.Value:
+    """The first thread of the warpgroup does `atom.OPERATION.u32` on a word of GMEM.
+
+    It gets the word's value before (i32), the other threads get 0.
+    """
+    # The result is written last: it may lie in the register of an operand.
+    return mgpu.utils.inline_ptx(
+        f"""{{.reg .b32 before;
+            mov.b32 before, 0;
+            @$3 atom.global.{operation}.u32 before, [$1], $2;
+            mov.b32 $0, before;}}""",
+        address,
+        operand,
+        is_first_thread(),
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+    )
+
+
 def gmem_address(ref: ir.Value, offset: ir.Value) -> ir.Value:
     """Address (i64) of the byte at `offset` (i32, unsigned) of a GMEM reference."""
     i64 = ir.IntegerType.get_signless(64)

@@ -78,8 +78,8 @@ def gathered_matmul(
             reduction_scratch_bytes=0,  # sums over columns need none
         ),
     )
-    # XLA may treat the counter as a constant: each kernel leaves it at 0, and XLA runs one kernel
-    # after the other, unless it is told to schedule command buffers "CONCURRENT".
+    # To XLA the counter is a constant, which kernels may share: each leaves it at 0, and they run
+    # one after the other. `support` refuses the flags with which they do not.
     return kernel(jnp.array([0], jnp.int32), *operands)
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.device import simt
@@ -92,14 +91,8 @@ def _take(taken_ref, count):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_INT32)
     def step(_, taken_ref, count):
-        taken = mgpu.utils.inline_ptx(
-            "mov.b32 $0, 0; @$3 atom.global.inc.u32 $0, [$1], $2;",
-            simt.gmem_address(taken_ref, const(0)),
-            arith.subi(count.registers.item(), const(1)),
-            simt.is_first_thread(),
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
-        )
+        last = arith.subi(count.registers.item(), const(1))
+        taken = simt.first_thread_atomic("inc", simt.gmem_address(taken_ref, const(0)), last)
         return mgpu.FragmentedArray.splat(taken, (), is_signed=True)
 
     return step(taken_ref, count)

@@ -1,0 +1,264 @@
+"""Compares very many random rows of the block, and of its gradients, with dense ones in float32.
+
+    python -m benchmarks.soak [--rows 1e8] [--seed N] [--out DIRECTORY]
+
+Patterns come from ten families, each call draws another one, and every row is checked by itself. A
+row is wrong if its error is larger than rounding explains: BOUND times the norm that its terms have
+together if they do not cancel. One neuron lost or counted twice among a thousand is more than that.
+"""
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.stats import norm
+
+from benchmarks import record
+from twell_jax import sparse_ffn
+
+BOUND = 8 * 2.0**-9  # the gate, h, its gradients and the result are rounded to bfloat16
+UNSURE = 1e-5  # a gate this close to zero may fall on either side of it
+L1 = 0.1  # weight of the sum of |h| in the loss
+
+
+class Pattern(NamedTuple):
+    """What decides who fires: token m fires neuron n if normal(m, n) > bias[m] * threshold[n].
+
+    Attributes:
+      bias: float32 [M]; 1 as usual, -1 for a token that fires nearly everything.
+      threshold: float32 [H].
+      source: int32 [M], the token that each token repeats.
+      poison: float32 [M], added to one feature.
+    """
+
+    bias: jax.Array
+    threshold: jax.Array
+    source: jax.Array
+    poison: jax.Array
+
+
+def usual(m: int, h: int, share: float = 0.01) -> Pattern:
+    """Every token fires this share of the neurons."""
+    threshold = jnp.full(h, norm.ppf(1 - share), jnp.float32)
+    return Pattern(jnp.ones(m), threshold, jnp.arange(m), jnp.zeros(m))
+
+
+def skewed(key: jax.Array, m: int, h: int) -> Pattern:
+    """30 % of the neurons never fire, the use of the others is log-normal."""
+    use, dead = jax.random.split(key)
+    share = jnp.clip(0.004 * jnp.exp(1.5 * jax.random.normal(use, (h,))), 1e-6, 0.5)
+    threshold = jnp.where(jax.random.uniform(dead, (h,)) < 0.3, 100.0, norm.ppf(1 - share))
+    return usual(m, h)._replace(threshold=threshold)
+
+
+def with_dense(key: jax.Array, m: int, h: int, run: int) -> Pattern:
+    """Runs of tokens at random, a hundredth of all, fire nearly everything."""
+    chosen = jax.random.uniform(key, (-(-m // run),)) < 0.01
+    bias = jnp.where(jnp.repeat(chosen, run)[:m], -2.0, 1.0)
+    return usual(m, h)._replace(bias=bias)
+
+
+def not_finite(key: jax.Array, m: int, h: int) -> Pattern:
+    """A thousandth of the tokens has a NaN, an inf or a -inf."""
+    where, which = jax.random.split(key)
+    value = jnp.array([jnp.nan, jnp.inf, -jnp.inf])[jax.random.randint(which, (m,), 0, 3)]
+    chosen = jax.random.uniform(where, (m,)) < 1e-3
+    return usual(m, h)._replace(poison=jnp.where(chosen, value, 0))
+
+
+FAMILIES: dict[str, Callable[[jax.Array, int, int], Pattern]] = {
+    "uniform, 1 %": lambda key, m, h: usual(m, h),
+    "uniform, 12 %": lambda key, m, h: usual(m, h, 0.12),  # 31 in a tile of TwELL, its capacity
+    "skewed": skewed,
+    "runs of equal tokens": lambda key, m, h: skewed(key, m, h)._replace(
+        source=jnp.arange(m) // 37 * 37
+    ),
+    "dense tokens": functools.partial(with_dense, run=1),
+    "dense runs": functools.partial(with_dense, run=256),
+    "all zero": lambda key, m, h: usual(m, h)._replace(bias=jnp.full(m, 64.0)),
+    "all dense": lambda key, m, h: usual(m, h)._replace(bias=jnp.full(m, -4.0)),
+    "half dense": lambda key, m, h: usual(m, h)._replace(bias=jnp.zeros(m)),
+    "NaN and inf": not_finite,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of the soak.
+
+    Attributes:
+      m, d, h: tokens, features and neurons.
+      gated: whether there is a gate projection.
+      options: of `sparse_ffn`.
+    """
+
+    m: int
+    d: int
+    h: int
+    gated: bool
+    options: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return " ".join(value for _, value in self.options)
+
+
+FEW = (("implementation", "mosaic"),)
+TWELL = (("packing", "twell"),)
+UNIONS = (("packing", "unions"), ("gradients", "sparse"))
+CASES = [
+    Case(1, 512, 1408, True, FEW),
+    Case(63, 512, 1408, False, FEW),
+    Case(301, 512, 1408, True, TWELL),
+    Case(40001, 512, 1408, True, TWELL),
+    Case(40001, 512, 1408, False, TWELL),
+    Case(301, 512, 1408, True, UNIONS),
+    Case(40001, 512, 1408, True, UNIONS),
+    Case(40001, 512, 1408, False, UNIONS),
+    Case(16385, 2048, 5632, True, TWELL),
+    Case(16385, 2048, 5632, True, UNIONS),
+]
+
+
+def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[jax.Array]:
+    """(x, w_gate, w_up, w_down, dy) in bfloat16; without a gate, w_up decides who fires."""
+    keys = jax.random.split(key, 5)
+    x, dy = (jax.random.normal(k, (case.m, case.d)) for k in keys[:2])
+    gate, up, down = (jax.random.normal(k, (case.h, case.d)) / case.d**0.5 for k in keys[2:])
+    x = x[pattern.source].at[:, -1].set(pattern.bias).at[:, 0].add(pattern.poison)
+    gate = gate.at[:, -1].set(-pattern.threshold)
+    if not case.gated:
+        up = gate
+    return [a.astype(jnp.bfloat16) for a in (x, gate, up, down, dy)]
+
+
+class Rows(NamedTuple):
+    """The rows of one result: float32 [N, D], the norm of their terms [N], and what is allowed
+    beyond their rounding [N]."""
+
+    value: jax.Array
+    scale: jax.Array
+    unsure: jax.Array
+
+
+def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
+    """y and the gradients of x, the weights that there are, and w_down, in float32."""
+    x, gate, up, down, dy = (a.astype(jnp.float32) for a in (x, gate, up, down, dy))
+    z = x @ gate.T
+    g = jnp.maximum(z, 0).astype(jnp.bfloat16).astype(jnp.float32)
+    u = x @ up.T if case.gated else 1.0
+    h = g * u
+    dh = dy @ down.T + L1 / case.m * jnp.sign(h)
+    through = dh * u  # the gradient of a gate that fires
+    fires, near = g > 0, jnp.abs(z) < UNSURE
+    pairs = [(jnp.where(fires, through, 0), jnp.where(near, jnp.abs(through), 0), gate)]
+    if case.gated:
+        pairs.append((dh * g, jnp.zeros_like(g), up))
+
+    def rows(terms: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Rows:
+        """The sum over neurons, or tokens: coefficients, those that are unsure, vectors."""
+        sizes = [jnp.linalg.norm(vectors, axis=1) for *_, vectors in terms]
+        return Rows(
+            sum(c @ v for c, _, v in terms),
+            jnp.sqrt(sum(c**2 @ size**2 for (c, *_), size in zip(terms, sizes, strict=True))),
+            sum(unsure @ size for (_, unsure, _), size in zip(terms, sizes, strict=True)),
+        )
+
+    results = [rows([(h, jnp.zeros_like(h), down)]), rows(pairs)]
+    results += [rows([(c.T, unsure.T, x)]) for c, unsure, _ in pairs]
+    return [*results, rows([(h.T, jnp.zeros_like(h.T), dy)])]
+
+
+def ours(case: Case, x, gate, up, down, dy) -> list[jax.Array]:
+    """As `dense`, by `sparse_ffn`; y alone, unless the gradients are sparse, too."""
+    weights = (gate if case.gated else None), up, down
+    ffn = functools.partial(sparse_ffn, **dict(case.options))
+    if case.options != UNIONS:
+        return [ffn(x, *weights)[0]]
+
+    def loss(x, weights):
+        y, stats = ffn(x, *weights)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)) + L1 * stats.l1, y
+
+    (dx, grads), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, weights)
+    return [y, dx, *(grad for grad in grads if grad is not None)]
+
+
+def check(case: Case, key: jax.Array, pattern: Pattern) -> dict[str, jax.Array]:
+    """The number of rows checked and wrong, and the largest error as a share of what is allowed."""
+    operands = draw(key, case, pattern)
+    with jax.default_matmul_precision("highest"):
+        reference = dense(case, *operands)
+    out = ours(case, *operands)
+    return compare(out, reference[: len(out)])
+
+
+def compare(outs: list[jax.Array], reference: list[Rows]) -> dict[str, jax.Array]:
+    """As `check`. A row that is not finite in the reference may not be so in the result."""
+    counts = {"rows": 0, "wrong": 0, "worst": 0.0}
+    for out, rows in zip(outs, reference, strict=True):
+        error = jnp.linalg.norm(out.astype(jnp.float32) - rows.value, axis=1)
+        allowed = BOUND * rows.scale + rows.unsure
+        finite = jnp.isfinite(rows.value).all(axis=1)
+        wrong = jnp.where(finite, ~(error <= allowed), jnp.isfinite(out).all(axis=1))
+        ratio = jnp.where(finite & (allowed > 0), error / allowed, 0)
+        counts["rows"] += len(error)
+        counts["wrong"] += jnp.sum(wrong)
+        counts["worst"] = jnp.maximum(counts["worst"], jnp.max(ratio))
+    return counts
+
+
+def compiled(case: Case) -> Callable[[jax.Array, Pattern], dict[str, jax.Array]]:
+    """`check` of a case, as a program."""
+    key, pattern = jax.random.key(0), usual(case.m, case.h)
+    return jax.jit(functools.partial(check, case)).lower(key, pattern).compile()
+
+
+def soak(cases: list[Case], rows: float, seed: int) -> list[dict[str, Any]]:
+    """A row of the record for each case and family; all are drawn equally often."""
+    with ThreadPoolExecutor() as pool:
+        checks = dict(zip(cases, pool.map(compiled, cases), strict=True))
+    families = {name: jax.jit(draw, static_argnums=(1, 2)) for name, draw in FAMILIES.items()}
+    programs = list(itertools.product(cases, families))
+    totals = [{"rows": 0, "wrong": 0, "worst": 0.0} for _ in programs]
+    keys = map(functools.partial(jax.random.fold_in, jax.random.key(seed)), itertools.count())
+    while sum(total["rows"] for total in totals) < rows:
+        found = []
+        for case, family in programs:
+            pattern_key, key = jax.random.split(next(keys))
+            found.append(checks[case](key, families[family](pattern_key, case.m, case.h)))
+        for total, one in zip(totals, jax.device_get(found), strict=True):
+            total["rows"] += int(one["rows"])
+            total["wrong"] += int(one["wrong"])
+            total["worst"] = max(total["worst"], float(one["worst"]))
+    return [
+        {"block": case.name, "gated": case.gated, "m": case.m, "d": case.d, "h": case.h}
+        | {"family": family, **total}
+        for (case, family), total in zip(programs, totals, strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=float, default=1e8, help="at least so many are compared")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    rows = soak(CASES, args.rows, args.seed)
+    path = record.new_path("soak", args.out)
+    record.write("soak", rows, path, bound=BOUND, seed=args.seed)
+    print(f"{sum(row['rows'] for row in rows):.3g} rows, {sum(row['wrong'] for row in rows)} wrong")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""benchmarks.soak: no row is wrong, and each kind of wrong row is found."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import soak
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+FEW = soak.Case(33, 128, 256, True, soak.FEW)
+UNIONS = soak.Case(301, 128, 256, True, soak.UNIONS)
+
+
+def test_no_row_is_wrong_in_any_family():
+    rows = soak.soak([FEW, UNIONS], rows=1, seed=3)
+    assert {row["family"] for row in rows} == set(soak.FAMILIES)
+    assert {row["block"] for row in rows} == {"mosaic", "unions sparse"}
+    results = UNIONS.m, UNIONS.m, 3 * UNIONS.h  # y, dx and the gradients of the weights
+    assert {row["rows"] for row in rows if row["m"] == UNIONS.m} == {sum(results)}
+    assert not any(row["wrong"] for row in rows)
+    assert max(row["worst"] for row in rows) > 0.1
+
+
+@pytest.fixture(scope="module")
+def results():
+    pattern = soak.FAMILIES["uniform, 12 %"](None, UNIONS.m, UNIONS.h)
+    operands = jax.jit(soak.draw, static_argnums=1)(jax.random.key(1), UNIONS, pattern)
+    exact = soak.dense(UNIONS, *operands)
+    return [rows.value.astype(jnp.bfloat16) for rows in exact], exact
+
+
+@pytest.mark.parametrize(
+    ("result", "spoil", "wrong"),
+    [
+        (0, lambda y: y, 0),
+        (0, lambda y: y.at[5].set(0), 1),
+        (0, lambda y: y.at[7].multiply(1.03), 1),
+        (1, lambda dx: dx.at[0].set(dx[1]), 1),
+        (3, lambda dw: dw.at[200].set(jnp.nan), 1),
+    ],
+    ids=["right", "lost", "scaled", "another", "NaN"],
+)
+def test_a_wrong_row_is_found(results, result, spoil, wrong):
+    outs, exact = results
+    spoiled = [spoil(out) if i == result else out for i, out in enumerate(outs)]
+    assert soak.compare(spoiled, exact)["wrong"] == wrong
