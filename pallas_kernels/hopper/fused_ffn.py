@@ -101,7 +101,7 @@ def fused_ffn(
         ),
         scratch_types=dict(
             entries=plgpu.SMEM((rows, tiles * (words - 1) + 2 * batch), jnp.uint32),
-            sums=plgpu.SMEM((rows, 2, batch, 4), jnp.float32),
+            sums=plgpu.SMEM((rows, 3, batch, 4), jnp.float32),
         ),
         grid=(pl.cdiv(m, rows),),
         grid_names=("block",),
@@ -132,7 +132,8 @@ def _kernel(
         wide = None if w_up is None else gather.widen(x_row)
         y_row, row_l1 = gather.gather_ffn(wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums)
         if w_up is not None:
-            poison = jnp.where((count < 0) | gather.all_finite(wide, my_sums.at[1]), 0.0, jnp.nan)
+            # A slower warp may still read the sums of the last batch, in one of the other two.
+            poison = jnp.where((count < 0) | gather.all_finite(wide, my_sums.at[2]), 0.0, jnp.nan)
             y_row, row_l1 = y_row + poison, row_l1 + poison
         gather.store_row(y.at[row], y_row.astype(y.dtype))
         nnz[row] = jnp.maximum(count, ~count)

@@ -55,7 +55,8 @@ def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
       count: int32 scalar.
       w_up_ref: GMEM `[H, D]`, bfloat16 or float16; None if `x` is None.
       w_down_ref: GMEM `[H, D]`, the same dtype, which is also that of g.
-      sums_ref: SMEM, float32 `[2, batch, 4]`, workspace; `batch` entries are loaded at a time.
+      sums_ref: SMEM, float32 `[>= 2, batch, 4]`, workspace; `batch` entries are loaded at a time.
+        Other lanes may still read the first two elements afterwards.
 
     Returns:
       The sum, a float32 row, and the float32 scalar `sum_i |h_i|`.
