@@ -17,7 +17,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
             "p50": _format(summary["nnz_p50"], ".0f"),
             "p99": _format(summary["nnz_p99"], ".0f"),
             "max": _format(summary["nnz_max"], "d"),
-            "sparsity": _format(summary["sparsity"], ".1%"),
+            "zeros": _format(summary["sparsity"], ".1%"),
             "dead": [f"{dead} ({dead / d_ff:.1%})" for dead in summary["dead"]],
         },
     )

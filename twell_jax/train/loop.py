@@ -74,7 +74,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
                 recorder.flush()
                 held_out_ce = run.trainer.evaluate(now.state.params, run.data.held_out)
                 recorder.add_evaluation(now.step, held_out_ce)
-                progress.print(f"step {now.step}  held-out CE {held_out_ce:.3f}")
+                progress.show_evaluation(held_out_ce)
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()

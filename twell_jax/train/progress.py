@@ -1,12 +1,17 @@
 """Shows a run in the terminal: a live progress line, and a table at the end."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import progress as rich_progress
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
+
+_SPEED_OVER = 3600  # seconds; of shorter ones, slow steps leave too few to estimate the ETA
 
 
 class Progress:
@@ -16,20 +21,19 @@ class Progress:
       console: where to print.
       step: number of steps taken.
       steps: number of steps in all.
-      d_ff: neurons per layer, to compute the sparsity.
+      d_ff: neurons per layer, to compute the share of zeros.
     """
 
     def __init__(self, console: Console, step: int, steps: int, d_ff: int) -> None:
         self._console, self._d_ff = console, d_ff
         self._bar = rich_progress.Progress(
-            rich_progress.TextColumn("step {task.completed}/{task.total}"),
-            rich_progress.BarColumn(bar_width=20),
-            rich_progress.TextColumn("{task.fields[measured]}  ETA"),
-            rich_progress.TimeRemainingColumn(),
+            rich_progress.BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
+            _Facts(),
             console=console,
             disable=not console.is_terminal,
+            speed_estimate_period=_SPEED_OVER,
         )
-        self._task = self._bar.add_task("", completed=step, total=steps, measured="compiling")
+        self._task = self._bar.add_task("", completed=step, total=steps, measured=["compiling"])
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -41,18 +45,56 @@ class Progress:
     def show(self, record: dict[str, Any], logged: bool) -> None:
         """Shows the record of a step; without a live bar, prints a line if it is logged."""
         nnz, dead = _mean(record["nnz"]), _mean(record["dead"])
-        measured = (
-            f"CE {record['ce']:.3f}  L1 {record['l1']:.2f}  nnz {nnz:.1f}  "
-            f"sparsity {1 - nnz / self._d_ff:.1%}  dead {dead:.1%}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s"
-        )
+        measured = [
+            f"CE {record['ce']:.3f}",
+            f"zeros {1 - nnz / self._d_ff:.1%}",
+            f"{record['tokens_per_second']:,.0f} tokens/s",
+            f"dead {dead:.1%}",
+            f"nnz {nnz:.1f}",
+            f"L1 {record['l1']:.2f}",
+        ]
         self._bar.update(self._task, completed=record["step"], measured=measured)
         if logged and not self._console.is_terminal:
-            self.print(f"step {record['step']}  {measured}")
+            self._print(measured)
 
-    def print(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+    def show_evaluation(self, held_out_ce: float) -> None:
+        """Prints the held-out cross-entropy after the last step shown, above the bar if any."""
+        self._print([f"held-out CE {held_out_ce:.3f}"])
+
+    def _print(self, measured: list[str]) -> None:
+        line = "  ".join([*_position(self._bar.tasks[self._task]), *measured])
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+class _Facts(rich_progress.ProgressColumn):
+    """Position and measurements; as width shrinks, the last ones are dropped."""
+
+    def render(self, task: rich_progress.Task) -> "_AsManyAsFit":
+        return _AsManyAsFit([*_position(task), *task.fields["measured"]])
+
+
+@dataclass(frozen=True)
+class _AsManyAsFit:
+    """A line of the first of its parts, as many as there is room for, but at least one."""
+
+    parts: Sequence[str]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(len(self.parts[0]), len("  ".join(self.parts)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = self.parts[0]
+        for part in self.parts[1:]:
+            if len(f"{shown}  {part}") > options.max_width:
+                break
+            shown += f"  {part}"
+        yield Text(shown, no_wrap=True, overflow="crop")
+
+
+def _position(task: rich_progress.Task) -> list[str]:
+    """Step of total, and the ETA, which is unknown until two steps are taken."""
+    eta = rich_progress.TimeRemainingColumn().render(task)
+    return [f"step {task.completed}/{task.total}", f"ETA {eta}"]
 
 
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:
@@ -61,7 +103,7 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     columns: dict[str, tuple[list, Callable, Callable]] = {
         "mean nnz": (record["nnz"], _mean, "{:.1f}".format),
         "max nnz": (record["max_nnz"], max, str),
-        "sparsity": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),
+        "zeros": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),
         "dead": (record["dead"], _mean, "{:.1%}".format),
     }
     if "sparse_gradients" in record:

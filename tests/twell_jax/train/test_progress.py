@@ -1,0 +1,63 @@
+"""What a run shows while it goes on, on a terminal and elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from twell_jax.train.progress import Progress
+
+
+def shown(width: int, terminal: bool) -> list[str]:
+    """The lines shown by steps 10 and 20 of 400, which take 3 s each, and an evaluation."""
+    now, output = 0.0, io.StringIO()
+    console = Console(
+        file=output, width=width, force_terminal=terminal, color_system=None, get_time=lambda: now
+    )
+    measured = {"ce": 1.25, "l1": 0.5, "nnz": [8.0, 16.0], "dead": [0.0, 0.01]}
+    with Progress(console, 9, 400, d_ff=512) as progress:
+        for step in range(10, 21):
+            now += 3 if step > 10 else 60  # the first one compiles
+            record = {"step": step, "tokens_per_second": 12345.0 if step > 10 else 0.0}
+            progress.show(record | measured, logged=step % 10 == 0)
+        progress.show_evaluation(1.5)
+    text = output.getvalue().replace("\r", "\n").split("\x1b[?25h")[0]  # the cursor comes back
+    lines = [Text.from_ansi(line).plain.rstrip() for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+# Of a bar of 12 columns and a gap.
+WHOLE = (
+    "step 20/400  ETA 0:19:00  CE 1.250  zeros 97.7%  12,345 tokens/s  dead 0.5%  nnz 12.0  L1 0.50"
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "last"),
+    [
+        (120, "L1 0.50"),
+        (100, "nnz 12.0"),
+        (80, "12,345 tokens/s"),
+        (60, "zeros 97.7%"),
+        (40, "ETA 0:19:00"),
+        (30, "step 20/400"),
+    ],
+)
+def test_on_a_terminal_the_last_columns_are_dropped_as_width_shrinks(width, last):
+    line = shown(width, terminal=True)[-1]
+    assert line == f"{line[:13]}{WHOLE[: WHOLE.index(last) + len(last)]}"
+    assert line[0] in "━╸" and set(line[:13]) <= set("━╸╺ ")
+
+
+def test_elsewhere_every_line_says_step_of_total_and_eta():
+    assert shown(80, terminal=False) == [
+        WHOLE.replace("20/", "10/").replace("0:19:00", "-:--:--").replace("12,345", "0"),
+        WHOLE,
+        "step 20/400  ETA 0:19:00  held-out CE 1.500",
+    ]
+
+
+def test_on_a_terminal_an_evaluation_is_printed_above_the_bar():
+    lines = shown(80, terminal=True)
+    assert "step 20/400  ETA 0:19:00  held-out CE 1.500" in lines[:-1]
