@@ -12,20 +12,14 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 
 from benchmarks.pages import REMARKS, TABLES
 from benchmarks.record import RESULTS
 from benchmarks.summaries import SUMMARIES
 from benchmarks.tables import markdown
+from twell_jax.plotting import drawn
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "results"
@@ -57,7 +51,8 @@ def main() -> None:
         print(out / name)
     for path, record in records.items():
         for suffix, draw in TABLES[record["benchmark"]].plots.items():
-            save_plot(draw, record, out / f"{path.stem}{suffix}.png")
+            with drawn(out / f"{path.stem}{suffix}.png", height=4.5) as figure:
+                draw(figure, record)
     if not args.records:
         for path in sorted(DOCS.glob("*.md")):
             path.write_text(with_summaries(path))
@@ -99,16 +94,6 @@ def section(path: Path, record: dict[str, Any], out: Path) -> str:
         f"![{suffix.strip('-') or table.title}]({path.stem}{suffix}.png)" for suffix in table.plots
     ]
     return "\n\n".join(parts)
-
-
-def save_plot(
-    draw: Callable[[Figure, dict[str, Any]], None], record: dict[str, Any], path: Path
-) -> None:
-    """Draws a plot of a record and saves it as PNG."""
-    figure = plt.figure(figsize=(7, 4.5), layout="constrained")
-    draw(figure, record)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def with_summaries(path: Path) -> str:

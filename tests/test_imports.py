@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "twell_jax.config": "ffn",
     "twell_jax.data": "config",
     "twell_jax.models": "ffn config data",
-    "twell_jax.plotting": "",
+    "twell_jax.plotting": "config",
     "twell_jax.train": "ffn config data models plotting",
     "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.device",  # a clock
     "twell_jax.inference": "ffn config data models train",
@@ -37,7 +37,7 @@ MAY_IMPORT = {
 # The commands stand above all rooms.
 COMMANDS = (
     "train",
-    *(f"twell_jax.{name}" for name in ("generate", "evaluate", "export", "analyze")),
+    *(f"twell_jax.{name}" for name in ("generate", "evaluate", "export", "analyze", "plot")),
 )
 
 # What a room may import of other people's packages, where that is a promise.

@@ -18,6 +18,7 @@ from twell_jax.analysis.report import tables
 from twell_jax.analysis.speedup import measure_speedup
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
+from twell_jax.plotting import title_of_run
 from twell_jax.train import progress
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
 from twell_jax.train.run_directory import RunPaths, load_run, write_atomically
@@ -64,7 +65,8 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
     verdict = progress.verdict(activity.ce, corpus.unigram_cross_entropy)
     console.out(f"{measured}: {verdict}", highlight=False)
     console.out(f"analysis: {paths.analysis}", highlight=False)
-    for path in plot_activity(activity, speedup, paths.directory):
+    title = title_of_run(paths.directory, config)
+    for path in plot_activity(activity, speedup, paths.directory, title):
         console.out(f"plot: {path}", highlight=False)
 
 

@@ -1,19 +1,124 @@
-"""Matplotlib without a display, with one style for all plots."""
+"""Figures as PNG files in one style, without a display or a change of matplotlib's settings."""
 
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.scale import SymmetricalLogScale
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from twell_jax.config import Config
 
-plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150})
+QUIET = "#8a8f98"  # of lines to compare with
 
-__all__ = ["plt", "save"]
+# Ten, as many as the variants of the study in benchmarks/.
+_COLORS = [
+    "#4477aa", "#cc6677", "#44aa99", "#ddaa33", "#aa4499",
+    "#88ccee", "#117733", "#882255", "#999933", "#332288",
+]  # fmt: skip
+
+_STYLE: dict[Any, Any] = {
+    "axes.prop_cycle": cycler(color=_COLORS),
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e8eaed",
+    "legend.frameon": False,
+    "xtick.color": QUIET,
+    "xtick.labelcolor": "black",
+    "ytick.color": QUIET,
+    "ytick.labelcolor": "black",
+}
 
 
-def save(figure: plt.Figure, path: Path) -> Path:
-    """Writes a figure to a file and frees it; returns the path."""
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+@contextlib.contextmanager
+def drawn(path: Path, height: float = 4, title: str = "") -> Iterator[Figure]:
+    """Yields an empty figure; what the block draws on it is then written to `path` as PNG.
+
+    The file is never partly written, also if two processes write it at once. Nothing is written if
+    the block raises.
+
+    Args:
+      path: the file.
+      height: of the figure, in inches of 150 pixels; it is 7 inches wide.
+      title: written above all panels, from the left edge on.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(7, height), dpi=150, layout="constrained")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+        yield figure
+        figure.savefig(png := io.BytesIO(), format="png")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(png.getvalue())
+    temporary.replace(path)
+
+
+def title_of_run(directory: Path, config: Config) -> str:
+    """Two lines: the name of a run's directory, and its main settings."""
+    model = config.model
+    return (
+        f"{directory.resolve().name}\n"
+        f"{model.activation}, L1 {config.l1_coefficient:g}, {model.layers} layers of "
+        f"{model.d_ff} neurons, d_model {model.d_model}, lr {config.optimizer.lr:g}, "
+        f"{config.batch_tokens:,} tokens a step"
+    )
+
+
+@contextlib.contextmanager
+def drawn_by_layer(path: Path, layers: int, d_ff: int, title: str) -> Iterator[Axes]:
+    """Yields a panel with a row for each layer, from the top down, and the neurons that fire in it.
+
+    The block draws horizontal bars, layer i at y = i; see `drawn` and `scale_to_neurons`.
+    """
+    with drawn(path, height=1.6 + 0.36 * layers, title=title) as figure:
+        axes = figure.subplots()
+        scale_to_neurons(axes, "x", d_ff)
+        axes.set(ylabel="layer", yticks=range(layers), ylim=(layers - 0.4, -0.6))
+        axes.grid(axis="y", visible=False)
+        yield axes
+        figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+
+
+def label_bars(axes: Axes, bars: BarContainer, labels: Sequence[str]) -> None:
+    """Writes a label at the end of each bar, over any line that is there."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    axes.bar_label(bars, labels, padding=3, fontsize="small", bbox=box)
+
+
+def legend_above(axes: Axes) -> None:
+    """Adds a legend in one row above a panel, where it hides nothing."""
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=9, fontsize="small", borderaxespad=0.2
+    )
+
+
+def scale_to_neurons(axes: Axes, direction: str, d_ff: int) -> None:
+    """Makes one axis ("x" or "y") count neurons that fire for a token; a line marks all `d_ff`."""
+    scale_from_zero(axes, direction, 1.5 * d_ff)
+    axes.set(**{f"{direction}label": f"neurons of {d_ff} that fire for a token"})
+    mark = axes.axvline if direction == "x" else axes.axhline
+    mark(d_ff, color=QUIET, ls="--", lw=1, label="all neurons")
+
+
+def scale_from_zero(axes: Axes, direction: str, end: float) -> None:
+    """Makes one axis ("x" or "y") go from 0 to `end`, linearly up to 1, then logarithmically."""
+    ticks = [0, *(10**exponent for exponent in range(len(str(int(end)))))]
+    axes.set(
+        **{
+            f"{direction}scale": SymmetricalLogScale(None, linthresh=1),
+            f"{direction}lim": (0, end),
+        }
+    )
+    axis = axes.xaxis if direction == "x" else axes.yaxis
+    axis.set_ticks(ticks, list(map(str, ticks)))
+    axis.set_ticks([], minor=True)

@@ -108,7 +108,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrup
         "os:rename*2",  # a checkpoint is written, but not yet named so
     )
     assert list(run_dir.glob("checkpoints/*tmp*"))
-    kill_at("twell_jax.train.result:plot_run*0")  # trained, but nothing shown
+    kill_at("twell_jax.train.loop:show_result*0")  # trained, but nothing shown
     process = run(workspace, f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert_same_result(run_dir, workspace / "run")

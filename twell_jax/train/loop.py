@@ -13,7 +13,7 @@ from twell_jax.train import distributed, metrics
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress
-from twell_jax.train.result import show_result
+from twell_jax.train.result import redraw, show_result
 from twell_jax.train.run_directory import open_run
 from twell_jax.train.start import Run, Standing, start
 from twell_jax.train.trainer import Trainer
@@ -73,8 +73,10 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
             if now.step % config.eval_every == 0 or last:
                 recorder.flush()
                 held_out_ce = run.trainer.evaluate(now.state.params, run.data.held_out)
-                recorder.add_evaluation(now.step, held_out_ce)
+                recorder.add_evaluation(now.step, held_out_ce, run.data.unigram_cross_entropy)
                 progress.show_evaluation(held_out_ce)
+                if not last:  # else show_result draws
+                    redraw(config, run.paths, run.console)
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()

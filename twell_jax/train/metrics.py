@@ -120,15 +120,17 @@ class Recorder:
         self._plan = plan
         self._pending = step, measured
 
-    def add_evaluation(self, step: int, held_out_ce: float) -> None:
+    def add_evaluation(self, step: int, held_out_ce: float, unigram_ce: float) -> None:
         """Records a held-out evaluation after `step`, whose own record must have been flushed.
+
+        Both are in nats per token; `unigram_ce` is that of the unigram baseline, for plots.
 
         Raises:
           NonFiniteLoss: see `flush`.
         """
         self._clock = None  # the time for evaluating does not count
         self._require_finite(step, updates=step, held_out_ce=held_out_ce)
-        self._log.write({"step": step, "held_out_ce": held_out_ce})
+        self._log.write({"step": step, "held_out_ce": held_out_ce, "unigram_ce": unigram_ce})
 
     def flush(self) -> None:
         """Waits for the last step added; checks, shows and logs what it measured.

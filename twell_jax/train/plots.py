@@ -4,56 +4,88 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
-from twell_jax.plotting import plt, save
+from twell_jax.config import Config, ConfigError
+from twell_jax.plotting import (
+    QUIET,
+    drawn,
+    drawn_by_layer,
+    label_bars,
+    legend_above,
+    scale_to_neurons,
+    title_of_run,
+)
+from twell_jax.train import metrics
+from twell_jax.train.run_directory import RunPaths
 
 
-def plot_run(
-    records: list[dict[str, Any]], d_ff: int, unigram_ce: float, directory: Path
-) -> list[Path]:
-    """Draws `training.png` (loss and sparsity over steps) and `layers.png` (nnz per layer)."""
+def plot_run(config: Config, paths: RunPaths) -> list[Path]:
+    """Draws `training.png` (loss and nnz over steps) and `layers.png` (nnz of each layer).
+
+    The run may be going on: what its `metrics.jsonl` holds so far is drawn.
+
+    Args:
+      config: the run.
+      paths: its directory.
+
+    Returns:
+      The paths of the plots.
+
+    Raises:
+      ConfigError: metrics.jsonl holds no step, or a broken line.
+    """
+    records = metrics.read(paths.metrics)
     steps = [record for record in records if "ce" in record]
-    evaluations = [record for record in records if "held_out_ce" in record]
-    return [
-        _plot_training(steps, evaluations, d_ff, unigram_ce, directory / "training.png"),
-        _plot_layers(steps[-1], d_ff, directory / "layers.png"),
-    ]
+    if not steps:
+        raise ConfigError(
+            f"{paths.metrics}: holds no step of the run, so there is nothing to draw; "
+            f"the run logs every {config.log_every} steps (log_every)"
+        )
+    title, d_ff = title_of_run(paths.directory, config), config.model.d_ff
+    training, layers = paths.directory / "training.png", paths.directory / "layers.png"
+    with drawn(training, height=6.5, title=title) as figure:
+        loss, nnz = figure.subplots(2, 1, sharex=True)
+        _plot_loss(loss, steps, [record for record in records if "held_out_ce" in record])
+        _plot_nnz(nnz, steps, d_ff)
+    with drawn_by_layer(layers, config.model.layers, d_ff, title) as axes:
+        _plot_layers(axes, steps[-1], d_ff)
+    return [training, layers]
 
 
-def _plot_training(
-    steps: list[dict[str, Any]],
-    evaluations: list[dict[str, Any]],
-    d_ff: int,
-    unigram_ce: float,
-    path: Path,
-) -> Path:
-    at = [record["step"] for record in steps]
-    figure, (loss, sparsity) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
-    loss.plot(at, [record["ce"] for record in steps], lw=1, label="training")
-    at_evaluation = [record["step"] for record in evaluations]
-    held_out = [record["held_out_ce"] for record in evaluations]
-    loss.plot(at_evaluation, held_out, "o-", ms=3, label="held-out")
-    loss.axhline(unigram_ce, color="gray", ls="--", lw=1, label="unigram baseline")
-    loss.set_ylabel("cross-entropy (nats/token)")
-    loss.legend(frameon=False)
-
-    share = 100 * (1 - np.array([record["nnz"] for record in steps]) / d_ff)
-    sparsity.fill_between(at, share.min(1), share.max(1), alpha=0.2, lw=0, label="layers, range")
-    sparsity.plot(at, share.mean(1), label="layers, mean")
-    sparsity.set(xlabel="step", ylabel="zeros among hidden activations (%)", ylim=(None, 100))
-    sparsity.legend(frameon=False, loc="lower right")
-    return save(figure, path)
+def _plot_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    axes.plot(*_over_steps(steps, "ce"), lw=1, label=f"training, last {steps[-1]['ce']:.3f}")
+    if evaluations:
+        last = evaluations[-1]
+        label = f"held-out, last {last['held_out_ce']:.3f}"
+        axes.plot(*_over_steps(evaluations, "held_out_ce"), "o-", ms=3, label=label)
+        if (unigram := last.get("unigram_ce")) is not None:  # not in runs of version 0.2
+            label = f"unigram baseline {unigram:.3f}"
+            axes.axhline(unigram, color=QUIET, ls="--", lw=1, label=label)
+    axes.set_ylabel("cross-entropy (nats/token)")
+    legend_above(axes)
 
 
-def _plot_layers(record: dict[str, Any], d_ff: int, path: Path) -> Path:
-    layers = np.arange(len(record["nnz"]))
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.bar(layers - 0.2, record["nnz"], 0.4, label="mean")
-    axes.bar(layers + 0.2, record["max_nnz"], 0.4, label="max", alpha=0.5)
-    axes.axhline(d_ff, color="gray", ls="--", lw=1, label="dense")
-    axes.set(
-        yscale="symlog", xlabel="layer", ylabel="non-zero activations per token", xticks=layers
-    )
+def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int) -> None:
+    at, nnz = _over_steps(steps, "nnz")
+    last = nnz[-1].mean()
+    axes.fill_between(at, nnz.min(1), nnz.max(1), alpha=0.2, lw=0, label="layers, range")
+    label = f"layers, mean, last {last:.1f} ({1 - last / d_ff:.1%} zeros)"
+    axes.plot(at, nnz.mean(1), label=label)
+    scale_to_neurons(axes, "y", d_ff)
+    axes.set(xlabel="step", xlim=(0, None))
+    legend_above(axes)
+
+
+def _over_steps(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([r["step"] for r in records]), np.array([r[key] for r in records])
+
+
+def _plot_layers(axes: Axes, record: dict[str, Any], d_ff: int) -> None:
+    at = np.arange(len(record["nnz"]))
+    mean = axes.barh(at - 0.22, record["nnz"], 0.4, label="mean")
+    largest = axes.barh(at + 0.22, record["max_nnz"], 0.4, label="largest", alpha=0.4, color="C0")
+    shares = [f"{nnz:.1f} ({1 - nnz / d_ff:.1%} zeros)" for nnz in record["nnz"]]
+    label_bars(axes, mean, shares)
+    label_bars(axes, largest, list(map(str, record["max_nnz"])))
     axes.set_title(f"step {record['step']}", loc="left", fontsize="medium")
-    figure.legend(loc="outside upper right", ncols=3, frameon=False)
-    return save(figure, path)

@@ -1,10 +1,12 @@
-"""Shows a finished run: a table of its layers, its held-out loss and plots."""
+"""Shows a run: its plots while it goes on, and at its end its layers and its held-out loss, too."""
 
+from pathlib import Path
+
+import jax
 from rich.console import Console
 
 from twell_jax.config import Config, ConfigError
 from twell_jax.train import metrics, progress
-from twell_jax.train.plots import plot_run
 from twell_jax.train.run_directory import RunPaths
 
 
@@ -27,5 +29,28 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
         raise ConfigError(f"{paths.metrics}: the records of this run are gone; nothing to show")
     console.print(progress.layer_table(steps[-1], config.model.d_ff))
     console.out(progress.verdict(evaluations[-1]["held_out_ce"], unigram_ce), highlight=False)
-    for path in plot_run(records, config.model.d_ff, unigram_ce, paths.directory):
+    for path in redraw(config, paths, console):
         console.out(f"plot: {path}", highlight=False)
+
+
+def redraw(config: Config, paths: RunPaths, console: Console) -> list[Path]:
+    """Draws the plots of what a run has logged; the first of its processes does.
+
+    Args:
+      config: the run.
+      paths: its directory.
+      console: where to warn if plots cannot be drawn. That never ends a run.
+
+    Returns:
+      The paths of the plots that were drawn.
+    """
+    if jax.process_index() > 0:
+        return []
+    try:
+        from twell_jax.train.plots import plot_run  # loads matplotlib, which may itself fail
+
+        return plot_run(config, paths)
+    except Exception as error:
+        warning = f"warning: plots not drawn: {type(error).__name__}: {error}"
+        console.out(warning, highlight=False)
+        return []

@@ -38,10 +38,11 @@ def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, cl
             recorder.flush()
             if step == 4:
                 clock["now"] += 100
-                recorder.add_evaluation(step, 1.0)
+                recorder.add_evaluation(step, 1.0, 2.0)
     assert [record["tokens_per_second"] for record in shown] == [0.0] + 7 * [512.0]
-    steps = [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")]
-    assert steps == [2, 4, 4, 6, 8]
+    records = metrics.read(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [2, 4, 4, 6, 8]
+    assert records[2] == {"step": 4, "held_out_ce": 1.0, "unigram_ce": 2.0}
 
 
 def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, clock):

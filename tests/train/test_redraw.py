@@ -1,0 +1,35 @@
+"""A run draws its plots at every evaluation, and a plot that fails never ends it."""
+
+import jax
+import pytest
+from rich.console import Console
+
+from tests.commands import call
+from twell_jax import config
+from twell_jax.train import metrics, plots
+from twell_jax.train.result import redraw
+from twell_jax.train.run_directory import RunPaths
+
+
+def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, monkeypatch):
+    evaluated = []
+
+    def plot_run(settings, paths):
+        evaluated.append([r["step"] for r in metrics.read(paths.metrics) if "held_out_ce" in r])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(plots, "plot_run", plot_run)
+    few = ["steps=5", "eval_every=2", "log_every=1", "l1_warmup=[0,1]"]
+    process = call("train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}", *few)
+    assert process.returncode == 0, process.stderr
+    assert evaluated == [[2], [2, 4], [2, 4, 5]]
+    assert process.stdout.count("warning: plots not drawn: OSError: disk full\n") == 3
+    assert "step 5/5  ETA 0:00:00  held-out CE" in process.stdout
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_first_process_draws(process, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(plots, "plot_run", lambda settings, paths: [paths.directory / "x.png"])
+    drawn = redraw(config.load("tiny"), RunPaths(tmp_path), Console(quiet=True))
+    assert len(drawn) == 1 - process

@@ -1,0 +1,80 @@
+"""The plots of a run, drawn from its directory."""
+
+import json
+
+import pytest
+
+from tests import figures
+from tests.commands import call
+from twell_jax import config
+
+LAYERS, D_FF = 16, 512
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run of 16 layers that goes on: steps 10 and 20 and an evaluation, and half a line."""
+    directory = tmp_path / "my-run"
+    directory.mkdir()
+    changed = [f"run_dir={directory}", f"model.layers={LAYERS}"]
+    (directory / "config.yaml").write_text(config.to_yaml(config.load("tiny", changed)))
+    nnz = [0.0, 0.4, *(20.0 + layer for layer in range(2, LAYERS - 1)), float(D_FF)]
+    records = [
+        {"step": step, "ce": 3.25 - step / 10, "nnz": nnz, "max_nnz": [round(n) for n in nnz]}
+        for step in (10, 20)
+    ]
+    records.append({"step": 20, "held_out_ce": 1.5, "unigram_ce": 3.125})
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (directory / "metrics.jsonl").write_text(f'{lines}{{"step": 3')
+    return directory
+
+
+def plot(run_dir):
+    return call("-m", "twell_jax.plot", run_dir)
+
+
+def test_a_run_can_be_drawn_while_it_goes_on(run_dir):
+    drawn = plot(run_dir)
+    assert (drawn.returncode, drawn.stderr) == (0, "")
+    paths = [run_dir / "training.png", run_dir / "layers.png"]
+    assert drawn.stdout == "".join(f"plot: {path}\n" for path in paths)
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in paths)
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_plots_name_the_run_and_its_main_settings(run_dir):
+    with figures.seen() as drawn:
+        plot(run_dir)
+    assert len(drawn) == 2
+    for figure in drawn:
+        assert figure.get_suptitle() == (
+            "my-run\nrelu, L1 0.0015, 16 layers of 512 neurons, d_model 128, lr 0.003, "
+            "4,096 tokens a step"
+        )
+
+
+def test_bars_carry_their_values_and_neurons_have_one_axis_from_zero_on(run_dir):
+    with figures.seen() as drawn:
+        plot(run_dir)
+    (loss, nnz), (layers,) = (figure.axes for figure in drawn)
+    mean, largest = figures.labels(layers)[:LAYERS], figures.labels(layers)[LAYERS:]
+    assert mean[:3] == ["0.0 (100.0% zeros)", "0.4 (99.9% zeros)", "22.0 (95.7% zeros)"]
+    assert largest[:3] == ["0", "0", "22"] and largest[-1] == str(D_FF)
+    assert layers.get_xlim() == nnz.get_ylim() and nnz.get_ylim()[0] == 0
+    assert layers.get_xlabel() == nnz.get_ylabel() == "neurons of 512 that fire for a token"
+    shown = [text.get_text() for axes in (loss, nnz) for text in axes.get_legend().get_texts()]
+    assert {"training, last 1.250", "held-out, last 1.500", "unigram baseline 3.125"} < set(shown)
+
+
+def test_a_run_without_a_step_is_one_clear_line(run_dir, tmp_path):
+    (run_dir / "metrics.jsonl").unlink()
+    refused = plot(run_dir)
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        f"error: {run_dir}/metrics.jsonl: holds no step of the run, so there is nothing to draw; "
+        "the run logs every 10 steps (log_every)\n"
+    )
+    refused = plot(tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
+    assert refused.stderr.count("\n") == 1
