@@ -1,4 +1,4 @@
-# make demo   sets up .venv and trains the default model on the CPU
+# make demo   sets up .venv, trains the default model and its dense twin on the CPU, and compares them
 # make test   sets up .venv with the test tools, checks style and types, builds the documentation
 #             and runs all tests
 # make docs   sets up .venv with Sphinx and builds the documentation site in docs/_build/html
