@@ -1,12 +1,19 @@
-"""What the README shows runs, and what it points to exists."""
+"""What the README shows runs, and what it points to exists; so do the commands of all pages."""
 
+import contextlib
+import functools
+import importlib.util
 import json
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, call
+from twell_jax import config
+
 README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -44,3 +51,93 @@ def test_figures_are_those_of_the_records():
     assert len(rows) == 3
     for figure, record in rows:
         assert float(figure) in speedups(ROOT / record)
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_of(page: Path) -> list[str]:
+    """Lines of indented code without comments, continued ones joined, and code inside the text."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).replace(" \\\n", " ")
+    return re.findall(r"^    (\S.*?)(?:  +#.*)?$", text, re.MULTILINE) + re.findall(
+        r"`([^`]+)`", text
+    )
+
+
+def commands() -> list[list[str]]:
+    """The commands on all pages, as a shell splits them."""
+    found = {}
+    for line in [line for page in PAGES for line in code_of(page)]:
+        for part in line.removeprefix(".venv/bin/").split(" && "):
+            with contextlib.suppress(ValueError):  # not for a shell
+                words = shlex.split(part.replace("[--dtype bfloat16]", "--dtype bfloat16"))
+                if words and re.fullmatch(r"python3?|pip|make|twell-(?!jax).*", words[0]):
+                    found[part] = words
+    return list(found.values())
+
+
+@functools.cache
+def help_of(*program: str) -> str:
+    shown = call(*program, "--help")
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+def test_the_pages_have_commands():
+    assert {"python3", "python", "pip", "make", "twell-train"} <= {words[0] for words in commands()}
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_exist_with_their_options(words):
+    match words:
+        case ["make", *targets]:
+            rules = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(targets) <= set(rules)
+        case ["pip", "install", *_] | [_, "-m", "pip", "install", *_]:
+            check_installation(words[words.index("install") + 1 :])
+        case [script, *arguments] if script.startswith("twell-"):
+            module, function = PROJECT["scripts"][script].split(":")
+            assert callable(getattr(importlib.import_module(module), function))
+            check_arguments(["-m", module.removesuffix(".command")], arguments)
+        case [_, "-m", module, *arguments]:
+            assert importlib.util.find_spec(module)
+            if module.split(".")[0] in ("twell_jax", "benchmarks"):
+                check_arguments(["-m", module], arguments)
+        case [_, script, *arguments]:
+            assert (ROOT / script).exists()
+            check_arguments([script], arguments)
+
+
+def check_installation(arguments: list[str]) -> None:
+    for requirement in arguments:
+        assert not requirement.startswith("twell"), "no package index has it"
+        if extras := re.fullmatch(r"\.\[(.*)\]", requirement):
+            assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def check_arguments(program: list[str], arguments: list[str]) -> None:
+    """Options are in the help, and the keys of a configuration can be set so."""
+    options = [word for word in arguments if word.startswith("--")]
+    if options:
+        assert all(option in help_of(*program) for option in options)
+    files = [word for word in arguments if re.fullmatch(r".*\.yaml|tiny", word)]
+    overrides = [word for word in arguments if "=" in word]
+    if files or overrides:
+        config.load(files[0] if files else "tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    "code", [code for code in code_of(ROOT / "README.md") if re.match(r"'?[a-z][\w.]*=", code)]
+)
+def test_settings_can_be_set_as_they_stand(code):
+    config.load("tiny", shlex.split(code.replace("...", "x")))
+
+
+def test_nothing_says_to_install_a_package_that_no_index_has():
+    sources = [
+        path for name in ("twell_jax", "benchmarks", ".ci") for path in (ROOT / name).rglob("*")
+    ]
+    for path in [*PAGES, ROOT / "Makefile", *sources]:
+        if path.suffix in ("", ".py", ".md") and path.is_file():
+            assert not re.search(r"pip install (-\S+ )*['\"]?twell", path.read_text()), path

@@ -142,7 +142,7 @@ class StreamedDocuments(Iterator[str]):
         except ImportError:
             raise ConfigError(
                 "data.source: hf needs the Hugging Face datasets library: "
-                "pip install 'twell-jax[hf]'"
+                "in your clone, pip install -e '.[hf]'"
             ) from None
         try:
             self._dataset = datasets.load_dataset(

@@ -20,7 +20,9 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ModuleNotFoundError as error:
-    needs = "twell_jax.evaluate needs lm-evaluation-harness: pip install 'twell-jax[eval]'"
+    needs = (
+        "twell_jax.evaluate needs lm-evaluation-harness: in your clone, pip install -e '.[eval]'"
+    )
     raise ModuleNotFoundError(f"{needs} ({error})", name=error.name) from None
 
 from twell_jax.inference.generation import ENDED, generate, padded_length

@@ -175,7 +175,7 @@ def _event_writer(directory: Path, step: int) -> Any:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise ConfigError(
-            "tensorboard: needs the package tensorboardX (pip install 'twell-jax[tensorboard]')"
+            "tensorboard: needs tensorboardX: in your clone, pip install -e '.[tensorboard]'"
         ) from None
     # TensorBoard hides events from `purge_step` on that earlier sessions wrote.
     return SummaryWriter(str(directory), purge_step=step + 1)

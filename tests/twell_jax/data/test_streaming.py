@@ -116,5 +116,5 @@ def test_unusable_datasets(make_config, dataset_dir, settings, message):
 
 def test_missing_library_names_the_extra(make_config, dataset_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'twell-jax\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[hf\]'"):
         data.load(make_config(streamed(dataset_dir)))

@@ -13,5 +13,5 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch):
     for name in ("twell_jax.evaluate", "twell_jax.inference.harness"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delattr(inference, "harness", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'twell-jax\[eval\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[eval\]'"):
         importlib.import_module("twell_jax.evaluate")
