@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import row_copies
+from pallas_kernels.hopper.device import gather, row_copies
 from pallas_kernels.hopper.frames import gathered_matmul, job_queue
 
 
@@ -59,3 +59,21 @@ def interpreted(monkeypatch, capsys):
             assert not counts or len(counts) % counts[0] == 0
 
     return run
+
+
+@pytest.fixture
+def rows_in_jax(monkeypatch):
+    """What `gather` does with rows, in JAX, for the interpreter."""
+
+    def load_row(ref, active):
+        zeros = jnp.zeros(ref.shape, ref.dtype)
+        row = jax.lax.cond(active, lambda: ref[...], lambda: zeros)
+        return jnp.pad(row, (0, -row.size % 1024))
+
+    def store_row(ref, row):
+        ref[...] = row[: ref.shape[0]]
+
+    monkeypatch.setattr(gather, "load_row", load_row)
+    monkeypatch.setattr(gather, "store_row", store_row)
+    monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))
+    monkeypatch.setattr(gather, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])

@@ -1,12 +1,15 @@
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.few_tokens import multiply
+from pallas_kernels.hopper import few_tokens
+from pallas_kernels.hopper.device import cluster
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
@@ -115,7 +118,7 @@ def test_gate_multiplies_like_xla(m, d):
     tokens = -(-m // 8) * 8
 
     def kernel(x, w, out):
-        acc = multiply(x, w, jax.lax.axis_index("tile"), tokens=tokens, stages=2)
+        acc = few_tokens.multiply(x, w, jax.lax.axis_index("tile"), tokens=tokens, stages=2)
         out[jax.lax.axis_index("tile")] = acc
 
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -128,6 +131,55 @@ def test_gate_multiplies_like_xla(m, d):
     reference = np.asarray(x, np.float64) @ np.asarray(w_gate, np.float64).T
     assert relative_error(product[:m], reference) < 1e-5
     assert not np.any(product[m:])
+
+
+SHARES = 8  # blocks of a cluster
+
+
+def collect_share(gate_ref, share, entries_ref, counts_ref):
+    """What `few_tokens.collect_share` does, for the interpreter; after the share comes a NaN."""
+    gate = gate_ref[...]
+    is_entry = gate != 0
+    rank = jnp.cumsum(is_entry) - 1
+    place = jnp.where(is_entry & (rank % SHARES == share), rank // SHARES, entries_ref.size)
+    bits = jax.lax.bitcast_convert_type(gate, jnp.uint16).astype(jnp.uint32)
+    words = jnp.arange(gate.size, dtype=jnp.uint32) | bits << 16
+    nan = jax.lax.bitcast_convert_type(jnp.array(jnp.nan, gate.dtype), jnp.uint16)
+    unused = jnp.full(entries_ref.shape, nan, jnp.uint32) << 16
+    entries_ref[...] = unused.at[place].set(words, mode="drop")
+    return jnp.sum(is_entry, dtype=jnp.int32)
+
+
+def exchange_parts(y_part, l1_part, block, y_parts_ref, l1_parts_ref, _, *, board, meeting):
+    """What the blocks of a cluster do by `send_parts` and `wait_for_parts`, for the interpreter."""
+
+    def exchange(y, l1, block):
+        board[int(block)] = np.asarray(y).reshape(SHARES, -1), np.asarray(l1)
+        meeting.wait(timeout=60)  # all have sent
+        y_parts = np.stack([board[sender][0][block] for sender in range(SHARES)])
+        l1_parts = np.stack([board[sender][1] for sender in range(SHARES)])
+        meeting.wait(timeout=60)  # all have received
+        return y_parts, l1_parts
+
+    shapes = [
+        jax.ShapeDtypeStruct(ref.shape, jnp.float32) for ref in (y_parts_ref, l1_parts_ref)
+    ]
+    y_parts_ref[...], l1_parts_ref[...] = io_callback(exchange, shapes, y_part, l1_part, block)
+
+
+def test_interpreted(rows_in_jax, monkeypatch):
+    exchange = functools.partial(exchange_parts, board={}, meeting=threading.Barrier(SHARES))
+    monkeypatch.setattr(few_tokens, "collect_share", collect_share)
+    monkeypatch.setattr(few_tokens, "prefetch_rows", lambda *_: None)
+    monkeypatch.setattr(cluster, "expect_parts", lambda *_: None)
+    monkeypatch.setattr(cluster, "send_parts", exchange)
+    monkeypatch.setattr(cluster, "wait_for_parts", lambda _: None)
+    monkeypatch.setattr(plgpu, "griddepcontrol_wait", lambda: None)
+    monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
+    x, *weights = draw(2, 192, 128, 0.2, jnp.bfloat16)
+    operands = (x.at[1].set(0), *weights)  # no neuron fires for token 1
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        assert_matches(hopper(*operands), *operands)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import fused_ffn as fused
-from pallas_kernels.hopper.device import gather, lists
+from pallas_kernels.hopper.device import lists
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
 from tests import seeds
@@ -94,46 +93,29 @@ def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
     assert jnp.all(jnp.isfinite(y.astype(jnp.float32)))
 
 
-@pytest.fixture
-def steps_in_jax(monkeypatch):
-    """Replaces the inline steps by pure-JAX equivalents, for the interpreter."""
+def collect_entries(packed_ref, entries_ref):
+    """What `fused.collect_entries` does, for the interpreter."""
+    tiles = packed_ref[...]
+    counts, words = tiles[:, :1].astype(jnp.int32), tiles[:, 1:]
+    stored = (jnp.arange(words.shape[1]) < counts).ravel()
+    order = jnp.argsort(~stored, stable=True)
+    entries_ref[: words.size] = words.ravel()[order]
+    total = counts.sum()
+    is_heavy = jnp.any(counts > words.shape[1]) | (total > twell.MAX_ROW_ENTRIES)
+    return jnp.where(is_heavy, ~total, total)
 
-    def padded(row):
-        return jnp.pad(row, (0, -row.size % 1024))
 
-    def load_row(ref, active):
-        zeros = jnp.zeros(ref.shape, ref.dtype)
-        return padded(lax.cond(active, lambda: ref[...], lambda: zeros))
-
-    def store_row(ref, row):
-        ref[...] = row[: ref.shape[0]]
-
-    def collect_entries(packed_ref, entries_ref):
-        tiles = packed_ref[...]
-        counts, words = tiles[:, :1].astype(jnp.int32), tiles[:, 1:]
-        stored = (jnp.arange(words.shape[1]) < counts).ravel()
-        n = words.size
-        order = jnp.argsort(~stored, stable=True)
-        entries_ref[:n] = words.ravel()[order]
-        total = counts.sum()
-        is_heavy = jnp.any(counts > words.shape[1]) | (total > twell.MAX_ROW_ENTRIES)
-        return jnp.where(is_heavy, ~total, total)
-
-    def append(length_ref, n, _):
-        place = length_ref[0]
-        length_ref[0] = place + n
-        return place
-
-    monkeypatch.setattr(gather, "load_row", load_row)
-    monkeypatch.setattr(gather, "store_row", store_row)
-    monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))
-    monkeypatch.setattr(gather, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])
-    monkeypatch.setattr(fused, "collect_entries", collect_entries)
-    monkeypatch.setattr(lists, "append", append)
+def append(length_ref, n, _):
+    """What `lists.append` does, for the interpreter."""
+    place = length_ref[0]
+    length_ref[0] = place + n
+    return place
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_interpreted(steps_in_jax, gated):
+def test_interpreted(rows_in_jax, monkeypatch, gated):
+    monkeypatch.setattr(fused, "collect_entries", collect_entries)
+    monkeypatch.setattr(lists, "append", append)
     x, gate, w_up, w_down = draw(8, 192, 384, 7, jnp.bfloat16)
     gate = gate.at[2].set(0).at[3, 256 : 256 + CAPACITY + 1].set(1)
     x = x.at[5, 17].set(jnp.inf).at[3, 190].set(jnp.nan)
@@ -209,9 +191,8 @@ def test_matches_dense(m, d, h, nnz, dtype):
 def test_non_gated_matches_dense():
     x, gate, _, w_down = draw(65, 2048, 5632, 29, jnp.bfloat16)
     y, nnz, l1, _ = run(x, twell.pack(gate), None, w_down)
-    assert (
-        relative_error(y, np.asarray(gate, np.float64) @ np.asarray(w_down, np.float64)) < ROUNDING
-    )
+    expected = np.asarray(gate, np.float64) @ np.asarray(w_down, np.float64)
+    assert relative_error(y, expected) < ROUNDING
     np.testing.assert_array_equal(nnz, np.sum(np.asarray(gate) != 0, axis=1))
     assert relative_error(l1, np.sum(np.asarray(gate, np.float64), axis=1)) < 1e-5
 
@@ -224,7 +205,7 @@ def test_rows_at_and_past_the_limits_and_not_finite():
     column = jnp.arange(5632)
     gate = gate.at[full].set((column % 256 < CAPACITY) & (column < 4 * 256))
     gate = gate.at[longest].set(column % 44 == 0).at[long].set(column % 44 == 1)
-    gate = gate.at[long, 0].set(1).at[heavy, -CAPACITY - 1 :].set(1)
+    gate = gate.at[long, 0].set(1).at[heavy].set(column >= 5632 - CAPACITY - 1)
     gate = gate.at[empty].set(0).at[dense_row].set(1)
     packed = twell.pack(gate)
     packed = packed.at[empty, :, 1:].set(0xFFFFFFFF)  # words past the count are unspecified
