@@ -7,6 +7,7 @@ ROUNDING = 2.0**-8
 
 
 def relative_error(out, ref) -> float:
-    """Zero where both are zero, infinite where only the reference is."""
+    """Of two arrays of one shape: zero if both are zero, huge if only the reference is."""
     out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    assert out.shape == ref.shape
     return np.linalg.norm(out - ref) / max(np.linalg.norm(ref), np.finfo(float).tiny)

@@ -1,4 +1,4 @@
-"""Gates as tile unions, and the plan of them, from one compiled program."""
+"""Pre-activations, and their gates as tile unions with the plan, from one compiled program."""
 
 import dataclasses
 
@@ -8,6 +8,14 @@ import numpy as np
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import Plan
+from tests import seeds
+
+
+def pre_activations(m, h, density) -> np.ndarray:
+    """float32 `[m, h]`, far from zero, of which about a share `density` is positive."""
+    rng = seeds.rng()
+    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
+    return np.where(rng.random((m, h)) < density, z, -z)
 
 
 @jax.jit

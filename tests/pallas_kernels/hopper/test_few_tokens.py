@@ -161,9 +161,7 @@ def exchange_parts(y_part, l1_part, block, y_parts_ref, l1_parts_ref, _, *, boar
         meeting.wait(timeout=60)  # all have received
         return y_parts, l1_parts
 
-    shapes = [
-        jax.ShapeDtypeStruct(ref.shape, jnp.float32) for ref in (y_parts_ref, l1_parts_ref)
-    ]
+    shapes = [jax.ShapeDtypeStruct(ref.shape, jnp.float32) for ref in (y_parts_ref, l1_parts_ref)]
     y_parts_ref[...], l1_parts_ref[...] = io_callback(exchange, shapes, y_part, l1_part, block)
 
 

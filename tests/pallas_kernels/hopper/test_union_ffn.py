@@ -14,7 +14,7 @@ from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
-from tests.pallas_kernels.planned import planned
+from tests.pallas_kernels.planned import planned, pre_activations
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density
@@ -29,8 +29,7 @@ def draw(m, d, h, density, gated, dtype):
     """(x, gate, w_up, w_down, plan) and the dense gate. Three tokens fire everywhere, to leave the
     unions; gates that nothing may read are NaN; the work list is as short as it can be."""
     rng = seeds.rng()
-    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
-    z = np.where(rng.random((m, h)) < density, z, -z)
+    z = pre_activations(m, h, density)
     dense = rng.permutation(m)[:3]
     z[dense] = np.abs(z[dense])
     arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]

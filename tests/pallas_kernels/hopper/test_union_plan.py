@@ -12,18 +12,13 @@ from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
+from tests.pallas_kernels.planned import pre_activations
 
 pack = jax.jit(tile_union.pack, static_argnums=1)
 PLANNERS = [
     pytest.param(REFERENCE.union_plan, id="reference"),
     pytest.param(union_plan, marks=pytest.mark.gpu, id="union_plan"),
 ]
-
-
-def pre_activations(m, h, density):
-    rng = seeds.rng()
-    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
-    return np.where(rng.random((m, h)) < density, z, -z)
 
 
 def run(planner, x, gate, masks, counts, **options):

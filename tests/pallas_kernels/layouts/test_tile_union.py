@@ -5,14 +5,7 @@ import pytest
 
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
-from tests import seeds
-
-
-def pre_activations(m, h, density):
-    rng = seeds.rng()
-    z = rng.uniform(0.1, 9, (m, h)).astype(np.float32)
-    return np.where(rng.random((m, h)) < density, z, -z)
-
+from tests.pallas_kernels.planned import pre_activations
 
 pack = jax.jit(tile_union.pack, static_argnums=1)
 unpack = jax.jit(tile_union.unpack, static_argnums=2)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import seeds
+from tests.errors import relative_error
 from twell_jax import sparse_ffn
 from twell_jax.ffn import api
 
@@ -81,12 +82,6 @@ def call(inputs, **options):
     return sparse_ffn(**{"w_gate": None, **inputs}, **options)
 
 
-def error(out, expected):
-    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
-    assert out.shape == expected.shape
-    return np.linalg.norm(out - expected) / np.linalg.norm(expected)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("bias", [False, True])
@@ -96,9 +91,9 @@ def test_output_and_l1_match_float64(gated, bias, activation, dtype):
     y, stats = call(inputs, activation=activation)
     expected = reference(inputs, activation)
     assert y.dtype == dtype
-    assert error(y, expected["y"]) < TOLERANCE[dtype]
+    assert relative_error(y, expected["y"]) < TOLERANCE[dtype]
     assert stats.l1.dtype == jnp.float32
-    assert error(stats.l1, expected["l1"]) < TOLERANCE[dtype]
+    assert relative_error(stats.l1, expected["l1"]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +127,7 @@ def test_gradients_match_float64(gated, activation):
     expected = reference_gradient(inputs, activation, dy, 2.5)
     assert set(grads) == set(expected)
     for name, grad in grads.items():
-        assert error(grad, expected[name]) < 1e-5, name
+        assert relative_error(grad, expected[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -143,7 +138,7 @@ def test_gradients_in_half_precision(dtype):
     expected = reference_gradient(inputs, "relu", np.asarray(dy, np.float64), 0.5)
     for name, grad in grads.items():
         assert grad.dtype == dtype
-        assert error(grad, expected[name]) < 4 * TOLERANCE[dtype], name
+        assert relative_error(grad, expected[name]) < 4 * TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
@@ -153,7 +148,7 @@ def test_gradients_under_jit_and_checkpoint(transform):
     grads = jax.grad(transform(loss))(inputs, dy, 1.5)
     expected = reference_gradient(inputs, "relu", dy, 1.5)
     for name, grad in grads.items():
-        assert error(grad, expected[name]) < 1e-5, name
+        assert relative_error(grad, expected[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
@@ -173,11 +168,11 @@ def test_vmap_is_a_loop():
     grads = jax.vmap(jax.grad(loss), in_axes=(0, None, None))(stacked, dy, 1.5)
     for i, inputs in enumerate(experts):
         expected = reference(inputs, "relu")
-        assert error(y[i], expected["y"]) < 1e-5
+        assert relative_error(y[i], expected["y"]) < 1e-5
         assert stats.max_nnz[i] == expected["max_nnz"]
         np.testing.assert_array_equal(stats.fired[i], expected["fired"])
         for name, value in reference_gradient(inputs, "relu", dy, 1.5).items():
-            assert error(grads[name][i], value) < 1e-5, name
+            assert relative_error(grads[name][i], value) < 1e-5, name
 
 
 def make_mesh(axis_type):
@@ -205,11 +200,11 @@ def test_shard_map_over_tokens_equals_one_device():
     gradient = jax.grad(sharded_loss, argnums=(0, 1), has_aux=True)
     (dx, dweights), (y, l1, max_nnz) = gradient(x, weights)
     expected = reference({"x": x, **weights}, "relu")
-    assert error(y, expected["y"]) < 1e-5
-    assert error(l1, expected["l1"]) < 1e-5
+    assert relative_error(y, expected["y"]) < 1e-5
+    assert relative_error(l1, expected["l1"]) < 1e-5
     assert max_nnz == expected["max_nnz"]
     for name, value in reference_gradient({"x": x, **weights}, "relu", dy, 1.5).items():
-        assert error({"x": dx, **dweights}[name], value) < 1e-5, name
+        assert relative_error({"x": dx, **dweights}[name], value) < 1e-5, name
 
 
 @pytest.mark.parametrize(
@@ -226,12 +221,12 @@ def test_sharded_jit_equals_one_device(axis_type, weight_spec):
     y, stats = jax.jit(call)(placed)
     grads = jax.jit(jax.grad(loss))(placed, dy, 1.5)
     expected = reference(inputs, "relu")
-    assert error(y, expected["y"]) < 1e-5
-    assert error(stats.l1, expected["l1"]) < 1e-5
+    assert relative_error(y, expected["y"]) < 1e-5
+    assert relative_error(stats.l1, expected["l1"]) < 1e-5
     assert stats.max_nnz == expected["max_nnz"]
     np.testing.assert_array_equal(stats.fired, expected["fired"])
     for name, value in reference_gradient(inputs, "relu", dy, 1.5).items():
-        assert error(grads[name], value) < 1e-5, name
+        assert relative_error(grads[name], value) < 1e-5, name
 
 
 def cancelling(n, dtype):
