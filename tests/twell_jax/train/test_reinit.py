@@ -1,5 +1,8 @@
 """Re-initialisation of dead neurons: their gates and moments, and nothing else."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,25 +73,59 @@ def test_dead_gates_are_drawn_anew_and_their_moments_forgotten(gated, gate):
         assert not after[name][dead].any() and np.all(after[name][~dead] == 1)
 
 
-def test_a_dead_neuron_can_fire_again_and_the_draw_follows_from_seed_and_step():
-    run = settings()
+@functools.cache  # compiled once for all tests that use it
+def trainer_of(seed):
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        trainer = Trainer(run, 256, mesh)
-        tokens = seeds.rng().integers(0, 256, (4, 33), dtype=np.int32)
+    return Trainer(settings(seed=seed), 256, mesh)
 
-        def silenced():
-            state = trainer.init()
-            gate = state.params["blocks"]["mlp"]["w_gate"]
-            gate[...] = gate[...].at[1, 7].set(0)  # relu(0) never fires, and has no gradient
-            for _ in range(3):
-                state, metrics = trainer.step(state, trainer.put_batch(tokens), 0.0)
-            assert metrics.dead[1] >= 1 / D_FF and state.idle_steps[1, 7] == 3
-            return trainer.reinitialise(state)
 
-        state, again = silenced(), silenced()
-        assert state.idle_steps[1, 7] == 0 and state.step == 3
-        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
-            np.testing.assert_array_equal(a, b)
+def idle_for(trainer, steps, step=0):
+    """A state after `step` steps, in which the neurons have been idle for `steps`."""
+    idle = jnp.broadcast_to(jnp.asarray(steps, jnp.int32), (LAYERS, D_FF))
+    return dataclasses.replace(trainer.init(), step=jnp.int32(step), idle_steps=idle)
+
+
+def gates(state):
+    return np.asarray(state.params["blocks"]["mlp"]["w_gate"])
+
+
+def test_a_neuron_is_dead_from_the_end_of_the_window_on():
+    trainer, window = trainer_of(0), 2  # of 256 tokens: two batches
+    steps = np.arange(D_FF) % 5
+    with jax.set_mesh(trainer.mesh):
+        before = gates(trainer.init())
+        state = trainer.reinitialise(idle_for(trainer, steps, step=7))
+    changed = np.any(gates(state) != before, axis=-1)
+    np.testing.assert_array_equal(changed, [steps >= window] * LAYERS)
+    np.testing.assert_array_equal(state.idle_steps, [steps * (steps < window)] * LAYERS)
+    assert state.step == 7
+
+
+def test_the_draw_follows_from_the_seed_and_the_step():
+    def drawn(seed, step):
+        trainer = trainer_of(seed)
+        with jax.set_mesh(trainer.mesh):
+            return gates(trainer.reinitialise(idle_for(trainer, 9, step)))
+
+    first = drawn(0, 3)
+    np.testing.assert_array_equal(drawn(0, 3), first)
+    for other in (drawn(0, 4), drawn(1, 3)):
+        assert (other != first).mean() > 0.9
+
+
+def test_a_dead_neuron_can_fire_again():
+    trainer, tokens = trainer_of(0), seeds.rng().integers(0, 256, (4, 33), dtype=np.int32)
+
+    def idle_after_a_step(state):
         state, _ = trainer.step(state, trainer.put_batch(tokens), 0.0)
-        assert state.idle_steps[1, 7] == 0  # it fired
+        return state, state.idle_steps[1, 7]
+
+    with jax.set_mesh(trainer.mesh):
+        state = trainer.init()
+        gate = state.params["blocks"]["mlp"]["w_gate"]
+        gate[...] = gate[...].at[1, 7].set(0)  # relu(0) never fires, and has no gradient
+        for step in (1, 2, 3):
+            state, idle = idle_after_a_step(state)
+            assert idle == step
+        _, idle = idle_after_a_step(trainer.reinitialise(state))
+        assert idle == 0
