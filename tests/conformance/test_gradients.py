@@ -110,6 +110,19 @@ def test_sparse_gradients(back_end, m, every, threshold, capacity, fits, gated):
     assert overflow == (not fits)
 
 
+@pytest.mark.parametrize("feature", [5, -1])  # the last shuts all gates of the token
+def test_sparse_gradients_hide_no_token_that_is_not_finite(back_end, feature):
+    operands = draw(300, 128, 384)
+    operands[0] = operands[0].at[7, feature].set(jnp.inf)
+    kernels = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
+    ours, _, stats = unzip(jax.jit(functools.partial(gradients, kernels))(operands, 1.0))
+    dense, *_ = unzip(dense_gradients(operands, 1.0))
+    for array, reference in zip(*map(jax.tree.leaves, (ours, dense)), strict=True):
+        assert not np.any(np.isfinite(array) & ~np.isfinite(reference))
+    assert np.isfinite(np.delete(ours[0], 7, axis=0)).all()  # the other tokens' own gradients
+    assert stats.overflow == 1
+
+
 def compile_over(mesh, operands, tokens, weights):
     """Asserts that sparse gradients and outputs over the mesh are dense float32 ones on one device.
 

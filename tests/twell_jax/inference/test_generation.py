@@ -1,10 +1,13 @@
 """Continued token sequences against the forward pass, and text as it is streamed."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import ENDED, GREEDY, generate, stream_text
@@ -55,7 +58,18 @@ def test_a_seed_decides(model):
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
-    assert (first[:, 0] != first[:, 1]).any()
+
+
+def test_every_token_is_drawn_for_itself():
+    model = Transformer(ModelConfig(**MODEL), rngs=nnx.Rngs(0))
+    model.embed.embedding[...] = jnp.zeros_like(model.embed.embedding[...])
+    prompts, steps = [[1]] * 4, 20  # all alike, and every token is as likely as any other
+    tokens = np.array(list(generate(model, prompts, max_tokens=steps, seed=seeds.integer())))
+    others = np.array(list(generate(model, prompts, max_tokens=steps, seed=seeds.integer())))
+    drawn = np.concatenate([tokens, others], axis=1)
+    for draws in (drawn, drawn.T):  # of each step, of each sequence
+        for a, b in itertools.combinations(draws, 2):
+            assert np.mean(a == b) < 0.5
 
 
 def test_stop_tokens_end_each_sequence_by_itself(model):
