@@ -157,6 +157,16 @@ def test_fsdp_splits_parameters_and_moments(batches):
         assert leaf.addressable_shards[0].data.size * 8 == leaf.size
 
 
+def test_the_state_is_consumed_so_that_there_is_memory_for_one(batches):
+    trainer = trainer_on(1, micro_batch=4)
+    with jax.set_mesh(trainer.mesh):
+        first = trainer.init()
+        second, _ = trainer.step(first, trainer.put_batch(batches[0]), L1)
+        trainer.reinitialise(second)
+    for state in (first, second):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
 def reference_loss(params, batch, l1_coefficient):
     """CE and loss of a whole batch by the model alone, on one device, without any machinery."""
     graph = nnx.graphdef(Transformer(settings().model, rngs=nnx.Rngs(0)))

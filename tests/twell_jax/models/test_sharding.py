@@ -1,0 +1,35 @@
+"""How activations lie on a mesh."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests import seeds
+from twell_jax.models import sharding
+
+
+def split(mesh, sequences, axis):
+    """What `split_batch` makes of activations that are split along d_model over `axis`."""
+    x = seeds.rng().standard_normal((sequences, 3, 16))
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, None, axis)))
+    with jax.set_mesh(mesh):
+        y = jax.jit(sharding.split_batch)(placed)
+    np.testing.assert_array_equal(y, placed)
+    return y.sharding, placed.sharding
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (8, 1)])
+def test_the_batch_is_split_over_all_devices(shape):
+    mesh = sharding.make_mesh(shape, jax.devices("cpu")[:8])
+    found, _ = split(mesh, 16, "fsdp")
+    assert found.is_equivalent_to(sharding.of_batch(mesh), 3)
+
+
+def test_a_batch_that_does_not_divide_and_another_mesh_are_left_to_xla():
+    devices = jax.devices("cpu")[:8]
+    other = jax.make_mesh((8,), ("x",), (AxisType.Auto,), devices=devices)
+    for case in ((sharding.make_mesh((2, 4), devices), 12, "fsdp"), (other, 8, "x")):
+        found, given = split(*case)
+        assert found.is_equivalent_to(given, 3)
