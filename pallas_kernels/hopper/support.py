@@ -25,13 +25,13 @@ def unsupported(w: jax.Array) -> str | None:
     Args:
       w: `[H, D]`, any of the block's weights.
     """
+    kind, is_hopper = _device()
+    if not is_hopper:  # other weights would not help
+        return f"it needs a Hopper GPU, got {kind}"
     try:
         check_weight("w_down", w)
     except ValueError as error:
         return str(error)
-    kind, is_hopper = _device()
-    if not is_hopper:
-        return f"it needs a Hopper GPU, got {kind}"
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if flag.lower() in _CONCURRENT:
             return f"its kernels must run one after the other: take {flag} out of XLA_FLAGS"

@@ -149,13 +149,15 @@ def compile_over(mesh, operands, tokens, weights):
     return compiled.as_text()
 
 
-def make_mesh(shape, axes, platform="cpu"):
+def make_mesh(shape, axes, platform="cpu", axis_type=AxisType.Auto):
     devices = jax.devices(platform)[: math.prod(shape)]
-    return jax.make_mesh(shape, axes, len(axes) * (AxisType.Auto,), devices=devices)
+    return jax.make_mesh(shape, axes, len(axes) * (axis_type,), devices=devices)
 
 
-def test_sparse_gradients_over_a_mesh(reference_kernels):
-    compile_over(make_mesh((2, 2), TOKENS[0]), draw(4 * 200, 128, 256), TOKENS, COLUMNS)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sparse_gradients_over_a_mesh(reference_kernels, axis_type):
+    mesh = make_mesh((2, 2), TOKENS[0], axis_type=axis_type)
+    compile_over(mesh, draw(4 * 200, 128, 256), TOKENS, COLUMNS)
 
 
 @pytest.mark.parametrize(

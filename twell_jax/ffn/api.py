@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import dispatch, mosaic, partition, xla
@@ -26,14 +27,14 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def sparse_ffn(
-    x: jax.Array,
-    w_gate: jax.Array | None,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    x: ArrayLike,
+    w_gate: ArrayLike | None,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
     *,
-    b_gate: jax.Array | None = None,
-    b_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
     activation: Activation = "relu",
     implementation: Implementation | None = None,
     packing: Packing | None = None,
@@ -42,6 +43,8 @@ def sparse_ffn(
     gradient_capacity: float = 0.5,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
+
+    Operands may be anything that `jnp.asarray` takes, such as NumPy arrays and `nnx.Param`s.
 
     Args:
       x: `[..., D]` tokens; bfloat16, float16 or float32.
@@ -67,11 +70,12 @@ def sparse_ffn(
         without the kernels, and `FFNStats.overflow` is 1. `twell_jax.ffn.RESIDUALS` names what the
         forward keeps, for policies of `jax.checkpoint`.
 
-    On a mesh (of automatic axes) the kernels of each device take its share of the tokens. If an
-    axis is named "tensor", they take its share of the neurons too: shard the first axis of the
-    weights over it. One all-reduce sums y, another the gradient of x. Weights that are sharded in
-    another way are gathered. Under `vmap` the kernels run one call after the other; if nothing asks
-    for kernels, XLA maps calls of fewer than 1024 tokens.
+    On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
+    they take its share of the neurons too: shard the first axis of the weights over it. One
+    all-reduce sums y, another the gradient of x. Weights that are sharded in another way are
+    gathered. Explicit axes of the mesh that is set are left to XLA; y is then sharded as x, and the
+    statistics are on every device. Under `vmap` the kernels run one call after the other; if
+    nothing asks for kernels, XLA maps calls of fewer than 1024 tokens.
 
     Returns:
       y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32. "xla"
@@ -88,22 +92,28 @@ def sparse_ffn(
       >>> y.shape, int(stats.max_nnz)
       ((4, 8), 32)
     """
-    weights, biases = Weights(w_gate, w_up, w_down), Biases(b_gate, b_up, b_down)
     request = _request(implementation, packing, gradients)
-    _check_operands(x, weights, biases, activation)
-    _check_numbers(expected_nnz, gradient_capacity, len(w_down))
-    algorithm = _select(x, weights, biases, activation, expected_nnz, request).rule.algorithm
-    if algorithm == "dense":
-        return xla.ffn(x, weights, biases, activation=activation)
-    kernels, why = dispatch.back_end(w_down)
-    assert kernels is not None, why  # the rule would have been excluded
-    if algorithm == "unions" and gradients == "sparse":
-        compute = mosaic.sparse_gradients(kernels, gradient_capacity)
-    else:
-        few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
-        compute = mosaic.dense_gradients(kernels, algorithm, few_under_vmap)
-    y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
-    return y.reshape(x.shape), stats
+    x = jnp.asarray(x)
+    weights = Weights(*map(_array, (w_gate, w_up, w_down)))
+    biases = Biases(*map(_array, (b_gate, b_up, b_down)))
+    _check_operands(x, weights, biases)
+    check_options(len(weights.down), activation, expected_nnz, gradient_capacity)
+
+    def serve(x: jax.Array, weights: Weights, biases: Biases) -> tuple[jax.Array, FFNStats]:
+        algorithm = _select(x, weights, biases, activation, expected_nnz, request).rule.algorithm
+        if algorithm == "dense":
+            return xla.ffn(x, weights, biases, activation=activation)
+        kernels, why = dispatch.back_end(weights.down)
+        assert kernels is not None, why  # the rule would have been excluded
+        if algorithm == "unions" and gradients == "sparse":
+            compute = mosaic.sparse_gradients(kernels, gradient_capacity)
+        else:
+            few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
+            compute = mosaic.dense_gradients(kernels, algorithm, few_under_vmap)
+        y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
+        return y.reshape(x.shape), stats
+
+    return partition.left_to_xla(serve, x, weights, biases)
 
 
 def explain(*operands: Any, **options: Any) -> str:
@@ -128,9 +138,48 @@ def explain(*operands: Any, **options: Any) -> str:
     weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down")))
     biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
     request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
-    _check_operands(x, weights, biases, activation)
-    _check_numbers(expected_nnz, given["gradient_capacity"], len(weights.down))
+    _check_operands(x, weights, biases)
+    check_options(len(weights.down), activation, expected_nnz, given["gradient_capacity"])
     return str(_select(x, weights, biases, activation, expected_nnz, request))
+
+
+def check_words(
+    implementation: Any, packing: Any, gradients: Any, named_by: str = "implementation"
+) -> None:
+    """Raises ValueError if one of the words is unknown; `named_by` named the implementation."""
+    for argument, value, choices in (
+        (named_by, implementation, Implementation),
+        ("packing", packing, Packing),
+        ("gradients", gradients, Gradients),
+    ):
+        if value is not None and value not in get_args(choices):
+            names = ", ".join(map(repr, get_args(choices)))
+            raise ValueError(f"{argument} must be {names} or None, got {value!r}")
+
+
+def check_options(
+    h: int, activation: Any, expected_nnz: float | None, gradient_capacity: float
+) -> None:
+    """Raises ValueError if one of these cannot be had for H neurons."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    if expected_nnz is not None and not 0 <= expected_nnz <= h:
+        raise ValueError(f"expected_nnz must be from 0 to {h}, got {expected_nnz}")
+    if not 0 < gradient_capacity <= 1:
+        raise ValueError(
+            f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
+        )
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError unless the block can be computed in `dtype`; `name` is what has it."""
+    try:
+        is_known = jnp.dtype(dtype) in _DTYPES
+    except TypeError:
+        is_known = False
+    if not is_known:
+        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
+        raise ValueError(f"{name} must be one of {names}, got {dtype}")
 
 
 def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
@@ -142,15 +191,12 @@ def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
     named_by = "implementation"
     if implementation is None and _VARIABLE in os.environ:
         named_by, implementation = _VARIABLE, os.environ[_VARIABLE]
-    for argument, value, choices in (
-        (named_by, implementation, Implementation),
-        ("packing", packing, Packing),
-        ("gradients", gradients, Gradients),
-    ):
-        if value is not None and value not in get_args(choices):
-            names = ", ".join(map(repr, get_args(choices)))
-            raise ValueError(f"{argument} must be {names} or None, got {value!r}")
+    check_words(implementation, packing, gradients, named_by)
     return Request(implementation, packing, gradients, named_by)
+
+
+def _array(operand: Any) -> Any:
+    return None if operand is None else jnp.asarray(operand)
 
 
 def _select(
@@ -179,21 +225,8 @@ def _select(
     return dispatch.select(case, request)
 
 
-def _check_numbers(expected_nnz, gradient_capacity, h):
-    if expected_nnz is not None and not 0 <= expected_nnz <= h:
-        raise ValueError(f"expected_nnz must be from 0 to {h}, got {expected_nnz}")
-    if not 0 < gradient_capacity <= 1:
-        raise ValueError(
-            f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
-        )
-
-
-def _check_operands(x, weights, biases, activation):
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
-    if x.dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
-        raise ValueError(f"x must be one of {names}, got {x.dtype}")
+def _check_operands(x, weights, biases):
+    check_dtype("x", x.dtype)
     if x.ndim < 1 or 0 in x.shape:
         raise ValueError(f"x must be [..., D] with at least one token, got {list(x.shape)}")
     if weights.gate is None and biases.gate is not None:

@@ -4,9 +4,11 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
+from twell_jax.ffn import api
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
@@ -38,12 +40,16 @@ class SparseMLP(nnx.Module):
       gated: whether there is a gate projection.
       activation: "relu", or "silu" for the dense twin.
       use_bias: adds `b_gate` (if gated) and `b_up` `[H]`, and `b_down` `[D]`.
-      dtype: dtype of the computation; None takes that of the input.
-      param_dtype: dtype of the parameters.
+      dtype: dtype of the computation: bfloat16, float16 or float32. None takes that of the input,
+        and where the input is integers, that of the parameters.
+      param_dtype: dtype of the parameters, a floating-point one.
       up_init: initialiser of `w_gate` and `w_up`, for the shape `[H, D]`.
       down_init: initialiser of `w_down`, for the shape `[H, D]`.
       implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
       rngs: source of the initial weights.
+
+    Raises:
+      ValueError: an argument is none of these.
     """
 
     def __init__(
@@ -65,6 +71,15 @@ class SparseMLP(nnx.Module):
         gradient_capacity: float = 0.5,
         rngs: nnx.Rngs,
     ):
+        _check_size("d_model", d_model)
+        _check_size("d_ff", d_ff)
+        api.check_words(implementation, packing, gradients)
+        api.check_options(d_ff, activation, expected_nnz, gradient_capacity)
+        if dtype is not None:
+            api.check_dtype("dtype", dtype)
+        if not _is_floating(param_dtype):
+            raise ValueError(f"param_dtype must be a floating-point dtype, got {param_dtype}")
+
         def param(init, shape, axes):
             # Not sharded eagerly, because the module must also work without a mesh.
             value = init(rngs.params(), shape, param_dtype)
@@ -87,21 +102,21 @@ class SparseMLP(nnx.Module):
 
     @overload
     def __call__(
-        self, x: jax.Array, *, return_stats: Literal[False] = ..., gradients: Gradients | None = ...
+        self, x: ArrayLike, *, return_stats: Literal[False] = ..., gradients: Gradients | None = ...
     ) -> jax.Array: ...
 
     @overload
     def __call__(
-        self, x: jax.Array, *, return_stats: Literal[True], gradients: Gradients | None = ...
+        self, x: ArrayLike, *, return_stats: Literal[True], gradients: Gradients | None = ...
     ) -> tuple[jax.Array, FFNStats]: ...
 
     def __call__(
-        self, x: jax.Array, *, return_stats: bool = False, gradients: Gradients | None = None
+        self, x: ArrayLike, *, return_stats: bool = False, gradients: Gradients | None = None
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
         """Applies the block.
 
         Args:
-          x: `[..., D]`.
+          x: `[..., D]`, anything that `jnp.asarray` takes.
           return_stats: return the statistics, too.
           gradients: overrides the module's own `gradients`; None does not.
 
@@ -111,7 +126,9 @@ class SparseMLP(nnx.Module):
         Raises:
           ValueError, CannotServe: see `sparse_ffn`.
         """
-        dtype = self.dtype or x.dtype
+        x = jnp.asarray(x)
+        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        dtype = self.dtype or (x if is_inexact else self.w_up[...]).dtype
 
         def cast(param):
             return None if param is None else param[...].astype(dtype)
@@ -133,3 +150,15 @@ class SparseMLP(nnx.Module):
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
         return (y, stats) if return_stats else y
+
+
+def _check_size(name: str, size: int) -> None:
+    if not isinstance(size, int | np.integer) or size < 1:
+        raise ValueError(f"{name} must be a positive integer, got {size!r}")
+
+
+def _is_floating(dtype: DTypeLike) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        return False

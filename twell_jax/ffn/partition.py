@@ -77,6 +77,29 @@ def over_mesh(function: Callable, inputs: Any, outputs: Any) -> Callable:
     return split
 
 
+def left_to_xla(function: Callable, x: jax.Array, *operands: Any) -> Any:
+    """`function(x, *operands)`, a pair, computed with the explicit axes of the mesh left to XLA.
+
+    The first of the pair is sharded as x is, the second is the same on all devices.
+
+    Raises:
+      ValueError: one of the operands is sharded over explicit axes that cannot be left to XLA.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes and not mesh.manual_axes:
+        shardings = jax.typeof(x).sharding.spec, PartitionSpec()
+        function = jax.sharding.auto_axes(function, out_sharding=shardings, axes=mesh.explicit_axes)
+    else:
+        for operand in jax.tree.leaves(operands):
+            sharding = jax.typeof(operand).sharding
+            if any(sharding.spec):
+                raise ValueError(
+                    f"weights are sharded as {sharding.spec} over explicit axes of a mesh: call it "
+                    "inside jax.set_mesh(mesh), but outside shard_map"
+                )
+    return function(x, *operands)
+
+
 def sequential_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:
     """`function`, but `vmap` runs it one call after the other, or maps `few` if calls are small.
 
@@ -119,8 +142,8 @@ def unsupported(tokens: int, neurons: int) -> str | None:
     """Why the tokens and neurons cannot be split over the current mesh; None if they can."""
     mesh = jax.sharding.get_abstract_mesh()
     for_tokens, for_neurons = devices()
-    if for_tokens * for_neurons > 1 and mesh.explicit_axes:
-        return "XLA cannot partition the kernels over this mesh; call it inside shard_map"
+    if for_tokens * for_neurons > 1 and mesh.explicit_axes and mesh.manual_axes:
+        return "inside shard_map the kernels cannot be split over axes that are explicit"
     if tokens % for_tokens:
         return f"{tokens} tokens do not divide over {for_tokens} devices"
     if neurons % (128 * for_neurons):

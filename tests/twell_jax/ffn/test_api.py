@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -209,8 +210,14 @@ def test_shard_map_over_tokens_equals_one_device():
 
 @pytest.mark.parametrize(
     ("axis_type", "weight_spec"),
-    [(AxisType.Auto, P(None, "x")), (AxisType.Auto, P("x")), (AxisType.Explicit, P())],
-    ids=["fsdp", "tensor", "data, explicit"],
+    [
+        (AxisType.Auto, P(None, "x")),
+        (AxisType.Auto, P("x")),
+        (AxisType.Explicit, P()),
+        (AxisType.Explicit, P(None, "x")),
+        (AxisType.Explicit, P("x")),
+    ],
+    ids=["fsdp", "tensor", "data, explicit", "fsdp, explicit", "tensor, explicit"],
 )
 def test_sharded_jit_equals_one_device(axis_type, weight_spec):
     mesh = make_mesh(axis_type)
@@ -218,8 +225,9 @@ def test_sharded_jit_equals_one_device(axis_type, weight_spec):
     dy = seeds.rng().normal(size=(16, 8)).astype(np.float32)
     specs = {name: weight_spec for name in inputs} | {"x": P("x")}
     placed = {n: jax.device_put(v, NamedSharding(mesh, specs[n])) for n, v in inputs.items()}
-    y, stats = jax.jit(call)(placed)
-    grads = jax.jit(jax.grad(loss))(placed, dy, 1.5)
+    with jax.set_mesh(mesh):
+        y, stats = jax.jit(call)(placed)
+        grads = jax.jit(jax.grad(loss))(placed, dy, 1.5)
     expected = reference(inputs, "relu")
     assert relative_error(y, expected["y"]) < 1e-5
     assert relative_error(stats.l1, expected["l1"]) < 1e-5
@@ -227,6 +235,22 @@ def test_sharded_jit_equals_one_device(axis_type, weight_spec):
     np.testing.assert_array_equal(stats.fired, expected["fired"])
     for name, value in reference_gradient(inputs, "relu", dy, 1.5).items():
         assert relative_error(grads[name], value) < 1e-5, name
+    if axis_type == AxisType.Explicit:
+        assert y.sharding.is_equivalent_to(placed["x"].sharding, y.ndim)
+        for name, grad in grads.items():
+            assert grad.sharding.is_equivalent_to(placed[name].sharding, grad.ndim), name
+
+
+def test_the_mesh_of_operands_need_not_be_set_if_only_tokens_are_split():
+    mesh = make_mesh(AxisType.Explicit)
+    inputs = make((16,), 8, 24, "float32")
+    placed = {n: jax.device_put(v, NamedSharding(mesh, P())) for n, v in inputs.items()}
+    placed["x"] = jax.device_put(inputs["x"], NamedSharding(mesh, P("x")))
+    y, _ = jax.jit(call)(placed)
+    assert relative_error(y, reference(inputs, "relu")["y"]) < 1e-5
+    placed["w_up"] = jax.device_put(inputs["w_up"], NamedSharding(mesh, P("x")))
+    with pytest.raises(ValueError, match=r"sharded as P\('x', None\).*inside jax.set_mesh"):
+        call(placed)
 
 
 def cancelling(n, dtype):
@@ -343,6 +367,14 @@ def test_a_number_out_of_its_range_is_named(option, message):
     x, w = jnp.ones((2, 8)), jnp.ones((16, 8))
     with pytest.raises(ValueError, match=message):
         sparse_ffn(x, w, w, w, **option)
+
+
+def test_operands_may_be_numpy_arrays_and_params():
+    inputs = make((5,), 6, 17, "float32", bias=True)
+    expected, _ = call(inputs)
+    for convert in (np.asarray, nnx.Param):
+        y, _ = call({name: convert(value) for name, value in inputs.items()})
+        np.testing.assert_array_equal(y, expected)
 
 
 def test_docstring_examples():

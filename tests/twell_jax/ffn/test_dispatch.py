@@ -161,6 +161,16 @@ def test_says_that_tokens_or_neurons_do_not_divide(reference_kernels):
             explain(*shapes(m, h=h), implementation="mosaic")
 
 
+def test_axes_may_be_explicit_but_not_beside_manual_ones(reference_kernels):
+    def asked(*types):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((2, 4), ("data", "tensor"), types)):
+            return explain(*shapes(4096, h=512), implementation="mosaic")
+
+    assert "unions, by mosaic" in asked(AxisType.Explicit, AxisType.Explicit)
+    with pytest.raises(CannotServe, match="inside shard_map the kernels cannot be split"):
+        asked(AxisType.Manual, AxisType.Explicit)
+
+
 @pytest.mark.parametrize(
     ("name", "serves"),
     [
@@ -177,9 +187,10 @@ def test_hopper_gpus_are_known_by_name(name, serves):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a Hopper GPU can serve it")
-def test_says_that_there_is_no_gpu():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])  # the latter suits no kernel
+def test_says_that_there_is_no_gpu(dtype):
     with pytest.raises(CannotServe, match="'mosaic' cannot serve: it needs a Hopper GPU, got cpu"):
-        explain(*shapes(4), implementation="mosaic")
+        explain(*shapes(4, dtype=dtype), implementation="mosaic")
 
 
 def test_the_environment_names_an_implementation(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import seeds
@@ -185,9 +186,64 @@ def test_is_made_and_used_without_a_mesh():
     assert y.shape == (2, 16)
 
 
+def test_is_made_and_used_on_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8])
+    alone = SparseMLP(16, 24, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules((("embed", "x"), ("mlp", None))):
+        mlp = SparseMLP(16, 24, rngs=nnx.Rngs(0))
+        state = nnx.state(mlp)
+        nnx.update(mlp, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+        x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("x")))
+        y = nnx.jit(lambda mlp, x: mlp(x))(mlp, x)
+    np.testing.assert_allclose(y, alone(jnp.ones((8, 16))), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.ones((3, 8)),
+        np.ones((3, 8), int),
+        np.ones((3, 8), bool),
+        jnp.ones((3, 8), jnp.int8),
+        nnx.Param(jnp.ones((3, 8))),
+        nnx.Variable(jnp.ones((3, 8), int)),
+        [[1, 1, 1, 1, 1, 1, 1, 1]],
+    ],
+    ids=["float64", "int64", "bool", "jax.Array of int8", "Param", "Variable", "list"],
+)
+def test_takes_the_inputs_that_a_linear_layer_takes(x, param_dtype):
+    mlp = SparseMLP(8, 24, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    y = mlp(x)
+    assert y.dtype == nnx.Linear(8, 24, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x).dtype
+    np.testing.assert_array_equal(y, mlp(jnp.ones((len(y), 8), y.dtype)))
+
+
 def test_wrong_width_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"w_down must be \[H, 5\].*got \[24, 8\]"):
         SparseMLP(8, 24, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d_model": 0}, "^d_model must be a positive integer, got 0"),
+        ({"d_ff": 24.0}, "^d_ff must be a positive integer, got 24.0"),
+        ({"activation": "gelu"}, "^activation must be one of .*'gelu'"),
+        ({"implementation": "cuda"}, "^implementation must be 'xla', 'mosaic' or None, got 'cuda'"),
+        ({"packing": "csr"}, "^packing must be 'twell', 'unions' or None, got 'csr'"),
+        ({"gradients": "some"}, "^gradients must be 'dense', 'sparse' or None, got 'some'"),
+        ({"gradient_capacity": 0}, "^gradient_capacity must be above 0 and at most 1, got 0"),
+        ({"expected_nnz": 25}, "^expected_nnz must be from 0 to 24, got 25"),
+        ({"dtype": "float64"}, "^dtype must be one of bfloat16, float16, float32, got float64"),
+        ({"dtype": "bf16"}, "^dtype must be one of bfloat16, float16, float32, got bf16"),
+        ({"param_dtype": "int32"}, "^param_dtype must be a floating-point dtype, got int32"),
+        ({"param_dtype": "half-ish"}, "^param_dtype must be a floating-point dtype, got half-ish"),
+    ],
+)
+def test_a_bad_argument_is_named_when_it_is_made(change, message):
+    with pytest.raises(ValueError, match=message):
+        SparseMLP(**({"d_model": 8, "d_ff": 24, "rngs": nnx.Rngs(0)} | change))
 
 
 def sequential(rngs):
