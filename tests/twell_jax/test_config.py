@@ -52,6 +52,8 @@ def path(tmp_path):
         ("model=3", "model", "dictionary"),
         ("data.paths=[1]", "data.paths.0", "string"),
         ("l1_warmup=[1]", "l1_warmup.1", "required"),
+        ("l1_warmup=3", "l1_warmup", "valid list, got 3"),
+        ("data.paths=a.txt", "data.paths", "valid list, got 'a.txt'"),
         # values outside of what is allowed
         ("steps=0", "steps", "greater than 0"),
         ("optimizer.b2=1", "optimizer.b2", "less than 1"),
@@ -82,7 +84,7 @@ def path(tmp_path):
         # not an override at all
         ("steps", "'steps'", "key=value"),
         ("=3", "'=3'", "key=value"),
-        ("steps=[", "steps", "not a valid YAML value"),
+        ("steps=[", "steps", "not valid YAML"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_key(path, override, key, says):

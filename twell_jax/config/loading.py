@@ -1,23 +1,35 @@
 """Reads a YAML file and overrides from the command line into a checked `Config`, and writes it."""
 
 import difflib
+import logging
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from twell_jax.config.sections import Config, ConfigError, Section
+from twell_jax.config.doubts import doubts
+from twell_jax.config.sections import ONLY_FOR, Config, ConfigError, Section
 
 _SHIPPED = Path(__file__).parents[1] / "configs"  # in a clone a link to the repository's configs/
+
+_short = reprlib.Repr()  # also of values that YAML lets refer to themselves
+_short.maxstring = _short.maxlong = _short.maxother = 100
+
+log = logging.getLogger(__name__)
 
 
 def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration and applies `key.subkey=value` overrides (values are YAML too).
 
-    A file may name another file in its directory as its `base` and give only what differs.
+    A file may name another file in its directory as its `base` and give only what differs. Where
+    a file or an override names a `data.source`, what was set below it for other sources alone
+    (`data.paths` or `data.name`, for example) is dropped.
+
+    Logs a warning for what the configuration can hardly mean; see `doubts`.
 
     Args:
       name: a YAML file or, where there is no such file, the name of a shipped configuration:
@@ -28,9 +40,16 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
       ConfigError: the message, one line, names the file or key and what is allowed.
     """
     tree = read(_find(Path(name)))
-    for override in overrides:
-        _override(tree, override)
-    return from_dict(tree)
+    parsed = [_parse(override) for override in overrides]
+    for keys, value in parsed:
+        if keys == ["data", "source"]:
+            _drop_for_other_sources(tree, value)
+    for keys, value in parsed:
+        _set(tree, keys, value)
+    config = from_dict(tree)
+    for doubt in doubts(config):
+        log.warning("%s", doubt)
+    return config
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -83,19 +102,31 @@ def _find(path: Path) -> Path:
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid YAML ({error})") from None
+    tree = _yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold keys and values, such as 'steps: 100'")
     base = tree.pop("base", None)
     if base is None:
         return tree
     if not isinstance(base, str) or path.parent / base in (path, *above):
-        raise ConfigError(f"base: {path} must name another file beside it, got {base!r}")
-    return _merge(_read(path.parent / base, (path, *above)), tree)
+        raise ConfigError(f"base: {path} must name another file beside it, got {_short.repr(base)}")
+    below = _read(path.parent / base, (path, *above))
+    if isinstance(tree.get("data"), dict) and "source" in tree["data"]:
+        _drop_for_other_sources(below, tree["data"]["source"])
+    return _merge(below, tree)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # besides its own the library lets others through
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{where}: not valid YAML ({' '.join(reason.split())})") from None
 
 
 def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
@@ -106,19 +137,31 @@ def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def _drop_for_other_sources(tree: dict[str, Any], source: Any) -> None:
+    """Drops the keys of `data` that `source` does not use."""
+    if isinstance(tree.get("data"), dict):
+        for name, sources in ONLY_FOR.items():
+            if source not in sources:
+                tree["data"].pop(name, None)
+
+
+def _parse(override: str) -> tuple[list[str], Any]:
+    """The parts of an override's key, and its value."""
     key, equals, value = override.partition("=")
     if not (key and equals):
         raise ConfigError(f"{override!r}: an override is written key=value, such as steps=100")
-    *parents, leaf = key.split(".")
+    return key.split("."), _yaml(value, key)
+
+
+def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    *parents, leaf = keys
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{key}: {parent} is a single value and has no keys of its own")
-    try:
-        tree[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"{key}: {value!r} is not a valid YAML value") from None
+            raise ConfigError(
+                f"{'.'.join(keys)}: {parent} is a single value and has no keys of its own"
+            )
+    tree[leaf] = value
 
 
 def _one_line(error: ErrorDetails) -> str:
@@ -133,7 +176,8 @@ def _one_line(error: ErrorDetails) -> str:
         return f"{key}: required, but not given"
     if error["type"] == "value_error":  # raised by a section's _check, which names the key
         return str(error["ctx"]["error"])
-    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+    message = f"{error['msg'][0].lower()}{error['msg'][1:]}".replace("tuple", "list")
+    return f"{key}: {message}, got {_short.repr(error['input'])}"
 
 
 def _section(path: tuple[str | int, ...]) -> type[Section] | None:
@@ -149,9 +193,10 @@ def _describe(section: type[Section], prefix: str) -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             lines += _describe(field.annotation, prefix=f"{prefix}{name}.")
             continue
-        kind = getattr(field.annotation, "__name__", str(field.annotation))
-        if not isinstance(field.annotation, type):
-            kind = str(field.annotation).replace("typing.", "")
-        default = "" if field.is_required() else f" = {field.default}"
+        kind = str(field.annotation).replace("typing.", "").replace("tuple", "list")
+        if isinstance(field.annotation, type) and not get_args(field.annotation):
+            kind = field.annotation.__name__
+        value = list(field.default) if isinstance(field.default, tuple) else field.default
+        default = "" if field.is_required() else f" = {value}"
         lines.append(f"  {prefix}{name}: {kind}{default}\n      {field.description or ''}".rstrip())
     return lines

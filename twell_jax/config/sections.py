@@ -1,5 +1,6 @@
 """The sections of a training configuration: each key is declared here, with its meaning."""
 
+import os
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -14,9 +15,21 @@ from pydantic_core import PydanticCustomError
 
 from twell_jax.ffn import Activation, Gradients, Implementation
 
+_MOST = 2**31 - 1  # steps and counts of them are int32 on the devices
+
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the key and what is allowed."""
+    """A configuration that cannot be run; the message, one line, names the key and what to write.
+
+    Line breaks, which a key or a path may hold, become spaces.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
+
+# Keys of files and directories; in those of tokenizers and datasets a name may stand instead.
+_PATHS = {"run_dir", "init_from", "paths", "held_out_paths", "cache_dir", "tokenizer", "name"}
 
 
 class Section(BaseModel):
@@ -32,6 +45,18 @@ class Section(BaseModel):
         if isinstance(value, bool) and field.annotation is not bool:
             raise PydanticCustomError("bool_as_number", "must not be true or false")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _whole_text(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cls._whole_text(part, info) for part in value)
+        if not isinstance(value, str):
+            return value
+        # no path holds a null character, and no file half of a surrogate pair
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+            raise PydanticCustomError("broken_text", "must be text without null characters")
+        return os.path.expanduser(value) if info.field_name in _PATHS else value
 
 
 class ModelConfig(Section):
@@ -102,7 +127,8 @@ class ModelConfig(Section):
         return self.kv_heads or self.heads
 
 
-_ONLY_FOR = {
+# The keys of `data` that not every source uses, and the sources that do.
+ONLY_FOR = {
     "paths": ("files", "tokens"),
     "held_out_paths": ("tokens",),
     "name": ("hf",),
@@ -130,7 +156,10 @@ class DataConfig(Section):
         "byte", description="byte, bpe (trained on the corpus), or a Hugging Face name or path"
     )
     held_out_fraction: float = Field(
-        0.05, gt=0, lt=1, description="share of the documents (files) kept for evaluation"
+        0.05,
+        gt=0,
+        lt=1,
+        description="share of the documents (files) kept for evaluation",
     )
     mask_documents: bool = Field(
         False, description="no attention across documents of a packed sequence"
@@ -139,9 +168,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, sources in _ONLY_FOR.items():
+        for name, sources in ONLY_FOR.items():
             if getattr(self, name) and self.source not in sources:
-                raise ValueError(f"data.{name}: source={self.source} does not use it; leave it out")
+                empty = "[]" if name.endswith("paths") else "null"
+                raise ValueError(
+                    f"data.{name}: source={self.source} does not use it; leave it out, or write "
+                    f"data.{name}={empty}"
+                )
         if self.source in ("files", "tokens") and not self.paths:
             raise ValueError(f"data.paths: source={self.source} needs at least one path or glob")
         if self.source == "hf" and not self.name:
@@ -158,7 +191,7 @@ class OptimizerConfig(Section):
     """AdamW with warm-up, a decaying learning rate and clipping by the global norm."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from zero")
+    warmup_steps: int = Field(0, ge=0, le=_MOST, description="steps of linear warm-up from zero")
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine", description="decay: cosine, or warm-up, stable, decay (linear at the end)"
     )
@@ -177,7 +210,10 @@ class MeshConfig(Section):
     data: int = Field(-1, ge=-1, description="copies of the model that see different data")
     fsdp: int = Field(1, gt=0, description="devices that share one copy's state")
     heartbeat_seconds: int = Field(
-        100, gt=0, description="a process silent for so long counts as lost; all others then end"
+        100,
+        gt=0,
+        le=_MOST,
+        description="a process silent for so long counts as lost; all others then end",
     )
 
     @model_validator(mode="after")
@@ -214,17 +250,21 @@ class Config(Section):
     seed: int = Field(
         0, ge=0, lt=2**32, description="decides the initial weights and the order of the data"
     )
-    steps: int = Field(gt=0, description="optimizer steps")
+    steps: int = Field(gt=0, le=_MOST, description="optimizer steps")
     batch_tokens: int = Field(gt=0, description="tokens per optimizer step, over all devices")
     micro_batch: int = Field(gt=0, description="sequences per device in one forward pass")
     l1_coefficient: float = Field(
         0.0, ge=0, description="times the mean over tokens and layers of sum_n |h_n|"
     )
     l1_warmup: tuple[int, int] = Field(
-        (0, 0), description="steps between which the L1 coefficient rises linearly from zero"
+        (0, 0),
+        description="steps between which the L1 coefficient rises linearly from zero; null: none",
     )
     l1_stages: int = Field(
-        0, ge=0, description="equal stages in which the L1 coefficient rises instead; 0: linearly"
+        0,
+        ge=0,
+        le=10_000,
+        description="equal stages in which the L1 coefficient rises instead; 0: linearly",
     )
     dead_window_tokens: int = Field(
         10_000_000, gt=0, description="a neuron that has not fired for so many tokens is dead"
@@ -249,12 +289,22 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
 
+    @field_validator("l1_warmup", mode="before")
+    @classmethod
+    def _null_is_no_rise(cls, value: Any) -> Any:
+        return (0, 0) if value is None else value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.batch_tokens % self.model.context:
             raise ValueError(
                 f"batch_tokens: must be a multiple of model.context={self.model.context}, "
                 f"got {self.batch_tokens}"
+            )
+        if self.dead_window_tokens / self.batch_tokens > _MOST:
+            raise ValueError(
+                f"dead_window_tokens: must be less than 2^31 steps of batch_tokens="
+                f"{self.batch_tokens}, got {self.dead_window_tokens}"
             )
         if self.model.d_model % self.mesh.fsdp:
             raise ValueError(

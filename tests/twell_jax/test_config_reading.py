@@ -1,0 +1,167 @@
+"""How files and overrides are combined, and what is said of values that no one can mean."""
+
+import logging
+
+import pytest
+import yaml
+
+from tests.twell_jax.test_config import CONFIGS, VALID
+from twell_jax import config
+from twell_jax.config import ConfigError
+
+SHIPPED = CONFIGS / "0p5b.yaml"  # its source is a Hugging Face dataset
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "valid.yaml"
+    file.write_text(yaml.safe_dump(VALID))
+    return file
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.source=files", "data.paths=[a.txt]"],
+        ["data.paths=[a.txt]", "data.source=files"],
+        ["data.source=hf", "data.source=files", "data.paths=[a.txt]", "data.name=null"],
+    ],
+)
+def test_another_source_drops_what_the_file_set_for_its_own(overrides):
+    data = config.load(SHIPPED, overrides).data
+    assert (data.source, data.paths, data.name) == ("files", ("a.txt",), None)
+    assert data.tokenizer == "HuggingFaceTB/cosmo2-tokenizer"  # every source has one
+
+
+def test_a_file_may_replace_the_source_of_its_base(tmp_path):
+    (tmp_path / "base.yaml").write_text(SHIPPED.read_text())
+    (tmp_path / "mine.yaml").write_text("base: base.yaml\ndata: {source: files, paths: [a.txt]}")
+    assert config.load(tmp_path / "mine.yaml").data.name is None
+    assert config.load(tmp_path / "mine.yaml", ["data.source=stdlib"]).data.paths == ()
+
+
+def test_the_same_source_keeps_its_settings():
+    data = config.load(SHIPPED, ["data.source=hf"]).data
+    assert data == config.load(SHIPPED).data
+
+
+def test_what_the_command_line_itself_contradicts_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match=r"leave it out, or write data.name=null$"):
+        config.load(SHIPPED, ["data.name=x/y", "data.source=stdlib"])
+    with pytest.raises(ConfigError, match=r"leave it out, or write data.paths=\[\]$"):
+        config.load(SHIPPED, ["data.source=stdlib", "data.paths=[a.txt]"])
+
+
+def test_null_is_no_warm_up(path):
+    assert config.load(path, ["l1_warmup=[2, 5]", "l1_warmup=null"]).l1_warmup == (0, 0)
+
+
+def test_a_tilde_is_the_home_directory(path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    settings = config.load(
+        path,
+        [
+            "run_dir=~/runs/a",
+            "init_from=~/runs/b",
+            "data.source=files",
+            "data.paths=[~/corpus/*.txt, /data/~x.txt]",
+            "data.tokenizer=~/bpe",
+            "data.text_field=~text",
+            "data.cache_dir=~/cache",
+        ],
+    )
+    data = settings.data
+    assert (settings.run_dir, settings.init_from) == ("/home/me/runs/a", "/home/me/runs/b")
+    assert data.paths == ("/home/me/corpus/*.txt", "/data/~x.txt")
+    assert (data.tokenizer, data.cache_dir) == ("/home/me/bpe", "/home/me/cache")
+    assert data.text_field == "~text"
+
+
+def test_help_shows_lists_as_they_are_written():
+    text = config.describe()
+    assert "l1_warmup: list[int, int] = [0, 0]\n" in text
+    assert "tuple" not in text
+
+
+DEEP = "[" * 500
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (DEEP, "nested too deeply"),
+        ("2026-13-45", "month must be in 1..12"),
+        ("1" * 5000, "4300 digits"),
+        ("!!bool x", "not valid YAML"),
+        ("!!timestamp x", "not valid YAML"),
+        ("&a [*a]", "must be|should be"),
+        ('"a\\0b"', "null characters"),
+        ('"\\ud800"', "null characters"),
+        ("[[" + "x" * 5000 + "]]", "should be"),
+    ],
+)
+def test_what_the_yaml_library_stumbles_over_is_one_short_line(path, value, says):
+    for key in ("run_dir", "model"):
+        if key == "model" and "null" in says:
+            continue
+        with pytest.raises(ConfigError, match=says) as error:
+            config.load(path, [f"{key}={value}"])
+        assert str(error.value).startswith(f"{key}: ")
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    with pytest.raises(ConfigError):
+        path.write_text(f"run_dir: {value}")
+        config.load(path)
+
+
+def test_aliases_that_multiply_are_not_spelt_out(path):
+    lines = ["a0: &a0 x"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 20)]
+    path.write_text("\n".join([*lines, "run_dir: *a19"]))
+    with pytest.raises(ConfigError) as error:
+        config.load(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_an_error_stays_one_line_whatever_a_key_holds(path):
+    with pytest.raises(ConfigError) as error:
+        config.load(path, ["ste\nps=3"])
+    assert str(error.value).startswith("ste ps: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("steps=3000000000", "steps: .*2147483647"),
+        ("optimizer.warmup_steps=3000000000", "optimizer.warmup_steps: .*2147483647"),
+        ("l1_stages=20000", "l1_stages: .*10000"),
+        ("dead_window_tokens=1000000000000", "dead_window_tokens: .*2\\^31 steps"),
+    ],
+)
+def test_counts_that_no_device_can_hold_are_refused(path, override, says):
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        config.load(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optimizer.warmup_steps=100"], "optimizer.warmup_steps: 100 of 100 steps"),
+        (["l1_coefficient=1", "l1_warmup=[0, 100]"], "l1_warmup: ends at step 100 of 100"),
+        (["optimizer.lr=3"], "optimizer.lr: 3 is far from what is usual, 1e-08 to 1"),
+        (["optimizer.eps=1"], "optimizer.eps: 1 is far"),
+        (["optimizer.clip_norm=1e-9"], "optimizer.clip_norm: 1e-09 is far"),
+        (["model.init_scale=20"], "model.init_scale: 20 is far"),
+    ],
+)
+def test_what_can_hardly_be_meant_is_a_warning(path, caplog, overrides, says):
+    config.load(path, overrides)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(says)
+
+
+def test_usual_settings_are_not_doubted(path, caplog):
+    for file in (path, *CONFIGS.glob("*.yaml")):
+        config.load(file)
+    config.load(path, ["optimizer.warmup_steps=99", "l1_coefficient=1", "l1_warmup=[0, 99]"])
+    config.load(path, ["l1_warmup=[0, 1000]"])  # of no coefficient
+    assert not caplog.records

@@ -1,0 +1,36 @@
+"""What a configuration may say, but can hardly mean."""
+
+from collections.abc import Iterator
+
+from twell_jax.config.sections import Config
+
+# Ranges far beyond what models are trained with; outside of them a zero too many is likelier.
+_USUAL = {
+    "optimizer.lr": (1e-8, 1.0),
+    "optimizer.eps": (1e-20, 1e-2),
+    "optimizer.clip_norm": (1e-4, 1e4),
+    "optimizer.weight_decay": (0.0, 10.0),
+    "model.init_scale": (1e-6, 1.0),
+    "model.norm_eps": (1e-20, 1e-1),
+}
+
+
+def doubts(config: Config) -> Iterator[str]:
+    """Yields a line for each setting that has no effect, or is outside of any usual range."""
+    for key, (least, most) in _USUAL.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if not least <= value <= most:
+            yield f"{key}: {value:g} is far from what is usual, {least:g} to {most:g}"
+    warmup, steps = config.optimizer.warmup_steps, config.steps
+    if warmup >= steps:
+        yield (
+            f"optimizer.warmup_steps: {warmup} of {steps} steps, so the learning rate never "
+            f"reaches optimizer.lr={config.optimizer.lr:g}"
+        )
+    _, end = config.l1_warmup
+    if config.l1_coefficient and end >= steps:
+        yield (
+            f"l1_warmup: ends at step {end} of {steps}, so no step has the whole "
+            f"l1_coefficient={config.l1_coefficient:g}"
+        )
