@@ -159,7 +159,11 @@ class DataConfig(Section):
         0.05,
         gt=0,
         lt=1,
-        description="share of the documents (files) kept for evaluation",
+        description="share of the documents (files) kept for evaluation; if there are too few "
+        "documents, of the text, from its end",
+    )
+    strict: bool = Field(
+        False, description="end the run at a file that is not UTF-8, instead of leaving it out"
     )
     mask_documents: bool = Field(
         False, description="no attention across documents of a packed sequence"

@@ -102,13 +102,11 @@ def _windows(stream: TokenStream, split: str, config: Config) -> Windows:
     windows = Windows(stream, config.model.context, config.model.vocab_size)
     if not len(windows):
         where = f"data.held_out_fraction: at {config.data.held_out_fraction} the {split} split has"
-        advice = "; documents are held out whole, so more or other documents may be needed"
-        if config.data.source == "tokens":
-            advice = ""
-            if config.data.held_out_paths:
-                where = f"data.{'held_out_paths' if split == 'held-out' else 'paths'}: there are"
+        if config.data.held_out_paths:
+            where = f"data.{'held_out_paths' if split == 'held-out' else 'paths'}: there are"
         raise ConfigError(
             f"{where} {len(stream)} tokens, of which model.context + 1 = "
-            f"{config.model.context + 1} are needed{advice}"
+            f"{config.model.context + 1} are needed; give more text, or change the fraction or the "
+            "context"
         )
     return windows

@@ -1,16 +1,17 @@
 """The tokenizer and the two token streams, training and held-out, of a configuration."""
 
-import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import __version__ as bpe_version
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.data import cache, shards, sources, streaming, tokenizers
+from twell_jax.data import cache, shards, sources, streaming, text_files, tokenizers
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
 
@@ -33,7 +34,8 @@ def load(config: Config) -> Corpus:
     """Reads or makes the corpus that `config.data` describes.
 
     - stdlib, files: all documents. They are tokenised once and kept in `data.cache_dir`, under a
-      key made of the files' content and the settings.
+      key made of the files' content and the settings. Whole documents are held out; if one of the
+      splits would not have a window of `model.context` + 1 tokens, the end of the text is.
     - tokens: the given shards. Without `held_out_paths` the last `held_out_fraction` of their
       tokens is held out.
     - hf: the first `UNIGRAM_TOKENS` training tokens, and as many held-out tokens as an evaluation
@@ -51,27 +53,59 @@ def load(config: Config) -> Corpus:
 
 
 def _cached(config: Config) -> Corpus:
-    data, cache_dir = config.data, Path(config.data.cache_dir)
-    paths = sources.text_files(data)
+    """The corpus of all documents. Whole ones are held out, or the end of the text of too few."""
+    data, window = config.data, config.model.context + 1
+    files = text_files.digests(sources.text_files(data), data)
+    texts = partial(sources.texts, list(files), data)
+
+    def whole_documents() -> Iterator[tuple[str, bool]]:
+        return sources.by_document(texts(), data.held_out_fraction)
+
+    def end_of_text() -> Iterator[tuple[str, bool]]:
+        return sources.by_position(texts(), data.held_out_fraction, sum(map(len, texts())))
+
     content = {
         "source": data.source,
-        "files": [(path.suffix, _digest(path)) for path in paths],
+        "files": [(path.suffix, digest) for path, digest in files.items()],
         "text_field": data.text_field,
         "held_out_fraction": data.held_out_fraction,
     }
+    if _both_have(whole_documents(), window):
+        corpus = _tokenised(config, content, whole_documents)
+        if min(len(corpus.train), len(corpus.held_out)) >= window:
+            return corpus
+    log.warning(
+        "data.held_out_fraction: there are too few documents to hold out whole ones, so the last "
+        "%g %% of the text are held out",
+        100 * data.held_out_fraction,
+    )
+    return _tokenised(config, content | {"split": "position"}, end_of_text)
+
+
+def _tokenised(
+    config: Config,
+    content: dict[str, Any],
+    split: Callable[[], Iterator[tuple[str, bool]]],
+) -> Corpus:
+    """Tokenises documents, which are held out or not, and trains a bpe first; both are cached.
+
+    Args:
+      config: the run.
+      content: all that decides the documents and their split; part of the key in the cache.
+      split: called for each pass; yields every document and whether it is held out.
+    """
+    data, cache_dir = config.data, Path(config.data.cache_dir)
 
     def documents(held_out: bool) -> Iterator[str]:
-        for text in sources.texts(paths, data):
-            if sources.is_held_out(text, data.held_out_fraction) == held_out:
-                yield text
+        return (text for text, is_held_out in split() if is_held_out == held_out)
 
     def train_bpe(directory: Path) -> None:
-        log.info("training a bpe of %d tokens on %d files", config.model.vocab_size, len(paths))
+        log.info("training a bpe of %d tokens", config.model.vocab_size)
         bpe = tokenizers.train_bpe(documents(held_out=False), config.model.vocab_size)
         tokenizers.save(bpe, directory / "tokenizer.json")
 
     def tokenise(directory: Path) -> None:
-        log.info("tokenising %d files", len(paths))
+        log.info("tokenising %d files", len(content["files"]))
         for name, held_out in ("train", False), ("held_out", True):
             arrays = tokenizers.encode_documents(tokenizer, documents(held_out))
             shards.write(directory, name, arrays)
@@ -87,6 +121,16 @@ def _cached(config: Config) -> Corpus:
         for name in ("train", "held_out")
     )
     return Corpus(tokenizer, train, held_out)
+
+
+def _both_have(split: Iterable[tuple[str, bool]], tokens: int) -> bool:
+    """Whether both splits may have so many tokens: a token has at least a byte."""
+    most = [0, 0]
+    for text, held_out in split:
+        most[held_out] += len(text.encode()) + 1  # the end of the text
+        if min(most) >= tokens:
+            return True
+    return False
 
 
 def _given(config: Config) -> Corpus:
@@ -129,11 +173,6 @@ def _named(config: Config) -> Tokenizer:
             f"got {config.model.vocab_size}"
         )
     return tokenizer
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _first_tokens(arrays: Iterable[np.ndarray], count: int) -> TokenStream:

@@ -1,7 +1,7 @@
 """Documents: where they come from, and which of them are held out for evaluation.
 
 A document is a text file, a line of a JSONL file, or a row of a Hugging Face dataset. Documents are
-always trained on or held out whole.
+trained on or held out whole, unless there are too few of them.
 """
 
 import glob
@@ -10,7 +10,7 @@ import io
 import json
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,34 @@ def is_held_out(text: str, fraction: float) -> bool:
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
+
+
+def by_document(texts: Iterable[str], fraction: float) -> Iterator[tuple[str, bool]]:
+    """Yields each document and whether it is held out."""
+    for text in texts:
+        yield text, is_held_out(text, fraction)
+
+
+def by_position(
+    texts: Iterable[str], fraction: float, characters: int
+) -> Iterator[tuple[str, bool]]:
+    """Yields documents and whether they are held out: all before one position, or after it.
+
+    The document at the position is divided.
+
+    Args:
+      texts: the documents, in order.
+      fraction: share of the characters after the position.
+      characters: number of characters of all documents.
+    """
+    position = int(characters * (1 - fraction))
+    for text in texts:
+        before, after = text[:position], text[position:]
+        position -= len(before)
+        if before or not after:
+            yield before, False
+        if after:
+            yield after, True
 
 
 def text_files(data: DataConfig) -> list[Path]:
@@ -68,9 +96,9 @@ def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
     """Reads the documents of files from `text_files`, one at a time.
 
     A .jsonl file holds a document per line, apart from blank lines; any other file is one document.
-    User files must be UTF-8. Files of the standard library have the encoding that they declare. A
-    few violate it on purpose, as input of the parser's tests; they are read as UTF-8 with U+FFFD
-    for every undecodable byte.
+    User files must be UTF-8 (`text_files.digests` finds those that are not). Files of the standard
+    library have the encoding that they declare. A few violate it on purpose, as input of the
+    parser's tests; they are read as UTF-8 with U+FFFD for every undecodable byte.
 
     Raises:
       ConfigError: a document cannot be read; the message names the file and the line or byte.
@@ -96,10 +124,7 @@ def _decode_utf8(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.paths: {path}: not UTF-8 text at byte {error.start}; convert the file or leave "
-            "it out"
-        ) from None
+        raise ConfigError(f"data.paths: {path}: not UTF-8 text at byte {error.start}") from None
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
@@ -112,6 +137,8 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                 text.encode()  # JSON can spell half a surrogate pair, which is no text
             except ValueError as error:
                 raise ConfigError(f"data.paths: {path}:{number}: {error}") from None
+            except RecursionError:
+                raise ConfigError(f"data.paths: {path}:{number}: nested too deeply") from None
             yield text
 
 

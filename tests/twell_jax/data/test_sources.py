@@ -73,6 +73,7 @@ def test_jsonl_holds_a_document_per_line(tmp_path):
         ('["text"]', "must be an object"),
         ('{"text": "x"', "delimiter"),
         ('{"text": "\\ud800"}', "surrogates not allowed"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_json_line_is_named(tmp_path, line, message):
