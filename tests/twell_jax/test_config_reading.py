@@ -132,6 +132,7 @@ def test_an_error_stays_one_line_whatever_a_key_holds(path):
     [
         ("steps=3000000000", "steps: .*2147483647"),
         ("optimizer.warmup_steps=3000000000", "optimizer.warmup_steps: .*2147483647"),
+        (f"model.d_ff={10**400}", "model.d_ff: must be less than 2\\^63"),
         ("l1_stages=20000", "l1_stages: .*10000"),
         ("dead_window_tokens=1000000000000", "dead_window_tokens: .*2\\^31 steps"),
     ],

@@ -48,9 +48,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _whole_text(cls, value: Any, info: ValidationInfo) -> Any:
+    def _representable(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, tuple):
-            return tuple(cls._whole_text(part, info) for part in value)
+            return tuple(cls._representable(part, info) for part in value)
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise PydanticCustomError("too_large", "must be less than 2^63")
         if not isinstance(value, str):
             return value
         # no path holds a null character, and no file half of a surrogate pair

@@ -4,5 +4,5 @@
 the last checkpoint (`start`), takes the steps that `trainer` compiles and shows the `result`.
 Meanwhile `checkpoint`, `metrics` and `progress` store and show what happens. The recipe is in
 `optimizer`, `reinit` and `gradient_plan`; `distributed` is for several processes; `roofline` and
-`dry_run` estimate what a step would cost.
+`dry_run` estimate what a step would cost, `memory` what can fit at all.
 """

@@ -7,7 +7,10 @@ import jax
 
 from twell_jax.config import Config, ConfigError
 from twell_jax.models import sharding
+from twell_jax.train import memory
 from twell_jax.train.trainer import Trainer
+
+_MOST_DEVICES = 1024  # in one process XLA compiles for hardly more
 
 
 def print_memory(config: Config, devices: int) -> None:
@@ -16,10 +19,13 @@ def print_memory(config: Config, devices: int) -> None:
     Call it before JAX sees its devices.
 
     Raises:
-      ConfigError: `devices` is not positive, or the mesh or the batch does not divide over them.
+      ConfigError: `devices` is not from 1 to 1024, the mesh or the batch does not divide over them,
+        or the state is larger than any device.
     """
-    if devices < 1:
-        raise ConfigError(f"--dry-run: needs at least one device, got {devices}")
+    if not 1 <= devices <= _MOST_DEVICES:
+        raise ConfigError(f"--dry-run: takes 1 to {_MOST_DEVICES} devices, got {devices}")
+    config.accumulation_steps(devices)
+    memory.require_for_training(config, devices)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     mesh = sharding.make_mesh(config.mesh.shape(devices))
