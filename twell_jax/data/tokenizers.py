@@ -96,11 +96,22 @@ class SubwordTokenizer:
 
 
 def from_json(text: str) -> Tokenizer:
-    """The inverse of `Tokenizer.to_json`."""
-    tree = json.loads(text)
-    if tree["type"] == "byte":
-        return ByteTokenizer()
-    return SubwordTokenizer(hf.Tokenizer.from_str(json.dumps(tree["tokenizer"])), tree["eot"])
+    """The inverse of `Tokenizer.to_json`.
+
+    Raises:
+      ConfigError: the text is not what `Tokenizer.to_json` returns.
+    """
+    try:
+        tree = json.loads(text)
+        if tree["type"] == "byte":
+            return ByteTokenizer()
+        backend = hf.Tokenizer.from_str(json.dumps(tree["tokenizer"]))
+        if backend.token_to_id(tree["eot"]) is None:
+            raise ValueError(f"it has no token {tree['eot']!r}")
+    except Exception as error:  # the library raises nothing more precise
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"not the tokenizer of a run ({reason})") from None
+    return SubwordTokenizer(backend, tree["eot"])
 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:
@@ -109,8 +120,17 @@ def save(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def load(path: Path) -> Tokenizer:
-    """Reads what `save` wrote."""
-    return from_json(path.read_text(encoding="utf-8"))
+    """Reads what `save` wrote.
+
+    Raises:
+      ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:  # also ConfigError
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def named(name: str) -> Tokenizer:

@@ -16,6 +16,10 @@ from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.trainer import StepMetrics
 
+# What records of steps hold: lists with a value per layer, and numbers that are shown.
+_OF_LAYERS = {"nnz", "max_nnz", "dead", "overflow", "sparse_gradients"}
+_OF_STEPS = {"ce", "l1", "tokens_per_second"}
+
 
 class NonFiniteLoss(RuntimeError):
     """The loss or its gradient became inf or NaN; nothing computed from it was checkpointed."""
@@ -70,17 +74,39 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, without a last line that a kill cut short.
 
     Raises:
-      ConfigError: any other line is not JSON.
+      ConfigError: any other line is not JSON, or not what a run with one number of layers writes.
     """
     if not path.exists():
         return []
-    records = []
-    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
+    records, layers = [], 0
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             raise ConfigError(f"{path}:{number}: not a line of JSON; mend or remove it") from None
+        found = _layers(record)
+        if found is None or (layers and found and found != layers):
+            raise ConfigError(f"{path}:{number}: not a record of this run; mend or remove it")
+        layers = layers or found
+        records.append(record)
     return records
+
+
+def _layers(record: Any) -> int | None:
+    """The number of layers of a step's record; 0 for that of an evaluation, None for no record."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    lists = {name: value for name, value in record.items() if isinstance(value, list)}
+    numbers = [value for name, value in record.items() if name not in lists]
+    numbers += [value for values in lists.values() for value in values]
+    if not all(isinstance(number, int | float) for number in numbers):
+        return None
+    if "ce" not in record:
+        return None if lists else 0
+    if lists.keys() | {"sparse_gradients"} != _OF_LAYERS or not record.keys() >= _OF_STEPS:
+        return None
+    lengths = {len(values) for values in lists.values()}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 class Recorder:

@@ -73,6 +73,29 @@ def test_saved_tokenizers_are_the_same(tmp_path, documents):
             assert loaded.decode(loaded.encode([text])[0]) == text
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"type": "tokenizers"}',
+     b'{"type": "tokenizers", "eot": "x", "tokenizer": {}}'],
+)  # fmt: skip
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: ") as error:
+        tokenizers.load(path)
+    assert "\n" not in str(error.value)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
+        tokenizers.load(path)
+
+
+def test_a_stored_tokenizer_must_have_its_end_of_text(documents):
+    tree = json.loads(tokenizers.train_bpe(documents, 260).to_json())
+    for eot in ("<other>", 3):
+        with pytest.raises(ConfigError, match=r"not the tokenizer of a run"):
+            tokenizers.from_json(json.dumps(tree | {"eot": eot}))
+
+
 def word_level(*special):
     backend = hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()

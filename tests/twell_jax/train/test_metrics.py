@@ -1,3 +1,5 @@
+import json
+
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
@@ -79,8 +81,45 @@ def test_a_continued_log_drops_what_comes_after_the_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with metrics.Log(path, step=2) as log:
-        log.write({"step": 3, "ce": 1.5})
-    assert metrics.read(path) == [{"step": 1}, {"step": 2}, {"step": 3, "ce": 1.5}]
+        log.write({"step": 3, "held_out_ce": 1.5})
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}, {"step": 3, "held_out_ce": 1.5}]
+
+
+STEP = {"step": 1, "ce": 1, "l1": 2.5, "tokens_per_second": 9, "nnz": [1, 2], "max_nnz": [1, 2],
+        "dead": [0, 0.5], "overflow": [0, 0]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "3",
+        "[]",
+        '"step"',
+        "{}",
+        '{"step": "one"}',
+        '{"step": true}',
+        '{"step": 2, "held_out_ce": "low"}',
+        '{"step": 2, "ce": 1.5}',
+        json.dumps(STEP | {"nnz": [1, "many"]}),
+        json.dumps(STEP | {"nnz": [1]}),
+        json.dumps(STEP | {"nnz": 3}),
+        json.dumps({name: value[:1] if isinstance(value, list) else value
+                    for name, value in STEP.items()}),
+        json.dumps({name: value for name, value in STEP.items() if name != "overflow"}),
+        "[" * 100_000,
+        "\udcff",
+    ],
+)  # fmt: skip
+def test_a_foreign_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    good = json.dumps(STEP), json.dumps(STEP | {"sparse_gradients": [True, False]}), '{"step": 1}'
+    path.write_text("\n".join([*good, line, ""]), errors="surrogateescape")
+    with pytest.raises(
+        ConfigError, match=r"metrics.jsonl:4: not a (line|record) of "
+    ):
+        metrics.read(path)
+    path.write_text("\n".join([*good, ""]))
+    assert len(metrics.read(path)) == 3
 
 
 def test_tensorboard_gets_every_number(tmp_path):
