@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from twell_jax import config as config_lib
 from twell_jax import export, generate, inference
@@ -96,6 +97,16 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
     exported = paths.directory / "exported"
     run(export, str(paths.directory), str(exported))
     assert continued(exported, "def ").out == first.out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_export_writes_the_asked_dtype(run_dir, dtype):
+    config, paths = run_dir
+    save_checkpoint(config, paths)
+    out = paths.directory.parent / "exported"
+    export.main([str(paths.directory), str(out), "--dtype", dtype])
+    stored = {tensor.dtype.name for tensor in load_file(out / "model.safetensors").values()}
+    assert stored == {dtype}
 
 
 @pytest.mark.parametrize(

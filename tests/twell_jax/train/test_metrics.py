@@ -114,9 +114,7 @@ def test_a_foreign_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     good = json.dumps(STEP), json.dumps(STEP | {"sparse_gradients": [True, False]}), '{"step": 1}'
     path.write_text("\n".join([*good, line, ""]), errors="surrogateescape")
-    with pytest.raises(
-        ConfigError, match=r"metrics.jsonl:4: not a (line|record) of "
-    ):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl:4: not a (line|record) of "):
         metrics.read(path)
     path.write_text("\n".join([*good, ""]))
     assert len(metrics.read(path)) == 3

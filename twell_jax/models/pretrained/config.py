@@ -67,8 +67,10 @@ def read(
     for key, value in _FIXED.items():
         if tree.get(key, value) != value:
             raise _unsupported(path, key, tree[key], [value])
-    if other := set(tree.get("layer_types") or ()) - {"full_attention"}:
-        raise _unsupported(path, "layer_types", min(other), ["full_attention"])
+    kinds = tree.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "full_attention":
+            raise _unsupported(path, "layer_types", kind, ["full_attention"])
     given = _DEFAULTS[family] | tree
     # The released sparse models keep hidden_act="silu" and use ReLU regardless.
     activation = "relu" if sparse else given["hidden_act"]
@@ -148,12 +150,20 @@ def write(directory: Path, tree: dict[str, Any]) -> None:
 
 
 def stop_ids(directory: Path) -> tuple[int, ...]:
-    """The ids of the tokens that end a text; none if the files do not say."""
+    """The ids of the tokens that end a text; none if the files do not say.
+
+    Raises:
+      PretrainedError: a file cannot be read, or names something other than ids.
+    """
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        ids = read_json(path).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+        found = read_json(path).get("eos_token_id") if path.exists() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise PretrainedError(f"{path}: eos_token_id must be an id or a list of them: {ids!r}")
+        return tuple(ids)
     return ()
 
 
@@ -169,6 +179,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise PretrainedError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise PretrainedError(f"{path}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise PretrainedError(f"{path}: not valid JSON (nested too deeply)") from None
     if not isinstance(tree, dict):
         raise PretrainedError(f"{path}: must hold an object")
     return tree
@@ -180,10 +192,13 @@ def _rope_theta(path, tree):
     fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
     for name in ("rope_scaling", "rope_parameters"):
         rope = tree.get(name) or {}
+        if not isinstance(rope, dict):
+            raise PretrainedError(f"{path}: {name} must be an object or null, got {rope!r}")
         for key, value in fixed.items():
             if rope.get(key, value) != value:
                 raise _unsupported(path, f"{name}.{key}", rope[key], [value])
-    return rope.get("rope_theta") or tree.get("rope_theta") or _ROPE_THETA
+    named = rope.get("rope_theta"), tree.get("rope_theta")
+    return next((theta for theta in named if theta is not None), _ROPE_THETA)
 
 
 def _unsupported(path, key, value, supported):

@@ -76,11 +76,16 @@ def load(
     Raises:
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
     """
-    abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
-    leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
-    layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
     with contextlib.ExitStack() as stack:
         tensors = _open(directory, stack)
+        if config.layers > len(tensors):
+            raise PretrainedError(
+                f"{directory}: config.json says {config.layers} layers, but there are only "
+                f"{len(tensors)} tensors"
+            )
+        abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+        leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
+        layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
         if config.tie_embeddings:  # the embedding is the head, even if the file has one
             tensors.pop("lm_head.weight", None)
         _check(directory, tensors, layouts.values())
@@ -149,8 +154,8 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         files = [_FILE]
     elif (directory / _INDEX).exists():
         places = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(places, dict):
-            raise PretrainedError(f"{directory / _INDEX}: has no weight_map")
+        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+            raise PretrainedError(f"{directory / _INDEX}: has no weight_map of names to files")
         files = sorted(set(places.values()))
     else:
         raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")

@@ -84,18 +84,33 @@ def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, changes, max_shard_
         assert sum(sizes) <= max_shard_bytes or len(sizes) == 1
 
 
-def test_another_dtype(saved, tmp_path):
+def stored_dtypes(directory):
+    tensors = load_file(directory / "model.safetensors").values()
+    return {tensor.dtype.name for tensor in tensors}
+
+
+def test_another_dtype_is_that_of_the_loaded_model(saved):
     model, directory = saved
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model))
     half = from_pretrained(directory, dtype="bfloat16")
     assert (half.config.dtype, half.config.param_dtype) == ("bfloat16", "bfloat16")
     jax.tree.map(np.testing.assert_array_equal, nnx.state(half), rounded)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(half))} == {"bfloat16"}
     master = from_pretrained(directory, dtype="bfloat16", param_dtype="float32")
     assert (master.config.dtype, master.config.param_dtype) == ("bfloat16", "float32")
     assert_same_parameters(master, model)
 
-    save_pretrained(tmp_path / "half", model, ByteTokenizer(), dtype="bfloat16")
-    assert_same_parameters(from_pretrained(tmp_path / "half"), half)
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_the_file_has_the_asked_dtype(tmp_path, dtype, param_dtype):
+    model = make(param_dtype=param_dtype)
+    save_pretrained(tmp_path, model, ByteTokenizer(), dtype=dtype)
+    expected = dtype or param_dtype  # as they are
+    assert stored_dtypes(tmp_path) == {expected}
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == expected
+    rounded = jax.tree.map(lambda p: p.astype(expected), nnx.state(model))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(from_pretrained(tmp_path)), rounded)
 
 
 def test_parameters_are_loaded_onto_a_mesh(saved):
@@ -154,11 +169,36 @@ def test_tensors_that_say_nothing_new_are_passed_over(saved):
     assert_same_parameters(from_pretrained(directory), model)
 
 
-def test_an_index_without_places(saved):
+@pytest.mark.parametrize(
+    "index", ["{}", '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "x", "b": []}}']
+)
+def test_an_index_without_places(saved, index):
     _, directory = saved
     (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text("{}")
+    (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(PretrainedError, match="has no weight_map"):
+        from_pretrained(directory)
+
+
+def test_more_layers_than_tensors_are_refused_before_their_names_are_made(saved):
+    _, directory = saved
+    change_config(directory, num_hidden_layers=10**12)
+    with pytest.raises(PretrainedError, match="says 1000000000000 layers, but there are only 20 "):
+        from_pretrained(directory)
+
+
+@pytest.mark.parametrize("ids", ["x", -1, 1.5, True, {"a": 1}, [[0]], 10**12])
+def test_ends_of_text_that_are_no_ids(saved, ids):
+    _, directory = saved
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(PretrainedError, match="eos_token_id must be an id or a list of them"):
+        pretrained_tokenizer.load(directory)
+
+
+def test_json_that_is_nested_too_deeply(saved):
+    _, directory = saved
+    (directory / "config.json").write_text("[" * 100_000)
+    with pytest.raises(PretrainedError, match="nested too deeply"):
         from_pretrained(directory)
 
 
@@ -178,6 +218,11 @@ def test_an_index_without_places(saved):
         ({"hidden_size": "absent"}, "has no hidden_size"),
         ({"num_key_value_heads": 3}, "model.kv_heads: must divide heads=4, got 3"),
         ({"num_hidden_layers": "two"}, "layers .*integer"),
+        ({"rope_scaling": "x"}, "rope_scaling must be an object or null, got 'x'"),
+        ({"rope_parameters": [1]}, r"rope_parameters must be an object or null, got \[1\]"),
+        ({"rope_theta": 0}, "rope_theta .*greater than 0"),
+        ({"layer_types": 3}, "layer_types=3"),
+        ({"layer_types": [["full_attention"]]}, "layer_types="),
     ],
 )
 def test_what_a_config_must_not_say(saved, changes, says):
