@@ -15,6 +15,7 @@ from typing import get_args
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import harness, language_model
+from twell_jax.inference.arguments import at_least
 from twell_jax.train.checkpoint import CheckpointError
 
 TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense_qa"
@@ -28,26 +29,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("directory", help="of a run, such as runs/0p5b, or with a config.json")
     parser.add_argument("--tasks", default=TASKS, help=f"of the harness (default: {TASKS})")
     parser.add_argument("--task-path", type=Path, help="directory of further task definitions")
-    parser.add_argument("--shots", type=int, help="examples in a prompt (default: the task's)")
-    parser.add_argument("--limit", type=int, help="questions of each task (default: all)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences at a time")
+    parser.add_argument(
+        "--shots", type=at_least(0), help="examples in a prompt (default: the task's)"
+    )
+    parser.add_argument("--limit", type=at_least(1), help="questions of each task (default: all)")
+    parser.add_argument("--batch", type=at_least(1), default=16, help="sequences at a time")
     parser.add_argument("--implementation", choices=get_args(Implementation), help="of the FFN")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args(argv)
+    if args.task_path and not args.task_path.is_dir():
+        parser.error(f"--task-path: there is no directory {args.task_path}")
     if args.out and not args.out.parent.is_dir():
         parser.error(f"--out: there is no directory {args.out.parent}")
+    if args.out and args.out.is_dir():
+        parser.error(f"--out: {args.out} is a directory")
     try:
+        tasks = harness.Tasks(args.tasks.split(","), args.task_path)
         lm = language_model.load(args.directory, args.implementation)
+        results = harness.run_tasks(lm, tasks, shots=args.shots, limit=args.limit, batch=args.batch)
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    results = harness.run_tasks(
-        lm,
-        args.tasks.split(","),
-        task_path=args.task_path,
-        shots=args.shots,
-        limit=args.limit,
-        batch=args.batch,
-    )
     print(harness.table(results))
     if args.out:
         args.out.write_text(json.dumps(results["results"], indent=1) + "\n")

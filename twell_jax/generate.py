@@ -16,8 +16,11 @@ import numpy as np
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
-from twell_jax.inference.generation import ENDED, generate, stream_text
+from twell_jax.inference.arguments import at_least
+from twell_jax.inference.generation import ENDED, generate, padded_length, stream_text
 from twell_jax.inference.sampling import Sampling
+from twell_jax.models import Transformer
+from twell_jax.train import memory
 from twell_jax.train.checkpoint import CheckpointError
 
 
@@ -30,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--prompt", required=True, action="append", help="text to continue; may be repeated"
     )
-    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=at_least(0), default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, help="sample among the k most likely tokens")
+    parser.add_argument("--top-k", type=at_least(1), help="sample among the k most likely tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling")
     parser.add_argument("--min-p", type=float, default=0.0, help="relative to the most likely")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--implementation", choices=get_args(Implementation), help="of the FFN")
     args = parser.parse_args(argv)
     try:
@@ -44,10 +47,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
+def _check_length(model: Transformer, prompt: int, max_tokens: int, sequences: int) -> None:
+    """Warns beyond the model's context; raises ConfigError if memory cannot hold the tokens."""
+    capacity = padded_length(prompt) + max_tokens
+    memory.require_for_generation(model.config, sequences, capacity, memory.of_device())
+    if prompt + max_tokens > model.config.context:
+        print(
+            f"warning: {prompt} tokens of the prompt and --max-tokens {max_tokens} exceed the "
+            f"{model.config.context} of the model's context; beyond it text is worse",
+            file=sys.stderr,
+        )
+
+
 def _print_continuations(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     lm = language_model.load(args.directory, args.implementation)
     prompts = [lm.encode(prompt) for prompt in args.prompt]
+    _check_length(lm.model, max(map(len, prompts)), args.max_tokens, len(prompts))
     steps = partial(
         generate,
         lm.model,

@@ -1,5 +1,6 @@
 """Scores a `LanguageModel` by EleutherAI's lm-evaluation-harness (extra "eval")."""
 
+import difflib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -32,11 +33,44 @@ from twell_jax.inference.sampling import Sampling
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
 
+class Tasks(TaskManager):
+    """Tasks of the harness with their questions, which it may have to download.
+
+    Args:
+      names: of tasks, groups or tags.
+      directory: holds further definitions of tasks.
+
+    Raises:
+      ValueError: there is no such task, a definition is broken, or the questions cannot be had.
+    """
+
+    def __init__(self, names: Sequence[str], directory: Path | None = None):
+        try:
+            super().__init__(include_path=directory and str(directory))
+        except Exception as error:  # of the parser of a definition, for example
+            raise ValueError(f"--task-path: {directory}: {_one_line(error)}") from None
+        self.names = list(names)
+        for name in self.names:
+            if name not in self.all_tasks:
+                close = ", ".join(difflib.get_close_matches(name, self.all_tasks))
+                hint = f"; did you mean {close}?" if close else ""
+                raise ValueError(f"--tasks: the harness has no task {name!r}{hint}")
+        try:
+            self._loaded = super().load(self.names)
+        except Exception as error:  # of the network, a missing package, the questions' format, ...
+            raise ValueError(
+                f"--tasks: {', '.join(self.names)} cannot be loaded ({_one_line(error)})"
+            ) from None
+
+    def load(self, task_list: Any) -> Any:
+        """What was loaded; `lm_eval.simple_evaluate` asks for `names`."""
+        return self._loaded
+
+
 def run_tasks(
     lm: LanguageModel,
-    tasks: Sequence[str],
+    tasks: Tasks,
     *,
-    task_path: Path | None = None,
     shots: int | None = None,
     limit: int | None = None,
     batch: int = 16,
@@ -45,8 +79,7 @@ def run_tasks(
 
     Args:
       lm: the model.
-      tasks: names of tasks of the harness.
-      task_path: a directory of further task definitions.
+      tasks: what it is scored on; used once, as the harness changes them.
       shots: examples in a prompt; None takes the task's own number.
       limit: questions of each task; None takes all.
       batch: sequences at a time.
@@ -56,8 +89,8 @@ def run_tasks(
     """
     return lm_eval.simple_evaluate(
         HarnessModel(lm, batch=batch),
-        tasks=list(tasks),
-        task_manager=TaskManager(include_path=task_path and str(task_path)),
+        tasks=tasks.names,
+        task_manager=tasks,
         num_fewshot=shots,
         limit=limit,
         log_samples=False,
@@ -212,3 +245,7 @@ def _before(text: str, until: Sequence[str]) -> str:
     for stop in until:
         text = text.split(stop)[0]
     return text
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -22,7 +22,8 @@ class Sampling:
     transformers.
 
     Raises:
-      ValueError: temperature < 0, top_k < 1, top_p outside (0, 1], or min_p outside [0, 1].
+      ValueError: temperature is neither 0 nor in [1e-6, 1e6], top_k not in [1, 2^31), top_p not in
+        (0, 1], or min_p not in [0, 1].
     """
 
     temperature: float = 1.0
@@ -31,10 +32,11 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        # Beyond these limits logits in float32 may become inf or equal.
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature must be 0 or from 1e-6 to 1e6, got {self.temperature}")
+        if self.top_k is not None and not 1 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be at least 1 and less than 2^31, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:

@@ -14,6 +14,7 @@ from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import language_model
 from twell_jax.models import sharding
+from twell_jax.train import memory
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run, open_run
 from twell_jax.train.trainer import init_state
@@ -122,3 +123,36 @@ def test_what_is_no_model_is_one_clear_line(run_dir, directory, message):
     directory = str(paths.directory.parent / directory)
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         generate.main([directory, "--prompt", "x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-tokens", "-1"], "argument --max-tokens: must be at least 0, got -1"),
+        (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
+        (["--top-k", "0"], "argument --top-k: must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_one_line_before_a_model_is_read(capsys, arguments, says):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["nowhere", "--prompt", "x", *arguments])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {says}")
+
+
+def test_more_tokens_than_memory_holds_are_refused(run_dir, monkeypatch):
+    save_checkpoint(*run_dir)
+    monkeypatch.setattr(memory, "of_device", lambda: 2**33)
+    # keys and values of 2 layers x 32 features in float32: 512 bytes a token
+    with pytest.raises(SystemExit, match=r"^error: .* 100000064 tokens: at least 48 "):
+        generate.main([str(run_dir[1].directory), "--prompt", "x", "--max-tokens", "100000000"])
+
+
+def test_tokens_beyond_the_context_are_announced(run_dir, capsys):
+    save_checkpoint(*run_dir)
+    directory = str(run_dir[1].directory)
+    generate.main([directory, "--prompt", "x" * 30, "--max-tokens", "2"])
+    assert "context" not in capsys.readouterr().err
+    generate.main([directory, "--prompt", "x" * 31, "--max-tokens", "2"])
+    assert capsys.readouterr().err.startswith(
+        "warning: 31 tokens of the prompt and --max-tokens 2 exceed the 32 of the model's context"
+    )

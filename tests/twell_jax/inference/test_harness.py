@@ -1,6 +1,7 @@
 """The adaptor to lm-evaluation-harness (extra "eval"), on a local task without a network."""
 
 import json
+from functools import partialmethod
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from tests import seeds  # noqa: E402
 from twell_jax import evaluate  # noqa: E402
 from twell_jax.inference.harness import HarnessModel  # noqa: E402
 
+ALL_TASKS = TaskManager.__init__
 CONTEXT = 96
 CONFIG = ModelConfig(
     vocab_size=257, context=CONTEXT, d_model=32, layers=2, heads=2, d_ff=48, dtype="float32",
@@ -156,7 +158,7 @@ def test_generation_ends_before_a_stop_text(lm):
 
 
 @pytest.mark.slow
-def test_the_command_runs_tasks(lm, tasks, tmp_path, capsys):
+def test_the_command_runs_tasks(lm, tasks, tmp_path, capsys, own_tasks_alone):
     save_pretrained(tmp_path / "model", lm.model, lm.tokenizer)
     out = tmp_path / "results.json"
     arguments = [str(tmp_path / "model"), "--tasks", ",".join(TASKS), "--task-path", str(tasks)]
@@ -165,6 +167,60 @@ def test_the_command_runs_tasks(lm, tasks, tmp_path, capsys):
     assert set(results) == set(TASKS)
     assert "|choice" in capsys.readouterr().out
     assert 0 <= results["choice"]["acc,none"] <= 1
+
+
+@pytest.fixture
+def own_tasks_alone(monkeypatch):
+    """The harness's own definitions, thousands of files, are not read."""
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(ALL_TASKS, include_defaults=False))
+
+
+def refused(capsys, *arguments):
+    """The last line on stderr and the exit status, which must not be 0."""
+    with pytest.raises(SystemExit) as end:
+        evaluate.main(list(map(str, arguments)))
+    if isinstance(end.value.code, str):
+        return end.value.code, 1
+    return capsys.readouterr().err.splitlines()[-1], end.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--limit", "-1"], "argument --limit: must be at least 1, got -1"),
+        (["--limit", "0"], "argument --limit: must be at least 1, got 0"),
+        (["--batch", "0"], "argument --batch: must be at least 1, got 0"),
+        (["--shots", "-1"], "argument --shots: must be at least 0, got -1"),
+        (["--shots", "two"], "argument --shots: must be an integer, got 'two'"),
+        (["--task-path", "/no/such"], "--task-path: there is no directory /no/such"),
+        (["--out", "/"], "--out: / is a directory"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, says):
+    line, status = refused(capsys, tmp_path, *arguments)
+    assert line.endswith(f"error: {says}") and status == 2
+
+
+def test_tasks_are_checked_before_the_model_is_read(
+    tasks, tmp_path, capsys, own_tasks_alone, monkeypatch
+):
+    monkeypatch.setattr(evaluate.language_model, "load", lambda *_: pytest.fail("read the model"))
+    local = [tmp_path, "--task-path", tasks, "--tasks"]
+    line, status = refused(capsys, *local, "choice,perplexities")
+    assert line == (
+        "error: --tasks: the harness has no task 'perplexities'; did you mean perplexity?"
+    )
+    assert status == 1
+    assert "has no task ''" in refused(capsys, *local, "")[0]
+
+    (tmp_path / "questions.jsonl").unlink()  # as if the network were down
+    line, _ = refused(capsys, *local, "choice,write")
+    assert line.startswith("error: --tasks: choice, write cannot be loaded (FileNotFoundError: ")
+    assert "\n" not in line
+
+    (tasks / "broken.yaml").write_text("task: broken\noutput_type: [")
+    line, _ = refused(capsys, *local, "broken")
+    assert line.startswith("error: --task") and "\n" not in line
 
 
 @pytest.mark.slow

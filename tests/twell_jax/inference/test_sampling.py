@@ -56,6 +56,9 @@ def test_only_the_likely_tokens_are_kept(options, kept):
     [
         {"temperature": -1.0},
         {"temperature": float("nan")},
+        {"temperature": 1e-40},
+        {"temperature": float("inf")},
+        {"top_k": 2**31},
         {"top_k": 0},
         {"top_p": 0.0},
         {"top_p": 1.5},
