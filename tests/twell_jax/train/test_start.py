@@ -1,0 +1,65 @@
+"""A run continues on the text that it was trained on, and on no other."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from twell_jax import config
+from twell_jax.train.run_directory import AnotherRun
+from twell_jax.train.start import Run, Standing, start
+
+
+class Batches:
+    """The position of an iterator over the data."""
+
+    position = 0
+
+    def get_state(self):
+        return {"next_index": self.position}
+
+    def set_state(self, state):
+        self.position = state["next_index"]
+
+
+class OneCheckpoint:
+    """What was saved last, in memory."""
+
+    saved = None
+
+    def save(self, step, state, position):
+        self.saved = state, position
+
+    def restore(self, abstract_state):
+        return self.saved
+
+
+def run_on(fingerprint, checkpoints):
+    return Run(
+        config=config.load("tiny"),
+        paths=SimpleNamespace(directory="runs/tiny"),
+        data=SimpleNamespace(fingerprint=fingerprint),
+        batches=Batches(),
+        trainer=SimpleNamespace(abstract_state=None),
+        checkpoints=checkpoints,
+        console=Console(quiet=True),
+    )
+
+
+def test_a_run_continues_on_its_own_text_alone():
+    checkpoints = OneCheckpoint()
+    run = run_on("its text", checkpoints)
+    run.batches.position = 7
+    state = SimpleNamespace(step=jnp.int32(7))
+    Standing(7, state, None, np.zeros(4), np.zeros(4)).save(run)
+
+    again = run_on("its text", checkpoints)
+    assert start(again).step == 7
+    assert again.batches.position == 7
+
+    other = run_on("another text", checkpoints)
+    with pytest.raises(AnotherRun, match=r"^data: the training text is not that of the run in "):
+        start(other)
+    assert other.batches.position == 0
