@@ -50,17 +50,21 @@ for point in points:
         sys.exit(f"{point}: ended with {status}")
 """
 
-# Runs train.py in a process that, if it is the second, cannot read the checkpoint of step argv[1].
+# Runs train.py in a process that, if it is the second, cannot read the checkpoint of step argv[1],
+# and reads other digests from that of argv[2].
 CANNOT_READ = """
 import runpy, sys
 import jax
 import orbax.checkpoint as ocp
-step, *sys.argv = sys.argv[1:]
+unreadable, stale, *sys.argv = sys.argv[1:]
 restore = ocp.Checkpointer.restore
 def restore_or_fail(reader, directory, **kwargs):
-    if directory.name == step and jax.process_index() == 1:
+    if directory.name == unreadable and jax.process_index() == 1:
         raise OSError("stale file handle")
-    return restore(reader, directory, **kwargs)
+    restored = restore(reader, directory, **kwargs)
+    if directory.name == stale and jax.process_index() == 1:
+        restored["digests"]["arrays"]["step"] = "another"
+    return restored
 ocp.Checkpointer.restore = restore_or_fail
 runpy.run_path("train.py", run_name="__main__")
 """
@@ -238,14 +242,16 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
 @pytest.mark.slow
 def test_processes_continue_from_what_all_can_read(workspace, uninterrupted, tmp_path):
     run_dir = shutil.copytree(workspace / "run", tmp_path / "run")
-    before = "-c", CANNOT_READ, str(STEPS), "train.py"
+    before = "-c", CANNOT_READ, str(STEPS), "50", "train.py"
     processes = start_two(workspace, f"run_dir={run_dir}", before=before, launched=by_srun)
     first, second = map(finish, processes)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert f"continuing {run_dir} at step 50" in first.stdout
-    assert "step 60: another process cannot read it" in first.stderr
+    assert f"continuing {run_dir} at step 40" in first.stdout
+    for step in (60, 50):
+        assert f"step {step}: another process cannot restore it" in first.stderr
+        assert (run_dir / f"checkpoints/{step}.broken").exists()
     assert "step 60: OSError: stale file handle" in second.stderr
-    assert (run_dir / "checkpoints/60.broken").exists()
+    assert "step 50: CheckpointError: not as saved: step" in second.stderr
     final_state(run_dir)
 
 

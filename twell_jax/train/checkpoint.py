@@ -1,12 +1,14 @@
 """Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
 
 `DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
-JSON. No random state is stored: random numbers follow from the seed and the number of the step.
+JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed. No random state
+is stored: random numbers follow from the seed and the number of the step.
 """
 
 import itertools
 import logging
 from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from twell_jax.train import digest
 from twell_jax.train.trainer import TrainState
 
 log = logging.getLogger(__name__)
@@ -52,8 +55,14 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
         """Starts writing a checkpoint; returns as soon as `state` may be donated."""
         self._set_broken_aside()
+        digests = {
+            "arrays": {name: digest.texts(x)[0] for name, x in digest.of_arrays(state).items()},
+            "data": digest.of_json(data_position),
+        }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_position)
+            state=ocp.args.StandardSave(state),
+            data=ocp.args.JsonSave(data_position),
+            digests=ocp.args.JsonSave(digests),
         )
         self._manager.save(step, args=items)
 
@@ -65,13 +74,9 @@ class Checkpoints:
         Raises:
           CheckpointError: there are checkpoints, but none can be restored.
         """
-        items = ocp.args.Composite(
+        restored = self._newest(
             state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
         )
-        with _reader(ocp.CompositeCheckpointHandler()) as reader:
-            restored = self._newest(
-                lambda step: reader.restore(self.directory / str(step), args=items)
-            )
         return restored and (restored.state, restored.data)
 
     def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
@@ -82,33 +87,28 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
             partial_restore=True,
         )
-        with _reader(ocp.PyTreeCheckpointHandler()) as reader:
-            restored = self._newest(
-                lambda step: reader.restore(self.directory / str(step) / "state", args=args)
-            )
-        return restored and restored["params"]
+        restored = self._newest(state=args)
+        return restored and restored.state["params"]
 
     def restore_position(self) -> dict[str, Any] | None:
         """Restores the position in the data alone; otherwise like `restore`."""
-        with _reader(ocp.JsonCheckpointHandler()) as reader:
-            return self._newest(lambda step: reader.restore(self.directory / str(step) / "data"))
+        restored = self._newest(data=ocp.args.JsonRestore())
+        return restored and restored.data
 
-    def _newest(self, read: Callable[[int], Any]) -> Any:
-        """The result of `read` for the newest step that all processes can read; None without steps.
+    def _newest(self, **items: ocp.args.CheckpointArgs) -> Any:
+        """The items of the newest step that all processes can read and verify; None without steps.
 
         All processes try the steps that the first process sees.
         """
         problems: dict[int, str] = {}
         while (step := self._newest_besides(problems)) is not None:
-            restored = problem = None
-            try:
-                restored = read(step)
-            except Exception as error:  # Orbax raises many kinds; all mean "not this one"
-                problem = _first_line(error)
-            if multihost_utils.process_allgather(problem is None).all():
-                self._broken = list(problems)
-                return restored
-            problems[step] = f"step {step}: {problem or 'another process cannot read it'}"
+            restored, problem = _tried(partial(_read, self.directory / str(step), items))
+            if _all_agree(problem is None):  # to verify an array takes all processes
+                _, problem = _tried(partial(_verify, self.directory / str(step), restored))
+                if _all_agree(problem is None):
+                    self._broken = list(problems)
+                    return restored
+            problems[step] = f"step {step}: {problem or 'another process cannot restore it'}"
             log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
         if problems:
             raise CheckpointError(
@@ -134,14 +134,49 @@ class Checkpoints:
         self._broken = []
 
 
-def _reader(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
-    """A reader without barriers between processes; if one failed, the others would wait forever."""
+def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `call` returns, or the first line of its error."""
+    try:
+        return call(), None
+    except Exception as error:  # Orbax raises many kinds; all mean "not this one"
+        line, *_ = [*str(error).strip().splitlines(), ""]
+        return None, f"{type(error).__name__}: {line[:200]}"
+
+
+def _all_agree(agreed: bool) -> bool:
+    return bool(multihost_utils.process_allgather(agreed).all())
+
+
+def _read(checkpoint: Path, items: dict[str, ocp.args.CheckpointArgs]) -> ocp.args.Composite:
+    """Reads items of a checkpoint, and its digests if it has some."""
+    if (checkpoint / "digests").exists():
+        items = items | {"digests": ocp.args.JsonRestore()}
+    # Without barriers between processes: if one failed, the others would wait forever.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={jax.process_index()}
     )
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    handler = ocp.CompositeCheckpointHandler()
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+        return reader.restore(checkpoint, args=ocp.args.Composite(**items))
 
 
-def _first_line(error: Exception) -> str:
-    line, *_ = [*str(error).strip().splitlines(), ""]
-    return f"{type(error).__name__}: {line[:200]}"
+def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
+    """Compares what was read with the digests of what was saved.
+
+    Raises:
+      CheckpointError: they differ.
+    """
+    arrays = digest.of_arrays(restored.get("state"))  # by all processes, whatever they read
+    saved = restored.get("digests")
+    if saved is None:
+        log.warning(
+            "checkpoint %s has no digests, as an older version saved it: damage cannot be noticed",
+            checkpoint,
+        )
+        return
+    of_saved = saved["arrays"]
+    damaged = [name for name, x in arrays.items() if set(digest.texts(x)) != {of_saved.get(name)}]
+    if "data" in restored and digest.of_json(restored.data) != saved["data"]:
+        damaged.append("the position in the data")
+    if damaged:
+        raise CheckpointError(f"not as saved: {', '.join(damaged)}")
