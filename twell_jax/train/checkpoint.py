@@ -7,6 +7,9 @@ is stored: random numbers follow from the seed and the number of the step.
 
 import itertools
 import logging
+import os
+import re
+import sys
 from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from twell_jax.train import digest
+from twell_jax.train import digest, noise
 from twell_jax.train.trainer import TrainState
 
 log = logging.getLogger(__name__)
@@ -27,16 +30,25 @@ class CheckpointError(RuntimeError):
     """Checkpoints exist, but none of them can be restored."""
 
 
+class CannotSave(RuntimeError):
+    """A checkpoint could not be written, say because the disk is full."""
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager that waits for pending writes at its end.
 
     Args:
-      directory: holds the checkpoints; created if missing.
+      directory: holds the checkpoints; created if missing. What Orbax says when it cannot read or
+        write one goes to `log.txt` beside it.
       keep: how many of the newest checkpoints are kept.
+
+    Raises:
+      CannotSave: at the end, the last checkpoint could not be written.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory.absolute()
+        noise.divert_to(self.directory.parent / "log.txt")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._broken: list[int] = []
@@ -44,8 +56,14 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self._write(self._manager.close)
+        except CannotSave as another:
+            if error is None:
+                raise
+            if not isinstance(error, CannotSave):
+                log.error("%s", another)
 
     def newest_before(self, step: int) -> Path | None:
         """The directory of the newest checkpoint before `step` that is not known to be broken."""
@@ -53,7 +71,11 @@ class Checkpoints:
         return self.directory / str(max(steps)) if steps else None
 
     def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
-        """Starts writing a checkpoint; returns as soon as `state` may be donated."""
+        """Starts writing a checkpoint; returns as soon as `state` may be donated.
+
+        Raises:
+          CannotSave: this checkpoint, or the one before, could not be written.
+        """
         self._set_broken_aside()
         digests = {
             "arrays": {name: digest.texts(x)[0] for name, x in digest.of_arrays(state).items()},
@@ -64,7 +86,7 @@ class Checkpoints:
             data=ocp.args.JsonSave(data_position),
             digests=ocp.args.JsonSave(digests),
         )
-        self._manager.save(step, args=items)
+        self._write(partial(self._manager.save, step, args=items))
 
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The state and the data position of the newest whole checkpoint; None if there is none.
@@ -106,16 +128,35 @@ class Checkpoints:
             if _all_agree(problem is None):  # to verify an array takes all processes
                 _, problem = _tried(partial(_verify, self.directory / str(step), restored))
                 if _all_agree(problem is None):
-                    self._broken = list(problems)
+                    self._report_broken(problems)
                     return restored
             problems[step] = f"step {step}: {problem or 'another process cannot restore it'}"
-            log.warning("checkpoint %s cannot be restored, %s", self.directory, problems[step])
         if problems:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "
                 + "; ".join(problems.values())
+                + noise.where()
             )
         return None
+
+    def _report_broken(self, problems: dict[int, str]) -> None:
+        self._broken = list(problems)
+        for problem in problems.values():
+            log.warning(
+                "checkpoint %s cannot be restored, %s%s", self.directory, problem, noise.where()
+            )
+
+    def _write(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # of this write or of the one before, in a thread of Orbax
+            noise.add("a checkpoint cannot be written", error)
+            whole = self.newest_before(sys.maxsize)
+            raise CannotSave(
+                f"{self.directory}: a checkpoint cannot be written: {_reason(error)}; "
+                + (f"{whole} is whole, and the same command continues from it" if whole else "")
+                + noise.where()
+            ) from error
 
     def _newest_besides(self, tried: Container[int]) -> int | None:
         newest = max((s for s in self._manager.all_steps() if s not in tried), default=-1)
@@ -139,8 +180,15 @@ def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return call(), None
     except Exception as error:  # Orbax raises many kinds; all mean "not this one"
-        line, *_ = [*str(error).strip().splitlines(), ""]
-        return None, f"{type(error).__name__}: {line[:200]}"
+        noise.add("a checkpoint cannot be restored", error)
+        return None, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # of TensorStore
+        return os.strerror(int(code[1]))
+    line, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 def _all_agree(agreed: bool) -> bool:

@@ -20,7 +20,7 @@ from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.train import distributed
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.dry_run import print_memory
 from twell_jax.train.loop import train
 from twell_jax.train.metrics import NonFiniteLoss
@@ -47,7 +47,7 @@ def main(prog: str | None = None) -> None:
                 train(config)
     except (AnotherRun, CheckpointError) as error:
         distributed.fail(f"error: {error}", CANNOT_CONTINUE)
-    except (ConfigError, CannotServe, NonFiniteLoss, OSError) as error:
+    except (ConfigError, CannotSave, CannotServe, NonFiniteLoss, OSError) as error:
         distributed.fail(f"error: {error}")
     except Exception:
         if not jax.distributed.is_initialized():

@@ -26,6 +26,7 @@ def train(config: Config) -> None:
 
     Raises:
       AnotherRun: `run_dir` holds a run with other settings or text.
+      CannotSave: a checkpoint cannot be written; those before it are whole.
       CannotServe: the config asks for an implementation or gradients that this machine lacks.
       CheckpointError: there are checkpoints, but none is whole.
       ConfigError: the data, the directory, the number of devices or their memory does not fit the
