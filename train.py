@@ -4,6 +4,12 @@
 package is installed, `python -m twell_jax.train` is the same command.
 """
 
+import signal
+
+# While the modules load, Ctrl-C ends the process without a traceback.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from twell_jax.train.command import main
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def call(*command) -> subprocess.CompletedProcess:
 
 @contextlib.contextmanager
 def as_in_a_new_process() -> Iterator[pytest.MonkeyPatch]:
-    """One device, no logging; the mesh and signals that a command sets are gone afterwards."""
-    make_mesh, on_sigterm = sharding.make_mesh, signal.getsignal(signal.SIGTERM)
+    """One device, no logging; the mesh and the signal that a command sets are gone afterwards."""
+    make_mesh, on_interrupt = sharding.make_mesh, signal.getsignal(signal.SIGINT)
 
     def of_first_devices(shape, devices=None):
         return make_mesh(shape, devices or jax.devices()[: math.prod(shape)])
@@ -58,4 +58,4 @@ def as_in_a_new_process() -> Iterator[pytest.MonkeyPatch]:
         try:
             yield patch
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)
+            signal.signal(signal.SIGINT, on_interrupt)

@@ -19,7 +19,7 @@ from twell_jax.analysis.speedup import measure_speedup
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.plotting import title_of_run
-from twell_jax.train import progress
+from twell_jax.train import interrupt, progress
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
 from twell_jax.train.run_directory import RunPaths, load_run, write_atomically
 
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     try:
-        analyze(args.run_dir, args.sequences, Console())
+        with interrupt.at_once():
+            analyze(args.run_dir, args.sequences, Console())
     except (ConfigError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -16,6 +16,7 @@ from typing import get_args
 from twell_jax.ffn import Implementation
 from twell_jax.inference import harness, language_model
 from twell_jax.inference.arguments import at_least
+from twell_jax.train import interrupt
 from twell_jax.train.checkpoint import CheckpointError
 
 TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense_qa"
@@ -43,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--out: there is no directory {args.out.parent}")
     if args.out and args.out.is_dir():
         parser.error(f"--out: {args.out} is a directory")
+    with interrupt.at_once():
+        _evaluate(args)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
     try:
         tasks = harness.Tasks(args.tasks.split(","), args.task_path)
         lm = language_model.load(args.directory, args.implementation)

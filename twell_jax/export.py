@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from twell_jax.models.pretrained import save_pretrained
+from twell_jax.train import interrupt
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import load_run
 
@@ -22,14 +23,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < args.max_shard_gb < float("inf"):
         parser.error(f"--max-shard-gb: must be a positive number, got {args.max_shard_gb}")
     try:
-        _, tokenizer, model = load_run(args.run_dir)
-        save_pretrained(
-            args.directory,
-            model,
-            tokenizer,
-            dtype=args.dtype,
-            max_shard_bytes=int(args.max_shard_gb * 1e9),
-        )
+        with interrupt.at_once():
+            _, tokenizer, model = load_run(args.run_dir)
+            save_pretrained(
+                args.directory,
+                model,
+                tokenizer,
+                dtype=args.dtype,
+                max_shard_bytes=int(args.max_shard_gb * 1e9),
+            )
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"model: {args.directory}")

@@ -20,7 +20,7 @@ from twell_jax.inference.arguments import at_least
 from twell_jax.inference.generation import ENDED, generate, padded_length, stream_text
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer
-from twell_jax.train import memory
+from twell_jax.train import interrupt, memory
 from twell_jax.train.checkpoint import CheckpointError
 
 
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementation", choices=get_args(Implementation), help="of the FFN")
     args = parser.parse_args(argv)
     try:
-        _print_continuations(args)
+        with interrupt.at_once():
+            _print_continuations(args)
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

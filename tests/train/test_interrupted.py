@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import socket
 import time
 
@@ -71,7 +72,8 @@ runpy.run_path("train.py", run_name="__main__")
 
 # Runs train.py in a process that, if it is the second, has its third batch argv[1] seconds late.
 STRAGGLE = """
-import runpy, sys, time
+import runpy, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of some shells
 import jax
 from twell_jax.train.trainer import Trainer
 seconds, *sys.argv = sys.argv[1:]
@@ -219,7 +221,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     late = "-c", STRAGGLE, "12", "train.py"  # for longer than the others wait for a lost process
     processes = start_two(workspace, *arguments, "mesh.fsdp=2", devices=1, before=late)
     wait_for_step(several, 15, processes)
-    processes[1].terminate()
+    processes[1].send_signal(signal.SIGINT)
     first, second = map(finish, processes)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "late" in second.stderr.split()

@@ -5,8 +5,9 @@
 
 CONFIG is a YAML file or the name of a shipped configuration. Everything is kept in the
 configuration's `run_dir`. The same command continues an interrupted run from its last checkpoint,
-with exactly the result of an uninterrupted one. On several hosts it is started on each; they need a
-`run_dir` that all can write to.
+with exactly the result of an uninterrupted one. Ctrl-C and SIGTERM save and stop, with status 0; a
+second Ctrl-C, or one before the first step, stops at once, with status 130. On several hosts the
+command is started on each; they need a `run_dir` that all can write to.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import jax
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
-from twell_jax.train import distributed
+from twell_jax.train import distributed, interrupt
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.dry_run import print_memory
 from twell_jax.train.loop import train
@@ -31,7 +32,11 @@ CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that canno
 
 def main(prog: str | None = None) -> None:
     """Runs the command; `prog` is its name in the usage line (default: that of the script)."""
-    args = parse_arguments(prog)
+    with interrupt.at_once():
+        _run(parse_arguments(prog))
+
+
+def _run(args: argparse.Namespace) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("twell_jax").setLevel(logging.INFO)
     try:

@@ -1,16 +1,20 @@
 """Lets several processes train one model: they find each other, stop and fail together."""
 
+import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 from twell_jax.config import ConfigError
+from twell_jax.train import interrupt
 
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and mpirun
@@ -53,18 +57,40 @@ def initialize(heartbeat_seconds: int) -> None:
     )
 
 
-def stop_request() -> Callable[[int], bool]:
-    """From now on, lets SIGTERM ask the run to stop.
+@contextlib.contextmanager
+def stop_request() -> Iterator[Callable[[int], bool]]:
+    """Inside, SIGTERM and Ctrl-C ask the run to stop.
 
-    Returns:
-      A function of the step that says whether to stop after it. Every process must call it after
-      every step. All get the same answer, whichever of them received the signal.
+    Before the first step nothing is to be saved, so Ctrl-C ends the process at once, and so does a
+    second Ctrl-C at any time: see `interrupt.end`.
+
+    Yields:
+      A function of the step that says whether to stop after it. Every process must call it before
+      the first step, and after every step. All get the same answer, whichever of them received the
+      signal.
     """
-    if jax.process_count() > 1:  # since `initialize`, JAX handles the signal
-        return multihost_utils.reached_preemption_sync_point
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    return lambda step: stop.is_set()
+    several = jax.process_count() > 1  # since `initialize`, JAX handles their SIGTERM
+    asked, interrupted, stepped = (threading.Event() for _ in range(3))
+    ask = partial(os.kill, os.getpid(), signal.SIGTERM) if several else asked.set
+    calls = itertools.count()
+
+    def stop_after(step: int) -> bool:
+        if next(calls):
+            stepped.set()
+        return multihost_utils.reached_preemption_sync_point(step) if several else asked.is_set()
+
+    def on_interrupt() -> None:
+        if not stepped.is_set():
+            interrupt.end("stopped before a step was taken; the same command continues")
+        if interrupted.is_set():
+            interrupt.end("stopped; the same command continues from the last checkpoint")
+        interrupted.set()
+        interrupt.say("stopping after this step, to save it; Ctrl-C again stops at once")
+        ask()
+
+    actions = {signal.SIGINT: on_interrupt} | ({} if several else {signal.SIGTERM: asked.set})
+    with interrupt.handled(actions):
+        yield stop_after
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

@@ -33,29 +33,30 @@ def train(config: Config) -> None:
         config.
       NonFiniteLoss: the loss or its gradient became inf or NaN.
     """
-    console = Console(quiet=jax.process_index() > 0)
-    stop_requested = distributed.stop_request()
-    if jax.process_count() > 1:  # printed now, as JAX may end this process if another is lost
+    index, count = jax.process_index(), jax.process_count()
+    console = Console(quiet=index > 0)
+    if count > 1:  # printed now, as JAX may end this process if another is lost
         console.out(
-            f"{jax.process_count()} processes: if one is lost, the others end within "
+            f"{count} processes: if one is lost, the others end within "
             f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
             highlight=False,
         )
     memory.require_for_training(config, jax.device_count(), memory.of_device())
     paths = open_run(config)
-    corpus = data.load(config, process_index=jax.process_index(), process_count=jax.process_count())
-    mesh = sharding.make_mesh(config.mesh.shape(jax.device_count()))
-    jax.set_mesh(mesh)
-    trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
-    batches = iter(corpus.train)
-    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
-        run = Run(config, paths, corpus, batches, trainer, checkpoints, console)
-        step = _take_steps(run, stop_requested)
-        batches.close()
+    with distributed.stop_request() as stop_requested:
+        corpus = data.load(config, process_index=index, process_count=count)
+        mesh = sharding.make_mesh(config.mesh.shape(jax.device_count()))
+        jax.set_mesh(mesh)
+        trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
+        batches = iter(corpus.train)
+        with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+            run = Run(config, paths, corpus, batches, trainer, checkpoints, console)
+            step = _take_steps(run, stop_requested)
+            batches.close()
 
     if step < config.steps:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
-    elif jax.process_index() == 0:
+    elif index == 0:
         show_result(config, paths, corpus.unigram_cross_entropy, console)
 
 
