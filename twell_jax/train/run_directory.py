@@ -1,11 +1,12 @@
 """The directory of a run: its resolved configuration, tokenizer, checkpoints, metrics and plots."""
 
 import contextlib
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
 import jax
 from flax import nnx
 
@@ -53,18 +54,32 @@ class RunPaths:
 
 @contextlib.contextmanager
 def lock_run(run_dir: str | Path) -> Iterator[None]:
-    """Locks a run against other processes of this machine; the lock ends with the process.
+    """Locks a run against other processes of this machine; creates its directory if missing.
+
+    The lock is on the directory itself, whichever path leads to it, and leaves no file. It ends
+    with the process.
 
     Raises:
-      ConfigError: another process holds the lock.
+      ConfigError: another process holds the lock, or this is no directory and cannot become one.
     """
-    directory = Path(run_dir).absolute()
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(os.path.realpath(run_dir))  # to create it where a dangling link points
     try:
-        with filelock.FileLock(directory.parent / f".{directory.name}.lock", timeout=0):
-            yield
-    except filelock.Timeout:
-        raise ConfigError(f"run_dir: another process is training in {run_dir}") from None
+        if not directory.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _cannot("created or opened", run_dir, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"run_dir: another process is training in {run_dir}") from None
+        raise _cannot("locked", run_dir, error) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def open_run(config: Config) -> RunPaths:
@@ -73,7 +88,7 @@ def open_run(config: Config) -> RunPaths:
     A run that has no checkpoint yet starts anew, with any settings.
 
     Raises:
-      ConfigError: the directory holds something other than a run.
+      ConfigError: the directory holds something other than a run, or cannot be written.
       AnotherRun: the directory holds a run whose settings differ such that the result would change;
         the message names the first such key.
     """
@@ -88,8 +103,11 @@ def open_run(config: Config) -> RunPaths:
                 "choose another run_dir, or the old value to continue it"
             )
     if jax.process_index() == 0:
-        paths.directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(paths.config, config_lib.to_yaml(config))
+        try:
+            paths.directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(paths.config, config_lib.to_yaml(config))
+        except OSError as error:
+            raise _cannot("written", paths.directory, error) from None
     return paths
 
 
@@ -168,6 +186,11 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}{_TEMPORARY}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def _cannot(what: str, run_dir: str | Path, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(f"run_dir: {run_dir} cannot be {what} ({reason}); choose another run_dir")
 
 
 def _is_empty(directory: Path) -> bool:

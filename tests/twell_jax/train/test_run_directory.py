@@ -1,10 +1,14 @@
 """The run directory: joined only by the run that it belongs to, and whole after any kill."""
 
+import errno
+from pathlib import Path
+
 import pytest
 import yaml
 
 from twell_jax import config
 from twell_jax.config import ConfigError
+from twell_jax.train import run_directory
 from twell_jax.train.run_directory import load_config, lock_run, open_run, write_atomically
 
 
@@ -107,11 +111,36 @@ def test_writing_that_is_cut_short_leaves_the_old_file(tmp_path):
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"file.txt": "new"}
 
 
-def test_a_run_has_one_process(tmp_path):
-    with lock_run(tmp_path / "a"):
-        with pytest.raises(ConfigError, match=r"another process is training in .*a$"):
-            lock_run(tmp_path / "a").__enter__()
-        with lock_run(tmp_path / "b"):
-            pass
-    with lock_run(tmp_path / "a"):
-        pass
+def test_a_run_has_one_process(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "a")  # to a directory that is not there yet
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    paths = tmp_path / "a", tmp_path / "link", Path("../a"), Path("../link/../b/../a")
+    for path in paths:
+        with lock_run(path):
+            for other in paths:
+                with pytest.raises(
+                    ConfigError, match=r"another process is training in .*(a|link)$"
+                ):
+                    lock_run(other).__enter__()
+            with lock_run(tmp_path / "b"):
+                pass
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", "link"}
+
+
+def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "file", tmp_path / "file/run", tmp_path / "loop", Path("/proc/run")):
+        with pytest.raises(
+            ConfigError, match=rf"^run_dir: {path} cannot be created or opened \(.*\); choose"
+        ):
+            lock_run(path).__enter__()
+    assert (tmp_path / "file").read_text() == "text"
+
+    def refuse(path, text):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(run_directory, "write_atomically", refuse)
+    with pytest.raises(ConfigError, match=r"^run_dir: .*run cannot be written \(Permission denied"):
+        open_run(settings(tmp_path / "run"))
