@@ -91,6 +91,21 @@ TABLES: dict[str, Table] = {
             "error": number("error", "{:.1e}"),
         },
     ),
+    "soak": Table(
+        title="Random rows, each against the dense block in float32",
+        about="A call draws its pattern from one of ten families. The rows are those of y and, "
+        "where gradients are sparse, also of all gradients. A row is wrong if its error is larger "
+        'than rounding explains; "largest error" is in multiples of what is allowed.',
+        columns={
+            "pattern": number("family", "{}"),
+            "M x D x H": lambda row: f"{row['m']} x {row['d']} x {row['h']}",
+            "gated": yes("gated"),
+            "block": block,
+            "rows": number("rows", "{:,}"),
+            "wrong": number("wrong", "{:,}"),
+            "largest error": number("worst", "{:.2f}"),
+        },
+    ),
     "losses": Table(
         title="Losses of one run, computed in several ways",
         about="The same data and seed. Differences are absolute ones of the training cross-entropy "

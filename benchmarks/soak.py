@@ -108,10 +108,6 @@ class Case:
     gated: bool
     options: tuple[tuple[str, str], ...]
 
-    @property
-    def name(self) -> str:
-        return " ".join(value for _, value in self.options)
-
 
 FEW = (("implementation", "mosaic"),)
 TWELL = (("packing", "twell"),)
@@ -273,8 +269,8 @@ def soak(cases: list[Case], rows: float, seed: int) -> list[dict[str, Any]]:
             total["wrong"] += int(one["wrong"])
             total["worst"] = max(total["worst"], float(one["worst"]))
     return [
-        {"block": case.name, "gated": case.gated, "m": case.m, "d": case.d, "h": case.h}
-        | {"family": family, **total}
+        {"family": family, "m": case.m, "d": case.d, "h": case.h, "gated": case.gated}
+        | {**dict(case.options), **total}
         for (case, family), total in zip(programs, totals, strict=True)
     ]
 
