@@ -45,8 +45,14 @@ def _sums(x: jax.Array) -> jax.Array:
     for axis, size in enumerate(bits.shape):
         along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         index = index * jnp.uint32(size) + along
-    hashed = _mixed(bits ^ _mixed(index))
-    sums = [jnp.sum(h, dtype=jnp.uint32) for h in (hashed, hashed * hashed)]
+    hashed, zero = _mixed(bits ^ _mixed(index)), jnp.uint32(0)
+    # One reduction of both: XLA would keep `hashed`, as large as x, for a second one.
+    sums = jax.lax.reduce(
+        (hashed, hashed * hashed),
+        (zero, zero),
+        lambda total, more: (total[0] + more[0], total[1] + more[1]),
+        tuple(range(bits.ndim)),
+    )
     return jnp.stack(sums)
 
 

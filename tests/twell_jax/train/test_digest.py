@@ -57,6 +57,12 @@ def test_every_mesh_finds_the_same(dtype):
         assert of(jax.device_put(array, NamedSharding(mesh, spec))) == of(array)
 
 
+def test_a_digest_needs_no_copy_of_the_array():
+    array = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    memory = digest._sums.lower(array).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * memory.argument_size_in_bytes
+
+
 def test_replicas_are_compared_each():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
     copies = [jax.device_put(np.float32([1, 2]), device) for device in mesh.devices]
