@@ -149,6 +149,8 @@ def test_gradients_are_planned_or_given(path, overrides):
         (b"base: missing.yaml", "missing.yaml: cannot be read"),
         (b"base: bad.yaml", "must name another file"),
         (b"base: 3", "must name another file"),
+        (b'base: "\\ud800"', "not valid YAML"),
+        (b'base: "\\0"', "not valid YAML"),
     ],
 )
 def test_a_bad_file_is_an_error_of_one_line(path, content, says):

@@ -105,7 +105,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
+    except ValueError as error:  # of the text's encoding or the path's
         raise ConfigError(f"{path}: not valid YAML ({error})") from None
     tree = _yaml(text, str(path))
     if not isinstance(tree, dict):
@@ -177,6 +177,7 @@ def _one_line(error: ErrorDetails) -> str:
     if error["type"] == "value_error":  # raised by a section's _check, which names the key
         return str(error["ctx"]["error"])
     message = f"{error['msg'][0].lower()}{error['msg'][1:]}".replace("tuple", "list")
+    message, *_ = message.split(" or instance of")
     return f"{key}: {message}, got {_short.repr(error['input'])}"
 
 
