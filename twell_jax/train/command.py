@@ -20,7 +20,7 @@ import jax
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
-from twell_jax.train import distributed, interrupt
+from twell_jax.train import distributed, interrupt, memory
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.dry_run import print_memory
 from twell_jax.train.loop import train
@@ -47,6 +47,7 @@ def _run(args: argparse.Namespace) -> None:
             print_memory(config, args.dry_run)
         else:
             distributed.initialize(config.mesh.heartbeat_seconds)
+            memory.require_for_training(config, jax.device_count(), memory.of_device())
             first = jax.process_index() == 0
             with lock_run(config.run_dir) if first else contextlib.nullcontext():
                 train(config)

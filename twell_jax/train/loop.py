@@ -9,7 +9,7 @@ from twell_jax import data
 from twell_jax.config import Config
 from twell_jax.data import tokenizers
 from twell_jax.models import sharding
-from twell_jax.train import distributed, memory, metrics
+from twell_jax.train import distributed, metrics
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress
@@ -29,8 +29,7 @@ def train(config: Config) -> None:
       CannotSave: a checkpoint cannot be written; those before it are whole.
       CannotServe: the config asks for an implementation or gradients that this machine lacks.
       CheckpointError: there are checkpoints, but none is whole.
-      ConfigError: the data, the directory, the number of devices or their memory does not fit the
-        config.
+      ConfigError: the data, the directory or the number of devices does not fit the config.
       NonFiniteLoss: the loss or its gradient became inf or NaN.
     """
     index, count = jax.process_index(), jax.process_count()
@@ -41,7 +40,6 @@ def train(config: Config) -> None:
             f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
             highlight=False,
         )
-    memory.require_for_training(config, jax.device_count(), memory.of_device())
     paths = open_run(config)
     with distributed.stop_request() as stop_requested:
         corpus = data.load(config, process_index=index, process_count=count)

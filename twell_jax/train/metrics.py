@@ -17,7 +17,7 @@ from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.trainer import StepMetrics
 
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
-_OF_LAYERS = {"nnz", "max_nnz", "dead", "overflow", "sparse_gradients"}
+_OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
 _OF_STEPS = {"ce", "l1", "tokens_per_second"}
 
 
@@ -103,7 +103,7 @@ def _layers(record: Any) -> int | None:
         return None
     if "ce" not in record:
         return None if lists else 0
-    if lists.keys() | {"sparse_gradients"} != _OF_LAYERS or not record.keys() >= _OF_STEPS:
+    if not (lists.keys() >= _OF_LAYERS and record.keys() >= _OF_STEPS):
         return None
     lengths = {len(values) for values in lists.values()}
     return lengths.pop() if len(lengths) == 1 else None

@@ -105,7 +105,7 @@ STEP = {"step": 1, "ce": 1, "l1": 2.5, "tokens_per_second": 9, "nnz": [1, 2], "m
         json.dumps(STEP | {"nnz": 3}),
         json.dumps({name: value[:1] if isinstance(value, list) else value
                     for name, value in STEP.items()}),
-        json.dumps({name: value for name, value in STEP.items() if name != "overflow"}),
+        json.dumps({name: value for name, value in STEP.items() if name != "dead"}),
         "[" * 100_000,
         "\udcff",
     ],

@@ -9,6 +9,7 @@ from tests.commands import call
 from twell_jax import config
 
 LAYERS, D_FF = 16, 512
+NUMBERS = "tokens", "l1", "l1_coefficient", "lr", "grad_norm", "tokens_per_second"
 
 
 @pytest.fixture
@@ -20,7 +21,9 @@ def run_dir(tmp_path):
     (directory / "config.yaml").write_text(config.to_yaml(config.load("tiny", changed)))
     nnz = [0.0, 0.4, *(20.0 + layer for layer in range(2, LAYERS - 1)), float(D_FF)]
     records = [
-        {"step": step, "ce": 3.25 - step / 10, "nnz": nnz, "max_nnz": [round(n) for n in nnz]}
+        dict.fromkeys(NUMBERS, 0.0)
+        | dict.fromkeys(("dead", "overflow"), [0.0] * LAYERS)
+        | {"step": step, "ce": 3.25 - step / 10, "nnz": nnz, "max_nnz": [round(n) for n in nnz]}
         for step in (10, 20)
     ]
     records.append({"step": 20, "held_out_ce": 1.5, "unigram_ce": 3.125})
