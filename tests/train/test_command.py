@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tests.commands import call
-from tests.train.runs import ROOT, STEPS, final_state, records, run
+from tests.train.runs import ROOT, STEPS, final_state, records
 from twell_jax import config
 from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
@@ -157,9 +157,11 @@ def test_a_wrong_key_is_one_line(workspace):
 
 
 @pytest.mark.slow
-def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path):
+def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # this process has its devices
+
     def gibibytes(*arguments):
-        process = run(workspace, f"run_dir={tmp_path / 'run'}", *arguments)
+        process = train(workspace / "config.yaml", f"run_dir={tmp_path / 'run'}", *arguments)
         assert process.returncode == 0, process.stderr
         assert "0.001 billion parameters" in process.stdout
         return float(process.stdout.split(" GiB state")[0].split()[-1])

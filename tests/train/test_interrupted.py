@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.commands import call
 from tests.train.runs import STEPS, final_state, finish, records, run, start
 from twell_jax import config
 from twell_jax.train import distributed, metrics
@@ -115,7 +116,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrup
     )
     assert list(run_dir.glob("checkpoints/*tmp*"))
     kill_at("twell_jax.train.loop:show_result*0")  # trained, but nothing shown
-    process = run(workspace, f"run_dir={run_dir}")
+    process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert_same_result(run_dir, workspace / "run")
 
@@ -130,7 +131,7 @@ def test_killed_while_a_checkpoint_is_written(workspace, uninterrupted, tmp_path
             seen = next((name for name in names if "tmp" in name), None)
         process.kill()
         finish(process)
-    process = run(workspace, f"run_dir={tmp_path / 'killed'}")
+    process = call("train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'killed'}")
     assert process.returncode == 0, process.stderr
     assert_same_result(tmp_path / "killed", workspace / "run")
 
@@ -149,7 +150,7 @@ def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
     (step,) = (int(path.name) for path in (run_dir / "checkpoints").iterdir())
     assert 3 <= step < STEPS
     assert f"stopped at step {step}; the same command continues" in process.stdout
-    process = run(workspace, f"run_dir={run_dir}")
+    process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert process.stdout.startswith(f"continuing {run_dir} at step {step}")
     assert_same_result(run_dir, workspace / "run")
@@ -207,7 +208,8 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     # lets one fire a step earlier grows to 1e-2 within 30 steps.
     calm = ["optimizer.lr=1e-6", "reinit_every=0"]
     one, several = tmp_path / "one", tmp_path / "several"
-    reference = start(workspace, f"run_dir={one}", *calm)
+    reference = call("train.py", workspace / "config.yaml", f"run_dir={one}", *calm)
+    assert reference.returncode == 0, reference.stderr
     arguments = [f"run_dir={several}", *calm, "mesh.heartbeat_seconds=10"]
 
     processes = start_two(workspace, *arguments, "mesh.fsdp=4", devices=4)
@@ -231,8 +233,6 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
 
     last = run(workspace, *arguments, "micro_batch=1", JAX_NUM_CPU_DEVICES="4")
     assert last.returncode == 0, last.stderr
-    reference = finish(reference)
-    assert reference.returncode == 0, reference.stderr
     assert final_state(several)[1] == final_state(one)[1]
     found, expected = records(several), records(one)
     assert [line["step"] for line in found] == [line["step"] for line in expected]
