@@ -18,7 +18,10 @@ def test_both_runs_stand_side_by_side_in_three_lines(tmp_path):
             {
                 "step": step,
                 "ce": 2.0,
+                "l1": 0.0,
                 "nnz": [512.0] * 2 if step < 4 else nnz,
+                "max_nnz": [512] * 2,
+                "dead": [0.0] * 2,
                 "tokens_per_second": s,
             }
             for step, s in ((1, 0.0), (2, 12345.0), (3, 12346.0), (4, 99999.0), (5, 11111.0))

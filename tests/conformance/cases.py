@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
 from twell_jax import sparse_ffn
+from twell_jax.ffn import dispatch
 
 BACK_ENDS = [
     pytest.param(REFERENCE, id="reference"),
@@ -38,6 +39,16 @@ TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
 def by(algorithm, **options):
     """`sparse_ffn` by this algorithm."""
     return functools.partial(sparse_ffn, **ALGORITHMS[algorithm][0], **options)
+
+
+def run(algorithm, *operands):
+    """(y, stats) by this algorithm and the back end that serves; no program is traced twice."""
+    return _compiled(dispatch.BACK_ENDS, algorithm)(*operands)
+
+
+@functools.cache
+def _compiled(back_ends, algorithm):
+    return jax.jit(by(algorithm))
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
