@@ -19,28 +19,20 @@ from twell_jax.train.metrics import Recorder
 PRESS = """
 import hashlib, importlib, json, os, signal, sys, time
 import twell_jax.analyze, twell_jax.generate, twell_jax.train.command
+from tests.train.after_calls import after_calls
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of some shells
-def prepare(where, calls, presses):
-    module, *owner, name = where.split(":")
-    target = importlib.import_module(module)
-    for part in owner:
-        target = getattr(target, part)
-    original, count = getattr(target, name), 0
-    def wrapped(*args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > calls:
-            for press in range(presses):
-                time.sleep(press)
-                os.kill(os.getpid(), signal.SIGINT)
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**10)
-        return original(*args, **kwargs)
-    setattr(target, name, wrapped)
+def press_at(where, calls, presses):
+    def press(*args):
+        for i in range(presses):
+            time.sleep(i)
+            os.kill(os.getpid(), signal.SIGINT)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**10)
+    after_calls(where, calls, press)
 for point, module, *arguments in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        prepare(*point)
+        press_at(*point)
         sys.argv = [module, *arguments]
         importlib.import_module(module).main()
         sys.exit()

@@ -20,31 +20,23 @@ from twell_jax.train import distributed, metrics
 # argv[1:] before "train.py" names a function and how many calls of it succeed; the rest is the
 # command line. It forks, so that all is imported once; no backend has started by then.
 KILL_AT = """
-import importlib, os, runpy, signal, sys
+import os, runpy, signal, sys
 import twell_jax.train.command
+from tests.train.after_calls import after_calls
 end = sys.argv.index("train.py")
 points, sys.argv = sys.argv[1:end], sys.argv[end:]
-def prepare(point):
+def kill_at(point):
     where, calls = point.split("*")
-    module, *owner, name = where.split(":")
-    target = importlib.import_module(module)
-    for part in owner:
-        target = getattr(target, part)
-    original, count = getattr(target, name), 0
-    def wrapped(*args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > int(calls):
-            if name == "write":  # half a line of metrics.jsonl
-                args[0]._file.write('{"step": ')
-                args[0]._file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-    setattr(target, name, wrapped)
+    def kill(*args):
+        if where.endswith(":write"):  # half a line of metrics.jsonl
+            args[0]._file.write('{"step": ')
+            args[0]._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    after_calls(where, int(calls), kill)
 for point in points:
     child = os.fork()
     if child == 0:
-        prepare(point)
+        kill_at(point)
         runpy.run_path("train.py", run_name="__main__")
         sys.exit()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

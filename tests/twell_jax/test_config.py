@@ -22,13 +22,6 @@ VALID = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def path(tmp_path):
-    file = tmp_path / "valid.yaml"
-    file.write_text(yaml.safe_dump(VALID))
-    return file
-
-
 @pytest.mark.parametrize(
     ("override", "key", "says"),
     [

@@ -3,20 +3,12 @@
 import logging
 
 import pytest
-import yaml
 
-from tests.twell_jax.test_config import CONFIGS, VALID
+from tests.twell_jax.test_config import CONFIGS
 from twell_jax import config
 from twell_jax.config import ConfigError
 
 SHIPPED = CONFIGS / "0p5b.yaml"  # its source is a Hugging Face dataset
-
-
-@pytest.fixture
-def path(tmp_path):
-    file = tmp_path / "valid.yaml"
-    file.write_text(yaml.safe_dump(VALID))
-    return file
 
 
 @pytest.mark.parametrize(
