@@ -11,7 +11,7 @@ among a thousand is more.
 import argparse
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,16 +250,15 @@ def compiled(case: Case) -> Callable[[jax.Array, Pattern], dict[str, jax.Array]]
     return jax.jit(functools.partial(check, case)).lower(key, pattern).compile()
 
 
-def soak(cases: list[Case], rows: float, seed: int) -> list[dict[str, Any]]:
-    """A row of the record for each case and family; all are drawn equally often."""
+def soak(cases: list[Case], rows: float, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """After each round in which all are drawn: a row of the record for each case and family."""
     with ThreadPoolExecutor() as pool:
         checks = dict(zip(cases, pool.map(compiled, cases), strict=True))
     families = {name: jax.jit(draw, static_argnums=(1, 2)) for name, draw in FAMILIES.items()}
     programs = list(itertools.product(cases, families))
     totals = [{"rows": 0, "wrong": 0, "worst": 0.0} for _ in programs]
     keys = map(functools.partial(jax.random.fold_in, jax.random.key(seed)), itertools.count())
-    while (done := sum(total["rows"] for total in totals)) < rows:
-        print(f"{done:.3g} rows, {sum(total['wrong'] for total in totals)} wrong", flush=True)
+    while sum(total["rows"] for total in totals) < rows:
         found = []
         for case, family in programs:
             pattern_key, key = jax.random.split(next(keys))
@@ -268,11 +267,11 @@ def soak(cases: list[Case], rows: float, seed: int) -> list[dict[str, Any]]:
             total["rows"] += int(one["rows"])
             total["wrong"] += int(one["wrong"])
             total["worst"] = max(total["worst"], float(one["worst"]))
-    return [
-        {"family": family, "m": case.m, "d": case.d, "h": case.h, "gated": case.gated}
-        | {**dict(case.options), **total}
-        for (case, family), total in zip(programs, totals, strict=True)
-    ]
+        yield [
+            {"family": family, "m": case.m, "d": case.d, "h": case.h, "gated": case.gated}
+            | {**dict(case.options), **total}
+            for (case, family), total in zip(programs, totals, strict=True)
+        ]
 
 
 def main() -> None:
@@ -283,10 +282,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows = soak(CASES, args.rows, args.seed)
     path = record.new_path("soak", args.out)
-    record.write("soak", rows, path, seed=args.seed)
-    print(f"{sum(row['rows'] for row in rows):.3g} rows, {sum(row['wrong'] for row in rows)} wrong")
+    for rows in soak(CASES, args.rows, args.seed):
+        record.write("soak", rows, path, seed=args.seed)  # a run that is cut off leaves this
+        counts = (sum(row[name] for row in rows) for name in ("rows", "wrong"))
+        print("{:.4g} rows, {} wrong".format(*counts), flush=True)
     print(path)
 
 

@@ -15,7 +15,7 @@ UNIONS = soak.Case(301, 128, 256, True, soak.UNIONS)
 
 
 def test_no_row_is_wrong_in_any_family():
-    rows = soak.soak([FEW, UNIONS], rows=1, seed=3)
+    (rows,) = soak.soak([FEW, UNIONS], rows=1, seed=3)
     assert {row["family"] for row in rows} == set(soak.FAMILIES)
     assert {block(row) for row in rows} == {"mosaic", "unions, sparse"}
     results = UNIONS.m, UNIONS.m, 3 * UNIONS.h  # y, dx and the gradients of the weights
