@@ -18,8 +18,13 @@ def of_arrays(tree: Any) -> dict[str, jax.Array]:
     Returns:
       uint32 [2], replicated, for the path of each array, such as "params/embed/embedding/value".
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): _sums(x) for path, x in leaves}
+    digests = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        # One after the other: processes on CPUs may wait for each other forever if reductions of
+        # several programs are under way.
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        digests[name] = jax.block_until_ready(_sums(x))
+    return digests
 
 
 def texts(digest: jax.Array) -> list[str]:
