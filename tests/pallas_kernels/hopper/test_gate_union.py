@@ -106,14 +106,15 @@ def test_every_bit_on_the_gpu(m, d, h, density, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_around_the_threshold_on_the_gpu(dtype):
-    # Token t of the gate is column t of w: t % 65 non-zeros in each group, in a random place.
+    # In tile n one token fires n neurons of each group, so the masks say whether it is outlying.
     rng = seeds.rng()
-    w = np.zeros((384, 512))
-    for t in range(512):
+    tiles = GROUP_NEURONS + 1
+    x, w = np.zeros((tiles * TILE_TOKENS, 128)), np.zeros((384, 128))
+    for n in range(tiles):
+        x[n * TILE_TOKENS + rng.integers(TILE_TOKENS), n] = 1
         for first in range(0, 384, GROUP_NEURONS):
-            n = t % (GROUP_NEURONS + 1)
-            w[first + rng.permutation(GROUP_NEURONS)[:n], t] = rng.integers(1, 100, n)
-    x, w = jnp.eye(512, dtype=dtype), jnp.asarray(w, dtype)
+            w[first + rng.permutation(GROUP_NEURONS)[:n], n] = rng.integers(1, 100, n)
+    x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
     assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
 
 
