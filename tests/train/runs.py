@@ -19,13 +19,7 @@ STEPS = 60
 
 
 def start(workspace, *arguments, before=("train.py",), **variables):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(workspace / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        **variables,
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", **variables}
     command = [sys.executable, *before, str(workspace / "config.yaml"), *arguments]
     return subprocess.Popen(
         command,

@@ -10,22 +10,18 @@ from tests.commands import call
 
 
 def train(workspace, run_dir):
-    settings = "steps=10", "checkpoint_every=5", f"run_dir={run_dir}"
-    return call("train.py", workspace / "config.yaml", *settings)
+    return call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
 
 
-@pytest.fixture(scope="module")
-def finished(workspace):
-    """A run with checkpoints of steps 5 and 10."""
-    process = train(workspace, workspace / "ten steps")
-    assert process.returncode == 0, process.stderr
-    return workspace / "ten steps"
+@pytest.fixture
+def run_dir(workspace, uninterrupted, tmp_path):
+    """A copy of a finished run, with checkpoints of steps 40, 50 and 60."""
+    return shutil.copytree(workspace / "run", tmp_path / "run")
 
 
-def test_a_full_disk_is_one_line_and_the_run_continues(workspace, finished, tmp_path, monkeypatch):
-    run_dir = shutil.copytree(finished, tmp_path / "run")
+def test_a_full_disk_is_one_line_and_the_run_continues(workspace, run_dir, monkeypatch):
     checkpoints = run_dir / "checkpoints"
-    shutil.rmtree(checkpoints / "10")
+    shutil.rmtree(checkpoints / "60")
     save, (soft, hard) = ocp.CheckpointManager.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_disk_and_save(*arguments, **options):
@@ -41,20 +37,19 @@ def test_a_full_disk_is_one_line_and_the_run_continues(workspace, finished, tmp_
     assert process.returncode == 1
     assert process.stderr == (
         f"error: {checkpoints}: a checkpoint cannot be written: File too large; "
-        f"{checkpoints / '5'} is whole, and the same command continues from it; "
+        f"{checkpoints / '50'} is whole, and the same command continues from it; "
         f"details: {run_dir / 'log.txt'}\n"
     )
     assert "Traceback" in (run_dir / "log.txt").read_text()
 
     process = train(workspace, run_dir)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith(f"continuing {run_dir} at step 5")
-    digests = "checkpoints/10/digests/metadata"
-    assert (run_dir / digests).read_text() == (finished / digests).read_text()
+    assert process.stdout.startswith(f"continuing {run_dir} at step 50")
+    digests = "checkpoints/60/digests/metadata"
+    assert (run_dir / digests).read_text() == (workspace / "run" / digests).read_text()
 
 
-def test_corrupt_manifests_are_one_line(workspace, finished, tmp_path, capfd):
-    run_dir = shutil.copytree(finished, tmp_path / "run")
+def test_corrupt_manifests_are_one_line(workspace, run_dir, capfd):
     for path in run_dir.glob("checkpoints/*/state/manifest.ocdbt"):
         path.write_bytes(path.read_bytes()[:-1])
     trained = train(workspace, run_dir)

@@ -1,7 +1,6 @@
 """Runs that are killed, stopped or lose a process, and are started again."""
 
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -18,13 +17,15 @@ from twell_jax.train import distributed, metrics
 
 # Runs train.py again and again; each time a call kills the process at an exact point. Each of
 # argv[1:] before "train.py" names a function and how many calls of it succeed; the rest is the
-# command line. It forks, so that all is imported once; no backend has started by then.
+# command line, of which the last word names the run. It forks, so that all is imported once; no
+# backend has started by then. Says what the run's checkpoints are.
 KILL_AT = """
 import os, runpy, signal, sys
 import twell_jax.train.command
 from tests.train.after_calls import after_calls
 end = sys.argv.index("train.py")
 points, sys.argv = sys.argv[1:end], sys.argv[end:]
+checkpoints = sys.argv[-1].removeprefix("run_dir=") + "/checkpoints"
 def kill_at(point):
     where, calls = point.split("*")
     def kill(*args):
@@ -42,6 +43,7 @@ for point in points:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status != -signal.SIGKILL:
         sys.exit(f"{point}: ended with {status}")
+    print(point, os.listdir(checkpoints) if os.path.exists(checkpoints) else [], flush=True)
 """
 
 # Runs train.py in a process that, if it is the second, cannot read the checkpoint of step argv[1],
@@ -92,12 +94,7 @@ def assert_same_result(run_dir, expected_dir):
 @pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrupted, tmp_path):
     run_dir = tmp_path / "killed"
-
-    def kill_at(*points):
-        process = run(workspace, f"run_dir={run_dir}", before=("-c", KILL_AT, *points, "train.py"))
-        assert process.returncode == 0, process.stderr
-
-    kill_at(
+    points = [
         "pathlib:Path:replace*0",  # its config.yaml is written, but not yet named so
         "twell_jax.train.metrics:Recorder:add*7",  # no checkpoint yet
         "twell_jax.train.checkpoint:ocp:CheckpointManager:save*0",  # at the first checkpoint
@@ -105,31 +102,20 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrup
         "twell_jax.train.metrics:Log:write*1",  # in the middle of a line
         "twell_jax.train.metrics:Recorder:add_evaluation*1",  # step 50: logged, not evaluated
         "os:rename*2",  # a checkpoint is written, but not yet named so
-    )
-    assert list(run_dir.glob("checkpoints/*tmp*"))
-    kill_at("twell_jax.train.loop:show_result*0")  # trained, but nothing shown
+        "twell_jax.train.loop:show_result*0",  # trained, but nothing shown
+    ]
+    before = "-c", KILL_AT, *points, "train.py"
+    process = run(workspace, f"run_dir={run_dir}", before=before)
+    assert process.returncode == 0, process.stderr
+    left = dict(line.split(" ", 1) for line in process.stdout.splitlines() if line[-1:] == "]")
+    assert "tmp" in left["os:rename*2"], left
     process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
     assert_same_result(run_dir, workspace / "run")
 
 
 @pytest.mark.slow
-def test_killed_while_a_checkpoint_is_written(workspace, uninterrupted, tmp_path):
-    checkpoints = tmp_path / "killed/checkpoints"
-    for _ in range(3):
-        process, seen = start(workspace, f"run_dir={tmp_path / 'killed'}"), None
-        while process.poll() is None and seen is None:
-            names = os.listdir(checkpoints) if checkpoints.exists() else []
-            seen = next((name for name in names if "tmp" in name), None)
-        process.kill()
-        finish(process)
-    process = call("train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'killed'}")
-    assert process.returncode == 0, process.stderr
-    assert_same_result(tmp_path / "killed", workspace / "run")
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
+def test_sigterm_saves_and_a_checkpoint_cut_off_is_not_missed(workspace, uninterrupted, tmp_path):
     run_dir = tmp_path / "stopped"
     process = start(workspace, f"run_dir={run_dir}")
     while process.poll() is None and not (
@@ -142,9 +128,16 @@ def test_sigterm_saves_and_exits_with_0(workspace, uninterrupted, tmp_path):
     (step,) = (int(path.name) for path in (run_dir / "checkpoints").iterdir())
     assert 3 <= step < STEPS
     assert f"stopped at step {step}; the same command continues" in process.stdout
+
+    process = start(workspace, f"run_dir={run_dir}")
+    while process.poll() is None and not list(run_dir.glob("checkpoints/*tmp*")):
+        pass
+    process.kill()
+    finish(process)
     process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith(f"continuing {run_dir} at step {step}")
+    continued = process.stdout.removeprefix(f"continuing {run_dir} at step ")
+    assert step <= int(continued.split()[0]) < STEPS
     assert_same_result(run_dir, workspace / "run")
 
 
@@ -168,8 +161,8 @@ def by_srun(port, index):
     }
 
 
-def start_two(workspace, *arguments, devices=2, launched=by_hand, **options):
-    """Two processes with so many devices each."""
+def start_two(workspace, *arguments, launched=by_hand, **options):
+    """Two processes with two devices each; each device has half of two models."""
     with socket.socket() as free:
         for port in random.sample(range(2**16 - 2**12, 2**16), 100):
             with contextlib.suppress(OSError):
@@ -179,8 +172,8 @@ def start_two(workspace, *arguments, devices=2, launched=by_hand, **options):
         start(
             workspace,
             *arguments,
-            "micro_batch=1",
-            JAX_NUM_CPU_DEVICES=str(devices),
+            *("micro_batch=1", "mesh.fsdp=2"),
+            JAX_NUM_CPU_DEVICES="2",
             **launched(port, index),
             **options,
         )
@@ -194,17 +187,26 @@ def wait_for_step(run_dir, step, processes):
         time.sleep(0.01)
 
 
-@pytest.mark.slow
-def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, tmp_path):
-    # Adam's first step for a neuron is as large as any: at a usual learning rate, rounding that
-    # lets one fire a step earlier grows to 1e-2 within 30 steps.
-    calm = ["optimizer.lr=1e-6", "reinit_every=0"]
-    one, several = tmp_path / "one", tmp_path / "several"
-    reference = call("train.py", workspace / "config.yaml", f"run_dir={one}", *calm)
-    assert reference.returncode == 0, reference.stderr
-    arguments = [f"run_dir={several}", *calm, "mesh.heartbeat_seconds=10"]
+# Adam's first step for a neuron is as large as any: at a usual learning rate, rounding that lets
+# one fire a step earlier grows to 1e-2 within 30 steps.
+CALM = "optimizer.lr=1e-6", "reinit_every=0"
 
-    processes = start_two(workspace, *arguments, "mesh.fsdp=4", devices=4)
+
+@pytest.fixture(scope="module")
+def calm(workspace):
+    """The directory of a finished run with CALM settings, on one device."""
+    directory = workspace / "calm"
+    process = call("train.py", workspace / "config.yaml", f"run_dir={directory}", *CALM)
+    assert process.returncode == 0, process.stderr
+    return directory
+
+
+@pytest.mark.slow
+def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, calm, tmp_path):
+    several = tmp_path / "several"
+    arguments = [f"run_dir={several}", *CALM, "mesh.heartbeat_seconds=10"]
+
+    processes = start_two(workspace, *arguments)
     wait_for_step(several, 12, processes)
     processes[1].kill()
     first, _ = map(finish, processes)
@@ -213,7 +215,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     assert "another process was lost. The same command on all hosts continues" in first.stderr
 
     late = "-c", STRAGGLE, "12", "train.py"  # for longer than the others wait for a lost process
-    processes = start_two(workspace, *arguments, "mesh.fsdp=2", devices=1, before=late)
+    processes = start_two(workspace, *arguments, before=late)
     wait_for_step(several, 15, processes)
     processes[1].send_signal(signal.SIGINT)
     first, second = map(finish, processes)
@@ -223,10 +225,10 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     assert "; the same command continues" in first.stdout
     assert "step" not in second.stdout
 
-    last = run(workspace, *arguments, "micro_batch=1", JAX_NUM_CPU_DEVICES="4")
+    last = call("train.py", workspace / "config.yaml", *arguments)
     assert last.returncode == 0, last.stderr
-    assert final_state(several)[1] == final_state(one)[1]
-    found, expected = records(several), records(one)
+    assert final_state(several)[1] == final_state(calm)[1]
+    found, expected = records(several), records(calm)
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for line, right in zip(found, expected, strict=True):
         for name in {"ce", "l1", "held_out_ce"} & set(right):
@@ -234,10 +236,11 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
 
 
 @pytest.mark.slow
-def test_processes_continue_from_what_all_can_read(workspace, uninterrupted, tmp_path):
-    run_dir = shutil.copytree(workspace / "run", tmp_path / "run")
+def test_processes_continue_from_what_all_can_read(workspace, calm, tmp_path):
+    run_dir = shutil.copytree(calm, tmp_path / "run")
     before = "-c", CANNOT_READ, str(STEPS), "50", "train.py"
-    processes = start_two(workspace, f"run_dir={run_dir}", before=before, launched=by_srun)
+    arguments = f"run_dir={run_dir}", *CALM  # as above: compiled once
+    processes = start_two(workspace, *arguments, before=before, launched=by_srun)
     first, second = map(finish, processes)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert f"continuing {run_dir} at step 40" in first.stdout

@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from tests.commands import call
+from tests.train.runs import STEPS
 from twell_jax import config
 from twell_jax.train import metrics, plots
 from twell_jax.train.result import redraw
@@ -19,12 +20,11 @@ def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, m
         raise OSError("disk full")
 
     monkeypatch.setattr(plots, "plot_run", plot_run)
-    few = ["steps=5", "eval_every=2", "log_every=1", "l1_warmup=[0,1]"]
-    process = call("train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}", *few)
+    process = call("train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}")
     assert process.returncode == 0, process.stderr
-    assert evaluated == [[2], [2, 4], [2, 4, 5]]
+    assert evaluated == [[25], [25, 50], [25, 50, STEPS]]
     assert process.stdout.count("warning: plots not drawn: OSError: disk full\n") == 3
-    assert "step 5/5  ETA 0:00:00  held-out CE" in process.stdout
+    assert f"step {STEPS}/{STEPS}  ETA 0:00:00  held-out CE" in process.stdout
 
 
 @pytest.mark.parametrize("process", [0, 1])

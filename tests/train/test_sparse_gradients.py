@@ -35,6 +35,12 @@ def settings(workspace, monkeypatch, reference_kernels):
         yield load
 
 
+def train_until(stop, settings, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == stop))
+        loop.train(settings)
+
+
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch):
     loop.train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
@@ -43,9 +49,7 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     assert planned == [False, False, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
 
-    with monkeypatch.context() as patch:  # stops after the step to plan from
-        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 3))
-        loop.train(settings(tmp_path / "parts"))
+    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # the step to plan from
     with Checkpoints(tmp_path / "parts/checkpoints", keep=1) as checkpoints:
         saved = checkpoints.restore_position()
     assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
@@ -63,10 +67,11 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
 
 
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch):
-    loop.train(settings(tmp_path / "run"))
+    run_dir = tmp_path / "run"
+    train_until(4, settings(run_dir), monkeypatch)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (HOPPER,))
-    loop.train(settings(tmp_path / "run"))  # shows the result
     with pytest.raises(CannotServe):
-        loop.train(settings(tmp_path / "run", "steps=8"))
-    loop.train(settings(tmp_path / "run", "steps=8", "sparse_gradients_every=0"))
-    assert [line["step"] for line in records(tmp_path / "run") if "ce" in line] == [*range(1, 9)]
+        loop.train(settings(run_dir))
+    loop.train(settings(run_dir, "sparse_gradients_every=0"))
+    assert [line["step"] for line in records(run_dir) if "ce" in line] == [*range(1, STEPS + 1)]
+    loop.train(settings(run_dir))  # shows the result
