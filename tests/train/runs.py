@@ -46,12 +46,12 @@ def records(run_dir):
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
-def final_state(run_dir):
+def final_state(run_dir, steps=STEPS):
     """All arrays of the newest checkpoint, as bytes, and the position in the data."""
     run = config.load(run_dir / "config.yaml")
     mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
     with Checkpoints(run_dir / "checkpoints", run.checkpoint_keep) as checkpoints:
         state, position = checkpoints.restore(abstract_state(run, mesh))
-    assert state.step == STEPS
+    assert state.step == steps
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position
