@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +23,7 @@ BACK_ENDS = [
 ALGORITHMS = {  # how a caller asks for it, and some tokens that it serves
     "few_tokens": ({"implementation": "mosaic"}, 5),
     "twell": ({"packing": "twell"}, 100),
-    "unions": ({"packing": "unions"}, 300),
+    "unions": ({"packing": "unions"}, 600),
 }
 PACKED = ["twell", "unions"]
 SPARSE = {"packing": "unions", "gradients": "sparse"}
@@ -52,7 +53,7 @@ def _compiled(back_ends, algorithm):
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
-    """(x, w_gate, w_up, w_down) whose gates fire above `threshold` standard deviations.
+    """(x, w_gate, w_up, w_down), of NumPy, whose gates fire above `threshold` standard deviations.
 
     The last feature of x is 1; -1 there makes a token fire nearly everything, 0 half.
     """
@@ -62,8 +63,12 @@ def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
     for w in (w_gate, w_up, w_down):
         w /= d**0.5
     (w_gate if gated else w_up)[:, -1] = -threshold
-    arrays = [jnp.asarray(a, dtype) for a in (x, w_gate, w_up, w_down)]
+    arrays = [a.astype(dtype) for a in (x, w_gate, w_up, w_down)]
     return arrays if gated else [arrays[0], None, *arrays[2:]]
+
+
+def in_float32(operands):
+    return [None if a is None else a.astype(np.float32) for a in operands]
 
 
 def gradients(ffn, operands, dy):

@@ -22,14 +22,29 @@ from tests.conformance.cases import (
     either_form,
     every_packing,
     gradients,
+    in_float32,
     xla,
 )
 from tests.errors import ROUNDING, relative_error
 from twell_jax import config, sparse_ffn
+from twell_jax.ffn import dispatch
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
 
+SHAPE = 600, 128, 512  # M, D, H
+
 dense_gradients = jax.jit(functools.partial(gradients, xla))
+
+
+def sparse_gradients(capacity):
+    """Those of the back end that serves; no program is traced twice."""
+    return _sparse_gradients(dispatch.BACK_ENDS, capacity)
+
+
+@functools.cache
+def _sparse_gradients(back_ends, capacity):
+    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=capacity)
+    return jax.jit(functools.partial(gradients, ffn))
 
 
 @every_packing
@@ -45,13 +60,9 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
         return jnp.sum(jnp.square(y.astype(jnp.float32))) + 0.1 * stats.l1
 
     def mapped(ffn):
-        gradients = jax.grad(functools.partial(loss, ffn), argnums=(0, 1))
         rematerialised = jax.checkpoint(functools.partial(loss, ffn))
-        return (
-            jax.vmap(lambda x: ffn(x, *weights))(x),
-            jax.vmap(gradients, in_axes=(0, None))(x, weights),
-            jax.jit(jax.grad(rematerialised))(x, weights),
-        )
+        functions = lambda x, weights: ffn(x, *weights), jax.grad(rematerialised, argnums=(0, 1))
+        return [jax.jit(jax.vmap(f, in_axes=(0, None)))(x, weights) for f in functions]
 
     kernels = by(algorithm, gradients=kind, gradient_capacity=1.0)
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
@@ -59,30 +70,28 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
         assert relative_error(ours, dense) < 1e-2
 
 
-def assert_exact_gradients(operands, **options):
+def assert_exact_gradients(operands, capacity=0.5):
     """Sparse ones, with all outputs, against dense ones in float32; twice the same bits.
 
     Returns the overflow.
     """
-    dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
-    dy = jnp.asarray(jnp.asarray(dy, operands[0].dtype), jnp.float32)
-    wide = [None if a is None else a.astype(jnp.float32) for a in operands]
+    dtype = operands[0].dtype
+    dy = seeds.rng().standard_normal(operands[0].shape).astype(dtype).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(dense_gradients(wide, dy))
-    ffn = functools.partial(sparse_ffn, **SPARSE, **options)
-    ours = jax.jit(functools.partial(gradients, ffn))
+        *reference, expected = unzip(dense_gradients(in_float32(operands), dy))
+    ours = sparse_gradients(capacity)
     (*out, stats), (*again, _) = unzip(ours(operands, dy)), unzip(ours(operands, dy))
     *own, _ = unzip(dense_gradients(operands, dy))
     leaves = map(jax.tree.leaves, (out, again, reference, own))
     for array, same, ref, dense in zip(*leaves, strict=True):
-        assert array.dtype == operands[0].dtype and array.shape == ref.shape
+        assert array.dtype == dtype and array.shape == ref.shape
         # Gates, h, dh and the result are rounded, as in XLA's own computation. Where sums cancel,
         # its error is the measure.
         assert relative_error(array, ref) < max(3 * ROUNDING, relative_error(dense, ref))
         np.testing.assert_array_equal(array, same)
     for name in ("l1", "nnz"):
         np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=1e-2)
-    assert np.mean(stats.fired == expected.fired) > 0.98
+    assert np.mean(np.equal(stats.fired, expected.fired)) > 0.98
     return stats.overflow
 
 
@@ -92,31 +101,31 @@ def unzip(out):
 
 
 @pytest.mark.parametrize(
-    ("m", "every", "threshold", "capacity", "fits", "gated"),
+    ("every", "threshold", "capacity", "fits", "gated"),
     [
-        (600, 100, 2.2, 1.0, True, True),
-        (600, 100, 2.2, 1.0, True, False),
-        (600, 100, 2.2, 0.1, False, True),  # more in the unions than is kept
-        (1100, 4, 9.0, 1.0, False, True),  # too many heavy rows
-        (100, 1000, 8, 0.5, True, True),  # all zero
-        (300, 1000, -8, 1.0, True, True),  # all dense
-        (300, 1000, -8, 0.5, False, False),
+        (100, 2.2, 1.0, True, True),
+        (100, 2.2, 1.0, True, False),
+        (100, 2.2, 0.1, False, True),  # more in the unions than is kept
+        (2, 9.0, 1.0, False, True),  # too many heavy rows
+        (2, 9.0, 1.0, False, False),
+        (1000, 8, 1.0, True, True),  # all zero, but for one row
+        (1000, -8, 1.0, True, True),  # all dense
     ],
 )
-def test_sparse_gradients(back_end, m, every, threshold, capacity, fits, gated):
-    operands = draw(m, 128, 768, gated=gated, threshold=threshold)
-    operands[0] = operands[0].at[3::every, -1].set(-1)
-    overflow = assert_exact_gradients(operands, gradient_capacity=capacity)
+def test_sparse_gradients(back_end, every, threshold, capacity, fits, gated):
+    operands = draw(*SHAPE, gated=gated, threshold=threshold)
+    operands[0][3::every, -1] = -1
+    overflow = assert_exact_gradients(operands, capacity)
     assert overflow == (not fits)
 
 
 @pytest.mark.parametrize("feature", [5, -1])  # the last shuts all gates of the token
 def test_sparse_gradients_hide_no_token_that_is_not_finite(back_end, feature):
-    operands = draw(300, 128, 384)
-    operands[0] = operands[0].at[7, feature].set(jnp.inf)
-    kernels = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
-    ours, _, stats = unzip(jax.jit(functools.partial(gradients, kernels))(operands, 1.0))
-    dense, *_ = unzip(dense_gradients(operands, 1.0))
+    operands = draw(*SHAPE)
+    operands[0][7, feature] = np.inf
+    dy = np.ones_like(operands[0], np.float32)
+    ours, _, stats = unzip(sparse_gradients(1.0)(operands, dy))
+    dense, *_ = unzip(dense_gradients(operands, dy))
     for array, reference in zip(*map(jax.tree.leaves, (ours, dense)), strict=True):
         assert not np.any(np.isfinite(array) & ~np.isfinite(reference))
     assert np.isfinite(np.delete(ours[0], 7, axis=0)).all()  # the other tokens' own gradients
@@ -128,19 +137,15 @@ def compile_over(mesh, operands, tokens, weights):
 
     `tokens` and `weights` say how the operands lie on it. Returns the text of what was compiled.
     """
-    dy = seeds.rng().standard_normal(operands[0].shape)
-    everything = [*operands, jnp.asarray(dy, jnp.float32)]
-    *wide, wide_dy = [None if a is None else a.astype(jnp.float32) for a in everything]
+    dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(dense_gradients(wide, wide_dy))
+        *reference, expected = unzip(dense_gradients(in_float32(operands), dy))
     with jax.set_mesh(mesh):
         *placed, dy = (
             None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip(everything, [tokens, *3 * [weights], tokens], strict=True)
+            for a, spec in zip([*operands, dy], [tokens, *3 * [weights], tokens], strict=True)
         )
-        ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
-        ours = functools.partial(gradients, ffn)
-        compiled = jax.jit(ours).lower(placed, dy).compile()
+        compiled = sparse_gradients(1.0).lower(placed, dy).compile()
         *out, stats = unzip(compiled(placed, dy))
     for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
         assert relative_error(array, ref) < 1e-2
@@ -157,27 +162,26 @@ def make_mesh(shape, axes, platform="cpu", axis_type=AxisType.Auto):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sparse_gradients_over_a_mesh(reference_kernels, axis_type):
     mesh = make_mesh((2, 2), TOKENS[0], axis_type=axis_type)
-    compile_over(mesh, draw(4 * 200, 128, 256), TOKENS, COLUMNS)
+    compile_over(mesh, draw(*SHAPE), TOKENS, COLUMNS)
 
 
 @pytest.mark.parametrize(
     ("axes", "shape", "gated"),
     [
-        (("data", "tensor"), (2, 2), True),
         (("data", "tensor"), (2, 2), False),
         (("tensor", "data"), (2, 2), True),
         (("tensor",), (4,), False),
     ],
 )
 def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, axes, shape, gated):
-    operands = draw(400, 128, 512, gated=gated)
-    operands[0] = operands[0].at[5, -1].set(-1)
+    operands = draw(*SHAPE, gated=gated)
+    operands[0][5, -1] = -1
     mesh, data = make_mesh(shape, axes), "data" in axes
     text = compile_over(mesh, operands, P("data") if data else P(), P("tensor"))
     collectives = re.findall(r"= (.*) (all-\w+|reduce-scatter|collective-\w+)\(", text)
     assert {kind for _, kind in collectives} == {"all-reduce"}
     rows = re.findall(r"\[(\d+),128\]", " ".join(shapes for shapes, _ in collectives))
-    y_and_dx, dw = 2 * [200 if data else 400], (3 if gated else 2) * [256] if data else []
+    y_and_dx, dw = 2 * [300 if data else 600], (3 if gated else 2) * [256] if data else []
     assert sorted(map(int, rows)) == sorted(y_and_dx + dw)
 
 
@@ -202,7 +206,7 @@ def test_layers_train_with_sparse_gradients(reference_kernels):
     with jax.set_mesh(mesh):
         operands = trainer.put_batch(tokens), 1e-3
         state, dense = trainer.step(trainer.init(), *operands)
-        sparse_state, sparse = trainer.step_with(("sparse", None, "sparse"))(
+        sparse_state, sparse = trainer.step_with(("sparse", "sparse", None))(
             trainer.init(), *operands
         )
     np.testing.assert_array_equal(sparse.overflow, 0)
@@ -226,7 +230,7 @@ gpu = pytest.mark.gpu
 )
 def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
     operands = draw(m, 512, 1408, gated=gated, dtype=dtype, threshold=threshold)
-    operands[0] = operands[0].at[3::every, -1].set(-1)
+    operands[0][3::every, -1] = -1
     assert_exact_gradients(operands)
 
 
@@ -234,7 +238,7 @@ def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
 @pytest.mark.parametrize("threshold", [2.57, 1.5])
 def test_sparse_gradients_at_full_size(threshold):
     operands = draw(16384, 2048, 5632, threshold=threshold)
-    operands[0] = operands[0].at[7::1024, -1].set(-1)
+    operands[0][7::1024, -1] = -1
     assert_exact_gradients(operands)
 
 
@@ -242,33 +246,30 @@ def test_sparse_gradients_at_full_size(threshold):
 def test_layers_in_a_loop(back_end, algorithm):
     """There operands are slices, and results parts, of larger arrays."""
     kind = "sparse" if algorithm == "unions" else "dense"
-    kernels = by(algorithm, gradients=kind)
     shape = (600, 512, 1408) if jax.default_backend() == "gpu" else (300, 128, 512)
-    layers = [draw(*shape, threshold=2.8) for _ in range(3)]
-    x, *weights = map(jnp.stack, zip(*layers, strict=True))
-    x = x.at[:, 3::100, -1].set(-1)
-    dy = jnp.asarray(seeds.rng().standard_normal(x.shape), x.dtype)
+    x, *weights = map(np.stack, zip(*(draw(*shape, threshold=2.8) for _ in range(3)), strict=True))
+    x[:, 3::100, -1] = -1
+    operands, dy = [x, *weights], seeds.rng().standard_normal(x.shape).astype(x.dtype)
 
-    def loop(ffn, dtype):
+    def loop(ffn):
         def layer(total, operands):
             *operands, dy = operands
             y, stats = ffn(*operands)
             return total + jnp.sum((y * dy).astype(jnp.float32)) + stats.l1, (y, stats)
 
-        def loss(operands):
-            return jax.lax.scan(layer, 0.0, (*operands, dy.astype(dtype)))
+        def loss(operands, dy):
+            return jax.lax.scan(layer, 0.0, (*operands, dy))
 
-        operands = [a.astype(dtype) for a in (x, *weights)]
-        return jax.jit(jax.grad(loss, has_aux=True))(operands)
+        return jax.jit(jax.grad(loss, has_aux=True))
 
     with jax.default_matmul_precision("highest"):
-        *reference, expected = unzip(loop(xla, jnp.float32))
-    *out, stats = unzip(loop(kernels, x.dtype))
+        *reference, expected = unzip(loop(xla)(in_float32(operands), dy.astype(np.float32)))
+    *out, stats = unzip(loop(by(algorithm, gradients=kind))(operands, dy))
     np.testing.assert_array_equal(stats.overflow, 0)
     np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=1e-2)
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=1e-2)
     for ours, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
-        for layer, ref_layer in zip(ours, ref, strict=True):
+        for layer, ref_layer in zip(np.asarray(ours), np.asarray(ref), strict=True):
             assert relative_error(layer, ref_layer) < 5e-2  # a lost result is 1
 
 
@@ -279,7 +280,7 @@ def test_over_two_gpus(axis, weights, gated):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     operands = draw(600, 512, 1536, gated=gated)
-    operands[0] = operands[0].at[5, -1].set(-1)
+    operands[0][5, -1] = -1
     tokens = P("data") if axis == "data" else P()
     text = compile_over(make_mesh((2,), (axis,), "gpu"), operands, tokens, weights)
     assert "mosaic_gpu" in text
