@@ -23,7 +23,7 @@ BACK_ENDS = [
 ALGORITHMS = {  # how a caller asks for it, and some tokens that it serves
     "few_tokens": ({"implementation": "mosaic"}, 5),
     "twell": ({"packing": "twell"}, 100),
-    "unions": ({"packing": "unions"}, 600),
+    "unions": ({"packing": "unions"}, 700),
 }
 PACKED = ["twell", "unions"]
 SPARSE = {"packing": "unions", "gradients": "sparse"}
