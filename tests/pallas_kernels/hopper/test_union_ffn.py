@@ -19,9 +19,9 @@ from tests.pallas_kernels.planned import planned, pre_activations
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density
     (1, 128, 128, 0.1),
-    (300, 192, 384, 0.004),
+    (300, 192, 256, 0.02),
     (300, 192, 256, 0),
-    (520, 128, 256, 1),
+    (300, 192, 256, 1),
 ]
 
 
@@ -33,25 +33,25 @@ def draw(m, d, h, density, gated, dtype):
     dense = rng.permutation(m)[:3]
     z[dense] = np.abs(z[dense])
     arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]
-    x, w_up, w_down = (jnp.asarray(a, dtype) for a in arrays)
+    x, w_up, w_down = (a.astype(dtype) for a in arrays)
     gate, _, plan, heavy = planned(z, x)
     is_member = np.zeros(gate.shape[:2], bool)
     for r, size in enumerate(plan.sizes):
         is_member[r, plan.neurons[r, :size]] = True
-    gate = jnp.asarray(np.where(is_member[:, :, None], gate, np.array(np.nan, dtype)))
+    gate = np.where(is_member[:, :, None], gate, np.array(np.nan, dtype))
     g = np.maximum(z, 0).astype(dtype).astype(np.float64)
     g[heavy] = 0
     return (x, gate, w_up if gated else None, w_down, plan), g
 
 
 def program(up, down):
+    """Blocks of h and l1, without gates and then with them if there are any; y from the last."""
+
     @jax.jit
     def program(x, gate, w_up, w_down, plan):
-        out = []
-        for with_gate in (False, True):
-            h, l1 = up(x, gate, w_up, plan, with_gate=with_gate)
-            out.append((h, l1, down(h, (w_down,), plan, x.shape[0])))
-        return out
+        with_gates = [True] if w_up is None else [False, True]
+        hidden = [up(x, gate, w_up, plan, with_gate=with_gate) for with_gate in with_gates]
+        return hidden, down(hidden[-1][0], (w_down,), plan, x.shape[0])
 
     return program
 
@@ -65,16 +65,18 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan):
     if w_up is not None:
         ref = ref * (np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
     blocks, gates = (blocks_of(a, plan) for a in (ref, g))
-    ref_y = ref @ np.asarray(w_down, np.float64)
-    for with_gate, (h, l1, y) in enumerate(jax.device_get(out)):
+    hidden, y = jax.device_get(out)
+    assert len(hidden) == (1 if w_up is None else 2)
+    for with_gate, (h, l1) in enumerate(hidden):
         np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
         *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK_NEURONS, axis=1)
         np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2)
-        assert len(above) == (with_gate and w_up is not None)
+        assert len(above) == with_gate
         for array in above:
             np.testing.assert_array_equal(array, gates)
-        assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
-        assert relative_error(y[: len(x)], ref_y) <= 2 * ROUNDING  # of h and of y
+    assert y.dtype == x.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
+    ref_y = ref @ np.asarray(w_down, np.float64)
+    assert relative_error(y[: len(x)], ref_y) <= 2 * ROUNDING  # of h and of y
 
 
 def blocks_of(dense, plan):
@@ -103,11 +105,7 @@ def test_interpreted(case, gated, interpreted):
 
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype"),
-    [
-        ((1, 128, 128), False, jnp.float16),
-        ((1001, 2048, 5632), True, jnp.float16),
-        ((65, 8192, 65536), True, jnp.bfloat16),
-    ],
+    [((1, 128, 128), False, jnp.bfloat16), ((65, 8192, 65536), True, jnp.float16)],
 )
 def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     m, d, h = shape
@@ -119,7 +117,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype)
     call = functools.partial(run, union_up, union_down)
     text = lower(call, x, gate, w if gated else None, w, plan)
-    assert text.count("@mosaic_gpu") == 4
+    assert text.count("@mosaic_gpu") == (3 if gated else 2)
 
 
 @pytest.mark.gpu
@@ -144,22 +142,22 @@ def test_many_jobs_for_each_sm_some_of_them_empty():
 @pytest.mark.gpu
 def test_what_is_not_finite_stays_in_its_token():
     (x, gate, w_up, w_down, plan), _ = draw(300, 192, 384, 0.05, True, jnp.bfloat16)
-    x = x.at[7].set(jnp.nan).at[290, 3].set(jnp.inf)
-    for _, _, y in run(union_up, union_down, x, gate, w_up, w_down, plan):
-        is_finite = np.isfinite(np.asarray(y[:300], np.float32)).all(axis=1)
-        np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
+    x[7], x[290, 3] = np.nan, np.inf
+    _, y = run(union_up, union_down, x, gate, w_up, w_down, plan)
+    is_finite = np.isfinite(np.asarray(y[:300], np.float32)).all(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
 
 
 def test_bad_shapes_are_named():
-    x, gate, w_up, w_down, plan = draw(9, 128, 256, 0.1, True, jnp.bfloat16)[0]
-    with pytest.raises(ValueError, match=r"gate must be .*\[1, 256, 256\].*\[2, 256, 256\]"):
-        union_up(x, jnp.concatenate([gate, gate]), w_up, plan)
-    with pytest.raises(ValueError, match=r"w_up must be .*\[256, 128\].*\[256, 64\]"):
+    x, gate, w_up, w_down, plan = draw(*CASES[0], True, jnp.bfloat16)[0]
+    with pytest.raises(ValueError, match=r"gate must be .*\[1, 128, 256\].*\[2, 128, 256\]"):
+        union_up(x, np.concatenate([gate, gate]), w_up, plan)
+    with pytest.raises(ValueError, match=r"w_up must be .*\[128, 128\].*\[128, 64\]"):
         union_up(x, gate, w_up[:, :64], plan)
-    h = jnp.zeros((2, 128, 256), jnp.bfloat16)
+    h = np.zeros((2, 192, 256), w_down.dtype)
     with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 128, 128\]"):
-        union_down(h[:, :, :128], (w_down,), plan, 9)
+        union_down(h[:, :128, :128], (w_down,), plan, 9)
     with pytest.raises(ValueError, match=r"h must be .*\[2, 128, 256\].*\[2, 192, 256\]"):
-        union_down(jnp.concatenate([h, h[:, :64]], axis=1), (w_down,), plan, 9)
-    with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 256\].*\[1, 256\]"):
-        union_down(h, (w_down,), plan, 300)
+        union_down(h, (w_down,), plan, 9)
+    with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 128\].*\[1, 128\]"):
+        union_down(h[:, :128], (w_down,), plan, 300)
