@@ -30,10 +30,8 @@ def draw(m, d, h, count, gated, dtype):
     rows = np.full(m, -1)
     rows[:count] = rng.permutation(m)[:count]
     y = np.full((m, d), np.nan)
-    x_rows, w_gate, w_up, w_down, y = (
-        jnp.asarray(a, dtype) for a in (x_rows, w_gate, w_up, w_down, y)
-    )
-    heavy = HeavyRows(jnp.full(1, count, jnp.int32), jnp.asarray(rows, jnp.int32), x_rows)
+    x_rows, w_gate, w_up, w_down, y = (a.astype(dtype) for a in (x_rows, w_gate, w_up, w_down, y))
+    heavy = HeavyRows(np.full(1, count, np.int32), rows.astype(np.int32), x_rows)
     return heavy, Weights(w_gate if gated else None, w_up, w_down), y
 
 
@@ -57,7 +55,7 @@ def assert_matches(out, heavy, weights, y):
     product = x @ first.T
     gate = np.maximum(product, 0)
     h = gate * (x @ second[0].T) if second else gate
-    y, l1, fired = out
+    y, l1, fired = jax.device_get(out)
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
     sure = (np.abs(product) > 1e-4).all(axis=0)  # whatever the rounding

@@ -69,9 +69,10 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_packs_the_dense_gate(dtype):
     x, w, g = draw(33, 192, 384, 0.04, dtype)
-    packed = REFERENCE.gate_pack(x, w)
+    packed = jax.jit(REFERENCE.gate_pack)(x, w)
     assert_packs(packed, g)
-    np.testing.assert_array_equal(twell.unpack(packed, 384, dtype), g)
+    unpack = jax.jit(twell.unpack, static_argnums=(1, 2))
+    np.testing.assert_array_equal(unpack(packed, 384, dtype), g)
 
 
 def pack_relu_reference(acc, dtype, tile, packed_ref):

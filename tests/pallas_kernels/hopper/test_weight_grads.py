@@ -13,12 +13,14 @@ from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 
+make_lists = jax.jit(neuron_lists, static_argnums=(1, 2))
+slots_of = jax.jit(NeuronLists.slots)
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density of the tokens in a list
     (1, 128, 128, 1),
     (300, 192, 384, 0.3),
     (700, 320, 256, 0.1),
-    (257, 128, 640, 0),
+    (300, 192, 384, 0),
     (520, 256, 128, 1),
 ]
 
@@ -42,13 +44,13 @@ def draw(m, d, h, density, n, dtype):
     counts = np.zeros((h // GROUP_NEURONS, -(-m // TILE_TOKENS) * TILE_TOKENS), np.uint8)
     counts[:, :m] = used
     room = sum(-(-row.sum() // 64) * 64 for row in used)
-    lists, fits = jax.jit(neuron_lists, static_argnums=(1, 2))(counts, m, room + 128)
+    lists, fits = make_lists(counts, m, counts.size + 128)  # the same for every density
     assert fits
 
     x = rng.standard_normal((m, d))
     poison = np.flatnonzero(~used.any(axis=0))
     x[poison] = np.nan
-    slots = np.asarray(jax.jit(NeuronLists.slots)(lists, np.arange(m)))
+    slots = np.asarray(slots_of(lists, np.arange(m)))
     tokens = np.array(lists.tokens)
     values = np.zeros((n, len(tokens), GROUP_NEURONS), np.float32)
     values[:, room:] = np.nan
@@ -58,9 +60,8 @@ def draw(m, d, h, density, n, dtype):
     values[:, slots[block, token]] = dense[:, token, block]
     if len(poison):
         tokens[is_padding] = rng.choice(poison, is_padding.sum())
-    lists = dataclasses.replace(lists, tokens=jnp.asarray(tokens))
-    values = tuple(jnp.asarray(array, dtype) for array in values)
-    return (values, jnp.asarray(x, dtype), lists), dense.reshape(n, m, h)
+    lists = dataclasses.replace(lists, tokens=tokens)
+    return (tuple(values.astype(dtype)), x.astype(dtype), lists), dense.reshape(n, m, h)
 
 
 def assert_matches(grads, dense, values, x, lists):
@@ -78,7 +79,7 @@ def test_reference(case, n):
     assert_matches(jax.jit(REFERENCE.weight_grads)(*operands), dense, *operands)
 
 
-@pytest.mark.parametrize(("case", "n"), [(CASES[1], 1), (CASES[2], 2), (CASES[4], 2)])
+@pytest.mark.parametrize(("case", "n"), [(CASES[2], 2), (CASES[4], 1)])
 def test_interpreted(case, n, interpreted):
     operands, dense = draw(*case, n, jnp.bfloat16)
     with interpreted():

@@ -20,7 +20,7 @@ def draw(blocks, m, density, rng):
     used = rng.random((blocks, m)) < density * rng.uniform(0, 2, (blocks, 1))
     counts = rng.integers(0, 65, (blocks, -(-m // TILE_TOKENS) * TILE_TOKENS))
     counts[:, :m] = np.where(used, np.maximum(counts[:, :m], 1), 0)
-    return jnp.asarray(counts + 128 * rng.integers(0, 2, counts.shape), jnp.uint8), used
+    return (counts + 128 * rng.integers(0, 2, counts.shape)).astype(np.uint8), used
 
 
 def check(lists, used, capacity):
@@ -63,17 +63,17 @@ def test_lists_are_who_uses_what(blocks, m, density, seed, excess):
 def test_empty_and_full_lists():
     used = np.zeros((4, 512), np.uint8)
     used[[1, 3]] = 64
-    lists, fits = make(jnp.asarray(used), 500, 1024)
+    lists, fits = make(used, 500, 1024)
     assert fits
     np.testing.assert_array_equal(lists.starts, [0, 0, 512, 512])
     np.testing.assert_array_equal(check(lists, used[:, :500] != 0, 1024), [0, 500, 0, 500])
 
 
-@pytest.mark.parametrize("capacity", [64, 256, 1024])
+@pytest.mark.parametrize("capacity", [64, 1024])
 def test_lists_without_room_are_cut_off(capacity):
     counts, used = draw(6, 700, 0.5, seeds.rng())
     used[0] = True
-    counts = counts.at[0].set(1)
+    counts[0] = 1
     for m in (1, 700):
         room = sum(-(-row.sum() // 64) * 64 for row in used[:, :m])
         lists, fits = make(counts[:, : -(-m // TILE_TOKENS) * TILE_TOKENS], m, capacity)

@@ -11,8 +11,10 @@ pack = jax.jit(tile_union.pack, static_argnums=1)
 unpack = jax.jit(tile_union.unpack, static_argnums=2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("m", "h"), [(1, 128), (256, 384), (700, 640)])
+@pytest.mark.parametrize(
+    ("m", "h", "dtype"),
+    [(1, 128, jnp.bfloat16), (256, 384, jnp.float16), (700, 640, jnp.bfloat16)],
+)
 def test_unpack_restores_the_gate_and_masks_say_who_uses_what(m, h, dtype):
     z = pre_activations(m, h, 0.05)
     z[m // 2] = np.abs(z[m // 2])

@@ -9,11 +9,12 @@ from tests import seeds
 DTYPES = [jnp.bfloat16, jnp.float16]
 
 pack = jax.jit(twell.pack, static_argnames=("tile", "compression"))
+overflowed = jax.jit(twell.overflowed)
 unpack = jax.jit(twell.unpack, static_argnums=(1, 2), static_argnames=("tile", "compression"))
 
 
 def from_bits(bits, dtype):
-    return jnp.asarray(bits.view(dtype))
+    return bits.view(dtype)
 
 
 def to_bits(g):
@@ -27,16 +28,21 @@ def sparse_bits(m, h, density):
     return rng.integers(1, 1 << 16, (m, h), dtype=np.uint16) * kept
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("m", "h", "tile", "compression"),
-    [(1, 1, 256, 8), (7, 128, 256, 8), (65, 384, 256, 8), (33, 1000, 128, 4), (3, 65536, 256, 8)],
+    ("m", "h", "tile", "compression", "dtype"),
+    [
+        (1, 1, 256, 8, jnp.float16),
+        (7, 128, 256, 8, jnp.bfloat16),
+        (65, 384, 256, 8, jnp.float16),
+        (33, 1000, 128, 4, jnp.bfloat16),
+        (3, 65536, 256, 8, jnp.float16),
+    ],
 )
-def test_unpack_restores_every_bit_of_rows_that_fit(dtype, m, h, tile, compression):
+def test_unpack_restores_every_bit_of_rows_that_fit(m, h, tile, compression, dtype):
     bits = sparse_bits(m, h, np.linspace(0, 0.05, m)[:, None])
     packed = pack(from_bits(bits, dtype), tile=tile, compression=compression)
     assert packed.shape == twell.packed_shape(m, h, tile=tile, compression=compression)
-    assert not twell.overflowed(packed).any()
+    assert not np.any(overflowed(packed))
     dense = unpack(packed, h, dtype, tile=tile, compression=compression)
     np.testing.assert_array_equal(to_bits(dense), bits)
 
@@ -61,18 +67,18 @@ def test_a_row_is_heavy_from_32_entries_in_a_tile_on(dtype):
     for row, n in enumerate(entries):
         bits[row, 256 : 256 + n] = 0x3C00 + np.arange(n)
     packed = pack(from_bits(bits, dtype))
-    np.testing.assert_array_equal(packed[:, 1, 0], entries)
-    np.testing.assert_array_equal(twell.overflowed(packed), entries > 31)
-    dense = unpack(packed, 512, dtype)
+    np.testing.assert_array_equal(np.asarray(packed)[:, 1, 0], entries)
+    np.testing.assert_array_equal(overflowed(packed), entries > 31)
+    dense = np.asarray(unpack(packed, 512, dtype))
     np.testing.assert_array_equal(to_bits(dense)[:3], bits[:3])
-    assert jnp.isnan(dense[3:]).all()
+    assert np.isnan(dense[3:]).all()
 
 
 def test_unpack_ignores_words_past_the_count():
     bits = sparse_bits(20, 300, 0.05)
-    packed = pack(from_bits(bits, jnp.bfloat16))
-    past = jnp.arange(32) > packed[..., :1]
-    packed = jnp.where(past, jax.random.bits(jax.random.key(0), packed.shape), packed)
+    packed = np.asarray(pack(from_bits(bits, jnp.bfloat16)))
+    past = np.arange(32) > packed[..., :1]
+    packed = np.where(past, seeds.rng().integers(2**32, size=packed.shape, dtype=np.uint32), packed)
     np.testing.assert_array_equal(to_bits(unpack(packed, 300, jnp.bfloat16)), bits)
 
 
