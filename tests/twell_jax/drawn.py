@@ -1,0 +1,24 @@
+"""Models of random weights that NumPy draws, as JAX compiles a program for each shape."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests import seeds
+from twell_jax.config import ModelConfig
+from twell_jax.models import Transformer
+
+
+def transformer(**settings) -> Transformer:
+    """As `Transformer` makes it from a `ModelConfig` of these settings."""
+    config, rng = ModelConfig(**settings), seeds.rng()
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if path[-1] in ("scale", "bias"):
+            values = np.full(leaf.shape, path[-1] == "scale")
+        else:
+            residual = path[-1] == "w_down" or path[-2] == "out"
+            scale = config.init_scale / np.sqrt(2 * config.layers if residual else 1)
+            values = scale * rng.standard_normal(leaf.shape)
+        leaf.set_value(jnp.asarray(values, leaf.dtype))
+    return model
