@@ -1,6 +1,7 @@
 """SparseMLP as anyone would use it: alone, in other models, in a Linen model, on a mesh."""
 
 import doctest
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,10 @@ def fresh_rngs():
     return nnx.Rngs(seeds.integer())
 
 
+def draw(*shape):
+    return seeds.rng().standard_normal(shape, np.float32)
+
+
 def shapes(mlp):
     return {path[-1]: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(mlp, nnx.Param))}
 
@@ -32,7 +37,8 @@ def numpy_weights(mlp):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_parameters_are_neuron_major(gated, use_bias):
-    mlp = SparseMLP(8, 24, gated=gated, use_bias=use_bias, rngs=nnx.Rngs(0))
+    make = functools.partial(SparseMLP, 8, 24, gated=gated, use_bias=use_bias)
+    mlp = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     expected = {"w_up": (24, 8), "w_down": (24, 8)}
     if use_bias:
         expected |= {"b_up": (24,), "b_down": (8,)}
@@ -45,14 +51,13 @@ def test_parameters_are_neuron_major(gated, use_bias):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_output_is_the_formula(gated):
-    rngs = fresh_rngs()
-    mlp = SparseMLP(8, 24, gated=gated, use_bias=True, rngs=rngs)
+    mlp = SparseMLP(8, 24, gated=gated, use_bias=True, rngs=fresh_rngs())
     # Biases start at zero; here every one of them must matter.
     for path, leaf in nnx.to_flat_state(nnx.state(mlp, nnx.Param)):
         if path[-1].startswith("b_"):
-            leaf[...] = rngs.params.normal(leaf.shape)
-    x = rngs.params.normal((3, 5, 8))
-    y, stats = mlp(x, return_stats=True)
+            leaf[...] = draw(*leaf.shape)
+    x = draw(3, 5, 8)
+    y, stats = nnx.jit(lambda mlp: mlp(x, return_stats=True))(mlp)
     w = numpy_weights(mlp)
     up = np.asarray(x, np.float64) @ w["w_up"].T + w["b_up"]
     gate = np.asarray(x, np.float64) @ w["w_gate"].T + w["b_gate"] if gated else up
@@ -63,7 +68,7 @@ def test_output_is_the_formula(gated):
 
 def test_silu_is_the_dense_twin():
     mlp = SparseMLP(8, 24, activation="silu", rngs=nnx.Rngs(0))
-    _, stats = mlp(jax.random.normal(jax.random.key(1), (4, 8)), return_stats=True)
+    _, stats = nnx.jit(lambda mlp, x: mlp(x, return_stats=True))(mlp, draw(4, 8))
     assert stats.max_nnz == 24
 
 
@@ -96,22 +101,27 @@ def test_initialisers_are_called_with_the_shape_of_the_weight():
     ],
 )
 def test_dtypes(dtype, param_dtype, input_dtype, output_dtype):
-    mlp = SparseMLP(4, 6, dtype=dtype, param_dtype=param_dtype, use_bias=True, rngs=nnx.Rngs(0))
-    x = jnp.ones((2, 4), input_dtype)
-    assert mlp(x).dtype == output_dtype
-    grads = nnx.grad(lambda mlp: mlp(x).astype(jnp.float32).sum())(mlp)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp))} == {jnp.dtype(param_dtype)}
+    make = functools.partial(SparseMLP, dtype=dtype, param_dtype=param_dtype, use_bias=True)
+
+    def run():
+        mlp, x = make(4, 6, rngs=nnx.Rngs(0)), jnp.ones((2, 4), input_dtype)
+        grads = nnx.grad(lambda mlp: mlp(x).astype(jnp.float32).sum())(mlp)
+        return mlp(x), nnx.state(mlp), grads
+
+    y, params, grads = jax.eval_shape(run)
+    assert y.dtype == output_dtype
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(param_dtype)}
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_trains_alone_and_becomes_sparse(gated):
-    rngs = fresh_rngs()
-    mlp = SparseMLP(8, 64, gated=gated, rngs=rngs)
+    mlp = SparseMLP(8, 64, gated=gated, rngs=fresh_rngs())
     optimizer = nnx.Optimizer(mlp, optax.adam(1e-2), wrt=nnx.Param)
     # A constant feature, as RMS-normalised tokens have directions of: it can switch neurons off.
-    x = rngs.params.normal((64, 8)).at[:, 0].set(2.0)
-    target = jnp.roll(x, 1, axis=-1)
+    x = draw(64, 8)
+    x[:, 0] = 2.0
+    target = np.roll(x, 1, axis=-1)
 
     @nnx.jit
     def step(mlp, optimizer):
@@ -136,14 +146,15 @@ def test_works_inside_a_linen_model():
             y, stats = nnx.bridge.to_linen(SparseMLP, d_model=8, d_ff=24)(x, return_stats=True)
             return linen.Dense(1)(x + y), stats
 
-    model, x = Model(), jax.random.normal(jax.random.key(0), (5, 3))
-    variables = model.init(jax.random.key(1), x)
+    model, x = Model(), draw(5, 3)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
 
     def loss(params):
         y, stats = model.apply({**variables, "params": params}, x)
-        return jnp.mean(y**2) + 0.1 * stats.l1
+        return jnp.mean(y**2) + 0.1 * stats.l1, (y, stats)
 
-    grads = linen.unbox(jax.jit(jax.grad(loss))(variables["params"]))
+    grads, (y, linen_stats) = jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
+    grads = linen.unbox(grads)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(grads)}
     for name in ("w_gate", "w_up", "w_down"):
         (grad,) = [leaf for path, leaf in found.items() if name in path]
@@ -151,12 +162,11 @@ def test_works_inside_a_linen_model():
         assert np.any(grad)
 
     # and it is the same function of the same weights
-    alone = linen.unbox(variables["params"])
+    alone = jax.device_get(linen.unbox(variables["params"]))
     (module,) = [name for name in alone if "Dense" not in name]
     x1 = x @ alone["Dense_0"]["kernel"] + alone["Dense_0"]["bias"]
-    y1, stats = sparse_ffn(x1, **alone[module])
+    y1, stats = jax.jit(sparse_ffn)(x1, **alone[module])
     expected = (x1 + y1) @ alone["Dense_1"]["kernel"] + alone["Dense_1"]["bias"]
-    y, linen_stats = model.apply(variables, x)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(linen_stats.l1, stats.l1, rtol=1e-6)
 
@@ -181,21 +191,21 @@ def test_logical_axes_map_to_the_mesh(rules, matrix, d_ff_bias, d_model_bias):
 
 
 def test_is_made_and_used_without_a_mesh():
-    mlp = SparseMLP(16, 24, rngs=nnx.Rngs(0))
-    y = nnx.jit(lambda mlp, x: mlp(x))(mlp, jnp.ones((2, 16)))
-    assert y.shape == (2, 16)
+    mlp = SparseMLP(8, 24, rngs=nnx.Rngs(0))
+    y = nnx.jit(lambda mlp, x: mlp(x))(mlp, draw(2, 8))
+    assert y.shape == (2, 8)
 
 
 def test_is_made_and_used_on_a_mesh_with_explicit_axes():
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8])
-    alone = SparseMLP(16, 24, rngs=nnx.Rngs(0))
+    alone, x = SparseMLP(8, 24, rngs=nnx.Rngs(0)), draw(8, 8)
     with jax.set_mesh(mesh), nnx.logical_axis_rules((("embed", "x"), ("mlp", None))):
-        mlp = SparseMLP(16, 24, rngs=nnx.Rngs(0))
+        mlp = SparseMLP(8, 24, rngs=nnx.Rngs(0))
         state = nnx.state(mlp)
         nnx.update(mlp, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
-        x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("x")))
-        y = nnx.jit(lambda mlp, x: mlp(x))(mlp, x)
-    np.testing.assert_allclose(y, alone(jnp.ones((8, 16))), rtol=1e-5, atol=1e-6)
+        placed = jax.device_put(x, NamedSharding(mesh, P("x")))
+        y = nnx.jit(lambda mlp, x: mlp(x))(mlp, placed)
+    np.testing.assert_allclose(y, nnx.jit(lambda mlp, x: mlp(x))(alone, x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
@@ -205,23 +215,24 @@ def test_is_made_and_used_on_a_mesh_with_explicit_axes():
         np.ones((3, 8)),
         np.ones((3, 8), int),
         np.ones((3, 8), bool),
-        jnp.ones((3, 8), jnp.int8),
-        nnx.Param(jnp.ones((3, 8))),
-        nnx.Variable(jnp.ones((3, 8), int)),
-        [[1, 1, 1, 1, 1, 1, 1, 1]],
+        jnp.asarray(np.ones((3, 8), np.int8)),
+        nnx.Param(jnp.asarray(np.ones((3, 8)))),
+        nnx.Variable(jnp.asarray(np.ones((3, 8), int))),
+        [[1] * 8] * 3,
     ],
     ids=["float64", "int64", "bool", "jax.Array of int8", "Param", "Variable", "list"],
 )
 def test_takes_the_inputs_that_a_linear_layer_takes(x, param_dtype):
     mlp = SparseMLP(8, 24, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     y = mlp(x)
-    assert y.dtype == nnx.Linear(8, 24, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x).dtype
-    np.testing.assert_array_equal(y, mlp(jnp.ones((len(y), 8), y.dtype)))
+    linear = functools.partial(nnx.Linear, param_dtype=param_dtype)
+    assert y.dtype == nnx.eval_shape(lambda: linear(8, 24, rngs=nnx.Rngs(0))(x)).dtype
+    np.testing.assert_array_equal(y, mlp(np.ones((3, 8), y.dtype)))
 
 
 def test_wrong_width_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"w_down must be \[H, 5\].*got \[24, 8\]"):
-        SparseMLP(8, 24, rngs=nnx.Rngs(0))(jnp.ones((2, 5)))
+        SparseMLP(8, 24, rngs=nnx.Rngs(0))(draw(2, 5))
 
 
 @pytest.mark.parametrize(
@@ -254,12 +265,17 @@ def sequential(rngs):
 
 
 def test_a_model_returns_the_statistics_of_all_its_blocks():
-    model, x = sequential(fresh_rngs()), jax.random.normal(jax.random.key(0), (5, 8))
-    y, stats = capture_stats(model)(x)
-    np.testing.assert_array_equal(y, model(x))
-    first, norm, second = model.layers
-    hidden, expected = first(x, return_stats=True)
-    _, expected_second = second(norm(hidden), return_stats=True)
+    x = draw(5, 8)
+
+    def by_hand(model):
+        first, norm, second = model.layers
+        hidden, stats = first(x, return_stats=True)
+        y, stats_of_second = second(norm(hidden), return_stats=True)
+        return y, stats, stats_of_second
+
+    found = nnx.jit(lambda model: (capture_stats(model)(x), model(x), by_hand(model)))
+    (y, stats), alone, (_, expected, expected_second) = found(sequential(fresh_rngs()))
+    np.testing.assert_array_equal(y, alone)
     assert list(stats.modules) == ["layers/0", "layers/2"]
     for ours, theirs in zip(stats.modules.values(), (expected, expected_second), strict=True):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -268,7 +284,7 @@ def test_a_model_returns_the_statistics_of_all_its_blocks():
 
 
 def test_the_l1_of_all_blocks_reaches_the_loss_under_jit_and_grad():
-    model, x = sequential(fresh_rngs()), jax.random.normal(jax.random.key(0), (5, 8))
+    model, x = sequential(fresh_rngs()), draw(5, 8)
 
     @nnx.jit
     def gradients(model, x):
@@ -281,7 +297,7 @@ def test_the_l1_of_all_blocks_reaches_the_loss_under_jit_and_grad():
 
 
 def test_a_block_that_is_called_twice_counts_twice():
-    block, x = SparseMLP(8, 24, rngs=fresh_rngs()), jax.random.normal(jax.random.key(0), (5, 8))
+    block, x = SparseMLP(8, 24, rngs=fresh_rngs()), draw(3, 8)
 
     class Twice(nnx.Module):
         def __init__(self):
@@ -298,14 +314,14 @@ def test_nothing_is_kept_where_nobody_captures():
     mlp = SparseMLP(8, 24, rngs=nnx.Rngs(0))
     before = nnx.graphdef(mlp)
     for _ in range(2):
-        mlp(jnp.ones((3, 8)))
+        mlp(draw(3, 8))
     assert nnx.graphdef(mlp) == before
     assert not jax.tree.leaves(nnx.state(mlp, SownStats))
 
 
 def test_a_model_without_sparse_blocks_is_named():
     with pytest.raises(ValueError, match="called no SparseMLP"):
-        capture_stats(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))(jnp.ones((3, 8)))
+        nnx.eval_shape(lambda: capture_stats(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))(draw(3, 8)))
 
 
 def test_docstring_example():
