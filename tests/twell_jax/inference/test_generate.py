@@ -3,16 +3,18 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from tests import seeds
 from twell_jax import config as config_lib
 from twell_jax import export, generate, inference
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.inference import language_model
+from twell_jax.inference import Sampling, language_model
 from twell_jax.models import sharding
 from twell_jax.train import memory
 from twell_jax.train.checkpoint import Checkpoints
@@ -29,6 +31,9 @@ MODEL = {
     "dtype": "float32",
     "init_scale": 0.3,
 }
+
+
+OPTIONS = ["--max-tokens", "8", "--top-k", "20"]  # tests that have them share compiled programs
 
 
 @pytest.fixture
@@ -48,8 +53,11 @@ def run_dir(tmp_path):
 
 
 def save_checkpoint(config, paths):
+    rng, shapes = seeds.rng(), jax.eval_shape(lambda: init_state(config))
     with jax.set_mesh(sharding.make_mesh((1, 1), jax.devices()[:1])):
-        state = init_state(config)
+        state = jax.tree.map(
+            lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), shapes
+        )
     with Checkpoints(paths.checkpoints, keep=1) as checkpoints:
         checkpoints.save(0, state, {})
     return state
@@ -62,7 +70,9 @@ def test_a_run_with_sparse_gradients_writes_text_on_any_machine(run_dir):
     paths.config.write_text(config_lib.to_yaml(config.model_copy(update={"model": model})))
     lm = language_model.load(str(paths.directory))
     prompts = [[1] * 60, [2] * 3]  # more than 64 tokens, from which on gradients can be sparse
-    assert len(list(inference.generate(lm.model, prompts, max_tokens=2))) == 2
+    sampling = Sampling(temperature=0.8, top_k=20)
+    steps = inference.generate(lm.model, prompts, max_tokens=8, sampling=sampling)
+    assert len(list(steps)) == 8
 
 
 @pytest.mark.slow
@@ -80,8 +90,7 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
 
     def continued(directory, *prompts):
         prompts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
-        options = ["--max-tokens", "8", "--top-k", "20", "--seed", "1"]
-        return run(generate, str(directory), *prompts, *options)
+        return run(generate, str(directory), *prompts, *OPTIONS)
 
     first = continued(paths.directory, "def ")
     assert first.out.startswith("def ") and len(first.out) > 5
@@ -90,7 +99,7 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
     )
     several = continued(paths.directory, "def ", "class")
     assert several.out.startswith("def ") and "\n---\nclass" in several.out
-    prompts = ["--prompt", "a", "--prompt", "b"]
+    prompts = ["--prompt", "a", "--prompt", "b", "--temperature", "0"]
     nothing = run(generate, str(paths.directory), *prompts, "--max-tokens", "0")
     assert nothing.out == "a\n---\nb\n" and not nothing.err
     assert continued(paths.directory, "").out  # continues the end of a text
@@ -150,9 +159,9 @@ def test_more_tokens_than_memory_holds_are_refused(run_dir, monkeypatch):
 def test_tokens_beyond_the_context_are_announced(run_dir, capsys):
     save_checkpoint(*run_dir)
     directory = str(run_dir[1].directory)
-    generate.main([directory, "--prompt", "x" * 30, "--max-tokens", "2"])
+    generate.main([directory, "--prompt", "x" * 24, *OPTIONS])
     assert "context" not in capsys.readouterr().err
-    generate.main([directory, "--prompt", "x" * 31, "--max-tokens", "2"])
+    generate.main([directory, "--prompt", "x" * 25, *OPTIONS])
     assert capsys.readouterr().err.startswith(
-        "warning: 31 tokens of the prompt and --max-tokens 2 exceed the 32 of the model's context"
+        "warning: 25 tokens of the prompt and --max-tokens 8 exceed the 32 of the model's context"
     )

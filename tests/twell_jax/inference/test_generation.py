@@ -8,10 +8,9 @@ import pytest
 from flax import nnx
 
 from tests import seeds
-from twell_jax.config import ModelConfig
+from tests.twell_jax import drawn
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import ENDED, GREEDY, generate, stream_text
-from twell_jax.models import Transformer
 
 MODEL = {
     "vocab_size": 257,
@@ -27,56 +26,61 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(ModelConfig(**MODEL), rngs=nnx.Rngs(0))
+    return drawn.transformer(**MODEL)
 
 
 # Of different lengths; one is as long as generation pads them to.
 PROMPTS = [[5], [7, 250, 3, 99, 4], list(range(64)), [1, 2]]
+TOKENS = 12
+
+
+def continued(model, prompts=PROMPTS, **options):
+    """`TOKENS` new tokens, [steps, prompts]: four prompts at a time share compiled programs."""
+    return np.array(list(generate(model, prompts, max_tokens=TOKENS, **options)))
 
 
 def test_greedy_tokens_are_those_of_the_whole_forward_pass(model):
-    steps = list(generate(model, PROMPTS, max_tokens=9, sampling=GREEDY))
-    assert len(steps) == 9 and all(step.shape == (4,) for step in steps)
-    forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+    found = continued(model, sampling=GREEDY)
+    assert found.shape == (TOKENS, 4)
+    sequences = np.zeros((4, 64 + TOKENS), int)  # nothing depends on the zeros at an end
     for row, prompt in enumerate(PROMPTS):
-        sequence = [*prompt, *(step[row] for step in steps)]
-        logits = forward(model, jnp.asarray(sequence + [0] * (80 - len(sequence)))[None])[0]
-        expected = jnp.argmax(logits[len(prompt) - 1 : len(sequence) - 1], axis=-1)
-        np.testing.assert_array_equal(sequence[len(prompt) :], expected)
+        sequences[row, : len(prompt) + TOKENS] = [*prompt, *found[:, row]]
+    forward = nnx.jit(lambda model, tokens: model(tokens)[0].argmax(-1))
+    likeliest = np.asarray(forward(model, sequences))
+    for row, prompt in enumerate(PROMPTS):
+        expected = likeliest[row, len(prompt) - 1 : len(prompt) - 1 + TOKENS]
+        np.testing.assert_array_equal(found[:, row], expected)
 
 
 def test_a_sequence_does_not_depend_on_those_beside_it(model):
-    together = np.array(list(generate(model, PROMPTS, max_tokens=9, sampling=GREEDY)))
+    together = continued(model, sampling=GREEDY)
     for row, prompt in enumerate(PROMPTS):
-        alone = list(generate(model, [prompt], max_tokens=9, sampling=GREEDY))
-        np.testing.assert_array_equal(np.array(alone)[:, 0], together[:, row])
+        alike = continued(model, [prompt] * 4, sampling=GREEDY)
+        np.testing.assert_array_equal(alike, together[:, [row] * 4])
 
 
 def test_a_seed_decides(model):
-    first, again, other = (
-        np.array(list(generate(model, PROMPTS, max_tokens=12, seed=seed))) for seed in (3, 3, 4)
-    )
+    first, again, other = (continued(model, seed=seed) for seed in (3, 3, 4))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
 
 
 def test_every_token_is_drawn_for_itself():
-    model = Transformer(ModelConfig(**MODEL), rngs=nnx.Rngs(0))
-    model.embed.embedding[...] = jnp.zeros_like(model.embed.embedding[...])
-    prompts, steps = [[1]] * 4, 20  # all alike, and every token is as likely as any other
-    tokens = np.array(list(generate(model, prompts, max_tokens=steps, seed=seeds.integer())))
-    others = np.array(list(generate(model, prompts, max_tokens=steps, seed=seeds.integer())))
-    drawn = np.concatenate([tokens, others], axis=1)
-    for draws in (drawn, drawn.T):  # of each step, of each sequence
+    model = drawn.transformer(**MODEL)
+    model.embed.embedding.set_value(jnp.asarray(np.zeros((257, 32), np.float32)))
+    prompts = [[1]] * 4  # all alike, and every token is as likely as any other
+    tokens = [continued(model, prompts, seed=seeds.integer()) for _ in range(3)]
+    tokens = np.concatenate(tokens, axis=1)
+    for draws in (tokens, tokens.T):  # of each step, of each sequence
         for a, b in itertools.combinations(draws, 2):
             assert np.mean(a == b) < 0.5
 
 
 def test_stop_tokens_end_each_sequence_by_itself(model):
-    free = np.array(list(generate(model, PROMPTS[:2], max_tokens=12, seed=3)))
-    stops = [free[7, 0], free[4, 1]]
-    ends = [np.isin(free[:, row], stops).argmax() for row in range(2)]
-    stopped = np.array(list(generate(model, PROMPTS[:2], max_tokens=12, seed=3, stop_ids=stops)))
+    free = continued(model, seed=3)
+    stops = free[[7, 4, 5, 2], range(4)]
+    ends = [np.isin(free[:, row], stops).argmax() for row in range(4)]
+    stopped = continued(model, seed=3, stop_ids=stops)
     assert len(stopped) == max(ends)
     for row, end in enumerate(ends):
         np.testing.assert_array_equal(stopped[:end, row], free[:end, row])
@@ -93,7 +97,7 @@ def test_what_cannot_be_continued(model, prompts, max_tokens, says):
 
 
 def test_no_tokens_are_wanted(model):
-    assert list(generate(model, [[1]], max_tokens=0)) == []
+    assert list(generate(model, [[1]], max_tokens=0, sampling=GREEDY)) == []
 
 
 def test_text_is_streamed_in_whole_characters():

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.inference import GREEDY, LanguageModel, generate
-from twell_jax.models import Transformer
+from twell_jax.inference import load
 from twell_jax.models.pretrained import save_pretrained
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -20,15 +18,18 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from tests import seeds  # noqa: E402
+from tests.twell_jax import drawn  # noqa: E402
 from twell_jax import evaluate  # noqa: E402
 from twell_jax.inference.harness import HarnessModel  # noqa: E402
 
 ALL_TASKS = TaskManager.__init__
-CONTEXT = 96
-CONFIG = ModelConfig(
-    vocab_size=257, context=CONTEXT, d_model=32, layers=2, heads=2, d_ff=48, dtype="float32",
-    init_scale=0.3,
-)  # fmt: skip
+CONTEXT = 72
+# The same in all tests and TASKS, which then share compiled programs.
+BATCH, MAX_NEW = 2, 16
+MODEL = {
+    "vocab_size": 257, "context": CONTEXT, "d_model": 32, "layers": 2, "heads": 2, "d_ff": 48,
+    "dtype": "float32", "init_scale": 0.3,
+}  # fmt: skip
 TASKS = {
     "choice": """
 task: choice
@@ -50,7 +51,7 @@ task: write
 output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 12, do_sample: false}
+generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 16, do_sample: false}
 metric_list: [{metric: exact_match}]
 """,
 }
@@ -62,13 +63,21 @@ test_split: test
 
 
 @pytest.fixture(scope="module")
-def lm():
-    seed = seeds.integer()
-    tokenizer = ByteTokenizer()
-    model = Transformer(CONFIG, rngs=nnx.Rngs(seed))
+def saved(tmp_path_factory):
+    """The directory of a model: all tests read it from there and so share compiled programs."""
+    model = drawn.transformer(**MODEL)
     # Its most likely bytes are ASCII: others may be parts of a character, which are not yet text.
-    model.embed.embedding[...] = model.embed.embedding[...].at[128:].set(0)
-    return LanguageModel(model, tokenizer, (), (256,))
+    embedding = np.array(model.embed.embedding)
+    embedding[128:] = 0
+    model.embed.embedding.set_value(jnp.asarray(embedding))
+    directory = tmp_path_factory.mktemp("harness") / "model"
+    save_pretrained(directory, model, ByteTokenizer())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def lm(saved):
+    return load(str(saved))
 
 
 @pytest.fixture
@@ -95,14 +104,19 @@ def instances(kind, *arguments):
     return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
 
 
+forward = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)[0][0]))
+
+
 def log_probabilities(lm, ids):
-    logits, _ = lm.model(jnp.asarray(ids)[None])
-    return np.asarray(jax.nn.log_softmax(logits[0].astype(jnp.float32)), np.float64)
+    """Of all tokens after each of `ids`; nothing depends on the zeros that follow these."""
+    tokens = np.zeros((1, CONTEXT), np.int32)
+    tokens[0, : len(ids)] = ids
+    return np.asarray(forward(lm.model, tokens), np.float64)[: len(ids)]
 
 
 def test_loglikelihood(lm):
     pairs = [("ab c", " de"), ("", "xyz"), ("spaces ", "q"), (" ", "q"), ("long " * 40, "end")]
-    found = HarnessModel(lm, batch=3).loglikelihood(
+    found = HarnessModel(lm, batch=BATCH).loglikelihood(
         instances("loglikelihood", *pairs), disable_tqdm=True
     )
     for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
@@ -116,16 +130,17 @@ def test_loglikelihood(lm):
 
 
 def test_a_greedy_continuation_is_recognised(lm):
-    prompt = [*b"abc"]
-    ids = [int(step[0]) for step in generate(lm.model, [prompt], max_tokens=4, sampling=GREEDY)]
-    model = HarnessModel(lm)
+    prompt, ids = [*b"abc"], []
+    for _ in range(4):
+        ids.append(int(log_probabilities(lm, prompt + ids)[-1].argmax()))
+    model = HarnessModel(lm, batch=BATCH)
     assert model._loglikelihood_tokens([(None, prompt, ids)])[0][1]
     assert not model._loglikelihood_tokens([(None, prompt, [*ids[:2], (ids[2] + 1) % 256])])[0][1]
 
 
 def test_a_long_text_is_scored_in_windows(lm):
     texts = ["short", "much longer " * 20]
-    model = HarnessModel(lm, batch=2)
+    model = HarnessModel(lm, batch=BATCH)
     totals = model.loglikelihood_rolling(instances("loglikelihood_rolling", *zip(texts)))
     short = log_probabilities(lm, [256, *b"shor"])[np.arange(5), list(b"short")].sum()
     np.testing.assert_allclose(totals[0], short, rtol=1e-4)
@@ -139,12 +154,12 @@ def test_a_long_text_is_scored_in_windows(lm):
 
 
 def test_generation_ends_before_a_stop_text(lm):
-    contexts = ["one", "another, longer", "x" * 200]
-    options = {"until": [], "max_gen_toks": 16}
+    contexts = ["one", "another, longer", "two", "x" * 200]
+    options = {"until": [], "max_gen_toks": MAX_NEW}
 
     def run(**changes):
         requests = instances("generate_until", *((c, options | changes) for c in contexts))
-        return HarnessModel(lm, batch=2).generate_until(requests)
+        return HarnessModel(lm, batch=BATCH).generate_until(requests)
 
     free = run()
     assert free == run(do_sample=False) == run(until=[""])  # the most likely tokens
@@ -158,11 +173,10 @@ def test_generation_ends_before_a_stop_text(lm):
 
 
 @pytest.mark.slow
-def test_the_command_runs_tasks(lm, tasks, tmp_path, capsys, own_tasks_alone):
-    save_pretrained(tmp_path / "model", lm.model, lm.tokenizer)
+def test_the_command_runs_tasks(saved, tasks, tmp_path, capsys, own_tasks_alone):
     out = tmp_path / "results.json"
-    arguments = [str(tmp_path / "model"), "--tasks", ",".join(TASKS), "--task-path", str(tasks)]
-    evaluate.main([*arguments, "--batch", "4", "--out", str(out)])
+    arguments = [str(saved), "--tasks", ",".join(TASKS), "--task-path", str(tasks)]
+    evaluate.main([*arguments, "--batch", str(BATCH), "--out", str(out)])
     results = json.loads(out.read_text())
     assert set(results) == set(TASKS)
     assert "|choice" in capsys.readouterr().out
@@ -224,11 +238,10 @@ def test_tasks_are_checked_before_the_model_is_read(
 
 
 @pytest.mark.slow
-def test_agreement_with_the_harness_own_hugging_face_backend(lm, tasks, tmp_path):
+def test_agreement_with_the_harness_own_hugging_face_backend(saved, lm, tasks):
     backend = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
-    save_pretrained(tmp_path / "model", lm.model, lm.tokenizer)
     theirs = backend.HFLM(
-        str(tmp_path / "model"), batch_size=3, device="cpu", dtype="float32", max_length=CONTEXT
+        str(saved), batch_size=3, device="cpu", dtype="float32", max_length=CONTEXT
     )
     ours, theirs = (
         lm_eval.simple_evaluate(
