@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from tests import seeds
+from tests.twell_jax import drawn
 from twell_jax.analysis.activity import firing_patterns, measure_activity
 from twell_jax.analysis.prune import fires_removed, prune_dead
-from twell_jax.config import ModelConfig
-from twell_jax.models import Transformer, graphdef
+from twell_jax.models import graphdef
 
 SMALL = {
     "vocab_size": 61, "context": 16, "d_model": 64, "layers": 3, "heads": 4, "d_ff": 512,
@@ -22,20 +22,30 @@ forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 def make(**changes):
     """A model with a constant feature through which its neurons fire often, rarely or never."""
-    rng = seeds.rng()
-    model = Transformer(ModelConfig(**(SMALL | changes)), rngs=nnx.Rngs(int(rng.integers(2**31))))
-    model.embed.embedding[...] = model.embed.embedding[...].at[:, 0].set(4.0)
+    model = drawn.transformer(**(SMALL | changes))
     mlp = model.blocks.mlp
     gate = mlp.w_gate if mlp.w_gate is not None else mlp.w_up
-    threshold = rng.uniform(0.2, 2.0, gate.shape[:2])
-    gate[...] = gate[...].at[:, :, 0].set(-threshold)
+    set_first_feature(model.embed.embedding, 4.0)
+    set_first_feature(gate, -seeds.rng().uniform(0.2, 2.0, gate.shape[:2]))
     for weights in (mlp.w_down, model.blocks.attention.out.kernel):  # it stays constant
-        weights[...] = weights[...].at[:, :, 0].set(0.0)
+        set_first_feature(weights, 0.0)
     return model
+
+
+def set_first_feature(param, values):
+    weights = np.array(param)
+    weights[..., 0] = values
+    param.set_value(jnp.asarray(weights))
 
 
 def draw_sequences(count, length=17):
     return seeds.rng().integers(0, 61, (count, length))
+
+
+def usage_on(count, model):
+    """Counted on `count` sequences, repeated to the shape in which all tests compile the model."""
+    sequences = np.resize(draw_sequences(count), (200, 17))
+    return measure_activity(model, sequences, batch=200).usage
 
 
 def with_mlp(model, change, **config):
@@ -61,11 +71,11 @@ def kept_mask(model, report):
 @pytest.mark.parametrize(("gated", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
     model = make(gated=gated, dtype=dtype)
-    usage = measure_activity(model, draw_sequences(8), batch=4).usage
+    usage = usage_on(8, model)
     pruned, report = prune(model, usage)
     assert 128 <= pruned.config.d_ff < 512
     mask = kept_mask(model, report)
-    masked = with_mlp(model, lambda w: jnp.where(mask[..., None], w, 0))
+    masked = with_mlp(model, lambda w: jnp.asarray(np.where(mask[..., None], w, 0)))
 
     sequences = draw_sequences(200)
     tokens = sequences[:, :-1]
@@ -89,7 +99,7 @@ def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
 @pytest.mark.parametrize(("gated", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
     model = make(gated=gated, dtype=dtype)
-    usage = measure_activity(model, draw_sequences(4), batch=4).usage
+    usage = usage_on(4, model)
     pruned, report = prune(model, usage)
     mask = kept_mask(model, report)
     removed = [np.flatnonzero(~kept) for kept in mask]
@@ -100,7 +110,7 @@ def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
         return jnp.asarray(np.take_along_axis(masked, order[..., None], axis=1))
 
     masked = with_mlp(model, mask_and_sort)
-    tokens = draw_sequences(20)[:, :-1]
+    tokens = draw_sequences(200)[:, :-1]
     assert pruned.config.d_ff < masked.config.d_ff
     np.testing.assert_array_equal(forward(pruned, tokens), forward(masked, tokens))
 
@@ -119,8 +129,8 @@ def test_all_that_fired_remain_from_the_most_used_on():
         counts = usage[layer, neurons]
         np.testing.assert_array_equal(counts, np.sort(usage[layer])[::-1][:24])
         for name in ("w_gate", "w_up", "w_down"):
-            old, new = (getattr(m.blocks.mlp, name)[layer] for m in (model, pruned))
-            np.testing.assert_array_equal(new, old[neurons])
+            old, new = (np.asarray(getattr(m.blocks.mlp, name)) for m in (model, pruned))
+            np.testing.assert_array_equal(new[layer], old[layer, neurons])
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
 
 
