@@ -7,36 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests import seeds
-from twell_jax import config
-from twell_jax.models import sharding
+from tests.twell_jax import drawn
+from tests.twell_jax.train.test_trainer import D_FF, END, settings, trainer_on
 from twell_jax.train.optimizer import make_optimizer
 from twell_jax.train.reinit import reinitialise
-from twell_jax.train.trainer import Trainer, init_state
+from twell_jax.train.trainer import Trainer
 
-LAYERS, D_FF, D_MODEL = 2, 64, 32
-
-
-def settings(**changes):
-    tree = {
-        "run_dir": "unused",
-        "steps": 100,
-        "batch_tokens": 128,
-        "micro_batch": 4,
-        "dead_window_tokens": 256,
-        "model": {
-            "vocab_size": 257,
-            "context": 32,
-            "d_model": D_MODEL,
-            "layers": LAYERS,
-            "heads": 4,
-            "d_ff": D_FF,
-            "dtype": "float32",
-            "gated": changes.pop("gated", True),
-        },
-    }
-    return config.from_dict(tree | changes)
+LAYERS = settings().model.layers
 
 
 def named(tree):
@@ -46,19 +26,15 @@ def named(tree):
 
 @pytest.mark.parametrize(("gated", "gate"), [(True, "w_gate"), (False, "w_up")])
 def test_dead_gates_are_drawn_anew_and_their_moments_forgotten(gated, gate):
-    run = settings(gated=gated)
-    state = init_state(run)
-    moments = jax.tree.map(lambda x: x + 1, state.opt_state)
+    run = settings()
+    old_params = nnx.state(drawn.transformer(**run.model.model_dump() | {"gated": gated}))
+    optimizer = make_optimizer(run.optimizer, run.steps)
+    shapes = jax.eval_shape(optimizer.init, old_params)
+    moments = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
     dead = seeds.rng().random((LAYERS, D_FF)) < 0.3
-    params, opt_state = reinitialise(
-        state.params,
-        moments,
-        jnp.asarray(dead),
-        key=jax.random.key(1),
-        scale=0.5,
-        optimizer=make_optimizer(run.optimizer, run.steps),
-    )
-    before, after = named(state.params), named(params)
+    reinitialised = jax.jit(functools.partial(reinitialise, scale=0.5, optimizer=optimizer))
+    params, opt_state = reinitialised(old_params, moments, dead, key=jax.random.key(1))
+    before, after = named(old_params), named(params)
     assert before.keys() == after.keys()
     for name, old in before.items():
         changed = np.any(after[name] != old, axis=-1)
@@ -75,14 +51,13 @@ def test_dead_gates_are_drawn_anew_and_their_moments_forgotten(gated, gate):
 
 @functools.cache  # compiled once for all tests that use it
 def trainer_of(seed):
-    mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
-    return Trainer(settings(seed=seed), 256, mesh)
+    return Trainer(settings(seed=seed), END, trainer_on(1).mesh)
 
 
-def idle_for(trainer, steps, step=0):
+def idle_for(steps, step=0):
     """A state after `step` steps, in which the neurons have been idle for `steps`."""
-    idle = jnp.broadcast_to(jnp.asarray(steps, jnp.int32), (LAYERS, D_FF))
-    return dataclasses.replace(trainer.init(), step=jnp.int32(step), idle_steps=idle)
+    idle = jnp.asarray(np.broadcast_to(np.int32(steps), (LAYERS, D_FF)))
+    return dataclasses.replace(trainer_on(1).init(), step=jnp.int32(step), idle_steps=idle)
 
 
 def gates(state):
@@ -90,11 +65,11 @@ def gates(state):
 
 
 def test_a_neuron_is_dead_from_the_end_of_the_window_on():
-    trainer, window = trainer_of(0), 2  # of 256 tokens: two batches
+    trainer, window = trainer_on(1), 2  # dead_window_tokens are those of two batches
     steps = np.arange(D_FF) % 5
     with jax.set_mesh(trainer.mesh):
         before = gates(trainer.init())
-        state = trainer.reinitialise(idle_for(trainer, steps, step=7))
+        state = trainer.reinitialise(idle_for(steps, step=7))
     changed = np.any(gates(state) != before, axis=-1)
     np.testing.assert_array_equal(changed, [steps >= window] * LAYERS)
     np.testing.assert_array_equal(state.idle_steps, [steps * (steps < window)] * LAYERS)
@@ -102,30 +77,12 @@ def test_a_neuron_is_dead_from_the_end_of_the_window_on():
 
 
 def test_the_draw_follows_from_the_seed_and_the_step():
-    def drawn(seed, step):
+    def redrawn(seed, step):
         trainer = trainer_of(seed)
         with jax.set_mesh(trainer.mesh):
-            return gates(trainer.reinitialise(idle_for(trainer, 9, step)))
+            return gates(trainer.reinitialise(idle_for(9, step)))
 
-    first = drawn(0, 3)
-    np.testing.assert_array_equal(drawn(0, 3), first)
-    for other in (drawn(0, 4), drawn(1, 3)):
+    first = redrawn(0, 3)
+    np.testing.assert_array_equal(redrawn(0, 3), first)
+    for other in (redrawn(0, 4), redrawn(1, 3)):
         assert (other != first).mean() > 0.9
-
-
-def test_a_dead_neuron_can_fire_again():
-    trainer, tokens = trainer_of(0), seeds.rng().integers(0, 256, (4, 33), dtype=np.int32)
-
-    def idle_after_a_step(state):
-        state, _ = trainer.step(state, trainer.put_batch(tokens), 0.0)
-        return state, state.idle_steps[1, 7]
-
-    with jax.set_mesh(trainer.mesh):
-        state = trainer.init()
-        gate = state.params["blocks"]["mlp"]["w_gate"]
-        gate[...] = gate[...].at[1, 7].set(0)  # relu(0) never fires, and has no gradient
-        for step in (1, 2, 3):
-            state, idle = idle_after_a_step(state)
-            assert idle == step
-        _, idle = idle_after_a_step(trainer.reinitialise(state))
-        assert idle == 0

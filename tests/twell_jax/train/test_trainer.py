@@ -219,7 +219,7 @@ def test_documents_are_masked_if_asked_for():
     assert abs(found - unmasked) > 1e-4
 
 
-def test_a_neuron_that_never_fires_is_counted_as_dead():
+def test_a_neuron_that_never_fires_is_counted_as_dead_until_it_is_drawn_anew():
     trainer = trainer_on(1)
     with jax.set_mesh(trainer.mesh):
         state = trainer.init()
@@ -231,7 +231,9 @@ def test_a_neuron_that_never_fires_is_counted_as_dead():
             # The window is two batches long.
             assert metrics.dead[1] >= (1 / D_FF if step >= 2 else 0)
             assert (metrics.dead[1] == 0) == (step < 2)
-    assert np.median(state.idle_steps) == 0
+        assert np.median(state.idle_steps) == 0
+        state, _ = trainer.step(trainer.reinitialise(state), trainer.put_batch(draw()), L1)
+        assert state.idle_steps[1, 7] == 0
 
 
 @pytest.mark.slow
