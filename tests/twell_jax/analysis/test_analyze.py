@@ -1,5 +1,7 @@
 """python -m twell_jax.analyze as a person runs it."""
 
+import contextlib
+import io
 import json
 import random
 
@@ -58,14 +60,20 @@ def run_main(*arguments):
     analyze.main([str(argument) for argument in arguments])
 
 
-def test_tables_figures_and_plots_of_a_run(run, capsys):
-    paths, held_out_ce = run
-    run_main(paths.directory)
-    summary = json.loads(paths.analysis.read_text())
+@pytest.fixture(scope="module")
+def analysed(run):
+    """What the command prints of the run, and its summary."""
+    paths, _ = run
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_main(paths.directory)
+    return printed.getvalue(), json.loads(paths.analysis.read_text())
+
+
+def test_tables_figures_and_plots_of_a_run(run, analysed):
+    (paths, held_out_ce), (printed, summary) = run, analysed
     assert summary["held_out_ce"] == pytest.approx(held_out_ce, rel=1e-5)
     assert (summary["sequences"], summary["tokens"], summary["d_ff"]) == (8, 256, 64)
     assert [len(row) for row in summary["nnz_by_position"]] == [32, 32]
-    printed = capsys.readouterr().out
     assert f"held-out CE {held_out_ce:.3f}" in printed
     for layer in range(2):  # an untrained layer fires half of its neurons
         assert 0.4 < summary["sparsity"][layer] < 0.6
@@ -78,11 +86,10 @@ def test_tables_figures_and_plots_of_a_run(run, capsys):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is measured there")
-def test_without_a_gpu_it_says_that_no_speed_up_is_measured(run, capsys):
-    paths, _ = run
-    run_main(paths.directory)
-    assert "speed-up not measured: implementation='mosaic' cannot serve" in capsys.readouterr().out
-    assert json.loads(paths.analysis.read_text())["speedup"] is None
+def test_without_a_gpu_it_says_that_no_speed_up_is_measured(analysed):
+    printed, summary = analysed
+    assert "speed-up not measured: implementation='mosaic' cannot serve" in printed
+    assert summary["speedup"] is None
 
 
 def test_speed_up_per_layer_is_that_of_the_inputs_which_the_layer_sees(run, monkeypatch, capsys):
