@@ -356,11 +356,15 @@ def assert_kernels_serve_a_model():
     sparse = nnx.merge(graphdef(settings), nnx.state(dense))
     tokens = seeds.rng().integers(0, 512, (4, 512))
     (logits, stats), (reference, expected) = (forward(m, tokens) for m in (sparse, dense))
-    assert_close(logits, reference, tolerance=3e-2)
-    cache = KVCache.empty(settings, 4, 512)
-    for start, end in ((0, 300), (300, 301)):
-        logits, cache = decode(sparse, tokens[:, start:end], cache)
-        assert_close(logits, reference[:, end - 1], tolerance=3e-2)
+    results = [(logits, reference)]
+    caches = [KVCache.empty(m.config, 4, 512) for m in (sparse, dense)]
+    for part in (tokens[:, :300], tokens[:, 300:301]):
+        (logits, caches[0]), (reference, caches[1]) = (
+            decode(m, part, cache) for m, cache in zip((sparse, dense), caches, strict=True)
+        )
+        results.append((logits, reference))
+    for ours, ref in results:
+        assert_close(ours, ref, tolerance=3e-2)
     np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=2e-2)
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
 
