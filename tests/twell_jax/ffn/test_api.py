@@ -285,9 +285,8 @@ def test_sums_accumulate_in_float32(dtype, jit):
     ones, one = np.ones(n), np.arange(n) == 0
     spread = cancelling(n, dtype)
     # over D, in the up projection: every hidden unit is 256
-    everywhere = np.ones((n, n), jnp.dtype(dtype))
-    identity = np.eye(n, dtype=jnp.dtype(dtype))
-    y, stats = f({"x": everywhere, "w_up": (everywhere * spread).astype(dtype), "w_down": identity})
+    inputs = {"x": np.ones((n, n)), "w_up": np.tile(spread, (n, 1)), "w_down": np.eye(n)}
+    y, stats = f({name: values.astype(jnp.dtype(dtype)) for name, values in inputs.items()})
     np.testing.assert_array_equal(np.asarray(y, np.float32), 256.0)
     assert stats.l1 == 256.0 * n  # beyond float16 and finer than bfloat16
     # over H, in the down projection
@@ -297,15 +296,14 @@ def test_sums_accumulate_in_float32(dtype, jit):
     # over tokens, in the gradient of the weights
     inputs = {"x": ones, "w_up": one, "w_down": one}
     inputs = {name: first_column(values, dtype) for name, values in inputs.items()}
-    grads = gradient(inputs, first_column(spread, np.float32))
+    grads = gradient(inputs, first_column(spread, "float32"))
     assert grads["w_up"][0, 0] == grads["w_down"][0, 0] == 256.0
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_rounds_to_zero_is_zero(jit):
     # 1e-5 * 1e-5 is below float16: the stored activation is zero, so it does not count.
-    tiny = np.full((1, 1), 1e-5, np.float16)
-    one = np.ones((1, 1), np.float16)
+    tiny, one = np.full((1, 1), 1e-5, np.float16), np.ones((1, 1), np.float16)
     f = call if jit else eager
     for inputs in (
         {"x": tiny, "w_up": tiny, "w_down": one},
