@@ -17,9 +17,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = ["def add(a, b):", "import "]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def optimised():
-    """Examples compute for longer than they compile."""
+    """For examples that compute for longer than they compile."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
@@ -47,6 +47,7 @@ def continuations(printed: str) -> list[str]:
     return [ast.literal_eval(line) for line in printed.splitlines()]
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("name", ["nnx_model", "linen_model"])
 def test_a_model_learns_to_add_with_few_neurons(run, name):
     (_, *fired_at_first), *_, (cross_entropy, *fired) = steps(run(name))
@@ -55,6 +56,7 @@ def test_a_model_learns_to_add_with_few_neurons(run, name):
         assert 0 < after < before / 4
 
 
+@pytest.mark.usefixtures("optimised")
 def test_plain_jax_learns_the_facts_with_few_neurons(run):
     (_, fired_at_first), *_, (error, fired) = steps(run("plain_jax"))
     assert error < 0.01
