@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import losses, render
 from tests import seeds
+from tests.benchmarks.small import SETTINGS
 
 
 def test_differences_are_those_of_means_over_logged_steps():
@@ -22,12 +23,7 @@ def test_differences_are_those_of_means_over_logged_steps():
 def test_all_variants_follow_the_dense_one(
     tmp_path, monkeypatch, capsys, text_settings, reference_kernels, in_this_process
 ):
-    small = [
-        f"run_dir={tmp_path}/runs", "steps=3", "log_every=1", "batch_tokens=512",
-        "micro_batch=4", "eval_sequences=4", "model.layers=2", "model.d_ff=128", "model.context=64",
-        "model.ffn_gradient_capacity=1.0",
-        *text_settings,
-    ]  # fmt: skip
+    small = [*SETTINGS, f"run_dir={tmp_path}/runs", "log_every=1", *text_settings]
     monkeypatch.setattr("sys.argv", ["losses", str(losses.BASE), *small, "--out", str(tmp_path)])
     losses.main()
     (path,) = tmp_path.glob("losses-*.json")

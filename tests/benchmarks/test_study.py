@@ -8,6 +8,7 @@ import pytest
 from benchmarks import render
 from benchmarks.study import __main__ as study
 from benchmarks.study import report
+from tests.benchmarks.small import SETTINGS
 
 
 def test_a_study_goes_on_from_its_record(tmp_path, monkeypatch):
@@ -94,12 +95,7 @@ def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeyp
 def test_variants_are_trained_once_and_reported(
     tmp_path, monkeypatch, text_settings, in_this_process
 ):
-    small = [
-        f"run_dir={tmp_path}/runs", "steps=2", "batch_tokens=1024", "micro_batch=4",
-        "eval_sequences=4", "optimizer.warmup_steps=1", "model.vocab_size=300",
-        "model.context=256", "model.d_model=32", "model.layers=2", "model.heads=2",
-        "model.d_ff=128", *text_settings,
-    ]  # fmt: skip
+    small = [*SETTINGS, f"run_dir={tmp_path}/runs", *text_settings]
 
     def run(*names):
         monkeypatch.setattr("sys.argv", ["study", *small, "--out", str(tmp_path), "--only", *names])
@@ -111,7 +107,7 @@ def test_variants_are_trained_once_and_reported(
     rows = run("relu", "l1 3.0e-4, not gated")
     assert rows[0] == first[0]
     assert rows[0]["positions"][:4] == [[0, 1], [1, 2], [2, 4], [4, 8]]
-    assert np.shape(rows[0]["nnz_by_position"]) == (2, len(rows[0]["positions"])) == (2, 9)
+    assert np.shape(rows[0]["nnz_by_position"]) == (2, len(rows[0]["positions"])) == (2, 7)
     assert [row["variant"] for row in rows] == ["relu", "l1 3.0e-4, not gated"]
     assert rows[1]["d_ff"] == 4224 and "model.gated=false" in rows[1]["settings"]
     lines = report.TABLE.render(rows).splitlines()

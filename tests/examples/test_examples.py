@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.benchmarks.small import SETTINGS
 from tests.commands import call
 
 pytestmark = pytest.mark.slow
@@ -88,12 +89,12 @@ def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
     (tmp_path / "corpus").mkdir()
     for example in EXAMPLES.glob("*.py"):
         (tmp_path / "corpus" / example.name).write_text(example.read_text() * 4)
-    settings = (
-        "steps=1 micro_batch=8 batch_tokens=1024 eval_sequences=8 model.context=128 model.layers=1 "
-        f"model.d_model=64 model.d_ff=256 data.source=files data.paths=[{tmp_path}/corpus/*.py] "
-        f"data.held_out_fraction=0.4 data.cache_dir={tmp_path}/cache run_dir={tmp_path}/run"
-    )
-    assert call("train.py", "configs/tiny.yaml", *settings.split()).returncode == 0
+    settings = [
+        *SETTINGS, "data.source=files", f"data.paths=[{tmp_path}/corpus/*.py]",
+        "data.held_out_fraction=0.4", f"data.cache_dir={tmp_path}/cache",
+        f"run_dir={tmp_path}/run",
+    ]  # fmt: skip
+    assert call("train.py", "configs/tiny.yaml", *settings).returncode == 0
     width, _, fired = run("prune", str(tmp_path / "run")).splitlines()
     assert width == "d_ff 256 -> 256"
     assert fired == "0.00% of other tokens fire a removed neuron"
