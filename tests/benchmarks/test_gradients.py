@@ -9,6 +9,8 @@ from benchmarks.pages import TABLES
 def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(ffn, "D", 128)
     monkeypatch.setattr(ffn, "H", 256)
+    for module in ffn, gradients:
+        monkeypatch.setattr(module, "LAYERS", 1)  # each is compiled
     rows = list(gradients.measure(m=128, pattern="uniform", nnz=10, heavy_every=8))
     for row in rows:
         assert len(row["errors"]) == 5  # y and the gradients
