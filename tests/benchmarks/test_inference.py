@@ -15,6 +15,7 @@ from twell_jax.models import Transformer
 from twell_jax.models.pretrained import save_pretrained
 
 joules = inference.joules  # `small` puts another in its place
+random = functools.cache(inference.random)  # the model that `small` describes is drawn once
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +31,11 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (1, 2))
     monkeypatch.setattr(inference, "PROMPT", 8)
     monkeypatch.setattr(inference, "CAPACITY", 16)
+    monkeypatch.setattr(inference, "random", random)
     monkeypatch.setattr(timing, "milliseconds", lambda f, calls: (f(), 2.0)[1])
     energy = iter(range(0, 1000, 5))
     monkeypatch.setattr(inference, "joules", lambda: next(energy))
     monkeypatch.setattr(inference, "ENERGY_SECONDS", 0.01)
-
-
-@functools.cache  # all tests read the same; what a direction donates is a cache of its own
-def drawn():
-    return inference.random("2b")
 
 
 def test_a_record_of_all_directions(tmp_path, monkeypatch):
@@ -68,14 +65,14 @@ def test_errors_are_those_against_the_dense_model_with_the_same_function(directi
     for activation in ("relu", "silu"):  # as if by kernels
         changes = {"activation": activation, "ffn_implementation": "xla"}
         monkeypatch.setitem(inference.VARIANTS, f"mosaic, {activation}", changes)
-    rows = inference.DIRECTIONS[direction](*drawn())
+    rows = inference.DIRECTIONS[direction](*inference.random("2b"))
     errors = {row["implementation"]: row["error"] for row in rows if "error" in row}
     assert errors.keys() == {"mosaic, relu", "mosaic, silu"}
     assert errors["mosaic, relu"] == 0 < errors["mosaic, silu"]
 
 
 def test_random_weights_fire_as_stated():
-    config, _, tokens = drawn()
+    config, _, tokens = inference.random("2b")
     assert tokens.shape == (2, 33) and (tokens[:, 0] == 0).all()
     wanted = np.array([30.0, 8.0, 70.0])
     params = inference.with_pattern(config, wanted, inference.jax.random.key(5))
@@ -94,7 +91,7 @@ def test_the_batch_is_halved_until_it_fits(monkeypatch):
         return [{"ms": 1.0}]
 
     monkeypatch.setattr(inference, "compare", compare)
-    (row,) = inference.forward(*drawn())
+    (row,) = inference.forward(*inference.random("2b"))
     assert tried == [2, 1] and row["batch"] == 1
 
 
