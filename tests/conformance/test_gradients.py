@@ -105,7 +105,8 @@ def unzip(out):
     [
         (100, 2.2, 1.0, True, True),
         (100, 2.2, 1.0, True, False),
-        (100, 2.2, 0.1, False, True),  # more in the unions than is kept
+        (100, 2.2, 0.7, True, True),  # no room for the last tile: its tokens are heavy
+        (100, 1.5, 0.7, False, True),  # nor in the lists
         (2, 9.0, 1.0, False, True),  # too many heavy rows
         (2, 9.0, 1.0, False, False),
         (1000, 8, 1.0, True, True),  # all zero, but for one row
