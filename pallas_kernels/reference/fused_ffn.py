@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.reference.places import places
 
 
 def fused_ffn(
@@ -32,8 +33,7 @@ def fused_ffn(
             y, l1 = (jnp.where(heavy | jnp.all(jnp.isfinite(x)), a, jnp.nan) for a in (y, l1))
         return y.astype(w_down.dtype), jnp.sum(counts), l1
 
-    m = x.shape[0]
-    (rows,) = jnp.nonzero(is_heavy, size=m, fill_value=0)
+    rows = places(is_heavy)
     count = jnp.sum(is_heavy, dtype=jnp.int32)
-    x_rows = jnp.pad(x[rows], ((0, -m % 8), (0, 0)))
+    x_rows = jnp.pad(x[rows], ((0, -len(x) % 8), (0, 0)))
     return *lax.map(row, (x, packed, is_heavy)), HeavyRows(count[None], rows, x_rows)

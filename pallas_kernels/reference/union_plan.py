@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, Plan
+from pallas_kernels.reference.places import places
 
 
 def union_plan(
@@ -22,19 +23,13 @@ def union_plan(
     union, sizes, heavy_bits, nnz = tile_union.decide(masks, counts, m, max_items)
     heavy = tile_union.to_bits(heavy_bits)
     gate_ref[...] = jnp.where(heavy[:, None], 0, gate_ref[...])
-    neurons = jax.vmap(lambda words: _places(tile_union.to_bits(words)))(union)
+    neurons = jax.vmap(lambda words: places(tile_union.to_bits(words)))(union)
     chunks = jnp.arange(h // CHUNK_NEURONS) < -(-sizes // CHUNK_NEURONS)[:, None]
-    items = _places(chunks.reshape(-1))[:max_items]
+    items = places(chunks.reshape(-1))[:max_items]
     chunk_counts = jnp.sum(chunks, axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(chunk_counts)
     plan = Plan(neurons, sizes, items, ends[-1:], ends - chunk_counts)
     padded_m = -(-m // 8) * 8
-    rows = _places(heavy.reshape(-1)[:padded_m])
+    rows = places(heavy.reshape(-1)[:padded_m])
     x_rows = jnp.pad(x, ((0, padded_m - m), (0, 0)))[rows]
     return plan, nnz, HeavyRows(jnp.sum(heavy, dtype=jnp.int32)[None], rows, x_rows)
-
-
-def _places(bits: jax.Array) -> jax.Array:
-    """Indices of the true elements of `bits: [n]`, ascending, then zeros; int32 `[n]`."""
-    (places,) = jnp.nonzero(bits, size=bits.size, fill_value=0)
-    return places.astype(jnp.int32)
