@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import losses, render
 from tests import seeds
-from tests.benchmarks.small import SETTINGS
+from tests.small_run import SETTINGS
 
 
 def test_differences_are_those_of_means_over_logged_steps():

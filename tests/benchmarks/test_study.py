@@ -8,7 +8,7 @@ import pytest
 from benchmarks import render
 from benchmarks.study import __main__ as study
 from benchmarks.study import report
-from tests.benchmarks.small import SETTINGS
+from tests.small_run import SETTINGS
 
 
 def test_a_study_goes_on_from_its_record(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.benchmarks.small import SETTINGS
 from tests.commands import call
+from tests.small_run import SETTINGS
 
 pytestmark = pytest.mark.slow
 
