@@ -195,8 +195,8 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     assert "2 processes: if one is lost, the others end within 10 s; the same" in first.stdout
     assert "another process was lost. The same command on all hosts continues" in first.stderr
 
-    steps = sorted(int(path.name) for path in several.glob("checkpoints/*[0-9]"))
-    *_, readable, stale, unreadable = steps
+    names = [path.name for path in (several / "checkpoints").iterdir()]
+    *_, readable, stale, unreadable = sorted(int(name) for name in names if name.isdecimal())
     # Late for longer than the others wait for a lost process.
     before = "-c", HANDICAPPED, str(unreadable), str(stale), "12", "train.py"
     processes = start_two(workspace, *arguments, launched=by_srun, before=before)
