@@ -57,6 +57,8 @@ def test_a_sequence_does_not_depend_on_those_beside_it(model):
     for row, prompt in enumerate(PROMPTS):
         alike = continued(model, [prompt] * 4, sampling=GREEDY)
         np.testing.assert_array_equal(alike, together[:, [row] * 4])
+    alone = continued(model, PROMPTS[-1:], sampling=GREEDY)
+    np.testing.assert_array_equal(alone, together[:, -1:])
 
 
 def test_a_seed_decides(model):
