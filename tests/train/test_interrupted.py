@@ -191,9 +191,12 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     wait_for(several / "checkpoints/12", processes)
     processes[1].kill()
     first, _ = map(finish, processes)
-    assert first.returncode == 1
     assert "2 processes: if one is lost, the others end within 10 s; the same" in first.stdout
-    assert "another process was lost. The same command on all hosts continues" in first.stderr
+    if first.returncode == 1:  # it was in a collective, which raised an exception
+        assert "another process was lost. The same command on all hosts continues" in first.stderr
+    else:  # it was waiting to end a checkpoint, where JAX ends a process itself
+        assert first.returncode == -signal.SIGABRT
+        assert "This most likely indicates that another task died" in first.stderr
 
     names = [path.name for path in (several / "checkpoints").iterdir()]
     *_, readable, stale, unreadable = sorted(int(name) for name in names if name.isdecimal())
