@@ -14,6 +14,7 @@ import jax
 from pallas_kernels import hopper, reference
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
 from pallas_kernels.layouts.weights import Weights
 
@@ -40,6 +41,13 @@ class Kernels(NamedTuple):
       union_down: sums blocks times gathered weights over the unions -> y, or dx.
       hidden_grads: the gradients for h's factors, in place -> h and these on the neuron lists.
       weight_grads: the gradients for weights from neuron lists (`layouts.neuron_lists`) -> these.
+
+    For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
+      project: products of the normed stream with matrices, side by side -> `[M, N]`.
+      gate: the gate or the whole hidden activation of the normed stream -> `[M, H]`.
+      add_product: adds a product to the stream -> the stream.
+      add_rows: adds the block's output to it, reading only rows behind open gates -> the stream.
+      decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
     """
 
     name: str
@@ -54,6 +62,11 @@ class Kernels(NamedTuple):
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
     hidden_grads: Callable[[jax.Array, jax.Array, jax.Ref, jax.Array, Plan, NeuronLists], Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
+    project: Callable[..., jax.Array]
+    gate: Callable[..., jax.Array]
+    add_product: Callable[..., Stream]
+    add_rows: Callable[..., Stream]
+    decode_attention: Callable[..., jax.Array]
 
 
 def _back_end(name: str, folder: ModuleType) -> Kernels:
@@ -71,6 +84,11 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         union_down=folder.union_down.union_down,
         hidden_grads=folder.hidden_grads.hidden_grads,
         weight_grads=folder.weight_grads.weight_grads,
+        project=folder.token_product.project,
+        gate=folder.token_product.gate,
+        add_product=folder.token_product.add_product,
+        add_rows=folder.token_rows.add,
+        decode_attention=folder.decode_attention.decode_attention,
     )
 
 

@@ -4,6 +4,7 @@
 """
 
 from pallas_kernels.hopper import (
+    decode_attention,
     dense_rows,
     few_tokens,
     fused_ffn,
@@ -11,6 +12,8 @@ from pallas_kernels.hopper import (
     gate_union,
     hidden_grads,
     support,
+    token_product,
+    token_rows,
     union_down,
     union_plan,
     union_up,
@@ -18,6 +21,7 @@ from pallas_kernels.hopper import (
 )
 
 __all__ = [
+    "decode_attention",
     "dense_rows",
     "few_tokens",
     "fused_ffn",
@@ -25,6 +29,8 @@ __all__ = [
     "gate_union",
     "hidden_grads",
     "support",
+    "token_product",
+    "token_rows",
     "union_down",
     "union_plan",
     "union_up",

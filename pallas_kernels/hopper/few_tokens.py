@@ -23,15 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import cluster, gather, simt
+from pallas_kernels.hopper import support, token_rows
+from pallas_kernels.hopper.device import gather, simt
 from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
-_CLUSTER_BLOCKS = 8  # blocks of a cluster: the most that is portable
 _TILE_NEURONS = 64  # neurons of a block of the gate kernel: the rows of a WGMMA
 _STAGE_K = 128  # columns of x and w_gate in a stage of the gate kernel
-_ROUND_NEURONS = 8192  # neurons that the row kernel's lanes hold at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,35 +85,7 @@ def few_tokens_ffn(
     support.check_array("w_down", weights.down, (h, d), weights.up.dtype)
 
     gate = _gate(x, weights, config)
-    loads = config.row_loads if m <= 16 else 3 * config.row_loads // 4
-    batch = max(1, loads // gather.row_steps(d))
-    width = gather.row_width(d)
-    kernel = plgpu.kernel(
-        _row_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((m, width), x.dtype),
-            jax.ShapeDtypeStruct((m,), jnp.int32),
-            jax.ShapeDtypeStruct((m,), jnp.float32),
-        ),
-        scratch_types=dict(
-            entries=plgpu.SMEM((h // _CLUSTER_BLOCKS + 2 * batch,), jnp.uint32),
-            counts=plgpu.SMEM((2, 4), jnp.int32),
-            sums=plgpu.SMEM((2, batch, 4), jnp.float32),
-            y_parts=plgpu.SMEM((_CLUSTER_BLOCKS, width // _CLUSTER_BLOCKS), jnp.float32),
-            l1_parts=plgpu.SMEM((_CLUSTER_BLOCKS,), jnp.float32),
-            arrived=plgpu.SMEM((2,), jnp.uint32),
-        ),
-        grid=(m,),
-        grid_names=("token",),
-        cluster=(_CLUSTER_BLOCKS,),
-        cluster_names=("block",),
-        kernel_name="few_tokens_row",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    x_of_up = None if weights.linear is None else x
-    y, nnz, l1 = kernel(gate, x_of_up, weights.linear, weights.down)
+    y, nnz, l1 = token_rows.multiply(gate, x, weights, row_loads=config.row_loads)
     return y[:, :d], nnz, l1, jnp.any(gate != 0, axis=0)
 
 
@@ -145,38 +115,6 @@ def _gate_kernel(x, w_gate, w_up, w_down, gate, *, stages):
     g = jnp.maximum(acc, 0).astype(gate.dtype)
     out[...] = plgpu.layout_cast(g, plgpu.Layout.WGMMA_TRANSPOSED)
     prefetch_rows(jnp.max(acc, axis=1), tile, [w for w in (w_up, w_down) if w is not None])
-
-
-def _row_kernel(
-    gate, x, w_up, w_down, y, nnz, l1, *, entries, counts, sums, y_parts, l1_parts, arrived
-):
-    token, block = lax.axis_index("token"), lax.axis_index("block")
-    cluster.expect_parts(y_parts, l1_parts, arrived)
-    if x is None:
-        x_row, is_finite = None, True
-    else:  # x is complete: the gate kernel waited for it before launching this one
-        x_row = gather.widen(gather.load_row(x.at[token], jnp.bool(True)))
-        is_finite = gather.all_finite(x_row, sums.at[1])
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    token_nnz = collect_share(gate.at[token], block, entries, counts)
-    count = (token_nnz + _CLUSTER_BLOCKS - 1 - block) // _CLUSTER_BLOCKS
-    y_part, l1_part = gather.gather_ffn(x_row, entries, count, w_up, w_down, sums)
-    cluster.send_parts(y_part, l1_part, block, y_parts, l1_parts, arrived)
-    cluster.wait_for_parts(arrived)
-
-    def total(parts):
-        sum_of_parts = functools.reduce(jnp.add, [parts[b] for b in range(_CLUSTER_BLOCKS)])
-        # In the dense computation 0 * inf, behind a gate of zero, makes NaN.
-        return jnp.where(is_finite | (token_nnz == gate.shape[1]), sum_of_parts, jnp.nan)
-
-    width = y_parts.shape[1]
-    y[token, pl.ds(block * width, width)] = total(y_parts).astype(y.dtype)
-
-    @pl.when(block == 0)
-    def _():
-        nnz[token] = token_nnz
-        l1[token] = total(l1_parts)
 
 
 def multiply(x_ref, w_ref, tile: jax.Array, *, tokens: int, stages: int) -> jax.Array:
@@ -253,98 +191,3 @@ def prefetch_rows(top: jax.Array, tile: jax.Array, w_refs: list) -> None:
                 )
 
     step(top, tile, w_refs)
-
-
-def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
-    """Lists every eighth non-zero of one token, from the `share`-th on, in a fixed order.
-
-    Args:
-      gate_ref: GMEM `[H]`, 16-bit.
-      share: int32 scalar, from 0 to 7.
-      entries_ref: SMEM, uint32, at least H / 8; filled with words `neuron | bits << 16`.
-      counts_ref: SMEM, int32 `[2, 4]`, workspace.
-
-    Returns:
-      int32 scalar, the token's number of non-zeros in all shares.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), gather.SCALAR, plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
-    )
-    def step(_, gate_ref, share, entries_ref, counts_ref):
-        # `step` is long because one lane's counts, ranks and addresses go through all of it.
-        ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
-        i32 = ir.IntegerType.get_signless(32)
-        (share,) = share.registers.flat
-        (h,) = ir.MemRefType(gate_ref.type).shape
-        lane, warp = simt.lane_and_warp()
-        entries, all_counts = simt.smem_address(entries_ref), simt.smem_address(counts_ref)
-
-        # Each lane takes every 128th chunk of 8 neurons.
-        first = arith.muli(arith.addi(arith.muli(warp, const(32)), lane), const(8))
-        address = simt.gmem_address(gate_ref, arith.muli(first, const(2)))
-
-        def load(chunk):
-            # Neither .nc nor moved: the gate is there only after `griddepcontrol_wait`.
-            return ptx(
-                "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-                f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {2 * chunk}];",
-                address,
-                less(first, const(h - chunk)),
-                result_types=[i32] * 4,
-                has_side_effects=True,
-            )
-
-        total = const(0)
-        for start in range(0, h, _ROUND_NEURONS):
-            pairs, count = [], const(0)
-            for chunk in range(start, min(start + _ROUND_NEURONS, h), 128 * 8):
-                for i, pair in enumerate(load(chunk)):
-                    ones = ptx(
-                        "{ .reg .b32 ones; min.u16x2 ones, $1, $2; popc.b32 $0, ones; }",
-                        pair,
-                        const(0x00010001),
-                        result_types=i32,
-                    )
-                    pairs.append((chunk + 2 * i, pair, ones))
-                    count = arith.addi(count, ones)
-
-            end = simt.inclusive_sum(count, lane)
-            counts = arith.addi(all_counts, const(16 * (start // _ROUND_NEURONS % 2)))
-            mine = arith.addi(counts, arith.muli(warp, const(4)))
-            ptx("st.shared.b32 [$0], $1;", mine, end, predicate=less(const(30), lane))
-            mgpu.warpgroup_barrier()
-            counts = ptx(
-                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-                counts,
-                result_types=[i32] * 4,
-                has_side_effects=True,
-            )
-            rank = arith.addi(total, arith.subi(end, count))
-            for w, warp_count in enumerate(counts):
-                rank = arith.select(less(const(w), warp), arith.addi(rank, warp_count), rank)
-                total = arith.addi(total, warp_count)
-
-            for neuron, pair, ones in pairs:
-                with mgpu.utils.when(less(const(0), pair)):  # few pairs are, so few warps enter
-                    own_rank = rank
-                    for i in range(2):
-                        bits = arith.andi(arith.shrui(pair, const(16 * i)), const(0xFFFF))
-                        is_entry = less(const(0), bits)
-                        owner = arith.remui(own_rank, const(_CLUSTER_BLOCKS))
-                        is_mine = arith.cmpi(arith.CmpIPredicate.eq, owner, share)
-                        place = arith.muli(arith.divui(own_rank, const(_CLUSTER_BLOCKS)), const(4))
-                        column = arith.addi(first, const(neuron + i))
-                        ptx(
-                            "st.shared.b32 [$0], $1;",
-                            arith.addi(entries, place),
-                            arith.ori(column, arith.shli(bits, const(16))),
-                            predicate=arith.andi(is_entry, is_mine),
-                        )
-                        own_rank = arith.addi(own_rank, arith.extui(i32, is_entry))
-                rank = arith.addi(rank, ones)
-        mgpu.warpgroup_barrier()
-        return mgpu.FragmentedArray.splat(total, (), is_signed=True)
-
-    return step(gate_ref, share, entries_ref, counts_ref)

@@ -5,6 +5,7 @@ themselves (`kernels.REFERENCE`), with which tests run everything around the ker
 """
 
 from pallas_kernels.reference import (
+    decode_attention,
     dense_rows,
     few_tokens,
     fused_ffn,
@@ -12,6 +13,8 @@ from pallas_kernels.reference import (
     gate_union,
     hidden_grads,
     support,
+    token_product,
+    token_rows,
     union_down,
     union_plan,
     union_up,
@@ -19,6 +22,7 @@ from pallas_kernels.reference import (
 )
 
 __all__ = [
+    "decode_attention",
     "dense_rows",
     "few_tokens",
     "fused_ffn",
@@ -26,6 +30,8 @@ __all__ = [
     "gate_union",
     "hidden_grads",
     "support",
+    "token_product",
+    "token_rows",
     "union_down",
     "union_plan",
     "union_up",

@@ -91,6 +91,9 @@ class ModelConfig(Section):
     ffn_implementation: Implementation | None = Field(
         None, description="back end of the feed-forward blocks; null: what is faster here"
     )
+    decode_implementation: Implementation | None = Field(
+        None, description="back end of generation, token by token; null: kernels where they serve"
+    )
     ffn_gradients: Gradients | None = Field(
         None, description="whether their gradients are computed on the sparse pattern; null: dense"
     )

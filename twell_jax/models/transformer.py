@@ -11,6 +11,7 @@ from flax import nnx
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
+from twell_jax.models import decode_step
 from twell_jax.models.attention import Attention, rope_table, split_documents
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm
@@ -101,18 +102,23 @@ class Transformer(nnx.Module):
             per_token_stats=per_token_stats,
             ffn_gradients=ffn_gradients,
         )
-        return self._logits(x), stats
+        return self.logits(x), stats
 
     def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Extends sequences by `tokens: int [B, T]`, which follow those in `cache`.
 
         Returns the logits after the last token, float32 `[B, vocab]`, and the extended cache. The
-        caller must keep `cache.length + T` within the capacity.
+        caller must keep `cache.length + T` within the capacity. One token of each of a few
+        sequences is served by kernels where they can: see `decode_step`.
         """
+        if tokens.shape[1] == 1:
+            kernels, _ = decode_step.kernels_for(self, len(tokens))
+            if kernels is not None:
+                return decode_step.step(kernels, self, tokens[:, 0], cache)
         positions, mask = cache.place(tokens.shape[1])
         x, _, stored = self._run_blocks(tokens, positions, mask, cache)
         assert stored is not None  # because a cache was given
-        return self._logits(x[:, -1]), stored.advance(tokens.shape[1])
+        return self.logits(x[:, -1]), stored.advance(tokens.shape[1])
 
     def _run_blocks(
         self,
@@ -163,7 +169,8 @@ class Transformer(nnx.Module):
         self.blocks.mlp.sow(SownStats, "stats", stats, capture_noop=True)
         return self.norm(x), stats, cache
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Logits of `x: [..., D]`, which the last norm has normed: float32 `[..., vocab]`."""
         logits = self.embed.attend(x) if self.unembed is None else self.unembed(x)
         return logits.astype(jnp.float32)
 

@@ -23,7 +23,12 @@ def expect_parts(y_parts_ref, l1_parts_ref, arrived_ref) -> None:
       l1_parts_ref: SMEM, float32 `[blocks]`, likewise.
       arrived_ref: SMEM, uint32 `[2]`: an mbarrier.
     """
-    size = 4 * (y_parts_ref.size + l1_parts_ref.size)
+    expect(4 * (y_parts_ref.size + l1_parts_ref.size), arrived_ref)
+
+
+def expect(size: int, arrived_ref) -> None:
+    """Prepares the barrier `arrived_ref` (SMEM, uint32 `[2]`) for `size` bytes that are sent to
+    this block."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def step(_, arrived_ref):
@@ -93,6 +98,54 @@ def send_parts(
         )
 
     step(y_part, l1_part, block, y_parts_ref, l1_parts_ref, arrived_ref)
+
+
+def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived_ref) -> None:
+    """Sends each of the cluster's four blocks 16 of the 64 columns of `accs`.
+
+    The columns of a product lie along the rows of its accumulator, so that each warp has those of
+    one block.
+
+    Args:
+      accs: each float32 `[64, tokens]` in the WGMMA layout.
+      block: int32 scalar, this block's rank in the cluster.
+      parts_ref: SMEM, float32 `[len(accs), 4, 16 * tokens]`; a receiver gets this block's part,
+        tokens major, at `[:, block]`.
+      arrived_ref: as in `expect`.
+    """
+    accumulators = [plgpu.Layout.WGMMA] * len(accs)
+
+    @plgpu.inline_mgpu(arg_types=(accumulators, gather.SCALAR, plgpu.RefType(), plgpu.RefType()))
+    def step(_, accs, block, parts_ref, arrived_ref):
+        ptx, const = mgpu.utils.inline_ptx, simt.const
+        i32 = ir.IntegerType.get_signless(32)
+        _, blocks, size = ir.MemRefType(parts_ref.type).shape
+        lane, warp = simt.lane_and_warp()
+        ptx("barrier.cluster.wait.aligned;", convergent=True)  # all barriers are initialised
+
+        def in_receiver(address):
+            return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, warp, result_types=i32)
+
+        # A register has two tokens of one column.
+        column, token = arith.shrui(lane, const(2)), arith.andi(arith.muli(lane, const(2)), const(6))
+        place = arith.addi(arith.muli(token, const(16)), column)
+        place = arith.addi(place, arith.muli(block.registers.item(), const(size)))
+        address = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))
+        address, barrier = in_receiver(address), in_receiver(simt.smem_address(arrived_ref))
+        for a, acc in enumerate(accs):
+            for i, register in enumerate(acc.registers.flat):
+                eight, lower_rows = divmod(i, 2)
+                for odd, value in enumerate(gather.elements(register, ir.F32Type.get())):
+                    offset = a * blocks * size + (8 * eight + odd) * 16 + 8 * lower_rows
+                    ptx(
+                        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32"
+                        f" [$0 + {4 * offset}], $1, [$2];",
+                        address,
+                        value,
+                        barrier,
+                    )
+
+    step(accs, block, parts_ref, arrived_ref)
 
 
 def wait_for_parts(arrived_ref) -> None:

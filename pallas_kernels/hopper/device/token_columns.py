@@ -1,0 +1,236 @@
+"""Sixteen columns of a few tokens, spread over a warpgroup: what is done with finished sums.
+
+The values of 16 neighbouring columns for all tokens are an array `[16 * tokens]`, float32, tokens
+major: lane t of the warpgroup has column t mod 16 of the tokens t / 16, t / 16 + 8, and so on.
+Tokens are a multiple of 8. The `inline_mgpu` steps move such arrays between registers and GMEM.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device.gather import SCALAR
+from pallas_kernels.hopper.device.simt import const
+
+COLUMNS = 16
+_LANE_TOKENS = 8  # tokens from one register of a lane to the next
+
+
+def layout(tokens: int):
+    """Layout of the values of 16 columns for `tokens` tokens."""
+    return plgpu.Layout.WG_STRIDED((COLUMNS * tokens,), vec_size=1)
+
+
+def add_parts(parts_ref) -> jax.Array:
+    """Adds up `parts_ref` (SMEM, float32 `[parts, 16 * tokens]`) over parts, in a fixed order."""
+    parts, size = parts_ref.shape
+    how = layout(size // COLUMNS)
+    total = plgpu.load(parts_ref.at[0], layout=how)
+    for part in range(1, parts):
+        total += plgpu.load(parts_ref.at[part], layout=how)
+    return total
+
+
+def load(ref, first: jax.Array, tokens: int) -> jax.Array:
+    """Columns `first` to `first + 15` of `ref` (GMEM, 16-bit): `[tokens, N]`, or one row `[N]`
+    for all tokens."""
+    return _load(ref, first, tokens, 0 if len(ref.shape) == 1 else ref.shape[1])
+
+
+def _load(ref, first, tokens, row_columns):
+    result = plgpu.ShapeDtypeStruct((COLUMNS * tokens,), jnp.float32, layout=layout(tokens))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
+    def step(_, ref, first):
+        dtype = ir.MemRefType(ref.type).element_type
+        i16, f32 = ir.IntegerType.get_signless(16), ir.F32Type.get()
+        values = []
+        for address, offset in _addresses(ref, first.registers.item(), tokens, row_columns, 2):
+            bits = mgpu.utils.inline_ptx(
+                f"ld.global.b16 $0, [$1 + {offset}];",
+                address,
+                result_types=i16,
+                has_side_effects=True,  # it must stay behind `griddepcontrol_wait`
+            )
+            values.append(arith.extf(f32, mgpu.utils.bitcast(bits, dtype)))
+        return _array(values)
+
+    return step(ref, first)
+
+
+def store(ref, first: jax.Array, values: jax.Array) -> None:
+    """Stores `values`, rounded to its dtype, to columns `first` on of `ref`: GMEM `[tokens, N]`."""
+    tokens = values.size // COLUMNS
+    values = values.astype(ref.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, layout(tokens)))
+    def step(_, ref, first, values):
+        kind = ir.MemRefType(ref.type)
+        size = mgpu.bitwidth(kind.element_type) // 8
+        addresses = _addresses(ref, first.registers.item(), tokens, kind.shape[1], size)
+        bits = ir.IntegerType.get_signless(8 * size)
+        for (address, offset), value in zip(addresses, values.registers.flat, strict=True):
+            mgpu.utils.inline_ptx(
+                f"st.global.b{8 * size} [$0 + {offset}], $1;",
+                address,
+                mgpu.utils.bitcast(_element(value), bits),
+                has_side_effects=True,
+            )
+
+    step(ref, first, values)
+
+
+def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
+    """`rsqrt(sum(squares) / columns + eps)` of each token, the same for its 16 columns.
+
+    Args:
+      squares_ref: GMEM, float32 `[tokens, parts]`.
+      columns: number of columns that the squares are of.
+      eps: what is added to the mean.
+    """
+    tokens, parts = squares_ref.shape
+    result = plgpu.ShapeDtypeStruct((COLUMNS * tokens,), jnp.float32, layout=layout(tokens))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, squares_ref):
+        f32 = ir.F32Type.get()
+        column, _ = _column_and_token()
+        zero, sums = mgpu.c(0.0, f32), []
+        for address, offset in _addresses(squares_ref, const(0), tokens, parts, 4):
+            total = zero
+            for start in range(0, parts, COLUMNS):
+                is_part = simt.less(column, const(parts - start))
+                total = arith.addf(total, _load_f32(address, offset + 4 * start, is_part))
+            sums.append(_sum_over_columns(total))
+        return _array(sums)
+
+    return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
+
+
+def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
+    """As `inverse_rms`, for one token, `squares_ref: [parts]`: a float32 scalar."""
+    result = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, squares_ref):
+        f32 = ir.F32Type.get()
+        (parts,) = ir.MemRefType(squares_ref.type).shape
+        lane, _ = simt.lane_and_warp()  # every warp adds all up
+        address = simt.gmem_address(squares_ref, arith.muli(lane, const(4)))
+        total = mgpu.c(0.0, f32)
+        for start in range(0, parts, 32):
+            value = _load_f32(address, 4 * start, simt.less(lane, const(parts - start)))
+            total = arith.addf(total, value)
+        for distance in (1, 2, 4, 8, 16):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        return mgpu.FragmentedArray.splat(total, ())
+
+    return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
+
+
+def prefetch_rows(w_refs: list, first: jax.Array, values: jax.Array, tokens: int) -> None:
+    """Prefetches into L2 row `first + c` of one or two `w_refs` (GMEM `[H, D]`, 16-bit) for each
+    of the 16 columns c that has a value above zero for one of the first `tokens` tokens."""
+    how = layout(values.size // COLUMNS)
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(w_refs), SCALAR, how))
+    def step(_, w_refs, first, values):
+        i64 = ir.IntegerType.get_signless(64)
+        column, token = _column_and_token()
+        lane, _ = simt.lane_and_warp()
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        fires = const(0)
+        for i, value in enumerate(values.registers.flat):
+            is_above = arith.cmpf(arith.CmpFPredicate.OGT, _element(value), zero)
+            is_token = simt.less(token, const(max(0, tokens - _LANE_TOKENS * i)))
+            fires = arith.ori(fires, arith.extui(const(0).type, arith.andi(is_above, is_token)))
+        # Lanes c and c + 16 of a warp have the same column; each fetches from one matrix.
+        fires = arith.ori(fires, mgpu.utils.shfl_bfly(fires, 16))
+        row = arith.extui(i64, arith.addi(first.registers.item(), column))
+        for i, w_ref in enumerate(w_refs):
+            size = 2 * ir.MemRefType(w_ref.type).shape[1]
+            address = arith.addi(simt.gmem_address(w_ref, const(0)), arith.muli(row, mgpu.c(size, i64)))
+            is_mine = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(lane, const(4)), const(i))
+            mgpu.utils.inline_ptx(
+                f"cp.async.bulk.prefetch.L2.global [$0], {size};",
+                address,
+                predicate=arith.andi(simt.less(const(0), fires), is_mine),
+            )
+
+    step(w_refs, first, values)
+
+
+def store_squares(squares_ref, part: jax.Array, values: jax.Array) -> None:
+    """Stores each token's sum of squares over its 16 `values` to `squares_ref[:, part]`: GMEM,
+    float32 `[tokens, parts]`."""
+    tokens = values.size // COLUMNS
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, layout(tokens)))
+    def step(_, squares_ref, part, squares):
+        column, _ = _column_and_token()
+        first = arith.subi(part.registers.item(), column)  # a token's lanes share the address
+        parts = ir.MemRefType(squares_ref.type).shape[1]
+        addresses = _addresses(squares_ref, first, tokens, parts, 4)
+        for (address, offset), value in zip(addresses, squares.registers.flat, strict=True):
+            total = _sum_over_columns(_element(value))
+            mgpu.utils.inline_ptx(
+                f"st.global.f32 [$0 + {offset}], $1;",
+                address,
+                total,
+                predicate=simt.less(column, const(1)),
+            )
+
+    step(squares_ref, part, values * values)
+
+
+def _column_and_token() -> tuple[ir.Value, ir.Value]:
+    """This lane's column, and its first token, i32."""
+    lane = arith.andi(mgpu.thread_idx(), const(127))
+    return arith.remui(lane, const(COLUMNS)), arith.divui(lane, const(COLUMNS))
+
+
+def _addresses(
+    ref: ir.Value, first: ir.Value, tokens: int, row_columns: int, size: int
+) -> Iterator[tuple[ir.Value, int]]:
+    """For each register of this lane, an address and an offset from it, in bytes; elements of
+    `ref` have `size` bytes and its rows `row_columns` columns (0: all tokens have the same row)."""
+    column, token = _column_and_token()
+    index = arith.addi(arith.muli(token, const(row_columns)), arith.addi(first, column))
+    address = simt.gmem_address(ref, arith.muli(index, const(size)))
+    for start in range(0, tokens, _LANE_TOKENS):
+        yield address, size * start * row_columns
+
+
+def _load_f32(address: ir.Value, offset: int, active: ir.Value) -> ir.Value:
+    """A float32 of GMEM, or 0 if not `active`; the load stays behind `griddepcontrol_wait`."""
+    return mgpu.utils.inline_ptx(
+        f"mov.b32 $0, 0; @$2 ld.global.f32 $0, [$1 + {offset}];",
+        address,
+        active,
+        result_types=ir.F32Type.get(),
+        has_side_effects=True,
+    )
+
+
+def _sum_over_columns(value: ir.Value) -> ir.Value:
+    for distance in (1, 2, 4, 8):
+        value = arith.addf(value, mgpu.utils.shfl_bfly(value, distance))
+    return value
+
+
+def _element(register: ir.Value) -> ir.Value:
+    return vector.extract(register, [], [0])
+
+
+def _array(values: list[ir.Value]) -> mgpu.FragmentedArray:
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    registers = np.array([vector.from_elements(one, [v]) for v in values], dtype=object)
+    how = layout(_LANE_TOKENS * len(values))
+    return mgpu.FragmentedArray(_registers=registers, _layout=how.to_mgpu(), _is_signed=None)

@@ -1,0 +1,43 @@
+"""Meaning of the products of `pallas_kernels.hopper.token_product`."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.stream import Stream
+
+_ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu}
+
+
+def project(stream, weights, layer, *, k_axis, eps, bias=None, dtype=None):
+    y = jnp.concatenate([_product(stream.scaled, w[layer[0]], k_axis) for w in weights], axis=1)
+    y *= stream.inverse_rms(eps)
+    if bias is not None:
+        y += bias[layer[0]].astype(jnp.float32)
+    return y.astype(dtype or stream.x.dtype)
+
+
+def gate(stream, weights, layer, *, eps, activation, prefetch=(), batch=None):
+    del prefetch, batch  # which concern speed alone
+    inverse_rms = stream.inverse_rms(eps)
+    g, *up = (_product(stream.scaled, w[layer[0]], 2) * inverse_rms for w in weights)
+    h = _ACTIVATIONS[activation](g)
+    for u in up:
+        h *= u
+    return h.astype(stream.x.dtype)
+
+
+def add_product(h, weight, layer, x, scale, *, bias=None):
+    y = x.astype(jnp.float32) + _product(h, weight[layer[0]], 1)
+    if bias is not None:
+        y += bias[layer[0]].astype(jnp.float32)
+    return Stream.of(y.astype(x.dtype), scale[layer[0]])
+
+
+def _product(x, w, k_axis):
+    return jnp.einsum(
+        "mk,kn->mn" if k_axis == 1 else "mk,nk->mn",
+        x,
+        w,
+        preferred_element_type=jnp.float32,
+        precision="highest",
+    )

@@ -1,0 +1,162 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import Weights
+from tests import seeds
+from tests.errors import ROUNDING, relative_error
+
+EPS = 1e-5
+LAYER = np.array([1], np.int32)
+KERNELS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
+SHAPES = [(8, 256, 64), (24, 512, 192), (64, 768, 320), (8, 5632, 2048)]
+
+
+def normal(*shape):
+    return seeds.rng().standard_normal(shape, dtype=np.float32)
+
+
+def weight(dtype, *shape):
+    return (normal(*shape) / shape[-1] ** 0.5).astype(dtype)
+
+
+def stream_of(x, scale):
+    """A stream with its squares in uneven parts, as several blocks write them."""
+    x, scale = jnp.asarray(x), jnp.asarray(scale)
+    scaled = (x.astype(jnp.float32) * scale.astype(jnp.float32)).astype(x.dtype)
+    squares = np.asarray(x, np.float32).reshape(len(x), -1, 64) ** 2
+    return Stream(x, scaled, jnp.asarray(squares.sum(axis=2)))
+
+
+def normed(x, scale):
+    """The normed stream in float64, its scaling rounded as the stream rounds it."""
+    x, scale = (np.asarray(a, np.float64) for a in (x, scale))
+    return (x * scale) / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPS)
+
+
+def wide(*arrays):
+    return [np.asarray(a, np.float64) for a in arrays]
+
+
+def run(function, *operands, **options):
+    """`function`, jitted, on memory that held NaN just before."""
+    poison = jnp.full((64, 1 << 18), jnp.nan)
+    poison.block_until_ready()
+    poison.delete()
+    return jax.block_until_ready(jax.jit(functools.partial(function, **options))(*operands))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("m", "d", "n"), SHAPES)
+@pytest.mark.parametrize("k_axis", [1, 2])
+def test_projections_side_by_side(kernels, m, d, n, k_axis):
+    x, scale = (normal(m, d) * 3).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
+    sizes = (n, 64, 128)
+    weights = [weight(jnp.bfloat16, 2, size, d) for size in sizes]
+    bias = jnp.asarray(weight(jnp.bfloat16, 2, sum(sizes)))
+    given = tuple(np.swapaxes(w, 1, 2) if k_axis == 1 else w for w in weights)
+    y = run(
+        lambda *a: kernels.project(*a, k_axis=k_axis, eps=EPS, bias=bias),
+        stream_of(x, scale),
+        given,
+        LAYER,
+    )
+    w = np.concatenate(wide(*[w[1] for w in weights]))
+    assert y.dtype == jnp.bfloat16
+    assert relative_error(y, normed(x, scale) @ w.T + wide(bias)[0][1]) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_are_not_rounded(kernels):
+    x = normal(8, 256).astype(jnp.float16)
+    w = weight(jnp.float16, 1, 128, 256)
+    stream = stream_of(x, np.ones(256, jnp.float16))
+    y = run(
+        kernels.project, stream, (w,), np.zeros(1, np.int32), k_axis=2, eps=EPS, dtype=jnp.float32
+    )
+    assert y.dtype == jnp.float32
+    assert relative_error(y, normed(x, np.ones(256)) @ wide(w[0])[0].T) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("m", "d", "h"), [(8, 256, 128), (64, 2048, 384)])
+def test_hidden_activation(kernels, m, d, h, activation, gated):
+    x, scale = normal(m, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
+    weights = tuple(weight(jnp.bfloat16, 2, h, d) for _ in range(1 + gated))
+    out = run(
+        kernels.gate, stream_of(x, scale), weights, LAYER, eps=EPS, activation=activation,
+        prefetch=weights, batch=m - 1,
+    )  # fmt: skip
+    g, *up = (normed(x, scale) @ wide(w[1])[0].T for w in weights)
+    g = np.maximum(g, 0) if activation == "relu" else g / (1 + np.exp(-g))
+    assert relative_error(out, g * up[0] if gated else g) < 3 * ROUNDING
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("m", "k", "d"), SHAPES)
+def test_adds_to_the_stream(kernels, m, k, d, biased):
+    h, x = normal(m, k).astype(jnp.bfloat16), normal(m, d).astype(jnp.bfloat16)
+    w, scale = weight(jnp.bfloat16, 2, k, d), normal(2, d).astype(jnp.bfloat16)
+    bias = jnp.asarray(normal(2, d), jnp.bfloat16) if biased else None
+    stream = run(kernels.add_product, h, w, LAYER, x, scale, bias=bias)
+    expected = wide(x)[0] + wide(h)[0] @ wide(w[1])[0]
+    if biased:
+        expected += wide(bias[1])[0]
+    assert relative_error(stream.x, expected) < ROUNDING
+    assert_consistent(stream, scale[1])
+
+
+def assert_consistent(stream, scale):
+    """`scaled` and `squares` are those of `x` as it was rounded."""
+    x, scaled, squares = wide(*stream)
+    assert relative_error(scaled, x * wide(scale)[0]) < ROUNDING
+    assert relative_error(squares.sum(axis=1), (x * x).sum(axis=1)) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("m", "batch", "d", "active"), [(8, 1, 1024, 0.02), (24, 17, 2048, 1.0)])
+def test_adds_rows_to_the_stream(kernels, m, batch, d, active, gated):
+    h = 384
+    x, scale = normal(m, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
+    after = normal(2, d).astype(jnp.bfloat16)
+    w_up, w_down = weight(jnp.bfloat16, 2, h, d), weight(jnp.bfloat16, 2, h, d)
+    g = (np.abs(normal(m, h)) * (seeds.rng().random((m, h)) < active)).astype(jnp.bfloat16)
+    g[0] = 0
+    weights = Weights(w_up, w_up, w_down) if gated else Weights(None, w_up, w_down)
+    stream = run(
+        kernels.add_rows, g, stream_of(x, scale), weights, LAYER, after, tokens=batch, eps=EPS
+    )
+    u = normed(x, scale) @ wide(w_up[1])[0].T if gated else 1.0
+    expected = wide(x)[0] + (wide(g)[0] * u) @ wide(w_down[1])[0]
+    stream = Stream(*(a[:batch] for a in stream))
+    assert relative_error(stream.x, expected[:batch]) < ROUNDING
+    np.testing.assert_array_equal(np.asarray(stream.x[0]), np.asarray(x[0]))
+    assert_consistent(stream, after[1])
+
+
+def test_lowers_without_a_gpu(lower):
+    shape = jax.ShapeDtypeStruct
+    for m in (8, 64):
+        x, w = shape((m, 2048), jnp.bfloat16), shape((3, 5632, 2048), jnp.bfloat16)
+        stream = Stream(x, x, shape((m, 128), jnp.float32))
+        layer, scale = shape((1,), jnp.int32), shape((3, 2048), jnp.bfloat16)
+        project = functools.partial(HOPPER.project, k_axis=2, eps=EPS)
+        assert "token_project" in lower(project, stream, (w, w), layer)
+        gate = functools.partial(HOPPER.gate, eps=EPS, activation="silu")
+        assert "token_gate" in lower(gate, stream, (w, w), layer)
+        h = shape((m, 5632), jnp.bfloat16)
+        assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
+        rows = functools.partial(HOPPER.add_rows, tokens=m, eps=EPS)
+        assert "token_add_rows" in lower(rows, h, stream, Weights(w, w, w), layer, scale)
