@@ -141,9 +141,9 @@ def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
 
 
 def _splits(clusters: int, steps: int) -> int:
-    """Blocks of a cluster: so many that they about fill the SMs, but no more than steps."""
+    """Blocks of a cluster: so many that they about fill the SMs, but each has two steps."""
     splits = 1
-    most = min(_MOST_SPLITS, steps, _BLOCKS_ON_SM * support.sm_count() // clusters)
+    most = min(_MOST_SPLITS, steps // 2, _BLOCKS_ON_SM * support.sm_count() // clusters)
     while 2 * splits <= most:
         splits *= 2
     return splits

@@ -122,7 +122,7 @@ def patch(k_smem, v_smem, new_smem, low: jax.Array, high: jax.Array) -> None:
 
     Args:
       k_smem, v_smem: SMEM `[step, size]` with transforms `TILED`.
-      new_smem: SMEM `[2, size]`, the new key and value: rows `high`, unless high >= step.
+      new_smem: SMEM `[2, size]`, the new key and value; for row `high`, unless high >= step.
       low, high: int32 scalars, the first and the last row that is attended to; high >= 0.
     """
     tiled, scalar = plgpu.RefType(TILED), gather.SCALAR

@@ -111,9 +111,16 @@ def test_lowers_without_a_gpu(lower, heads, kv_heads, size, dtype, batch):
     assert "decode_attention" in text and "output_operand_alias" in text
 
 
-def test_clusters_are_so_large_that_two_blocks_lie_on_each_sm(monkeypatch):
+def test_clusters_fill_the_sms_but_give_each_block_two_steps(monkeypatch):
     monkeypatch.setattr("pallas_kernels.hopper.support.sm_count", lambda: 132)
-    for clusters, steps, splits in [(1, 1, 1), (1, 3, 2), (32, 8, 8), (64, 99, 4), (2048, 99, 1)]:
+    for clusters, steps, splits in [
+        (1, 1, 1),
+        (1, 5, 2),
+        (32, 8, 4),
+        (8, 99, 8),
+        (64, 99, 4),
+        (2048, 99, 1),
+    ]:
         assert hopper._splits(clusters, steps) == splits
 
 
@@ -272,6 +279,7 @@ def poisoned(operands, heads, kv_heads):
         (8, 1, 128, 64, 1000, 999, jnp.bfloat16),
         (32, 32, 64, 1, 1000, 999, jnp.bfloat16),
         (32, 32, 64, 1, 1024, 64, jnp.bfloat16),
+        (8, 2, 64, 1, 2048, 2047, jnp.bfloat16),
         (4, 4, 64, 64, 520, 200, jnp.float16),
         (64, 8, 128, 1, 32768, 32767, jnp.bfloat16),
         (2, 1, 64, 1, 8, 7, jnp.bfloat16),
