@@ -1,7 +1,7 @@
 """Attention of one new token of each sequence over the cache, with rotary positions and the append.
 
 A cluster of blocks serves one key/value head of one sequence. The blocks take turns at steps of 64
-or 128 keys, by TMA through a ring in shared memory, and each keeps a running softmax. Then they
+keys, by TMA through a ring in shared memory, and each keeps a running softmax. Then they
 send each other their parts, and each adds up some rows of the result in a fixed order.
 
 Products are transposed, so that the few query heads which share a key/value head are the 8 columns
@@ -26,9 +26,9 @@ from pallas_kernels.hopper.device.tiles import TILED
 from pallas_kernels.layouts import twell
 
 MAX_SEQUENCES = 64
+_STEP = 64  # keys of a stage: the rows of a WGMMA
 _STAGES = 3  # of the ring, at most
-_BLOCKS_ON_SM = 2  # that fit with these stages
-_STAGE_SIZE = 8192  # elements of the keys, and of the values, in a stage
+_FEATURES_ON_SM = 256  # size of a head times the blocks that fit with these stages
 _MOST_SPLITS = 8  # blocks of a cluster: the most that is portable
 _LOG2_E = 1.4426950408889634
 
@@ -76,12 +76,11 @@ def decode_attention(
     _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
     _, batch, capacity, _, size = k_cache.shape
     dtype = qkv.dtype
-    step = _STAGE_SIZE // size
-    steps = pl.cdiv(capacity, step)
-    splits = _splits(batch * kv_heads, steps)
+    steps = pl.cdiv(capacity, _STEP)
+    splits = _splits(batch * kv_heads, steps, size)
     # In less shared memory, blocks of the next kernel can start before those of this one end.
     stages = min(_STAGES, pl.cdiv(steps, splits))
-    ring = plgpu.SMEM((stages, step, size), dtype, transforms=TILED)
+    ring = plgpu.SMEM((stages, _STEP, size), dtype, transforms=TILED)
     kernel = plgpu.kernel(
         functools.partial(_kernel, heads=attend.Heads(heads, kv_heads, size)),
         out_type=jax.ShapeDtypeStruct((qkv.shape[0], heads * size), dtype),
@@ -89,7 +88,7 @@ def decode_attention(
             k_smem=ring,
             v_smem=ring,
             q_smem=plgpu.SMEM((attend.HEADS, size), dtype, transforms=TILED),
-            p_smem=plgpu.SMEM((attend.HEADS, step), dtype, transforms=TILED),
+            p_smem=plgpu.SMEM((attend.HEADS, _STEP), dtype, transforms=TILED),
             new_smem=plgpu.SMEM((2, size), dtype),
             o_parts=plgpu.SMEM((splits, size // splits, attend.HEADS), jnp.float32),
             sums=plgpu.SMEM((splits, 2, attend.HEADS), jnp.float32),
@@ -140,10 +139,10 @@ def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
     support.check_array("padding", padding, (batch,), jnp.int32)
 
 
-def _splits(clusters: int, steps: int) -> int:
+def _splits(clusters: int, steps: int, size: int) -> int:
     """Blocks of a cluster: so many that they about fill the SMs, but each has two steps."""
-    splits = 1
-    most = min(_MOST_SPLITS, steps // 2, _BLOCKS_ON_SM * support.sm_count() // clusters)
+    splits, blocks = 1, _FEATURES_ON_SM // size * support.sm_count()
+    most = min(_MOST_SPLITS, steps // 2, blocks // clusters)
     while 2 * splits <= most:
         splits *= 2
     return splits

@@ -139,6 +139,7 @@ def patch(k_smem, v_smem, new_smem, low: jax.Array, high: jax.Array) -> None:
             arith.cmpi(arith.CmpIPredicate.slt, row, low),
             arith.cmpi(arith.CmpIPredicate.slt, high, row),
         )
+        is_outside = arith.andi(is_outside, simt.less(row, const(rows)))
         # All eight chunks of the row in one tile, in whatever order.
         first = arith.muli(arith.remui(thread, tiles), const(8))
         start = arith.andi(_chunk_offset(row, first, size), const(-128))

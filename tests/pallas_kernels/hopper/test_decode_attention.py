@@ -113,15 +113,16 @@ def test_lowers_without_a_gpu(lower, heads, kv_heads, size, dtype, batch):
 
 def test_clusters_fill_the_sms_but_give_each_block_two_steps(monkeypatch):
     monkeypatch.setattr("pallas_kernels.hopper.support.sm_count", lambda: 132)
-    for clusters, steps, splits in [
-        (1, 1, 1),
-        (1, 5, 2),
-        (32, 8, 4),
-        (8, 99, 8),
-        (64, 99, 4),
-        (2048, 99, 1),
+    for clusters, steps, size, splits in [
+        (1, 1, 64, 1),
+        (1, 5, 64, 2),
+        (32, 8, 64, 4),
+        (8, 99, 128, 8),
+        (64, 99, 64, 8),
+        (64, 99, 128, 4),
+        (2048, 99, 64, 1),
     ]:
-        assert hopper._splits(clusters, steps) == splits
+        assert hopper._splits(clusters, steps, size) == splits
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
