@@ -30,7 +30,7 @@ from twell_jax import config as config_lib
 from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
 from twell_jax.inference import language_model
-from twell_jax.models import KVCache, Transformer, graphdef
+from twell_jax.models import PREFILL_OPTIONS, KVCache, Transformer, graphdef
 
 try:
     import pynvml
@@ -192,15 +192,14 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
     """Reads prompts into a cache; the result is the logits of each next token."""
 
     def read(graph, params, tokens):
-        model = nnx.merge(graph, params)
-        logits, cache = model.decode(tokens, KVCache.empty(model.config, *tokens.shape))
-        return logits, cache.grow(CAPACITY)
+        return nnx.merge(graph, params).prefill(tokens, CAPACITY)
 
     for batch in DECODE_BATCHES:
         part = jnp.asarray(tokens[:batch, :PROMPT])
 
         def prepare(graph, part=part):
-            compiled = jax.jit(partial(read, graph)).lower(params, part).compile()
+            call = jax.jit(partial(read, graph), compiler_options=PREFILL_OPTIONS)
+            compiled = call.lower(params, part).compile()
             # Drops the cache, as the caches of all queued calls would not fit into memory.
             return Call(lambda: compiled(params, part)[0], part.size, _peak(compiled))
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.inference.sampling import Sampling, sample
-from twell_jax.models import KVCache, Transformer
+from twell_jax.models import PREFILL_OPTIONS, Transformer
 
 _MULTIPLE = 64
 ENDED = -1  # in place of the next token, for a sequence that has ended
@@ -60,13 +60,14 @@ def padded_length(length: int) -> int:
 def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     width = padded_length(lengths.max())
+    padding = width - lengths if (lengths < width).any() else None
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
     graph, params = nnx.split(model)
     key, ended = jax.random.key(seed), np.zeros(len(prompts), bool)
     following = _prefill(
-        graph, params, tokens, width - lengths, key, capacity=width + max_tokens, sampling=sampling
+        graph, params, tokens, padding, key, capacity=width + max_tokens, sampling=sampling
     )
     for step in range(max_tokens):
         token, cache = following
@@ -79,14 +80,15 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
         yield np.where(ended, ENDED, ids)
 
 
-@partial(jax.jit, static_argnames=("graph", "capacity", "sampling"))
+@partial(
+    jax.jit,
+    static_argnames=("graph", "capacity", "sampling"),
+    compiler_options=PREFILL_OPTIONS,
+)
 def _prefill(graph, params, tokens, padding, key, *, capacity, sampling):
-    """The first new token of each row, int32 [B], and the cache, grown to `capacity`."""
-    model = nnx.merge(graph, params)
-    # Attention can be fused only while the cache is as long as the prompts, so it grows afterwards.
-    cache = KVCache.empty(model.config, *tokens.shape, padding)
-    logits, cache = model.decode(tokens, cache)
-    return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache.grow(capacity)
+    """The first new token of each row, int32 [B], and a cache with room for `capacity` tokens."""
+    logits, cache = nnx.merge(graph, params).prefill(tokens, capacity, padding)
+    return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache
 
 
 @partial(jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache")

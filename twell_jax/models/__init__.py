@@ -5,6 +5,6 @@ in Hugging Face's format; `sharding` distributes parameters and batches over a m
 """
 
 from twell_jax.models.cache import KVCache
-from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.models.transformer import PREFILL_OPTIONS, Transformer, graphdef
 
-__all__ = ["KVCache", "Transformer", "graphdef"]
+__all__ = ["PREFILL_OPTIONS", "KVCache", "Transformer", "graphdef"]

@@ -45,7 +45,8 @@ class Attention(nnx.Module):
         Args:
           x: `[B, T, D]`.
           rope: `rope_table` of the tokens' positions.
-          mask: bool `[B, 1, T, S]`, or None for causal attention within `x`.
+          mask: bool `[B, 1, T, T]` for attention within `x`, None if it is causal and nothing else;
+            or bool `[B, 1, T, S]` for attention to a cache with room for S > T tokens.
           cache: keys and values of earlier tokens, to which those of `x` are added; or None.
           layer: int32 [], the index of this layer in the cache; needed with a cache.
 
@@ -60,7 +61,9 @@ class Attention(nnx.Module):
         v = heads(self.value)
         if cache is not None:
             assert layer is not None
-            cache, k, v = cache.write(layer, k, v)
+            cache = cache.write(layer, k, v)
+            if mask is not None and mask.shape[3] > x.shape[1]:
+                k, v = cache.read(layer)
         attended = on_shares(_attend, q, k, v, mask)
         return self.out(attended.reshape(*x.shape[:2], -1)), cache
 

@@ -35,12 +35,6 @@ class KVCache:
         padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
         return cls(k, v, jnp.zeros((), jnp.int32), padding)
 
-    def grow(self, capacity: int) -> "KVCache":
-        """The same tokens in a cache with room for `capacity` tokens in all."""
-        more = [(0, 0)] * 5
-        more[2] = (0, capacity - self.k.shape[2])
-        return replace(self, k=jnp.pad(self.k, more), v=jnp.pad(self.v, more))
-
     def place(self, count: int) -> tuple[jax.Array, jax.Array]:
         """Where the next `count` tokens go.
 
@@ -53,22 +47,22 @@ class KVCache:
         mask = (stored <= slots[:, None]) & (stored >= self.padding[:, None, None])
         return positions, mask[:, None]
 
-    def write(
-        self, layer: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple["KVCache", jax.Array, jax.Array]:
+    def write(self, layer: jax.Array, k: jax.Array, v: jax.Array) -> "KVCache":
         """Stores keys and values of the next tokens, `[B, T, kv_heads, head_dim]`, in one layer.
 
-        Returns:
-          The cache, and the keys and values of the whole layer, `[B, S, kv_heads, head_dim]`.
-          `length` stays, as other layers follow; `advance` increases it.
+        `length` stays, as other layers follow; `advance` increases it.
         """
         start = layer, 0, self.length, 0, 0
         keys, values = (
             jax.lax.dynamic_update_slice(stored, new[None], start)
             for stored, new in ((self.k, k), (self.v, v))
         )
-        k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (keys, values))
-        return replace(self, k=keys, v=values), k, v
+        return replace(self, k=keys, v=values)
+
+    def read(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The keys and values of one layer, `[B, S, kv_heads, head_dim]`."""
+        k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.k, self.v))
+        return k, v
 
     def advance(self, count: int) -> "KVCache":
         """The cache after every layer has stored `count` more tokens."""

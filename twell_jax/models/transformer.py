@@ -26,11 +26,17 @@ _REMAT = {
     "block": jax.checkpoint_policies.nothing_saveable,
 }
 
+# For `jax.jit` around `Transformer.prefill`, as `compiler_options`. Without them XLA copies most
+# weights of a layer out of the stacked arrays, and once more to multiply by several at a time. By
+# these, cuBLAS reads them in place.
+PREFILL_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
+
 
 class Transformer(nnx.Module):
     """Decoder-only language model.
 
     Training calls `logits, stats = model(tokens)`, generation calls
+    `logits, cache = model.prefill(tokens, capacity)` and then
     `logits, cache = model.decode(tokens, cache)`. The parameters of the blocks are stacked along a
     leading "layers" axis and the blocks run under `jax.lax.scan`, so that compile time does not
     grow with depth.
@@ -104,6 +110,25 @@ class Transformer(nnx.Module):
         )
         return self.logits(x), stats
 
+    def prefill(
+        self, tokens: jax.Array, capacity: int, padding: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """Reads prompts into a new cache; compile it with `PREFILL_OPTIONS`.
+
+        Args:
+          tokens: int `[B, T]`.
+          capacity: number of tokens for which the cache has room, at least T.
+          padding: int32 `[B]`, as in `KVCache`; None if no token is padding, which is faster.
+
+        Returns:
+          The logits after the last token, float32 `[B, vocab]`, and the cache.
+        """
+        cache, count = KVCache.empty(self.config, len(tokens), capacity, padding), tokens.shape[1]
+        positions, mask = cache.place(count)
+        return self._extend(
+            tokens, cache, positions, None if padding is None else mask[..., :count]
+        )
+
     def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Extends sequences by `tokens: int [B, T]`, which follow those in `cache`.
 
@@ -115,7 +140,11 @@ class Transformer(nnx.Module):
             kernels, _ = decode_step.kernels_for(self, len(tokens))
             if kernels is not None:
                 return decode_step.step(kernels, self, tokens[:, 0], cache)
-        positions, mask = cache.place(tokens.shape[1])
+        return self._extend(tokens, cache, *cache.place(tokens.shape[1]))
+
+    def _extend(
+        self, tokens: jax.Array, cache: KVCache, positions: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, KVCache]:
         x, _, stored = self._run_blocks(tokens, positions, mask, cache)
         assert stored is not None  # because a cache was given
         return self.logits(x[:, -1]), stored.advance(tokens.shape[1])

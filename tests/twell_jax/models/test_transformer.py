@@ -31,6 +31,10 @@ SMALL = {
 # Compiled once for each configuration and shape, so that most tests take tokens of shape [2, 12].
 compiled = nnx.jit(lambda module, tokens, end: module(tokens, document_end=end), static_argnums=2)
 decode = nnx.jit(lambda module, tokens, cache: module.decode(tokens, cache))
+prefill = nnx.jit(
+    lambda module, tokens, capacity, padding: module.prefill(tokens, capacity, padding),
+    static_argnums=2,
+)
 
 
 def forward(module, tokens, document_end=None):
@@ -217,12 +221,24 @@ def test_decoding_in_any_pieces_equals_the_forward_pass(split, kv_heads):
         assert_close(logits, expected[:, end - 1])
 
 
+@pytest.mark.parametrize("capacity", [5, 15])
+@pytest.mark.parametrize("padding", [None, (0, 0)])
+def test_prompts_fill_a_cache_as_decoding_does(capacity, padding):
+    module, tokens = make(kv_heads=2), draw_tokens(2, 5)
+    padding = None if padding is None else np.array(padding, np.int32)
+    found, cache = prefill(module, tokens, capacity, padding)
+    expected, stored = decode(module, tokens, KVCache.empty(module.config, 2, capacity=15))
+    assert_close(found, expected)
+    for ours, theirs in ((cache.k, stored.k), (cache.v, stored.v)):
+        assert ours.shape[2] == capacity
+        assert_close(ours, theirs[:, :, :capacity])
+    assert int(cache.length) == 5 and not cache.padding.any()
+
+
 def test_padding_is_as_if_it_were_not_there():
     module, tokens = make(kv_heads=2), draw_tokens(2, 12)
     padding = np.array([4, 2], np.int32)
-    cache = KVCache.empty(module.config, batch=2, capacity=5, padding=padding)
-    logits, cache = decode(module, tokens[:, :5], cache)
-    cache = cache.grow(15)
+    logits, cache = prefill(module, tokens[:, :5], 15, padding)
     alone = [np.roll(row, -start) for row, start in zip(tokens, padding, strict=True)]
     expected, _ = forward(module, np.array(alone))
     for end in range(5, 12):
