@@ -6,17 +6,19 @@
 "forward" scores 64 sequences of 2048 tokens; if they do not fit for every variant, half of them, a
 quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
 of them. Without a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say.
-"error" compares cross-entropies or logits with those of the dense model with the same weights.
-Energy needs the package nvidia-ml-py.
+"error" compares cross-entropies or logits with those of the dense model of the same function and
+weights. Energy needs the package nvidia-ml-py. Where torch with CUDA is installed, "torch, silu" is
+a dense decoder in torch; it lives in the memory that JAX leaves free, 25 % of the GPU's by default.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -36,6 +38,11 @@ try:
     import pynvml
 except ModuleNotFoundError:
     pynvml = None
+
+try:
+    from benchmarks import torch_decoder
+except ModuleNotFoundError:
+    torch_decoder = None
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -156,11 +163,15 @@ class Call:
       run: enqueues the call and returns its result, which is always the same.
       tokens: number of tokens that it reads or writes.
       peak_bytes: the device memory that it needs.
+      wait: waits for a result of `run` and returns it as what NumPy can read.
+      milliseconds: the time of `run(calls=...)`, as by `timing.milliseconds`.
     """
 
     run: Callable[[], Any]
     tokens: int
     peak_bytes: int
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    milliseconds: Callable[..., float] = field(default_factory=lambda: timing.milliseconds)
 
 
 def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -203,7 +214,7 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
             # Drops the cache, as the caches of all queued calls would not fit into memory.
             return Call(lambda: compiled(params, part)[0], part.size, _peak(compiled))
 
-        for row in compare(config, prepare):
+        for row in compare(config, prepare, torch_call(config, params, part, 0)):
             yield {"batch": batch, "context": PROMPT} | row
 
 
@@ -230,28 +241,59 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
 
             return Call(run, len(token), _peak(compiled))
 
-        for row in compare(config, prepare):
+        for row in compare(config, prepare, torch_call(config, params, token[:, None], PROMPT)):
             yield {"batch": batch, "context": PROMPT} | row
 
 
 DIRECTIONS = {"forward": forward, "prefill": prefill, "decode": decode}
 
 
-def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> list[dict[str, Any]]:
-    """A row per variant, each compared with the fastest dense one.
+def torch_call(
+    config: ModelConfig, params: nnx.State, tokens: jax.Array, start: int
+) -> dict[str, Callable[[], Call]]:
+    """What makes the call of `torch_decoder` by the name of its row; empty without torch and CUDA.
+
+    Args:
+      config: the model's configuration.
+      params: its parameters.
+      tokens: int32 `[B, T]`, which the call reads.
+      start: number of tokens that the cache holds before; 0 unless T is 1.
+    """
+    if torch_decoder is None or not torch_decoder.has_cuda():
+        return {}
+
+    def prepare():
+        model = nnx.merge(graphdef(config), params)
+        run, peak = torch_decoder.prepare(model, np.asarray(tokens), start, CAPACITY)
+        return Call(run, tokens.size, peak, torch_decoder.wait, torch_decoder.milliseconds)
+
+    return {"torch, silu": prepare}
+
+
+def compare(
+    config: ModelConfig,
+    prepare: Callable[[nnx.GraphDef], Call],
+    others: Mapping[str, Callable[[], Call]] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """A row per variant and for each of `others`, compared with the fastest dense one of VARIANTS.
 
     Raises:
-      Exception: a dense variant failed, or any variant ran out of memory. Other failures of the
-        sparse variant become a row.
+      Exception: a dense variant failed, or any variant ran out of memory. Other failures become a
+        row.
     """
-    rows = []
-    for name, changes in VARIANTS.items():
+    rows, references = [], {}
+    calls = {
+        name: partial(prepare, graphdef(config.model_copy(update=changes)))
+        for name, changes in VARIANTS.items()
+    }
+    for name, make in (calls | dict(others)).items():
+        activation = name.split(", ")[1]
         try:
-            measured, out = measure(prepare(graphdef(config.model_copy(update=changes))))
+            measured, out = measure(make())
             if name in DENSE:
-                reference = out
+                references[activation] = out
             else:
-                measured["error"] = record.relative_error(out, reference)
+                measured["error"] = record.relative_error(out, references[activation])
         except Exception as problem:
             if name in DENSE or "RESOURCE_EXHAUSTED" in str(problem):
                 raise
@@ -269,11 +311,11 @@ def compare(config: ModelConfig, prepare: Callable[[nnx.GraphDef], Call]) -> lis
 
 def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
     """A row with time, peak memory and, if it can be read, energy; and the result of the call."""
-    out = np.asarray(call.run())
+    out = np.asarray(call.wait(call.run()))
     start = time.perf_counter()
-    jax.block_until_ready(call.run())
+    call.wait(call.run())
     calls = max(2, min(50, math.ceil(0.5 / (time.perf_counter() - start))))
-    ms = timing.milliseconds(call.run, calls=calls)
+    ms = call.milliseconds(call.run, calls=calls)
     row = {
         "ms": ms,
         "tokens_per_second": call.tokens / ms * 1e3,
@@ -283,7 +325,7 @@ def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
         calls = math.ceil(ENERGY_SECONDS / ms * 1e3)
         for _ in range(calls):
             result = call.run()
-        jax.block_until_ready(result)
+        call.wait(result)
         row["joules_per_token"] = (joules() - before) / (calls * call.tokens)
     return row, out
 

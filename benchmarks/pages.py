@@ -78,7 +78,8 @@ TABLES: dict[str, Table] = {
         'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, TwELL '
         "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over "
         '5 s, peak memory is what XLA states for the compiled call. "error" compares '
-        "cross-entropies or logits with those of the dense ReLU model.",
+        "cross-entropies or logits with those of the dense model of the same function. "
+        '"torch, silu" is a plain dense decoder in torch, captured in a CUDA graph.',
         columns={
             "model": number("model", "{}"),
             "direction": number("direction", "{}"),

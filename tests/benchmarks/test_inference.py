@@ -2,6 +2,8 @@ import functools
 import json
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,7 +13,7 @@ from benchmarks.pages import TABLES
 from twell_jax import config as config_lib
 from twell_jax.analysis import timing
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.models import Transformer
+from twell_jax.models import KVCache, Transformer, graphdef
 from twell_jax.models.pretrained import save_pretrained
 
 joules = inference.joules  # `small` puts another in its place
@@ -32,6 +34,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(inference, "PROMPT", 8)
     monkeypatch.setattr(inference, "CAPACITY", 16)
     monkeypatch.setattr(inference, "random", random)
+    monkeypatch.setattr(inference, "torch_decoder", None)
     monkeypatch.setattr(timing, "milliseconds", lambda f, calls: (f(), 2.0)[1])
     energy = iter(range(0, 1000, 5))
     monkeypatch.setattr(inference, "joules", lambda: next(energy))
@@ -62,13 +65,52 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
 @pytest.mark.parametrize("direction", inference.DIRECTIONS)
 def test_errors_are_those_against_the_dense_model_with_the_same_function(direction, monkeypatch):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
-    for activation in ("relu", "silu"):  # as if by kernels
-        changes = {"activation": activation, "ffn_implementation": "xla"}
+    xla = {"ffn_implementation": "xla"}  # as if by kernels
+    for activation in ("relu", "silu"):
+        changes = xla | {"activation": activation}
         monkeypatch.setitem(inference.VARIANTS, f"mosaic, {activation}", changes)
+    monkeypatch.setitem(inference.VARIANTS, "wrong, silu", xla | {"activation": "relu"})
     rows = inference.DIRECTIONS[direction](*inference.random("2b"))
     errors = {row["implementation"]: row["error"] for row in rows if "error" in row}
-    assert errors.keys() == {"mosaic, relu", "mosaic, silu"}
-    assert errors["mosaic, relu"] == 0 < errors["mosaic, silu"]
+    assert errors.keys() == {"mosaic, relu", "mosaic, silu", "wrong, silu"}
+    assert errors["mosaic, relu"] == errors["mosaic, silu"] == 0 < errors["wrong, silu"]
+
+
+def decoder_in_place_of_torch():
+    """As `benchmarks.torch_decoder`; every call takes 1 ms and finds what ours finds."""
+
+    def prepare(model, tokens, start, capacity):
+        silu = model.config.model_copy(update=inference.VARIANTS["xla, silu"])
+        graph, params = graphdef(silu), nnx.state(model)
+
+        def run():
+            cache = KVCache.empty(silu, len(tokens), capacity)
+            cache = inference.replace(cache, length=jnp.int32(start))
+            return jax.jit(lambda *operands: nnx.merge(graph, params).decode(*operands)[0])(
+                jnp.asarray(tokens), cache
+            )
+
+        return run, 5
+
+    return SimpleNamespace(
+        prepare=prepare, has_cuda=lambda: True, wait=np.asarray, milliseconds=lambda f, calls: 1.0
+    )
+
+
+@pytest.mark.parametrize("direction", ["prefill", "decode"])
+def test_torch_has_a_row_where_it_is_installed(direction, monkeypatch):
+    monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
+    monkeypatch.setattr(inference, "torch_decoder", decoder_in_place_of_torch())
+    *_, row = inference.DIRECTIONS[direction](*inference.random("2b"))
+    found = {key: row[key] for key in ("implementation", "ms", "peak_bytes", "baseline", "speedup")}
+    assert found == {
+        "implementation": "torch, silu", "ms": 1, "peak_bytes": 5, "baseline": "xla, silu",
+        "speedup": 2,
+    }  # fmt: skip
+    assert row["error"] < 0.02
+    monkeypatch.setattr(inference.torch_decoder, "has_cuda", lambda: False)
+    *_, row = inference.DIRECTIONS[direction](*inference.random("2b"))
+    assert row["implementation"] == "mosaic, relu"
 
 
 def test_random_weights_fire_as_stated():
