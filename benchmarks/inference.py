@@ -29,10 +29,11 @@ from flax import nnx
 
 from benchmarks import patterns, record
 from twell_jax import config as config_lib
+from twell_jax import models
 from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
 from twell_jax.inference import language_model
-from twell_jax.models import PREFILL_OPTIONS, KVCache, Transformer, graphdef
+from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, graphdef
 
 try:
     import pynvml
@@ -222,7 +223,7 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
     """Reads one more token of each sequence, always into the same slot of a cache, in place."""
 
     def extend(graph, params, token, cache):
-        logits, longer = nnx.merge(graph, params).decode(token[:, None], cache)
+        logits, longer = models.decode(nnx.merge(graph, params), token[:, None], cache)
         return logits, replace(longer, length=cache.length)
 
     for batch in DECODE_BATCHES:
@@ -231,7 +232,8 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
         def prepare(graph, token=token):
             cache = KVCache.empty(config, len(token), CAPACITY)
             cache = replace(cache, length=jnp.int32(PROMPT))
-            step = jax.jit(partial(extend, graph), donate_argnums=2)
+            step = partial(extend, graph)
+            step = jax.jit(step, donate_argnums=2, compiler_options=DECODE_OPTIONS)
             compiled = step.lower(params, token, cache).compile()
 
             def run():

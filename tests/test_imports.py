@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "twell_jax.ffn": "pallas_kernels pallas_kernels.layouts pallas_kernels.in_place",
     "twell_jax.config": "ffn",
     "twell_jax.data": "config",
-    "twell_jax.models": "ffn config data",
+    "twell_jax.models": "ffn config data pallas_kernels pallas_kernels.layouts "
+    "pallas_kernels.in_place",
     "twell_jax.plotting": "config",
     "twell_jax.train": "ffn config data models plotting",
     "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.device",  # a clock

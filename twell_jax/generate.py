@@ -17,7 +17,7 @@ import numpy as np
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
 from twell_jax.inference.arguments import at_least
-from twell_jax.inference.generation import ENDED, generate, padded_length, stream_text
+from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer
 from twell_jax.train import interrupt, memory
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _check_length(model: Transformer, prompt: int, max_tokens: int, sequences: int) -> None:
     """Warns beyond the model's context; raises ConfigError if memory cannot hold the tokens."""
-    capacity = padded_length(prompt) + max_tokens
+    capacity = cache_capacity(prompt, max_tokens)
     memory.require_for_generation(model.config, sequences, capacity, memory.of_device())
     if prompt + max_tokens > model.config.context:
         print(

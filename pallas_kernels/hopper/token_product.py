@@ -297,7 +297,7 @@ def _kernel(x, layer, *refs, w_smem, x_smem, parts, arrived, here, plan, counts,
             following = stage - 1 + plan.slots  # goes where the stage before this one was
             if stage > 0 and following < plan.stages:
                 plgpu.wgmma_wait(len(accs))
-                warpgroup_barrier()
+                _warpgroup_barrier()
                 fetch_matrix(following)
                 fetch_tokens(following)
         plgpu.wgmma_wait(0)
@@ -323,6 +323,6 @@ def _for_matrices(ws, tile, fetch, plan) -> None:
 
 
 @plgpu.inline_mgpu()
-def warpgroup_barrier(_):
-    """Waits for all warps."""
+def _warpgroup_barrier(_):
+    """All warps' products with a stage have ended, before it is filled again."""
     mgpu.warpgroup_barrier()

@@ -116,7 +116,8 @@ def add(
         jax.ShapeDtypeStruct((m, shares.SHARES), jnp.float32),
     )
     operands = *stream, layer, scale, weights.linear, weights.down
-    return Stream(*_call("token_add_rows", rows, finish, gate, operands, outs, tokens, d, ROW_LOADS))
+    name = "token_add_rows"
+    return Stream(*_call(name, rows, finish, gate, operands, outs, tokens, d, ROW_LOADS))
 
 
 def _call(

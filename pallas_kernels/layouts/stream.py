@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Stream(NamedTuple):
-    """The residual stream, with what the next RMS norm needs, so that no kernel makes a pass for it.
+    """The residual stream and what the next RMS norm needs, so that no kernel passes over it again.
 
     A product of the normed stream with W is `(scaled @ W) * rsqrt(sum(squares) / D + eps)`: whoever
     writes `x` also writes the other two, and whoever multiplies finishes the norm on its results.

@@ -8,7 +8,17 @@ from pallas_kernels.layouts.stream import Stream
 _ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu}
 
 
-def project(stream, weights, layer, *, k_axis, eps, bias=None, dtype=None):
+def project(
+    stream: Stream,
+    weights: tuple[jax.Array, ...],
+    layer: jax.Array,
+    *,
+    k_axis: int,
+    eps: float,
+    bias: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Rounds once, at the end."""
     y = jnp.concatenate([_product(stream.scaled, w[layer[0]], k_axis) for w in weights], axis=1)
     y *= stream.inverse_rms(eps)
     if bias is not None:
@@ -16,7 +26,17 @@ def project(stream, weights, layer, *, k_axis, eps, bias=None, dtype=None):
     return y.astype(dtype or stream.x.dtype)
 
 
-def gate(stream, weights, layer, *, eps, activation, prefetch=(), batch=None):
+def gate(
+    stream: Stream,
+    weights: tuple[jax.Array, ...],
+    layer: jax.Array,
+    *,
+    eps: float,
+    activation: str,
+    prefetch: tuple[jax.Array, ...] = (),
+    batch: int | None = None,
+) -> jax.Array:
+    """Rounds once, at the end."""
     del prefetch, batch  # which concern speed alone
     inverse_rms = stream.inverse_rms(eps)
     g, *up = (_product(stream.scaled, w[layer[0]], 2) * inverse_rms for w in weights)
@@ -26,7 +46,16 @@ def gate(stream, weights, layer, *, eps, activation, prefetch=(), batch=None):
     return h.astype(stream.x.dtype)
 
 
-def add_product(h, weight, layer, x, scale, *, bias=None):
+def add_product(
+    h: jax.Array,
+    weight: jax.Array,
+    layer: jax.Array,
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+) -> Stream:
+    """Rounds the sum of product and stream once."""
     y = x.astype(jnp.float32) + _product(h, weight[layer[0]], 1)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)

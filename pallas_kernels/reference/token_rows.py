@@ -1,11 +1,23 @@
 """Meaning of `pallas_kernels.hopper.token_rows.add`."""
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import Weights
 
 
-def add(gate, stream, weights, layer, scale, *, tokens, eps):
+def add(
+    gate: jax.Array,
+    stream: Stream,
+    weights: Weights,
+    layer: jax.Array,
+    scale: jax.Array,
+    *,
+    tokens: int,
+    eps: float,
+) -> Stream:
+    """Computes all tokens, with dense products; rounds the sum once."""
     del tokens
     number = layer[0]
     h = gate.astype(jnp.float32)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.inference.sampling import Sampling, sample
-from twell_jax.models import PREFILL_OPTIONS, Transformer
+from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
 _MULTIPLE = 64
 ENDED = -1  # in place of the next token, for a sequence that has ended
@@ -57,6 +57,11 @@ def padded_length(length: int) -> int:
     return -(-length // _MULTIPLE) * _MULTIPLE
 
 
+def cache_capacity(prompt: int, max_tokens: int) -> int:
+    """Tokens that the cache of `generate` has room for, for prompts of at most `prompt` tokens."""
+    return padded_length(padded_length(prompt) + max_tokens)
+
+
 def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     width = padded_length(lengths.max())
@@ -66,9 +71,8 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
         row[width - len(prompt) :] = prompt
     graph, params = nnx.split(model)
     key, ended = jax.random.key(seed), np.zeros(len(prompts), bool)
-    following = _prefill(
-        graph, params, tokens, padding, key, capacity=width + max_tokens, sampling=sampling
-    )
+    capacity = cache_capacity(width, max_tokens)
+    following = _prefill(graph, params, tokens, padding, key, capacity=capacity, sampling=sampling)
     for step in range(max_tokens):
         token, cache = following
         if step + 1 < max_tokens:  # enqueued before the host waits for this step's tokens
@@ -91,10 +95,15 @@ def _prefill(graph, params, tokens, padding, key, *, capacity, sampling):
     return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache
 
 
-@partial(jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache")
+@partial(
+    jax.jit,
+    static_argnames=("graph", "sampling"),
+    donate_argnames="cache",
+    compiler_options=DECODE_OPTIONS,
+)
 def _extend(graph, params, token, cache, key, *, sampling):
     """The token after `token` of each row, and the cache extended by `token`."""
-    logits, cache = nnx.merge(graph, params).decode(token[:, None], cache)
+    logits, cache = decode(nnx.merge(graph, params), token[:, None], cache)
     return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache
 
 

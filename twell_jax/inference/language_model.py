@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from flax import nnx
 
 from twell_jax.config import ConfigError
@@ -53,7 +54,7 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
     if (path / "config.json").exists():
         subwords = pretrained_tokenizer.load(path)
         return LanguageModel(
-            from_pretrained(path, ffn_implementation=ffn_implementation),
+            in_compute_dtype(from_pretrained(path, ffn_implementation=ffn_implementation)),
             subwords,
             tuple(pretrained_tokenizer.prefix(subwords)),
             pretrained_config.stop_ids(path) or (subwords.eot_id,),
@@ -62,5 +63,16 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
         raise ConfigError(f"{directory}: is not the directory of a run and holds no config.json")
     _, tokenizer, model = load_run(directory)
     settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
-    model = nnx.merge(graphdef(settings), nnx.state(model))
+    model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
+
+
+def in_compute_dtype(model: Transformer) -> Transformer:
+    """The model with its parameters rounded to `config.dtype`, as computing rounds all but norms'.
+
+    So they are rounded once, not for every token.
+    """
+    dtype = model.config.dtype
+    settings = model.config.model_copy(update={"param_dtype": dtype})
+    state = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model))
+    return nnx.merge(graphdef(settings), state)

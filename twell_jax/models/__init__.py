@@ -5,6 +5,7 @@ in Hugging Face's format; `sharding` distributes parameters and batches over a m
 """
 
 from twell_jax.models.cache import KVCache
+from twell_jax.models.decoding import DECODE_OPTIONS, decode
 from twell_jax.models.transformer import PREFILL_OPTIONS, Transformer, graphdef
 
-__all__ = ["PREFILL_OPTIONS", "KVCache", "Transformer", "graphdef"]
+__all__ = ["DECODE_OPTIONS", "PREFILL_OPTIONS", "KVCache", "Transformer", "decode", "graphdef"]

@@ -11,7 +11,6 @@ from flax import nnx
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
-from twell_jax.models import decode_step
 from twell_jax.models.attention import Attention, rope_table, split_documents
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm
@@ -133,13 +132,9 @@ class Transformer(nnx.Module):
         """Extends sequences by `tokens: int [B, T]`, which follow those in `cache`.
 
         Returns the logits after the last token, float32 `[B, vocab]`, and the extended cache. The
-        caller must keep `cache.length + T` within the capacity. One token of each of a few
-        sequences is served by kernels where they can: see `decode_step`.
+        caller must keep `cache.length + T` within the capacity. `models.decode` is faster for one
+        token of each of a few sequences.
         """
-        if tokens.shape[1] == 1:
-            kernels, _ = decode_step.kernels_for(self, len(tokens))
-            if kernels is not None:
-                return decode_step.step(kernels, self, tokens[:, 0], cache)
         return self._extend(tokens, cache, *cache.place(tokens.shape[1]))
 
     def _extend(

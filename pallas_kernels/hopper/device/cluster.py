@@ -127,7 +127,8 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
             return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, warp, result_types=i32)
 
         # A register has two tokens of one column.
-        column, token = arith.shrui(lane, const(2)), arith.andi(arith.muli(lane, const(2)), const(6))
+        column = arith.shrui(lane, const(2))
+        token = arith.muli(arith.andi(lane, const(3)), const(2))
         place = arith.addi(arith.muli(token, const(16)), column)
         place = arith.addi(place, arith.muli(block.registers.item(), const(size)))
         address = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))

@@ -8,7 +8,7 @@ number, so nothing is copied. The layers are unrolled, as a loop's own kernels w
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ from twell_jax.ffn import dispatch
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.attention import rope_table
 from twell_jax.models.cache import KVCache
+from twell_jax.models.transformer import Transformer
 
-if TYPE_CHECKING:
-    from twell_jax.models.transformer import Transformer
+# For programs that decode by kernels: kernels overlap only if they are not part of a CUDA graph.
+DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
@@ -52,48 +53,67 @@ class Layers(NamedTuple):
     scales: tuple[jax.Array, jax.Array]
 
 
-def kernels_for(model: "Transformer", batch: int) -> tuple[Kernels | None, str | None]:
-    """The kernels that can extend `batch` sequences by a token here and None, or None and why none
-    can."""
-    config, weights = model.config, model.blocks.mlp.w_down
-    if config.decode_implementation == "xla":
-        return None, "decode_implementation='xla' was asked for"
-    kernels, why = dispatch.back_end(weights[0])
-    if kernels is None:
-        return None, why
-    why = _unsupported(config, batch)
-    return (None, why) if why else (kernels, None)
-
-
-def _unsupported(config: ModelConfig, batch: int) -> str | None:
-    if auto_axes():
-        return "it serves one device, not a mesh"
-    if config.dtype != config.param_dtype or jnp.dtype(config.dtype).itemsize != 2:
-        return f"weights and computation must be bfloat16, got {config.param_dtype}, {config.dtype}"
-    if batch > dispatch.MAX_FEW_TOKENS:
-        return f"at most {dispatch.MAX_FEW_TOKENS} sequences, got {batch}"
-    width = config.heads * config.head_dim
-    if config.head_dim not in (64, 128) or config.heads > 8 * config.num_kv_heads:
-        return "heads must have 64 or 128 features, and at most 8 share a key/value head"
-    if config.d_model % 1024 or width % 256 or config.d_ff % 256:
-        return "d_model must be a multiple of 1024, d_ff and the heads together one of 256"
-    return None
-
-
-def step(
-    kernels: Kernels, model: "Transformer", tokens: jax.Array, cache: KVCache
-) -> tuple[jax.Array, KVCache]:
-    """`Transformer.decode` of one token of each sequence.
+def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """`model.decode(tokens, cache)`, by kernels where they can serve; see `DECODE_OPTIONS`.
 
     Args:
-      kernels: see `kernels_for`.
-      model: the model.
-      tokens: int `[B]`.
+      model: the model; its `config.decode_implementation` may ask for one or the other.
+      tokens: int `[B, 1]`.
       cache: what came before; its arrays are changed in place where the caller donates them.
 
     Returns:
       The logits, float32 `[B, vocab]`, and the extended cache.
+
+    Raises:
+      CannotServe: the config asks for kernels, and they cannot serve.
     """
+    wanted = model.config.decode_implementation
+    if wanted == "xla":
+        return model.decode(tokens, cache)
+    shape = model.blocks.mlp.w_down.shape[1:]
+    kernels, why = dispatch.back_end(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    why = why or _unsupported(model.config, cache)
+    if why and wanted == "mosaic":
+        raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
+    if kernels is None or why:
+        return model.decode(tokens, cache)
+    by_kernels = partial(_step, kernels, model)
+    if wanted == "mosaic":
+        return by_kernels(tokens, cache)
+    return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
+
+
+def _unsupported(config: ModelConfig, cache: KVCache) -> str | None:
+    """Why kernels cannot extend these sequences; None if they can."""
+    _, batch, capacity, _, size = cache.k.shape
+    if auto_axes():
+        return "it serves one device, not a mesh"
+    if not config.dtype == config.param_dtype == "bfloat16":
+        return (
+            f"dtype and param_dtype must be bfloat16, got {config.dtype} and {config.param_dtype}"
+        )
+    if batch > dispatch.MAX_FEW_TOKENS or capacity % 8:
+        return (
+            f"it serves up to {dispatch.MAX_FEW_TOKENS} sequences in a cache whose capacity is a "
+            f"multiple of 8, got {batch} and {capacity}"
+        )
+    if size not in (64, 128) or config.heads > 8 * config.num_kv_heads:
+        return (
+            "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
+            f"{size}, and {config.heads} heads for {config.num_kv_heads}"
+        )
+    width = config.heads * size
+    if config.d_model % 1024 or width % 256 or config.d_ff % 256:
+        return (
+            "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
+            f"{config.d_model}, {config.d_ff} and {width}"
+        )
+    return None
+
+
+def _step(
+    kernels: Kernels, model: Transformer, tokens: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
     config, batch = model.config, len(tokens)
     layers, first_scale = _layers(model)
     selection = dispatch.select(
@@ -102,16 +122,15 @@ def step(
     )
     rope = rope_table(cache.length - cache.padding[:, None], config)
     rope = tuple(table.reshape(batch, -1) for table in rope)
-    x = model.embed(jnp.pad(tokens, (0, -batch % _ROWS)))
+    x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    layer = partial(
-        _layer, kernels=kernels, config=config, sparse=selection.rule.algorithm == "few_tokens"
-    )
+    is_sparse = selection.rule.algorithm == "few_tokens"
+    layer = partial(_layer, kernels=kernels, config=config, is_sparse=is_sparse)
+    length = cache.length[None]
     for number in range(config.layers):
-        stream = layer(
-            stream, layers, np.array([number], np.int32), k, v, cache.length[None], cache.padding, rope
-        )
+        number = np.array([number], np.int32)
+        stream = layer(stream, layers, number, k, v, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
     return logits, extended.advance(1)
@@ -121,7 +140,7 @@ def _not_relu(config: ModelConfig) -> str | None:
     return None if config.activation == "relu" else f"the activation is {config.activation}"
 
 
-def _layers(model: "Transformer") -> tuple[Layers, jax.Array]:
+def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
     """The stacked weights, and the scale of the first norm."""
     blocks = model.blocks
     attention, mlp = blocks.attention, blocks.mlp
@@ -140,8 +159,8 @@ def _layers(model: "Transformer") -> tuple[Layers, jax.Array]:
     ), first[0]
 
 
-@partial(jax.jit, static_argnames=("kernels", "config", "sparse"))  # traced once for all layers
-def _layer(stream, layers, number, k, v, length, padding, rope, *, kernels, config, sparse):
+@partial(jax.jit, static_argnames=("kernels", "config", "is_sparse"))  # traced once for all layers
+def _layer(stream, layers, number, k, v, length, padding, rope, *, kernels, config, is_sparse):
     eps, batch = config.norm_eps, len(padding)
     qkv = kernels.project(stream, layers.qkv, number, k_axis=1, eps=eps, bias=layers.qkv_bias)
     heads = dict(heads=config.heads, kv_heads=config.num_kv_heads)
@@ -151,7 +170,7 @@ def _layer(stream, layers, number, k, v, length, padding, rope, *, kernels, conf
         attended, layers.out, number, stream.x, before, bias=layers.out_bias
     )
     mlp = layers.mlp
-    if not sparse:
+    if not is_sparse:
         h = kernels.gate(stream, mlp.inner, number, eps=eps, activation=config.activation)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
     rows = tuple(w for w in (mlp.linear, mlp.down) if w is not None)
@@ -161,12 +180,11 @@ def _layer(stream, layers, number, k, v, length, padding, rope, *, kernels, conf
     return kernels.add_rows(g, stream, mlp, number, after, tokens=batch, eps=eps)
 
 
-def _logits(kernels: Kernels, model: "Transformer", stream: Stream) -> jax.Array:
+def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:
     weight = model.embed.embedding[...] if model.unembed is None else model.unembed.kernel[...]
     k_axis = 2 if model.unembed is None else 1
-    if weight[None].shape[3 - k_axis] % _COLUMNS:
+    if model.config.vocab_size % _COLUMNS:
         return model.logits(model.norm(stream.x))
     only = np.zeros(1, np.int32)
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)
     return project(stream, (weight[None],), only, k_axis=k_axis)
-

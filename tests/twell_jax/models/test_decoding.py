@@ -1,0 +1,147 @@
+"""Decoding by kernels, against the model in float32 that reads whole sequences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels.hopper import support
+from pallas_kernels.kernels import HOPPER, REFERENCE
+from tests import seeds
+from tests.errors import relative_error
+from tests.kernel_calls import kernel_calls
+from tests.twell_jax import drawn
+from twell_jax.config import ModelConfig
+from twell_jax.ffn import CannotServe, dispatch
+from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, decode, graphdef
+
+MODEL = {
+    "vocab_size": 320, "context": 32, "d_model": 1024, "layers": 2, "heads": 4, "head_size": 64,
+    "d_ff": 256, "dtype": "bfloat16", "param_dtype": "bfloat16", "init_scale": 0.1,
+}  # fmt: skip
+PROMPT, CAPACITY = 8, 16
+WIDE = {"dtype": "float32", "param_dtype": "float32"}
+CASES = {
+    "sparse": {"ffn_implementation": "mosaic"},
+    "sparse, not gated": {"ffn_implementation": "mosaic", "gated": False},
+    "relu": {"kv_heads": 2, "vocab_size": 321},
+    "silu": {
+        "activation": "silu", "heads": 16, "head_size": 128, "kv_heads": 2, "tie_embeddings": False,
+        "attention_bias": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(params=["reference", pytest.param("hopper", marks=pytest.mark.gpu)])
+def back_end(request, monkeypatch):
+    kernels = {"reference": REFERENCE, "hopper": HOPPER}[request.param]
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
+
+
+def with_settings(model, **changes):
+    """The model with other settings; parameters get the `param_dtype` that is among them."""
+    state = nnx.state(model)
+    if dtype := changes.get("param_dtype"):
+        state = jax.tree.map(lambda a: a.astype(dtype), state)
+    return nnx.merge(graphdef(model.config.model_copy(update=changes)), state)
+
+
+prefill = nnx.jit(lambda model, tokens, padding: model.prefill(tokens, CAPACITY, padding))
+
+
+def decoded(model, tokens, padding, cache):
+    """The logits of all tokens after the prompts, float32 `[B, steps, vocab]`, and the cache."""
+    graph, params = nnx.split(model)
+    step = jax.jit(
+        lambda params, token, cache: decode(nnx.merge(graph, params), token, cache),
+        compiler_options=DECODE_OPTIONS,
+        donate_argnums=2,
+    )
+    logits = []
+    for end in range(PROMPT, CAPACITY):
+        out, cache = step(params, tokens[:, end : end + 1], cache)
+        logits.append(np.asarray(out))
+    assert int(cache.length) == CAPACITY
+    return np.stack(logits, axis=1), cache
+
+
+@pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", CASES)
+def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch):
+    changes = CASES[case]
+    model = drawn.transformer(**MODEL | changes | {"ffn_implementation": "xla"})
+    tokens = seeds.rng().integers(0, 320, (batch, CAPACITY), dtype=np.int32)
+    padding = seeds.rng().integers(0, PROMPT, batch, dtype=np.int32)
+    padding[0] = 0
+    alone = [np.roll(row, -start) for row, start in zip(tokens, padding, strict=True)]
+    expected, _ = nnx.jit(lambda model, tokens: model(tokens))(
+        with_settings(model, **WIDE), np.array(alone)
+    )
+    places = np.arange(PROMPT, CAPACITY) - padding[:, None]
+    expected = np.take_along_axis(np.asarray(expected), places[..., None], axis=1)
+
+    errors, caches = {}, {}
+    for implementation in ("xla", "mosaic"):
+        ffn = changes.get("ffn_implementation", "xla") if implementation == "mosaic" else "xla"
+        choice = {"decode_implementation": implementation, "ffn_implementation": ffn}
+        decoder = with_settings(model, **choice)
+        _, cache = prefill(model, tokens[:, :PROMPT], padding)
+        logits, caches[implementation] = decoded(decoder, tokens, padding, cache)
+        errors[implementation] = relative_error(logits, expected)
+    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.05
+    for ours, theirs in zip(*(jax.tree.leaves(cache) for cache in caches.values()), strict=True):
+        assert relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32)) < 0.03
+
+
+def abstract(**settings):
+    """A config, and abstract parameters of its model."""
+    config = ModelConfig(**MODEL | settings)
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return config, nnx.state(model)
+
+
+def one_step(config, batch, capacity):
+    """A function that decodes a token of each sequence, of parameters and a cache; such a cache."""
+
+    def step(params, cache):
+        tokens = jnp.zeros((batch, 1), jnp.int32)
+        return decode(nnx.merge(graphdef(config), params), tokens, cache)
+
+    return step, jax.eval_shape(lambda: KVCache.empty(config, batch, capacity))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_five_launches_a_layer(case, monkeypatch):
+    hopper = HOPPER._replace(unsupported=lambda w: None)
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (hopper,))
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
+    config, params = abstract(**CASES[case], decode_implementation="mosaic")
+    step, cache = one_step(config, 2, CAPACITY)
+    head = config.vocab_size % 64 == 0
+    assert kernel_calls(step, params, cache) == 5 * config.layers + head
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "capacity", "message"),
+    [
+        ({"dtype": "float32"}, 1, 16, "must be bfloat16, got float32 and bfloat16"),
+        ({"param_dtype": "float32"}, 1, 16, "must be bfloat16, got bfloat16 and float32"),
+        ({}, 65, 16, "up to 64 sequences .* got 65 and 16"),
+        ({}, 1, 20, "a multiple of 8, got 1 and 20"),
+        ({"heads": 8, "head_size": 32}, 1, 16, "64 or 128 features"),
+        ({"heads": 12, "kv_heads": 1}, 1, 16, "at most 8 may share"),
+        ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
+    ],
+)
+def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
+    changes, batch, capacity, message, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
+    config, params = abstract(**changes)
+    step, cache = one_step(config, batch, capacity)
+    assert jax.eval_shape(step, params, cache)[0].shape == (batch, 320)
+    config, params = abstract(**changes, decode_implementation="mosaic")
+    step, cache = one_step(config, batch, capacity)
+    with pytest.raises(CannotServe, match=f"decode_implementation='mosaic' .*{message}"):
+        jax.eval_shape(step, params, cache)
