@@ -51,7 +51,7 @@ class Kernels(NamedTuple):
     """
 
     name: str
-    unsupported: Callable[[jax.Array], str | None]
+    unsupported: Callable[[jax.Array | jax.ShapeDtypeStruct], str | None]
     few_tokens_ffn: Callable[[jax.Array, Weights], Arrays]
     gate_pack: Callable[[jax.Array, jax.Array], jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]

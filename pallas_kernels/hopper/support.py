@@ -19,7 +19,7 @@ _CONCURRENT = (
 )
 
 
-def unsupported(w: jax.Array) -> str | None:
+def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the kernels cannot serve a block on this device; None if they can.
 
     Args:

@@ -62,7 +62,8 @@ def multiply(
         jax.ShapeDtypeStruct((m,), jnp.float32),
     )
     operands = None if weights.linear is None else x, weights.linear, weights.down
-    return _call("few_tokens_row", rows, finish, gate, operands, outs, m, d, row_loads)
+    y, nnz, l1 = _call("few_tokens_row", rows, finish, gate, operands, outs, m, d, row_loads)
+    return y, nnz, l1
 
 
 def add(

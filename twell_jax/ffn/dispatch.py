@@ -222,7 +222,7 @@ def select(case: Case, request: Request) -> Selection:
     raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported}")
 
 
-def back_end(w_down: jax.Array) -> tuple[Kernels | None, str | None]:
+def back_end(w_down: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:
     """The first back end that can serve here and None, or None and why none can."""
     reasons = []
     for kernels in BACK_ENDS:

@@ -8,7 +8,7 @@ number, so nothing is copied. The layers are unrolled, as a loop's own kernels w
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +120,15 @@ def _step(
         dispatch.Case(batch, config.d_ff, config.gated, kernels.name, None, _not_relu(config)),
         dispatch.Request(config.ffn_implementation),
     )
-    rope = rope_table(cache.length - cache.padding[:, None], config)
-    rope = tuple(table.reshape(batch, -1) for table in rope)
+    cos, sin = rope_table(cache.length - cache.padding[:, None], config)
+    rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, is_sparse=is_sparse)
     length = cache.length[None]
-    for number in range(config.layers):
-        number = np.array([number], np.int32)
+    for number in np.arange(config.layers, dtype=np.int32)[:, None]:
         stream = layer(stream, layers, number, k, v, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
@@ -142,21 +141,27 @@ def _not_relu(config: ModelConfig) -> str | None:
 
 def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
     """The stacked weights, and the scale of the first norm."""
-    blocks = model.blocks
-    attention, mlp = blocks.attention, blocks.mlp
+    attention, mlp = model.blocks.attention, model.blocks.mlp
     qkv = attention.query, attention.key, attention.value
-    first = blocks.attention_norm.scale[...]
-    following = jnp.concatenate([first[1:], model.norm.scale[...][None]])
-    bias = model.config.attention_bias
-    gate = mlp.w_gate[...] if model.config.gated else None
+    biases = [_array(p.bias) for p in (*qkv, attention.out)] if model.config.attention_bias else []
+    first = _array(model.blocks.attention_norm.scale)
+    following = jnp.concatenate([first[1:], _array(model.norm.scale)[None]])
     return Layers(
-        qkv=tuple(projection.kernel[...] for projection in qkv),
-        qkv_bias=jnp.concatenate([p.bias[...] for p in qkv], axis=1) if bias else None,
-        out=attention.out.kernel[...],
-        out_bias=attention.out.bias[...] if bias else None,
-        mlp=Weights(gate, mlp.w_up[...], mlp.w_down[...]),
-        scales=(blocks.mlp_norm.scale[...], following),
+        qkv=tuple(_array(projection.kernel) for projection in qkv),
+        qkv_bias=jnp.concatenate(biases[:3], axis=1) if biases else None,
+        out=_array(attention.out.kernel),
+        out_bias=biases[3] if biases else None,
+        mlp=Weights(
+            _array(mlp.w_gate) if model.config.gated else None,
+            _array(mlp.w_up),
+            _array(mlp.w_down),
+        ),
+        scales=(_array(model.blocks.mlp_norm.scale), following),
     ), first[0]
+
+
+def _array(parameter: Any) -> jax.Array:
+    return parameter[...]
 
 
 @partial(jax.jit, static_argnames=("kernels", "config", "is_sparse"))  # traced once for all layers
@@ -181,7 +186,7 @@ def _layer(stream, layers, number, k, v, length, padding, rope, *, kernels, conf
 
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:
-    weight = model.embed.embedding[...] if model.unembed is None else model.unembed.kernel[...]
+    weight = _array(model.embed.embedding if model.unembed is None else model.unembed.kernel)
     k_axis = 2 if model.unembed is None else 1
     if model.config.vocab_size % _COLUMNS:
         return model.logits(model.norm(stream.x))
