@@ -9,7 +9,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import few_tokens
-from pallas_kernels.hopper.device import cluster
+from pallas_kernels.hopper.device import cluster, shares
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
@@ -136,15 +136,14 @@ def test_gate_multiplies_like_xla(m, d):
     assert not np.any(product[m:])
 
 
-SHARES = 8  # blocks of a cluster
-
-
 def collect_share(gate_ref, share, entries_ref, counts_ref):
-    """What `few_tokens.collect_share` does, for the interpreter; after the share comes a NaN."""
+    """What `shares.collect_share` does, for the interpreter; after the share comes a NaN."""
     gate = gate_ref[...]
     is_entry = gate != 0
     rank = jnp.cumsum(is_entry) - 1
-    place = jnp.where(is_entry & (rank % SHARES == share), rank // SHARES, entries_ref.size)
+    place = jnp.where(
+        is_entry & (rank % shares.SHARES == share), rank // shares.SHARES, entries_ref.size
+    )
     bits = jax.lax.bitcast_convert_type(gate, jnp.uint16).astype(jnp.uint32)
     words = jnp.arange(gate.size, dtype=jnp.uint32) | bits << 16
     nan = jax.lax.bitcast_convert_type(jnp.array(jnp.nan, gate.dtype), jnp.uint16)
@@ -157,10 +156,10 @@ def exchange_parts(y_part, l1_part, block, y_parts_ref, l1_parts_ref, _, *, boar
     """What the blocks of a cluster do by `send_parts` and `wait_for_parts`, for the interpreter."""
 
     def exchange(y, l1, block):
-        board[int(block)] = np.asarray(y).reshape(SHARES, -1), np.asarray(l1)
+        board[int(block)] = np.asarray(y).reshape(shares.SHARES, -1), np.asarray(l1)
         meeting.wait(timeout=60)  # all have sent
-        y_parts = np.stack([board[sender][0][block] for sender in range(SHARES)])
-        l1_parts = np.stack([board[sender][1] for sender in range(SHARES)])
+        y_parts = np.stack([board[sender][0][block] for sender in range(shares.SHARES)])
+        l1_parts = np.stack([board[sender][1] for sender in range(shares.SHARES)])
         meeting.wait(timeout=60)  # all have received
         return y_parts, l1_parts
 
@@ -169,8 +168,8 @@ def exchange_parts(y_part, l1_part, block, y_parts_ref, l1_parts_ref, _, *, boar
 
 
 def test_interpreted(rows_in_jax, monkeypatch):
-    exchange = functools.partial(exchange_parts, board={}, meeting=threading.Barrier(SHARES))
-    monkeypatch.setattr(few_tokens, "collect_share", collect_share)
+    exchange = functools.partial(exchange_parts, board={}, meeting=threading.Barrier(shares.SHARES))
+    monkeypatch.setattr(shares, "collect_share", collect_share)
     monkeypatch.setattr(few_tokens, "prefetch_rows", lambda *_: None)
     monkeypatch.setattr(cluster, "expect_parts", lambda *_: None)
     monkeypatch.setattr(cluster, "send_parts", exchange)
