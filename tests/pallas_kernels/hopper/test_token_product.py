@@ -1,10 +1,16 @@
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import token_product
+from pallas_kernels.hopper.device import cluster, token_columns
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -160,3 +166,85 @@ def test_lowers_without_a_gpu(lower):
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
         rows = functools.partial(HOPPER.add_rows, tokens=m, eps=EPS)
         assert "token_add_rows" in lower(rows, h, stream, Weights(w, w, w), layer, scale)
+
+
+@pytest.fixture
+def interpreted(monkeypatch, capsys):
+    """`with interpreted():` runs products on the CPU and looks for races; pure JAX does what lanes
+    do."""
+    board, meeting = {}, threading.Barrier(4)
+
+    def exchange_columns(accs, block, parts_ref, _):
+        """Each block of a cluster gets 16 of the 64 columns of every block."""
+
+        def exchange(accs, block):
+            board[int(block)] = np.asarray(accs)
+            meeting.wait(timeout=60)  # all have sent
+            own = slice(16 * int(block), 16 * int(block) + 16)
+            parts = np.stack([board[sender][:, own] for sender in range(4)], axis=1)
+            meeting.wait(timeout=60)  # all have received
+            return np.swapaxes(parts, 2, 3).reshape(parts_ref.shape)
+
+        shape = jax.ShapeDtypeStruct(parts_ref.shape, jnp.float32)
+        parts_ref[...] = io_callback(exchange, shape, jnp.stack(accs), block)
+
+    def load(ref, first, tokens):
+        rows = jnp.broadcast_to(ref[...], (tokens, ref.shape[-1]))
+        return jax.lax.dynamic_slice_in_dim(rows, first, 16, 1).astype(jnp.float32).reshape(-1)
+
+    def store(ref, first, values):
+        ref[:, pl.ds(first, 16)] = values.astype(ref.dtype).reshape(-1, 16)
+
+    def inverse_rms(ref, columns, eps):
+        mean = jnp.sum(ref[...], axis=1) / columns
+        return jnp.repeat(jax.lax.rsqrt(mean + eps), 16)
+
+    def store_squares(ref, part, values):
+        ref[:, pl.ds(part, 1)] = jnp.sum(values.reshape(-1, 16) ** 2, axis=1, keepdims=True)
+
+    for module, replaced in (
+        (cluster, {"expect": None, "exchange_columns": exchange_columns, "wait_for_parts": None}),
+        (token_product, {"_warpgroup_barrier": None}),
+        (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
+        (
+            token_columns,
+            {
+                "load": load,
+                "store": store,
+                "inverse_rms": inverse_rms,
+                "store_squares": store_squares,
+                "add_parts": lambda ref: jnp.sum(ref[...], axis=0),
+            },
+        ),
+    ):
+        for name, function in replaced.items():
+            monkeypatch.setattr(module, name, function or (lambda *_: None))
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    yield functools.partial(plgpu.force_gpu_interpret_mode, params)
+    assert "RACE" not in capsys.readouterr().out
+
+
+# A ring that holds all stages, and one that is filled again.
+@pytest.mark.parametrize(("m", "k"), [(8, 256), (64, 1536)])
+def test_interpreted(interpreted, m, k):
+    x, scale = normal(m, k).astype(jnp.bfloat16), normal(1, k).astype(jnp.bfloat16)
+    stream, layer = stream_of(x, scale[0]), jnp.asarray(LAYER)
+    weights = tuple(weight(jnp.bfloat16, 2, k, n) for n in (64, 128))
+    exact = normed(x, scale)
+    with interpreted():
+        y = HOPPER.project(stream, weights, layer, k_axis=1, eps=EPS)
+    w = np.concatenate(wide(*(w[1] for w in weights)), axis=1)
+    assert relative_error(y, exact @ w) < 2 * ROUNDING
+
+    weights = tuple(weight(jnp.bfloat16, 2, 64, k) for _ in range(2))
+    with interpreted():
+        h = HOPPER.gate(stream, weights, layer, eps=EPS, activation="silu")
+    g, up = (exact @ wide(w[1])[0].T for w in weights)
+    assert relative_error(h, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
+
+    residual, after = normal(m, 64).astype(jnp.bfloat16), normal(2, 64).astype(jnp.bfloat16)
+    w = weight(jnp.bfloat16, 2, k, 64)
+    with interpreted():
+        out = HOPPER.add_product(stream.x, w, layer, residual, after)
+    assert relative_error(out.x, wide(residual)[0] + wide(x)[0] @ wide(w[1])[0]) < ROUNDING
+    assert_consistent(out, after[1])
