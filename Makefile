@@ -1,30 +1,50 @@
-# make demo   sets up .venv, trains the default model and its dense twin on the CPU, and compares them
-# make test   sets up .venv with the test tools, checks style and types, builds the documentation
-#             and runs all tests
-# make docs   sets up .venv with Sphinx and builds the documentation site in docs/_build/html
-# make clean  removes .venv; runs/ stays
+# make demo         sets up .venv, trains the default model and its dense twin on the CPU, and compares them
+# make test         sets up .venv with the test tools, checks style and types, builds the documentation
+#                   and runs all tests
+# make test-oldest  sets up .venv-oldest with the oldest JAX that pyproject.toml allows, checks style and
+#                   types and runs all tests
+# make docs         sets up .venv with Sphinx and builds the documentation site in docs/_build/html
+# make clean        removes .venv and .venv-oldest; runs/ stays
 
 PYTHON := .venv/bin/python
+OLDEST_JAX := $(shell sed -n 's/^ *"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
-.PHONY: demo test docs clean
+define check_style_and_types
+	$(1)/bin/ruff check
+	$(1)/bin/ruff format --check
+	$(1)/bin/mypy
+endef
+
+define run_tests
+	$(1)/bin/python -m pytest --numprocesses auto --dist worksteal
+endef
+
+.PHONY: demo test test-oldest docs clean
 
 demo: .venv/installed
 	bash .ci/demo
 
 test: .venv/installed-dev
-	.venv/bin/ruff check
-	.venv/bin/ruff format --check
-	.venv/bin/mypy
+	$(call check_style_and_types,.venv)
 	$(MAKE) docs
-	$(PYTHON) -m pytest --numprocesses auto --dist worksteal
+	$(call run_tests,.venv)
+
+test-oldest: .venv-oldest/installed-dev
+	$(call check_style_and_types,.venv-oldest)
+	$(call run_tests,.venv-oldest)
 
 .venv/installed: pyproject.toml .ci/venv
-	bash .ci/venv
+	bash .ci/venv .venv
 	$(PYTHON) -m pip install --quiet --editable .
 	touch $@
 
 .venv/installed-dev: .venv/installed
 	$(PYTHON) -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv-oldest/installed-dev: pyproject.toml .ci/venv
+	bash .ci/venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[dev]' 'jax==$(OLDEST_JAX)'
 	touch $@
 
 docs: .venv/installed-docs
@@ -35,4 +55,4 @@ docs: .venv/installed-docs
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-oldest

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper import support
+from pallas_kernels.hopper.device import versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -156,7 +157,7 @@ def _down_kernel(count, rows, hidden, w_down, y, *, y_smem):
 
             out = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, _BLOCK), jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            y_smem[warpgroup] = out.astype(y.dtype)
+            versions.store(y_smem.at[warpgroup], out.astype(y.dtype))
             plgpu.commit_smem()
 
             @pl.loop(0, jnp.clip(count[0] - first_row, 0, ACC_ROWS))

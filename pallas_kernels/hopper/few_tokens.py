@@ -24,7 +24,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper import support, token_rows
-from pallas_kernels.hopper.device import gather, simt
+from pallas_kernels.hopper.device import gather, simt, versions
 from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
@@ -113,7 +113,7 @@ def _gate_kernel(x, w_gate, w_up, w_down, gate, *, stages):
     acc = multiply(x, w_gate, tile, tokens=gate.shape[0], stages=stages)
     out = gate.at[:, pl.ds(tile * _TILE_NEURONS, _TILE_NEURONS)].T
     g = jnp.maximum(acc, 0).astype(gate.dtype)
-    out[...] = plgpu.layout_cast(g, plgpu.Layout.WGMMA_TRANSPOSED)
+    versions.store(out, plgpu.layout_cast(g, plgpu.Layout.WGMMA_TRANSPOSED))
     prefetch_rows(jnp.max(acc, axis=1), tile, [w for w in (w_up, w_down) if w is not None])
 
 
@@ -143,7 +143,7 @@ def multiply(x_ref, w_ref, tile: jax.Array, *, tokens: int, stages: int) -> jax.
             step,
             grid=(pl.cdiv(d, _STAGE_K),),
             in_specs=[
-                spec((tokens, _STAGE_K), lambda k: (0, k)),
+                spec((tokens, _STAGE_K), lambda k: (versions.first_block(), k)),
                 spec((_TILE_NEURONS, _STAGE_K), lambda k: (tile, k)),
             ],
             max_concurrent_steps=stages,

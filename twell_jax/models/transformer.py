@@ -235,10 +235,12 @@ class Block(nnx.Module):
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
         x = x + attended
-        mlp = partial(self.mlp, gradients=gradients, return_stats=True)
-        if per_token_stats:
-            mlp = jax.vmap(jax.vmap(mlp))
-        y, stats = mlp(self.mlp_norm(x))
+
+        def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
+            return self.mlp(x, gradients=gradients, return_stats=True)
+
+        per_token = jax.vmap(jax.vmap(mlp))
+        y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))
         return x + y, stats, cache
 
 

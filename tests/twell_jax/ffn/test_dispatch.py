@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.record import RESULTS
 from pallas_kernels.kernels import REFERENCE
+from tests.kernel_calls import kernel_calls
 from twell_jax import CannotServe, explain, sparse_ffn
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.dispatch import RULES, Case, Request, select
@@ -177,13 +178,30 @@ def test_axes_may_be_explicit_but_not_beside_manual_ones(reference_kernels):
         ("NVIDIA H100 80GB HBM3", True),
         ("NVIDIA H200", True),
         ("NVIDIA H20", True),
+        ("NVIDIA H800", True),
+        ("NVIDIA GH200 480GB", True),
         ("NVIDIA A100-SXM4-80GB", False),
         ("NVIDIA B200", False),
+        ("NVIDIA GB200", False),
+        ("NVIDIA B300 SXM6 AC", False),
+        ("NVIDIA GB300", False),
     ],
 )
 def test_hopper_gpus_are_known_by_name(name, serves):
     with jax.sharding.use_abstract_mesh(abstract_gpu(name)):
         assert ("unions, by mosaic" in explain(*shapes(2048))) == serves
+
+
+@pytest.mark.parametrize("tokens", [4, 2048])
+@pytest.mark.parametrize("name", ["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300 SXM6 AC"])
+def test_blackwell_gpus_get_no_kernels(name, tokens):
+    """An abstract device has no compute capability, and Mosaic then takes it for a Hopper GPU."""
+    with jax.sharding.use_abstract_mesh(H100):
+        assert kernel_calls(sparse_ffn, *shapes(tokens)) > 0
+    with jax.sharding.use_abstract_mesh(abstract_gpu(name)):
+        assert kernel_calls(sparse_ffn, *shapes(tokens)) == 0
+        with pytest.raises(CannotServe, match=f"it needs a Hopper GPU, got {name}$"):
+            explain(*shapes(tokens), implementation="mosaic")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a Hopper GPU can serve it")
