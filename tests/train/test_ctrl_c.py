@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
 from tests.commands import call
 from tests.train.runs import ROOT
+from twell_jax.train import interrupt
 from twell_jax.train.metrics import Recorder
 
 # Runs commands, each in a process that has imported everything. After so many calls of a function,
@@ -75,15 +76,18 @@ def test_ctrl_c_ends_at_once_where_nothing_is_to_be_saved_and_when_repeated(work
 
 
 def test_ctrl_c_saves_and_exits_with_0(workspace, tmp_path, monkeypatch, capfd):
-    add = Recorder.add
+    add, say, heard = Recorder.add, interrupt.say, threading.Event()
 
     def add_and_press(recorder, step, *measured):
         add(recorder, step, *measured)
         if step == 7:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # a thread hears of it
+            assert heard.wait(timeout=60)  # by a thread
 
     monkeypatch.setattr(Recorder, "add", add_and_press)
+    monkeypatch.setattr(interrupt, "say", lambda line: (say(line), heard.set()))
+    # Ignored where the tests are a shell's background job.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     command = "train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}"
     stopped = call(*command)
@@ -94,5 +98,6 @@ def test_ctrl_c_saves_and_exits_with_0(workspace, tmp_path, monkeypatch, capfd):
     said = "stopping after this step, to save it; Ctrl-C again stops at once\n"
     assert capfd.readouterr().err == said
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    signal.signal(signal.SIGINT, ignored)
     continued = call(*command, f"steps={saved.name}")
     assert continued.stdout.startswith(f"finished {tmp_path / 'run'} at step {saved.name}")

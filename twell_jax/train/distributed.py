@@ -85,8 +85,8 @@ def stop_request() -> Iterator[Callable[[int], bool]]:
         if interrupted.is_set():
             interrupt.end("stopped; the same command continues from the last checkpoint")
         interrupted.set()
-        interrupt.say("stopping after this step, to save it; Ctrl-C again stops at once")
         ask()
+        interrupt.say("stopping after this step, to save it; Ctrl-C again stops at once")
 
     actions = {signal.SIGINT: on_interrupt} | ({} if several else {signal.SIGTERM: asked.set})
     with interrupt.handled(actions):
