@@ -128,7 +128,7 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
 
         # A register has two tokens of one column.
         column = arith.shrui(lane, const(2))
-        token = arith.muli(arith.andi(lane, const(3)), const(2))
+        token = arith.andi(arith.muli(lane, const(2)), const(6))
         place = arith.addi(arith.muli(token, const(16)), column)
         place = arith.addi(place, arith.muli(block.registers.item(), const(size)))
         address = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))

@@ -156,8 +156,8 @@ def prefetch_rows(w_refs: list, first: jax.Array, values: jax.Array, tokens: int
         row = arith.extui(i64, arith.addi(first.registers.item(), column))
         for i, w_ref in enumerate(w_refs):
             size = 2 * ir.MemRefType(w_ref.type).shape[1]
-            offset = arith.muli(row, mgpu.c(size, i64))
-            address = arith.addi(simt.gmem_address(w_ref, const(0)), offset)
+            address = simt.gmem_address(w_ref, const(0))
+            address = arith.addi(address, arith.muli(row, mgpu.c(size, i64)))
             is_mine = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(lane, const(4)), const(i))
             mgpu.utils.inline_ptx(
                 f"cp.async.bulk.prefetch.L2.global [$0], {size};",
