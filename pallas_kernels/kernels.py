@@ -44,9 +44,11 @@ class Kernels(NamedTuple):
 
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
-      gate: the gate or the whole hidden activation of the normed stream -> `[M, H]`.
+      dense_hidden: the hidden activation of the normed stream -> `[M, H]`.
+      sparse_hidden: the same with ReLU, computing up only where gates are open; counts these
+        -> gate, hidden activation `[M, H]`.
       add_product: adds a product to the stream -> the stream.
-      add_rows: adds the block's output to it, reading only rows behind open gates -> the stream.
+      add_down: adds the product of a sparse activation to it -> the stream.
       decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
     """
 
@@ -63,9 +65,10 @@ class Kernels(NamedTuple):
     hidden_grads: Callable[[jax.Array, jax.Array, jax.Ref, jax.Array, Plan, NeuronLists], Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
-    gate: Callable[..., jax.Array]
+    dense_hidden: Callable[..., jax.Array]
+    sparse_hidden: Callable[..., tuple[jax.Array, jax.Array]]
     add_product: Callable[..., Stream]
-    add_rows: Callable[..., Stream]
+    add_down: Callable[..., Stream]
     decode_attention: Callable[..., jax.Array]
 
 
@@ -85,9 +88,10 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         hidden_grads=folder.hidden_grads.hidden_grads,
         weight_grads=folder.weight_grads.weight_grads,
         project=folder.token_product.project,
-        gate=folder.token_product.gate,
+        dense_hidden=folder.token_product.hidden,
+        sparse_hidden=folder.token_hidden.hidden,
         add_product=folder.token_product.add_product,
-        add_rows=folder.token_rows.add,
+        add_down=folder.token_down.add_down,
         decode_attention=folder.decode_attention.decode_attention,
     )
 

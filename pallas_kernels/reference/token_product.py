@@ -26,18 +26,15 @@ def project(
     return y.astype(dtype or stream.x.dtype)
 
 
-def gate(
+def hidden(
     stream: Stream,
     weights: tuple[jax.Array, ...],
     layer: jax.Array,
     *,
     eps: float,
     activation: str,
-    prefetch: tuple[jax.Array, ...] = (),
-    batch: int | None = None,
 ) -> jax.Array:
     """Rounds once, at the end."""
-    del prefetch, batch  # which concern speed alone
     inverse_rms = stream.inverse_rms(eps)
     g, *up = (_product(stream.scaled, w[layer[0]], 2) * inverse_rms for w in weights)
     h = _ACTIVATIONS[activation](g)

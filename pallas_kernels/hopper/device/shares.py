@@ -9,17 +9,17 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.device import gather, simt
 
-SHARES = 8  # blocks of a cluster: the most that is portable
 _ROUND_NEURONS = 8192  # neurons that the lanes hold at a time
 
 
-def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
-    """Lists every eighth non-zero of one token, from the `share`-th on, in a fixed order.
+def collect_share(gate_ref, share, shares: int, entries_ref, counts_ref) -> jax.Array:
+    """Lists every `shares`-th non-zero of one token, from the `share`-th on, in a fixed order.
 
     Args:
       gate_ref: GMEM `[H]`, 16-bit.
-      share: int32 scalar, from 0 to 7.
-      entries_ref: SMEM, uint32, at least H / 8; filled with words `neuron | bits << 16`.
+      share: int32 scalar, from 0 to shares - 1.
+      shares: number of blocks among which the non-zeros are shared out.
+      entries_ref: SMEM, uint32, at least H / shares; filled with words `neuron | bits << 16`.
       counts_ref: SMEM, int32 `[2, 4]`, workspace.
 
     Returns:
@@ -90,9 +90,9 @@ def collect_share(gate_ref, share, entries_ref, counts_ref) -> jax.Array:
                     for i in range(2):
                         bits = arith.andi(arith.shrui(pair, const(16 * i)), const(0xFFFF))
                         is_entry = less(const(0), bits)
-                        owner = arith.remui(own_rank, const(SHARES))
+                        owner = arith.remui(own_rank, const(shares))
                         is_mine = arith.cmpi(arith.CmpIPredicate.eq, owner, share)
-                        place = arith.muli(arith.divui(own_rank, const(SHARES)), const(4))
+                        place = arith.muli(arith.divui(own_rank, const(shares)), const(4))
                         column = arith.addi(first, const(neuron + i))
                         ptx(
                             "st.shared.b32 [$0], $1;",

@@ -80,7 +80,7 @@ def store(ref, first: jax.Array, values: jax.Array) -> None:
             mgpu.utils.inline_ptx(
                 f"st.global.b{8 * size} [$0 + {offset}], $1;",
                 address,
-                mgpu.utils.bitcast(_element(value), bits),
+                mgpu.utils.bitcast(element(value), bits),
                 has_side_effects=True,
             )
 
@@ -101,7 +101,7 @@ def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, squares_ref):
         f32 = ir.F32Type.get()
-        column, _ = _column_and_token()
+        column, _ = column_and_token()
         zero, sums = mgpu.c(0.0, f32), []
         for address, offset in _addresses(squares_ref, const(0), tokens, parts, 4):
             total = zero
@@ -143,12 +143,12 @@ def prefetch_rows(w_refs: list, first: jax.Array, values: jax.Array, tokens: int
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(w_refs), SCALAR, how))
     def step(_, w_refs, first, values):
         i64 = ir.IntegerType.get_signless(64)
-        column, token = _column_and_token()
+        column, token = column_and_token()
         lane, _ = simt.lane_and_warp()
         zero = mgpu.c(0.0, ir.F32Type.get())
         fires = const(0)
         for i, value in enumerate(values.registers.flat):
-            is_above = arith.cmpf(arith.CmpFPredicate.OGT, _element(value), zero)
+            is_above = arith.cmpf(arith.CmpFPredicate.OGT, element(value), zero)
             is_token = simt.less(token, const(max(0, tokens - _LANE_TOKENS * i)))
             fires = arith.ori(fires, arith.extui(const(0).type, arith.andi(is_above, is_token)))
         # Lanes c and c + 16 of a warp have the same column; each fetches from one matrix.
@@ -175,12 +175,12 @@ def store_squares(squares_ref, part: jax.Array, values: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, layout(tokens)))
     def step(_, squares_ref, part, squares):
-        column, _ = _column_and_token()
+        column, _ = column_and_token()
         first = arith.subi(part.registers.item(), column)  # a token's lanes share the address
         parts = ir.MemRefType(squares_ref.type).shape[1]
         addresses = _addresses(squares_ref, first, tokens, parts, 4)
         for (address, offset), value in zip(addresses, squares.registers.flat, strict=True):
-            total = _sum_over_columns(_element(value))
+            total = _sum_over_columns(element(value))
             mgpu.utils.inline_ptx(
                 f"st.global.f32 [$0 + {offset}], $1;",
                 address,
@@ -191,7 +191,54 @@ def store_squares(squares_ref, part: jax.Array, values: jax.Array) -> None:
     step(squares_ref, part, values * values)
 
 
-def _column_and_token() -> tuple[ir.Value, ir.Value]:
+def store_total(squares_ref, share: jax.Array, total: jax.Array) -> None:
+    """Stores `total` (float32 scalar) and zeros to a quarter of `squares_ref` (GMEM, float32
+    `[parts]`), the `share`-th."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+    def step(_, squares_ref, share, total):
+        quarter = ir.MemRefType(squares_ref.type).shape[0] // 4
+        lane = arith.andi(mgpu.thread_idx(), const(127))
+        is_first = simt.less(lane, const(1))
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        place = arith.addi(arith.muli(share.registers.item(), const(quarter)), lane)
+        address = simt.gmem_address(squares_ref, arith.muli(place, const(4)))
+        for start in range(0, quarter, 128):
+            value = arith.select(is_first, total.registers.item(), zero) if start == 0 else zero
+            mgpu.utils.inline_ptx(
+                f"st.global.f32 [$0 + {4 * start}], $1;",
+                address,
+                value,
+                predicate=simt.less(lane, const(quarter - start)),
+            )
+
+    step(squares_ref, share, total)
+
+
+def read(ref) -> jax.Array:
+    """The int32 scalar `ref` (GMEM); the load stays behind `griddepcontrol_wait`."""
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, ref):
+        value = mgpu.utils.inline_ptx(
+            "ld.global.b32 $0, [$1];",
+            simt.gmem_address(ref, const(0)),
+            result_types=const(0).type,
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return step(ref)
+
+
+@plgpu.inline_mgpu()
+def barrier(_) -> None:
+    """Waits for all warps."""
+    mgpu.warpgroup_barrier()
+
+
+def column_and_token() -> tuple[ir.Value, ir.Value]:
     """This lane's column, and its first token, i32."""
     lane = arith.andi(mgpu.thread_idx(), const(127))
     return arith.remui(lane, const(COLUMNS)), arith.divui(lane, const(COLUMNS))
@@ -202,7 +249,7 @@ def _addresses(
 ) -> Iterator[tuple[ir.Value, int]]:
     """For each register of this lane, an address and an offset from it, in bytes; elements of
     `ref` have `size` bytes and its rows `row_columns` columns (0: all tokens have the same row)."""
-    column, token = _column_and_token()
+    column, token = column_and_token()
     index = arith.addi(arith.muli(token, const(row_columns)), arith.addi(first, column))
     address = simt.gmem_address(ref, arith.muli(index, const(size)))
     for start in range(0, tokens, _LANE_TOKENS):
@@ -226,7 +273,8 @@ def _sum_over_columns(value: ir.Value) -> ir.Value:
     return value
 
 
-def _element(register: ir.Value) -> ir.Value:
+def element(register: ir.Value) -> ir.Value:
+    """The value in a register of such an array."""
     return vector.extract(register, [], [0])
 
 

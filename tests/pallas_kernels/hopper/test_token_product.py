@@ -9,11 +9,10 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import token_product
 from pallas_kernels.hopper.device import cluster, token_columns
+from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 
@@ -23,7 +22,7 @@ KERNELS = [
     pytest.param(REFERENCE, id="reference"),
     pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
 ]
-SHAPES = [(8, 256, 64), (24, 512, 192), (64, 768, 320), (8, 5632, 2048)]
+SHAPES = [(8, 192, 64), (24, 512, 192), (64, 704, 320), (8, 5632, 2048)]
 
 
 def normal(*shape):
@@ -38,7 +37,7 @@ def stream_of(x, scale):
     """A stream with its squares in uneven parts, as several blocks write them."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     scaled = (x.astype(jnp.float32) * scale.astype(jnp.float32)).astype(x.dtype)
-    squares = np.asarray(x, np.float32).reshape(len(x), -1, 64) ** 2
+    squares = np.asarray(x, np.float32).reshape(len(x), -1, 32) ** 2
     return Stream(x, scaled, jnp.asarray(squares.sum(axis=2)))
 
 
@@ -95,17 +94,72 @@ def test_logits_are_not_rounded(kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("m", "d", "h"), [(8, 256, 128), (64, 2048, 384)])
-def test_hidden_activation(kernels, m, d, h, activation, gated):
+@pytest.mark.parametrize(("m", "d", "h"), [(8, 192, 128), (64, 2048, 384)])
+def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
     x, scale = normal(m, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
     weights = tuple(weight(jnp.bfloat16, 2, h, d) for _ in range(1 + gated))
-    out = run(
-        kernels.gate, stream_of(x, scale), weights, LAYER, eps=EPS, activation=activation,
-        prefetch=weights, batch=m - 1,
-    )  # fmt: skip
+    stream = stream_of(x, scale)
+    out = run(kernels.dense_hidden, stream, weights, LAYER, eps=EPS, activation=activation)
     g, *up = (normed(x, scale) @ wide(w[1])[0].T for w in weights)
     g = np.maximum(g, 0) if activation == "relu" else g / (1 + np.exp(-g))
     assert relative_error(out, g * up[0] if gated else g) < 3 * ROUNDING
+
+
+def sparse_hidden(kernels, x, weights, layer, down, norm=None, *, batch):
+    """Gate, hidden activation and totals, which were 7 before."""
+    totals = jax.new_ref(jnp.full(2, 7, jnp.int32))
+    gate, h = kernels.sparse_hidden(
+        x, weights, layer, totals, batch=batch, norm=norm, prefetch=down
+    )
+    return gate, h, totals[...]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("open_gates", [0.0, 0.02, 0.2, 1.0])  # up to 16 pairs of a block, and more
+@pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 192, 128), (64, 61, 1024, 384)])
+def test_sparse_hidden_activation(kernels, m, batch, d, h, open_gates, has_norm, gated):
+    x, scale = normal(m, d).astype(jnp.bfloat16), np.abs(normal(d)).astype(jnp.bfloat16)
+    x[:, -1] = scale[-1] = 1
+    weights = [weight(jnp.bfloat16, 2, h, d) for _ in range(1 + gated)]
+    weights[0][..., -1] = {0.0: -90, 1.0: 90}.get(
+        open_gates, -2 * np.quantile(normal(10000), 1 - open_gates)
+    )
+    stream = stream_of(x, scale)
+    norm = (stream.squares, EPS) if has_norm else None
+    gate, hidden, totals = run(
+        functools.partial(sparse_hidden, kernels, norm=norm, batch=batch),
+        stream.scaled, tuple(weights), LAYER, weights[0],
+    )  # fmt: skip
+    exact = wide(stream.scaled)[0]
+    if has_norm:
+        exact /= np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
+    g = np.maximum(exact @ wide(weights[0][1])[0].T, 0)[:batch]
+    gate, hidden = wide(gate[:batch], hidden[:batch])
+    assert relative_error(gate, g) < ROUNDING
+    up = exact @ wide(weights[-1][1])[0].T if gated else np.ones((m, h))
+    assert relative_error(hidden, gate * up[:batch]) < 2 * ROUNDING
+    assert not hidden[gate == 0].any()
+    assert totals.tolist() == [7, 7 + np.count_nonzero(gate)]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("open_gates", [True, False])
+def test_sparse_hidden_activation_of_what_is_not_finite(kernels, open_gates):
+    x = normal(8, 256).astype(jnp.bfloat16)
+    x[:, -1], x[1, 3], x[2, 5] = 1, np.inf, np.nan
+    weights = tuple(weight(jnp.bfloat16, 2, 128, 256) for _ in range(2))
+    weights[0][..., -1] = 9 if open_gates else -9
+    gate, hidden, _ = run(
+        functools.partial(sparse_hidden, kernels, batch=8), x, weights, LAYER, weights[0]
+    )
+    with np.errstate(invalid="ignore"):
+        g = np.maximum(wide(x)[0] @ wide(weights[0][1])[0].T, 0)
+        h = g * (wide(x)[0] @ wide(weights[1][1])[0].T)
+    np.testing.assert_array_equal(np.isnan(wide(gate)[0]), np.isnan(g))
+    np.testing.assert_array_equal(np.isfinite(wide(hidden)[0]), np.isfinite(h))
+    np.testing.assert_array_equal(np.isnan(wide(hidden)[0]), np.isnan(h))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -131,23 +185,21 @@ def assert_consistent(stream, scale):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("m", "batch", "d", "active"), [(8, 1, 1024, 0.02), (24, 17, 2048, 1.0)])
-def test_adds_rows_to_the_stream(kernels, m, batch, d, active, gated):
+@pytest.mark.parametrize("total", [0, 512, 513])  # rows one by one, and a dense product
+@pytest.mark.parametrize(
+    ("m", "batch", "d", "active"), [(8, 1, 1024, 0.02), (24, 17, 2048, 1.0), (64, 64, 1024, 0.1)]
+)
+def test_adds_a_sparse_product_to_the_stream(kernels, m, batch, d, active, total):
     h = 384
-    x, scale = normal(m, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
-    after = normal(2, d).astype(jnp.bfloat16)
-    w_up, w_down = weight(jnp.bfloat16, 2, h, d), weight(jnp.bfloat16, 2, h, d)
-    g = (np.abs(normal(m, h)) * (seeds.rng().random((m, h)) < active)).astype(jnp.bfloat16)
-    g[0] = 0
-    weights = Weights(w_up, w_up, w_down) if gated else Weights(None, w_up, w_down)
-    stream = run(
-        kernels.add_rows, g, stream_of(x, scale), weights, LAYER, after, tokens=batch, eps=EPS
-    )
-    u = normed(x, scale) @ wide(w_up[1])[0].T if gated else 1.0
-    expected = wide(x)[0] + (wide(g)[0] * u) @ wide(w_down[1])[0]
+    x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
+    w = weight(jnp.bfloat16, 2, h, d)
+    hidden = (normal(m, h) * (seeds.rng().random((m, h)) < active)).astype(jnp.bfloat16)
+    hidden[0] = 0
+    totals = np.array([513 - total, total], np.int32)
+    stream = run(kernels.add_down, hidden, w, LAYER, totals, x, after, batch=batch)
+    expected = (wide(x)[0] + wide(hidden)[0] @ wide(w[1])[0])[:batch]
     stream = Stream(*(a[:batch] for a in stream))
-    assert relative_error(stream.x, expected[:batch]) < ROUNDING
+    assert relative_error(stream.x, expected) < ROUNDING
     np.testing.assert_array_equal(np.asarray(stream.x[0]), np.asarray(x[0]))
     assert_consistent(stream, after[1])
 
@@ -160,12 +212,14 @@ def test_lowers_without_a_gpu(lower):
         layer, scale = shape((1,), jnp.int32), shape((3, 2048), jnp.bfloat16)
         project = functools.partial(HOPPER.project, k_axis=2, eps=EPS)
         assert "token_project" in lower(project, stream, (w, w), layer)
-        gate = functools.partial(HOPPER.gate, eps=EPS, activation="silu")
-        assert "token_gate" in lower(gate, stream, (w, w), layer)
+        dense = functools.partial(HOPPER.dense_hidden, eps=EPS, activation="silu")
+        assert "token_hidden_dense" in lower(dense, stream, (w, w), layer)
+        sparse = functools.partial(sparse_hidden, HOPPER, batch=m)
+        assert "token_hidden" in lower(sparse, x, (w, w), layer, w)
         h = shape((m, 5632), jnp.bfloat16)
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
-        rows = functools.partial(HOPPER.add_rows, tokens=m, eps=EPS)
-        assert "token_add_rows" in lower(rows, h, stream, Weights(w, w, w), layer, scale)
+        down = functools.partial(HOPPER.add_down, batch=m)
+        assert "token_add_down" in lower(down, h, w, layer, shape((3,), jnp.int32), x, scale)
 
 
 @pytest.fixture
@@ -204,7 +258,7 @@ def interpreted(monkeypatch, capsys):
 
     for module, replaced in (
         (cluster, {"expect": None, "exchange_columns": exchange_columns, "wait_for_parts": None}),
-        (token_product, {"_warpgroup_barrier": None}),
+        (token_ring, {"warpgroup_barrier": None}),
         (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
         (
             token_columns,
@@ -238,7 +292,7 @@ def test_interpreted(interpreted, m, k):
 
     weights = tuple(weight(jnp.bfloat16, 2, 64, k) for _ in range(2))
     with interpreted():
-        h = HOPPER.gate(stream, weights, layer, eps=EPS, activation="silu")
+        h = HOPPER.dense_hidden(stream, weights, layer, eps=EPS, activation="silu")
     g, up = (exact @ wide(w[1])[0].T for w in weights)
     assert relative_error(h, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
 
