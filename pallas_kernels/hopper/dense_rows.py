@@ -5,8 +5,15 @@ to a list. Two matmul kernels read the length of the list and compute as many bl
 empty list costs two launches, and nothing waits for the host. Between the two, the hidden
 activation is stored transposed, [H, rows]: its statistics are then sums along the rows of an
 accumulator, for which warps need not communicate.
+
+Few rows cost the time in which the weights are read, if enough SMs read. Up to 64 rows are
+therefore computed in blocks of half the size: twice as many SMs read the weights, and each reads
+fewer rows, of which most would be padding. The columns of y are too few even so. There, the two
+thread blocks of a cluster share the sum over H: their four warpgroups write what they have summed
+to GMEM, and each adds the four parts for a quarter of the rows.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -17,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import versions
+from pallas_kernels.hopper.device import cluster, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -25,6 +32,10 @@ from pallas_kernels.layouts.weights import Weights
 
 _BLOCK = CONSUMERS * ACC_ROWS  # rows and columns of a block
 _STAGES = 4
+_FEW = ACC_ROWS  # a list of up to so many rows is short: rows and columns of its blocks
+_PAIR = 2  # thread blocks that share the sums of a short list
+_PARTS = _PAIR * CONSUMERS  # of a sum
+_PART_ROWS = _FEW // _PARTS  # rows whose parts a warpgroup adds
 
 
 def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
@@ -58,29 +69,36 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
 
     tile = (CONSUMERS, ACC_ROWS, _BLOCK)
     row_blocks = pl.cdiv(m, _BLOCK)
-    parts = jax.ShapeDtypeStruct((row_blocks, h), jnp.float32)
+    stats = jax.ShapeDtypeStruct((max(row_blocks, CONSUMERS), h), jnp.float32)
     hidden, l1, largest = _call(
         _hidden_kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype),
-            parts,
-            parts,
-        ),
+        out_type=(jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype), stats, stats),
         scratch_types=dict(h_smem=plgpu.SMEM(tile, dtype, transforms=TILED)),
+        grid=(sm_count(),),
+        grid_names=("sm",),
     )(heavy.count, heavy.x, *weights.inner)
     count, rows, hidden, w_down = in_place.barrier((heavy.count, heavy.rows, hidden, weights.down))
-    _call(_down_kernel, out_type=(), scratch_types=dict(y_smem=plgpu.SMEM(tile, dtype)))(
-        count, rows, hidden, w_down, y_ref
-    )
-    is_computed = (jnp.arange(row_blocks) * _BLOCK < count[0])[:, None]
+    _call(
+        _down_kernel,
+        out_type=jax.ShapeDtypeStruct((d // _FEW, _PARTS, _FEW, _FEW), jnp.float32),
+        scratch_types=dict(
+            y_smem=plgpu.SMEM(tile, dtype),
+            few_smem=plgpu.SMEM((CONSUMERS, _PART_ROWS, _FEW), dtype),
+            written=plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS),
+        ),
+        grid=(sm_count() // _PAIR,),
+        grid_names=("pair",),
+        cluster=(_PAIR,),
+        cluster_names=("part",),
+    )(count, rows, hidden, w_down, y_ref)
+    rows_of_stats = jnp.where(count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
+    is_computed = (jnp.arange(len(l1)) * rows_of_stats < count[0])[:, None]
     return jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
 
 
 def _call(body, **kwargs):
     return plgpu.kernel(
         body,
-        grid=(sm_count(),),
-        grid_names=("sm",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=body.__name__.strip("_"),
@@ -91,120 +109,261 @@ def _call(body, **kwargs):
 
 def _hidden_kernel(count, x_rows, *refs, h_smem):
     *weights, hidden, l1, largest = refs
-    h, d = weights[0].shape
-    warpgroup = lax.axis_index("warpgroup")
-    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+    work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem)
+    h, _ = weights[0].shape
+    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
+    few, row_blocks = _split(count[0])
+    _for_each(few * (h // _FEW), sm, sms, work.few_block)
+    _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
 
-    def block(row_block, neuron_block):
-        rows = pl.ds(row_block * _BLOCK, _BLOCK)
-        first_neuron = neuron_block * _BLOCK
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """What the hidden kernel does, with references to its operands, results and scratch.
+
+    Attributes:
+      count, x_rows: GMEM, int32 `[1]` and `[rows, D]`.
+      weights: GMEM, gate and up or one of them, each `[H, D]`.
+      hidden: GMEM `[H, rows]`, to be filled.
+      l1, largest: GMEM, float32 `[parts, H]`, to be filled: for a neuron, of the rows of a block,
+        the sum of |h| and whether the gate is ever non-zero (1 or 0). In a short list each
+        warpgroup's half of the rows is a part.
+      h_smem: SMEM `[warpgroups, 64, 128]`.
+    """
+
+    count: jax.Ref
+    x_rows: jax.Ref
+    weights: list[jax.Ref]
+    hidden: jax.Ref
+    l1: jax.Ref
+    largest: jax.Ref
+    h_smem: jax.Ref
+
+    def block(self, index):
+        """128 rows and 128 neurons, of which a warpgroup has 64."""
+        columns = self.weights[0].shape[0] // _BLOCK
+        row_block, neuron_block = index // columns, index % columns
+        warpgroup = lax.axis_index("warpgroup")
+        mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+        rows, first_neuron = pl.ds(row_block * _BLOCK, _BLOCK), neuron_block * _BLOCK
+
+        def finish(accs):
+            neurons = pl.ds(first_neuron + warpgroup * ACC_ROWS, ACC_ROWS)
+            value = self._activate(accs, rows.start, neurons, row_block)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.h_smem[warpgroup] = value
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.h_smem.at[warpgroup], self.hidden.at[neurons, rows])
+
+        self._multiply(rows, first_neuron, _BLOCK, lambda w, x: (w.at[mine], x), finish)
+
+    def few_block(self, index):
+        """All rows of a short list, of which a warpgroup has 32, and 64 neurons."""
+        warpgroup = lax.axis_index("warpgroup")
+        mine = pl.ds(warpgroup * (_FEW // CONSUMERS), _FEW // CONSUMERS)
+        neurons = pl.ds(index * _FEW, _FEW)
+
+        def finish(accs):
+            self.hidden[neurons, mine] = self._activate(accs, mine.start, neurons, warpgroup)
+
+        columns = _FEW // CONSUMERS
+        self._multiply(pl.ds(0, _FEW), neurons.start, columns, lambda w, x: (w, x.at[mine]), finish)
+
+    def _multiply(self, rows, first_neuron, columns, operands, finish):
+        """Calls `finish` with products, `[64, columns]` each, of neurons and rows.
+
+        Args:
+          rows: a slice of `x_rows`; from `first_neuron` on there are as many neurons.
+          first_neuron: the first of the neurons.
+          columns: rows of x that a warpgroup multiplies.
+          operands: what a warpgroup takes of a stage of a weight and of x.
+          finish: called with a list of float32 arrays, one for each weight.
+        """
+        d, size, n = self.x_rows.shape[1], rows.size, len(self.weights)
 
         def multiply(_, x_smem, *w_smem_and_accs):
             *w_smem, accs = w_smem_and_accs
             for acc, w in zip(accs, w_smem, strict=True):
-                plgpu.wgmma(acc, w.at[mine], x_smem.T)
-            plgpu.wgmma_wait(len(accs))  # the step before has ended
+                w, x = operands(w, x_smem)
+                plgpu.wgmma(acc, w, x.T)
+            plgpu.wgmma_wait(n)  # the step before has ended
             return accs
 
-        def finish(pipeline):
-            def accumulate(*accs):
-                pipeline(accs)
-                return [acc[...] for acc in accs]
-
-            acc = plgpu.ACC((ACC_ROWS, _BLOCK), jnp.float32)
-            gate, *up = pl.run_scoped(accumulate, *len(weights) * [acc])
-            row = plgpu.broadcasted_iota(jnp.int32, gate.shape, 1, layout=plgpu.Layout.WGMMA)
-            is_listed = row < count[0] - row_block * _BLOCK
-            gate = jnp.where(is_listed & ~(gate <= 0), gate, 0.0)  # keeps NaN
-            gate = value = gate.astype(hidden.dtype).astype(jnp.float32)
-            for u in up:
-                value = jnp.where(is_listed, gate * u, 0.0)
-            neurons = pl.ds(first_neuron + warpgroup * ACC_ROWS, ACC_ROWS)
-            l1[row_block, neurons] = jnp.sum(jnp.abs(value), axis=1)
-            largest[row_block, neurons] = jnp.max(jnp.where(gate != 0, 1.0, 0.0), axis=1)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            h_smem[warpgroup] = value.astype(hidden.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(h_smem.at[warpgroup], hidden.at[neurons, rows])
-
-        operand = _operand((_BLOCK, STAGE_K), lambda k: (0, k))
-        _pipeline(multiply, finish, d, (1 + len(weights)) * [operand])(
-            x_rows.at[rows], *(w.at[pl.ds(first_neuron, _BLOCK)] for w in weights)
+        slots = _STAGES * _BLOCK // size  # the ring has the same size in either case
+        operand = _operand((size, STAGE_K), lambda k: (0, k))
+        _pipeline(multiply, finish, n * [columns], d // STAGE_K, slots, (1 + n) * [operand])(
+            self.x_rows.at[rows],
+            *(w.at[pl.ds(first_neuron, size)] for w in self.weights),
         )
 
-    _for_each_block(count[0], h // _BLOCK, block)
+    def _activate(self, accs, first_row, neurons, part):
+        """The hidden activation, rounded, for rows from `first_row` on; stores its statistics."""
+        gate, *up = accs
+        row = plgpu.broadcasted_iota(jnp.int32, gate.shape, 1, layout=plgpu.Layout.WGMMA)
+        is_listed = row < self.count[0] - first_row
+        gate = jnp.where(is_listed & ~(gate <= 0), gate, 0.0)  # keeps NaN
+        gate = value = gate.astype(self.hidden.dtype).astype(jnp.float32)
+        for u in up:
+            value = jnp.where(is_listed, gate * u, 0.0)
+        self.l1[part, neurons] = jnp.sum(jnp.abs(value), axis=1)
+        self.largest[part, neurons] = jnp.max(jnp.where(gate != 0, 1.0, 0.0), axis=1)
+        return value.astype(self.hidden.dtype)
 
 
-def _down_kernel(count, rows, hidden, w_down, y, *, y_smem):
-    h, d = w_down.shape
-    width = math.gcd(d, _BLOCK)  # copies of single rows are not clipped to y's columns
-    warpgroup = lax.axis_index("warpgroup")
-    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+def _down_kernel(count, rows, hidden, w_down, y, parts, *, y_smem, few_smem, written):
+    work = _Down(count, rows, hidden, w_down, y, parts, y_smem, few_smem, written)
+    d = w_down.shape[1]
+    pair, pairs = lax.axis_index("pair"), lax.axis_size("pair")
+    few, row_blocks = _split(count[0])
+    _for_each(few * (d // _FEW), pair, pairs, work.few_block)
+    block = pair * _PAIR + lax.axis_index("part")
+    _for_each(row_blocks * pl.cdiv(d, _BLOCK), block, pairs * _PAIR, work.block)
 
-    def block(row_block, column_block):
-        first_row = row_block * _BLOCK + warpgroup * ACC_ROWS
-        first_column = column_block * _BLOCK
 
-        def multiply(_, h_smem, w_smem, acc):
-            plgpu.wgmma(acc, h_smem.at[:, mine].T, w_smem)
+@dataclasses.dataclass(frozen=True)
+class _Down:
+    """What the down kernel does, with references to its operands, results and scratch.
+
+    Attributes:
+      count, rows, hidden, w_down: GMEM, int32 `[1]`, int32 `[M]`, `[H, rows]` and `[H, D]`.
+      y: GMEM `[M, D]`, whose listed rows are set.
+      parts: GMEM, float32 `[D / 64, 4, 64, 64]`: of 64 columns for the rows of a short list, what
+        each warpgroup of a pair of blocks has summed.
+      y_smem, few_smem: SMEM `[warpgroups, 64, 128]` and `[warpgroups, 16, 64]`.
+      written: barrier of the pair, at which a warpgroup arrives when its part is in GMEM.
+    """
+
+    count: jax.Ref
+    rows: jax.Ref
+    hidden: jax.Ref
+    w_down: jax.Ref
+    y: jax.Ref
+    parts: jax.Ref
+    y_smem: jax.Ref
+    few_smem: jax.Ref
+    written: jax.Ref
+
+    def block(self, index):
+        """128 rows, of which a warpgroup has 64, and 128 columns."""
+        h, d = self.w_down.shape
+        row_block, column_block = index // pl.cdiv(d, _BLOCK), index % pl.cdiv(d, _BLOCK)
+        warpgroup = lax.axis_index("warpgroup")
+        mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+        columns = pl.ds(column_block * _BLOCK, _BLOCK)
+
+        def multiply(_, h_smem, w_smem, accs):
+            plgpu.wgmma(accs[0], h_smem.at[:, mine].T, w_smem)
             plgpu.wgmma_wait(1)  # the step before has ended
-            return acc
+            return accs
 
-        def finish(pipeline):
-            def accumulate(acc):
-                pipeline(acc)
-                return acc[...]
-
-            out = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, _BLOCK), jnp.float32))
+        def finish(accs):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            versions.store(y_smem.at[warpgroup], out.astype(y.dtype))
-            plgpu.commit_smem()
-
-            @pl.loop(0, jnp.clip(count[0] - first_row, 0, ACC_ROWS))
-            def _(i):
-                row = y.at[rows[first_row + i]]
-
-                @pl.loop(0, jnp.minimum(_BLOCK, d - first_column), step=width)
-                def _(column):
-                    plgpu.copy_smem_to_gmem(
-                        y_smem.at[warpgroup, i, pl.ds(column, width)],
-                        row.at[pl.ds(first_column + column, width)],
-                    )
+            versions.store(self.y_smem.at[warpgroup], accs[0].astype(self.y.dtype))
+            first_row = row_block * _BLOCK + warpgroup * ACC_ROWS
+            self._store_rows(self.y_smem.at[warpgroup], first_row, columns.start)
 
         operand = _operand((STAGE_K, _BLOCK), lambda k: (k, 0))
-        _pipeline(multiply, finish, h, [operand, operand])(
-            hidden.at[:, pl.ds(row_block * _BLOCK, _BLOCK)],
-            w_down.at[:, pl.ds(first_column, _BLOCK)],
+        _pipeline(multiply, finish, [_BLOCK], h // STAGE_K, _STAGES, [operand, operand])(
+            self.hidden.at[:, pl.ds(row_block * _BLOCK, _BLOCK)], self.w_down.at[:, columns]
         )
 
-    _for_each_block(count[0], pl.cdiv(d, _BLOCK), block)
+    def few_block(self, index):
+        """All rows of a short list and 64 columns; a warpgroup multiplies half of each stage."""
+        warpgroup, part = lax.axis_index("warpgroup"), lax.axis_index("part")
+        mine = pl.ds(warpgroup * STAGE_K, STAGE_K)
+
+        def multiply(_, h_smem, w_smem, accs):
+            plgpu.wgmma(accs[0], h_smem.at[mine].T, w_smem.at[mine])
+            plgpu.wgmma_wait(1)  # the step before has ended
+            return accs
+
+        def finish(accs):
+            quarter = part * CONSUMERS + warpgroup
+            self.parts[index, quarter] = accs[0]
+            cluster.fence()
+            plgpu.barrier_arrive(self.written)
+            plgpu.barrier_wait(self.written)
+            cluster.fence()
+            first_row = quarter * _PART_ROWS
+            pl.when(first_row < self.count[0])(lambda: self._add_parts(index, first_row))
+
+        # Rows beyond H are read as zeros: the last stage may have some, or the second be of them.
+        stages = max(2, pl.cdiv(self.w_down.shape[0], _PAIR * CONSUMERS * STAGE_K))
+        operand = _operand((CONSUMERS * STAGE_K, _FEW), lambda k: (part * stages + k, 0))
+        _pipeline(multiply, finish, [_FEW], stages, _STAGES, [operand, operand])(
+            self.hidden.at[:, pl.ds(0, _FEW)], self.w_down.at[:, pl.ds(index * _FEW, _FEW)]
+        )
+
+    def _add_parts(self, index, first_row):
+        """Sets 16 rows of a short list, from `first_row` on, to the sums of the four parts."""
+        warpgroup = lax.axis_index("warpgroup")
+        parts = self.parts.at[index, :, pl.ds(first_row, _PART_ROWS)]
+        layout = plgpu.Layout.WG_STRIDED((_PART_ROWS, _FEW), vec_size=2)
+        total = plgpu.load(parts.at[0], layout=layout)
+        for part in range(1, _PARTS):  # in this order, always
+            total += plgpu.load(parts.at[part], layout=layout)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.few_smem[warpgroup] = total.astype(self.y.dtype)
+        self._store_rows(self.few_smem.at[warpgroup], first_row, index * _FEW)
+
+    def _store_rows(self, finished, first_row, first_column):
+        """Copies what is listed of `finished` (SMEM, rows from `first_row` of the list) to y."""
+        (n, columns), d = finished.shape, self.y.shape[1]
+        width = math.gcd(d, columns)  # copies of single rows are not clipped to y's columns
+        plgpu.commit_smem()
+
+        @pl.loop(0, jnp.clip(self.count[0] - first_row, 0, n))
+        def _(i):
+            row = self.y.at[self.rows[first_row + i]]
+
+            @pl.loop(0, jnp.minimum(columns, d - first_column), step=width)
+            def _(column):
+                plgpu.copy_smem_to_gmem(
+                    finished.at[i, pl.ds(column, width)],
+                    row.at[pl.ds(first_column + column, width)],
+                )
 
 
 def _operand(block, index_map):
     return plgpu.BlockSpec(block, index_map, transforms=TILED, delay_release=1)
 
 
-def _pipeline(multiply, finish, k, in_specs):
+def _pipeline(multiply, finish, columns, stages, slots, in_specs):
+    """A pipeline of `stages`, for which shared memory has `slots`.
+
+    `multiply` adds to accumulators `[64, c]`, one for each c of `columns`. `finish` gets the sums.
+    """
+
+    def compute(pipeline):
+        def accumulate(*accs):
+            pipeline(accs)
+            return [acc[...] for acc in accs]
+
+        finish(pl.run_scoped(accumulate, *(plgpu.ACC((ACC_ROWS, c), jnp.float32) for c in columns)))
+
     return plgpu.emit_pipeline_warp_specialized(
         multiply,
-        grid=(k // STAGE_K,),
+        grid=(stages,),
         memory_registers=40,
         in_specs=in_specs,
         wg_axis="warpgroup",
         num_compute_wgs=CONSUMERS,
-        max_concurrent_steps=min(_STAGES, k // STAGE_K),
-        compute_context=finish,
+        max_concurrent_steps=min(slots, stages),
+        compute_context=compute,
     )
 
 
-def _for_each_block(count, columns, body):
-    """Calls `body(row block, column block)` for each block of this SM that has a listed row."""
-    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    blocks = pl.cdiv(count, _BLOCK) * columns
+def _split(count):
+    """1 if a list of `count` rows is short, else 0; and the blocks of rows of a longer list."""
+    few = ((count > 0) & (count <= _FEW)).astype(jnp.int32)
+    return few, jnp.where(count <= _FEW, 0, pl.cdiv(count, _BLOCK))
 
-    @pl.loop(0, pl.cdiv(blocks - sm, sms))
+
+def _for_each(blocks, worker, workers, body):
+    """Calls `body(index)` for each of `blocks` indices that is this worker's."""
+
+    @pl.loop(0, pl.cdiv(blocks - worker, workers))
     def _(i):
-        index = sm + i * sms
-        body(index // columns, index % columns)
+        body(worker + i * workers)
 
     plgpu.wait_smem_to_gmem(0)

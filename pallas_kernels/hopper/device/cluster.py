@@ -3,7 +3,8 @@
 Each block is one warpgroup and has summed its share into a row in registers (see `gather`) and a
 scalar. It receives its own columns of every block's row, and every block's scalar. A kernel calls
 `expect_parts`, `send_parts` and `wait_for_parts` once each, in this order; then the parts lie in
-shared memory, to be added in a fixed order.
+shared memory, to be added in a fixed order. Blocks that exchange more than that do it through GMEM
+and a `ClusterBarrier`, between two calls of `fence`.
 """
 
 import jax
@@ -163,3 +164,18 @@ def wait_for_parts(arrived_ref) -> None:
         )
 
     step(arrived_ref)
+
+
+def fence() -> None:
+    """Orders what this warpgroup and the cluster's other blocks store to GMEM and load from it.
+
+    It is called before a warpgroup arrives at a barrier of the cluster, for its stores to be seen
+    behind the barrier, and behind it, before it loads what others have stored.
+    """
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+        mgpu.warpgroup_barrier()
+
+    step()

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 
@@ -18,6 +19,8 @@ CASES = [  # M, D, H, number of listed rows
     (70, 192, 256, 0),
     (70, 192, 256, 66),
     (200, 128, 384, 200),
+    (129, 128, 640, 64),
+    (70, 192, 256, 65),
 ]
 
 
@@ -36,6 +39,10 @@ def draw(m, d, h, count, gated, dtype):
 
 
 def run(function, *operands):
+    return jitted(function)(*operands)
+
+
+def jitted(function):
     def call(*operands):
         y_ref = jax.new_ref(operands[-1])
         return y_ref, function(*operands[:-1], y_ref)
@@ -45,7 +52,7 @@ def run(function, *operands):
         y_ref, stats = call(*operands)
         return y_ref[...], *stats
 
-    return run(*operands)
+    return run
 
 
 def assert_matches(out, heavy, weights, y):
@@ -74,12 +81,57 @@ def test_reference(case, gated):
     assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
 
 
-@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[2], True), (CASES[3], False)])
-def test_interpreted(monkeypatch, case, gated):
+@contextlib.contextmanager
+def interpreted(monkeypatch, capsys):
+    """On two SMs; `inline_mgpu` is nothing but fences here."""
     monkeypatch.setattr("pallas_kernels.hopper.dense_rows.sm_count", lambda: 2)
+    params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
+    with plgpu.force_gpu_interpret_mode(params):
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("case", "gated"),
+    [
+        (CASES[0], True),
+        (CASES[1], True),
+        (CASES[2], True),
+        (CASES[3], False),
+        (CASES[4], True),
+        (CASES[5], False),
+    ],
+)
+def test_interpreted(monkeypatch, capsys, case, gated):
     operands = draw(*case, gated, jnp.bfloat16)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted(monkeypatch, capsys):
         assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+
+
+def assert_rows_keep_apart(kernels, case, dtype):
+    """One row of x has a NaN, the next infinities: they reach their rows of y and no other."""
+    *_, count = case
+    clean, weights, y = draw(*case, True, dtype)
+    x_rows = clean.x.copy()
+    x_rows[count // 2, 3] = np.nan
+    x_rows[count // 2 + 1, :2] = np.inf, -np.inf
+    heavy = dataclasses.replace(clean, x=x_rows)
+    rows, bad = clean.rows[:count], slice(count // 2, count // 2 + 2)
+    expected, _, _ = run(kernels.dense_rows, clean, weights, y)
+    out, l1, fired = run(kernels.dense_rows, heavy, weights, y)
+    expected, out = (np.asarray(a, np.float32)[rows] for a in (expected, out))
+    assert np.isnan(l1) and np.all(fired)
+    assert np.isnan(out[bad]).all()
+    np.testing.assert_array_equal(np.delete(out, bad, axis=0), np.delete(expected, bad, axis=0))
+
+
+def test_reference_keeps_rows_apart():
+    assert_rows_keep_apart(REFERENCE, CASES[2], jnp.bfloat16)
+
+
+def test_interpreted_keeps_rows_apart(monkeypatch, capsys):
+    with interpreted(monkeypatch, capsys):
+        assert_rows_keep_apart(HOPPER, (70, 192, 256, 35), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +183,7 @@ def with_changes(operand, change):
     "case",
     [
         *CASES,
-        (1000, 2048, 5632, 0),
-        (1000, 2048, 5632, 1),
-        (1000, 2048, 5632, 129),
+        *((1000, 2048, 5632, count) for count in (0, 1, 7, 8, 63, 64, 65, 128, 129)),
         (1000, 768, 5632, 1000),
         (65, 128, 65536, 9),
         (7, 8192, 640, 5),
@@ -142,3 +192,21 @@ def with_changes(operand, change):
 def test_on_the_gpu(case, gated, dtype):
     operands = draw(*case, gated, dtype)
     assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("count", [2, 8, 63, 64, 65, 129])
+def test_on_the_gpu_rows_keep_apart(count, dtype):
+    assert_rows_keep_apart(HOPPER, (200, 2048, 5632, count), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 64, 65])
+def test_on_the_gpu_results_repeat(count):
+    """All bits of 50 calls: the parts of a sum are added in the same order, and when complete."""
+    operands = jax.device_put(draw(200, 8192, 1408, count, True, jnp.bfloat16))
+    call, listed = jitted(HOPPER.dense_rows), operands[0].rows[:count]
+    expected = np.asarray(call(*operands)[0][listed])
+    for _ in range(50):
+        np.testing.assert_array_equal(np.asarray(call(*operands)[0][listed]), expected)
