@@ -51,13 +51,25 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # If tokens are sorted from the most to the least likely, every rule keeps the first few.
-    order = jnp.argsort(-logits, axis=-1)
-    logits = jnp.take_along_axis(logits, order, axis=-1) / sampling.temperature
-    if sampling.top_k is not None:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.top_k, logits, -jnp.inf)
-    probability = jax.nn.softmax(logits, axis=-1)
-    # A token stays if the probabilities before it do not reach top_p.
-    kept = jnp.cumsum(probability, axis=-1) - probability < sampling.top_p
-    kept &= probability >= sampling.min_p * probability[:, :1]
-    drawn = jax.random.categorical(key, jnp.where(kept, logits, -jnp.inf))
+    if sampling.top_k is None:
+        order = jnp.argsort(-logits, axis=-1)
+        likeliest = jnp.take_along_axis(logits, order, axis=-1)
+    else:
+        likeliest, order = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))
+    likeliest /= sampling.temperature
+    kept = _kept(jax.nn.softmax(likeliest, axis=-1), sampling)
+    # A seed gives a token by its rank the same noise, however many tokens top_k keeps.
+    noise = jax.random.gumbel(key, logits.shape, logits.dtype)[:, : order.shape[1]]
+    drawn = jnp.argmax(jnp.where(kept, likeliest, -jnp.inf) + noise, axis=-1)
     return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _kept(probability: jax.Array, sampling: Sampling) -> jax.Array | bool:
+    """Which tokens of descending `probability: [B, N]` may be drawn, by top_p and min_p."""
+    kept: jax.Array | bool = True
+    if sampling.top_p < 1:
+        # A token stays if the probabilities before it do not reach top_p.
+        kept &= jnp.cumsum(probability, axis=-1) - probability < sampling.top_p
+    if sampling.min_p > 0:
+        kept &= probability >= sampling.min_p * probability[:, :1]
+    return kept

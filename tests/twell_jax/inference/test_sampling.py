@@ -24,6 +24,14 @@ def test_the_narrowest_choice_is_the_most_likely_token(sampling):
     assert tokens.dtype == jnp.int32
 
 
+def test_rules_that_keep_every_token_change_no_draw():
+    logits = jnp.asarray(seeds.rng().standard_normal((50, 40)), jnp.float32)
+    key = jax.random.key(seeds.integer())
+    free = sample(logits, key, Sampling())
+    for options in ({"top_k": 40}, {"top_k": 1000}, {"min_p": 1e-9}, {"top_p": 0.9999999}):
+        np.testing.assert_array_equal(sample(logits, key, Sampling(**options)), free)
+
+
 def test_frequencies_follow_the_temperature():
     logits, temperature, count = jnp.array([[0.0, 1.0, 2.0, -1.0]]), 0.7, 20000
     frequencies = np.bincount(draws(logits, count, temperature=temperature), minlength=4) / count
