@@ -1,13 +1,13 @@
 """Continues text: python -m twell_jax.generate DIRECTORY --prompt "def "
 
 DIRECTORY is a run of train.py or a model in Hugging Face's format. The text is printed as it comes,
-and then, on stderr, the rates of reading the prompts (prefill) and of writing (decode).
+and then, on stderr, two rates: of reading the prompts up to the first new tokens (prefill), and of
+writing the others (decode). Neither includes compilation.
 """
 
 import argparse
 import itertools
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import get_args
@@ -18,6 +18,7 @@ from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
 from twell_jax.inference.arguments import at_least
 from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
+from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer
 from twell_jax.train import interrupt, memory
@@ -76,30 +77,18 @@ def _print_continuations(args: argparse.Namespace) -> None:
     )
     for _ in itertools.islice(steps(), 2):  # compiles, so that the rates do not include it
         pass
-    start, history = time.perf_counter(), []
-
-    def first_sequence():
-        for ids in steps():
-            history.append((time.perf_counter(), ids))
-            if ids[0] != ENDED:
-                yield ids[0]
-
+    timed = Timed(steps())
     print(args.prompt[0], end="", flush=True)
-    for piece in stream_text(lm.tokenizer, prompts[0], first_sequence()):
+    first = (ids[0] for ids in timed if ids[0] != ENDED)
+    for piece in stream_text(lm.tokenizer, prompts[0], first):
         print(piece, end="", flush=True)
     print()
-    times = [t for t, _ in history]
-    tokens = np.array([ids for _, ids in history], int).reshape(-1, len(prompts))
+    tokens = np.array(timed.tokens, int).reshape(-1, len(prompts))
     for row in range(1, len(prompts)):
         ids = tokens[tokens[:, row] != ENDED, row]
         print("---\n" + args.prompt[row], *stream_text(lm.tokenizer, prompts[row], ids), sep="")
-    if len(times) > 1:
-        read, written = sum(map(len, prompts)), np.sum(tokens[1:] != ENDED)
-        print(
-            f"prefill: {read} tokens, {read / (times[0] - start):,.0f} tokens/s; "
-            f"decode: {written} tokens, {written / (times[-1] - times[0]):,.0f} tokens/s",
-            file=sys.stderr,
-        )
+    if rates := timed.rates(prompts):
+        print(rates, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Continues a batch of token sequences, and turns new tokens into text as they come."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from twell_jax.inference.sampling import Sampling, sample
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
 _MULTIPLE = 64
+_AHEAD = 3  # steps that the device has been given before the host waits for the tokens of one
+_CONTEXT = 16  # tokens of a prompt with which new tokens decode as they do after all of it
 ENDED = -1  # in place of the next token, for a sequence that has ended
 
 
@@ -69,42 +72,61 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
-    graph, params = nnx.split(model)
-    key, ended = jax.random.key(seed), np.zeros(len(prompts), bool)
-    capacity = cache_capacity(width, max_tokens)
-    following = _prefill(graph, params, tokens, padding, key, capacity=capacity, sampling=sampling)
-    for step in range(max_tokens):
-        token, cache = following
-        if step + 1 < max_tokens:  # enqueued before the host waits for this step's tokens
-            following = _extend(graph, params, token, cache, key, sampling=sampling)
-        ids = np.asarray(token)
+    ended = np.zeros(len(prompts), bool)
+    steps = _steps(model, tokens, padding, max_tokens, sampling, seed)
+    for ids in _ahead(steps):
         ended |= np.isin(ids, stop_ids)
         if ended.all():
             return
         yield np.where(ended, ENDED, ids)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("graph", "capacity", "sampling"),
-    compiler_options=PREFILL_OPTIONS,
-)
-def _prefill(graph, params, tokens, padding, key, *, capacity, sampling):
-    """The first new token of each row, int32 [B], and a cache with room for `capacity` tokens."""
-    logits, cache = nnx.merge(graph, params).prefill(tokens, capacity, padding)
-    return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache
+def _steps(model, tokens, padding, max_tokens, sampling, seed):
+    """Enqueues a step whenever it is asked for one, and yields its tokens, int32 [B]."""
+    graph, params = nnx.split(model)
+    prefill, extend = _programs(graph, sampling)
+    key, capacity = jax.random.key(seed), cache_capacity(tokens.shape[1], max_tokens)
+    for step in range(max_tokens):
+        if step == 0:
+            token, stored = prefill(params, tokens, padding, key, capacity=capacity)
+        else:
+            token, stored = extend(params, token, stored, key)
+        token.copy_to_host_async()
+        yield token
 
 
-@partial(
-    jax.jit,
-    static_argnames=("graph", "sampling"),
-    donate_argnames="cache",
-    compiler_options=DECODE_OPTIONS,
-)
-def _extend(graph, params, token, cache, key, *, sampling):
-    """The token after `token` of each row, and the cache extended by `token`."""
-    logits, cache = decode(nnx.merge(graph, params), token[:, None], cache)
-    return sample(logits, jax.random.fold_in(key, cache.length), sampling), cache
+def _ahead(steps: Iterator[jax.Array]) -> Iterator[np.ndarray]:
+    """The tokens of steps; while the host waits for them, the device has `_AHEAD` more to do."""
+    queue: deque[jax.Array] = deque()
+    try:
+        for number, token in enumerate(steps):
+            queue.append(token)
+            # The first token waits for nothing but the prompts.
+            if number == 0 or len(queue) > _AHEAD:
+                yield np.asarray(queue.popleft())
+        while queue:
+            yield np.asarray(queue.popleft())
+    finally:
+        jax.block_until_ready(list(queue))  # else what the caller times next would include them
+
+
+@cache  # a step would take longer to look for its program by a whole graph
+def _programs(graph: nnx.GraphDef, sampling: Sampling) -> tuple[Callable, Callable]:
+    """The compiled calls of a model: what reads prompts, and what appends a token."""
+
+    @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
+    def prefill(params, tokens, padding, key, *, capacity):
+        """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
+        logits, stored = nnx.merge(graph, params).prefill(tokens, capacity, padding)
+        return sample(logits, jax.random.fold_in(key, stored.length), sampling), stored
+
+    @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
+    def extend(params, token, stored, key):
+        """The token after `token` of each row, and the cache extended by `token`."""
+        logits, stored = decode(nnx.merge(graph, params), token[:, None], stored)
+        return sample(logits, jax.random.fold_in(key, stored.length), sampling), stored
+
+    return prefill, extend
 
 
 def stream_text(
@@ -114,11 +136,16 @@ def stream_text(
 
     A piece ends at the end of a character, whose bytes may be spread over several tokens.
     """
-    ids, shown = list(prompt), len(tokenizer.decode(prompt))
+    context, piece = list(prompt[-_CONTEXT:]), []
     for token in new_ids:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # else the last character still lacks bytes
-            yield text[shown:]
-            shown = len(text)
-    yield tokenizer.decode(ids)[shown:]
+        piece.append(token)
+        text = _following(tokenizer, context, piece)
+        if text and not text.endswith("\ufffd"):  # else the last character still lacks bytes
+            yield text
+            context, piece = piece, []
+    yield _following(tokenizer, context, piece)
+
+
+def _following(tokenizer, context, ids):
+    """The text of `ids` where they follow `context`: some tokenizers drop a space before a text."""
+    return tokenizer.decode([*context, *ids])[len(tokenizer.decode(context)) :]

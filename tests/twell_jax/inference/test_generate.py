@@ -95,7 +95,9 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
     first = continued(paths.directory, "def ")
     assert first.out.startswith("def ") and len(first.out) > 5
     assert re.fullmatch(
-        r"prefill: 4 tokens, [\d,]+ tokens/s; decode: \d+ tokens, [\d,]+ tokens/s\n", first.err
+        r"prefill: 4 tokens, [\d,]+ tokens/s; "
+        r"decode: \d+ tokens, [\d,]+ tokens/s, \d+\.\d{3} ms a step\n",
+        first.err,
     )
     several = continued(paths.directory, "def ", "class")
     assert several.out.startswith("def ") and "\n---\nclass" in several.out

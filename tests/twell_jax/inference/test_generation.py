@@ -5,11 +5,12 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as hf
 from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
-from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer, train_bpe
 from twell_jax.inference import ENDED, GREEDY, generate, stream_text
 
 MODEL = {
@@ -57,8 +58,8 @@ def test_a_sequence_does_not_depend_on_those_beside_it(model):
     for row, prompt in enumerate(PROMPTS):
         alike = continued(model, [prompt] * 4, sampling=GREEDY)
         np.testing.assert_array_equal(alike, together[:, [row] * 4])
-    alone = continued(model, PROMPTS[-1:], sampling=GREEDY)
-    np.testing.assert_array_equal(alone, together[:, -1:])
+        alone = continued(model, [prompt], sampling=GREEDY)
+        np.testing.assert_array_equal(alone, together[:, [row]])
 
 
 def test_a_seed_decides(model):
@@ -109,3 +110,47 @@ def test_text_is_streamed_in_whole_characters():
     assert "".join(pieces) == text and "\u6f22" in pieces and len(pieces) > 8
     cut = tokenizer.encode(["a\u6f22"])[0][:-1]  # ends within a character
     assert "".join(stream_text(tokenizer, prompt, cut)) == "a\ufffd"
+
+
+def with_spaces_in_words():
+    """A tokenizer that, as SentencePiece's, marks spaces in tokens and drops a text's first."""
+    vocabulary = {"</s>": 0, "\u2581": 1, "\u2581a": 2, "b": 3, "\u2581c\u00e9": 4}
+    backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_special_tokens(["</s>"])
+    backend.decoder = hf.decoders.Metaspace()
+    return SubwordTokenizer(backend, "</s>")
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        ByteTokenizer(),
+        train_bpe(["d\u00e9f \u6f22 = '\u6f22\u5b57' + \u00e9\u00e9 \u6f22\u5b57"] * 3, 262),
+        with_spaces_in_words(),
+    ],
+    ids=["bytes", "bpe", "spaces in words"],
+)
+def test_streamed_text_is_that_of_all_tokens_together(tokenizer):
+    for count in (0, 1, 40, 300):
+        ids = seeds.rng().integers(0, tokenizer.size, 2 + count).tolist()
+        prompt, new = [*ids[: -count or None], 1, 2], ids[len(ids) - count :]
+        whole = tokenizer.decode([*prompt, *new])
+        assert (
+            "".join(stream_text(tokenizer, prompt, new)) == whole[len(tokenizer.decode(prompt)) :]
+        )
+
+
+class Counting(ByteTokenizer):
+    """Counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids):
+        type(self).decoded += len(ids)
+        return super().decode(ids)
+
+
+def test_a_token_of_a_long_text_costs_no_more_than_that_of_a_short_one():
+    prompt, new = [97] * 5000, [98] * 1000
+    assert "".join(stream_text(Counting(), prompt, new)) == "b" * 1000
+    assert Counting.decoded < 10 * len(new)
