@@ -7,12 +7,16 @@
 quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
 of them. Without a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say.
 "error" compares cross-entropies or logits with those of the dense model of the same function and
-weights. Energy needs the package nvidia-ml-py. Where torch with CUDA is installed, "torch, silu" is
-a dense decoder in torch; it lives in the memory that JAX leaves free, 25 % of the GPU's by default.
+weights. "decode" also lets `generate` write, greedily and, where kernels decode, at a temperature;
+the tokens per second that it reports stand beside those of the step alone. Energy needs the package
+nvidia-ml-py. Where torch with CUDA is installed, "torch, silu" is a dense decoder in torch; it
+lives in the memory that JAX leaves free, 25 % of the GPU's by default.
 """
 
 import argparse
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,7 +36,8 @@ from twell_jax import config as config_lib
 from twell_jax import models
 from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
-from twell_jax.inference import language_model
+from twell_jax.inference import GREEDY, Sampling, generate, language_model
+from twell_jax.inference.rates import Timed
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, graphdef
 
 try:
@@ -63,6 +68,8 @@ VARIANTS = {
 DENSE = ("xla, silu", "xla, relu")
 BATCH, CONTEXT = 64, 2048
 DECODE_BATCHES, PROMPT, CAPACITY = (1, 8, 32), 512, 1024
+GENERATED = 128  # steps of `generate`, around a cache with PROMPT tokens
+SAMPLED = Sampling(temperature=0.8)  # as the command does by default
 ENERGY_SECONDS = 5.0  # NVML's counter advances in steps of up to 0.1 s
 
 
@@ -244,7 +251,31 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
             return Call(run, len(token), _peak(compiled))
 
         for row in compare(config, prepare, torch_call(config, params, token[:, None], PROMPT)):
+            if "ms" in row and (changes := VARIANTS.get(row["implementation"])):
+                model = nnx.merge(graphdef(config.model_copy(update=changes)), params)
+                row["generate_greedy"] = generated(model, tokens[:batch], GREEDY)
+                if row["implementation"] not in DENSE:
+                    row["generate_sampled"] = generated(model, tokens[:batch], SAMPLED)
             yield {"batch": batch, "context": PROMPT} | row
+
+
+def generated(model: Transformer, tokens: np.ndarray, sampling: Sampling) -> float:
+    """Tokens per second of decoding as `Timed` reports them of `generate`, the median of three.
+
+    The cache has room for CAPACITY tokens and holds PROMPT on average; prompts are the first of
+    `tokens: int32 [B, at least PROMPT]`.
+    """
+    prompts = tokens[:, : PROMPT - GENERATED // 2]
+    steps = partial(
+        generate, model, prompts, max_tokens=CAPACITY - prompts.shape[1], sampling=sampling
+    )
+    rates = []
+    for count in (2, *[1 + GENERATED] * 3):  # the first one compiles
+        timed = Timed(itertools.islice(steps(), count))
+        for _ in timed:
+            pass
+        rates.append(timed.rates(prompts).tokens_per_second)
+    return statistics.median(rates[1:])
 
 
 DIRECTIONS = {"forward": forward, "prefill": prefill, "decode": decode}

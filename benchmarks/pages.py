@@ -6,7 +6,7 @@ names the page, docs/results/NAME.md.
 
 from benchmarks import plots
 from benchmarks.study import report
-from benchmarks.tables import UNKNOWN, Row, Table, block, number, yes
+from benchmarks.tables import UNKNOWN, Cell, Row, Table, block, number, yes
 
 
 def _milliseconds(row: Row) -> str:
@@ -15,6 +15,11 @@ def _milliseconds(row: Row) -> str:
 
 def _energy(row: Row) -> str:
     return f"{row['joules_per_token'] * 1e3:,.2f} ({row['energy']:.2f}x)"
+
+
+def _generate(key: str) -> Cell:
+    """The rate of `generate` under a key, and its share of the rate of the steps alone."""
+    return lambda row: f"{row[key]:,.0f} ({row[key] / row['tokens_per_second']:.0%})"
 
 
 def mesh(row: Row) -> str:
@@ -79,7 +84,9 @@ TABLES: dict[str, Table] = {
         "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over "
         '5 s, peak memory is what XLA states for the compiled call. "error" compares '
         "cross-entropies or logits with those of the dense model of the same function. "
-        '"torch, silu" is a plain dense decoder in torch, captured in a CUDA graph.',
+        '"torch, silu" is a plain dense decoder in torch, captured in a CUDA graph. "generate" is '
+        "what `generate` reports of decoding, greedy or at temperature 0.8, the host's work "
+        "included; in brackets its share of the rate of the steps alone.",
         columns={
             "model": number("model", "{}"),
             "direction": number("direction", "{}"),
@@ -87,6 +94,8 @@ TABLES: dict[str, Table] = {
             "mean nnz": number("nnz_mean", "{:.1f}"),
             "block": block,
             "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f} ({row['speedup']:.2f}x)",
+            "generate, greedy": _generate("generate_greedy"),
+            "generate, sampled": _generate("generate_sampled"),
             "mJ/token": _energy,
             "peak memory": lambda row: f"{row['peak_bytes'] / 2**30:.1f} GiB",
             "error": number("error", "{:.1e}"),

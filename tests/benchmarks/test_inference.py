@@ -13,10 +13,11 @@ from benchmarks.pages import TABLES
 from twell_jax import config as config_lib
 from twell_jax.analysis import timing
 from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.inference import generation
 from twell_jax.models import KVCache, Transformer, graphdef
 from twell_jax.models.pretrained import save_pretrained
 
-joules = inference.joules  # `small` puts another in its place
+joules, generated = inference.joules, inference.generated  # `small` puts others in their place
 random = functools.cache(inference.random)  # the model that `small` describes is drawn once
 
 
@@ -35,6 +36,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(inference, "CAPACITY", 16)
     monkeypatch.setattr(inference, "random", random)
     monkeypatch.setattr(inference, "torch_decoder", None)
+    monkeypatch.setattr(inference, "generated", lambda model, tokens, sampling: 450.0)
     monkeypatch.setattr(timing, "milliseconds", lambda f, calls: (f(), 2.0)[1])
     energy = iter(range(0, 1000, 5))
     monkeypatch.setattr(inference, "joules", lambda: next(energy))
@@ -57,8 +59,10 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
         assert row["tokens_per_second"] == tokens / 2e-3
         assert row["joules_per_token"] == 5 / (5 * tokens)  # 5 calls of 2 ms fill 10 ms
         assert (row["speedup"], row["energy"], row["baseline"]) == (1, 1, "xla, silu")
+        assert row.get("generate_greedy") == (450 if row["direction"] == "decode" else None)
     lines = TABLES["inference"].render(rows).splitlines()
-    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - |")
+    assert len(lines) == 2 + len(rows) and lines[-1].endswith("| mosaic, relu | - | - | - | - |")
+    assert "| xla, relu | 1,000 (1.00x) | 450 (45%) | " in lines[-2]
     assert lines[2].startswith("| 2b | forward | 2 x 32 | ") and "| 32,000 (1.00x) | " in lines[2]
 
 
@@ -74,6 +78,36 @@ def test_errors_are_those_against_the_dense_model_with_the_same_function(directi
     errors = {row["implementation"]: row["error"] for row in rows if "error" in row}
     assert errors.keys() == {"mosaic, relu", "mosaic, silu", "wrong, silu"}
     assert errors["mosaic, relu"] == errors["mosaic, silu"] == 0 < errors["wrong, silu"]
+
+
+def test_generation_is_measured_around_the_cache_of_the_step(monkeypatch):
+    monkeypatch.setattr(inference, "PROMPT", 80)
+    monkeypatch.setattr(inference, "CAPACITY", 128)
+    monkeypatch.setattr(inference, "GENERATED", 32)
+    config, params, _ = inference.random("2b")
+    config = config.model_copy(update=inference.VARIANTS["xla, relu"])
+    generations, model = [], nnx.merge(graphdef(config), params)
+
+    def generate(model, prompts, **options):
+        generations.append([])
+        capacity = generation.cache_capacity(prompts.shape[1], options["max_tokens"])
+        assert (prompts.shape, capacity) == ((2, 64), inference.CAPACITY)
+        for tokens in inference_generate(model, prompts, **options):
+            generations[-1].append(tokens)
+            yield tokens
+
+    inference_generate = inference.generate
+    monkeypatch.setattr(inference, "generate", generate)
+    rate = generated(model, np.ones((2, 129), np.int32), inference.SAMPLED)
+    assert [len(steps) for steps in generations] == [2, 33, 33, 33] and rate > 0
+
+
+def test_what_kernels_decode_is_also_generated_by_sampling(monkeypatch):
+    monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
+    monkeypatch.setitem(inference.VARIANTS, "mosaic, relu", inference.VARIANTS["xla, relu"])
+    *dense, ours = inference.decode(*inference.random("2b"))
+    assert ours["generate_greedy"] == ours["generate_sampled"] == 450
+    assert not any("generate_sampled" in row for row in dense)
 
 
 def decoder_in_place_of_torch():
