@@ -1,10 +1,15 @@
 """The whole feed-forward block for some rows of x, whose number only the GPU knows.
 
 These are the rows that a packed format does not hold; the kernel that meets such a row appends it
-to a list. Two matmul kernels read the length of the list and compute as many blocks as it takes: an
-empty list costs two launches, and nothing waits for the host. Between the two, the hidden
-activation is stored transposed, [H, rows]: its statistics are then sums along the rows of an
-accumulator, for which warps need not communicate.
+to a list. Two matmul kernels read the length of the list and compute as many blocks as it takes,
+and a third puts the results in their places: an empty list costs three launches, and nothing waits
+for the host. Between the first two, the hidden activation is stored transposed, [H, rows]: its
+statistics are then sums along the rows of an accumulator, for which warps need not communicate.
+
+Kernels overlap where they can (programmatic dependent launch). The first starts when the list is
+complete, on SMs that the kernel which made it leaves free, and lets the second start, which first
+fetches its weights into L2. Only the third changes an array in place, so that XLA copies no weights
+of a layer out of stacked ones (docs/design/0014).
 
 Few rows cost the time in which the weights are read, if enough SMs read. Up to 64 rows are
 therefore computed in blocks of half the size: twice as many SMs read the weights, and each reads
@@ -14,7 +19,7 @@ to GMEM, and each adds the four parts for a quarter of the rows.
 """
 
 import dataclasses
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import in_place
-from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import cluster, versions
+from pallas_kernels.hopper import place_rows, support
+from pallas_kernels.hopper.device import cluster, gather, lists, token_columns, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -36,6 +40,7 @@ _FEW = ACC_ROWS  # a list of up to so many rows is short: rows and columns of it
 _PAIR = 2  # thread blocks that share the sums of a short list
 _PARTS = _PAIR * CONSUMERS  # of a sum
 _PART_ROWS = _FEW // _PARTS  # rows whose parts a warpgroup adds
+_PREFETCH = 1 << 17  # elements of w_down that a block fetches into L2, at most
 
 
 def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
@@ -67,22 +72,27 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
     support.check_array("heavy.rows", heavy.rows, (m,), jnp.int32)
     support.check_array("heavy.count", heavy.count, (1,), jnp.int32)
 
-    tile = (CONSUMERS, ACC_ROWS, _BLOCK)
     row_blocks = pl.cdiv(m, _BLOCK)
+    rows = row_blocks * _BLOCK
     stats = jax.ShapeDtypeStruct((max(row_blocks, CONSUMERS), h), jnp.float32)
     hidden, l1, largest = _call(
         _hidden_kernel,
-        out_type=(jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype), stats, stats),
-        scratch_types=dict(h_smem=plgpu.SMEM(tile, dtype, transforms=TILED)),
+        len(heavy.pending),
+        out_type=(jax.ShapeDtypeStruct((h, rows), dtype), stats, stats),
+        scratch_types=dict(
+            h_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _BLOCK), dtype, transforms=TILED)
+        ),
         grid=(sm_count(),),
         grid_names=("sm",),
-    )(heavy.count, heavy.x, *weights.inner)
-    count, rows, hidden, w_down = in_place.barrier((heavy.count, heavy.rows, hidden, weights.down))
-    _call(
+    )(*heavy.pending, heavy.count, heavy.x, *weights.inner)
+    y_rows, _ = _call(
         _down_kernel,
-        out_type=jax.ShapeDtypeStruct((d // _FEW, _PARTS, _FEW, _FEW), jnp.float32),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, d), dtype),
+            jax.ShapeDtypeStruct((d // _FEW, _PARTS, _FEW, _FEW), jnp.float32),
+        ),
         scratch_types=dict(
-            y_smem=plgpu.SMEM(tile, dtype),
+            y_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _FEW), dtype, transforms=TILED),
             few_smem=plgpu.SMEM((CONSUMERS, _PART_ROWS, _FEW), dtype),
             written=plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS),
         ),
@@ -90,15 +100,16 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
         grid_names=("pair",),
         cluster=(_PAIR,),
         cluster_names=("part",),
-    )(count, rows, hidden, w_down, y_ref)
-    rows_of_stats = jnp.where(count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
-    is_computed = (jnp.arange(len(l1)) * rows_of_stats < count[0])[:, None]
+    )(heavy.count, hidden, weights.down)
+    place_rows.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
+    rows_of_stats = jnp.where(heavy.count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
+    is_computed = (jnp.arange(len(l1)) * rows_of_stats < heavy.count[0])[:, None]
     return jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
 
 
-def _call(body, **kwargs):
+def _call(body, *static, **kwargs):
     return plgpu.kernel(
-        body,
+        functools.partial(body, *static),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=body.__name__.strip("_"),
@@ -107,14 +118,22 @@ def _call(body, **kwargs):
     )
 
 
-def _hidden_kernel(count, x_rows, *refs, h_smem):
-    *weights, hidden, l1, largest = refs
-    work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem)
+def _hidden_kernel(pending, *refs, h_smem):
+    count_ref, x_rows, *weights, hidden, l1, largest = refs[pending:]
     h, _ = weights[0].shape
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    few, row_blocks = _split(count[0])
+    if pending:
+        lists.acquire()
+    else:
+        plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+    count = token_columns.read(count_ref)
+    work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem)
+    few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
+    if pending:  # this kernel does not end before the one that made the list
+        pl.when(sm == sms - 1)(plgpu.griddepcontrol_wait)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +141,8 @@ class _Hidden:
     """What the hidden kernel does, with references to its operands, results and scratch.
 
     Attributes:
-      count, x_rows: GMEM, int32 `[1]` and `[rows, D]`.
+      count: int32 scalar, the length of the list.
+      x_rows: GMEM `[rows, D]`.
       weights: GMEM, gate and up or one of them, each `[H, D]`.
       hidden: GMEM `[H, rows]`, to be filled.
       l1, largest: GMEM, float32 `[parts, H]`, to be filled: for a neuron, of the rows of a block,
@@ -131,7 +151,7 @@ class _Hidden:
       h_smem: SMEM `[warpgroups, 64, 128]`.
     """
 
-    count: jax.Ref
+    count: jax.Array
     x_rows: jax.Ref
     weights: list[jax.Ref]
     hidden: jax.Ref
@@ -164,10 +184,11 @@ class _Hidden:
         neurons = pl.ds(index * _FEW, _FEW)
 
         def finish(accs):
-            self.hidden[neurons, mine] = self._activate(accs, mine.start, neurons, warpgroup)
+            value = self._activate(accs, mine.start, neurons, warpgroup)
+            versions.store(self.hidden.at[neurons, mine], value)
 
-        columns = _FEW // CONSUMERS
-        self._multiply(pl.ds(0, _FEW), neurons.start, columns, lambda w, x: (w, x.at[mine]), finish)
+        rows, columns = pl.ds(versions.first_block(), _FEW), _FEW // CONSUMERS
+        self._multiply(rows, neurons.start, columns, lambda w, x: (w, x.at[mine]), finish)
 
     def _multiply(self, rows, first_neuron, columns, operands, finish):
         """Calls `finish` with products, `[64, columns]` each, of neurons and rows.
@@ -200,7 +221,7 @@ class _Hidden:
         """The hidden activation, rounded, for rows from `first_row` on; stores its statistics."""
         gate, *up = accs
         row = plgpu.broadcasted_iota(jnp.int32, gate.shape, 1, layout=plgpu.Layout.WGMMA)
-        is_listed = row < self.count[0] - first_row
+        is_listed = row < self.count - first_row
         gate = jnp.where(is_listed & ~(gate <= 0), gate, 0.0)  # keeps NaN
         gate = value = gate.astype(self.hidden.dtype).astype(jnp.float32)
         for u in up:
@@ -210,14 +231,22 @@ class _Hidden:
         return value.astype(self.hidden.dtype)
 
 
-def _down_kernel(count, rows, hidden, w_down, y, parts, *, y_smem, few_smem, written):
-    work = _Down(count, rows, hidden, w_down, y, parts, y_smem, few_smem, written)
-    d = w_down.shape[1]
+def _down_kernel(count_ref, hidden, w_down, y_rows, parts, *, y_smem, few_smem, written):
+    h, d = w_down.shape
     pair, pairs = lax.axis_index("pair"), lax.axis_size("pair")
-    few, row_blocks = _split(count[0])
+    block, blocks = pair * _PAIR + lax.axis_index("part"), pairs * _PAIR
+
+    @pl.when((token_columns.read(count_ref) > 0) & (lax.axis_index("warpgroup") == 0))
+    def _():
+        share = pl.cdiv(h, blocks)
+        gather.prefetch_rows(w_down, block * share, min(share, _PREFETCH // d))
+
+    plgpu.griddepcontrol_wait()
+    count = token_columns.read(count_ref)
+    work = _Down(count, hidden, w_down, y_rows, parts, y_smem, few_smem, written)
+    few, row_blocks = _split(count)
     _for_each(few * (d // _FEW), pair, pairs, work.few_block)
-    block = pair * _PAIR + lax.axis_index("part")
-    _for_each(row_blocks * pl.cdiv(d, _BLOCK), block, pairs * _PAIR, work.block)
+    _for_each(row_blocks * pl.cdiv(d, _BLOCK), block, blocks, work.block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,16 +254,16 @@ class _Down:
     """What the down kernel does, with references to its operands, results and scratch.
 
     Attributes:
-      count, rows, hidden, w_down: GMEM, int32 `[1]`, int32 `[M]`, `[H, rows]` and `[H, D]`.
-      y: GMEM `[M, D]`, whose listed rows are set.
+      count: int32 scalar, the length of the list.
+      hidden, w_down: GMEM `[H, rows]` and `[H, D]`.
+      y: GMEM `[rows, D]`, to be filled.
       parts: GMEM, float32 `[D / 64, 4, 64, 64]`: of 64 columns for the rows of a short list, what
         each warpgroup of a pair of blocks has summed.
-      y_smem, few_smem: SMEM `[warpgroups, 64, 128]` and `[warpgroups, 16, 64]`.
+      y_smem, few_smem: SMEM `[warpgroups, 64, 64]` and `[warpgroups, 16, 64]`.
       written: barrier of the pair, at which a warpgroup arrives when its part is in GMEM.
     """
 
-    count: jax.Ref
-    rows: jax.Ref
+    count: jax.Array
     hidden: jax.Ref
     w_down: jax.Ref
     y: jax.Ref
@@ -257,10 +286,12 @@ class _Down:
             return accs
 
         def finish(accs):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            versions.store(self.y_smem.at[warpgroup], accs[0].astype(self.y.dtype))
-            first_row = row_block * _BLOCK + warpgroup * ACC_ROWS
-            self._store_rows(self.y_smem.at[warpgroup], first_row, columns.start)
+            rows = pl.ds(row_block * _BLOCK + warpgroup * ACC_ROWS, ACC_ROWS)
+            for first in range(0, _BLOCK, _FEW):  # D may end in between
+                half = accs[0][:, first : first + _FEW].astype(self.y.dtype)
+                target = pl.ds(columns.start + first, _FEW)
+                store = functools.partial(_store, half, self.y_smem.at[warpgroup], self.y)
+                pl.when(target.start < d)(functools.partial(store, rows, target))
 
         operand = _operand((STAGE_K, _BLOCK), lambda k: (k, 0))
         _pipeline(multiply, finish, [_BLOCK], h // STAGE_K, _STAGES, [operand, operand])(
@@ -285,7 +316,7 @@ class _Down:
             plgpu.barrier_wait(self.written)
             cluster.fence()
             first_row = quarter * _PART_ROWS
-            pl.when(first_row < self.count[0])(lambda: self._add_parts(index, first_row))
+            pl.when(first_row < self.count)(lambda: self._add_parts(index, first_row))
 
         # Rows beyond H are read as zeros: the last stage may have some, or the second be of them.
         stages = max(2, pl.cdiv(self.w_down.shape[0], _PAIR * CONSUMERS * STAGE_K))
@@ -302,26 +333,16 @@ class _Down:
         total = plgpu.load(parts.at[0], layout=layout)
         for part in range(1, _PARTS):  # in this order, always
             total += plgpu.load(parts.at[part], layout=layout)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.few_smem[warpgroup] = total.astype(self.y.dtype)
-        self._store_rows(self.few_smem.at[warpgroup], first_row, index * _FEW)
+        rows, columns = pl.ds(first_row, _PART_ROWS), pl.ds(index * _FEW, _FEW)
+        _store(total.astype(self.y.dtype), self.few_smem.at[warpgroup], self.y, rows, columns)
 
-    def _store_rows(self, finished, first_row, first_column):
-        """Copies what is listed of `finished` (SMEM, rows from `first_row` of the list) to y."""
-        (n, columns), d = finished.shape, self.y.shape[1]
-        width = math.gcd(d, columns)  # copies of single rows are not clipped to y's columns
-        plgpu.commit_smem()
 
-        @pl.loop(0, jnp.clip(self.count[0] - first_row, 0, n))
-        def _(i):
-            row = self.y.at[self.rows[first_row + i]]
-
-            @pl.loop(0, jnp.minimum(columns, d - first_column), step=width)
-            def _(column):
-                plgpu.copy_smem_to_gmem(
-                    finished.at[i, pl.ds(column, width)],
-                    row.at[pl.ds(first_column + column, width)],
-                )
+def _store(tile, smem, target, rows, columns):
+    """Starts to copy `tile` through `smem` to these rows and columns of `target`."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    smem[...] = tile
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
 
 
 def _operand(block, index_map):

@@ -4,7 +4,9 @@ One warpgroup takes one token: it collects the row's entries from its tiles into
 walks that list (`gather.gather_ffn`), so that the hidden activation h lives in registers alone. A
 block holds a few neighbouring tokens, which share neurons; blocks are short, so the hardware's own
 scheduler balances rows of different lengths. Heavy rows (`twell.is_heavy`) are put on a list for
-`dense_rows`.
+`dense_rows`, which may start as soon as all blocks have looked at their rows.
+
+Weights may be slices of stacked weights: nothing is changed in place, so XLA copies none of them.
 """
 
 import dataclasses
@@ -17,7 +19,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels import in_place
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import gather, lists, simt
 from pallas_kernels.layouts import twell
@@ -96,10 +97,12 @@ def fused_ffn(
             jax.ShapeDtypeStruct((m, d), w_down.dtype),
             jax.ShapeDtypeStruct((m,), jnp.int32),
             jax.ShapeDtypeStruct((m,), jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((m,), jnp.int32),
             jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), x.dtype),
         ),
         scratch_types=dict(
+            looked=plgpu.Barrier(num_arrivals=rows),
             entries=plgpu.SMEM((rows, tiles * (words - 1) + 2 * batch), jnp.uint32),
             sums=plgpu.SMEM((rows, 3, batch, 4), jnp.float32),
         ),
@@ -112,23 +115,45 @@ def fused_ffn(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    count = in_place.mutable(jnp.zeros(1, jnp.int32))
-    arrays = in_place.barrier((x, packed, w_up, w_down))
-    *out, rows, x_rows = in_place.barrier(kernel(*arrays, count))
-    return *out, HeavyRows(in_place.contents(count), rows, x_rows)
+    # To XLA the counters are a constant; see `frames.gathered_matmul`. A number besides zeros keeps
+    # XLA from filling them in for each call, by a kernel.
+    counters = jnp.array([0, 0, 1], jnp.int32)
+    *out, count, rows, x_rows = kernel(counters, x, packed, w_up, w_down)
+    return *out, HeavyRows(count, rows, x_rows, pending=tuple(out))
 
 
 def _kernel(
-    x, packed, w_up, w_down, heavy_count, y, nnz, l1, heavy_rows, heavy_x, *, entries, sums
-):
+    counters, x, packed, w_up, w_down, y, nnz, l1, heavy_count, heavy_rows, heavy_x,
+    *, looked, entries, sums,
+):  # fmt: skip
     warpgroup = lax.axis_index("warpgroup")
     row = lax.axis_index("block") * entries.shape[0] + warpgroup
+    is_row = row < packed.shape[0]
 
-    @pl.when(row < packed.shape[0])
+    def let_next_start():
+        plgpu.barrier_arrive(looked)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.barrier_wait(looked)
+            lists.finish(counters, heavy_count, lax.axis_size("block"))
+            plgpu.griddepcontrol_launch_dependents()
+
+    pl.when(~is_row)(lambda: plgpu.barrier_arrive(looked))
+
+    @pl.when(is_row)
     def _():
         mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
         x_row = gather.load_row(x.at[row], jnp.bool(True))
         count = collect_entries(packed.at[row], mine)
+
+        @pl.when(count < 0)
+        def _():
+            place = lists.append(counters.at[pl.ds(0, 1)], jnp.int32(1), my_sums)
+            heavy_rows[place] = row
+            gather.store_row(heavy_x.at[place], x_row)
+
+        let_next_start()
         wide = None if w_up is None else gather.widen(x_row)
         y_row, row_l1 = gather.gather_ffn(wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums)
         if w_up is not None:
@@ -138,12 +163,6 @@ def _kernel(
         gather.store_row(y.at[row], y_row.astype(y.dtype))
         nnz[row] = jnp.maximum(count, ~count)
         l1[row] = row_l1
-
-        @pl.when(count < 0)
-        def _():
-            place = lists.append(heavy_count, jnp.int32(1), my_sums)
-            heavy_rows[place] = row
-            gather.store_row(heavy_x.at[place], x_row)
 
 
 def collect_entries(packed_ref, entries_ref) -> jax.Array:

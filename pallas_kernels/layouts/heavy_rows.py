@@ -18,8 +18,12 @@ class HeavyRows:
       count: int32 `[1]`, the length of the list, from 0 to M.
       rows: int32 `[M]` or longer, distinct row indices; unspecified from `count` on.
       x: `[M rounded up to a multiple of 8, D]`, these rows of x; unspecified from `count` on.
+      pending: what the kernel before `dense_rows` may still read or write when that starts, if it
+        lets it start before it ends, but not before the list is complete. `dense_rows` takes these
+        arrays so that XLA does not use their memory for something else.
     """
 
     count: jax.Array
     rows: jax.Array
     x: jax.Array
+    pending: tuple[jax.Array, ...] = ()

@@ -122,6 +122,31 @@ def test_heavy_rows_at_full_size(algorithm, every):
     assert_exact(operands, algorithm)
 
 
+@pytest.mark.gpu
+@every_packing
+@pytest.mark.parametrize("m", [256, 512, 1000])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_overlapping_kernels(algorithm, m, graphs):
+    """Layers in a loop, without and with CUDA graphs; in these no kernel overlaps the next."""
+    layers = [draw(m, 2048, 5632, threshold=2.57) for _ in range(3)]
+    for i, (x, *_) in enumerate(layers):
+        x[7 :: (m, 100, 5)[i], -1] = -1  # short and long lists of heavy rows
+    operands = jax.device_put([np.stack(a) for a in zip(*layers, strict=True)])
+
+    def loop(operands):
+        return jax.lax.map(lambda layer: by(algorithm)(*layer), operands)
+
+    options = {} if graphs else {"xla_gpu_enable_command_buffer": ""}
+    call = jax.jit(loop, compiler_options=options)
+    expected = [xla(*layer)[0] for layer in layers]
+    for _ in range(20):
+        y, stats = call(operands)
+        for i in range(len(layers)):
+            assert relative_error(y[i], expected[i]) < 1e-2
+            assert relative_error(y[i][7], expected[i][7]) < 1e-2
+        assert np.all(np.isfinite(stats.l1))
+
+
 @every_algorithm
 def test_counts_at_and_above_the_capacity_of_a_tile(back_end, algorithm):
     x, w_gate, *_ = operands = draw_for(algorithm)

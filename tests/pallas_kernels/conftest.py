@@ -52,6 +52,7 @@ def interpreted(monkeypatch, capsys):
         monkeypatch.setattr(job_queue, "_take", take)
         monkeypatch.setattr(job_queue, "_broadcast_first", lambda value, scratch_ref: value)
         monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 3)
+        monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             yield
         assert "RACE" not in capsys.readouterr().out

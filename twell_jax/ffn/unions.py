@@ -11,7 +11,7 @@ too many, or the lists do not fit, the backward computes everything again, dense
 The tokens outside the unions are then so few that XLA computes their part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +96,10 @@ def _forward(
         x, in_place.contents(gate_ref), weights.linear, plan, with_gate=max_items is not None
     )
     y = kernels.union_down(hidden, (weights.down,), plan, m)
-    # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory.
+    # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
+    # starts while union_down still works on its last jobs.
     y, heavy = in_place.barrier((y, heavy))
+    heavy = replace(heavy, pending=(y, hidden, *jax.tree.leaves(plan)))
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1

@@ -128,6 +128,27 @@ def store_row(ref, row: jax.Array) -> None:
     step(ref, row)
 
 
+def prefetch_rows(ref, first: jax.Array, n: int) -> None:
+    """Fetches rows `first` to `first + n - 1` of `ref: [H, D]` (GMEM, 16-bit) into L2, up to H."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def step(_, ref, first):
+        i64 = ir.IntegerType.get_signless(64)
+        h, d = ir.MemRefType(ref.type).shape
+        base, lane = simt.gmem_address(ref, simt.const(0)), _lane()
+        for start in range(0, n, _LANES):
+            mine = arith.addi(lane, simt.const(start))
+            row = arith.addi(first.registers.item(), mine)
+            address = arith.addi(base, arith.muli(arith.extui(i64, row), mgpu.c(2 * d, i64)))
+            mgpu.utils.inline_ptx(
+                f"cp.async.bulk.prefetch.L2.global [$0], {2 * d};",
+                address,
+                predicate=arith.andi(simt.less(mine, simt.const(n)), simt.less(row, simt.const(h))),
+            )
+
+    step(ref, first)
+
+
 def widen(row: jax.Array) -> jax.Array:
     """Converts a 16-bit row to float32."""
     if row.dtype != jnp.bfloat16:

@@ -36,6 +36,47 @@ def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
     return step(length_ref, n, scratch_ref)
 
 
+def finish(counters_ref, length_ref, blocks: int) -> None:
+    """Each of `blocks` thread blocks says that it appends no more; the last one ends the list.
+
+    What the block's warpgroups have stored before, and told this one by a barrier, is then visible
+    to whoever sees that all blocks have finished, and calls `acquire`.
+
+    Args:
+      counters_ref: GMEM, int32, at least 2: the length of the list, and the number of blocks that
+        have finished. The last block sets both to 0.
+      length_ref: GMEM, int32 `[1]`, gets the length.
+      blocks: their number.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def step(_, counters_ref, length_ref):
+        mgpu.utils.inline_ptx(
+            f"""{{.reg .b32 before, length; .reg .pred last;
+                mov.b32 before, -1;
+                fence.acq_rel.gpu;
+                @$2 atom.global.inc.u32 before, [$0 + 4], {blocks - 1};
+                setp.eq.and.u32 last, before, {blocks - 1}, $2;
+                fence.acq_rel.gpu;
+                @last atom.global.exch.b32 length, [$0], 0;
+                @last st.global.b32 [$1], length;
+                fence.acq_rel.gpu;}}""",
+            simt.gmem_address(counters_ref, const(0)),
+            simt.gmem_address(length_ref, const(0)),
+            simt.is_first_thread(),
+            has_side_effects=True,
+        )
+
+    step(counters_ref, length_ref)
+
+
+@plgpu.inline_mgpu()
+def acquire(_) -> None:
+    """Lets this thread, and its TMA copies, see a list that another kernel has finished."""
+    mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+    mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+
 def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) -> jax.Array:
     """Appends the indices of the bits that are set in up to 32 words, in ascending order.
 

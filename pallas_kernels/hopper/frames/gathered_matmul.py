@@ -86,6 +86,7 @@ def gathered_matmul(
 def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs):
     ring, queue = Ring(**ring), JobQueue(taken, **queue)
     warpgroup = lax.axis_index("warpgroup")
+    plgpu.griddepcontrol_launch_dependents()  # `dense_rows` takes SMs that have no more jobs
 
     def be_producer():
         plgpu.set_max_registers(56, action="decrease")

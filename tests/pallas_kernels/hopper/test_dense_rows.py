@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import dense_rows, place_rows
+from pallas_kernels.hopper.device import token_columns
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.weights import Weights
@@ -81,14 +83,23 @@ def test_reference(case, gated):
     assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
 
 
-@contextlib.contextmanager
-def interpreted(monkeypatch, capsys):
-    """On two SMs; `inline_mgpu` is nothing but fences here."""
-    monkeypatch.setattr("pallas_kernels.hopper.dense_rows.sm_count", lambda: 2)
-    params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
-    with plgpu.force_gpu_interpret_mode(params):
-        yield
-    assert "RACE" not in capsys.readouterr().out
+@pytest.fixture
+def interpreted(rows_in_jax, monkeypatch, capsys):
+    """`with interpreted():` runs on two SMs; `inline_mgpu` is nothing but fences elsewhere."""
+    for module in (dense_rows, place_rows):
+        monkeypatch.setattr(module, "sm_count", lambda: 2)
+    for name in ("griddepcontrol_wait", "griddepcontrol_launch_dependents"):
+        monkeypatch.setattr(plgpu, name, lambda: None)
+    monkeypatch.setattr(token_columns, "read", lambda ref: ref[0])
+
+    @contextlib.contextmanager
+    def run():
+        params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
+        with plgpu.force_gpu_interpret_mode(params):
+            yield
+        assert "RACE" not in capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -102,9 +113,9 @@ def interpreted(monkeypatch, capsys):
         (CASES[5], False),
     ],
 )
-def test_interpreted(monkeypatch, capsys, case, gated):
+def test_interpreted(interpreted, case, gated):
     operands = draw(*case, gated, jnp.bfloat16)
-    with interpreted(monkeypatch, capsys):
+    with interpreted():
         assert_matches(run(HOPPER.dense_rows, *operands), *operands)
 
 
@@ -129,8 +140,15 @@ def test_reference_keeps_rows_apart():
     assert_rows_keep_apart(REFERENCE, CASES[2], jnp.bfloat16)
 
 
-def test_interpreted_keeps_rows_apart(monkeypatch, capsys):
-    with interpreted(monkeypatch, capsys):
+def test_interpreted_behind_a_kernel_that_still_runs(interpreted):
+    heavy, weights, y = draw(*CASES[4], True, jnp.bfloat16)
+    pending = dataclasses.replace(heavy, pending=(np.zeros(3, np.float32), y))
+    with interpreted():
+        assert_matches(run(HOPPER.dense_rows, pending, weights, y), heavy, weights, y)
+
+
+def test_interpreted_keeps_rows_apart(interpreted):
+    with interpreted():
         assert_rows_keep_apart(HOPPER, (70, 192, 256, 35), jnp.bfloat16)
 
 
@@ -151,7 +169,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     one, y = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m, d), dtype)
     call = functools.partial(run, HOPPER.dense_rows)
     text = lower(call, HeavyRows(one, rows, x_rows), Weights(w if gated else None, w, w), y)
-    assert text.count("@mosaic_gpu") == 2 and "output_operand_alias" in text
+    assert text.count("@mosaic_gpu") == 3 and "output_operand_alias" in text
 
 
 @pytest.mark.parametrize(

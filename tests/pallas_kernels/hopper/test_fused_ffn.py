@@ -1,9 +1,13 @@
 import functools
+import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import fused_ffn as fused
@@ -107,17 +111,34 @@ def collect_entries(packed_ref, entries_ref):
     return jnp.where(is_heavy, ~total, total)
 
 
-def append(length_ref, n, _):
-    """What `lists.append` does, for the interpreter."""
-    place = length_ref[0]
-    length_ref[0] = place + n
-    return place
+@pytest.fixture
+def list_on_host(monkeypatch):
+    """What `lists.append` and `lists.finish` do, for the interpreter; the host has the counters."""
+    length, finished, lock = itertools.count(), itertools.count(1), threading.Lock()
+    int32 = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def append(length_ref, n, _):
+        return io_callback(lambda: np.int32(next(length)), int32)
+
+    def finish(_, length_ref, blocks):
+        def is_last():
+            with lock:
+                return np.int32(next(length) if next(finished) == blocks else -1)
+
+        total = io_callback(is_last, int32)
+
+        @pl.when(total >= 0)
+        def _():
+            length_ref[0] = total
+
+    monkeypatch.setattr(lists, "append", append)
+    monkeypatch.setattr(lists, "finish", finish)
+    monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_interpreted(rows_in_jax, monkeypatch, gated):
+def test_interpreted(rows_in_jax, list_on_host, monkeypatch, gated):
     monkeypatch.setattr(fused, "collect_entries", collect_entries)
-    monkeypatch.setattr(lists, "append", append)
     x, gate, w_up, w_down = draw(8, 192, 384, 7, jnp.bfloat16)
     gate[2], gate[3, 256 : 256 + CAPACITY + 1] = 0, 1
     x[5, 17], x[3, 190] = np.inf, np.nan
@@ -221,6 +242,25 @@ def test_rows_at_and_past_the_limits_and_not_finite():
     assert np.isnan(y[poisoned,]).all() and np.isnan(l1[poisoned,]).all()
     kept = ~np.isin(np.arange(13), zero + poisoned)
     assert_matches((y[kept], nnz[kept], l1[kept]), x[kept], gate[kept], w_up, w_down)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 6, 65, 1000])
+def test_each_call_makes_its_own_list(m):
+    """Its counters are a constant that all calls share: each leaves them at 0."""
+    x, gate, w_up, w_down = draw(m, 256, 512, 5, jnp.bfloat16)
+    gates = [gate.copy() for _ in range(3)]
+    gates[1][::3], gates[2][:] = 1, 1
+    packed = jnp.stack([pack(g) for g in gates] * 7)
+
+    @jax.jit
+    def run_all(x, packed, w_up, w_down):
+        return jax.lax.map(lambda p: fused.fused_ffn(x, p, w_up, w_down)[3], packed)
+
+    heavy = jax.device_get(run_all(x, packed, w_up, w_down))
+    for i in range(len(packed)):
+        rows = np.flatnonzero(np.sum(gates[i % 3] != 0, axis=1) > twell.MAX_ROW_ENTRIES)
+        assert_lists(jax.tree.map(lambda a, i=i: a[i], heavy), rows, x)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ def output(ffn, operands, _):
 @pytest.mark.parametrize(
     ("function", "ffn", "kernels"),
     [
-        (output, by("twell"), 2),
+        (output, by("twell"), 1),
         (output, by("unions"), 2),
         (gradients, partial(sparse_ffn, **SPARSE), 3),
     ],

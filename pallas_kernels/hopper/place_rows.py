@@ -1,0 +1,41 @@
+"""Copies rows to places that only the GPU knows: the part of `dense_rows` that works in place."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import in_place
+from pallas_kernels.hopper.device import gather
+from pallas_kernels.hopper.support import sm_count
+
+
+def place_rows(count: jax.Array, rows: jax.Array, y_rows: jax.Array, y_ref: jax.Ref) -> None:
+    """Sets `y[rows[i]]` to `y_rows[i]` for each i < count.
+
+    Args:
+      count: int32 `[1]`.
+      rows: int32, distinct indices, at least `count`.
+      y_rows: 16-bit, of as many columns as y, a multiple of 8.
+      y_ref: mutable `[M, D]`.
+    """
+    kernel = plgpu.kernel(
+        _kernel,
+        grid=(min(y_ref.shape[0], 4 * sm_count()),),
+        grid_names=("block",),
+        kernel_name="place_rows",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    kernel(*in_place.barrier((count, rows, y_rows)), y_ref)
+
+
+def _kernel(count, rows, y_rows, y):
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+
+    @pl.loop(0, pl.cdiv(count[0] - block, blocks))
+    def _(i):
+        i = block + i * blocks
+        gather.store_row(y.at[rows[i]], gather.load_row(y_rows.at[i], jnp.bool(True)))
