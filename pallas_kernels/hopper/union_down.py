@@ -1,8 +1,11 @@
 """Down projection on tile unions: `h @ w_down[neurons]` for each row tile, or a sum of two such.
 
 The product is computed transposed, with columns of y along the rows of an accumulator and tokens
-along its columns, because h and the gathered rows lie in memory that way.
+along its columns, because h and the gathered rows lie in memory that way. If there are few tokens,
+two jobs share those of a tile.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -45,33 +48,38 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
     support.check_array("h", h, (h.shape[0], rows, TILE_TOKENS), weights[0].dtype)
     tiles = pl.cdiv(m, TILE_TOKENS)
     support.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
+    tokens = gathered_matmul.job_tokens(tiles)
     return gathered_matmul.gathered_matmul(
-        _describe,
-        _produce,
-        _consume,
+        functools.partial(_describe, TILE_TOKENS // tokens),
+        functools.partial(_produce, tokens),
+        functools.partial(_consume, tokens),
         plan.neurons,
         plan.sizes,
         plan.firsts,
         h,
         *weights,
-        jobs=lambda _, sizes, *rest: jnp.int32(sizes.shape[0] * pl.cdiv(d, _COLUMNS)),
+        jobs=lambda *_: jnp.int32(tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, _COLUMNS)),
         a_shape=(STAGE_K, _COLUMNS),
-        b_shape=(STAGE_K, TILE_TOKENS),
+        b_shape=(STAGE_K, tokens),
         out_type=jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), h.dtype),  # for the copies' tiling
         name="union_down",
     )
 
 
-def _describe(i, _, sizes, firsts, *rest):
-    """The row tile, the size and the first block of its union, and the first column of y."""
+def _describe(shares, i, _, sizes, firsts, *rest):
+    """The job's tokens (of which each tile has `shares`), the size and the first block of their
+    union, and the first column of y."""
     blocks = pl.cdiv(rest[-1].shape[1], _COLUMNS)
-    tile = i // blocks
-    return tile, sizes[tile], firsts[tile], i % blocks * _COLUMNS
+    share = i // blocks
+    tile = share // shares
+    return share, sizes[tile], firsts[tile], i % blocks * _COLUMNS
 
 
-def _produce(job, ring, step, *refs):
+def _produce(tokens, job, ring, step, *refs):
     neurons, _, _, h, *weights, _ = refs
-    tile, size, first_block, column = job
+    share, size, first_block, column = job
+    shares = TILE_TOKENS // tokens
+    tile, mine = share // shares, pl.ds(share % shares * tokens, tokens)
     steps = pl.cdiv(size, STAGE_K)
 
     def indices_of(k):
@@ -82,23 +90,27 @@ def _produce(job, ring, step, *refs):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
             rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
-            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows], b, loaded)
+            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows, mine], b, loaded)
             row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
     return step
 
 
-def _consume(job, ring, step, warpgroup, buffers, *refs):
+def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
     _, _, _, _, *weights, y = refs
-    tile, size, _, column = job
+    share, size, _, column = job
     steps = len(weights) * pl.cdiv(size, STAGE_K)
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
-    out = ring.multiply(step, steps, lambda acc, a, b: plgpu.wgmma(acc, a.at[:, mine].T, b))
+
+    def wgmma(acc, a, b):
+        plgpu.wgmma(acc, a.at[:, mine].T, b)
+
+    out = ring.multiply(step, steps, wgmma, columns=tokens)
     columns = pl.ds(column + warpgroup * ACC_ROWS, ACC_ROWS)
-    for part in range(TILE_TOKENS // ACC_ROWS):
-        tokens = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
-        tokens = plgpu.layout_cast(tokens, plgpu.Layout.WGMMA_TRANSPOSED)
-        target = y.at[pl.ds(tile * TILE_TOKENS + part * ACC_ROWS, ACC_ROWS), columns]
-        gathered_matmul.write(tokens, buffers.at[part % 2], target, transposed=True)
+    for part in range(tokens // ACC_ROWS):
+        values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+        target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
+        gathered_matmul.write(values, buffers.at[part % 2], target, transposed=True)
     return step + steps

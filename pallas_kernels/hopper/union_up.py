@@ -1,8 +1,11 @@
 """Up projection on tile unions: `h = g * (x @ w_up[neurons]^T)` for each row tile.
 
 For 128 neurons of a tile's union this is one dense matmul with gathered rows. The gates of these
-neurons, gathered too, follow the weights through the ring, a quarter of the tokens at a time.
+neurons, gathered too, follow the weights through the ring, 64 tokens at a time. If there are few
+tokens, two jobs share those of a tile.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +18,6 @@ from pallas_kernels.hopper.device import row_copies
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
-
-_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a block
 
 
 def union_up(
@@ -51,10 +52,12 @@ def union_up(
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
     (items,) = plan.items.shape
     rows = 2 * CHUNK_NEURONS if with_gate and w_up is not None else CHUNK_NEURONS
+    tokens = gathered_matmul.job_tokens(len(plan.sizes))
+    shares = TILE_TOKENS // tokens
     hidden, l1 = gathered_matmul.gathered_matmul(
-        describe_item,
-        _produce,
-        _consume,
+        functools.partial(_describe, shares),
+        functools.partial(_produce, tokens),
+        functools.partial(_consume, tokens),
         plan.item_count,
         plan.items,
         plan.neurons,
@@ -62,16 +65,16 @@ def union_up(
         x,
         w_up,
         gate,
-        jobs=lambda item_count, *_: item_count[0],
+        jobs=lambda item_count, *_: shares * item_count[0],
         a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
-        b_shape=(TILE_TOKENS, STAGE_K),
+        b_shape=(tokens, STAGE_K),
         out_type=(
             jax.ShapeDtypeStruct((items, rows, TILE_TOKENS), x.dtype),
-            jax.ShapeDtypeStruct((items, CHUNK_NEURONS), jnp.float32),
+            jax.ShapeDtypeStruct((shares * items, CHUNK_NEURONS), jnp.float32),
         ),
         name="union_up",
     )
-    is_computed = (jnp.arange(items) < plan.item_count)[:, None]
+    is_computed = (jnp.arange(shares * items) < shares * plan.item_count)[:, None]
     return hidden, jnp.sum(l1, where=is_computed)
 
 
@@ -82,33 +85,48 @@ def describe_item(i, _, items, neurons, sizes, *rest) -> tuple[jax.Array, ...]:
     return i, tile, first, sizes[tile] - first
 
 
-def _produce(job, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
-    _, tile, first, limit = job
+def _describe(shares, i, *refs):
+    """The job, and of its item, which `shares` jobs have in common, the rest of `describe_item`."""
+    return i, *describe_item(i // shares, *refs)[1:]
+
+
+def _item_and_first_token(i, tokens):
+    """The item of the i-th job, and its first token in the tile."""
+    shares = TILE_TOKENS // tokens
+    return i // shares, i % shares * tokens
+
+
+def _produce(tokens, job, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
+    i, tile, first, limit = job
+    _, first_token = _item_and_first_token(i, tokens)
     indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
     def put_gates(part, step):
         def fill(a, _, loaded):
             plgpu.barrier_arrive(loaded)
-            row_copies.gather_rows(gate.at[tile], indices, limit, part * ACC_ROWS, a)
+            column = first_token + part * ACC_ROWS
+            row_copies.gather_rows(gate.at[tile], indices, limit, column, a)
 
         ring.put(step, fill)
         return step + 1
 
     if w_up is not None:
-        step = ring.put_product(step, x, tile * TILE_TOKENS, w_up, indices, limit)
-    return lax.fori_loop(0, _PARTS, put_gates, step)
+        first_row = tile * TILE_TOKENS + first_token
+        step = ring.put_product(step, x, first_row, w_up, indices, limit)
+    return lax.fori_loop(0, tokens // ACC_ROWS, put_gates, step)
 
 
-def _consume(job, ring, step, warpgroup, buffers, *refs):
-    item, _, _, limit = job
+def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
+    i, _, _, limit = job
+    item, first_token = _item_and_first_token(i, tokens)
     _, _, _, _, x, w_up, _, hidden, l1 = refs
-    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+    mine, parts = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), tokens // ACC_ROWS
     if w_up is not None:
         steps = x.shape[1] // STAGE_K
         products = ring.multiply_product(step, steps, warpgroup, limit)
         step += steps
     sums, writes = [], 0
-    for part in range(_PARTS):
+    for part in range(parts):
         a, _ = ring.take(step + part)
         gates = a[mine]
         ring.release(step + part)
@@ -117,10 +135,11 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
             value *= products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
         sums.append(jnp.sum(jnp.abs(value), axis=1))
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
+        columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
         for f, array in enumerate(arrays):
             rows = pl.ds(f * CHUNK_NEURONS + warpgroup * ACC_ROWS, ACC_ROWS)
-            target = hidden.at[item, rows, pl.ds(part * ACC_ROWS, ACC_ROWS)]
+            target = hidden.at[item, rows, columns]
             gathered_matmul.write(array, buffers.at[writes % 2], target)
             writes += 1
-    l1[item, mine] = sum(sums)
-    return step + _PARTS
+    l1[i, mine] = sum(sums)
+    return step + parts

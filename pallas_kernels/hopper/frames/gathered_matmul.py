@@ -19,6 +19,14 @@ from pallas_kernels.hopper.frames import job_queue
 from pallas_kernels.hopper.frames.job_queue import JobQueue
 from pallas_kernels.hopper.frames.ring import AHEAD, STAGES, Ring
 from pallas_kernels.hopper.support import sm_count
+from pallas_kernels.layouts.tile_union import TILE_TOKENS
+
+_FEW_TILES = 4  # row tiles that leave most SMs without a job of 256 tokens
+
+
+def job_tokens(tiles: int) -> int:
+    """Tokens of a row tile in one job: all, or where jobs would be few, half of them."""
+    return TILE_TOKENS // 2 if tiles <= _FEW_TILES else TILE_TOKENS
 
 
 def gathered_matmul(

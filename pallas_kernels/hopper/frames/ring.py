@@ -81,12 +81,12 @@ class Ring:
         return step + steps
 
     def put_product(self, step, tokens_ref, first_token, source_ref, indices, limit):
-        """Fills the stages of a product of 128 gathered rows and the 256 tokens of a row tile.
+        """Fills the stages of a product of 128 gathered rows and tokens of a row tile.
 
         Args:
           step: the step of the first stage.
           tokens_ref: GMEM `[M, D]`.
-          first_token: the first token of the row tile.
+          first_token: the first of the tokens; there are as many as b has rows.
           source_ref, indices, limit: as in `row_copies.gather_rows`; rows have D columns.
 
         Returns:
@@ -171,7 +171,7 @@ class Ring:
         return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
 
     def multiply_product(self, step, steps, warpgroup, limit):
-        """This consumer's 64 rows of the product from `put_product`, float32 `[64, 256]`.
+        """This consumer's 64 rows of the product from `put_product`, float32 `[64, tokens]`.
 
         They are 0, and not computed, if none of them is below `limit`.
         """
@@ -180,6 +180,7 @@ class Ring:
             step,
             steps,
             lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+            columns=self.b.shape[1],
             is_needed=limit > warpgroup * ACC_ROWS,
         )
 

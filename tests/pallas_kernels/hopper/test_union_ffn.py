@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.hopper.union_down import union_down
 from pallas_kernels.hopper.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
@@ -96,8 +97,10 @@ def test_reference(case, gated):
     assert_matches(run(REFERENCE.union_up, REFERENCE.union_down, *operands), g, *operands)
 
 
+@pytest.mark.parametrize("few_tiles", [0, 2])  # jobs of whole tiles, or of half of them
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[3], False)])
-def test_interpreted(case, gated, interpreted):
+def test_interpreted(case, gated, few_tiles, interpreted, monkeypatch):
+    monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
     operands, g = draw(*case, gated, jnp.bfloat16)
     with interpreted():
         assert_matches(run(union_up, union_down, *operands), g, *operands)
@@ -123,7 +126,16 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("case", [*CASES, (1001, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        (1001, 2048, 5632, 0.003),
+        (1300, 2048, 5632, 0.003),
+        (300, 8192, 1408, 0.01),
+        (1300, 192, 256, 0.5),
+    ],
+)
 def test_on_the_gpu(case, gated, dtype):
     operands, g = draw(*case, gated, dtype)
     assert_matches(run(union_up, union_down, *operands), g, *operands)
