@@ -7,7 +7,7 @@ for the host. Between the first two, the hidden activation is stored transposed,
 statistics are then sums along the rows of an accumulator, for which warps need not communicate.
 
 Kernels overlap where they can (programmatic dependent launch). The first starts when the list is
-complete, on SMs that the kernel which made it leaves free, and lets the second start, which first
+complete, on SMs that the kernel before it leaves free, and lets the second start, which first
 fetches its weights into L2. Only the third changes an array in place, so that XLA copies no weights
 of a layer out of stacked ones (docs/design/0014).
 
@@ -85,10 +85,11 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
         grid=(sm_count(),),
         grid_names=("sm",),
     )(*heavy.pending, heavy.count, heavy.x, *weights.inner)
-    y_rows, _ = _call(
+    y_rows, count, _ = _call(
         _down_kernel,
         out_type=(
             jax.ShapeDtypeStruct((rows, d), dtype),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((d // _FEW, _PARTS, _FEW, _FEW), jnp.float32),
         ),
         scratch_types=dict(
@@ -102,8 +103,9 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
         cluster_names=("part",),
     )(heavy.count, hidden, weights.down)
     place_rows.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
-    rows_of_stats = jnp.where(heavy.count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
-    is_computed = (jnp.arange(len(l1)) * rows_of_stats < heavy.count[0])[:, None]
+    # This count is the second kernel's, so that XLA puts no sums between the first and the second.
+    rows_of_stats = jnp.where(count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
+    is_computed = (jnp.arange(len(l1)) * rows_of_stats < count[0])[:, None]
     return jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
 
 
@@ -231,18 +233,25 @@ class _Hidden:
         return value.astype(self.hidden.dtype)
 
 
-def _down_kernel(count_ref, hidden, w_down, y_rows, parts, *, y_smem, few_smem, written):
+def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem, few_smem, written):
     h, d = w_down.shape
     pair, pairs = lax.axis_index("pair"), lax.axis_size("pair")
     block, blocks = pair * _PAIR + lax.axis_index("part"), pairs * _PAIR
+    is_first = lax.axis_index("warpgroup") == 0
 
-    @pl.when((token_columns.read(count_ref) > 0) & (lax.axis_index("warpgroup") == 0))
+    @pl.when((token_columns.read(count_ref) > 0) & is_first)
     def _():
         share = pl.cdiv(h, blocks)
         gather.prefetch_rows(w_down, block * share, min(share, _PREFETCH // d))
 
     plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
     count = token_columns.read(count_ref)
+
+    @pl.when(is_first & (block == 0))
+    def _():
+        count_out[0] = count
+
     work = _Down(count, hidden, w_down, y_rows, parts, y_smem, few_smem, written)
     few, row_blocks = _split(count)
     _for_each(few * (d // _FEW), pair, pairs, work.few_block)

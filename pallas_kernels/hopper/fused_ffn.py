@@ -119,7 +119,7 @@ def fused_ffn(
     # XLA from filling them in for each call, by a kernel.
     counters = jnp.array([0, 0, 1], jnp.int32)
     *out, count, rows, x_rows = kernel(counters, x, packed, w_up, w_down)
-    return *out, HeavyRows(count, rows, x_rows, pending=tuple(out))
+    return *out, HeavyRows(count, rows, x_rows, pending=(x, *out))
 
 
 def _kernel(

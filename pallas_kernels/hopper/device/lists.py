@@ -66,6 +66,7 @@ def finish(counters_ref, length_ref, blocks: int) -> None:
             simt.is_first_thread(),
             has_side_effects=True,
         )
+        mgpu.warpgroup_barrier()  # no warp goes on before the first one has done this
 
     step(counters_ref, length_ref)
 
