@@ -134,7 +134,7 @@ def _hidden_kernel(pending, *refs, h_smem):
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
-    if pending:  # this kernel does not end before the one that made the list
+    if pending:  # this kernel must not end before the one in front of it
         pl.when(sm == sms - 1)(plgpu.griddepcontrol_wait)
 
 
