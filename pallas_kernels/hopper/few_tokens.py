@@ -1,8 +1,8 @@
 """The whole feed-forward block for few tokens (decoding); its cost is reading the weights.
 
 Two kernels: `token_hidden` reads w_gate once and the rows of w_up behind open gates, `token_down`
-the rows of w_down behind them. If most gates are open, both multiply densely instead, as the number
-of open gates decides on the device. The second kernel is launched while the first still runs
+the rows of w_down behind them. If many gates are open, both multiply densely instead, as their
+numbers decide on the device. The second kernel is launched while the first still runs
 (docs/design/0008-few-tokens.md).
 """
 
@@ -24,7 +24,7 @@ def few_tokens_ffn(
 
     The non-gated form is `y = relu(x @ w_up^T) @ w_down`. Gate and hidden activation are rounded to
     the dtype of x, sums are float32 and have a fixed order. Behind a gate of zero, no row of w_up
-    or w_down is used (in the non-gated form, of w_down), unless most gates are open. Where x is not
+    or w_down is used (in the non-gated form, of w_down), unless many gates are open. Where x is not
     finite, the gated result is NaN as in the dense computation, where a gate of zero then meets inf
     or NaN.
 
@@ -52,9 +52,9 @@ def few_tokens_ffn(
 
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
     inner, w_down = tuple(w[None] for w in weights.inner), weights.down[None]
-    only, total = jnp.zeros(1, jnp.int32), in_place.mutable(jnp.zeros(1, jnp.int32))
-    gate, hidden = token_hidden.hidden(x, inner, only, total, batch=m, prefetch=w_down)
-    y = token_down.down(hidden, w_down, only, in_place.contents(total), batch=m)
+    only, open_gates = jnp.zeros(1, jnp.int32), in_place.mutable(jnp.zeros((1, len(x)), jnp.int32))
+    gate, hidden = token_hidden.hidden(x, inner, only, open_gates, batch=m, prefetch=w_down)
+    y = token_down.down(hidden, w_down, only, in_place.contents(open_gates), batch=m)
     gate, hidden = gate[:m], hidden[:m].astype(jnp.float32)
     nnz = jnp.sum(gate != 0, axis=1, dtype=jnp.int32)
     return y[:m, :d], nnz, jnp.sum(jnp.abs(hidden), axis=1), jnp.any(gate != 0, axis=0)

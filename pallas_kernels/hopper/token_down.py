@@ -2,8 +2,8 @@
 
 If few gates are open, a cluster of four blocks serves a token: the blocks share out its non-zeros,
 walk the rows of w_down (`gather.gather_ffn`) and send each other their sums. If many are, a cluster
-multiplies 64 columns of all tokens densely (`frames.token_ring`). The number of open gates, which
-`token_hidden` has added up on the device, decides; sums have a fixed order either way.
+multiplies 64 columns of all tokens densely (`frames.token_ring`). The numbers of open gates, which
+`token_hidden` has counted on the device, decide; sums have a fixed order either way.
 """
 
 import functools
@@ -15,19 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import cluster, gather, shares, token_columns
+from pallas_kernels.hopper.device import cluster, gather, pairs, shares, token_columns
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
 from pallas_kernels.layouts.stream import Stream
 
-MOST_OPEN = 512
-"""Open gates of all tokens together up to which rows are read one by one. A dense product takes 10
-us (D = 2048, H = 5632, H100); rows take as long for 64 tokens with 8 each as for one with 500."""
+# Rows are read one by one up to so many open gates. A block then takes 16 rounds of 8 rows, about
+# as long as its part of a dense product takes (D = 2048, H = 5632, H100).
+MOST_OPEN_OF_A_TOKEN = 512
+MOST_OPEN = 8192  # of all tokens together
 _ROW_LOADS = 16  # 16-byte loads of rows that a lane keeps in flight, or one row's
 
 
 def add_down(
-    h: jax.Array, w_down: jax.Array, layer: jax.Array, total: jax.Array, x: jax.Array,
+    h: jax.Array, w_down: jax.Array, layer: jax.Array, open_gates: jax.Array, x: jax.Array,
     scale: jax.Array, *, batch: int,
 ) -> Stream:  # fmt: skip
     """Adds the block's output to the residual stream: `x + h @ w_down[layer]`.
@@ -36,7 +37,7 @@ def add_down(
       h: `[M, H]`, M a multiple of 8 up to 64.
       w_down: `[layers, H, D]`, D a multiple of 1024.
       layer: int32 `[1]`.
-      total: int32 `[layers]`, the number of open gates; at `layer`.
+      open_gates: int32 `[layers, M]`, their number for each token; at `layer`.
       x: `[M, D]`.
       scale: `[layers, D]`, of the norm that comes next.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
@@ -72,12 +73,12 @@ def add_down(
 
     stores = store_columns, store_row
     return Stream(
-        *_call("token_add_down", h, w_down, layer, total, (x, scale), outs, batch, stores)
+        *_call("token_add_down", h, w_down, layer, open_gates, (x, scale), outs, batch, stores)
     )
 
 
 def down(
-    h: jax.Array, w_down: jax.Array, layer: jax.Array, total: jax.Array, *, batch: int
+    h: jax.Array, w_down: jax.Array, layer: jax.Array, open_gates: jax.Array, *, batch: int
 ) -> jax.Array:
     """`h @ w_down[layer]` as in `add_down`, without a stream: `[M, row_width(D)]`, with padding."""
     out = jax.ShapeDtypeStruct((h.shape[0], gather.row_width(w_down.shape[2])), h.dtype)
@@ -91,11 +92,11 @@ def down(
         outs[0][token, columns] = y.astype(h.dtype)
 
     stores = store_columns, store_row
-    (y,) = _call("token_down", h, w_down, layer, total, (), (out,), batch, stores)
+    (y,) = _call("token_down", h, w_down, layer, open_gates, (), (out,), batch, stores)
     return y
 
 
-def _call(name, h, w_down, layer, total, operands, outs, batch, stores):
+def _call(name, h, w_down, layer, open_gates, operands, outs, batch, stores):
     """Runs the kernel.
 
     `stores` are called with the operands, the results, the layer, and what they store: the first
@@ -124,18 +125,18 @@ def _call(name, h, w_down, layer, total, operands, outs, batch, stores):
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    return in_place.barrier(kernel(*in_place.barrier((h, layer, w_down, total)), *operands))
+    return in_place.barrier(kernel(*in_place.barrier((h, layer, w_down, open_gates)), *operands))
 
 
 def _kernel(
-    h, layer, w_down, total, *refs, smem, entries, counts, sums, y_parts, l1_parts, operands, ring,
-    batch, stores,
+    h, layer, w_down, open_gates, *refs, smem, entries, counts, sums, y_parts, l1_parts, operands,
+    ring, batch, stores,
 ):  # fmt: skip
     refs, outs = refs[:operands], refs[operands:]
     number, tile, part = layer[0], lax.axis_index("tile"), lax.axis_index("part")
     plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
-    is_sparse = token_columns.read(total.at[number]) <= MOST_OPEN
+    is_sparse = pairs.are_few(open_gates.at[number], MOST_OPEN, MOST_OPEN_OF_A_TOKEN)
 
     @pl.when(is_sparse & (tile < batch))
     def _():

@@ -5,7 +5,7 @@ computes the up projection of its open gates at once, one warp for a pair of a n
 Where there are many pairs, it multiplies the 16 neurons with all tokens by WGMMA instead. So no
 pattern takes more than about the time of a dense block, and each block decides for itself.
 
-The number of pairs is added up for `token_down`, which chooses by it.
+The open gates of each token are counted for `token_down`, which chooses by them.
 """
 
 import functools
@@ -29,7 +29,7 @@ def hidden(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
     layer: jax.Array,
-    totals: jax.Ref,
+    open_gates: jax.Ref,
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
@@ -44,7 +44,7 @@ def hidden(
       x: `[M, D]`, M a multiple of 8 up to 64.
       weights: (gate, up) or (up,), each `[layers, H, D]` in the dtype of x, H a multiple of 64.
       layer: int32 `[1]`.
-      totals: mutable int32 `[layers]`; gets the number of open gates added, at `layer`.
+      open_gates: mutable int32 `[layers, M]`; gets their number added for each token, at `layer`.
       batch: the first so many tokens are computed, the others are padding.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
       prefetch: w_down, `[layers, H, D]`; rows of open gates are prefetched into L2.
@@ -76,11 +76,11 @@ def hidden(
     )
     up = weights[1] if len(weights) == 2 else None
     operands = in_place.barrier((x, layer, weights[0], up, squares, prefetch))
-    return in_place.barrier(kernel(*operands, totals))
+    return in_place.barrier(kernel(*operands, open_gates))
 
 
 def _kernel(
-    x, layer, w_gate, w_up, squares, w_down, totals, gate, h, *, smem, pairs_smem, count_smem,
+    x, layer, w_gate, w_up, squares, w_down, open_gates, gate, h, *, smem, pairs_smem, count_smem,
     up_smem, ring, batch, eps,
 ):  # fmt: skip
     number, first = layer[0], token_ring.first_column()
@@ -97,8 +97,7 @@ def _kernel(
     g = jnp.maximum(before, 0.0).astype(gate.dtype)
     token_columns.store(gate, first, g)
     g = g.astype(jnp.float32)
-    count = pairs.list_pairs(g, batch, pairs_smem, count_smem)
-    pairs.add_to_total(totals.at[number], count)
+    count = pairs.list_pairs(g, batch, pairs_smem, count_smem, open_gates.at[number])
     is_sparse = (count > 0) & (count <= _MOST_PAIRS)
 
     @pl.when(is_sparse)

@@ -10,12 +10,12 @@ def add_down(
     h: jax.Array,
     w_down: jax.Array,
     layer: jax.Array,
-    total: jax.Array,
+    open_gates: jax.Array,
     x: jax.Array,
     scale: jax.Array,
     *,
     batch: int,
 ) -> Stream:
     """A dense product, also for padding."""
-    del total, batch  # which concern speed alone
+    del open_gates, batch  # which concern speed alone
     return token_product.add_product(h, w_down, layer, x, scale)

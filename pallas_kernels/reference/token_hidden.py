@@ -8,7 +8,7 @@ def hidden(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
     layer: jax.Array,
-    totals: jax.Ref,
+    open_gates: jax.Ref,
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
@@ -37,5 +37,6 @@ def hidden(
     if up:
         h = jnp.where(gate != 0, h * up[0], 0.0)
         h = jnp.where(is_token & (before == -jnp.inf), jnp.nan, h)  # 0 * inf
-    totals[layer[0]] = totals[layer[0]] + jnp.sum(gate != 0, dtype=jnp.int32)
+    counts = jnp.sum(gate != 0, axis=1, dtype=jnp.int32)
+    open_gates[layer[0]] = open_gates[layer[0]] + counts
     return gate, h.astype(x.dtype)

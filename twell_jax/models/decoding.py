@@ -125,12 +125,12 @@ def _step(
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    totals = in_place.mutable(jnp.zeros(config.layers, jnp.int32))
+    open_gates = in_place.mutable(jnp.zeros((config.layers, len(x)), jnp.int32))
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, is_sparse=is_sparse)
     length = cache.length[None]
     for number in np.arange(config.layers, dtype=np.int32)[:, None]:
-        stream = layer(stream, layers, number, k, v, totals, length, cache.padding, rope)
+        stream = layer(stream, layers, number, k, v, open_gates, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
     return logits, extended.advance(1)
@@ -167,7 +167,7 @@ def _array(parameter: Any) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("kernels", "config", "is_sparse"))  # traced once for all layers
 def _layer(
-    stream, layers, number, k, v, totals, length, padding, rope, *, kernels, config, is_sparse
+    stream, layers, number, k, v, open_gates, length, padding, rope, *, kernels, config, is_sparse
 ):
     eps, batch = config.norm_eps, len(padding)
     qkv = kernels.project(stream, layers.qkv, number, k_axis=1, eps=eps, bias=layers.qkv_bias)
@@ -183,9 +183,10 @@ def _layer(
         return kernels.add_product(h, mlp.down, number, stream.x, after)
     norm = stream.squares, eps
     _, h = kernels.sparse_hidden(
-        stream.scaled, mlp.inner, number, totals, batch=batch, norm=norm, prefetch=mlp.down
+        stream.scaled, mlp.inner, number, open_gates, batch=batch, norm=norm, prefetch=mlp.down
     )
-    return kernels.add_down(h, mlp.down, number, totals[...], stream.x, after, batch=batch)
+    counts = open_gates[...]
+    return kernels.add_down(h, mlp.down, number, counts, stream.x, after, batch=batch)
 
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:

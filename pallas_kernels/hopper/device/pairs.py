@@ -23,14 +23,15 @@ _CHUNK = 8  # columns in the 16 bytes that a lane loads at a time
 _LOADS = 8  # 16-byte loads from each row that a lane keeps in flight
 
 
-def list_pairs(values: jax.Array, tokens: int, pairs_ref, count_ref) -> jax.Array:
-    """Lists the pairs whose value is not zero, in no fixed order.
+def list_pairs(values: jax.Array, tokens: int, pairs_ref, count_ref, open_ref) -> jax.Array:
+    """Lists the pairs whose value is not zero, in no fixed order, and counts those of each token.
 
     Args:
       values: float32; NaN is not zero.
       tokens: only the first so many are looked at.
       pairs_ref: SMEM, uint32 `[values.size]`.
       count_ref: SMEM, int32 `[1]`, workspace.
+      open_ref: GMEM, int32 `[values.size / 16]`; gets the number of pairs of each token added.
 
     Returns:
       int32 scalar, the number of pairs. All lanes can read them.
@@ -38,8 +39,8 @@ def list_pairs(values: jax.Array, tokens: int, pairs_ref, count_ref) -> jax.Arra
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR)
     how = token_columns.layout(values.size // COLUMNS)
 
-    @plgpu.inline_mgpu(arg_types=(how, plgpu.RefType(), plgpu.RefType()), return_type=result)
-    def step(_, values, pairs_ref, count_ref):
+    @plgpu.inline_mgpu(arg_types=(how, *(plgpu.RefType(),) * 3), return_type=result)
+    def step(_, values, pairs_ref, count_ref, open_ref):
         ptx, i32 = mgpu.utils.inline_ptx, const(0).type
         column, token = token_columns.column_and_token()
         lane, _ = simt.lane_and_warp()
@@ -48,12 +49,24 @@ def list_pairs(values: jax.Array, tokens: int, pairs_ref, count_ref) -> jax.Arra
         mgpu.warpgroup_barrier()
         below = arith.subi(arith.shli(const(1), lane), const(1))
         zero = mgpu.c(0.0, ir.F32Type.get())
+        # The first lane of a token's 16 adds up their bits.
+        token_bits = arith.shli(const(0xFFFF), arith.andi(lane, const(16)))
+        of_token = simt.gmem_address(open_ref, arith.muli(token, const(4)))
+        is_first = simt.less(column, const(1))
         for i, register in enumerate(values.registers.flat):
             fires = arith.andi(
                 arith.cmpf(arith.CmpFPredicate.UNE, token_columns.element(register), zero),
                 simt.less(token, const(max(0, tokens - 8 * i))),
             )
             bits = lanes.ballot(fires)
+            own_bits = arith.andi(bits, token_bits)
+            ptx(
+                f"{{.reg .b32 n; popc.b32 n, $1; @$2 red.global.add.u32 [$0 + {32 * i}], n;}}",
+                of_token,
+                own_bits,
+                arith.andi(is_first, simt.less(const(0), own_bits)),
+                has_side_effects=True,
+            )
             # One addition for the warp; each lane's place follows from the lanes below it.
             start = ptx(
                 """{.reg .b32 start, n;
@@ -76,22 +89,43 @@ def list_pairs(values: jax.Array, tokens: int, pairs_ref, count_ref) -> jax.Arra
         total = ptx("ld.shared.b32 $0, [$1];", count, result_types=i32, has_side_effects=True)
         return mgpu.FragmentedArray.splat(total, (), is_signed=True)
 
-    return step(values, pairs_ref, count_ref)
+    return step(values, pairs_ref, count_ref, open_ref)
 
 
-def add_to_total(total_ref, count: jax.Array) -> None:
-    """Adds `count` (int32 scalar) to `total_ref` (GMEM, int32 scalar), once for the warpgroup."""
+def are_few(open_ref, most: int, most_of_a_token: int) -> jax.Array:
+    """Whether the counts in `open_ref` (GMEM, int32 `[n]`, n at most 64) are at most
+    `most_of_a_token` each and `most` together, a bool scalar."""
+    result = plgpu.ShapeDtypeStruct((), jnp.bool_, layout=gather.SCALAR)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), gather.SCALAR))
-    def step(_, total_ref, count):
-        mgpu.utils.inline_ptx(
-            "red.global.add.u32 [$0], $1;",
-            simt.gmem_address(total_ref, const(0)),
-            count.registers.item(),
-            predicate=simt.is_first_thread(),
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, open_ref):
+        ptx, i32 = mgpu.utils.inline_ptx, const(0).type
+        (size,) = ir.MemRefType(open_ref.type).shape
+        lane, _ = simt.lane_and_warp()  # every warp looks at all counts
+        address = simt.gmem_address(open_ref, arith.muli(lane, const(4)))
+        first, second = (
+            ptx(
+                f"mov.b32 $0, 0; @$2 ld.global.b32 $0, [$1 + {4 * start}];",
+                address,
+                simt.less(lane, const(max(0, size - start))),
+                result_types=i32,
+                has_side_effects=True,
+            )
+            for start in (0, 32)
         )
 
-    step(total_ref, count)
+        def reduce(operation, value):
+            instruction = f"redux.sync.{operation}.u32 $0, $1, -1;"
+            return ptx(instruction, value, result_types=i32, has_side_effects=True, convergent=True)
+
+        total = reduce("add", arith.addi(first, second))
+        largest = reduce("max", arith.maxui(first, second))
+        few = arith.andi(
+            simt.less(total, const(most + 1)), simt.less(largest, const(most_of_a_token + 1))
+        )
+        return mgpu.FragmentedArray.splat(few, (), is_signed=False)
+
+    return step(open_ref)
 
 
 def multiply_pairs(pairs_ref, count: jax.Array, x_ref, w_ref, first: jax.Array, out_ref) -> None:

@@ -215,23 +215,6 @@ def store_total(squares_ref, share: jax.Array, total: jax.Array) -> None:
     step(squares_ref, share, total)
 
 
-def read(ref) -> jax.Array:
-    """The int32 scalar `ref` (GMEM); the load stays behind `griddepcontrol_wait`."""
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def step(_, ref):
-        value = mgpu.utils.inline_ptx(
-            "ld.global.b32 $0, [$1];",
-            simt.gmem_address(ref, const(0)),
-            result_types=const(0).type,
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return step(ref)
-
-
 @plgpu.inline_mgpu()
 def barrier(_) -> None:
     """Waits for all warps."""

@@ -106,12 +106,12 @@ def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
 
 
 def sparse_hidden(kernels, x, weights, layer, down, norm=None, *, batch):
-    """Gate, hidden activation and totals, which were 7 before."""
-    totals = jax.new_ref(jnp.full(2, 7, jnp.int32))
+    """Gate, hidden activation and counts of open gates, which were 7 before."""
+    counts = jax.new_ref(jnp.full((2, len(x)), 7, jnp.int32))
     gate, h = kernels.sparse_hidden(
-        x, weights, layer, totals, batch=batch, norm=norm, prefetch=down
+        x, weights, layer, counts, batch=batch, norm=norm, prefetch=down
     )
-    return gate, h, totals[...]
+    return gate, h, counts[...]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -128,7 +128,7 @@ def test_sparse_hidden_activation(kernels, m, batch, d, h, open_gates, has_norm,
     )
     stream = stream_of(x, scale)
     norm = (stream.squares, EPS) if has_norm else None
-    gate, hidden, totals = run(
+    gate, hidden, counts = run(
         functools.partial(sparse_hidden, kernels, norm=norm, batch=batch),
         stream.scaled, tuple(weights), LAYER, weights[0],
     )  # fmt: skip
@@ -141,7 +141,8 @@ def test_sparse_hidden_activation(kernels, m, batch, d, h, open_gates, has_norm,
     up = exact @ wide(weights[-1][1])[0].T if gated else np.ones((m, h))
     assert relative_error(hidden, gate * up[:batch]) < 2 * ROUNDING
     assert not hidden[gate == 0].any()
-    assert totals.tolist() == [7, 7 + np.count_nonzero(gate)]
+    assert (counts[0] == 7).all() and (counts[1, batch:] == 7).all()
+    np.testing.assert_array_equal(counts[1, :batch], 7 + np.count_nonzero(gate, axis=1))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -185,18 +186,23 @@ def assert_consistent(stream, scale):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("total", [0, 512, 513])  # rows one by one, and a dense product
+# Rows one by one, as for the most that are few, and a dense product.
+@pytest.mark.parametrize("counts", ["few", "most", "a token has many", "many together"])
 @pytest.mark.parametrize(
     ("m", "batch", "d", "active"), [(8, 1, 1024, 0.02), (24, 17, 2048, 1.0), (64, 64, 1024, 0.1)]
 )
-def test_adds_a_sparse_product_to_the_stream(kernels, m, batch, d, active, total):
+def test_adds_a_sparse_product_to_the_stream(kernels, m, batch, d, active, counts):
     h = 384
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
     w = weight(jnp.bfloat16, 2, h, d)
     hidden = (normal(m, h) * (seeds.rng().random((m, h)) < active)).astype(jnp.bfloat16)
     hidden[0] = 0
-    totals = np.array([513 - total, total], np.int32)
-    stream = run(kernels.add_down, hidden, w, LAYER, totals, x, after, batch=batch)
+    open_gates = np.full((2, m), 9999, np.int32)  # only speed may depend on them
+    each = {"few": 3, "most": min(512, 8192 // m), "many together": 8192 // m + 1}
+    open_gates[1] = each.get(counts, 1)
+    if counts == "a token has many":
+        open_gates[1, -1] = 513
+    stream = run(kernels.add_down, hidden, w, LAYER, open_gates, x, after, batch=batch)
     expected = (wide(x)[0] + wide(hidden)[0] @ wide(w[1])[0])[:batch]
     stream = Stream(*(a[:batch] for a in stream))
     assert relative_error(stream.x, expected) < ROUNDING
@@ -219,7 +225,7 @@ def test_lowers_without_a_gpu(lower):
         h = shape((m, 5632), jnp.bfloat16)
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
         down = functools.partial(HOPPER.add_down, batch=m)
-        assert "token_add_down" in lower(down, h, w, layer, shape((3,), jnp.int32), x, scale)
+        assert "token_add_down" in lower(down, h, w, layer, shape((3, m), jnp.int32), x, scale)
 
 
 @pytest.fixture
