@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import place_rows, support
-from pallas_kernels.hopper.device import cluster, gather, lists, token_columns, versions
+from pallas_kernels.hopper.device import cluster, gather, lists, scalars, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -129,7 +129,7 @@ def _hidden_kernel(pending, *refs, h_smem):
     else:
         plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
-    count = token_columns.read(count_ref)
+    count = scalars.read(count_ref)
     work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem)
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
@@ -239,14 +239,14 @@ def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem,
     block, blocks = pair * _PAIR + lax.axis_index("part"), pairs * _PAIR
     is_first = lax.axis_index("warpgroup") == 0
 
-    @pl.when((token_columns.read(count_ref) > 0) & is_first)
+    @pl.when((scalars.read(count_ref) > 0) & is_first)
     def _():
         share = pl.cdiv(h, blocks)
         gather.prefetch_rows(w_down, block * share, min(share, _PREFETCH // d))
 
     plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
-    count = token_columns.read(count_ref)
+    count = scalars.read(count_ref)
 
     @pl.when(is_first & (block == 0))
     def _():

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import gather, token_columns
+from pallas_kernels.hopper.device import gather, scalars
 from pallas_kernels.hopper.support import sm_count
 
 
@@ -36,7 +36,7 @@ def _kernel(count, rows, y_rows, y):
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     plgpu.griddepcontrol_wait()  # launched while the second kernel of `dense_rows` runs
 
-    @pl.loop(0, pl.cdiv(token_columns.read(count) - block, blocks))
+    @pl.loop(0, pl.cdiv(scalars.read(count) - block, blocks))
     def _(i):
         i = block + i * blocks
         gather.store_row(y.at[rows[i]], gather.load_row(y_rows.at[i], jnp.bool(True)))

@@ -102,7 +102,7 @@ def _kernel(
 
     @pl.when(is_sparse)
     def _():
-        token_columns.prefetch_rows([w_down.at[number]], first, g, batch)
+        token_columns.prefetch_rows(w_down.at[number], first, g, batch)
 
     if w_up is None:
         token_columns.store(h, first, g)

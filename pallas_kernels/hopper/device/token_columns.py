@@ -114,34 +114,13 @@ def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
     return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
 
 
-def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
-    """As `inverse_rms`, for one token, `squares_ref: [parts]`: a float32 scalar."""
-    result = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def step(_, squares_ref):
-        f32 = ir.F32Type.get()
-        (parts,) = ir.MemRefType(squares_ref.type).shape
-        lane, _ = simt.lane_and_warp()  # every warp adds all up
-        address = simt.gmem_address(squares_ref, arith.muli(lane, const(4)))
-        total = mgpu.c(0.0, f32)
-        for start in range(0, parts, 32):
-            value = _load_f32(address, 4 * start, simt.less(lane, const(parts - start)))
-            total = arith.addf(total, value)
-        for distance in (1, 2, 4, 8, 16):
-            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-        return mgpu.FragmentedArray.splat(total, ())
-
-    return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
-
-
-def prefetch_rows(w_refs: list, first: jax.Array, values: jax.Array, tokens: int) -> None:
-    """Prefetches into L2 row `first + c` of one or two `w_refs` (GMEM `[H, D]`, 16-bit) for each
-    of the 16 columns c that has a value above zero for one of the first `tokens` tokens."""
+def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> None:
+    """Prefetches into L2 row `first + c` of `w_ref` (GMEM `[H, D]`, 16-bit) for each of the 16
+    columns c that has a value above zero for one of the first `tokens` tokens."""
     how = layout(values.size // COLUMNS)
 
-    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(w_refs), SCALAR, how))
-    def step(_, w_refs, first, values):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how))
+    def step(_, w_ref, first, values):
         i64 = ir.IntegerType.get_signless(64)
         column, token = column_and_token()
         lane, _ = simt.lane_and_warp()
@@ -151,21 +130,17 @@ def prefetch_rows(w_refs: list, first: jax.Array, values: jax.Array, tokens: int
             is_above = arith.cmpf(arith.CmpFPredicate.OGT, element(value), zero)
             is_token = simt.less(token, const(max(0, tokens - _LANE_TOKENS * i)))
             fires = arith.ori(fires, arith.extui(const(0).type, arith.andi(is_above, is_token)))
-        # Lanes c and c + 16 of a warp have the same column; each fetches from one matrix.
-        fires = arith.ori(fires, mgpu.utils.shfl_bfly(fires, 16))
+        fires = arith.ori(fires, mgpu.utils.shfl_bfly(fires, 16))  # the lane of the same column
+        size = 2 * ir.MemRefType(w_ref.type).shape[1]
         row = arith.extui(i64, arith.addi(first.registers.item(), column))
-        for i, w_ref in enumerate(w_refs):
-            size = 2 * ir.MemRefType(w_ref.type).shape[1]
-            address = simt.gmem_address(w_ref, const(0))
-            address = arith.addi(address, arith.muli(row, mgpu.c(size, i64)))
-            is_mine = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(lane, const(4)), const(i))
-            mgpu.utils.inline_ptx(
-                f"cp.async.bulk.prefetch.L2.global [$0], {size};",
-                address,
-                predicate=arith.andi(simt.less(const(0), fires), is_mine),
-            )
+        address = arith.addi(simt.gmem_address(w_ref, const(0)), arith.muli(row, mgpu.c(size, i64)))
+        mgpu.utils.inline_ptx(
+            f"cp.async.bulk.prefetch.L2.global [$0], {size};",
+            address,
+            predicate=arith.andi(simt.less(const(0), fires), simt.less(lane, const(COLUMNS))),
+        )
 
-    step(w_refs, first, values)
+    step(w_ref, first, values)
 
 
 def store_squares(squares_ref, part: jax.Array, values: jax.Array) -> None:

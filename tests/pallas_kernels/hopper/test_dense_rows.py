@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import dense_rows, place_rows
-from pallas_kernels.hopper.device import token_columns
+from pallas_kernels.hopper.device import scalars
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.weights import Weights
@@ -90,7 +90,7 @@ def interpreted(rows_in_jax, monkeypatch, capsys):
         monkeypatch.setattr(module, "sm_count", lambda: 2)
     for name in ("griddepcontrol_wait", "griddepcontrol_launch_dependents"):
         monkeypatch.setattr(plgpu, name, lambda: None)
-    monkeypatch.setattr(token_columns, "read", lambda ref: ref[0])
+    monkeypatch.setattr(scalars, "read", lambda ref: ref[0])
 
     @contextlib.contextmanager
     def run():
