@@ -45,8 +45,7 @@ class Kernels(NamedTuple):
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
       dense_hidden: the hidden activation of the normed stream -> `[M, H]`.
-      sparse_hidden: the same with ReLU, computing up only where gates are open; counts these
-        -> gate, hidden activation `[M, H]`.
+      sparse_hidden: the same with ReLU, up only behind open gates, which it counts -> gate, h.
       add_product: adds a product to the stream -> the stream.
       add_down: adds the product of a sparse activation to it -> the stream.
       decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
