@@ -29,12 +29,14 @@ from twell_jax.models.transformer import Transformer
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
 _NAMES = {
-    "embed.embedding": ("model.embed_tokens.weight", False),
+    "embed.embedding": (_EMBED, False),
     "norm.scale": ("model.norm.weight", False),
-    "unembed.kernel": ("lm_head.weight", True),
+    "unembed.kernel": (_HEAD, True),
     "blocks.attention_norm.scale": ("input_layernorm.weight", False),
     "blocks.attention.query.kernel": ("self_attn.q_proj.weight", True),
     "blocks.attention.query.bias": ("self_attn.q_proj.bias", False),
@@ -86,9 +88,14 @@ def load(
         abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
         leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
         layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
-        if config.tie_embeddings:  # the embedding is the head, even if the file has one
-            tensors.pop("lm_head.weight", None)
+        head = tensors.pop(_HEAD, None) if config.tie_embeddings else None
         _check(directory, tensors, layouts.values())
+        if head is not None and not _same(head, tensors[_EMBED]):
+            # Versions of transformers disagree on which of the two they use.
+            raise PretrainedError(
+                f"{directory}: config.json says tie_word_embeddings=true, but {_HEAD} differs from "
+                f"{_EMBED}; write tie_word_embeddings=false to use both, or remove the former"
+            )
 
         def read(path, leaf, placement):
             layout = layouts.get(_name(path))
@@ -196,6 +203,15 @@ def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout])
     ]
     if said:
         raise PretrainedError(f"{directory}: tensors do not fit config.json. {'. '.join(said)}")
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two tensors of files are equal; `b` is a matrix of floats."""
+    if a.get_shape() != b.get_shape() or a.get_dtype() not in _FLOATS:
+        return False
+    rows = a.get_shape()[0]
+    parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    return all(np.array_equal(a[part], b[part]) for part in parts)
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:

@@ -14,7 +14,7 @@ from tests.twell_jax import drawn
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import sharding
-from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
+from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained, weights
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -166,6 +166,22 @@ def test_tensors_that_say_nothing_new_are_passed_over(saved):
 
     change_tensors(directory, change)
     assert_same_parameters(from_pretrained(directory), model)
+
+
+def test_a_head_that_is_not_the_embedding_to_which_it_is_tied(saved, monkeypatch):
+    model, directory = saved
+    monkeypatch.setattr(weights, "_ROWS", 100)  # compares in parts, as it does large ones
+    head = np.array(model.embed.embedding)
+    head[-1, -1] += 1
+    change_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(PretrainedError, match=r"lm_head.weight differs .*tie_word_embeddings=f"):
+        from_pretrained(directory)
+    change_config(directory, tie_word_embeddings=False)
+    np.testing.assert_array_equal(from_pretrained(directory).unembed.kernel[...], head.T)
+    change_config(directory, tie_word_embeddings=True)
+    change_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": head[:-1]}))
+    with pytest.raises(PretrainedError, match=r"lm_head.weight differs"):
+        from_pretrained(directory)
 
 
 @pytest.mark.parametrize(
