@@ -42,8 +42,8 @@ def generate(
       Stops when all have ended.
 
     Raises:
-      ValueError: there is no prompt, a prompt is empty, max_tokens < 0, or the seed does not fit
-        into 32 bits.
+      ValueError: there is no prompt, a prompt is empty or holds a token outside the vocabulary,
+        max_tokens < 0, or the seed does not fit into 32 bits.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
@@ -52,6 +52,14 @@ def generate(
             "there must be a prompt, each must have a token, and max_tokens must be at least 0, "
             f"got {[len(prompt) for prompt in prompts]} tokens and max_tokens={max_tokens}"
         )
+    for number, prompt in enumerate(prompts):
+        # In place of its embedding, the model would read NaN or another token's.
+        ids = np.asarray(prompt)
+        if (outside := ids[(ids < 0) | (ids >= model.config.vocab_size)]).size:
+            raise ValueError(
+                f"prompts[{number}] holds token {outside[0]}, but the model's vocabulary is 0 to "
+                f"{model.config.vocab_size - 1}"
+            )
     return _generate(model, prompts, max_tokens, sampling, stop_ids, seed)
 
 

@@ -25,12 +25,23 @@ class LanguageModel:
       tokenizer: translates between text and token ids.
       prefix: ids that the model expects before every text, such as the id of <s>.
       stop_ids: ids that end a text.
+
+    Raises:
+      ConfigError: the tokenizer or the prefix has ids that the model's vocabulary lacks.
     """
 
     model: Transformer
     tokenizer: Tokenizer
     prefix: tuple[int, ...]
     stop_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        size = max([self.tokenizer.size, *(i + 1 for i in self.prefix)])
+        if size > self.model.config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {size} ids, the model only {self.model.config.vocab_size}; "
+                "take the model's own tokenizer, or enlarge the model's embedding"
+            )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text to continue; end-of-text if there are none."""
@@ -46,7 +57,8 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
       ffn_implementation: see `sparse_ffn`; the run's own setting is ignored.
 
     Raises:
-      ConfigError: the directory holds neither, or the run has no checkpoint.
+      ConfigError: the directory holds neither, the run has no checkpoint, or the tokenizer has ids
+        that the model's vocabulary lacks.
       CheckpointError: no checkpoint of the run is whole.
       PretrainedError: see `from_pretrained`.
     """

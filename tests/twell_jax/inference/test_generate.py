@@ -6,16 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as hf
 from flax import nnx
 from safetensors.numpy import load_file
 
 from tests import seeds
+from tests.twell_jax import drawn
 from twell_jax import config as config_lib
 from twell_jax import export, generate, inference
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import Sampling, language_model
 from twell_jax.models import sharding
+from twell_jax.models.pretrained import save_pretrained
 from twell_jax.train import memory
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run, open_run
@@ -134,6 +137,16 @@ def test_what_is_no_model_is_one_clear_line(run_dir, directory, message):
     directory = str(paths.directory.parent / directory)
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         generate.main([directory, "--prompt", "x"])
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    save_pretrained(tmp_path, drawn.transformer(**MODEL), ByteTokenizer())
+    backend = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<pad>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    says = r"^error: the tokenizer has 258 ids, the model only 257; .*\Z"
+    with pytest.raises(SystemExit, match=says):
+        generate.main([str(tmp_path), "--prompt", "x"])
 
 
 @pytest.mark.parametrize(

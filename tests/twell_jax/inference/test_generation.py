@@ -92,7 +92,13 @@ def test_stop_tokens_end_each_sequence_by_itself(model):
 
 @pytest.mark.parametrize(
     ("prompts", "max_tokens", "says"),
-    [([], 3, "got \\[\\]"), ([[1], []], 3, "got \\[1, 0\\]"), ([[1]], -1, "max_tokens=-1")],
+    [
+        ([], 3, "got \\[\\]"),
+        ([[1], []], 3, "got \\[1, 0\\]"),
+        ([[1]], -1, "max_tokens=-1"),
+        ([[1], [0, 257]], 3, r"prompts\[1\] holds token 257, .* 0 to 256"),
+        ([np.array([2, -1])], 3, r"prompts\[0\] holds token -1"),
+    ],
 )
 def test_what_cannot_be_continued(model, prompts, max_tokens, says):
     with pytest.raises(ValueError, match=says):
