@@ -188,8 +188,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _rope_theta(path, tree):
     # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling, and
-    # the earliest called the latter's rope_type just type.
+    # the earliest called the latter's rope_type just type. The theta of an object comes first.
     fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+    thetas = []
     for name in ("rope_scaling", "rope_parameters"):
         rope = tree.get(name) or {}
         if not isinstance(rope, dict):
@@ -197,8 +198,9 @@ def _rope_theta(path, tree):
         for key, value in fixed.items():
             if rope.get(key, value) != value:
                 raise _unsupported(path, f"{name}.{key}", rope[key], [value])
-    named = rope.get("rope_theta"), tree.get("rope_theta")
-    return next((theta for theta in named if theta is not None), _ROPE_THETA)
+        thetas.append(rope.get("rope_theta"))
+    thetas.append(tree.get("rope_theta"))
+    return next((theta for theta in thetas if theta is not None), _ROPE_THETA)
 
 
 def _unsupported(path, key, value, supported):

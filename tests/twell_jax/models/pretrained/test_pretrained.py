@@ -156,6 +156,15 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(saved):
     assert from_pretrained(directory).config.rope_theta == 7e5
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("rest", [{}, {"rope_theta": 3e3}])
+def test_the_rope_theta_of_an_object_comes_first(saved, name, rest):
+    _, directory = saved
+    change_config(directory, rope_theta="absent")
+    change_config(directory, **{name: {"rope_type": "default", "rope_theta": 7e5}}, **rest)
+    assert from_pretrained(directory).config.rope_theta == 7e5
+
+
 def test_tensors_that_say_nothing_new_are_passed_over(saved):
     model, directory = saved
 
