@@ -35,8 +35,17 @@ def load(directory: Path) -> SubwordTokenizer:
 
 
 def prefix(tokenizer: SubwordTokenizer) -> list[int]:
-    """The ids that tokenizer.json puts before a text, such as the id of <s>."""
-    return tokenizer.backend.encode("", add_special_tokens=True).ids
+    """The ids that tokenizer.json puts before a text, such as the id of <s>.
+
+    What it puts after a text is not among them, as the text is to be continued.
+    """
+    backend = tokenizer.backend
+    # Only around ids of a text is it clear which of the added ones come first.
+    for text in ("a", *backend.get_vocab()):
+        encoding = backend.encode(text, add_special_tokens=True)
+        if 0 in encoding.special_tokens_mask:
+            return encoding.ids[: encoding.special_tokens_mask.index(0)]
+    return []
 
 
 def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:

@@ -11,7 +11,6 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests.twell_jax import drawn
-from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import sharding
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained, weights
@@ -318,40 +317,3 @@ def test_what_cannot_be_saved(saved, tmp_path):
     with pytest.raises(PretrainedError, match=r"dtype must be .* got 'float16'"):
         save_pretrained(tmp_path / "new", model, ByteTokenizer(), dtype="float16")
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_the_tokenizer_stays_the_same(tmp_path, kind):
-    text = "for é in 漢字: don't  stop <|endoftext|>\n\t\x00" * 20
-    tokenizer = ByteTokenizer() if kind == "byte" else tokenizers.train_bpe([text], 270)
-    pretrained_tokenizer.save(tmp_path, tokenizer, context=64)
-    loaded = pretrained_tokenizer.load(tmp_path)
-    assert (loaded.size, loaded.eot_id) == (tokenizer.size, tokenizer.eot_id)
-    ids = tokenizer.encode([text])[0]
-    np.testing.assert_array_equal(loaded.encode([text])[0], ids)
-    assert loaded.decode(ids) == text
-    assert pretrained_tokenizer.prefix(loaded) == []
-
-
-def test_the_end_of_text_and_what_precedes_a_text_are_those_of_the_files(tmp_path):
-    import tokenizers as hf
-
-    tokenizer = tokenizers.train_bpe(["some text"], 257)
-    pretrained_tokenizer.save(tmp_path, tokenizer, context=64)
-    backend = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.add_special_tokens(["<s>", "<|im_end|>"])
-    backend.post_processor = hf.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 257)]
-    )
-    backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 0]}')
-    loaded = pretrained_tokenizer.load(tmp_path)
-    assert (loaded.eot, loaded.eot_id) == ("<|im_end|>", 258)
-    assert pretrained_tokenizer.prefix(loaded) == [257]
-
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 999}')
-    with pytest.raises(PretrainedError, match="no eos_token_id that is in the vocabulary"):
-        pretrained_tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(PretrainedError, match=r"tokenizer.json: cannot be read"):
-        pretrained_tokenizer.load(tmp_path)
