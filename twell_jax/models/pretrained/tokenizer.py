@@ -66,6 +66,7 @@ def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
         "eos_token": tokenizer.eot,
         "pad_token": tokenizer.eot,
         "model_max_length": context,
+        "split_special_tokens": True,  # reads them as plain text, as `Tokenizer.encode` does
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(settings, indent=2) + "\n"

@@ -1,5 +1,7 @@
 """tokenizer.json of Hugging Face directories: round trips, and what surrounds a text."""
 
+import json
+
 import numpy as np
 import pytest
 import tokenizers as hf
@@ -23,6 +25,9 @@ def test_the_tokenizer_stays_the_same(tmp_path, kind):
     np.testing.assert_array_equal(loaded.encode([text])[0], ids)
     assert loaded.decode(ids) == text
     assert pretrained_tokenizer.prefix(loaded) == []
+    # By default transformers would read the <|endoftext|> of a text as the token.
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["split_special_tokens"] is True
 
 
 def test_the_end_of_text_and_what_precedes_a_text_are_those_of_the_files(tmp_path):

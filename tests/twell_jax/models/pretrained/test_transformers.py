@@ -107,7 +107,7 @@ def test_a_model_of_ours_is_loaded_by_transformers(tmp_path, name):
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 @pytest.mark.parametrize("attention_bias", [False, True])
 def test_the_tokenizer_is_loaded_by_transformers(tmp_path, kind, attention_bias):
-    text = "for é in 漢字: don't  stop . !\n\t we'LL 123" * 20
+    text = "for é in 漢字: don't  stop<|endoftext|> . !\n\t we'LL 123" * 20
     tokenizer = ByteTokenizer() if kind == "byte" else tokenizers.train_bpe([text], 270)
     config = ModelConfig(
         vocab_size=270, context=64, d_model=8, layers=1, heads=1, d_ff=8,
