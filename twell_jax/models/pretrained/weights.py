@@ -164,13 +164,19 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
             raise PretrainedError(f"{directory / _INDEX}: has no weight_map of names to files")
         files = sorted(set(places.values()))
+        for file in files:
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise PretrainedError(
+                    f"{directory / _INDEX}: weight_map names {file!r}; all files must be in the "
+                    "directory of the index"
+                )
     else:
         raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")
     tensors: dict[str, Any] = {}
     for file in files:
         try:
             opened = stack.enter_context(safetensors.safe_open(directory / file, "np"))
-        except (OSError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise PretrainedError(f"{directory / file}: cannot be read ({error})") from None
         tensors |= {
             name: opened.get_slice(name)

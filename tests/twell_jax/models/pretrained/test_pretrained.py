@@ -203,6 +203,16 @@ def test_an_index_without_places(saved, index):
         from_pretrained(directory)
 
 
+@pytest.mark.parametrize("place", ["../model.safetensors", "a/../../b", "/model.safetensors"])
+def test_an_index_that_names_files_elsewhere(saved, place):
+    _, directory = saved
+    (directory / "model.safetensors").rename(directory.parent / "model.safetensors")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
+    with pytest.raises(PretrainedError, match=f"weight_map names '{place}'; all files must be in"):
+        from_pretrained(directory)
+
+
 def test_more_layers_than_tensors_are_refused_before_their_names_are_made(saved):
     _, directory = saved
     change_config(directory, num_hidden_layers=10**12)
