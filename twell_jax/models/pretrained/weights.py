@@ -29,7 +29,8 @@ from twell_jax.models.transformer import Transformer
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BASE = "model."  # before all names but the head's, except in the files of a base model
+_EMBED, _HEAD = f"{_BASE}embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
@@ -79,7 +80,7 @@ def load(
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
     """
     with contextlib.ExitStack() as stack:
-        tensors = _open(directory, stack)
+        tensors = _with_prefix(_open(directory, stack))
         if config.layers > len(tensors):
             raise PretrainedError(
                 f"{directory}: config.json says {config.layers} layers, but there are only "
@@ -88,6 +89,11 @@ def load(
         abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
         leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
         layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
+        if not config.tie_embeddings and _HEAD not in tensors:
+            raise PretrainedError(
+                f"{directory}: has no {_HEAD}. Save the model with its head (LlamaForCausalLM, not "
+                "LlamaModel); if the embedding is its head, write tie_word_embeddings=true"
+            )
         head = tensors.pop(_HEAD, None) if config.tie_embeddings else None
         _check(directory, tensors, layouts.values())
         if head is not None and not _same(head, tensors[_EMBED]):
@@ -170,6 +176,12 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
                     f"{directory / _INDEX}: weight_map names {file!r}; all files must be in the "
                     "directory of the index"
                 )
+    elif pickles := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
+        raise PretrainedError(
+            f"{directory}: holds {pickles[0]} but no safetensors; a pickle can run any code and is "
+            "not read. Convert it by transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY)"
+            ".save_pretrained(NEW_DIRECTORY)"
+        )
     else:
         raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")
     tensors: dict[str, Any] = {}
@@ -184,6 +196,13 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             if not name.endswith(_DERIVED)
         }
     return tensors
+
+
+def _with_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors by the names of a whole model, also those of a base model (LlamaModel)."""
+    if _EMBED.removeprefix(_BASE) not in tensors:
+        return tensors
+    return {name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()}
 
 
 def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout]) -> None:

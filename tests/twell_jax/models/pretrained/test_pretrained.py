@@ -203,6 +203,26 @@ def test_an_index_without_places(saved, index):
         from_pretrained(directory)
 
 
+def test_the_files_of_a_base_model_are_read_if_the_embedding_is_the_head(saved):
+    model, directory = saved
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors")
+    assert_same_parameters(from_pretrained(directory), model)
+    change_config(directory, tie_word_embeddings=False)
+    with pytest.raises(PretrainedError, match=r"has no lm_head.weight. Save .*; if the embedding"):
+        from_pretrained(directory)
+
+
+def test_pickles_are_named_with_what_converts_them(saved):
+    _, directory = saved
+    (directory / "model.safetensors").unlink()
+    for name in ("training_args.bin", "pytorch_model.bin"):
+        (directory / name).write_bytes(b"")
+    with pytest.raises(PretrainedError, match=r"holds pytorch_model.bin .*AutoModelForCausalLM"):
+        from_pretrained(directory)
+
+
 @pytest.mark.parametrize("place", ["../model.safetensors", "a/../../b", "/model.safetensors"])
 def test_an_index_that_names_files_elsewhere(saved, place):
     _, directory = saved
