@@ -44,10 +44,10 @@ def from_pretrained(
         message names it.
     """
     directory = Path(directory)
-    settings, absent = config.read(directory, dtype, param_dtype)
+    settings, stored = config.read(directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
     mesh = mesh or sharding.make_mesh((1, 1), jax.devices()[:1])
-    return nnx.merge(graphdef(settings), weights.load(directory, settings, mesh, absent))
+    return nnx.merge(graphdef(settings), weights.load(directory, settings, mesh, stored))
 
 
 def save_pretrained(

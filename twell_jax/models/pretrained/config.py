@@ -1,6 +1,7 @@
 """Converts config.json of Hugging Face models to `ModelConfig` and back."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,18 +42,28 @@ _FIXED = {
 _SPARSE = "_sparse_relu"
 
 
+@dataclass(frozen=True)
+class Stored:
+    """How the files hold the parameters of a `Transformer`, beyond what its configuration says.
+
+    Attributes:
+      absent: names of parameters that the files lack and that are zero.
+      hybrid: whether a model saved them that multiplied by the publication's hybrid kernel.
+    """
+
+    absent: tuple[str, ...] = ()
+    hybrid: bool = False
+
+
 class PretrainedError(ValueError):
     """A directory that cannot be loaded, or a model that cannot be saved; the message says why."""
 
 
-def read(
-    directory: Path, dtype: str | None, param_dtype: str | None
-) -> tuple[ModelConfig, tuple[str, ...]]:
+def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[ModelConfig, Stored]:
     """Reads config.json; `dtype` and `param_dtype` are as in `from_pretrained`.
 
     Returns:
-      The configuration, and the names of the `Transformer` parameters that the files lack and that
-      are zero.
+      The configuration, and how the files hold the parameters.
 
     Raises:
       PretrainedError: the file is missing or broken, or `Transformer` does not support the model.
@@ -99,7 +110,8 @@ def read(
             dtype=dtype,
             param_dtype=param_dtype or dtype,
         )
-        return config, (_OUT_BIAS,) if family == "qwen2" else ()
+        hybrid = sparse and config.gated and bool(tree.get("sparsity_use_hybrid_kernel"))
+        return config, Stored((_OUT_BIAS,) if family == "qwen2" else (), hybrid)
     except KeyError as error:
         raise PretrainedError(f"{path}: has no {error.args[0]}") from None
     except ValidationError as error:

@@ -9,7 +9,7 @@ no permutation. Hugging Face stores a tensor per layer; ours are stacked along t
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from twell_jax.config import ModelConfig
 from twell_jax.models import sharding
-from twell_jax.models.pretrained.config import PretrainedError, read_json
+from twell_jax.models.pretrained.config import PretrainedError, Stored, read_json
 from twell_jax.models.transformer import Transformer
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,6 +31,7 @@ _FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 _BASE = "model."  # before all names but the head's, except in the files of a base model
 _EMBED, _HEAD = f"{_BASE}embed_tokens.weight", "lm_head.weight"
+_DOWN = "blocks.mlp.w_down"
 _ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
@@ -50,7 +51,7 @@ _NAMES = {
     "blocks.mlp_norm.scale": ("post_attention_layernorm.weight", False),
     "blocks.mlp.w_gate": ("mlp.gate_proj.weight", False),
     "blocks.mlp.w_up": ("mlp.up_proj.weight", False),
-    "blocks.mlp.w_down": ("mlp.down_proj.weight", True),
+    _DOWN: ("mlp.down_proj.weight", True),
 }
 
 
@@ -72,9 +73,9 @@ class _Layout:
 
 
 def load(
-    directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh, absent: Collection[str]
+    directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh, stored: Stored
 ) -> nnx.State:
-    """Loads parameters in `config.param_dtype`, sharded over the mesh; those in `absent` are zero.
+    """Loads parameters in `config.param_dtype`, sharded over the mesh.
 
     Raises:
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
@@ -88,7 +89,14 @@ def load(
             )
         abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
         leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
-        layouts = {name: _layout(name, leaf) for name, leaf in leaves.items() if name not in absent}
+        names = _NAMES
+        if stored.hybrid and _down_is_neuron_major(tensors, config):
+            names = _NAMES | {_DOWN: (_NAMES[_DOWN][0], False)}
+        layouts = {
+            name: _layout(name, leaf, names)
+            for name, leaf in leaves.items()
+            if name not in stored.absent
+        }
         if not config.tie_embeddings and _HEAD not in tensors:
             raise PretrainedError(
                 f"{directory}: has no {_HEAD}. Save the model with its head (LlamaForCausalLM, not "
@@ -124,7 +132,7 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
     """Writes model.safetensors, or shards and their index, with parameters as `dtype`."""
     params = {}
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
-        layout = _layout(_name(path), leaf)
+        layout = _layout(_name(path), leaf, _NAMES)
         for i, name in enumerate(layout.names):
             params[name] = layout, leaf, i
     itemsize = jnp.dtype(dtype).itemsize
@@ -151,14 +159,16 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path[:-1], simple=True, separator=".")
 
 
-def _layout(ours: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> _Layout:
-    theirs, transposed = _NAMES[ours]
+def _layout(
+    ours: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: Mapping[str, tuple[str, bool]]
+) -> _Layout:
+    theirs, transposed = names[ours]
     stacked = ours.startswith("blocks.")
     shape = leaf.shape[1:] if stacked else leaf.shape
-    names = [theirs]
+    tensors = [theirs]
     if stacked:
-        names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
-    return _Layout(names, shape[::-1] if transposed else shape, stacked, transposed)
+        tensors = [f"{_BASE}layers.{i}.{theirs}" for i in range(leaf.shape[0])]
+    return _Layout(tensors, shape[::-1] if transposed else shape, stacked, transposed)
 
 
 def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -196,6 +206,16 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             if not name.endswith(_DERIVED)
         }
     return tensors
+
+
+def _down_is_neuron_major(tensors: dict[str, Any], config: ModelConfig) -> bool:
+    """Whether the files of a hybrid model hold its down projections as `[d_ff, d_model]`.
+
+    The publication's model transposes them when it is made, so this is what it saves. Files that
+    were only relabelled have them as usual, which their shape tells unless it is square.
+    """
+    first = tensors.get(f"{_BASE}layers.0.{_NAMES[_DOWN][0]}")
+    return first is not None and tuple(first.get_shape()) == (config.d_ff, config.d_model)
 
 
 def _with_prefix(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,24 @@ def test_released_sparse_models_use_relu_whatever_hidden_act_says(saved):
         from_pretrained(directory)
 
 
+@pytest.mark.parametrize("d_ff", [24, 16])  # 16 is square
+def test_hybrid_models_of_the_publication_store_down_projections_transposed(tmp_path, d_ff):
+    model = make(d_ff=d_ff)
+    save_pretrained(tmp_path, model, ByteTokenizer())
+    hybrid = {"model_type": "llama_sparse_relu", "sparsity_use_hybrid_kernel": True}
+    change_config(tmp_path, **hybrid)
+    if d_ff == 24:  # the shape says that these are not
+        assert_same_parameters(from_pretrained(tmp_path), model)
+
+    def change(tensors):
+        for i in range(2):
+            down = f"model.layers.{i}.mlp.down_proj.weight"
+            tensors[down] = np.ascontiguousarray(tensors[down].T)
+
+    change_tensors(tmp_path, change)
+    assert_same_parameters(from_pretrained(tmp_path), model)
+
+
 def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(saved):
     _, directory = saved
     for key in ("rope_theta", "rms_norm_eps", "num_key_value_heads", "head_dim", "torch_dtype",
