@@ -78,7 +78,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
     for key, value in _FIXED.items():
         if tree.get(key, value) != value:
             raise _unsupported(path, key, tree[key], [value])
-    kinds = tree.get("layer_types") or []
+    kinds = _first(tree.get("layer_types"), [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
             raise _unsupported(path, "layer_types", kind, ["full_attention"])
@@ -87,7 +87,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
     activation = "relu" if sparse else given["hidden_act"]
     if activation not in get_args(Activation):
         raise _unsupported(path, "hidden_act", activation, get_args(Activation))
-    dtype = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
+    dtype = _first(dtype, tree.get("dtype"), tree.get("torch_dtype"), "float32")
     if dtype not in _DTYPES:
         raise PretrainedError(f"{path}: dtype={dtype!r}; name bfloat16 or float32 to load it as")
     try:
@@ -100,7 +100,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
             kv_heads=given["num_key_value_heads"],
             head_size=given["head_dim"],
             attention_bias=family == "qwen2" or given["attention_bias"],
-            d_ff=tree.get("sparsity_new_intermediate_size") or given["intermediate_size"],
+            d_ff=_first(tree.get("sparsity_new_intermediate_size"), given["intermediate_size"]),
             activation=activation,
             gated=tree.get("sparsity_gated_mlp", True),
             tie_embeddings=given["tie_word_embeddings"],
@@ -204,15 +204,19 @@ def _rope_theta(path, tree):
     fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
     thetas = []
     for name in ("rope_scaling", "rope_parameters"):
-        rope = tree.get(name) or {}
+        rope = _first(tree.get(name), {})
         if not isinstance(rope, dict):
             raise PretrainedError(f"{path}: {name} must be an object or null, got {rope!r}")
         for key, value in fixed.items():
             if rope.get(key, value) != value:
                 raise _unsupported(path, f"{name}.{key}", rope[key], [value])
         thetas.append(rope.get("rope_theta"))
-    thetas.append(tree.get("rope_theta"))
-    return next((theta for theta in thetas if theta is not None), _ROPE_THETA)
+    return _first(*thetas, tree.get("rope_theta"), _ROPE_THETA)
+
+
+def _first(*values):
+    """The first value that is not None; None if all are."""
+    return next((value for value in values if value is not None), None)
 
 
 def _unsupported(path, key, value, supported):

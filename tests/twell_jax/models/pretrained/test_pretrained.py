@@ -291,8 +291,13 @@ def test_json_that_is_nested_too_deeply(saved):
         ({"num_hidden_layers": "two"}, "layers .*integer"),
         ({"rope_scaling": "x"}, "rope_scaling must be an object or null, got 'x'"),
         ({"rope_parameters": [1]}, r"rope_parameters must be an object or null, got \[1\]"),
+        ({"rope_scaling": False}, "rope_scaling must be an object or null, got False"),
+        ({"sparsity_new_intermediate_size": 0}, "d_ff .*greater than 0"),
+        ({"intermediate_size": None}, "d_ff .*integer"),
+        ({"dtype": ""}, "dtype=''; name bfloat16 or float32"),
         ({"rope_theta": 0}, "rope_theta .*greater than 0"),
         ({"layer_types": 3}, "layer_types=3"),
+        ({"layer_types": ""}, "layer_types=''"),
         ({"layer_types": [["full_attention"]]}, "layer_types="),
     ],
 )
