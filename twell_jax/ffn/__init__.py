@@ -1,7 +1,7 @@
 """The sparse feed-forward block: the operation, its statistics, its module and its formats."""
 
 from twell_jax.ffn.api import explain, sparse_ffn
-from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats
+from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_stats
 from twell_jax.ffn.dispatch import CannotServe, Gradients, Implementation, Packing
 from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.module import SparseMLP
@@ -23,6 +23,7 @@ __all__ = [
     "TileUnions",
     "TwELL",
     "capture_stats",
+    "collect_stats",
     "explain",
     "pack",
     "pack_unions",

@@ -1,6 +1,6 @@
 """Collects the statistics of all `SparseMLP`s of a model, for its loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,18 @@ class ModelStats:
     @property
     def l1(self) -> jax.Array:
         """float32 [], the mean of `FFNStats.l1` over the blocks; add it to the loss, times a
-        coefficient (arXiv 2603.23198, recipe)."""
-        return jnp.mean(jnp.stack([jnp.mean(stats.l1) for stats in self.modules.values()]))
+        coefficient (arXiv 2603.23198, recipe). A block that is a stack of layers counts as many
+        times as it has layers."""
+        return self._mean("l1")
 
     @property
     def nnz(self) -> jax.Array:
         """float32 [], the mean of `FFNStats.nnz` over the blocks."""
-        return jnp.mean(jnp.stack([jnp.mean(stats.nnz) for stats in self.modules.values()]))
+        return self._mean("nnz")
+
+    def _mean(self, name: str) -> jax.Array:
+        every = [jnp.ravel(getattr(stats, name)) for stats in self.modules.values()]
+        return jnp.mean(jnp.concatenate(every))
 
 
 def capture_stats(model: Callable[..., Any]) -> Callable[..., tuple[Any, ModelStats]]:
@@ -65,8 +70,32 @@ def capture_stats(model: Callable[..., Any]) -> Callable[..., tuple[Any, ModelSt
             name = "/".join(map(str, place))
             for i, stats in enumerate(variable.get_value()):
                 modules[f"{name}#{i}" if i else name] = stats
-        if not modules:
-            raise ValueError("the model called no SparseMLP, so there are no statistics to return")
-        return output, ModelStats(modules)
+        return output, _checked(modules)
 
     return call
+
+
+def collect_stats(collection: Mapping[str, Any]) -> ModelStats:
+    """The statistics of the blocks of a Linen model.
+
+    Args:
+      collection: "SownStats" of the variables that `model.apply(..., mutable=["SownStats"])`
+        returns if blocks are made by `nnx.bridge.to_linen(SparseMLP, ..., keep_stats=True)`.
+
+    Returns:
+      `ModelStats`. A block that is called several times counts once, with its last call.
+
+    Raises:
+      ValueError: the collection holds no statistics.
+    """
+    found = jax.tree.leaves_with_path(collection, is_leaf=lambda leaf: isinstance(leaf, FFNStats))
+    modules = {}
+    for (*place, _), stats in found:
+        modules["/".join(key.key for key in place)] = stats
+    return _checked(modules)
+
+
+def _checked(modules: dict[str, FFNStats]) -> ModelStats:
+    if not modules:
+        raise ValueError("the model called no SparseMLP, so there are no statistics to return")
+    return ModelStats(modules)

@@ -12,7 +12,7 @@ from twell_jax.ffn import api
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
-from twell_jax.ffn.stats import FFNStats
+from twell_jax.ffn.stats import FFNStats, no_stats
 from twell_jax.ffn.xla import Activation
 
 _FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -25,7 +25,8 @@ class SparseMLP(nnx.Module):
     Gated: h = relu(x w_gate^T) * (x w_up^T); non-gated: h = relu(x w_up^T); y = h w_down
     (arXiv 2603.23198, section 2). An L1 term in the loss makes h sparse: `y, stats = mlp(x,
     return_stats=True)` gives it for one block, `capture_stats` for all blocks of a model. For the
-    latter the block sows its statistics into `SownStats`; outside of `nnx.capture` it stores none.
+    latter the block sows its statistics into `SownStats`; outside of `nnx.capture` it stores none,
+    unless it is made with `keep_stats=True`, for Linen models.
 
     All weights are neuron-major, `[d_ff, d_model]`: row n of `w_gate`, `w_up` and `w_down` belongs
     to neuron n (`nnx.Linear` kernels of the gate and up projections are the transpose of this).
@@ -46,6 +47,9 @@ class SparseMLP(nnx.Module):
       up_init: initialiser of `w_gate` and `w_up`, for the shape `[H, D]`.
       down_init: initialiser of `w_down`, for the shape `[H, D]`.
       implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
+      keep_stats: hold the `FFNStats` of the last call as the variable `stats`, a `SownStats`. For
+        `nnx.bridge.to_linen`, which knows no `nnx.capture`: `Module.apply` returns them if
+        "SownStats" is mutable, and `collect_stats` takes them.
       rngs: source of the initial weights.
 
     Raises:
@@ -69,6 +73,7 @@ class SparseMLP(nnx.Module):
         gradients: Gradients | None = None,
         expected_nnz: float | None = None,
         gradient_capacity: float = 0.5,
+        keep_stats: bool = False,
         rngs: nnx.Rngs,
     ):
         _check_size("d_model", d_model)
@@ -92,6 +97,8 @@ class SparseMLP(nnx.Module):
         self.b_gate = param(zeros, (d_ff,), ("mlp",)) if use_bias and gated else nnx.data(None)
         self.b_up = param(zeros, (d_ff,), ("mlp",)) if use_bias else nnx.data(None)
         self.b_down = param(zeros, (d_model,), ("embed",)) if use_bias else nnx.data(None)
+        # There from the start, because a scan over layers may not add variables to them.
+        self.stats = SownStats(no_stats(d_ff)) if keep_stats else nnx.data(None)
         self.activation = activation
         self.dtype = dtype
         self.implementation = implementation
@@ -149,6 +156,8 @@ class SparseMLP(nnx.Module):
             gradient_capacity=self.gradient_capacity,
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
+        if self.stats is not None:
+            self.stats.set_value(stats)
         return (y, stats) if return_stats else y
 
 

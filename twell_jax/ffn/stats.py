@@ -28,6 +28,17 @@ class FFNStats:
     overflow: jax.Array
 
 
+def no_stats(d_ff: int) -> FFNStats:
+    """The statistics of a block of H neurons that was not called: zeros."""
+    return FFNStats(
+        l1=jnp.zeros((), jnp.float32),
+        nnz=jnp.zeros((), jnp.float32),
+        max_nnz=jnp.zeros((), jnp.int32),
+        fired=jnp.zeros(d_ff, bool),
+        overflow=jnp.zeros((), jnp.float32),
+    )
+
+
 class Output(NamedTuple):
     """What kernels return for a block on M tokens.
 

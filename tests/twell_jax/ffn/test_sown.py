@@ -1,0 +1,178 @@
+"""Wherever a `SparseMLP` is put, the L1 of all layers reaches the loss, and so do its gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from tests import seeds
+from twell_jax import SparseMLP, capture_stats, collect_stats, sparse_ffn
+
+LAYERS, D, H = 3, 8, 24
+NAMES = ("w_gate", "w_up", "w_down")
+
+
+class Stacked(nnx.Module):
+    """All layers in one module, whose weights have a leading axis, under `nnx.scan`."""
+
+    def __init__(self, is_remat):
+        make = nnx.vmap(lambda rngs: SparseMLP(D, H, rngs=rngs))
+        self.blocks = nnx.split_rngs(splits=LAYERS)(make)(nnx.Rngs(0))
+        self.is_remat = is_remat
+
+    def __call__(self, x):
+        def layer(x, block):
+            return block(x)
+
+        layer = nnx.remat(layer) if self.is_remat else layer
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
+class Remat(nnx.Module):
+    """Layers that are computed again in the backward pass."""
+
+    def __init__(self):
+        self.blocks = nnx.List([SparseMLP(D, H, rngs=nnx.Rngs(0)) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return x
+
+
+def sequential():
+    return nnx.Sequential(*[SparseMLP(D, H, rngs=nnx.Rngs(0)) for _ in range(LAYERS)])
+
+
+NNX_MODELS = {
+    "sequential": sequential,
+    "scan": functools.partial(Stacked, is_remat=False),
+    "scan of remat": functools.partial(Stacked, is_remat=True),
+    "remat": Remat,
+}
+
+
+class LinenLayer(linen.Module):
+    @linen.compact
+    def __call__(self, x, _=None):
+        make = nnx.bridge.to_linen(SparseMLP, D, H, keep_stats=True, name="mlp")
+        return make(x), None
+
+
+class LinenModel(linen.Module):
+    wrap: str
+
+    @linen.compact
+    def __call__(self, x):
+        if self.wrap == "scan":
+            axes = {"params": 0, "SownStats": 0}
+            scan = functools.partial(linen.scan, variable_axes=axes, split_rngs={"params": True})
+            return scan(LinenLayer, length=LAYERS)(name="layers")(x, None)[0]
+        layer = linen.remat(LinenLayer) if self.wrap == "remat" else LinenLayer
+        for i in range(LAYERS):
+            x, _ = layer(name=f"layer{i}")(x)
+        return x
+
+
+@pytest.fixture
+def weights():
+    """Of all layers, `[LAYERS, H, D]`."""
+    rng = seeds.rng()
+    return {name: rng.standard_normal((LAYERS, H, D), np.float32) / 2 for name in NAMES}
+
+
+@pytest.fixture
+def x():
+    return seeds.rng().standard_normal((5, D), np.float32)
+
+
+def by_hand(weights, x):
+    """The mean L1 of the layers, each of which returns its statistics."""
+    total = 0.0
+    for i in range(LAYERS):
+        x, stats = sparse_ffn(x, *(weights[name][i] for name in NAMES))
+        total += stats.l1 / LAYERS
+    return total
+
+
+def check(l1, grads, weights, x):
+    expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(weights, x)
+    np.testing.assert_allclose(l1, expected, rtol=1e-5)
+    for name in NAMES:
+        np.testing.assert_allclose(grads[name], expected_grads[name], rtol=1e-4, atol=1e-5)
+        for layer in range(LAYERS - (name == "w_down")):  # nothing comes behind the last w_down
+            assert np.any(grads[name][layer])
+
+
+@pytest.mark.parametrize("name", NNX_MODELS)
+def test_in_an_nnx_model(name, weights, x):
+    model = NNX_MODELS[name]()
+    is_stacked = "scan" in name
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        leaf[...] = weights[path[-1]] if is_stacked else weights[path[-1]][path[-2]]
+
+    @nnx.jit
+    def step(model, x):
+        return nnx.value_and_grad(lambda model: capture_stats(model)(x)[1].l1)(model)
+
+    l1, state = step(model, x)
+    grads = {weight: [] for weight in NAMES}
+    for path, leaf in nnx.to_flat_state(state):  # in the order of the layers
+        grads[path[-1]].append(leaf[...])
+    check(l1, {n: jnp.stack(g).reshape(LAYERS, H, D) for n, g in grads.items()}, weights, x)
+
+
+@pytest.mark.parametrize("wrap", ["nothing", "scan", "remat"])
+def test_in_a_linen_model(wrap, weights, x):
+    model = LinenModel(wrap)
+    if wrap == "scan":
+        params = {"layers": {"mlp": weights}}
+    else:
+        layer = [{"mlp": {name: w[i] for name, w in weights.items()}} for i in range(LAYERS)]
+        params = {f"layer{i}": layer[i] for i in range(LAYERS)}
+    made = linen.unbox(jax.eval_shape(model.init, jax.random.key(0), x)["params"])
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+
+    @jax.jit
+    @jax.value_and_grad
+    def step(params, x):
+        _, updated = model.apply({"params": params}, x, mutable=["SownStats"])
+        return collect_stats(updated["SownStats"]).l1
+
+    l1, grads = step(params, x)
+    leaves = [grads["layers"]["mlp"]] if wrap == "scan" else [g["mlp"] for g in grads.values()]
+    stacked = {n: jnp.stack([g[n] for g in leaves]).reshape(LAYERS, H, D) for n in NAMES}
+    check(l1, stacked, weights, x)
+
+
+def test_statistics_in_linen_are_those_of_the_last_call_and_named_by_their_path(x):
+    model = LinenModel("nothing")
+    variables = model.init(jax.random.key(0), x)
+    for scale in (1, 0):
+        _, updated = model.apply(variables, scale * x, mutable=["SownStats"])
+        stats = collect_stats(updated["SownStats"])
+        assert list(stats.modules) == [f"layer{i}/mlp" for i in range(LAYERS)]
+        assert (stats.l1 > 0) == (stats.nnz > 0) == bool(scale)
+        variables |= updated
+
+
+def test_a_stack_of_layers_counts_as_its_layers():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.stack, self.alone = Stacked(is_remat=False), SparseMLP(D, H, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.alone(self.stack(x))
+
+    _, stats = capture_stats(Model())(np.ones((2, D), np.float32))
+    alone, stack = (stats.modules[name] for name in ("alone", "stack/blocks"))
+    np.testing.assert_allclose(stats.l1, (alone.l1 + stack.l1.sum()) / (1 + LAYERS), rtol=1e-6)
+    np.testing.assert_allclose(stats.nnz, (alone.nnz + stack.nnz.sum()) / (1 + LAYERS), rtol=1e-6)
+
+
+def test_a_collection_without_statistics_is_named():
+    with pytest.raises(ValueError, match="called no SparseMLP"):
+        collect_stats({})
