@@ -215,7 +215,7 @@ def _select(
     elif any(b is not None for b in biases):
         unsupported = "the kernels add no biases"
     case = Case(
-        tokens=tokens // partition.devices()[0],
+        tokens=max(1, tokens // partition.devices()[0]),  # where they do not divide, XLA pads
         neurons=neurons,
         gated=weights.gate is not None,
         back_end=kernels and kernels.name,

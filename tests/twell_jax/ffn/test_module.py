@@ -208,6 +208,15 @@ def test_is_made_and_used_on_a_mesh_with_explicit_axes():
     np.testing.assert_allclose(y, nnx.jit(lambda mlp, x: mlp(x))(alone, x), rtol=1e-5, atol=1e-6)
 
 
+def test_fewer_tokens_than_devices_are_served():
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    mlp, x = SparseMLP(8, 24, rngs=nnx.Rngs(0)), draw(3, 8)
+    alone = nnx.jit(lambda mlp, x: mlp(x))(mlp, x)
+    with jax.set_mesh(mesh):
+        y = nnx.jit(lambda mlp, x: mlp(x))(mlp, x)
+    np.testing.assert_allclose(y, alone, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "x",
