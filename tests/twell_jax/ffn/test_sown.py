@@ -20,7 +20,7 @@ class Stacked(nnx.Module):
 
     def __init__(self, is_remat):
         make = nnx.vmap(lambda rngs: SparseMLP(D, H, rngs=rngs))
-        self.blocks = nnx.split_rngs(splits=LAYERS)(make)(nnx.Rngs(0))
+        self.blocks = nnx.jit(nnx.split_rngs(splits=LAYERS)(make))(nnx.Rngs(0))
         self.is_remat = is_remat
 
     def __call__(self, x):
@@ -125,14 +125,16 @@ def test_in_an_nnx_model(name, weights, x):
     check(l1, {n: jnp.stack(g).reshape(LAYERS, H, D) for n, g in grads.items()}, weights, x)
 
 
+def linen_params(wrap, weights):
+    if wrap == "scan":
+        return {"layers": {"mlp": weights}}
+    layers = [{"mlp": {name: w[i] for name, w in weights.items()}} for i in range(LAYERS)]
+    return {f"layer{i}": layer for i, layer in enumerate(layers)}
+
+
 @pytest.mark.parametrize("wrap", ["nothing", "scan", "remat"])
 def test_in_a_linen_model(wrap, weights, x):
-    model = LinenModel(wrap)
-    if wrap == "scan":
-        params = {"layers": {"mlp": weights}}
-    else:
-        layer = [{"mlp": {name: w[i] for name, w in weights.items()}} for i in range(LAYERS)]
-        params = {f"layer{i}": layer[i] for i in range(LAYERS)}
+    model, params = LinenModel(wrap), linen_params(wrap, weights)
     made = linen.unbox(jax.eval_shape(model.init, jax.random.key(0), x)["params"])
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
@@ -148,9 +150,8 @@ def test_in_a_linen_model(wrap, weights, x):
     check(l1, stacked, weights, x)
 
 
-def test_statistics_in_linen_are_those_of_the_last_call_and_named_by_their_path(x):
-    model = LinenModel("nothing")
-    variables = model.init(jax.random.key(0), x)
+def test_statistics_in_linen_are_those_of_the_last_call_and_named_by_their_path(weights, x):
+    model, variables = LinenModel("nothing"), {"params": linen_params("nothing", weights)}
     for scale in (1, 0):
         _, updated = model.apply(variables, scale * x, mutable=["SownStats"])
         stats = collect_stats(updated["SownStats"])
@@ -167,7 +168,8 @@ def test_a_stack_of_layers_counts_as_its_layers():
         def __call__(self, x):
             return self.alone(self.stack(x))
 
-    _, stats = capture_stats(Model())(np.ones((2, D), np.float32))
+    x = np.ones((2, D), np.float32)
+    stats = nnx.jit(lambda model: capture_stats(model)(x)[1])(Model())
     alone, stack = (stats.modules[name] for name in ("alone", "stack/blocks"))
     np.testing.assert_allclose(stats.l1, (alone.l1 + stack.l1.sum()) / (1 + LAYERS), rtol=1e-6)
     np.testing.assert_allclose(stats.nnz, (alone.nnz + stack.nnz.sum()) / (1 + LAYERS), rtol=1e-6)
