@@ -1,0 +1,264 @@
+"""`replace_mlps` on models as other people write them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from tests import seeds
+from twell_jax import SparseMLP, capture_stats
+from twell_jax.convert import FORMS, replace_mlps
+
+D, H = 8, 48
+BLOCK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class MLP(nnx.Module):
+    """A feed-forward module whose layers have the given names."""
+
+    def __init__(self, form=BLOCK, activation=nnx.silu, **options):
+        self.form, self.activation = nnx.static(dict(form)), activation
+        rngs = nnx.Rngs(seeds.integer())
+        options = {"use_bias": False} | options
+        for role, name in form.items():
+            shape = (H, D) if role == "down" else (D, H)
+            setattr(self, name, nnx.Linear(*shape, rngs=rngs, **options))
+
+    def __call__(self, x):
+        up = getattr(self, self.form["up"])(x)
+        gated = "gate" in self.form
+        h = self.activation(getattr(self, self.form["gate"])(x)) * up if gated else None
+        return getattr(self, self.form["down"])(h if gated else self.activation(up))
+
+
+class Model(nnx.Module):
+    """A residual network around feed-forward modules, in the containers that models use."""
+
+    def __init__(self, *mlps):
+        self.norm = nnx.RMSNorm(D, rngs=nnx.Rngs(0))
+        self.first = mlps[0]
+        self.others = nnx.List([nnx.Dict(mlp=mlp) for mlp in mlps[1:]])
+
+    def __call__(self, x):
+        x = x + self.first(self.norm(x))
+        for layer in self.others:
+            x = x + layer["mlp"](self.norm(x))
+        return x
+
+
+def draw(*shape):
+    return seeds.rng().standard_normal(shape, np.float32)
+
+
+@nnx.jit
+def call(model, x):
+    return model(x)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
+def test_outputs_are_as_before(form):
+    model, x = Model(MLP(form), MLP(form)), draw(3, 5, D)
+    before = call(model, x)
+    replaced = replace_mlps(model, activation="silu")
+    assert list(replaced) == ["first", "others/0/mlp"]
+    assert replaced["first"] is model.first
+    assert replaced["others/0/mlp"] is model.others[0]["mlp"]
+    assert all(type(mlp) is SparseMLP for mlp in replaced.values())
+    np.testing.assert_allclose(call(model, x), before, rtol=1e-5, atol=1e-5)
+
+
+def test_names_say_what_this_model_calls_its_layers():
+    names = {"gate": "wg", "up": "wu", "down": "wd"}
+    model, x = Model(MLP(names), MLP()), draw(3, D)
+    before = call(model, x)
+    assert list(replace_mlps(model, activation="silu", names=names)) == ["first"]
+    np.testing.assert_allclose(call(model, x), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "input_dtype"),
+    [
+        (None, "float32", "bfloat16"),
+        (None, "bfloat16", "float32"),
+        (None, "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_dtypes_are_as_before(dtype, param_dtype, input_dtype):
+    model = nnx.Sequential(MLP(dtype=dtype, param_dtype=param_dtype))
+    x = draw(3, D).astype(input_dtype)
+    before = call(model, x)
+    (mlp,) = replace_mlps(model, activation="silu").values()
+    after = call(model, x)
+    assert after.dtype == before.dtype
+    assert mlp.w_gate.dtype == mlp.w_down.dtype == param_dtype
+    tolerance = 1e-5 if before.dtype == "float32" else 3e-2
+    np.testing.assert_allclose(*(y.astype("float32") for y in (after, before)), atol=tolerance)
+
+
+def test_training_with_relu_and_l1_closes_gates():
+    model, x = Model(MLP(activation=nnx.relu), MLP(activation=nnx.relu)), draw(64, D)
+    x[:, 0] = 2.0  # a constant feature can switch neurons off
+    replace_mlps(model)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            y, stats = capture_stats(model)(x)
+            return jnp.mean((y - jnp.roll(x, 1, axis=-1)) ** 2) + 0.1 * stats.l1, stats.modules
+
+        grads, modules = nnx.grad(loss, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return {path: stats.nnz for path, stats in modules.items()}
+
+    first, *_, last = [step(model, optimizer) for _ in range(60)]
+    assert set(first) == {"first", "others/0/mlp"}
+    for path in first:
+        assert last[path] < 0.8 * first[path]
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ("y",)], ids=str)
+def test_sharding_is_kept(axes):
+    """`axes` of a kernel `[D, H]`, by name and in memory."""
+    types = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), types, devices=jax.devices("cpu")[:8])
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+    with jax.set_mesh(mesh):
+        model = nnx.Sequential(MLP(kernel_init=init))
+        x = draw(4, D)
+        before = call(model, x)
+        (mlp,) = replace_mlps(model, activation="silu").values()
+        after = call(model, x)
+    d, h = (*axes, None)[:2]
+    weights = {"w_gate": P(h, d), "w_up": P(h, d), "w_down": P(*axes)}
+    for name, spec in weights.items():
+        weight = getattr(mlp, name)
+        assert P(*weight.get_metadata()["out_sharding"]) == spec
+        assert weight[...].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2), name
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+class Stacked(nnx.Module):
+    """Layers whose weights have a leading axis, under `nnx.scan`."""
+
+    def __init__(self):
+        metadata = {nnx.PARTITION_NAME: "layers"}
+        init = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), ("embed", "mlp"), eager_sharding=False
+        )
+        make = nnx.vmap(lambda _: MLP(kernel_init=init), transform_metadata=metadata)
+        self.layers = make(jnp.arange(3))
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda x, mlp: mlp(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(x, self.layers)
+
+
+def test_stacked_layers_stay_stacked():
+    model, x = Stacked(), draw(3, D)
+    before = call(model, x)
+    mlp = replace_mlps(model, activation="silu")["layers"]
+    assert mlp.w_up.shape == mlp.w_down.shape == (3, H, D)
+    assert mlp.w_gate.get_metadata()["out_sharding"] == ("layers", "mlp", "embed")
+    np.testing.assert_allclose(call(model, x), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_at_two_places_stays_one():
+    shared = MLP()
+    model = Model(shared, MLP(), shared)
+    replaced = replace_mlps(model)
+    assert sorted(replaced) == ["first", "others/0/mlp", "others/1/mlp"]
+    assert model.first is model.others[1]["mlp"]
+    assert model.first is not model.others[0]["mlp"]
+
+
+def biased():
+    return Model(MLP(), MLP(use_bias=True))
+
+
+def with_dropout():
+    mlp = MLP()
+    mlp.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    return Model(MLP(), mlp)
+
+
+def with_other_layers():
+    mlp = MLP()
+    mlp.up_proj = nnx.LoRALinear(D, H, lora_rank=2, use_bias=False, rngs=nnx.Rngs(0))
+    return Model(MLP(), mlp)
+
+
+def with_experts():
+    mlp = MLP()
+    mlp.gate_proj = nnx.Param(jnp.zeros((4, D, H)))
+    return Model(MLP(), mlp)
+
+
+def of_other_shape():
+    mlp = MLP()
+    mlp.down_proj = nnx.Linear(H, 4, use_bias=False, rngs=nnx.Rngs(0))
+    return Model(MLP(), mlp)
+
+
+def of_several_dtypes():
+    mlp = MLP()
+    mlp.down_proj.dtype = jnp.bfloat16
+    return Model(MLP(), mlp)
+
+
+def in_a_tuple():
+    model = Model(MLP())
+    model.others = nnx.data(({"mlp": MLP()}, MLP()))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (biased, "cannot replace others/0/mlp: gate_proj has a bias"),
+        (
+            with_dropout,
+            "others/0/mlp: it holds dropout/rngs.* beside gate_proj, up_proj, down_proj",
+        ),
+        (with_other_layers, "others/0/mlp: up_proj is LoRALinear, not nnx.Linear"),
+        (with_experts, "others/0/mlp: gate_proj is Param, not nnx.Linear"),
+        (of_other_shape, r"others/0/mlp: kernels of shapes .*\(48, 4\).* do not fit each other"),
+        (of_several_dtypes, "others/0/mlp: its layers compute in different dtypes: .*bfloat16"),
+        (in_a_tuple, "others/1: it is in a tuple, which cannot be changed; use nnx.List"),
+        (MLP, "cannot replace the model itself: it must be part of a module"),
+        (
+            lambda: Model(nnx.Linear(D, D, rngs=nnx.Rngs(0))),
+            "no module of the model has the layers",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_replaced_is_named_and_the_model_left_alone(make, message):
+    model = make()
+    before = nnx.graphdef(model)
+    with pytest.raises(ValueError, match=message) as raised:
+        replace_mlps(model)
+    assert "\n" not in str(raised.value)
+    assert nnx.graphdef(model) == before
+
+
+def test_a_model_of_another_framework_is_refused():
+    with pytest.raises(ValueError, match=r"model must be an nnx\.Module, got Dense"):
+        replace_mlps(linen.Dense(D))
+
+
+def test_a_layer_that_is_a_plain_array_is_refused():
+    mlp = MLP()
+    mlp.up_proj = jnp.zeros((D, H))
+    with pytest.raises(ValueError, match="others/0/mlp: up_proj is ArrayImpl, not"):
+        replace_mlps(Model(MLP(), mlp))
+
+
+def test_names_without_up_or_down_are_refused():
+    with pytest.raises(ValueError, match="names must have the keys up, down and perhaps gate"):
+        replace_mlps(Model(MLP()), names={"gate": "w1", "up": "w2"})
