@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import attend, cluster, combine
+from pallas_kernels.hopper.device import attend, cluster, combine, warpgroup
 from pallas_kernels.hopper.device.tiles import TILED
 from pallas_kernels.layouts import twell
 
@@ -187,7 +187,7 @@ def _kernel(
             attend.patch(k, v, new_smem, low, high)
 
         carry = _add_step(carry, k, v, q_smem, p_smem, low, high)
-        attend.barrier()  # all warps' products with this stage have ended
+        warpgroup.barrier()  # all warps' products with this stage have ended
         pl.when(i + stages < count)(functools.partial(load, i + stages))
         return carry
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import pairs, token_columns
+from pallas_kernels.hopper.device import pairs, token_columns, warpgroup
 from pallas_kernels.hopper.device.token_columns import COLUMNS
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
@@ -144,7 +144,7 @@ def _multiply_all(x, w_up, number, first, smem, up_smem, ring):
             plgpu.barrier_wait(smem["here"].at[slot])
             plgpu.wgmma(acc, smem["w_smem"].at[slot, 0], smem["x_smem"].at[slot].T)
             plgpu.wgmma_wait(0)
-            token_columns.barrier()
+            warpgroup.barrier()
             pl.when(step + ring.slots < steps)(lambda: fetch(step + ring.slots))
 
         return acc[...]

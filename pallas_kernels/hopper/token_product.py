@@ -21,8 +21,6 @@ from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
 from pallas_kernels.layouts.stream import Stream
 
-MAX_TOKENS = 64
-
 
 def project(
     stream: Stream,

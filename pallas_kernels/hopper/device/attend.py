@@ -35,16 +35,6 @@ class Heads:
         return self.all // self.stored
 
 
-def barrier() -> None:
-    """All lanes of the warpgroup have come here."""
-
-    @plgpu.inline_mgpu()
-    def step(_):
-        mgpu.warpgroup_barrier()
-
-    step()
-
-
 def place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs, *, heads: Heads):
     """Rotates query and key of a new token; puts them and its value into shared memory.
 
@@ -83,11 +73,14 @@ def place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs,
         offset = arith.addi(arith.muli(column, const(2)), arith.muli(chunk, const(16)))
         is_used = arith.ori(simt.less(number, const(heads.group)), is_new)
         halves = [
-            _load(simt.gmem_address(qkv_ref, offset), is_used, heads.size * i) for i in (0, 1)
+            simt.load_chunk(simt.gmem_address(qkv_ref, offset), heads.size * i, is_used)
+            for i in (0, 1)
         ]
         turns = [
             [
-                _load(simt.gmem_address(ref, arith.muli(chunk, const(32))), is_used, 16 * i)
+                simt.load_chunk(
+                    simt.gmem_address(ref, arith.muli(chunk, const(32))), 16 * i, is_used
+                )
                 for i in (0, 1)
             ]
             for ref in rope_refs
@@ -208,20 +201,6 @@ def _chunk_offset(row: ir.Value, chunk: ir.Value, size: int) -> ir.Value:
     place = arith.xori(arith.remui(chunk, const(8)), row_in_tile)
     within = arith.addi(arith.muli(row_in_tile, const(128)), arith.muli(place, const(16)))
     return arith.addi(arith.muli(tile, const(_TILE)), within)
-
-
-def _load(address: ir.Value, active: ir.Value, offset: int) -> list[ir.Value]:
-    """16 bytes of GMEM in four words, zeros if not `active`; the load is not moved."""
-    return list(
-        mgpu.utils.inline_ptx(
-            "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-            f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-            address,
-            active,
-            result_types=[const(0).type] * 4,
-            has_side_effects=True,
-        )
-    )
 
 
 def _store(space: str, address: ir.Value, words: list[ir.Value], active: ir.Value) -> None:

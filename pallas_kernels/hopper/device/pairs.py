@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.hopper.device import gather, lanes, simt, token_columns
+from pallas_kernels.hopper.device import gather, lanes, simt, token_columns, warpgroup
 from pallas_kernels.hopper.device.simt import const
 from pallas_kernels.hopper.device.token_columns import COLUMNS
 
@@ -146,7 +146,7 @@ def multiply_pairs(pairs_ref, count: jax.Array, x_ref, w_ref, first: jax.Array, 
     def _(i):
         _multiply_pairs(pairs_ref, count, x_ref, w_ref, first, out_ref, i * _WARPS)
 
-    token_columns.barrier()
+    warpgroup.barrier()
 
 
 def _multiply_pairs(pairs_ref, count, x_ref, w_ref, first, out_ref, start):
@@ -173,11 +173,10 @@ def _multiply_pairs(pairs_ref, count, x_ref, w_ref, first, out_ref, start):
         total, wide = mgpu.c(0.0, f32), ir.VectorType.get((_CHUNK,), f32)
         for group in range(0, d, 32 * _CHUNK * _LOADS):
             starts = range(group, min(d, group + 32 * _CHUNK * _LOADS), 32 * _CHUNK)
-            loaded = [
-                [_load(a, 2 * c, arith.andi(is_pair, simt.less(lane, const((d - c) // _CHUNK))))
-                 for a in addresses]
-                for c in starts
-            ]  # fmt: skip
+            loaded = []
+            for c in starts:
+                is_inside = arith.andi(is_pair, simt.less(lane, const((d - c) // _CHUNK)))
+                loaded.append([simt.load_chunk(a, 2 * c, is_inside) for a in addresses])
             for chunks in loaded:
                 product = arith.mulf(*(arith.extf(wide, _vector(w, dtype)) for w in chunks))
                 values = [vector.extract(product, [], [e]) for e in range(_CHUNK)]
@@ -226,20 +225,6 @@ def _row_address(ref: ir.Value, row: ir.Value, lane: ir.Value) -> ir.Value:
     size = mgpu.c(2 * ir.MemRefType(ref.type).shape[1], i64)
     chunk = simt.gmem_address(ref, arith.muli(lane, const(2 * _CHUNK)))
     return arith.addi(chunk, arith.muli(arith.extui(i64, row), size))
-
-
-def _load(address: ir.Value, offset: int, active: ir.Value) -> list[ir.Value]:
-    """16 bytes of GMEM in four words, zeros if not `active`; the load is not moved."""
-    return list(
-        mgpu.utils.inline_ptx(
-            "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-            f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-            address,
-            active,
-            result_types=[const(0).type] * 4,
-            has_side_effects=True,
-        )
-    )
 
 
 def _vector(words: list[ir.Value], dtype: ir.Type) -> ir.Value:

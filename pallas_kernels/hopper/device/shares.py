@@ -44,15 +44,7 @@ def collect_share(gate_ref, share, shares: int, entries_ref, counts_ref) -> jax.
         address = simt.gmem_address(gate_ref, arith.muli(first, const(2)))
 
         def load(chunk):
-            # Neither .nc nor moved: the gate is there only after `griddepcontrol_wait`.
-            return ptx(
-                "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-                f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {2 * chunk}];",
-                address,
-                less(first, const(h - chunk)),
-                result_types=[i32] * 4,
-                has_side_effects=True,
-            )
+            return simt.load_chunk(address, 2 * chunk, less(first, const(h - chunk)))
 
         total = const(0)
         for start in range(0, h, _ROUND_NEURONS):

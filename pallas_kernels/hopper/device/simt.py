@@ -88,6 +88,21 @@ def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> 
     return list(words)
 
 
+def load_chunk(address: ir.Value, offset: int, active: ir.Value) -> list[ir.Value]:
+    """Loads 16 bytes of GMEM at `address + offset` in four words; zeros, without an access, if not
+    `active`. Unlike `load_words`, it stays behind what the kernel has waited for."""
+    return list(
+        mgpu.utils.inline_ptx(
+            "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+            f"@$5 ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            address,
+            active,
+            result_types=[ir.IntegerType.get_signless(32)] * 4,
+            has_side_effects=True,
+        )
+    )
+
+
 def int_array(words: list[ir.Value], layout) -> mgpu.FragmentedArray:
     """An int32 array of this lane's `words` (i32); a register of `layout` holds one element."""
     one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))

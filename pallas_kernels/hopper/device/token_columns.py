@@ -190,12 +190,6 @@ def store_total(squares_ref, share: jax.Array, total: jax.Array) -> None:
     step(squares_ref, share, total)
 
 
-@plgpu.inline_mgpu()
-def barrier(_) -> None:
-    """Waits for all warps."""
-    mgpu.warpgroup_barrier()
-
-
 def column_and_token() -> tuple[ir.Value, ir.Value]:
     """This lane's column, and its first token, i32."""
     lane = arith.andi(mgpu.thread_idx(), const(127))

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import cluster, token_columns
+from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
 
 PARTS = 4  # blocks of a cluster
 COLUMNS = PARTS * token_columns.COLUMNS  # of a cluster: the rows of a WGMMA
@@ -144,7 +143,7 @@ class Product:
             following = stage - 1 + ring.slots  # goes where the stage before this one was
             if stage > 0 and following < ring.stages:
                 plgpu.wgmma_wait(len(accs))
-                warpgroup_barrier()
+                warpgroup.barrier()
                 self._fetch_matrices(following)
                 self._fetch_tokens(following)
         plgpu.wgmma_wait(0)
@@ -182,9 +181,3 @@ class Product:
 def first_column() -> jax.Array:
     """The first of the 16 columns that this block finishes, int32 scalar."""
     return lax.axis_index("tile") * COLUMNS + lax.axis_index("part") * token_columns.COLUMNS
-
-
-@plgpu.inline_mgpu()
-def warpgroup_barrier(_) -> None:
-    """Waits for all warps, so that shared memory can be filled again."""
-    mgpu.warpgroup_barrier()

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import decode_attention as hopper
-from pallas_kernels.hopper.device import attend, cluster, combine
+from pallas_kernels.hopper.device import attend, cluster, combine, warpgroup
 from pallas_kernels.reference import decode_attention as reference
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
@@ -205,7 +205,7 @@ def test_interpreted(monkeypatch, heads, kv_heads, size, batch, capacity, length
         monkeypatch.setattr(attend, name, getattr(steps, name))
     for name in ("send_parts", "store_combined"):
         monkeypatch.setattr(combine, name, getattr(steps, name))
-    monkeypatch.setattr(attend, "barrier", lambda: None)
+    monkeypatch.setattr(warpgroup, "barrier", lambda: None)
     monkeypatch.setattr(cluster, "expect_parts", lambda *_: None)
     monkeypatch.setattr(cluster, "wait_for_parts", lambda _: None)
     monkeypatch.setattr(plgpu, "griddepcontrol_wait", lambda: None)

@@ -9,8 +9,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import cluster, token_columns
-from pallas_kernels.hopper.frames import token_ring
+from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.stream import Stream
 from tests import seeds
@@ -264,7 +263,7 @@ def interpreted(monkeypatch, capsys):
 
     for module, replaced in (
         (cluster, {"expect": None, "exchange_columns": exchange_columns, "wait_for_parts": None}),
-        (token_ring, {"warpgroup_barrier": None}),
+        (warpgroup, {"barrier": None}),
         (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
         (
             token_columns,
