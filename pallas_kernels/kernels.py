@@ -45,9 +45,9 @@ class Kernels(NamedTuple):
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
       dense_hidden: the hidden activation of the normed stream -> `[M, H]`.
-      sparse_hidden: the same with ReLU, up only behind open gates, which it counts -> gate, h.
+      gate: the gate of a sparse block, whose open ones it counts -> `[M, H]`.
       add_product: adds a product to the stream -> the stream.
-      add_down: adds the product of a sparse activation to it -> the stream.
+      add_ffn: adds what a sparse block makes of its gate -> the stream.
       decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
     """
 
@@ -65,9 +65,9 @@ class Kernels(NamedTuple):
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
     dense_hidden: Callable[..., jax.Array]
-    sparse_hidden: Callable[..., tuple[jax.Array, jax.Array]]
+    gate: Callable[..., jax.Array]
     add_product: Callable[..., Stream]
-    add_down: Callable[..., Stream]
+    add_ffn: Callable[..., Stream]
     decode_attention: Callable[..., jax.Array]
 
 
@@ -88,9 +88,9 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         weight_grads=folder.weight_grads.weight_grads,
         project=folder.token_product.project,
         dense_hidden=folder.token_product.hidden,
-        sparse_hidden=folder.token_hidden.hidden,
+        gate=folder.token_product.gate,
         add_product=folder.token_product.add_product,
-        add_down=folder.token_down.add_down,
+        add_ffn=folder.token_ffn.add,
         decode_attention=folder.decode_attention.decode_attention,
     )
 

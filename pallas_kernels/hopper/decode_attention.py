@@ -92,7 +92,7 @@ def decode_attention(
             new_smem=plgpu.SMEM((2, size), dtype),
             o_parts=plgpu.SMEM((splits, size // splits, attend.HEADS), jnp.float32),
             sums=plgpu.SMEM((splits, 2, attend.HEADS), jnp.float32),
-            arrived=plgpu.SMEM((2,), jnp.uint32),
+            arrived=plgpu.SMEM((4,), jnp.uint32),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ),
         grid=(batch, kv_heads),
@@ -156,7 +156,8 @@ def _kernel(
     split, splits = lax.axis_index("split"), o_parts.shape[0]
     stages, step, _ = k_smem.shape
     if splits > 1:
-        cluster.expect_parts(o_parts, sums, arrived)
+        cluster.prepare(arrived)
+        cluster.expect(4 * (o_parts.size + sums.size), arrived)
     slot, start, number = length[0], padding[sequence], layer[0]
     first_step, last_step = start // step + split, slot // step
     count = jnp.maximum(last_step - first_step + splits, 0) // splits

@@ -1,16 +1,15 @@
 """The whole feed-forward block for few tokens (decoding); its cost is reading the weights.
 
-Two kernels: `token_hidden` reads w_gate once and the rows of w_up behind open gates, `token_down`
-the rows of w_down behind them. If many gates are open, both multiply densely instead, as their
-numbers decide on the device. The second kernel is launched while the first still runs
-(docs/design/0008-few-tokens.md).
+Two kernels: `token_product.gate` reads w_gate once, `token_ffn` the rows of w_up and w_down behind
+open gates; if many gates are open, it multiplies densely instead, as their numbers decide on the
+device. It is launched while the first still runs (docs/design/0008-few-tokens.md).
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper import support, token_down, token_hidden
+from pallas_kernels.hopper import support, token_ffn, token_product
 from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
@@ -51,10 +50,11 @@ def few_tokens_ffn(
     support.check_array("w_down", weights.down, (h, d), weights.up.dtype)
 
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
-    inner, w_down = tuple(w[None] for w in weights.inner), weights.down[None]
-    only, open_gates = jnp.zeros(1, jnp.int32), in_place.mutable(jnp.zeros((1, len(x)), jnp.int32))
-    gate, hidden = token_hidden.hidden(x, inner, only, open_gates, batch=m, prefetch=w_down)
-    y = token_down.down(hidden, w_down, only, in_place.contents(open_gates), batch=m)
-    gate, hidden = gate[:m], hidden[:m].astype(jnp.float32)
-    nnz = jnp.sum(gate != 0, axis=1, dtype=jnp.int32)
-    return y[:m, :d], nnz, jnp.sum(jnp.abs(hidden), axis=1), jnp.any(gate != 0, axis=0)
+    weights = jax.tree.map(lambda w: w[None], weights)
+    counts = in_place.mutable(jnp.zeros((1, len(x) + 1), jnp.int32))
+    only, used = jnp.zeros(1, jnp.int32), (*weights.inner[1:], weights.down)
+    gate = token_product.gate(x, weights.activated, only, counts, batch=m, prefetch=used)
+    y, l1 = token_ffn.multiply(gate, x, weights, counts, batch=m)
+    nnz = in_place.contents(counts)[0, :m]
+    l1 = gate.astype(jnp.float32) if l1 is None else l1
+    return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate[:m] != 0, axis=0)

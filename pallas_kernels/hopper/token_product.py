@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import token_columns
-from pallas_kernels.hopper.frames import token_ring
+from pallas_kernels import in_place
+from pallas_kernels.hopper.device import cluster, open_gates, token_columns
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
 from pallas_kernels.layouts.stream import Stream
 
@@ -111,6 +112,58 @@ def hidden(
     return call(stream.scaled, weights, layer, [stream.squares], [out])[0]
 
 
+def gate(
+    x: jax.Array,
+    weight: jax.Array,
+    layer: jax.Array,
+    counts: jax.Ref,
+    *,
+    batch: int,
+    norm: tuple[jax.Array, float] | None = None,
+    prefetch: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """The gate of a sparse block, `relu(x @ w^T)`; counts the open gates of each token.
+
+    Zeros are ignored by what reads the gate, but in a dense block 0 * inf is NaN. So where x is not
+    finite and the product is -inf, the gate is -0.0, which is not ignored.
+
+    Args:
+      x: `[M, D]`, M a multiple of 8 up to 64.
+      weight: `[layers, H, D]` in the dtype of x, H a multiple of 64.
+      layer: int32 `[1]`.
+      counts: mutable int32 `[layers, M + 1]`; at `layer`, the number of open gates of each token is
+        added.
+      batch: the first so many tokens are counted, the others are padding.
+      norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
+      prefetch: `[layers, H, D]` each; rows of open gates are prefetched into L2.
+
+    Returns:
+      `[M, H]`. What it holds for padding is undefined.
+    """
+    tokens, d = x.shape
+    squares, eps = norm if norm is not None else (None, 0.0)
+    out = jax.ShapeDtypeStruct((tokens, weight.shape[1]), x.dtype)
+
+    def finish(refs, outs, number, first):
+        counts, squares, *rows = refs
+        scale = 1.0 if squares is None else token_columns.inverse_rms(squares, d, eps)
+
+        def store(values):
+            before = values[0] * scale
+            g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0)).astype(x.dtype)
+            token_columns.store(outs[0], first, g)
+            g = g.astype(jnp.float32)
+            open_gates.count(g, batch, counts.at[number])
+            for w in rows:
+                token_columns.prefetch_rows(w.at[number], first, g, batch)
+
+        return store
+
+    call = _Call("token_gate", TokenRing.of(x, (weight,), k_axis=2), finish)
+    x, weight, layer, squares, prefetch = in_place.barrier((x, weight, layer, squares, prefetch))
+    return in_place.barrier(call(x, (weight,), layer, [counts, squares, *prefetch], [out])[0])
+
+
 def add_product(
     h: jax.Array,
     weight: jax.Array,
@@ -151,7 +204,7 @@ def add_product(
             token_columns.store(outs[0], first, after)
             after = after.astype(jnp.float32)
             token_columns.store(outs[1], first, after * factor)
-            token_columns.store_squares(outs[2], first // token_columns.COLUMNS, after)
+            token_columns.store_sums(outs[2], first // token_columns.COLUMNS, after * after)
 
         return store
 
@@ -198,10 +251,13 @@ class _Call:
 def _kernel(x, layer, *refs, smem, ring, counts, finish):
     ws, operands, outs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
     number = layer[0]
-    product = Product(ring, x, ws, number, smem)
+    product = Product(ring, x, ws, number, lax.axis_index("tile"), smem)
+    cluster.prepare(smem["arrived"])
+    product.expect()
     product.fetch_matrices()
     plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
     product.fetch_tokens()
-    store = finish(operands, outs, number, token_ring.first_column())
-    store(product.sums())
+    store = finish(operands, outs, number, product.first_column)
+    product.send()
+    store(product.receive())

@@ -43,6 +43,28 @@ def hidden(
     return h.astype(stream.x.dtype)
 
 
+def gate(
+    x: jax.Array,
+    weight: jax.Array,
+    layer: jax.Array,
+    counts: jax.Ref,
+    *,
+    batch: int,
+    norm: tuple[jax.Array, float] | None = None,
+    prefetch: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """Padding is zero."""
+    del prefetch  # which concerns speed alone
+    before = _product(x, weight[layer[0]], 2)
+    if norm is not None:
+        squares, eps = norm
+        before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
+    g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0)).astype(x.dtype)
+    g = jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0)
+    counts[layer[0], :-1] = counts[layer[0], :-1] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    return g
+
+
 def add_product(
     h: jax.Array,
     weight: jax.Array,

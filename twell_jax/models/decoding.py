@@ -125,12 +125,12 @@ def _step(
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    open_gates = in_place.mutable(jnp.zeros((config.layers, len(x)), jnp.int32))
+    counts = in_place.mutable(jnp.zeros((config.layers, len(x) + 1), jnp.int32))
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, is_sparse=is_sparse)
     length = cache.length[None]
     for number in np.arange(config.layers, dtype=np.int32)[:, None]:
-        stream = layer(stream, layers, number, k, v, open_gates, length, cache.padding, rope)
+        stream = layer(stream, layers, number, k, v, counts, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
     return logits, extended.advance(1)
@@ -167,7 +167,7 @@ def _array(parameter: Any) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("kernels", "config", "is_sparse"))  # traced once for all layers
 def _layer(
-    stream, layers, number, k, v, open_gates, length, padding, rope, *, kernels, config, is_sparse
+    stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, is_sparse
 ):
     eps, batch = config.norm_eps, len(padding)
     qkv = kernels.project(stream, layers.qkv, number, k_axis=1, eps=eps, bias=layers.qkv_bias)
@@ -181,12 +181,11 @@ def _layer(
     if not is_sparse:
         h = kernels.dense_hidden(stream, mlp.inner, number, eps=eps, activation=config.activation)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
-    norm = stream.squares, eps
-    _, h = kernels.sparse_hidden(
-        stream.scaled, mlp.inner, number, open_gates, batch=batch, norm=norm, prefetch=mlp.down
+    norm, used = (stream.squares, eps), (*mlp.inner[1:], mlp.down)
+    gate = kernels.gate(
+        stream.scaled, mlp.activated, number, counts, batch=batch, norm=norm, prefetch=used
     )
-    counts = open_gates[...]
-    return kernels.add_down(h, mlp.down, number, counts, stream.x, after, batch=batch)
+    return kernels.add_ffn(gate, stream, mlp, number, counts, after, batch=batch, eps=eps)
 
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:

@@ -1,10 +1,10 @@
 """Exchange of partial sums between the thread blocks of a cluster.
 
-Each block is one warpgroup and has summed its share into a row in registers (see `gather`) and a
-scalar. It receives its own columns of every block's row, and every block's scalar. A kernel calls
-`expect_parts`, `send_parts` and `wait_for_parts` once each, in this order; then the parts lie in
-shared memory, to be added in a fixed order. Blocks that exchange more than that do it through GMEM
-and a `ClusterBarrier`, between two calls of `fence`.
+Each block is one warpgroup. It receives what the other blocks have summed for it, for instance its
+own columns of every block's row (see `gather`), and every block's scalar. A kernel calls `prepare`
+once. For each exchange it calls `expect`, sends (`send_parts` or `exchange_columns`), and calls
+`wait_for_parts`; then the parts lie in shared memory, to be added in a fixed order. Blocks that
+exchange more than that do it through GMEM and a `ClusterBarrier`, between two calls of `fence`.
 """
 
 import jax
@@ -16,29 +16,37 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.hopper.device import gather, simt
 
 
-def expect_parts(y_parts_ref, l1_parts_ref, arrived_ref) -> None:
-    """Prepares the barrier `arrived_ref` for the parts that the cluster's blocks send to this one.
-
-    Args:
-      y_parts_ref: SMEM, float32 `[blocks, width]`, to be filled by `send_parts`.
-      l1_parts_ref: SMEM, float32 `[blocks]`, likewise.
-      arrived_ref: SMEM, uint32 `[2]`: an mbarrier.
-    """
-    expect(4 * (y_parts_ref.size + l1_parts_ref.size), arrived_ref)
-
-
-def expect(size: int, arrived_ref) -> None:
-    """Prepares the barrier `arrived_ref` (SMEM, uint32 `[2]`) for `size` bytes that are sent to
-    this block."""
+def prepare(arrived_ref) -> None:
+    """Prepares `arrived_ref` (SMEM, uint32 `[4]`): an mbarrier, and the parity of its phase."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def step(_, arrived_ref):
         ptx, arrived = mgpu.utils.inline_ptx, simt.smem_address(arrived_ref)
-        is_first = simt.less(mgpu.thread_idx(), simt.const(1))
+        is_first = simt.is_first_thread()
         ptx("mbarrier.init.shared.b64 [$0], 1;", arrived, predicate=is_first)
-        ptx(f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};", arrived, predicate=is_first)
+        ptx("st.shared.b32 [$0 + 8], 1;", arrived, predicate=is_first)
         ptx("fence.mbarrier_init.release.cluster;")
-        ptx("barrier.cluster.arrive.relaxed.aligned;", convergent=True)
+
+    step(arrived_ref)
+
+
+def expect(size: int, arrived_ref) -> None:
+    """Says that this block has read the parts of the exchange before, and expects `size` bytes."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def step(_, arrived_ref):
+        mgpu.warpgroup_barrier()  # no warp waits in the phase before any more
+        mgpu.utils.inline_ptx(
+            f"""{{.reg .b32 parity;
+                @$1 ld.shared.b32 parity, [$0 + 8];
+                @$1 xor.b32 parity, parity, 1;
+                @$1 st.shared.b32 [$0 + 8], parity;
+                @$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};}}""",
+            simt.smem_address(arrived_ref),
+            simt.is_first_thread(),
+            has_side_effects=True,
+        )
+        mgpu.utils.inline_ptx("barrier.cluster.arrive.aligned;", convergent=True)
 
     step(arrived_ref)
 
@@ -56,7 +64,9 @@ def send_parts(
       l1_part: float32 scalar.
       block: int32 scalar, this block's rank in the cluster, and the row that it fills in
         `y_parts_ref` and `l1_parts_ref` of every receiver.
-      y_parts_ref, l1_parts_ref, arrived_ref: as in `expect_parts`.
+      y_parts_ref: SMEM, float32 `[blocks, width]`.
+      l1_parts_ref: SMEM, float32 `[blocks]`.
+      arrived_ref: of `expect`, with the bytes of both.
     """
     layout = gather.row_layout(y_part.size)
 
@@ -73,7 +83,7 @@ def send_parts(
         def in_block(address, receiver):
             return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, receiver, result_types=i32)
 
-        ptx("barrier.cluster.wait.aligned;", convergent=True)  # all barriers are initialised
+        ptx("barrier.cluster.wait.aligned;", convergent=True)  # all blocks expect parts
         y_parts = arith.addi(y_parts, arith.muli(block, const(4 * width)))
         for column, chunk in gather.lane_columns(y_part):
             receiver = arith.divui(column, const(width))
@@ -122,7 +132,7 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
         i32 = ir.IntegerType.get_signless(32)
         _, blocks, size = ir.MemRefType(parts_ref.type).shape
         lane, warp = simt.lane_and_warp()
-        ptx("barrier.cluster.wait.aligned;", convergent=True)  # all barriers are initialised
+        ptx("barrier.cluster.wait.aligned;", convergent=True)  # all blocks expect parts
 
         def in_receiver(address):
             return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, warp, result_types=i32)
@@ -156,8 +166,8 @@ def wait_for_parts(arrived_ref) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def step(_, arrived_ref):
         mgpu.utils.inline_ptx(
-            "{ .reg .pred done; wait: "
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+            "{ .reg .pred done; .reg .b32 parity; ld.shared.b32 parity, [$0 + 8]; wait: "
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], parity; "
             "@!done bra wait; }",
             simt.smem_address(arrived_ref),
             convergent=True,

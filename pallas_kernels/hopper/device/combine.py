@@ -16,7 +16,7 @@ _HEAD_SUMS = plgpu.Layout.WGMMA.reduce(0)  # two heads in each lane of a quad
 def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None:
     """Sends each block of the cluster its rows of `o`, and `top` and `total`.
 
-    As in `cluster.send_parts`: before it comes `cluster.expect_parts` with the same references,
+    As in `cluster.send_parts`: before it comes `cluster.expect` with the bytes of both references,
     after it `cluster.wait_for_parts`; but a block alone only stores its parts, and needs neither
     (they would be illegal instructions in a kernel without clusters).
 
@@ -26,7 +26,7 @@ def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None
       block: int32 scalar, this block's rank in the cluster.
       o_parts_ref: SMEM, float32 `[blocks, rows, 8]`.
       sums_ref: SMEM, float32 `[blocks, 2, 8]`; gets `top` and `total`.
-      arrived_ref: SMEM, uint32 `[2]`: an mbarrier.
+      arrived_ref: of `cluster.prepare`.
     """
 
     @plgpu.inline_mgpu(

@@ -114,6 +114,27 @@ def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
     return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
 
 
+def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
+    """As `inverse_rms`, for one token, `squares_ref: [parts]`: a float32 scalar."""
+    result = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, squares_ref):
+        f32 = ir.F32Type.get()
+        (parts,) = ir.MemRefType(squares_ref.type).shape
+        lane, _ = simt.lane_and_warp()  # every warp adds all up
+        address = simt.gmem_address(squares_ref, arith.muli(lane, const(4)))
+        total = mgpu.c(0.0, f32)
+        for start in range(0, parts, 32):
+            value = _load_f32(address, 4 * start, simt.less(lane, const(parts - start)))
+            total = arith.addf(total, value)
+        for distance in (1, 2, 4, 8, 16):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        return mgpu.FragmentedArray.splat(total, ())
+
+    return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
+
+
 def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> None:
     """Prefetches into L2 row `first + c` of `w_ref` (GMEM `[H, D]`, 16-bit) for each of the 16
     columns c that has a value above zero for one of the first `tokens` tokens."""
@@ -143,18 +164,18 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
     step(w_ref, first, values)
 
 
-def store_squares(squares_ref, part: jax.Array, values: jax.Array) -> None:
-    """Stores each token's sum of squares over its 16 `values` to `squares_ref[:, part]`: GMEM,
-    float32 `[tokens, parts]`."""
+def store_sums(sums_ref, part: jax.Array, values: jax.Array) -> None:
+    """Stores each token's sum over its 16 `values` to `sums_ref[:, part]`: GMEM, float32
+    `[tokens, parts]`."""
     tokens = values.size // COLUMNS
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, layout(tokens)))
-    def step(_, squares_ref, part, squares):
+    def step(_, sums_ref, part, values):
         column, _ = column_and_token()
         first = arith.subi(part.registers.item(), column)  # a token's lanes share the address
-        parts = ir.MemRefType(squares_ref.type).shape[1]
-        addresses = _addresses(squares_ref, first, tokens, parts, 4)
-        for (address, offset), value in zip(addresses, squares.registers.flat, strict=True):
+        parts = ir.MemRefType(sums_ref.type).shape[1]
+        addresses = _addresses(sums_ref, first, tokens, parts, 4)
+        for (address, offset), value in zip(addresses, values.registers.flat, strict=True):
             total = _sum_over_columns(element(value))
             mgpu.utils.inline_ptx(
                 f"st.global.f32 [$0 + {offset}], $1;",
@@ -163,21 +184,21 @@ def store_squares(squares_ref, part: jax.Array, values: jax.Array) -> None:
                 predicate=simt.less(column, const(1)),
             )
 
-    step(squares_ref, part, values * values)
+    step(sums_ref, part, values)
 
 
-def store_total(squares_ref, share: jax.Array, total: jax.Array) -> None:
-    """Stores `total` (float32 scalar) and zeros to a quarter of `squares_ref` (GMEM, float32
+def store_total(sums_ref, share: jax.Array, total: jax.Array) -> None:
+    """Stores `total` (float32 scalar) and zeros to a quarter of `sums_ref` (GMEM, float32
     `[parts]`), the `share`-th."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
-    def step(_, squares_ref, share, total):
-        quarter = ir.MemRefType(squares_ref.type).shape[0] // 4
+    def step(_, sums_ref, share, total):
+        quarter = ir.MemRefType(sums_ref.type).shape[0] // 4
         lane = arith.andi(mgpu.thread_idx(), const(127))
         is_first = simt.less(lane, const(1))
         zero = mgpu.c(0.0, ir.F32Type.get())
         place = arith.addi(arith.muli(share.registers.item(), const(quarter)), lane)
-        address = simt.gmem_address(squares_ref, arith.muli(place, const(4)))
+        address = simt.gmem_address(sums_ref, arith.muli(place, const(4)))
         for start in range(0, quarter, 128):
             value = arith.select(is_first, total.registers.item(), zero) if start == 0 else zero
             mgpu.utils.inline_ptx(
@@ -187,7 +208,7 @@ def store_total(squares_ref, share: jax.Array, total: jax.Array) -> None:
                 predicate=simt.less(lane, const(quarter - start)),
             )
 
-    step(squares_ref, share, total)
+    step(sums_ref, share, total)
 
 
 def column_and_token() -> tuple[ir.Value, ir.Value]:

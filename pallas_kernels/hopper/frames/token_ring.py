@@ -7,6 +7,7 @@ send each other their sums, 16 columns to each, which adds them in a fixed order
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
 PARTS = 4  # blocks of a cluster
 COLUMNS = PARTS * token_columns.COLUMNS  # of a cluster: the rows of a WGMMA
 _SM_BYTES = 227 * 1024  # shared memory of an SM, less a kilobyte for each block
+_ROOM = _SM_BYTES // 3 - 1024
+"""Shared memory of a block. Three on an SM are faster than one with a deeper ring, even where there
+is but one: the blocks of the next kernel find room and ask for their part of the matrix early."""
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -34,24 +38,27 @@ class TokenRing:
       k_axis: the axis of the matrices, `[layers, K, N]` or `[layers, N, K]`, that is summed over.
       side_by_side: whether the matrices' columns follow each other; else each cluster multiplies
         its columns of all of them.
+      longest_stage: the most rows of K in a stage, 64 or 128.
+      room: bytes of shared memory for the stages and the sums, unless two stages need more.
     """
 
     tokens: int
     k: int
     columns: tuple[int, ...]
     k_axis: int
-    side_by_side: bool
+    side_by_side: bool = True
+    longest_stage: int = 128
+    room: int = _ROOM
 
     @classmethod
-    def of(cls, x, weights, *, k_axis: int, side_by_side: bool = True) -> "TokenRing":
+    def of(cls, x, weights, *, k_axis: int, **options) -> "TokenRing":
         """For `x: [tokens, K]` and matrices `[layers, K, N]` (`k_axis` 1) or `[layers, N, K]`."""
-        columns = tuple(w.shape[3 - k_axis] for w in weights)
         tokens, k = x.shape
-        return cls(tokens, k, columns, k_axis, side_by_side)
+        return cls(tokens, k, tuple(w.shape[3 - k_axis] for w in weights), k_axis, **options)
 
     @property
     def tiles(self) -> int:
-        """Number of clusters."""
+        """Tiles of 64 columns."""
         return (sum(self.columns) if self.side_by_side else self.columns[0]) // COLUMNS
 
     @property
@@ -62,7 +69,7 @@ class TokenRing:
     @property
     def stage_k(self) -> int:
         """Rows of K in a stage."""
-        return 128 if self.k % (PARTS * 128) == 0 else 64
+        return self.longest_stage if self.k % (PARTS * self.longest_stage) == 0 else 64
 
     @property
     def stages(self) -> int:
@@ -71,50 +78,69 @@ class TokenRing:
 
     @property
     def slots(self) -> int:
-        """Stages that the ring holds: as many as fit if three blocks share an SM, at least two.
-
-        Three on an SM are faster than one with a deeper ring, even where there is but one: the
-        blocks of the next kernel find room and ask for their part of the matrix early.
-        """
+        """Stages that the ring holds: as many as fit, at least two."""
         parts = 4 * PARTS * self.sums * token_columns.COLUMNS * self.tokens
         stage = 2 * self.stage_k * (self.sums * COLUMNS + self.tokens)
-        fitting = (_SM_BYTES // 3 - 1024 - parts) // stage
-        return min(self.stages, max(2, fitting))
+        return min(self.stages, max(2, (self.room - parts) // stage))
+
+    def memory(self, dtype) -> tuple[Any, Any]:
+        """The shared memory in which stages of the matrices and of x lie."""
+        w_tile = (self.stage_k, COLUMNS) if self.k_axis == 1 else (COLUMNS, self.stage_k)
+        return (
+            plgpu.SMEM((self.slots, self.sums, *w_tile), dtype, transforms=_TILED),
+            plgpu.SMEM((self.slots, self.tokens, self.stage_k), dtype, transforms=_TILED),
+        )
+
+    def parts(self) -> Any:
+        """The shared memory in which sums arrive."""
+        shape = (self.sums, PARTS, token_columns.COLUMNS * self.tokens)
+        return plgpu.SMEM(shape, jnp.float32)
+
+    def barriers(self) -> Any:
+        """The barriers of the stages."""
+        return plgpu.Barrier(num_arrivals=1 + self.sums, num_barriers=self.slots)
 
     def scratch(self, dtype) -> dict[str, Any]:
-        """The shared memory that `multiply` takes."""
-        w_tile = (self.stage_k, COLUMNS) if self.k_axis == 1 else (COLUMNS, self.stage_k)
-        sums = (self.sums, PARTS, token_columns.COLUMNS * self.tokens)
+        """All that a `Product` takes."""
         return dict(
-            w_smem=plgpu.SMEM((self.slots, self.sums, *w_tile), dtype, transforms=_TILED),
-            x_smem=plgpu.SMEM((self.slots, self.tokens, self.stage_k), dtype, transforms=_TILED),
-            parts=plgpu.SMEM(sums, jnp.float32),
-            arrived=plgpu.SMEM((2,), jnp.uint32),
-            here=plgpu.Barrier(num_arrivals=1 + self.sums, num_barriers=self.slots),
+            ring=self.memory(dtype),
+            here=self.barriers(),
+            parts=self.parts(),
+            arrived=plgpu.SMEM((4,), jnp.uint32),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product inside a kernel; its methods are called once each, in this order.
+    """A product inside a kernel; its methods are called once for each tile, in this order.
 
     Attributes:
       ring: how it is cut.
       x: GMEM `[tokens, K]`.
       ws: GMEM, the matrices of all layers.
       number: int32 scalar, the layer.
-      smem: what `TokenRing.scratch` asks for.
+      tile: int32 scalar, of the cluster.
+      smem: what `TokenRing.scratch` asks for; `cluster.prepare` has prepared `arrived`.
     """
 
     ring: TokenRing
     x: Any
     ws: tuple[Any, ...]
     number: jax.Array
+    tile: jax.Array
     smem: dict[str, Any]
+
+    @property
+    def first_column(self) -> jax.Array:
+        """The first of the 16 columns that this block finishes, int32 scalar."""
+        return self.tile * COLUMNS + lax.axis_index("part") * token_columns.COLUMNS
+
+    def expect(self) -> None:
+        """Says that this block has read the sums before, and expects its own."""
+        cluster.expect(4 * self.smem["parts"].size, self.smem["arrived"])
 
     def fetch_matrices(self) -> None:
         """Fills the ring with the matrices."""
-        cluster.expect(4 * self.smem["parts"].size, self.smem["arrived"])
         for stage in range(self.ring.slots):
             self._fetch_matrices(stage)
 
@@ -123,23 +149,26 @@ class Product:
         for stage in range(self.ring.slots):
             self._fetch_tokens(stage)
 
-    def sums(self) -> list[jax.Array]:
-        """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
-        parts, arrived = self.smem["parts"], self.smem["arrived"]
+    def send(self) -> None:
+        """Multiplies, and sends the sums; then the ring is free."""
         acc = plgpu.ACC((COLUMNS, self.ring.tokens), jnp.float32)
         accs = pl.run_scoped(self._accumulate, *self.ring.sums * [acc])
+        parts, arrived = self.smem["parts"], self.smem["arrived"]
         cluster.exchange_columns(accs, lax.axis_index("part"), parts, arrived)
-        cluster.wait_for_parts(arrived)
-        return [token_columns.add_parts(parts.at[i]) for i in range(self.ring.sums)]
+
+    def receive(self) -> list[jax.Array]:
+        """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
+        cluster.wait_for_parts(self.smem["arrived"])
+        return [token_columns.add_parts(self.smem["parts"].at[i]) for i in range(self.ring.sums)]
 
     def _accumulate(self, *accs):
-        ring, smem = self.ring, self.smem
+        ring, (w_smem, x_smem) = self.ring, self.smem["ring"]
         for stage in range(ring.stages):
             slot = stage % ring.slots
-            plgpu.barrier_wait(smem["here"].at[slot])
+            plgpu.barrier_wait(self.smem["here"].at[slot])
             for i, acc in enumerate(accs):
-                w = smem["w_smem"].at[slot, i]
-                plgpu.wgmma(acc, w.T if ring.k_axis == 1 else w, smem["x_smem"].at[slot].T)
+                w = w_smem.at[slot, i]
+                plgpu.wgmma(acc, w.T if ring.k_axis == 1 else w, x_smem.at[slot].T)
             following = stage - 1 + ring.slots  # goes where the stage before this one was
             if stage > 0 and following < ring.stages:
                 plgpu.wgmma_wait(len(accs))
@@ -155,16 +184,16 @@ class Product:
 
     def _fetch_tokens(self, stage):
         slot = stage % self.ring.slots
-        target, here = self.smem["x_smem"].at[slot], self.smem["here"].at[slot]
+        target, here = self.smem["ring"][1].at[slot], self.smem["here"].at[slot]
         plgpu.copy_gmem_to_smem(self.x.at[:, self._k(stage)], target, here)
 
     def _fetch_matrices(self, stage):
-        ring, tile, slot = self.ring, lax.axis_index("tile"), stage % self.ring.slots
+        ring, tile, slot = self.ring, self.tile, stage % self.ring.slots
 
         def fetch(w, i, tile):
             columns = pl.ds(tile * COLUMNS, COLUMNS)
             where = (self._k(stage), columns) if ring.k_axis == 1 else (columns, self._k(stage))
-            target, here = self.smem["w_smem"].at[slot, i], self.smem["here"].at[slot]
+            target, here = self.smem["ring"][0].at[slot, i], self.smem["here"].at[slot]
             plgpu.copy_gmem_to_smem(w.at[self.number, *where], target, here)
 
         first = 0
@@ -178,6 +207,34 @@ class Product:
             first += tiles
 
 
-def first_column() -> jax.Array:
-    """The first of the 16 columns that this block finishes, int32 scalar."""
-    return lax.axis_index("tile") * COLUMNS + lax.axis_index("part") * token_columns.COLUMNS
+def multiply_tiles(
+    product: Product, stride: int, store: Callable[..., None], then: Callable[[], None]
+) -> None:
+    """Multiplies every `stride`-th tile from that of `product` on.
+
+    Args:
+      product: of the first tile; if there is such a tile, its matrices are being fetched.
+      stride: clusters that share the tiles.
+      store: called with the first of a block's 16 columns and what `Product.receive` returns.
+      then: called as soon as the ring is free of the last tile.
+    """
+    count = pl.cdiv(product.ring.tiles - product.tile, stride)
+    pl.when(count > 0)(product.fetch_tokens)
+    pl.when(count <= 0)(then)
+
+    @pl.loop(0, count)
+    def _(i):
+        tile = product.tile + i * stride
+        here = dataclasses.replace(product, tile=tile)
+        following = dataclasses.replace(product, tile=tile + stride)
+        here.expect()
+        here.send()
+        warpgroup.barrier()  # all warps' products have ended
+
+        @pl.when(i + 1 < count)
+        def _():
+            following.fetch_matrices()
+            following.fetch_tokens()
+
+        pl.when(i + 1 == count)(then)
+        store(here.first_column, *here.receive())

@@ -206,7 +206,8 @@ def test_interpreted(monkeypatch, heads, kv_heads, size, batch, capacity, length
     for name in ("send_parts", "store_combined"):
         monkeypatch.setattr(combine, name, getattr(steps, name))
     monkeypatch.setattr(warpgroup, "barrier", lambda: None)
-    monkeypatch.setattr(cluster, "expect_parts", lambda *_: None)
+    for name in ("prepare", "expect"):
+        monkeypatch.setattr(cluster, name, lambda *_: None)
     monkeypatch.setattr(cluster, "wait_for_parts", lambda _: None)
     monkeypatch.setattr(plgpu, "griddepcontrol_wait", lambda: None)
     monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
@@ -282,6 +283,7 @@ def poisoned(operands, heads, kv_heads):
         (32, 32, 64, 1, 1024, 64, jnp.bfloat16),
         (8, 2, 64, 1, 2048, 2047, jnp.bfloat16),
         (4, 4, 64, 64, 520, 200, jnp.float16),
+        (16, 16, 64, 16, 1000, 999, jnp.bfloat16),
         (64, 8, 128, 1, 32768, 32767, jnp.bfloat16),
         (2, 1, 64, 1, 8, 7, jnp.bfloat16),
     ],

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 
@@ -104,62 +105,49 @@ def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
     assert relative_error(out, g * up[0] if gated else g) < 3 * ROUNDING
 
 
-def sparse_hidden(kernels, x, weights, layer, down, norm=None, *, batch):
-    """Gate, hidden activation and counts of open gates, which were 7 before."""
-    counts = jax.new_ref(jnp.full((2, len(x)), 7, jnp.int32))
-    gate, h = kernels.sparse_hidden(
-        x, weights, layer, counts, batch=batch, norm=norm, prefetch=down
-    )
-    return gate, h, counts[...]
+def gate_and_counts(kernels, x, weight, layer, prefetch=(), norm=None, *, batch):
+    """The gate, and counts of open gates, which were 7 before."""
+    counts = jax.new_ref(jnp.full((2, len(x) + 1), 7, jnp.int32))
+    gate = kernels.gate(x, weight, layer, counts, batch=batch, norm=norm, prefetch=prefetch)
+    return gate, counts[...]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("open_gates", [0.0, 0.02, 0.2, 1.0])  # up to 16 pairs of a block, and more
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 192, 128), (64, 61, 1024, 384)])
-def test_sparse_hidden_activation(kernels, m, batch, d, h, open_gates, has_norm, gated):
+def test_gate(kernels, m, batch, d, h, share, has_norm):
     x, scale = normal(m, d).astype(jnp.bfloat16), np.abs(normal(d)).astype(jnp.bfloat16)
     x[:, -1] = scale[-1] = 1
-    weights = [weight(jnp.bfloat16, 2, h, d) for _ in range(1 + gated)]
-    weights[0][..., -1] = {0.0: -90, 1.0: 90}.get(
-        open_gates, -2 * np.quantile(normal(10000), 1 - open_gates)
-    )
+    w = weight(jnp.bfloat16, 2, h, d)
+    quantile = -2 * np.quantile(normal(10000), 1 - share)
+    w[..., -1] = {0.0: -90, 1.0: 90}.get(share, quantile)
     stream = stream_of(x, scale)
     norm = (stream.squares, EPS) if has_norm else None
-    gate, hidden, counts = run(
-        functools.partial(sparse_hidden, kernels, norm=norm, batch=batch),
-        stream.scaled, tuple(weights), LAYER, weights[0],
+    gate, counts = run(
+        functools.partial(gate_and_counts, kernels, norm=norm, batch=batch),
+        stream.scaled, w, LAYER, (w, w),
     )  # fmt: skip
     exact = wide(stream.scaled)[0]
     if has_norm:
         exact /= np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
-    g = np.maximum(exact @ wide(weights[0][1])[0].T, 0)[:batch]
-    gate, hidden = wide(gate[:batch], hidden[:batch])
-    assert relative_error(gate, g) < ROUNDING
-    up = exact @ wide(weights[-1][1])[0].T if gated else np.ones((m, h))
-    assert relative_error(hidden, gate * up[:batch]) < 2 * ROUNDING
-    assert not hidden[gate == 0].any()
+    (gate,) = wide(gate[:batch])
+    assert relative_error(gate, np.maximum(exact @ wide(w[1])[0].T, 0)[:batch]) < ROUNDING
     assert (counts[0] == 7).all() and (counts[1, batch:] == 7).all()
     np.testing.assert_array_equal(counts[1, :batch], 7 + np.count_nonzero(gate, axis=1))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("open_gates", [True, False])
-def test_sparse_hidden_activation_of_what_is_not_finite(kernels, open_gates):
+def test_gate_of_what_is_not_finite(kernels):
     x = normal(8, 256).astype(jnp.bfloat16)
-    x[:, -1], x[1, 3], x[2, 5] = 1, np.inf, np.nan
-    weights = tuple(weight(jnp.bfloat16, 2, 128, 256) for _ in range(2))
-    weights[0][..., -1] = 9 if open_gates else -9
-    gate, hidden, _ = run(
-        functools.partial(sparse_hidden, kernels, batch=8), x, weights, LAYER, weights[0]
-    )
+    x[1, 3], x[2, 5] = np.inf, np.nan
+    w = weight(jnp.bfloat16, 2, 128, 256)
+    gate, _ = run(functools.partial(gate_and_counts, kernels, batch=8), x, w, LAYER)
     with np.errstate(invalid="ignore"):
-        g = np.maximum(wide(x)[0] @ wide(weights[0][1])[0].T, 0)
-        h = g * (wide(x)[0] @ wide(weights[1][1])[0].T)
-    np.testing.assert_array_equal(np.isnan(wide(gate)[0]), np.isnan(g))
-    np.testing.assert_array_equal(np.isfinite(wide(hidden)[0]), np.isfinite(h))
-    np.testing.assert_array_equal(np.isnan(wide(hidden)[0]), np.isnan(h))
+        before = wide(x)[0] @ wide(w[1])[0].T
+    np.testing.assert_array_equal(np.isnan(wide(gate)[0]), np.isnan(before))
+    np.testing.assert_array_equal(np.isposinf(wide(gate)[0]), np.isposinf(before))
+    np.testing.assert_array_equal(np.signbit(wide(gate[1])[0]), np.isneginf(before[1]))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -184,29 +172,61 @@ def assert_consistent(stream, scale):
     assert relative_error(squares.sum(axis=1), (x * x).sum(axis=1)) < 1e-5
 
 
+def add_ffn(kernels, gate, stream, weights, counts, scale, *, batch):
+    counts = jax.new_ref(counts)
+    return kernels.add_ffn(gate, stream, weights, LAYER, counts, scale, batch=batch, eps=EPS)
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
-# Rows one by one, as for the most that are few, and a dense product.
-@pytest.mark.parametrize("counts", ["few", "most", "a token has many", "many together"])
+@pytest.mark.parametrize("gated", [True, False])
+# Rows one by one, as for the most that are few, and dense products.
+@pytest.mark.parametrize("counted", ["few", "most", "a token has many", "many together"])
 @pytest.mark.parametrize(
-    ("m", "batch", "d", "active"), [(8, 1, 1024, 0.02), (24, 17, 2048, 1.0), (64, 64, 1024, 0.1)]
+    ("m", "batch", "d", "h", "active"),
+    [(8, 1, 1024, 5632, 0.01), (24, 17, 2048, 384, 1.0), (64, 64, 1024, 384, 0.1)],
 )
-def test_adds_a_sparse_product_to_the_stream(kernels, m, batch, d, active, counts):
-    h = 384
+def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, counted, gated):
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
-    w = weight(jnp.bfloat16, 2, h, d)
-    hidden = (normal(m, h) * (seeds.rng().random((m, h)) < active)).astype(jnp.bfloat16)
-    hidden[0] = 0
-    open_gates = np.full((2, m), 9999, np.int32)  # only speed may depend on them
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    used = weights if gated else Weights(None, weights.up, weights.down)
+    gate = np.abs(normal(m, h)) * (seeds.rng().random((m, h)) < active)
+    gate[0] = 0
+    gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
+    counts = np.full((2, m + 1), 9999, np.int32)  # only speed may depend on them
     each = {"few": 3, "most": min(512, 8192 // m), "many together": 8192 // m + 1}
-    open_gates[1] = each.get(counts, 1)
-    if counts == "a token has many":
-        open_gates[1, -1] = 513
-    stream = run(kernels.add_down, hidden, w, LAYER, open_gates, x, after, batch=batch)
-    expected = (wide(x)[0] + wide(hidden)[0] @ wide(w[1])[0])[:batch]
+    counts[1] = each.get(counted, 1)
+    if counted == "a token has many":
+        counts[1, -2] = 513
+    counts[:, -1] = 0
+    stream = run(
+        functools.partial(add_ffn, kernels, batch=batch),
+        gate, stream_of(x, scale), used, counts, after,
+    )  # fmt: skip
+    up = normed(x, scale) @ wide(weights.up[1])[0].T if gated else 1.0
+    expected = (wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0])[:batch]
     stream = Stream(*(a[:batch] for a in stream))
-    assert relative_error(stream.x, expected) < ROUNDING
+    assert relative_error(stream.x, expected) < 2 * ROUNDING
     np.testing.assert_array_equal(np.asarray(stream.x[0]), np.asarray(x[0]))
     assert_consistent(stream, after[1])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("counted", [1, 513])  # rows one by one, dense products
+def test_a_gate_of_minus_zero_is_not_ignored(kernels, counted):
+    m, d, h = 8, 1024, 384
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    weights.up[:, 5], weights.up[:, 7] = np.inf, np.nan
+    gate = np.zeros((m, h), jnp.bfloat16)
+    gate[3, 5] = -0.0
+    counts = np.full((2, m + 1), counted, np.int32)
+    counts[:, -1] = 0
+    x, scale = normal(m, d).astype(jnp.bfloat16), np.ones((2, d), jnp.bfloat16)
+    stream = run(
+        functools.partial(add_ffn, kernels, batch=m),
+        gate, stream_of(x, scale[0]), weights, counts, scale,
+    )  # fmt: skip
+    is_nan = np.isnan(np.asarray(stream.x, np.float32))
+    assert is_nan[3].all() and not np.delete(is_nan, 3, axis=0).any()
 
 
 def test_lowers_without_a_gpu(lower):
@@ -219,12 +239,12 @@ def test_lowers_without_a_gpu(lower):
         assert "token_project" in lower(project, stream, (w, w), layer)
         dense = functools.partial(HOPPER.dense_hidden, eps=EPS, activation="silu")
         assert "token_hidden_dense" in lower(dense, stream, (w, w), layer)
-        sparse = functools.partial(sparse_hidden, HOPPER, batch=m)
-        assert "token_hidden" in lower(sparse, x, (w, w), layer, w)
+        gate = functools.partial(gate_and_counts, HOPPER, batch=m)
+        assert "token_gate" in lower(gate, x, w, layer, (w, w))
         h = shape((m, 5632), jnp.bfloat16)
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
-        down = functools.partial(HOPPER.add_down, batch=m)
-        assert "token_add_down" in lower(down, h, w, layer, shape((3, m), jnp.int32), x, scale)
+        ffn, counts = functools.partial(add_ffn, HOPPER, batch=m), shape((3, m + 1), jnp.int32)
+        assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
 
 
 @pytest.fixture
@@ -258,11 +278,19 @@ def interpreted(monkeypatch, capsys):
         mean = jnp.sum(ref[...], axis=1) / columns
         return jnp.repeat(jax.lax.rsqrt(mean + eps), 16)
 
-    def store_squares(ref, part, values):
-        ref[:, pl.ds(part, 1)] = jnp.sum(values.reshape(-1, 16) ** 2, axis=1, keepdims=True)
+    def store_sums(ref, part, values):
+        ref[:, pl.ds(part, 1)] = jnp.sum(values.reshape(-1, 16), axis=1, keepdims=True)
 
     for module, replaced in (
-        (cluster, {"expect": None, "exchange_columns": exchange_columns, "wait_for_parts": None}),
+        (
+            cluster,
+            {
+                "prepare": None,
+                "expect": None,
+                "exchange_columns": exchange_columns,
+                "wait_for_parts": None,
+            },
+        ),
         (warpgroup, {"barrier": None}),
         (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
         (
@@ -271,7 +299,7 @@ def interpreted(monkeypatch, capsys):
                 "load": load,
                 "store": store,
                 "inverse_rms": inverse_rms,
-                "store_squares": store_squares,
+                "store_sums": store_sums,
                 "add_parts": lambda ref: jnp.sum(ref[...], axis=0),
             },
         ),

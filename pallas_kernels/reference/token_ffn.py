@@ -1,0 +1,30 @@
+"""Meaning of `pallas_kernels.hopper.token_ffn.add`."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.reference import token_product
+
+
+def add(
+    gate: jax.Array,
+    stream: Stream,
+    weights: Weights,
+    layer: jax.Array,
+    counts: jax.Ref,
+    scale: jax.Array,
+    *,
+    batch: int,
+    eps: float,
+) -> Stream:
+    """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0."""
+    del counts, batch  # which concern speed alone
+    h = gate
+    if weights.linear is not None:
+        up = token_product.project(
+            stream, (weights.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32
+        )
+        h = jnp.where((gate != 0) | jnp.signbit(gate), gate.astype(jnp.float32) * up, 0.0)
+    return token_product.add_product(h.astype(gate.dtype), weights.down, layer, stream.x, scale)
