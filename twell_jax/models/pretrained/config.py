@@ -29,6 +29,9 @@ _OUT_BIAS = "blocks.attention.out.bias"
 
 _ROPE_THETA = 1e4
 _DTYPES = ("bfloat16", "float32")
+# What a model of a dtype that we do not compute in is read as: 16 bits remain 16, which is what the
+# kernels take. bfloat16 holds the range of float16, so nothing overflows; its values are rounded.
+_READ_AS = {"float16": "bfloat16"}
 
 # Keys for which the model supports only the default value.
 _FIXED = {
@@ -87,7 +90,9 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
     activation = "relu" if sparse else given["hidden_act"]
     if activation not in get_args(Activation):
         raise _unsupported(path, "hidden_act", activation, get_args(Activation))
-    dtype = _first(dtype, tree.get("dtype"), tree.get("torch_dtype"), "float32")
+    if dtype is None:
+        dtype = _first(tree.get("dtype"), tree.get("torch_dtype"), "float32")
+        dtype = _READ_AS.get(str(dtype), dtype)
     if dtype not in _DTYPES:
         raise PretrainedError(f"{path}: dtype={dtype!r}; name bfloat16 or float32 to load it as")
     try:

@@ -99,6 +99,38 @@ def test_another_dtype_is_that_of_the_loaded_model(saved):
     assert_same_parameters(master, model)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_float16_is_read_as_bfloat16_rounded_once_or_as_float32_exactly(tmp_path, key):
+    bits = np.arange(2**16).astype(np.uint16).view(np.float16)
+    every = bits[np.isfinite(bits)].reshape(-1, 16)
+    save_pretrained(tmp_path, make(vocab_size=len(every)), ByteTokenizer())
+
+    def change(tensors):
+        tensors.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()})
+        tensors["model.embed_tokens.weight"] = every
+
+    change_tensors(tmp_path, change)
+    change_config(tmp_path, torch_dtype="absent")
+    change_config(tmp_path, **{key: "float16"})
+    for asked, dtype, param_dtype in [
+        ({}, "bfloat16", "bfloat16"),
+        ({"dtype": "float32"}, "float32", "float32"),
+        ({"param_dtype": "float32"}, "bfloat16", "float32"),
+    ]:
+        model = from_pretrained(tmp_path, **asked)
+        assert (model.config.dtype, model.config.param_dtype) == (dtype, param_dtype)
+        expected = every.astype(np.float32)
+        if param_dtype == "bfloat16":  # to the nearest, of two the even one
+            words = expected.view(np.uint32)
+            rounded = words + 0x7FFF + (words >> 16 & 1)
+            expected = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+        embedding = np.asarray(model.embed.embedding[...])
+        assert np.isfinite(embedding).all() and embedding.dtype == param_dtype
+        np.testing.assert_array_equal(embedding.astype(np.float32), expected)
+    with pytest.raises(PretrainedError, match="dtype='float16'; name bfloat16 or float32"):
+        from_pretrained(tmp_path, dtype="float16")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
 def test_the_file_has_the_asked_dtype(tmp_path, dtype, param_dtype):
@@ -285,7 +317,7 @@ def test_json_that_is_nested_too_deeply(saved):
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type='linear'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
-        ({"torch_dtype": "float16"}, "dtype='float16'; name bfloat16 or float32"),
+        ({"torch_dtype": "float64"}, "dtype='float64'; name bfloat16 or float32"),
         ({"hidden_size": "absent"}, "has no hidden_size"),
         ({"num_key_value_heads": 3}, "model.kv_heads: must divide heads=4, got 3"),
         ({"num_hidden_layers": "two"}, "layers .*integer"),
