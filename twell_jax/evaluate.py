@@ -2,20 +2,21 @@
 
     python -m twell_jax.evaluate DIRECTORY [--tasks arc_easy,piqa] [--limit 100] [--out FILE.json]
 
-DIRECTORY is a run of train.py or a model in Hugging Face's format. The default tasks are the seven
-of arXiv 2603.23198; the harness downloads their questions.
+DIRECTORY is a run of train.py or a model in Hugging Face's format. Where there is no such
+directory, it is a name on the Hugging Face hub, org/name or org/name@revision (extra "hf").
+
+The default tasks are the seven of arXiv 2603.23198; the harness downloads their questions.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import harness, language_model
-from twell_jax.inference.arguments import at_least
+from twell_jax.inference.arguments import DIRECTORY, at_least, path
 from twell_jax.train import interrupt
 from twell_jax.train.checkpoint import CheckpointError
 
@@ -27,16 +28,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", help="of a run, such as runs/0p5b, or with a config.json")
+    parser.add_argument("directory", help=DIRECTORY)
     parser.add_argument("--tasks", default=TASKS, help=f"of the harness (default: {TASKS})")
-    parser.add_argument("--task-path", type=Path, help="directory of further task definitions")
+    parser.add_argument("--task-path", type=path, help="directory of further task definitions")
     parser.add_argument(
         "--shots", type=at_least(0), help="examples in a prompt (default: the task's)"
     )
     parser.add_argument("--limit", type=at_least(1), help="questions of each task (default: all)")
     parser.add_argument("--batch", type=at_least(1), default=16, help="sequences at a time")
     parser.add_argument("--implementation", choices=get_args(Implementation), help="of the FFN")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    parser.add_argument("--out", type=path, help="write the results as JSON")
     args = parser.parse_args(argv)
     if args.task_path and not args.task_path.is_dir():
         parser.error(f"--task-path: there is no directory {args.task_path}")

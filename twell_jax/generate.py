@@ -1,8 +1,10 @@
 """Continues text: python -m twell_jax.generate DIRECTORY --prompt "def "
 
-DIRECTORY is a run of train.py or a model in Hugging Face's format. The text is printed as it comes,
-and then, on stderr, two rates: of reading the prompts up to the first new tokens (prefill), and of
-writing the others (decode). Neither includes compilation.
+DIRECTORY is a run of train.py or a model in Hugging Face's format. Where there is no such
+directory, it is a name on the Hugging Face hub, org/name or org/name@revision (extra "hf").
+
+The text is printed as it comes, and then, on stderr, two rates: of reading the prompts up to the
+first new tokens (prefill), and of writing the others (decode). Neither includes compilation.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import numpy as np
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
-from twell_jax.inference.arguments import at_least
+from twell_jax.inference.arguments import DIRECTORY, at_least
 from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", help="of a run, such as runs/tiny, or with a config.json")
+    parser.add_argument("directory", help=DIRECTORY)
     parser.add_argument(
         "--prompt", required=True, action="append", help="text to continue; may be repeated"
     )

@@ -1,7 +1,8 @@
 """Inference: a model with its tokenizer, generation with sampling, and quality benchmarks.
 
-`load` reads a run or a Hugging Face directory, and `generate` continues token sequences.
-`inference.harness`, which needs the extra "eval", scores a model on benchmarks.
+`load` reads a run or a model in Hugging Face's format, from a directory or the hub, and `generate`
+continues token sequences. `inference.harness`, which needs the extra "eval", scores a model on
+benchmarks.
 """
 
 from twell_jax.inference.generation import ENDED, generate, stream_text

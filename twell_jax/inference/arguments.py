@@ -1,7 +1,11 @@
-"""Types of command-line arguments."""
+"""Types and help texts that arguments of several commands share."""
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
+
+DIRECTORY = "of a run, such as runs/tiny, or with a config.json; or org/name[@revision] on the hub"
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -17,3 +21,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def path(text: str) -> Path:
+    """The `type` of an argument that is a path, where "~" is the home directory."""
+    return Path(os.path.expanduser(text))

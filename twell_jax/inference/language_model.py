@@ -1,7 +1,6 @@
-"""A model with its tokenizer, loaded from a run or a Hugging Face directory."""
+"""A model with its tokenizer, loaded from a run, a Hugging Face directory or the hub."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 from flax import nnx
@@ -11,7 +10,7 @@ from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
-from twell_jax.models.pretrained import from_pretrained
+from twell_jax.models.pretrained import from_pretrained, hub
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
 from twell_jax.train.run_directory import RunPaths, load_run
 
@@ -49,11 +48,12 @@ class LanguageModel:
         return ids or [self.tokenizer.eot_id]
 
 
-def load(directory: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
-    """The model of a run's last checkpoint or of a Hugging Face directory, on the first device.
+def load(name: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
+    """The model of a run's last checkpoint or in Hugging Face's format, on the first device.
 
     Args:
-      directory: the `run_dir` of a run, or a directory with a config.json.
+      name: the `run_dir` of a run, or a directory with a config.json; if there is no such
+        directory, a name on the Hugging Face hub, "org/name" or "org/name@revision".
       ffn_implementation: see `sparse_ffn`; the run's own setting is ignored.
 
     Raises:
@@ -62,18 +62,19 @@ def load(directory: str, ffn_implementation: Implementation | None = None) -> La
       CheckpointError: no checkpoint of the run is whole.
       PretrainedError: see `from_pretrained`.
     """
-    path = Path(directory)
-    if (path / "config.json").exists():
-        subwords = pretrained_tokenizer.load(path)
+    source = hub.find(name)
+    directory = source.directory
+    if (directory / "config.json").exists():
+        subwords = pretrained_tokenizer.load(directory)
         return LanguageModel(
-            in_compute_dtype(from_pretrained(path, ffn_implementation=ffn_implementation)),
+            in_compute_dtype(from_pretrained(source, ffn_implementation=ffn_implementation)),
             subwords,
             tuple(pretrained_tokenizer.prefix(subwords)),
-            pretrained_config.stop_ids(path) or (subwords.eot_id,),
+            pretrained_config.stop_ids(directory) or (subwords.eot_id,),
         )
-    if path.is_dir() and not RunPaths(path).config.exists():
-        raise ConfigError(f"{directory}: is not the directory of a run and holds no config.json")
-    _, tokenizer, model = load_run(directory)
+    if not RunPaths(directory).config.exists():
+        raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
+    _, tokenizer, model = load_run(name)
     settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
     model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))

@@ -44,7 +44,7 @@ class RunPaths:
     """The paths of the files in a run directory."""
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(os.path.expanduser(directory))
         self.config = self.directory / "config.yaml"
         self.tokenizer = self.directory / "tokenizer.json"
         self.checkpoints = self.directory / "checkpoints"

@@ -114,6 +114,17 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
     assert continued(exported, "def ").out == first.out
 
 
+def test_a_tilde_is_the_home_directory(run_dir, monkeypatch):
+    config, paths = run_dir
+    save_checkpoint(config, paths)
+    home = paths.directory.parent
+    monkeypatch.setenv("HOME", str(home))
+    export.main(["~/run", "~/exported"])
+    assert (home / "exported/config.json").exists()
+    for name in ("~/run", "~/exported"):
+        assert language_model.load(name).model.config.d_model == 32
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_export_writes_the_asked_dtype(run_dir, dtype):
     config, paths = run_dir
@@ -128,7 +139,7 @@ def test_export_writes_the_asked_dtype(run_dir, dtype):
     ("directory", "message"),
     [
         ("run", "has no checkpoint yet"),
-        ("nowhere", "not the directory of a run"),
+        ("nowhere", "nowhere': there is no such directory; a model on the Hugging Face hub is "),
         (".", "is not the directory of a run and holds no config.json"),
     ],
 )

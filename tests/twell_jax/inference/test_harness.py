@@ -1,6 +1,7 @@
 """The adaptor to lm-evaluation-harness (extra "eval"), on a local task without a network."""
 
 import json
+import os
 from functools import partialmethod
 
 import jax
@@ -208,6 +209,7 @@ def refused(capsys, *arguments):
         (["--shots", "two"], "argument --shots: must be an integer, got 'two'"),
         (["--task-path", "/no/such"], "--task-path: there is no directory /no/such"),
         (["--out", "/"], "--out: / is a directory"),
+        (["--out", "~"], f"--out: {os.path.expanduser('~')} is a directory"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, says):

@@ -5,6 +5,7 @@ whose `model_type` ends in "_sparse_relu". `transformers` loads what `save_pretr
 plain `LlamaForCausalLM`.
 """
 
+import os
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation
 from twell_jax.models import sharding
-from twell_jax.models.pretrained import config, weights
+from twell_jax.models.pretrained import config, hub, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.config import PretrainedError
 from twell_jax.models.transformer import Transformer, graphdef
@@ -22,8 +23,9 @@ __all__ = ["PretrainedError", "from_pretrained", "save_pretrained"]
 
 
 def from_pretrained(
-    directory: str | Path,
+    name: str | Path | hub.Source,
     *,
+    revision: str | None = None,
     dtype: str | None = None,
     param_dtype: str | None = None,
     ffn_implementation: Implementation | None = None,
@@ -32,22 +34,28 @@ def from_pretrained(
     """Loads a model. Files are memory-mapped, and each device reads only its part of them.
 
     Args:
-      directory: holds config.json and model.safetensors, or shards and their index.
-      dtype: dtype of the computation, "bfloat16" or "float32"; None takes that of config.json.
-      param_dtype: dtype of the parameters, likewise; None takes `dtype`.
+      name: a directory that holds config.json and model.safetensors, or shards and their index; if
+        there is no such directory, a name on the Hugging Face hub (needs the extra "hf"). Or
+        what `hub.find` has found.
+      revision: branch, tag or commit on the hub, which may also be written "org/name@revision".
+      dtype: dtype of the computation, "bfloat16" or "float32"; None takes that of config.json, and
+        bfloat16 where that is float16.
+      param_dtype: dtype of the parameters, likewise; None takes `dtype`. Those in the files are
+        rounded to it; float32 holds float16 and bfloat16 exactly.
       ffn_implementation: see `sparse_ffn`.
       mesh: from `sharding.make_mesh`; None takes the first device.
 
     Raises:
-      PretrainedError: a file is missing or broken, config.json asks for something that
-        `Transformer` does not support, or a tensor is missing, unknown or of a wrong shape. The
-        message names it.
+      PretrainedError: there is no such model, or the hub cannot be asked; a file is missing or
+        broken, config.json asks for something that `Transformer` does not support, or a tensor is
+        missing, unknown or of a wrong shape. The message names it.
     """
-    directory = Path(directory)
-    settings, stored = config.read(directory, dtype, param_dtype)
+    source = name if isinstance(name, hub.Source) else hub.find(name, revision)
+    settings, stored = config.read(source.directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
     mesh = mesh or sharding.make_mesh((1, 1), jax.devices()[:1])
-    return nnx.merge(graphdef(settings), weights.load(directory, settings, mesh, stored))
+    hub.fetch_weights(source)
+    return nnx.merge(graphdef(settings), weights.load(source.directory, settings, mesh, stored))
 
 
 def save_pretrained(
@@ -61,7 +69,7 @@ def save_pretrained(
     """Writes a model and its tokenizer for `transformers`.
 
     Args:
-      directory: must be empty; created if missing.
+      directory: must be empty; created if missing. "~" is the home directory.
       model: the language model. Its feed-forward blocks must be gated.
       tokenizer: the one that the model was trained with. The written one adds no special tokens.
       dtype: dtype of the stored parameters, "bfloat16" or "float32"; None keeps theirs.
@@ -71,7 +79,7 @@ def save_pretrained(
     Raises:
       PretrainedError: the directory is not empty, or the format cannot express this model.
     """
-    directory = Path(directory)
+    directory = Path(os.path.expanduser(directory))
     dtype = dtype or model.config.param_dtype
     tree = config.to_dict(model.config, dtype, tokenizer.eot_id)
     if tokenizer.size > model.config.vocab_size:

@@ -26,7 +26,7 @@ from twell_jax.models import sharding
 from twell_jax.models.pretrained.config import PretrainedError, Stored, read_json
 from twell_jax.models.transformer import Transformer
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 _BASE = "model."  # before all names but the head's, except in the files of a base model
@@ -138,7 +138,7 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
     itemsize = jnp.dtype(dtype).itemsize
     sizes = {name: math.prod(layout.shape) * itemsize for name, (layout, *_) in params.items()}
     shards = _shards(sizes, max_shard_bytes)
-    files = [_FILE]
+    files = [FILE]
     if len(shards) > 1:
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for file, names in zip(files, shards, strict=True):
@@ -152,7 +152,29 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
     if len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def indexed_files(directory: Path) -> list[str]:
+    """The names of the files that the directory's index says to hold the tensors.
+
+    Raises:
+      PretrainedError: the index is broken, or names a file elsewhere or of another format.
+    """
+    path = directory / INDEX
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise PretrainedError(f"{path}: has no weight_map of names to files")
+    files = sorted(set(places.values()))
+    for file in files:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise PretrainedError(
+                f"{path}: weight_map names {file!r}; all files must be in the directory of the "
+                "index"
+            )
+        if not file.endswith(".safetensors"):
+            raise PretrainedError(f"{path}: weight_map names {file!r}; only safetensors are read")
+    return files
 
 
 def _name(path: tuple) -> str:
@@ -173,19 +195,10 @@ def _layout(
 
 def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """The tensors of all files by name; they are memory-mapped until the stack closes."""
-    if (directory / _FILE).exists():
-        files = [_FILE]
-    elif (directory / _INDEX).exists():
-        places = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-            raise PretrainedError(f"{directory / _INDEX}: has no weight_map of names to files")
-        files = sorted(set(places.values()))
-        for file in files:
-            if Path(file).is_absolute() or ".." in Path(file).parts:
-                raise PretrainedError(
-                    f"{directory / _INDEX}: weight_map names {file!r}; all files must be in the "
-                    "directory of the index"
-                )
+    if (directory / FILE).exists():
+        files = [FILE]
+    elif (directory / INDEX).exists():
+        files = indexed_files(directory)
     elif pickles := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
         raise PretrainedError(
             f"{directory}: holds {pickles[0]} but no safetensors; a pickle can run any code and is "
@@ -193,7 +206,7 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             ".save_pretrained(NEW_DIRECTORY)"
         )
     else:
-        raise PretrainedError(f"{directory}: holds neither {_FILE} nor {_INDEX}")
+        raise PretrainedError(f"{directory}: holds neither {FILE} nor {INDEX}")
     tensors: dict[str, Any] = {}
     for file in files:
         try:

@@ -283,6 +283,15 @@ def test_an_index_that_names_files_elsewhere(saved, place):
         from_pretrained(directory)
 
 
+def test_an_index_that_names_pickles(saved):
+    _, directory = saved
+    (directory / "model.safetensors").unlink()
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "pytorch_model.bin"}}))
+    with pytest.raises(PretrainedError, match=r"names 'pytorch_model.bin'; only safetensors are"):
+        from_pretrained(directory)
+
+
 def test_more_layers_than_tensors_are_refused_before_their_names_are_made(saved):
     _, directory = saved
     change_config(directory, num_hidden_layers=10**12)
