@@ -40,7 +40,7 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
     paths = RunPaths(run_dir)
     if sequences is not None:
         config = config_lib.from_dict(config.model_dump() | {"eval_sequences": sequences})
-    corpus = data.load(config)
+    corpus = data.load(config, tokenizer)
     with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
         position = checkpoints.restore_position()
     if position is None or corpus.fingerprint != position["corpus"]:

@@ -143,6 +143,7 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
         (["optimizer.eps=1"], "optimizer.eps: 1 is far"),
         (["optimizer.clip_norm=1e-9"], "optimizer.clip_norm: 1e-09 is far"),
         (["model.init_scale=20"], "model.init_scale: 20 is far"),
+        (["model.activation=silu", "l1_coefficient=1"], "l1_coefficient: 1 makes activations of"),
     ],
 )
 def test_what_can_hardly_be_meant_is_a_warning(path, caplog, overrides, says):

@@ -34,3 +34,8 @@ def doubts(config: Config) -> Iterator[str]:
             f"l1_warmup: ends at step {end} of {steps}, so no step has the whole "
             f"l1_coefficient={config.l1_coefficient:g}"
         )
+    if config.l1_coefficient and config.model.activation == "silu":
+        yield (
+            f"l1_coefficient: {config.l1_coefficient:g} makes activations of model.activation=silu "
+            "small, but none of them zero; with relu most become zero"
+        )

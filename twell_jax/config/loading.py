@@ -2,8 +2,9 @@
 
 import difflib
 import logging
+import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +23,11 @@ _short.maxstring = _short.maxlong = _short.maxother = 100
 log = logging.getLogger(__name__)
 
 
-def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
+) -> Config:
     """Reads a configuration and applies `key.subkey=value` overrides (values are YAML too).
 
     A file may name another file in its directory as its `base` and give only what differs. Where
@@ -35,18 +40,19 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> Config:
       name: a YAML file or, where there is no such file, the name of a shipped configuration:
         "tiny", "tiny.yaml" or "configs/tiny.yaml".
       overrides: later ones win.
+      complete: called with the tree of values, not checked yet; returns the one to check.
 
     Raises:
       ConfigError: the message, one line, names the file or key and what is allowed.
     """
-    tree = read(_find(Path(name)))
+    tree = read(_find(Path(os.path.expanduser(name))))
     parsed = [_parse(override) for override in overrides]
     for keys, value in parsed:
         if keys == ["data", "source"]:
             _drop_for_other_sources(tree, value)
     for keys, value in parsed:
         _set(tree, keys, value)
-    config = from_dict(tree)
+    config = from_dict(complete(tree))
     for doubt in doubts(config):
         log.warning("%s", doubt)
     return config

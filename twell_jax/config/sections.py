@@ -158,7 +158,9 @@ class DataConfig(Section):
     split: str = Field("train", description="split of the dataset (source hf)")
     text_field: str = Field("text", description="field that holds the text (JSONL, hf)")
     tokenizer: str = Field(
-        "byte", description="byte, bpe (trained on the corpus), or a Hugging Face name or path"
+        "byte",
+        description="byte, bpe (trained on the corpus), or a Hugging Face name or path; that of "
+        "init_from if that is a Hugging Face model",
     )
     held_out_fraction: float = Field(
         0.05,
@@ -254,7 +256,10 @@ class Config(Section):
 
     run_dir: str = Field(description="checkpoints, metrics and plots go here")
     init_from: str | None = Field(
-        None, description="run whose last parameters this one starts from; null: draw from seed"
+        None,
+        description="what the first parameters are taken from: a run, or a model in Hugging Face's "
+        "format, which also decides the tokenizer and the keys of model that are not given "
+        "(directory; or org/name, org/name@revision on the hub); null: draw from seed",
     )
     seed: int = Field(
         0, ge=0, lt=2**32, description="decides the initial weights and the order of the data"

@@ -38,11 +38,18 @@ class Data:
     unigram_cross_entropy: float
 
 
-def load(config: Config, *, process_index: int = 0, process_count: int = 1) -> Data:
+def load(
+    config: Config,
+    tokenizer: Tokenizer | None = None,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Data:
     """Opens the data of a run, and tokenises it first if needed.
 
     Args:
       config: the run.
+      tokenizer: makes the tokens; None takes what `data.tokenizer` names.
       process_index: which of the processes this is.
       process_count: number of processes that share a batch.
 
@@ -55,7 +62,7 @@ def load(config: Config, *, process_index: int = 0, process_count: int = 1) -> D
             f"batch_tokens: {config.batch_sequences} sequences a step cannot be shared evenly "
             f"among {process_count} processes"
         )
-    tokens = corpus.load(config)
+    tokens = corpus.load(config, tokenizer)
     train = _windows(tokens.train, "training", config)
     held_out = _windows(tokens.held_out, "held-out", config).spread(config.eval_sequences)
     sharding = {

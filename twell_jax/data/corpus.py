@@ -30,8 +30,10 @@ class Corpus:
     held_out: TokenStream
 
 
-def load(config: Config) -> Corpus:
+def load(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
     """Reads or makes the corpus that `config.data` describes.
+
+    The given tokenizer makes the tokens; None takes what `data.tokenizer` names.
 
     - stdlib, files: all documents. They are tokenised once and kept in `data.cache_dir`, under a
       key made of the files' content and the settings. Whole documents are held out; if one of the
@@ -46,13 +48,13 @@ def load(config: Config) -> Corpus:
       ConfigError: the documents or the tokenizer cannot be used, or do not fit the vocabulary.
     """
     if config.data.source == "hf":
-        return _streamed(config)
+        return _streamed(config, tokenizer)
     if config.data.source == "tokens":
-        return _given(config)
-    return _cached(config)
+        return _given(config, tokenizer)
+    return _cached(config, tokenizer)
 
 
-def _cached(config: Config) -> Corpus:
+def _cached(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     """The corpus of all documents. Whole ones are held out, or the end of the text of too few."""
     data, window = config.data, config.model.context + 1
     files = text_files.digests(sources.text_files(data), data)
@@ -71,7 +73,7 @@ def _cached(config: Config) -> Corpus:
         "held_out_fraction": data.held_out_fraction,
     }
     if _both_have(whole_documents(), window):
-        corpus = _tokenised(config, content, whole_documents)
+        corpus = _tokenised(config, tokenizer, content, whole_documents)
         if min(len(corpus.train), len(corpus.held_out)) >= window:
             return corpus
     log.warning(
@@ -79,11 +81,12 @@ def _cached(config: Config) -> Corpus:
         "%g %% of the text are held out",
         100 * data.held_out_fraction,
     )
-    return _tokenised(config, content | {"split": "position"}, end_of_text)
+    return _tokenised(config, tokenizer, content | {"split": "position"}, end_of_text)
 
 
 def _tokenised(
     config: Config,
+    given: Tokenizer | None,
     content: dict[str, Any],
     split: Callable[[], Iterator[tuple[str, bool]]],
 ) -> Corpus:
@@ -91,6 +94,7 @@ def _tokenised(
 
     Args:
       config: the run.
+      given: the tokenizer, as in `load`.
       content: all that decides the documents and their split; part of the key in the cache.
       split: called for each pass; yields every document and whether it is held out.
     """
@@ -110,11 +114,11 @@ def _tokenised(
             arrays = tokenizers.encode_documents(tokenizer, documents(held_out))
             shards.write(directory, name, arrays)
 
-    if data.tokenizer == "bpe":
+    if data.tokenizer == "bpe" and not given:
         key = {**content, "bpe": [config.model.vocab_size, bpe_version]}
         tokenizer = tokenizers.load(cache.entry(cache_dir, key, train_bpe) / "tokenizer.json")
     else:
-        tokenizer = _named(config)
+        tokenizer = _fitting(config, given)
     directory = cache.entry(cache_dir, {**content, "tokenizer": tokenizer.to_json()}, tokenise)
     train, held_out = (
         shards.open_shards(sorted(directory.glob(f"{name}-*.npy")), key="data.cache_dir")
@@ -133,7 +137,7 @@ def _both_have(split: Iterable[tuple[str, bool]], tokens: int) -> bool:
     return False
 
 
-def _given(config: Config) -> Corpus:
+def _given(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     data = config.data
     key = "data.paths"
     stream = shards.open_shards(sources.expand(data.paths, key=key), key=key)
@@ -143,16 +147,16 @@ def _given(config: Config) -> Corpus:
         key = "data.held_out_paths"
         held_out = shards.open_shards(sources.expand(data.held_out_paths, key=key), key=key)
         train = stream
-    return Corpus(_named(config), train, held_out)
+    return Corpus(_fitting(config, tokenizer), train, held_out)
 
 
-def _streamed(config: Config) -> Corpus:
+def _streamed(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     data = config.data
-    if data.tokenizer == "bpe":
+    if data.tokenizer == "bpe" and not tokenizer:
         texts = _first_characters(streaming.documents(data, held_out=False), BPE_CHARACTERS)
-        tokenizer: Tokenizer = tokenizers.train_bpe(texts, config.model.vocab_size)
+        tokenizer = tokenizers.train_bpe(texts, config.model.vocab_size)
     else:
-        tokenizer = _named(config)
+        tokenizer = _fitting(config, tokenizer)
 
     def prefix(held_out: bool, count: int) -> TokenStream:
         documents = streaming.documents(data, held_out=held_out)
@@ -165,8 +169,9 @@ def _streamed(config: Config) -> Corpus:
     )
 
 
-def _named(config: Config) -> Tokenizer:
-    tokenizer = tokenizers.named(config.data.tokenizer)
+def _fitting(config: Config, tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer, or the named one, whose ids the model must have."""
+    tokenizer = tokenizer or tokenizers.named(config.data.tokenizer)
     if tokenizer.size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: the tokenizer {config.data.tokenizer} has {tokenizer.size} tokens, "

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import logging
 import traceback
+from functools import partial
 
 import jax
 
@@ -23,6 +24,7 @@ from twell_jax.ffn import CannotServe
 from twell_jax.train import distributed, interrupt, memory
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.dry_run import print_memory
+from twell_jax.train.init_from import filled
 from twell_jax.train.loop import train
 from twell_jax.train.metrics import NonFiniteLoss
 from twell_jax.train.run_directory import AnotherRun, lock_run
@@ -40,7 +42,8 @@ def _run(args: argparse.Namespace) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("twell_jax").setLevel(logging.INFO)
     try:
-        config = config_lib.load(args.config, args.overrides)
+        training = not args.print_config and args.dry_run is None
+        config = config_lib.load(args.config, args.overrides, partial(filled, training=training))
         if args.print_config:
             print(config_lib.to_yaml(config), end="")
         elif args.dry_run is not None:

@@ -11,6 +11,7 @@ from twell_jax.data import tokenizers
 from twell_jax.models import sharding
 from twell_jax.train import distributed, metrics
 from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.init_from import tokenizer_of
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress
 from twell_jax.train.result import redraw, show_result
@@ -42,7 +43,7 @@ def train(config: Config) -> None:
         )
     paths = open_run(config)
     with distributed.stop_request() as stop_requested:
-        corpus = data.load(config, process_index=index, process_count=count)
+        corpus = data.load(config, tokenizer_of(config), process_index=index, process_count=count)
         mesh = sharding.make_mesh(config.mesh.shape(jax.device_count()))
         jax.set_mesh(mesh)
         trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)

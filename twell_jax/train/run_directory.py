@@ -27,12 +27,6 @@ _MAY_CHANGE = {
     "sparse_gradients_every",
 }  # fmt: skip
 
-# Settings of the model that may differ from those of the run in `init_from`.
-_MAY_DIFFER = {
-    "model.activation", "model.context", "model.dtype", "model.rope_theta", "model.norm_eps",
-    "model.init_scale",
-}  # fmt: skip
-
 _TEMPORARY = ".tmp"
 
 
@@ -93,11 +87,10 @@ def open_run(config: Config) -> RunPaths:
         the message names the first such key.
     """
     paths = RunPaths(config.run_dir)
-    started = paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
     if paths.directory.exists() and not _is_empty(paths.directory):
         before = load_config(paths.directory)
-        differences = _differences(before.model_dump(), config.model_dump()) if started else ()
-        for key, old, new in differences:
+        now = config.model_dump() if has_started(paths) else {}
+        for key, old, new in differences(before.model_dump(), now):
             raise AnotherRun(
                 f"{key}: the run in {paths.directory} was started with {old!r}, now {new!r}; "
                 "choose another run_dir, or the old value to continue it"
@@ -109,6 +102,11 @@ def open_run(config: Config) -> RunPaths:
         except OSError as error:
             raise _cannot("written", paths.directory, error) from None
     return paths
+
+
+def has_started(paths: RunPaths) -> bool:
+    """Whether the run has a checkpoint, so that it is continued rather than begun."""
+    return paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
 
 
 def load_config(run_dir: str | Path) -> Config:
@@ -134,33 +132,24 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """
     config = load_config(run_dir)
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
-    params = _last_params(run_dir, config, abstract_state(config, mesh).params)
+    params = last_params(run_dir, config, abstract_state(config, mesh).params)
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
     settings = config.model.model_copy(update={"ffn_gradients": None})
     return config, tokenizer, nnx.merge(graphdef(settings), params)
 
 
-def initial_params(
-    init_from: str, config: Config, tokenizer: Tokenizer, abstract_params: nnx.State
-) -> nnx.State:
-    """The last parameters of the run in the directory `init_from`, for the run of `config`.
-
-    The settings of both models must agree, apart from some that do not decide their parameters,
-    such as the activation of the feed-forward blocks.
+def last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx.State:
+    """The parameters of a run's last checkpoint, on the devices that `abstract_params` says.
 
     Raises:
-      ConfigError: there is no such run, it has no checkpoint, or its model or tokenizer differs.
+      ConfigError: the run has no checkpoint yet.
       CheckpointError: no checkpoint is whole.
     """
-    source = load_config(init_from)
-    for key, old, new in _differences(
-        source.model.model_dump(), config.model.model_dump(), "model."
-    ):
-        if key not in _MAY_DIFFER:
-            raise ConfigError(f"{key}: {new!r}, but init_from={init_from} has {old!r}")
-    if tokenizers.load(RunPaths(init_from).tokenizer).to_json() != tokenizer.to_json():
-        raise ConfigError(f"data.tokenizer: not that of init_from={init_from}")
-    return _last_params(init_from, source, abstract_params)
+    with Checkpoints(RunPaths(run_dir).checkpoints, config.checkpoint_keep) as checkpoints:
+        params = checkpoints.restore_params(abstract_params)
+    if params is None:
+        raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
+    return params
 
 
 def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
@@ -173,12 +162,18 @@ def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"model": model | {"ffn_implementation": None}}
 
 
-def _last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx.State:
-    with Checkpoints(RunPaths(run_dir).checkpoints, config.checkpoint_keep) as checkpoints:
-        params = checkpoints.restore_params(abstract_params)
-    if params is None:
-        raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
-    return params
+def differences(
+    before: dict[str, Any], now: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, old value, new value) for the settings that would change the result."""
+    for name, new in now.items():
+        key, old = f"{prefix}{name}", before[name]
+        if key in _MAY_CHANGE or old == new:
+            continue
+        if isinstance(new, dict):
+            yield from differences(old, new, f"{key}.")
+        else:
+            yield key, old, new
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -196,17 +191,3 @@ def _cannot(what: str, run_dir: str | Path, error: OSError) -> ConfigError:
 def _is_empty(directory: Path) -> bool:
     """Whether the directory holds nothing but temporary files of a killed process."""
     return directory.is_dir() and all(p.suffix == _TEMPORARY for p in directory.iterdir())
-
-
-def _differences(
-    before: dict[str, Any], now: dict[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (key, old value, new value) for the settings that would change the result."""
-    for name, new in now.items():
-        key, old = f"{prefix}{name}", before[name]
-        if key in _MAY_CHANGE or old == new:
-            continue
-        if isinstance(new, dict):
-            yield from _differences(old, new, f"{key}.")
-        else:
-            yield key, old, new

@@ -13,7 +13,8 @@ from twell_jax.config import Config
 from twell_jax.data import Data
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.run_directory import AnotherRun, RunPaths, initial_params
+from twell_jax.train.init_from import initial_params
+from twell_jax.train.run_directory import AnotherRun, RunPaths
 from twell_jax.train.trainer import Trainer, TrainState
 
 
@@ -74,7 +75,7 @@ def start(run: Run) -> Standing:
       AnotherRun: the training text differs from that of the checkpoint.
       CannotServe: the config asks for sparse gradients, and they cannot be computed here.
       CheckpointError: there are checkpoints, but none is whole.
-      ConfigError: the run in `init_from` does not fit.
+      ConfigError: what `init_from` names does not fit.
     """
     restored = run.checkpoints.restore(run.trainer.abstract_state)
     finished = restored is not None and restored[0].step >= run.config.steps
@@ -119,5 +120,5 @@ def _first_state(run: Run) -> TrainState:
     if not config.init_from:
         return state
     abstract = run.trainer.abstract_state.params
-    params = initial_params(config.init_from, config, run.data.tokenizer, abstract)
+    params = initial_params(config, run.data.tokenizer, abstract, run.trainer.mesh)
     return dataclasses.replace(state, params=params)

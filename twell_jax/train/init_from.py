@@ -1,0 +1,197 @@
+"""What a run takes from `init_from`: a run, or a model in Hugging Face's format, also of the hub.
+
+A run gives its parameters alone. A model in Hugging Face's format also decides the `model` section
+and the tokenizer, so a configuration need not have them. A run that has a checkpoint takes nothing
+any more: its source may have changed or gone.
+"""
+
+import os
+from typing import Any
+
+import jax
+from flax import nnx
+
+from twell_jax.config import Config, ConfigError, ModelConfig
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.models.pretrained import PretrainedError, hub, weights
+from twell_jax.models.pretrained import config as pretrained_config
+from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
+from twell_jax.train.run_directory import (
+    RunPaths,
+    differences,
+    has_started,
+    last_params,
+    load_config,
+)
+
+# Settings of the model that may differ from those of the source.
+_MAY_DIFFER = {
+    "model.activation", "model.context", "model.dtype", "model.rope_theta", "model.norm_eps",
+    "model.init_scale",
+}  # fmt: skip
+
+# Keys of `model` that say how a run computes; a model's files do not decide them.
+_NOT_TAKEN = {
+    "dtype", "param_dtype", "remat", "ffn_implementation", "decode_implementation",
+    "ffn_gradients", "ffn_gradient_capacity",
+}  # fmt: skip
+
+_REQUIRED = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}
+
+
+def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
+    """Completes a configuration by the model in Hugging Face's format that its `init_from` names.
+
+    Keys of `model` that are missing or null get the values of that model, and `data.tokenizer`, if
+    missing, becomes the name in `init_from`, which stands for that model's tokenizer. If `run_dir`
+    holds a started run with this `init_from`, the values are those that it was started with.
+
+    Args:
+      tree: the values of a configuration, not checked yet.
+      training: whether the run is about to start. Otherwise a name that is no directory is looked
+        up on the hub only if `model` lacks required keys.
+
+    Returns:
+      The completed tree; the given one if `init_from` is null or names a run.
+
+    Raises:
+      ConfigError: there is no such model, or the configuration contradicts it; the message, one
+        line, names the key.
+    """
+    name, model, data = (tree.get(key) for key in ("init_from", "model", "data"))
+    model, data = ({} if section is None else section for section in (model, data))
+    if not (isinstance(name, str) and isinstance(model, dict) and isinstance(data, dict)):
+        return tree  # null, or what a check of the tree will name
+    name = os.path.expanduser(name)
+    if _is_run(name) or not (training or os.path.exists(name) or _REQUIRED - model.keys()):
+        return tree
+    if before := _started_from(name, tree.get("run_dir")):
+        given, tokenizer = _decided(before.model), before.data.tokenizer
+    else:
+        given, has_tokenizer = _of_model(name)
+        _require_agreement(model, data, given, has_tokenizer, name)
+        tokenizer = name
+    own = {key: value for key, value in model.items() if value is not None or key not in given}
+    if data.get("tokenizer") is None:
+        data = data | {"tokenizer": tokenizer}
+    return tree | {"model": given | own, "data": data}
+
+
+def tokenizer_of(config: Config) -> Tokenizer | None:
+    """The tokenizer that comes with `init_from`; None if `data.tokenizer` names another one.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    if config.init_from is None or config.data.tokenizer != config.init_from:
+        return None
+    paths = RunPaths(config.run_dir)
+    if has_started(paths):
+        return tokenizers.load(paths.tokenizer)
+    try:
+        return pretrained_tokenizer.load(hub.find(config.init_from).directory)
+    except PretrainedError as error:
+        raise ConfigError(f"init_from: {error}") from None
+
+
+def initial_params(
+    config: Config, tokenizer: Tokenizer, abstract_params: nnx.State, mesh: jax.sharding.Mesh
+) -> nnx.State:
+    """The parameters in `config.init_from`: those of a model, or the last ones of a run.
+
+    The settings of both models must agree, apart from some that do not decide their parameters,
+    such as the activation of the feed-forward blocks.
+
+    Args:
+      config: of the new run.
+      tokenizer: of the new run.
+      abstract_params: shapes, dtypes (`model.param_dtype`) and shardings of its parameters.
+      mesh: its devices.
+
+    Raises:
+      ConfigError: there is no such source, it has no parameters, or its model or tokenizer differs.
+      CheckpointError: no checkpoint of the source is whole.
+    """
+    name = config.init_from
+    assert name is not None
+    if _is_run(name):
+        return _params_of_run(name, config, tokenizer, abstract_params)
+    try:
+        source = hub.find(name)
+        _, stored = pretrained_config.read(source.directory, None, None)
+        hub.fetch_weights(source)
+        return weights.load(source.directory, config.model, mesh, stored)
+    except PretrainedError as error:
+        raise ConfigError(f"init_from: {error}") from None
+
+
+def _is_run(name: str) -> bool:
+    return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
+
+
+def _started_from(name: str, run_dir: Any) -> Config | None:
+    """The settings of the run in `run_dir`, if it has a checkpoint and began with `name`."""
+    if not isinstance(run_dir, str) or not has_started(RunPaths(run_dir)):
+        return None
+    before = load_config(run_dir)
+    return before if before.init_from == name else None
+
+
+def _of_model(name: str) -> tuple[dict[str, Any], bool]:
+    """The keys of `model` that the model decides, and whether it has a tokenizer."""
+    try:
+        directory = hub.find(name).directory
+        if not (directory / "config.json").exists():
+            raise PretrainedError(f"{name}: is not the directory of a run and holds no config.json")
+        settings, _ = pretrained_config.read(directory, None, None)
+    except PretrainedError as error:
+        raise ConfigError(f"init_from: {error}") from None
+    return _decided(settings), (directory / "tokenizer.json").exists()
+
+
+def _decided(model: ModelConfig) -> dict[str, Any]:
+    """The keys of `model` that a model's files decide, without nulls that stand for a default."""
+    taken = model.model_dump(exclude=_NOT_TAKEN)
+    return taken | {"kv_heads": model.num_kv_heads, "head_size": model.head_dim}
+
+
+def _require_agreement(
+    model: dict[str, Any],
+    data: dict[str, Any],
+    given: dict[str, Any],
+    has_tokenizer: bool,
+    name: str,
+) -> None:
+    for key, old in given.items():
+        new = model.get(key)
+        if new is not None and new != old and f"model.{key}" not in _MAY_DIFFER:
+            raise ConfigError(
+                f"model.{key}: {new!r}, but init_from={name} has {old!r}; leave it out, as it "
+                "follows from init_from"
+            )
+    tokenizer = data.get("tokenizer")
+    if has_tokenizer and tokenizer is not None and tokenizer != name:
+        raise ConfigError(
+            f"data.tokenizer: {tokenizer!r}, but init_from={name} has its own tokenizer; leave it "
+            "out"
+        )
+    if not has_tokenizer and tokenizer is None:
+        raise ConfigError(
+            f"data.tokenizer: init_from={name} has no tokenizer.json; name the tokenizer that the "
+            "model was trained with"
+        )
+
+
+def _params_of_run(
+    name: str, config: Config, tokenizer: Tokenizer, abstract_params: nnx.State
+) -> nnx.State:
+    source = load_config(name)
+    for key, old, new in differences(
+        source.model.model_dump(), config.model.model_dump(), "model."
+    ):
+        if key not in _MAY_DIFFER:
+            raise ConfigError(f"{key}: {new!r}, but init_from={name} has {old!r}")
+    if tokenizers.load(RunPaths(name).tokenizer).to_json() != tokenizer.to_json():
+        raise ConfigError(f"data.tokenizer: not that of init_from={name}")
+    return last_params(name, source, abstract_params)
