@@ -6,14 +6,9 @@ what is allowed.
 """
 
 from twell_jax.config.loading import describe, from_dict, load, read, to_yaml
-from twell_jax.config.sections import (
-    Config,
-    ConfigError,
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from twell_jax.config.model import ModelConfig
+from twell_jax.config.section import ConfigError
+from twell_jax.config.sections import Config, DataConfig, MeshConfig, OptimizerConfig
 
 __all__ = [
     "Config",

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from twell_jax.config.doubts import doubts
-from twell_jax.config.sections import ONLY_FOR, Config, ConfigError, Section
+from twell_jax.config.section import ConfigError, Section
+from twell_jax.config.sections import ONLY_FOR, Config
 
 _SHIPPED = Path(__file__).parents[1] / "configs"  # in a clone a link to the repository's configs/
 

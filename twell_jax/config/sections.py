@@ -1,136 +1,16 @@
-"""The sections of a training configuration: each key is declared here, with its meaning."""
+"""The sections of a training configuration: each key is declared here, with its meaning.
 
-import os
+Those of the model are in `model`.
+"""
+
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
-from twell_jax.ffn import Activation, Gradients, Implementation
+from twell_jax.config.model import ModelConfig
+from twell_jax.config.section import ConfigError, Section
 
 _MOST = 2**31 - 1  # steps and counts of them are int32 on the devices
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message, one line, names the key and what to write.
-
-    Line breaks, which a key or a path may hold, become spaces.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))
-
-
-# Keys of files and directories; in those of tokenizers and datasets a name may stand instead.
-_PATHS = {"run_dir", "init_from", "paths", "held_out_paths", "cache_dir", "tokenizer", "name"}
-
-
-class Section(BaseModel):
-    """A frozen group of keys that refuses unknown keys, infinities and booleans for numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic would read true as 1
-        field = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and field.annotation is not bool:
-            raise PydanticCustomError("bool_as_number", "must not be true or false")
-        return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _representable(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, tuple):
-            return tuple(cls._representable(part, info) for part in value)
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise PydanticCustomError("too_large", "must be less than 2^63")
-        if not isinstance(value, str):
-            return value
-        # no path holds a null character, and no file half of a surrogate pair
-        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-            raise PydanticCustomError("broken_text", "must be text without null characters")
-        return os.path.expanduser(value) if info.field_name in _PATHS else value
-
-
-class ModelConfig(Section):
-    """A Llama-style decoder: RMSNorm, RoPE, causal attention, (gated) feed-forward blocks."""
-
-    vocab_size: int = Field(gt=0, description="rows of the embedding; the tokenizer must fit in")
-    context: int = Field(gt=1, description="tokens per training sequence")
-    d_model: int = Field(gt=0, description="width of the residual stream")
-    layers: int = Field(gt=0, description="number of transformer blocks")
-    heads: int = Field(gt=0, description="query heads")
-    kv_heads: int | None = Field(None, gt=0, description="key/value heads (default: heads)")
-    head_size: int | None = Field(
-        None, gt=0, description="features of a head (default: d_model is divided among them)"
-    )
-    attention_bias: bool = Field(False, description="add biases to the attention's projections")
-    d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
-    activation: Activation = Field(
-        "relu", description="relu, or silu for the dense model to compare with"
-    )
-    gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
-    tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
-    rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
-    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the RMS norms")
-    init_scale: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the compute")
-    param_dtype: Literal["bfloat16", "float32"] = Field("float32", description="master weights")
-    remat: Literal["none", "dots", "block"] = Field(
-        "none", description="recompute in the backward pass: nothing, all but matmuls, whole blocks"
-    )
-    ffn_implementation: Implementation | None = Field(
-        None, description="back end of the feed-forward blocks; null: what is faster here"
-    )
-    decode_implementation: Implementation | None = Field(
-        None, description="back end of generation, token by token; null: kernels where they serve"
-    )
-    ffn_gradients: Gradients | None = Field(
-        None, description="whether their gradients are computed on the sparse pattern; null: dense"
-    )
-    ffn_gradient_capacity: float = Field(
-        0.5, gt=0, le=1, description="memory for sparse gradients, as a fraction of what dense take"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.head_size is not None and self.head_size % 2:
-            raise ValueError(f"model.head_size: must be even, got {self.head_size}")
-        if self.head_size is None and self.d_model % (2 * self.heads):
-            raise ValueError(
-                f"model.heads: d_model={self.d_model} must split into heads of an even size, "
-                f"got heads={self.heads}"
-            )
-        if self.heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.kv_heads: must divide heads={self.heads}, got {self.num_kv_heads}"
-            )
-        if self.ffn_gradients == "sparse" and self.ffn_implementation == "xla":
-            raise ValueError(
-                "model.ffn_gradients: xla computes dense gradients only, so with sparse "
-                "model.ffn_implementation must be mosaic or null"
-            )
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a head: `head_size`, or its default."""
-        return self.head_size or self.d_model // self.heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads: `kv_heads`, or its default."""
-        return self.kv_heads or self.heads
-
 
 # The keys of `data` that not every source uses, and the sources that do.
 ONLY_FOR = {

@@ -1,0 +1,79 @@
+"""The section `model` of a configuration."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from twell_jax.config.section import Section
+from twell_jax.ffn import Activation, Gradients, Implementation
+
+
+class ModelConfig(Section):
+    """A Llama-style decoder: RMSNorm, RoPE, causal attention, (gated) feed-forward blocks."""
+
+    vocab_size: int = Field(gt=0, description="rows of the embedding; the tokenizer must fit in")
+    context: int = Field(gt=1, description="tokens per training sequence")
+    d_model: int = Field(gt=0, description="width of the residual stream")
+    layers: int = Field(gt=0, description="number of transformer blocks")
+    heads: int = Field(gt=0, description="query heads")
+    kv_heads: int | None = Field(None, gt=0, description="key/value heads (default: heads)")
+    head_size: int | None = Field(
+        None, gt=0, description="features of a head (default: d_model is divided among them)"
+    )
+    attention_bias: bool = Field(False, description="add biases to the attention's projections")
+    d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
+    activation: Activation = Field(
+        "relu", description="relu, or silu for the dense model to compare with"
+    )
+    gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
+    tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
+    rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the RMS norms")
+    init_scale: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the compute")
+    param_dtype: Literal["bfloat16", "float32"] = Field("float32", description="master weights")
+    remat: Literal["none", "dots", "block"] = Field(
+        "none", description="recompute in the backward pass: nothing, all but matmuls, whole blocks"
+    )
+    ffn_implementation: Implementation | None = Field(
+        None, description="back end of the feed-forward blocks; null: what is faster here"
+    )
+    decode_implementation: Implementation | None = Field(
+        None, description="back end of generation, token by token; null: kernels where they serve"
+    )
+    ffn_gradients: Gradients | None = Field(
+        None, description="whether their gradients are computed on the sparse pattern; null: dense"
+    )
+    ffn_gradient_capacity: float = Field(
+        0.5, gt=0, le=1, description="memory for sparse gradients, as a fraction of what dense take"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_size is not None and self.head_size % 2:
+            raise ValueError(f"model.head_size: must be even, got {self.head_size}")
+        if self.head_size is None and self.d_model % (2 * self.heads):
+            raise ValueError(
+                f"model.heads: d_model={self.d_model} must split into heads of an even size, "
+                f"got heads={self.heads}"
+            )
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.kv_heads: must divide heads={self.heads}, got {self.num_kv_heads}"
+            )
+        if self.ffn_gradients == "sparse" and self.ffn_implementation == "xla":
+            raise ValueError(
+                "model.ffn_gradients: xla computes dense gradients only, so with sparse "
+                "model.ffn_implementation must be mosaic or null"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head: `head_size`, or its default."""
+        return self.head_size or self.d_model // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads: `kv_heads`, or its default."""
+        return self.kv_heads or self.heads
