@@ -68,6 +68,20 @@ VALID = {
         ("model.heads=32", "model.heads", "even size"),
         ("model.head_size=7", "model.head_size", "even"),
         ("model.kv_heads=3", "model.kv_heads", "heads=4"),
+        ("model.rope_scaling=2", "model.rope_scaling", "dictionary"),
+        ("model.rope_scaling={factor: 2}", "model.rope_scaling.type", "required"),
+        ("model.rope_scaling.fctor=2", "model.rope_scaling.fctor", "did you mean factor?"),
+        ("model.rope_scaling={type: ntk, factor: 2}", "model.rope_scaling.type", "'yarn'"),
+        (
+            "model.rope_scaling={type: yarn, factor: 2}",
+            "model.rope_scaling.original_context",
+            "yarn needs the context that the model had before",
+        ),
+        (
+            "model.rope_scaling={type: llama3, factor: 2, original_context: 8, low_freq_factor: 4}",
+            "model.rope_scaling.high_freq_factor",
+            "above low_freq_factor=4, got 4",
+        ),
         ("mesh.fsdp=3", "mesh.fsdp", "model.d_model=32"),
         ("data.source=files", "data.paths", "at least one path"),
         ("data.source=hf", "data.name", "needs the name"),
@@ -223,6 +237,7 @@ def test_to_yaml_is_read_back_as_the_same_config(tmp_path, path):
         "data.source=files",
         "data.paths=[a, 'b: c']",
         "run_dir='7'",
+        "model.rope_scaling={type: llama3, factor: 8, original_context: 32}",
     ]
     settings = config.load(path, overrides)
     copy = tmp_path / "copy.yaml"

@@ -6,7 +6,7 @@ what is allowed.
 """
 
 from twell_jax.config.loading import describe, from_dict, load, read, to_yaml
-from twell_jax.config.model import ModelConfig
+from twell_jax.config.model import ModelConfig, RopeScaling
 from twell_jax.config.section import ConfigError
 from twell_jax.config.sections import Config, DataConfig, MeshConfig, OptimizerConfig
 
@@ -17,6 +17,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "RopeScaling",
     "describe",
     "from_dict",
     "load",

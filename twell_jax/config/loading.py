@@ -191,15 +191,24 @@ def _one_line(error: ErrorDetails) -> str:
 def _section(path: tuple[str | int, ...]) -> type[Section] | None:
     section: Any = Config
     for name in path:
-        section = section.model_fields[name].annotation
+        section = _section_of(section.model_fields[name].annotation)
     return section
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that a key holds, perhaps or null; None if it holds something else."""
+    kinds = get_args(annotation) or (annotation,)
+    sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return next(sections, None)
 
 
 def _describe(section: type[Section], prefix: str) -> list[str]:
     lines = []
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            lines += _describe(field.annotation, prefix=f"{prefix}{name}.")
+        if inner := _section_of(field.annotation):
+            if field.default is None:
+                lines += [f"  {prefix}{name}: keys as below = None", f"      {field.description}"]
+            lines += _describe(inner, prefix=f"{prefix}{name}.")
             continue
         kind = str(field.annotation).replace("typing.", "").replace("tuple", "list")
         if isinstance(field.annotation, type) and not get_args(field.annotation):

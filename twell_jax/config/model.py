@@ -1,5 +1,6 @@
 """The section `model` of a configuration."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -8,8 +9,55 @@ from twell_jax.config.section import Section
 from twell_jax.ffn import Activation, Gradients, Implementation
 
 
+class RopeScaling(Section):
+    """How the rotary frequencies of a model were changed, for contexts longer than its first one.
+
+    A share of each frequency is divided by `factor`: all of it (linear); none of it for pairs that
+    turn often in the original context and all for those that turn rarely, between them a part, by
+    the number of turns (llama3, as in Llama 3.1) or by the pair's index (yarn, arXiv 2309.00071).
+    """
+
+    type: Literal["linear", "llama3", "yarn"] = Field(description="rule by which they are scaled")
+    factor: float = Field(ge=1, description="what low frequencies are divided by")
+    original_context: int | None = Field(
+        None, gt=1, description="context before the change; llama3 and yarn need it"
+    )
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: up to so many turns, all of it")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: from so many turns on, none")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: from so many turns on, none of it")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: up to so many turns, all of it")
+    truncate: bool = Field(True, description="yarn: round the indices of these pairs outwards")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: times cosine and sine; null: 0.1 log(factor) + 1"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type != "linear" and self.original_context is None:
+            raise ValueError(
+                f"model.rope_scaling.original_context: {self.type} needs the context that the "
+                "model had before, got null"
+            )
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                "model.rope_scaling.high_freq_factor: must be above low_freq_factor="
+                f"{self.low_freq_factor:g}, got {self.high_freq_factor:g}"
+            )
+        return self
+
+    @property
+    def table_factor(self) -> float:
+        """What cosine and sine are multiplied by."""
+        if self.type != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+
 class ModelConfig(Section):
-    """A Llama-style decoder: RMSNorm, RoPE, causal attention, (gated) feed-forward blocks."""
+    """A decoder: norms, RoPE, causal attention, (gated) feed-forward blocks.
+
+    The defaults make a Llama. What other architectures do differently are keys of their own.
+    """
 
     vocab_size: int = Field(gt=0, description="rows of the embedding; the tokenizer must fit in")
     context: int = Field(gt=1, description="tokens per training sequence")
@@ -21,6 +69,10 @@ class ModelConfig(Section):
         None, gt=0, description="features of a head (default: d_model is divided among them)"
     )
     attention_bias: bool = Field(False, description="add biases to the attention's projections")
+    qk_norm: bool = Field(False, description="RMS norms of each head's queries and keys")
+    sliding_window: int | None = Field(
+        None, gt=0, description="tokens that a token attends to, itself included; null: all before"
+    )
     d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
     activation: Activation = Field(
         "relu", description="relu, or silu for the dense model to compare with"
@@ -28,7 +80,15 @@ class ModelConfig(Section):
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
     tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
     rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
-    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the RMS norms")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="change of the rotary frequencies; null: none"
+    )
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the norms")
+    embed_scale: float = Field(1.0, gt=0, description="times the embedding of each token")
+    residual_scale: float = Field(
+        1.0, gt=0, description="times what attention and feed-forward add to the residual stream"
+    )
+    logit_scale: float = Field(1.0, gt=0, description="times the output of the last norm")
     init_scale: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the compute")
     param_dtype: Literal["bfloat16", "float32"] = Field("float32", description="master weights")
@@ -72,6 +132,11 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Features of a head: `head_size`, or its default."""
         return self.head_size or self.d_model // self.heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that are rotated, from the first on."""
+        return self.head_dim
 
     @property
     def num_kv_heads(self) -> int:

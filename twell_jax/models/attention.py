@@ -9,7 +9,8 @@ from flax import nnx
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import linear, residual_init
+from twell_jax.models.layers import linear, residual_init, rms_norm
+from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
 
 
@@ -31,6 +32,10 @@ class Attention(nnx.Module):
         self.out = project(
             (width, config.d_model), ("heads", "embed"), kernel_init=residual_init(config)
         )
+        self.query_norm, self.key_norm = nnx.data(None), nnx.data(None)
+        if config.qk_norm:
+            self.query_norm = rms_norm(config, rngs, of_heads=True)
+            self.key_norm = rms_norm(config, rngs, of_heads=True)
 
     def __call__(
         self,
@@ -54,10 +59,12 @@ class Attention(nnx.Module):
           `[B, T, D]`, and the cache with this layer's new keys and values.
         """
 
-        def heads(projection):
-            return projection(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+        def heads(projection, norm=None):
+            split = projection(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+            return split if norm is None else norm(split)
 
-        q, k = rotate(heads(self.query), rope), rotate(heads(self.key), rope)
+        q = rotate(heads(self.query, self.query_norm), rope)
+        k = rotate(heads(self.key, self.key_norm), rope)
         v = heads(self.value)
         if cache is not None:
             assert layer is not None
@@ -91,28 +98,6 @@ def _cudnn_can_serve(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool
     )
 
 
-def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the rotary angles (RoFormer, arXiv 2104.09864, section 3.2.2).
-
-    Args:
-      positions: int `[B or 1, T]`.
-      config: gives `head_dim` and the base of the frequencies, `rope_theta`.
-
-    Returns:
-      Two float32 arrays `[B or 1, T, 1, head_dim / 2]`.
-    """
-    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    angle = positions[..., None, None] * config.rope_theta**-exponent
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates features i and i + head_dim / 2 of `x: [B, T, heads, head_dim]` by their angle."""
-    cos, sin = rope
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
 def split_documents(tokens: jax.Array, document_end: int) -> tuple[jax.Array, jax.Array]:
     """Treats each document of a packed sequence as if it stood alone.
 
@@ -129,3 +114,25 @@ def split_documents(tokens: jax.Array, document_end: int) -> tuple[jax.Array, ja
     first = jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
     same = first[:, :, None] == first[:, None, :]
     return index - first, (same & (index[:, None] >= index))[:, None]
+
+
+def in_window(
+    mask: jax.Array | None, first: jax.Array | int, batch: int, count: int, window: int | None
+) -> jax.Array | None:
+    """Leaves out of a mask the tokens from `window` on before each token.
+
+    Args:
+      mask: as `Attention` takes it: bool `[B, 1, T, S]`, or None if it is causal and nothing else.
+      first: int [], the place of the first of the T tokens among the S.
+      batch, count: B and T.
+      window: how many tokens a token attends to, itself included; None if there is no such limit.
+
+    Returns:
+      A mask of the same kind.
+    """
+    stored = count if mask is None else mask.shape[3]
+    if window is None or stored <= window:
+        return mask
+    distance = first + jnp.arange(count)[:, None] - jnp.arange(stored)
+    recent = (distance >= 0) & (distance < window)
+    return jnp.broadcast_to(recent, (batch, 1, count, stored)) if mask is None else mask & recent

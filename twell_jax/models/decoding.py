@@ -21,8 +21,8 @@ from pallas_kernels.layouts.weights import Weights
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.partition import auto_axes
-from twell_jax.models.attention import rope_table
 from twell_jax.models.cache import KVCache
+from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
 
 # For programs that decode by kernels: kernels overlap only if they are not part of a CUDA graph.
@@ -108,7 +108,22 @@ def _unsupported(config: ModelConfig, cache: KVCache) -> str | None:
             "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
             f"{config.d_model}, {config.d_ff} and {width}"
         )
-    return None
+    if config.sliding_window is not None and config.sliding_window < capacity:
+        return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
+    return _unknown(config)
+
+
+def _unknown(config: ModelConfig) -> str | None:
+    """Which part of the model its kernels do not know; None if they know all of them."""
+    # Every key of the model that changes what is computed must be known to a kernel or be here.
+    parts = {
+        "norms of queries and keys": config.qk_norm,
+        "a scale of the embedding": config.embed_scale != 1,
+        "a scale of the residual stream": config.residual_scale != 1,
+        "a scale of the logits": config.logit_scale != 1,
+    }
+    unknown = [part for part, is_there in parts.items() if is_there]
+    return f"it has no kernels for {' and '.join(unknown)}" if unknown else None
 
 
 def _step(

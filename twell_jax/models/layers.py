@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from twell_jax.config import ModelConfig
@@ -13,14 +14,14 @@ def logical_axes(*names: str) -> dict[str, Any]:
     return {"out_sharding": names, "eager_sharding": False}
 
 
-def rms_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """The norm before attention, the feed-forward block and the output projection."""
+def rms_norm(config: ModelConfig, rngs: nnx.Rngs, *, of_heads: bool = False) -> nnx.RMSNorm:
+    """The norm before attention, the feed-forward block and the output projection, or of heads."""
     return nnx.RMSNorm(
-        config.d_model,
+        config.head_dim if of_heads else config.d_model,
         epsilon=config.norm_eps,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
-        scale_metadata=logical_axes("embed"),
+        scale_metadata=logical_axes("heads" if of_heads else "embed"),
         rngs=rngs,
     )
 
@@ -51,3 +52,8 @@ def residual_init(config: ModelConfig) -> nnx.Initializer:
     """Initial weights of the projections whose outputs are added to the residual stream."""
     # Each block adds twice to the residual stream; this keeps its variance independent of depth.
     return nnx.initializers.normal(config.init_scale / (2 * config.layers) ** 0.5)
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """`x * factor` in the dtype of x."""
+    return x if factor == 1 else x * factor

@@ -1,4 +1,4 @@
-"""A Llama-style decoder whose feed-forward blocks are sparse: RMSNorm, RoPE, causal attention."""
+"""A decoder whose feed-forward blocks are sparse: norms, RoPE, causal attention."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,9 +11,10 @@ from flax import nnx
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
-from twell_jax.models.attention import Attention, rope_table, split_documents
+from twell_jax.models.attention import Attention, in_window, split_documents
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm
+from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm, scaled
+from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
 # What a block keeps for the backward pass, by `ModelConfig.remat`.
@@ -168,6 +169,9 @@ class Transformer(nnx.Module):
                 f"ffn_gradients must have a value for each of {layers} layers, got {ffn_gradients}"
             )
         rope = rope_table(positions, self.config)
+        batch, count = tokens.shape
+        first = 0 if cache is None else cache.length
+        mask = in_window(mask, first, batch, count, self.config.sliding_window)
         graph, params = nnx.split(self.blocks)
 
         def block(gradients, carry, layer):
@@ -179,7 +183,7 @@ class Transformer(nnx.Module):
             return (split_batch(x), cache), stats
 
         every = jnp.arange(layers), params
-        carry = split_batch(self.embed(tokens)), cache
+        carry = split_batch(scaled(self.embed(tokens), self.config.embed_scale)), cache
         parts = []
         for gradients, which in _runs(ffn_gradients):
             body: Callable = partial(block, gradients)
@@ -195,14 +199,16 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits of `x: [..., D]`, which the last norm has normed: float32 `[..., vocab]`."""
+        x = scaled(x, self.config.logit_scale)
         logits = self.embed.attend(x) if self.unembed is None else self.unembed(x)
         return logits.astype(jnp.float32)
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each after an RMS norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.residual_scale = config.residual_scale
         self.attention_norm = rms_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = rms_norm(config, rngs)
@@ -234,14 +240,14 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
-        x = x + attended
+        x = x + scaled(attended, self.residual_scale)
 
         def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
             return self.mlp(x, gradients=gradients, return_stats=True)
 
         per_token = jax.vmap(jax.vmap(mlp))
         y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))
-        return x + y, stats, cache
+        return x + scaled(y, self.residual_scale), stats, cache
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:

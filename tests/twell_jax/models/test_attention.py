@@ -1,21 +1,29 @@
-"""Rotary positions."""
+"""What a sliding window leaves of a mask."""
 
-import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tests import seeds
-from twell_jax.config import ModelConfig
-from twell_jax.models.attention import rope_table, rotate
+from twell_jax.models.attention import in_window, split_documents
 
 
-def test_rotary_scores_depend_on_distance_only():
-    config = ModelConfig(vocab_size=61, context=16, d_model=32, layers=2, heads=4, d_ff=48)
-    q, k = seeds.rng().normal(size=(2, 1, 1, 4, 8)).astype(np.float32)
+@pytest.mark.parametrize("window", [1, 3, 7])
+def test_a_token_attends_to_itself_and_those_just_before(window):
+    expected = [[0 <= t - s < window for s in range(7)] for t in range(7)]
+    mask = in_window(None, 0, 2, 7, window)
+    if window == 7:  # all of them
+        assert mask is None
+    else:
+        assert mask.shape == (2, 1, 7, 7)
+        np.testing.assert_array_equal(mask[1, 0], expected)
+    # The last four of the seven, as they come after three in a cache with room for nine.
+    stored = np.arange(9) <= np.arange(3, 7)[:, None]
+    cached = in_window(np.stack([stored[None], stored[None]]), 3, 2, 4, window)
+    np.testing.assert_array_equal(cached[0, 0, :, :7], expected[3:])
+    assert not np.any(cached[..., 7:])
 
-    def score(i, j):
-        q_i, k_j = rotate(jnp.concatenate([q, k]), rope_table(jnp.array([[i], [j]]), config))
-        return np.einsum("thd,thd->h", q_i, k_j)
 
-    np.testing.assert_allclose(score(0, 0), np.einsum("bthd,bthd->h", q, k), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(score(107, 104), score(3, 0), rtol=1e-3, atol=1e-4)
-    assert np.abs(score(4, 0) - score(3, 0)).min() > 1e-4
+def test_a_window_ends_where_a_document_does():
+    _, mask = split_documents(np.array([[5, 9, 5, 5, 5]]), document_end=9)
+    found = in_window(mask, 0, 1, 5, 2)
+    expected = ["10000", "11000", "00100", "00110", "00011"]
+    np.testing.assert_array_equal(found[0, 0], [[int(bit) for bit in row] for row in expected])

@@ -25,10 +25,15 @@ WIDE = {"dtype": "float32", "param_dtype": "float32"}
 CASES = {
     "sparse": {"ffn_implementation": "mosaic"},
     "sparse, not gated": {"ffn_implementation": "mosaic", "gated": False},
-    "relu": {"kv_heads": 2, "vocab_size": 321},
+    "relu": {
+        "kv_heads": 2, "vocab_size": 321,
+        "rope_scaling": {
+            "type": "yarn", "factor": 4, "original_context": 1000, "attention_factor": 1.05,
+        },
+    },
     "silu": {
         "activation": "silu", "heads": 16, "head_size": 128, "kv_heads": 2, "tie_embeddings": False,
-        "attention_bias": True,
+        "attention_bias": True, "sliding_window": CAPACITY,
     },
 }  # fmt: skip
 
@@ -132,6 +137,15 @@ def test_five_launches_a_layer(case, monkeypatch):
         ({"heads": 8, "head_size": 32}, 1, 16, "64 or 128 features"),
         ({"heads": 12, "kv_heads": 1}, 1, 16, "at most 8 may share"),
         ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
+        ({"sliding_window": 15}, 1, 16, "has 16 tokens, not to a window"),
+        ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
+        ({"embed_scale": 2.0}, 1, 16, "no kernels for a scale of the embedding"),
+        (
+            {"residual_scale": 2.0, "logit_scale": 2.0},
+            1,
+            16,
+            "residual stream and a scale",
+        ),
     ],
 )
 def test_what_kernels_cannot_serve_is_left_to_xla_or_named(

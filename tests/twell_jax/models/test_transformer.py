@@ -207,11 +207,16 @@ def test_document_masking_keeps_a_whole_sequence_whole():
 
 
 @pytest.mark.parametrize(
-    ("split", "kv_heads"),
-    [((5, 1, 1, 5), None), ((1, 5, 5, 1), None), ((5, 1, 1, 5), 2), ((1,) * 12, 2)],
+    ("split", "changes"),
+    [
+        ((5, 1, 1, 5), {}),
+        ((1, 5, 5, 1), {}),
+        ((1,) * 12, {"kv_heads": 2}),
+        ((5, 1, 1, 5), {"kv_heads": 2, "sliding_window": 4, "qk_norm": True}),
+    ],
 )
-def test_decoding_in_any_pieces_equals_the_forward_pass(split, kv_heads):
-    module, tokens = make(kv_heads=kv_heads), draw_tokens(2, 12)
+def test_decoding_in_any_pieces_equals_the_forward_pass(split, changes):
+    module, tokens = make(**changes), draw_tokens(2, 12)
     expected, _ = forward(module, tokens)
     cache, end = KVCache.empty(module.config, batch=2, capacity=15), 0
     for count in split:
@@ -235,8 +240,9 @@ def test_prompts_fill_a_cache_as_decoding_does(capacity, padding):
     assert int(cache.length) == 5 and not cache.padding.any()
 
 
-def test_padding_is_as_if_it_were_not_there():
-    module, tokens = make(kv_heads=2), draw_tokens(2, 12)
+@pytest.mark.parametrize("window", [None, 3])
+def test_padding_is_as_if_it_were_not_there(window):
+    module, tokens = make(kv_heads=2, sliding_window=window), draw_tokens(2, 12)
     padding = np.array([4, 2], np.int32)
     logits, cache = prefill(module, tokens[:, :5], 15, padding)
     alone = [np.roll(row, -start) for row, start in zip(tokens, padding, strict=True)]

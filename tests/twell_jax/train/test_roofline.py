@@ -15,7 +15,12 @@ FILE = "configs/2b.yaml"
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["model.gated=false"], ["model.tie_embeddings=false", "model.kv_heads=8"]]
+    "changes",
+    [
+        [],
+        ["model.gated=false", "model.qk_norm=true"],
+        ["model.tie_embeddings=false", "model.kv_heads=8"],
+    ],
 )
 def test_parameters_are_those_of_the_model(changes):
     model = config.load(FILE, changes).model

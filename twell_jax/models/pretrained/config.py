@@ -1,6 +1,7 @@
 """Converts config.json of Hugging Face models to `ModelConfig` and back."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -9,40 +10,40 @@ from pydantic import ValidationError
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import Activation
+from twell_jax.models.pretrained import rope
+from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE, Architecture
+from twell_jax.models.pretrained.json_file import (
+    PretrainedError,
+    first,
+    positive,
+    read_json,
+    unsupported,
+)
 
-# The values of keys that config.json leaves out: the defaults of transformers' LlamaConfig and
-# Qwen2Config.
-_COMMON = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "head_dim": None,
-    "attention_bias": False,
-}
-_DEFAULTS = {
-    "llama": _COMMON | {"max_position_embeddings": 2048, "num_key_value_heads": None},
-    "qwen2": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-}
-# Qwen2's attention always has biases, except in the output projection.
-_OUT_BIAS = "blocks.attention.out.bias"
-
-_ROPE_THETA = 1e4
 _DTYPES = ("bfloat16", "float32")
 # What a model of a dtype that we do not compute in is read as: 16 bits remain 16, which is what the
 # kernels take. bfloat16 holds the range of float16, so nothing overflows; its values are rounded.
 _READ_AS = {"float16": "bfloat16"}
 
-# Keys for which the model supports only the default value.
+# Keys for which the model supports these values alone; the first is the default.
 _FIXED = {
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "quantization_config": None,
-    "pretraining_tp": 1,
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "quantization_config": (None,),
+    "pretraining_tp": (1,),
+    "num_experts": (None, 0),
+    "sparse_config": (None,),
 }
 
-# The checkpoints released with arXiv 2603.23198 have a model_type that ends like this.
-_SPARSE = "_sparse_relu"
+# What transformers' Llama cannot express: keys of ours, and the only value that it has.
+_LLAMA_ONLY = {
+    "gated": True,
+    "qk_norm": False,
+    "sliding_window": None,
+    "embed_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,6 @@ class Stored:
     hybrid: bool = False
 
 
-class PretrainedError(ValueError):
-    """A directory that cannot be loaded, or a model that cannot be saved; the message says why."""
-
-
 def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[ModelConfig, Stored]:
     """Reads config.json; `dtype` and `param_dtype` are as in `from_pretrained`.
 
@@ -73,56 +70,76 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
     """
     path = directory / "config.json"
     tree = read_json(path)
-    model_type = str(tree.get("model_type"))
-    family, sparse = model_type.removesuffix(_SPARSE), model_type.endswith(_SPARSE)
-    if family not in _DEFAULTS:
-        supported = [name + suffix for name in _DEFAULTS for suffix in ("", _SPARSE)]
-        raise _unsupported(path, "model_type", tree.get("model_type"), supported)
-    for key, value in _FIXED.items():
-        if tree.get(key, value) != value:
-            raise _unsupported(path, key, tree[key], [value])
-    kinds = _first(tree.get("layer_types"), [])
+    name = str(tree.get("model_type"))
+    if name not in ARCHITECTURES:
+        raise unsupported(path, "model_type", tree.get("model_type"), ARCHITECTURES)
+    architecture = ARCHITECTURES[name]
+    for key, values in _FIXED.items():
+        if tree.get(key, values[0]) not in values:
+            raise unsupported(path, key, tree[key], values)
+    kinds = first(tree.get("layer_types"), [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
-            raise _unsupported(path, "layer_types", kind, ["full_attention"])
-    given = _DEFAULTS[family] | tree
-    # The released sparse models keep hidden_act="silu" and use ReLU regardless.
-    activation = "relu" if sparse else given["hidden_act"]
-    if activation not in get_args(Activation):
-        raise _unsupported(path, "hidden_act", activation, get_args(Activation))
+            raise unsupported(path, "layer_types", kind, ["full_attention"])
+    given = {**architecture.defaults, **tree, **architecture.always}
+    if given["hidden_act"] not in get_args(Activation):
+        raise unsupported(path, "hidden_act", given["hidden_act"], get_args(Activation))
     if dtype is None:
-        dtype = _first(tree.get("dtype"), tree.get("torch_dtype"), "float32")
+        dtype = first(tree.get("dtype"), tree.get("torch_dtype"), "float32")
         dtype = _READ_AS.get(str(dtype), dtype)
     if dtype not in _DTYPES:
         raise PretrainedError(f"{path}: dtype={dtype!r}; name bfloat16 or float32 to load it as")
     try:
-        config = ModelConfig(
-            vocab_size=given["vocab_size"],
-            context=given["max_position_embeddings"],
-            d_model=given["hidden_size"],
-            layers=given["num_hidden_layers"],
-            heads=given["num_attention_heads"],
-            kv_heads=given["num_key_value_heads"],
-            head_size=given["head_dim"],
-            attention_bias=family == "qwen2" or given["attention_bias"],
-            d_ff=_first(tree.get("sparsity_new_intermediate_size"), given["intermediate_size"]),
-            activation=activation,
-            gated=tree.get("sparsity_gated_mlp", True),
-            tie_embeddings=given["tie_word_embeddings"],
-            rope_theta=_rope_theta(path, tree),
-            norm_eps=given["rms_norm_eps"],
-            init_scale=given["initializer_range"],
-            dtype=dtype,
-            param_dtype=param_dtype or dtype,
-        )
-        hybrid = sparse and config.gated and bool(tree.get("sparsity_use_hybrid_kernel"))
-        return config, Stored((_OUT_BIAS,) if family == "qwen2" else (), hybrid)
+        config = _config(path, architecture, given, dtype, param_dtype or dtype)
     except KeyError as error:
         raise PretrainedError(f"{path}: has no {error.args[0]}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise PretrainedError(f"{path}: {key} {first['msg']}".replace("  ", " ")) from None
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise PretrainedError(f"{path}: {key} {problem['msg']}".replace("  ", " ")) from None
+    hybrid = name.endswith(SPARSE) and config.gated and tree.get("sparsity_use_hybrid_kernel")
+    return config, Stored(architecture.absent, bool(hybrid))
+
+
+def _config(
+    path: Path, architecture: Architecture, given: dict[str, Any], dtype: str, param_dtype: str
+) -> ModelConfig:
+    theta, scaling = rope.read(path, given)
+    scales = _scales(path, given) if architecture.scaled else {}
+    return ModelConfig(
+        vocab_size=given["vocab_size"],
+        context=given["max_position_embeddings"],
+        d_model=given["hidden_size"],
+        layers=given["num_hidden_layers"],
+        heads=given["num_attention_heads"],
+        kv_heads=given["num_key_value_heads"],
+        head_size=given["head_dim"],
+        attention_bias=given["attention_bias"],
+        qk_norm=architecture.qk_norm,
+        sliding_window=given["sliding_window"] if architecture.windowed else None,
+        d_ff=first(given.get("sparsity_new_intermediate_size"), given["intermediate_size"]),
+        activation=given["hidden_act"],
+        gated=given.get("sparsity_gated_mlp", True),
+        tie_embeddings=given["tie_word_embeddings"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=given["rms_norm_eps"],
+        init_scale=given["initializer_range"],
+        dtype=dtype,
+        param_dtype=param_dtype,
+        **scales,
+    )
+
+
+def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
+    """MiniCPM's: its files name the depth and the width of the model that it was tuned on."""
+    keys = ("scale_emb", "scale_depth", "dim_model_base", "num_hidden_layers", "hidden_size")
+    embed, depth, base_width, layers, width = (positive(path, key, given[key]) for key in keys)
+    return {
+        "embed_scale": embed,
+        "residual_scale": depth / math.sqrt(layers),
+        "logit_scale": base_width / width,
+    }
 
 
 def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
@@ -131,10 +148,14 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
     Raises:
       PretrainedError: transformers' Llama cannot express the model or the dtype.
     """
-    if not config.gated:
-        raise PretrainedError("gated=False: transformers' Llama has gated feed-forward blocks only")
+    for key, wanted in _LLAMA_ONLY.items():
+        if (value := getattr(config, key)) != wanted:
+            raise PretrainedError(
+                f"{key}={value}: transformers' Llama cannot express it; it must be {wanted}"
+            )
     if dtype not in _DTYPES:
         raise PretrainedError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -150,6 +171,7 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
         "intermediate_size": config.d_ff,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else rope.to_dict(scaling),
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_scale,
         "torch_dtype": dtype,
@@ -182,48 +204,3 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
             raise PretrainedError(f"{path}: eos_token_id must be an id or a list of them: {ids!r}")
         return tuple(ids)
     return ()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      PretrainedError: the file cannot be read or holds no JSON object.
-    """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PretrainedError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise PretrainedError(f"{path}: not valid JSON ({error})") from None
-    except RecursionError:
-        raise PretrainedError(f"{path}: not valid JSON (nested too deeply)") from None
-    if not isinstance(tree, dict):
-        raise PretrainedError(f"{path}: must hold an object")
-    return tree
-
-
-def _rope_theta(path, tree):
-    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling, and
-    # the earliest called the latter's rope_type just type. The theta of an object comes first.
-    fixed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-    thetas = []
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = _first(tree.get(name), {})
-        if not isinstance(rope, dict):
-            raise PretrainedError(f"{path}: {name} must be an object or null, got {rope!r}")
-        for key, value in fixed.items():
-            if rope.get(key, value) != value:
-                raise _unsupported(path, f"{name}.{key}", rope[key], [value])
-        thetas.append(rope.get("rope_theta"))
-    return _first(*thetas, tree.get("rope_theta"), _ROPE_THETA)
-
-
-def _first(*values):
-    """The first value that is not None; None if all are."""
-    return next((value for value in values if value is not None), None)
-
-
-def _unsupported(path, key, value, supported):
-    allowed = " or ".join(repr(value) for value in supported)
-    return PretrainedError(f"{path}: {key}={value!r} is not supported; it must be {allowed}")

@@ -1,4 +1,4 @@
-"""Reads and writes a `Transformer`'s parameters as a Hugging Face Llama's or Qwen2's safetensors.
+"""Reads and writes a `Transformer`'s parameters as Hugging Face's safetensors.
 
 A `torch.nn.Linear` stores its matrix as `[out, in]`. Our attention and unembedding kernels are
 `[in, out]`. Our feed-forward weights are neuron-major, `[d_ff, d_model]`, which is `[out, in]` for
@@ -23,7 +23,8 @@ from safetensors.numpy import save_file
 
 from twell_jax.config import ModelConfig
 from twell_jax.models import sharding
-from twell_jax.models.pretrained.config import PretrainedError, Stored, read_json
+from twell_jax.models.pretrained.config import Stored
+from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 from twell_jax.models.transformer import Transformer
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,6 +49,8 @@ _NAMES = {
     "blocks.attention.value.bias": ("self_attn.v_proj.bias", False),
     "blocks.attention.out.kernel": ("self_attn.o_proj.weight", True),
     "blocks.attention.out.bias": ("self_attn.o_proj.bias", False),
+    "blocks.attention.query_norm.scale": ("self_attn.q_norm.weight", False),
+    "blocks.attention.key_norm.scale": ("self_attn.k_norm.weight", False),
     "blocks.mlp_norm.scale": ("post_attention_layernorm.weight", False),
     "blocks.mlp.w_gate": ("mlp.gate_proj.weight", False),
     "blocks.mlp.w_up": ("mlp.up_proj.weight", False),

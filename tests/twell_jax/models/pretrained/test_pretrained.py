@@ -26,6 +26,27 @@ VARIANTS = [
     {"layers": 1, "activation": "silu"},
     {"kv_heads": 2, "tie_embeddings": False, "head_size": 6},
     {"attention_bias": True, "dtype": "bfloat16", "param_dtype": "bfloat16"},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "original_context": 16,
+            "attention_factor": 1.5,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "truncate": False,
+        }
+    },
+    {
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 2,
+            "original_context": 9,
+            "low_freq_factor": 2,
+            "high_freq_factor": 3,
+        }
+    },
 ]
 
 
@@ -57,7 +78,7 @@ def change_tensors(directory, change):
     save_file(tensors, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
 def test_logits_are_those_recorded_from_transformers(name):
     recorded = np.load(FIXTURES / name / "logits.npz")
     model = from_pretrained(FIXTURES / name)
@@ -317,14 +338,22 @@ def test_json_that_is_nested_too_deeply(saved):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "mistral"}, "model_type='mistral' is not supported; it must be 'llama'"),
+        ({"model_type": "gemma"}, "model_type='gemma' is not supported; it must be 'llama'"),
         ({"model_type": "absent"}, "model_type=None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' .* 'relu' or 'silu'"),
         ({"mlp_bias": True}, "mlp_bias=True .* False"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_att"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type='linear'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3'"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "type='dynamic' .*'llama3' or 'yarn'",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor, which linear needs"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor must be a pos"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor .*greater than or equal"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention: layers w"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"torch_dtype": "float64"}, "dtype='float64'; name bfloat16 or float32"),
         ({"hidden_size": "absent"}, "has no hidden_size"),
@@ -404,8 +433,11 @@ def test_what_cannot_be_saved(saved, tmp_path):
     model, directory = saved
     with pytest.raises(PretrainedError, match="not empty"):
         save_pretrained(directory, model, ByteTokenizer())
-    with pytest.raises(PretrainedError, match="gated=False"):
-        save_pretrained(tmp_path / "new", make(gated=False), ByteTokenizer())
+    for change in ({"gated": False}, {"qk_norm": True}, {"sliding_window": 9}, {"embed_scale": 2.0},
+                   {"residual_scale": 0.5}, {"logit_scale": 0.5}):  # fmt: skip
+        ((key, value),) = change.items()
+        with pytest.raises(PretrainedError, match=f"{key}={value}: transformers' Llama cannot"):
+            save_pretrained(tmp_path / "new", make(**change), ByteTokenizer())
     with pytest.raises(PretrainedError, match="257 ids, the model only 100"):
         save_pretrained(tmp_path / "new", make(vocab_size=100), ByteTokenizer())
     with pytest.raises(PretrainedError, match=r"dtype must be .* got 'float16'"):

@@ -21,6 +21,14 @@ SHAPE = {
     "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.3,
     "hidden_act": "relu", "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+SCALED = (
+    {"rope_type": "linear"},
+    {
+        "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    {"rope_type": "yarn", "beta_fast": 4.0, "original_max_position_embeddings": 32},
+)  # fmt: skip
 THEIRS = {
     "llama": lambda: transformers.LlamaConfig(
         **SHAPE, tie_word_embeddings=True, rope_parameters={"rope_theta": 1e5}
@@ -34,11 +42,30 @@ THEIRS = {
     "qwen2, multi-query, tied": lambda: transformers.Qwen2Config(
         **SHAPE, num_key_value_heads=1, tie_word_embeddings=True
     ),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=5),
+    "mistral, no window, SiLU": lambda: transformers.MistralConfig(
+        **(SHAPE | {"hidden_act": "silu"}), num_key_value_heads=1, sliding_window=None
+    ),
+    **{
+        f"llama, {rope['rope_type']}": lambda rope=rope: transformers.LlamaConfig(
+            **SHAPE, head_dim=16, rope_parameters={"rope_theta": 100.0, "factor": 4.0, **rope}
+        )
+        for rope in SCALED
+    },
 }
 OURS = {
     "default": {},
     "grouped, untied": {"kv_heads": 2, "tie_embeddings": False, "rope_theta": 1e6},
     "biases, wide heads": {"attention_bias": True, "head_size": 12},
+    "llama3": {
+        "rope_theta": 100.0,
+        "rope_scaling": {"type": "llama3", "factor": 4, "original_context": 32},
+    },
+    "yarn": {
+        "rope_theta": 100.0,
+        "rope_scaling": {"type": "yarn", "factor": 4, "original_context": 16},
+    },
 }
 
 

@@ -1,0 +1,67 @@
+"""Rotary positions: the angle of each pair of a head's features, and their rotation."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from twell_jax.config import ModelConfig, RopeScaling
+
+
+def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the rotary angles (RoFormer, arXiv 2104.09864, section 3.2.2).
+
+    Args:
+      positions: int `[B or 1, T]`.
+      config: gives `rotary_size`, the base of the frequencies `rope_theta`, and `rope_scaling`,
+        which changes them.
+
+    Returns:
+      Two float32 arrays `[B or 1, T, 1, rotary_size / 2]`. With yarn both have its factor, so that
+      the product of a rotated query and key has its square.
+    """
+    size, scaling = config.rotary_size, config.rope_scaling
+    exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
+    frequency = config.rope_theta**-exponent
+    if scaling is None:
+        angle = positions[..., None, None] * frequency
+        return jnp.cos(angle), jnp.sin(angle)
+    share, factor = _share_of_scaled(size, config.rope_theta, scaling), scaling.table_factor
+    frequency = frequency * jnp.asarray(1 - share + share / scaling.factor, jnp.float32)
+    angle = positions[..., None, None] * frequency
+    return factor * jnp.cos(angle), factor * jnp.sin(angle)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates features i and i + n / 2 of `x: [B, T, heads, head_dim]` by their angle.
+
+    Where the table's n / 2 angles are fewer than head_dim / 2, features from n on stay.
+    """
+    cos, sin = rope
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _share_of_scaled(size: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """How much of each frequency is divided by the factor, from 0 to 1: float64 `[size / 2]`."""
+    index = np.arange(size // 2)
+    if scaling.type == "linear":
+        return np.ones(size // 2)
+    context = scaling.original_context
+    assert context is not None  # `RopeScaling` checks it
+    if scaling.type == "llama3":
+        turns = context * theta ** (-2 * index / size) / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return 1 - np.clip((turns - low) / (high - low), 0, 1)
+
+    def index_of(turns: float) -> float:  # of the pair that turns so often in the context
+        return size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    return np.clip((index - first) / max(last - first, 1e-3), 0, 1)
