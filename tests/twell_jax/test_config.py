@@ -52,7 +52,9 @@ VALID = {
         ("optimizer.b2=1", "optimizer.b2", "less than 1"),
         ("l1_coefficient=-1", "l1_coefficient", "greater than or equal to 0"),
         ("model.dtype=float64", "model.dtype", "'bfloat16' or 'float32'"),
-        ("model.activation=gelu", "model.activation", "'relu' or 'silu'"),
+        ("model.activation=gelu", "model.activation", "'relu', 'relu2', 'fatrelu', 'drelu' or "),
+        ("model.activation=fatrelu", "model.activation", "needs a threshold above 0"),
+        ("model.activation_threshold=0.1", "model.activation", "'relu' has no threshold"),
         ("model.remat=all", "model.remat", "'none', 'dots' or 'block'"),
         ("model.ffn_implementation=cuda", "model.ffn_implementation", "'xla' or 'mosaic'"),
         ("model.ffn_implementation=unions", "model.ffn_implementation", "'xla' or 'mosaic'"),
@@ -122,9 +124,13 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
             ["model.ffn_gradients=sparse", "model.ffn_implementation=xla"],
             r"model.ffn_gradients: .*model.ffn_implementation must be mosaic or null",
         ),
+        (
+            ["model.gated=false", "model.activation=drelu"],
+            r"model.activation: 'drelu' needs a gate.*",
+        ),
     ],
 )
-def test_gradients_that_contradict_each_other_are_refused(path, overrides, says):
+def test_settings_that_contradict_each_other_are_refused(path, overrides, says):
     with pytest.raises(ConfigError, match=f"^{says}$"):
         config.load(path, overrides)
 

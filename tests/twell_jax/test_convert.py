@@ -100,6 +100,14 @@ def test_dtypes_are_as_before(dtype, param_dtype, input_dtype):
     np.testing.assert_allclose(*(y.astype("float32") for y in (after, before)), atol=tolerance)
 
 
+def test_a_model_with_a_threshold_keeps_it():
+    model = Model(MLP(activation=lambda z: jnp.where(z > 0.1, z, 0)))
+    x = draw(3, D)
+    before = call(model, x)
+    replace_mlps(model, activation="fatrelu", threshold=0.1)
+    np.testing.assert_allclose(call(model, x), before, rtol=1e-5, atol=1e-5)
+
+
 def test_training_with_relu_and_l1_closes_gates():
     model, x = Model(MLP(activation=nnx.relu), MLP(activation=nnx.relu)), draw(64, D)
     x[:, 0] = 2.0  # a constant feature can switch neurons off

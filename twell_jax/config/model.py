@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from twell_jax.config.section import Section
-from twell_jax.ffn import Activation, Gradients, Implementation
+from twell_jax.ffn import Activation, Gradients, Implementation, activations
 
 
 class RopeScaling(Section):
@@ -75,8 +75,11 @@ class ModelConfig(Section):
     )
     d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
     activation: Activation = Field(
-        "relu", description="relu, or silu for the dense model to compare with"
+        "relu",
+        description="relu; relu2, its square; fatrelu, zero up to a threshold; drelu, ReLU on both "
+        "factors; or silu for the dense model to compare with. Kernels serve relu alone",
     )
+    activation_threshold: float = Field(0.0, ge=0, description="threshold of fatrelu; else 0")
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
     tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
     rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
@@ -121,6 +124,9 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.kv_heads: must divide heads={self.heads}, got {self.num_kv_heads}"
             )
+        problem = activations.problem(self.activation, self.activation_threshold, self.gated)
+        if problem:
+            raise ValueError(f"model.activation: {problem}")
         if self.ffn_gradients == "sparse" and self.ffn_implementation == "xla":
             raise ValueError(
                 "model.ffn_gradients: xla computes dense gradients only, so with sparse "

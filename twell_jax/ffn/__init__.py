@@ -1,5 +1,6 @@
 """The sparse feed-forward block: the operation, its statistics, its module and its formats."""
 
+from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import explain, sparse_ffn
 from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_stats
 from twell_jax.ffn.dispatch import CannotServe, Gradients, Implementation, Packing
@@ -7,7 +8,6 @@ from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.module import SparseMLP
 from twell_jax.ffn.mosaic import RESIDUALS
 from twell_jax.ffn.stats import FFNStats
-from twell_jax.ffn.xla import Activation
 
 __all__ = [
     "RESIDUALS",

@@ -3,6 +3,8 @@
     g = act(x w_gate^T)     u = x w_up^T     h = g * u     y = h w_down     (gated)
     h = act(x w_up^T)                                      y = h w_down     (non-gated)
 
+With activation "drelu" h = relu(g) * relu(u).
+
 Every weight is neuron-major, `[H, D]`: row n of `w_gate`, `w_up` and `w_down` belongs to neuron n,
 so that y = sum_n h_n * w_down[n]. `xla.ffn` is the definition that all other implementations are
 tested against; `dispatch` chooses which one serves a call.
@@ -17,10 +19,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_kernels.layouts.weights import Weights
-from twell_jax.ffn import dispatch, mosaic, partition, xla
+from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
+from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
 from twell_jax.ffn.stats import FFNStats
-from twell_jax.ffn.xla import ACTIVATIONS, Activation, Biases
+from twell_jax.ffn.xla import Biases
 
 _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -36,6 +39,7 @@ def sparse_ffn(
     b_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
     activation: Activation = "relu",
+    threshold: float = 0.0,
     implementation: Implementation | None = None,
     packing: Packing | None = None,
     gradients: Gradients | None = None,
@@ -52,7 +56,9 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
-      activation: "relu", or "silu" for the dense twin.
+      activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
+        "drelu", ReLU on both factors; or "silu" for the dense twin. Kernels serve "relu" alone.
+      threshold: of "fatrelu", above 0.
       implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
         None takes the kernels where they are known to be faster; `explain` says why.
@@ -97,12 +103,13 @@ def sparse_ffn(
     weights = Weights(*map(_array, (w_gate, w_up, w_down)))
     biases = Biases(*map(_array, (b_gate, b_up, b_down)))
     _check_operands(x, weights, biases)
-    check_options(len(weights.down), activation, expected_nnz, gradient_capacity)
+    check_activation(activation, threshold, weights.gate is not None)
+    check_options(len(weights.down), expected_nnz, gradient_capacity)
 
     def serve(x: jax.Array, weights: Weights, biases: Biases) -> tuple[jax.Array, FFNStats]:
         algorithm = _select(x, weights, biases, activation, expected_nnz, request).rule.algorithm
         if algorithm == "dense":
-            return xla.ffn(x, weights, biases, activation=activation)
+            return xla.ffn(x, weights, biases, activation=activation, threshold=threshold)
         kernels, why = dispatch.back_end(weights.down)
         assert kernels is not None, why  # the rule would have been excluded
         if algorithm == "unions" and gradients == "sparse":
@@ -139,7 +146,8 @@ def explain(*operands: Any, **options: Any) -> str:
     biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
     request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
     _check_operands(x, weights, biases)
-    check_options(len(weights.down), activation, expected_nnz, given["gradient_capacity"])
+    check_activation(activation, given["threshold"], weights.gate is not None)
+    check_options(len(weights.down), expected_nnz, given["gradient_capacity"])
     return str(_select(x, weights, biases, activation, expected_nnz, request))
 
 
@@ -157,12 +165,14 @@ def check_words(
             raise ValueError(f"{argument} must be {names} or None, got {value!r}")
 
 
-def check_options(
-    h: int, activation: Any, expected_nnz: float | None, gradient_capacity: float
-) -> None:
+def check_activation(activation: Any, threshold: Any, gated: bool) -> None:
+    """Raises ValueError if there is no block with this activation."""
+    if problem := activations.problem(activation, threshold, gated):
+        raise ValueError(f"activation {problem}")
+
+
+def check_options(h: int, expected_nnz: float | None, gradient_capacity: float) -> None:
     """Raises ValueError if one of these cannot be had for H neurons."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     if expected_nnz is not None and not 0 <= expected_nnz <= h:
         raise ValueError(f"expected_nnz must be from 0 to {h}, got {expected_nnz}")
     if not 0 < gradient_capacity <= 1:

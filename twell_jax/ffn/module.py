@@ -9,11 +9,11 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from twell_jax.ffn import api
+from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
 from twell_jax.ffn.stats import FFNStats, no_stats
-from twell_jax.ffn.xla import Activation
 
 _FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
 _FROM_D_FF = nnx.initializers.lecun_normal(in_axis=0, out_axis=1)
@@ -39,7 +39,7 @@ class SparseMLP(nnx.Module):
       d_model: width of the input and output, D.
       d_ff: hidden units, H.
       gated: whether there is a gate projection.
-      activation: "relu", or "silu" for the dense twin.
+      activation, threshold: see `sparse_ffn`; the formulas above are those of "relu".
       use_bias: adds `b_gate` (if gated) and `b_up` `[H]`, and `b_down` `[D]`.
       dtype: dtype of the computation: bfloat16, float16 or float32. None takes that of the input,
         and where the input is integers, that of the parameters.
@@ -63,6 +63,7 @@ class SparseMLP(nnx.Module):
         *,
         gated: bool = True,
         activation: Activation = "relu",
+        threshold: float = 0.0,
         use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -79,7 +80,8 @@ class SparseMLP(nnx.Module):
         _check_size("d_model", d_model)
         _check_size("d_ff", d_ff)
         api.check_words(implementation, packing, gradients)
-        api.check_options(d_ff, activation, expected_nnz, gradient_capacity)
+        api.check_activation(activation, threshold, gated)
+        api.check_options(d_ff, expected_nnz, gradient_capacity)
         if dtype is not None:
             api.check_dtype("dtype", dtype)
         if not _is_floating(param_dtype):
@@ -100,6 +102,7 @@ class SparseMLP(nnx.Module):
         # There from the start, because a scan over layers may not add variables to them.
         self.stats = SownStats(no_stats(d_ff)) if keep_stats else nnx.data(None)
         self.activation = activation
+        self.threshold = threshold
         self.dtype = dtype
         self.implementation = implementation
         self.packing = packing
@@ -149,6 +152,7 @@ class SparseMLP(nnx.Module):
             b_up=cast(self.b_up),
             b_down=cast(self.b_down),
             activation=self.activation,
+            threshold=self.threshold,
             implementation=self.implementation,
             packing=self.packing,
             gradients=gradients or self.gradients,

@@ -14,7 +14,8 @@ class FFNStats:
 
     Attributes:
       l1: float32 [], mean over tokens of sum_n |h_n|; differentiable (arXiv 2603.23198, recipe).
-      nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated).
+      nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated; of
+        h, if both factors are activations, as with "drelu").
       max_nnz: int32 [], the largest number of non-zero activations of any token.
       fired: bool [H], whether a neuron was non-zero for any token.
       overflow: float32 [], 1 if sparse gradients were asked for, but their pattern exceeded
@@ -70,7 +71,7 @@ def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
 
     Args:
       h: `[..., H]`, the hidden activations, which y is made of.
-      active: `[..., H]`, the output of the activation function.
+      active: `[..., H]`, the output of the activation function (see `activations.hidden`).
     """
     nonzero = active != 0
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)

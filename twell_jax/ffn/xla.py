@@ -1,15 +1,13 @@
 """The definition of the sparse feed-forward block, in dense JAX."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.layouts.weights import Weights
-from twell_jax.ffn import stats
+from twell_jax.ffn import activations, stats
+from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.stats import FFNStats
-
-Activation = Literal["relu", "silu"]
-ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu}
 
 
 class Biases(NamedTuple):
@@ -29,12 +27,12 @@ def ffn(
     biases: Biases = NO_BIASES,
     *,
     activation: Activation = "relu",
+    threshold: float = 0.0,
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` without its checks."""
-    act = ACTIVATIONS[activation]
     up = _affine(x, weights.up, biases.up)
-    active = act(up) if weights.gate is None else act(_affine(x, weights.gate, biases.gate))
-    h = active if weights.gate is None else active * up
+    gate = None if weights.gate is None else _affine(x, weights.gate, biases.gate)
+    h, active = activations.hidden(activation, threshold, gate, up)
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
     # the time of forward and backward on an H100 (docs/design/0013).

@@ -29,6 +29,7 @@ from twell_jax.models.transformer import Transformer
 DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _ROWS = 8  # kernels take a multiple of so many tokens
+_ACTIVATIONS = ("relu", "silu")  # of `dense_hidden`
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
 
@@ -117,6 +118,7 @@ def _unknown(config: ModelConfig) -> str | None:
     """Which part of the model its kernels do not know; None if they know all of them."""
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
+        f"{config.activation} of the feed-forward blocks": config.activation not in _ACTIVATIONS,
         "norms of queries and keys": config.qk_norm,
         "a scale of the embedding": config.embed_scale != 1,
         "a scale of the residual stream": config.residual_scale != 1,

@@ -217,6 +217,7 @@ class Block(nnx.Module):
             config.d_ff,
             gated=config.gated,
             activation=config.activation,
+            threshold=config.activation_threshold,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             up_init=nnx.initializers.normal(config.init_scale),

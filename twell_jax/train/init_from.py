@@ -27,8 +27,8 @@ from twell_jax.train.run_directory import (
 
 # Settings of the model that may differ from those of the source.
 _MAY_DIFFER = {
-    "model.activation", "model.context", "model.dtype", "model.rope_theta", "model.norm_eps",
-    "model.init_scale",
+    "model.activation", "model.activation_threshold", "model.context", "model.dtype",
+    "model.rope_theta", "model.norm_eps", "model.init_scale",
 }  # fmt: skip
 
 # Keys of `model` that say how a run computes; a model's files do not decide them.

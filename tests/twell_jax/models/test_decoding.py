@@ -137,6 +137,7 @@ def test_five_launches_a_layer(case, monkeypatch):
         ({"heads": 8, "head_size": 32}, 1, 16, "64 or 128 features"),
         ({"heads": 12, "kv_heads": 1}, 1, 16, "at most 8 may share"),
         ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
+        ({"activation": "drelu"}, 1, 16, "no kernels for drelu of the feed-forward blocks"),
         ({"sliding_window": 15}, 1, 16, "has 16 tokens, not to a window"),
         ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
         ({"embed_scale": 2.0}, 1, 16, "no kernels for a scale of the embedding"),
