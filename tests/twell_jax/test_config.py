@@ -69,6 +69,8 @@ VALID = {
         ("model.heads=5", "model.heads", "d_model=32"),
         ("model.heads=32", "model.heads", "even size"),
         ("model.head_size=7", "model.head_size", "even"),
+        ("model.rotary_fraction=0.4", "model.rotary_fraction", "even number of the 8 features"),
+        ("model.rotary_fraction=0.1", "model.rotary_fraction", "even number"),
         ("model.kv_heads=3", "model.kv_heads", "heads=4"),
         ("model.rope_scaling=2", "model.rope_scaling", "dictionary"),
         ("model.rope_scaling={factor: 2}", "model.rope_scaling.type", "required"),

@@ -63,10 +63,13 @@ def prune_dead(
     width = min(max(1, -(-live.max() // multiple)) * multiple, config.d_ff)
     neurons = np.argsort(-usage.astype(np.int64), axis=1, kind="stable")[:, :width]
 
-    def keep(weights):  # [layers, d_ff, d_model]
-        return jnp.take_along_axis(weights, neurons[:, :, None], axis=1)
+    def keep(path, weights):  # [layers, d_ff, d_model], or biases [layers, d_ff]
+        if path[0].key == "b_down":
+            return weights
+        which = neurons if weights.ndim == 2 else neurons[:, :, None]
+        return jnp.take_along_axis(weights, which, axis=1)
 
-    mlp = jax.tree.map(keep, params["blocks"]["mlp"])
+    mlp = jax.tree_util.tree_map_with_path(keep, params["blocks"]["mlp"])
     params = nnx.merge_state(params, nnx.State({"blocks": {"mlp": mlp}}))
     return params, config.model_copy(update={"d_ff": int(width)}), PruneReport(live, neurons)
 

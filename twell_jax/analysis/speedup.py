@@ -11,7 +11,7 @@ from flax import nnx
 
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import THROUGH_XLA
-from twell_jax.ffn import Gradients, SparseMLP, sparse_ffn
+from twell_jax.ffn import CannotServe, Gradients, SparseMLP, sparse_ffn
 from twell_jax.models import Transformer, graphdef
 
 TOKENS = 16384  # in a call; enough to fill a GPU
@@ -75,6 +75,8 @@ def measure_speedup(
       CannotServe: the kernels cannot serve this model here.
     """
     config, mlp = model.config, model.blocks.mlp
+    if config.mlp_bias:
+        raise CannotServe("the kernels add no biases, which model.mlp_bias has")
 
     def weights(layer):
         stacked = (mlp.w_gate, mlp.w_up, mlp.w_down)

@@ -81,10 +81,17 @@ class ModelConfig(Section):
     )
     activation_threshold: float = Field(0.0, ge=0, description="threshold of fatrelu; else 0")
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
+    mlp_bias: bool = Field(False, description="add biases in the feed-forward blocks; no kernels")
     tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
     rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(
         None, description="change of the rotary frequencies; null: none"
+    )
+    rotary_fraction: float = Field(
+        1.0, gt=0, le=1, description="share of a head's features that are rotated"
+    )
+    norm: Literal["rms", "layer"] = Field(
+        "rms", description="RMS norms, or layer norms, which subtract the mean and add a bias"
     )
     norm_eps: float = Field(1e-5, gt=0, description="epsilon of the norms")
     embed_scale: float = Field(1.0, gt=0, description="times the embedding of each token")
@@ -120,6 +127,11 @@ class ModelConfig(Section):
                 f"model.heads: d_model={self.d_model} must split into heads of an even size, "
                 f"got heads={self.heads}"
             )
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            raise ValueError(
+                f"model.rotary_fraction: must make an even number of the {self.head_dim} features "
+                f"of a head, got {self.rotary_fraction:g}"
+            )
         if self.heads % self.num_kv_heads:
             raise ValueError(
                 f"model.kv_heads: must divide heads={self.heads}, got {self.num_kv_heads}"
@@ -142,7 +154,7 @@ class ModelConfig(Section):
     @property
     def rotary_size(self) -> int:
         """Features of a head that are rotated, from the first on."""
-        return self.head_dim
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def num_kv_heads(self) -> int:

@@ -9,7 +9,7 @@ from flax import nnx
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import linear, residual_init, rms_norm
+from twell_jax.models.layers import head_norm, linear, residual_init
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
 
@@ -34,8 +34,8 @@ class Attention(nnx.Module):
         )
         self.query_norm, self.key_norm = nnx.data(None), nnx.data(None)
         if config.qk_norm:
-            self.query_norm = rms_norm(config, rngs, of_heads=True)
-            self.key_norm = rms_norm(config, rngs, of_heads=True)
+            self.query_norm = head_norm(config, rngs)
+            self.key_norm = head_norm(config, rngs)
 
     def __call__(
         self,

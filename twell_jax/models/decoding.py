@@ -119,7 +119,10 @@ def _unknown(config: ModelConfig) -> str | None:
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
         f"{config.activation} of the feed-forward blocks": config.activation not in _ACTIVATIONS,
+        "biases of the feed-forward blocks": config.mlp_bias,
+        f"{config.norm} norms": config.norm != "rms",
         "norms of queries and keys": config.qk_norm,
+        "a rotation of some features of a head alone": config.rotary_fraction != 1,
         "a scale of the embedding": config.embed_scale != 1,
         "a scale of the residual stream": config.residual_scale != 1,
         "a scale of the logits": config.logit_scale != 1,

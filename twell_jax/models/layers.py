@@ -14,14 +14,34 @@ def logical_axes(*names: str) -> dict[str, Any]:
     return {"out_sharding": names, "eager_sharding": False}
 
 
-def rms_norm(config: ModelConfig, rngs: nnx.Rngs, *, of_heads: bool = False) -> nnx.RMSNorm:
-    """The norm before attention, the feed-forward block and the output projection, or of heads."""
-    return nnx.RMSNorm(
-        config.head_dim if of_heads else config.d_model,
+def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+    """The norm before attention, the feed-forward block and the output projection."""
+    if config.norm == "rms":
+        return _rms_norm(config, config.d_model, "embed", rngs)
+    return nnx.LayerNorm(
+        config.d_model,
         epsilon=config.norm_eps,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
-        scale_metadata=logical_axes("heads" if of_heads else "embed"),
+        use_fast_variance=False,  # which cancels where the mean is large
+        scale_metadata=logical_axes("embed"),
+        bias_metadata=logical_axes("embed"),
+        rngs=rngs,
+    )
+
+
+def head_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """The norm of each head's queries or keys."""
+    return _rms_norm(config, config.head_dim, "heads", rngs)
+
+
+def _rms_norm(config: ModelConfig, features: int, axis: str, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        features,
+        epsilon=config.norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        scale_metadata=logical_axes(axis),
         rngs=rngs,
     )
 

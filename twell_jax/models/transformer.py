@@ -13,7 +13,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
 from twell_jax.models.attention import Attention, in_window, split_documents
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import linear, logical_axes, residual_init, rms_norm, scaled
+from twell_jax.models.layers import linear, logical_axes, norm, residual_init, scaled
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
@@ -63,7 +63,7 @@ class Transformer(nnx.Module):
             transform_metadata={nnx.PARTITION_NAME: "layers"},
         )
         self.blocks = layers(rngs.split(config.layers))
-        self.norm = rms_norm(config, rngs)
+        self.norm = norm(config, rngs)
         self.unembed = nnx.data(None)
         if not config.tie_embeddings:
             shape = (config.d_model, config.vocab_size)
@@ -209,15 +209,16 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.residual_scale = config.residual_scale
-        self.attention_norm = rms_norm(config, rngs)
+        self.attention_norm = norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = rms_norm(config, rngs)
+        self.mlp_norm = norm(config, rngs)
         self.mlp = SparseMLP(
             config.d_model,
             config.d_ff,
             gated=config.gated,
             activation=config.activation,
             threshold=config.activation_threshold,
+            use_bias=config.mlp_bias,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             up_init=nnx.initializers.normal(config.init_scale),

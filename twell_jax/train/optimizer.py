@@ -7,6 +7,8 @@ import optax
 
 from twell_jax.config import Config, OptimizerConfig
 
+_UNDECAYED = ("scale", "bias", "b_gate", "b_up", "b_down")  # parameters of norms, and biases
+
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warm-up from 0, then cosine decay, or a plateau with a linear decay at the end (WSD).
@@ -50,7 +52,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     def decayed(params: optax.Params) -> optax.Params:
         def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
-            return not any(getattr(key, "key", None) in ("scale", "bias") for key in path)
+            return not any(getattr(key, "key", None) in _UNDECAYED for key in path)
 
         return jax.tree_util.tree_map_with_path(is_matrix, params)
 

@@ -66,11 +66,15 @@ def parameters(model: ModelConfig) -> int:
     d = model.d_model
     width, kv = (n * model.head_dim for n in (model.heads, model.num_kv_heads))
     bias = width + 2 * kv + d if model.attention_bias else 0
-    norms = 2 * model.head_dim if model.qk_norm else 0
-    attention = d * (2 * width + 2 * kv) + bias + norms
-    ffn = (3 if model.gated else 2) * d * model.d_ff
+    head_norms = 2 * model.head_dim if model.qk_norm else 0
+    attention = d * (2 * width + 2 * kv) + bias + head_norms
+    matrices = 3 if model.gated else 2
+    ffn = matrices * d * model.d_ff
+    if model.mlp_bias:
+        ffn += (matrices - 1) * model.d_ff + d
+    norm = d if model.norm == "rms" else 2 * d
     embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * d
-    return model.layers * (attention + ffn + 2 * d) + embeddings + d
+    return model.layers * (attention + ffn + 2 * norm) + embeddings + norm
 
 
 def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:

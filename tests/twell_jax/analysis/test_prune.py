@@ -142,6 +142,17 @@ def test_the_width_is_a_multiple_within_the_model(live, multiple, width):
     np.testing.assert_array_equal(report.live, [live, 0, live])
 
 
+def test_biases_go_with_their_neurons():
+    model = make(d_ff=40, mlp_bias=True)
+    pruned, report = prune(model, seeds.rng().integers(0, 2, (3, 40)), multiple=1)
+    before, after = model.blocks.mlp, pruned.blocks.mlp
+    for layer, neurons in enumerate(report.neurons):
+        for name in ("b_gate", "b_up"):
+            expected = np.asarray(getattr(before, name))[layer][neurons]
+            np.testing.assert_array_equal(getattr(after, name)[layer], expected)
+    np.testing.assert_array_equal(after.b_down[...], before.b_down[...])
+
+
 def test_tokens_that_fire_a_removed_neuron_are_told_one_by_one():
     model = make(d_ff=40)
     usage = measure_activity(model, draw_sequences(1), batch=1).usage

@@ -139,6 +139,8 @@ def test_five_launches_a_layer(case, monkeypatch):
         ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
         ({"activation": "drelu"}, 1, 16, "no kernels for drelu of the feed-forward blocks"),
         ({"sliding_window": 15}, 1, 16, "has 16 tokens, not to a window"),
+        ({"mlp_bias": True}, 1, 16, "no kernels for biases of the feed-forward blocks"),
+        ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "layer norms and a rotation of some"),
         ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
         ({"embed_scale": 2.0}, 1, 16, "no kernels for a scale of the embedding"),
         (

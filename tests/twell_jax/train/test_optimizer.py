@@ -86,7 +86,9 @@ def test_l1_warm_up():
 
 @pytest.fixture(scope="module")
 def params():
-    return nnx.state(drawn.transformer(**MODEL, tie_embeddings=False), nnx.Param)
+    return nnx.state(
+        drawn.transformer(**MODEL, tie_embeddings=False, norm="layer", mlp_bias=True), nnx.Param
+    )
 
 
 def named(params):
@@ -95,13 +97,17 @@ def named(params):
     }
 
 
-def test_weight_decay_shrinks_all_but_the_scales_of_norms(params):
+def is_matrix(name):
+    return name.split(".")[-1] not in ("scale", "bias", "b_gate", "b_up", "b_down")
+
+
+def test_weight_decay_shrinks_matrices_alone(params):
     optimizer = make_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.1), steps=10)
     zeros = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p))(params)
     changes, before = named(updates), named(params)
     kept = {name for name, change in changes.items() if not change.any()}
-    assert kept == {"norm.scale", "blocks.attention_norm.scale", "blocks.mlp_norm.scale"}
+    assert kept == {name for name in changes if not is_matrix(name)}
     for name in set(changes) - kept:
         np.testing.assert_allclose(changes[name], -0.05 * before[name], rtol=1e-5)
 
@@ -130,6 +136,6 @@ def test_two_steps_are_adamw_on_clipped_gradients(params):
             clipped = g[k] * min(1, 0.5 / norm)
             m[k], v[k] = 0.8 * m[k] + 0.2 * clipped, 0.9 * v[k] + 0.1 * clipped**2
             adam = m[k] / (1 - 0.8**step) / (np.sqrt(v[k] / (1 - 0.9**step)) + 1e-6)
-            p[k] = p[k] - lr * (adam + (0 if k.endswith("scale") else 0.2) * p[k])
+            p[k] = p[k] - lr * (adam + (0.2 if is_matrix(k) else 0) * p[k])
         for k, found in named(params).items():
             np.testing.assert_allclose(found, p[k], rtol=1e-4, atol=1e-6)

@@ -18,7 +18,8 @@ FILE = "configs/2b.yaml"
     "changes",
     [
         [],
-        ["model.gated=false", "model.qk_norm=true"],
+        ["model.gated=false", "model.qk_norm=true", "model.mlp_bias=true"],
+        ["model.norm=layer", "model.mlp_bias=true"],
         ["model.tie_embeddings=false", "model.kv_heads=8"],
     ],
 )

@@ -6,7 +6,17 @@ things whatever config.json says. Both are here, and nowhere else.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+from twell_jax.ffn import Activation
+
+# What `hidden_act` means, where it means what it says.
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "silu": "silu",
+    "relu2": "relu2",
+    "fatrelu": "fatrelu",
+}
 
 # Qwen2's attention always has biases, except in the output projection.
 _OUT_BIAS = "blocks.attention.out.bias"
@@ -19,18 +29,32 @@ class Architecture:
     Attributes:
       defaults: the values of keys that config.json leaves out.
       always: the values of keys that it does not read, or not as they are.
+      activations: ours for each `hidden_act` that is supported.
+      gated: whether its feed-forward blocks have gates.
+      norm: its norms, as in `ModelConfig`. Files hold the scale of a layer norm minus 1.
+      eps_key: the key of their epsilon.
+      partial_rotary: whether it may rotate a share of a head, `partial_rotary_factor`.
       qk_norm: whether each head's queries and keys are normed.
       windowed: whether all layers attend to a window, `sliding_window`.
       scaled: whether it has the scales of MiniCPM: `scale_emb`, `scale_depth`, `dim_model_base`.
       absent: names of our parameters that its files lack and that are zero.
+      passed_over: parts of the names of tensors that are not read.
+      has_threshold: whether its weights were trained for a FATReLU, whatever `hidden_act` says.
     """
 
     defaults: Mapping[str, Any]
     always: Mapping[str, Any] = field(default_factory=dict)
+    activations: Mapping[str, Activation] = field(default_factory=lambda: _ACTIVATIONS)
+    gated: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    eps_key: str = "rms_norm_eps"
+    partial_rotary: bool = False
     qk_norm: bool = False
     windowed: bool = False
     scaled: bool = False
     absent: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    has_threshold: bool = False
 
 
 _COMMON = {
@@ -40,27 +64,51 @@ _COMMON = {
     "initializer_range": 0.02,
     "head_dim": None,
     "attention_bias": False,
+    "mlp_bias": False,
     "num_key_value_heads": None,
 }
 _LLAMA = Architecture(_COMMON | {"max_position_embeddings": 2048})
 _QWEN2 = Architecture(
     _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    {"attention_bias": True},
+    {"attention_bias": True, "mlp_bias": False},
     absent=(_OUT_BIAS,),
 )
 _QWEN3 = Architecture(
     _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    {"mlp_bias": False},
     qk_norm=True,
 )
 _MISTRAL = Architecture(
     _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    {"attention_bias": False},
+    {"attention_bias": False, "mlp_bias": False},
     windowed=True,
+)
+# A Mistral with another block. Files of TurboSparse also hold predictors of which neurons fire.
+_BAMBOO = replace(_MISTRAL, activations={"relu": "drelu"}, passed_over=(".mlp.predictor.",))
+_ARCEE = Architecture(
+    _COMMON | {"max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    gated=False,
+)
+_NEMOTRON = Architecture(
+    _COMMON
+    | {
+        "max_position_embeddings": 4096,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
+        "initializer_range": 0.0134,
+        "partial_rotary_factor": 0.5,
+    },
+    gated=False,
+    norm="layer",
+    eps_key="norm_eps",
+    partial_rotary=True,
 )
 # MiniCPM's class is code beside its weights, which is never run; later versions of transformers
 # have one of their own.
 _MINICPM = Architecture(
-    _COMMON | {"max_position_embeddings": 2048, "tie_word_embeddings": True}, scaled=True
+    _COMMON | {"max_position_embeddings": 2048, "tie_word_embeddings": True},
+    {"mlp_bias": False},
+    scaled=True,
 )
 
 # The checkpoints released with arXiv 2603.23198 have a model_type that ends like this. They keep
@@ -69,10 +117,14 @@ SPARSE = "_sparse_relu"
 
 ARCHITECTURES = {
     "llama": _LLAMA,
-    "mistral": _MISTRAL,
+    "arcee": _ARCEE,
+    "bamboo": _BAMBOO,
     "minicpm": _MINICPM,
+    "mistral": _MISTRAL,
+    "nemotron": _NEMOTRON,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
+    "sparsellama": replace(_LLAMA, has_threshold=True),  # ProSparse, arXiv 2402.13516
 } | {
     f"{name}{SPARSE}": replace(released, always={**released.always, "hidden_act": "relu"})
     for name, released in (("llama", _LLAMA), ("qwen2", _QWEN2))

@@ -1,10 +1,11 @@
 """Converts config.json of Hugging Face models to `ModelConfig` and back."""
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,6 +21,8 @@ from twell_jax.models.pretrained.json_file import (
     unsupported,
 )
 
+log = logging.getLogger(__name__)
+
 _DTYPES = ("bfloat16", "float32")
 # What a model of a dtype that we do not compute in is read as: 16 bits remain 16, which is what the
 # kernels take. bfloat16 holds the range of float16, so nothing overflows; its values are rounded.
@@ -27,7 +30,6 @@ _READ_AS = {"float16": "bfloat16"}
 
 # Keys for which the model supports these values alone; the first is the default.
 _FIXED = {
-    "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "quantization_config": (None,),
     "pretraining_tp": (1,),
@@ -35,14 +37,17 @@ _FIXED = {
     "sparse_config": (None,),
 }
 
-# What transformers' Llama cannot express: keys of ours, and the only value that it has.
-_LLAMA_ONLY = {
-    "gated": True,
-    "qk_norm": False,
-    "sliding_window": None,
-    "embed_scale": 1.0,
-    "residual_scale": 1.0,
-    "logit_scale": 1.0,
+# Keys of ours of which transformers' Llama has these values alone.
+_LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
+    "activation": ("relu", "relu2", "silu"),
+    "gated": (True,),
+    "qk_norm": (False,),
+    "sliding_window": (None,),
+    "rotary_fraction": (1.0,),
+    "norm": ("rms",),
+    "embed_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "logit_scale": (1.0,),
 }
 
 
@@ -52,11 +57,15 @@ class Stored:
 
     Attributes:
       absent: names of parameters that the files lack and that are zero.
+      passed_over: parts of the names of tensors that are not read.
       hybrid: whether a model saved them that multiplied by the publication's hybrid kernel.
+      scale_offset: what is added to the scales of norms as they are in the files.
     """
 
     absent: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
     hybrid: bool = False
+    scale_offset: float = 0.0
 
 
 def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[ModelConfig, Stored]:
@@ -82,8 +91,6 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         if kind != "full_attention":
             raise unsupported(path, "layer_types", kind, ["full_attention"])
     given = {**architecture.defaults, **tree, **architecture.always}
-    if given["hidden_act"] not in get_args(Activation):
-        raise unsupported(path, "hidden_act", given["hidden_act"], get_args(Activation))
     if dtype is None:
         dtype = first(tree.get("dtype"), tree.get("torch_dtype"), "float32")
         dtype = _READ_AS.get(str(dtype), dtype)
@@ -98,13 +105,19 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         key = ".".join(map(str, problem["loc"]))
         raise PretrainedError(f"{path}: {key} {problem['msg']}".replace("  ", " ")) from None
     hybrid = name.endswith(SPARSE) and config.gated and tree.get("sparsity_use_hybrid_kernel")
-    return config, Stored(architecture.absent, bool(hybrid))
+    return config, Stored(
+        absent=architecture.absent,
+        passed_over=architecture.passed_over,
+        hybrid=bool(hybrid),
+        scale_offset=1.0 if architecture.norm == "layer" else 0.0,
+    )
 
 
 def _config(
     path: Path, architecture: Architecture, given: dict[str, Any], dtype: str, param_dtype: str
 ) -> ModelConfig:
-    theta, scaling = rope.read(path, given)
+    theta, scaling, rotary_fraction = rope.read(path, given, architecture.partial_rotary)
+    activation, threshold = _activation(path, architecture, given)
     scales = _scales(path, given) if architecture.scaled else {}
     return ModelConfig(
         vocab_size=given["vocab_size"],
@@ -118,17 +131,41 @@ def _config(
         qk_norm=architecture.qk_norm,
         sliding_window=given["sliding_window"] if architecture.windowed else None,
         d_ff=first(given.get("sparsity_new_intermediate_size"), given["intermediate_size"]),
-        activation=given["hidden_act"],
-        gated=given.get("sparsity_gated_mlp", True),
+        activation=activation,
+        activation_threshold=threshold,
+        gated=given.get("sparsity_gated_mlp", architecture.gated),
+        mlp_bias=given["mlp_bias"],
         tie_embeddings=given["tie_word_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=given["rms_norm_eps"],
+        rotary_fraction=rotary_fraction,
+        norm=architecture.norm,
+        norm_eps=given[architecture.eps_key],
         init_scale=given["initializer_range"],
         dtype=dtype,
         param_dtype=param_dtype,
         **scales,
     )
+
+
+def _activation(
+    path: Path, architecture: Architecture, given: dict[str, Any]
+) -> tuple[Activation, float]:
+    """The activation and its threshold; a warning says if the weights hardly want it."""
+    name, threshold = given["hidden_act"], given.get("hidden_act_param")
+    if not isinstance(name, str) or name not in architecture.activations:
+        raise unsupported(path, "hidden_act", name, architecture.activations)
+    activation = architecture.activations[name]
+    if activation == "fatrelu":
+        return activation, positive(path, "hidden_act_param", threshold)
+    if activation == "relu" and (threshold or architecture.has_threshold):
+        log.warning(
+            "%s: hidden_act='relu', but the weights were trained for a FATReLU; write "
+            "hidden_act='fatrelu' and hidden_act_param=%s",
+            path,
+            threshold or "its threshold",
+        )
+    return activation, 0.0
 
 
 def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
@@ -149,9 +186,10 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
       PretrainedError: transformers' Llama cannot express the model or the dtype.
     """
     for key, wanted in _LLAMA_ONLY.items():
-        if (value := getattr(config, key)) != wanted:
+        if (value := getattr(config, key)) not in wanted:
             raise PretrainedError(
-                f"{key}={value}: transformers' Llama cannot express it; it must be {wanted}"
+                f"{key}={value}: transformers' Llama cannot express it; it must be "
+                f"{' or '.join(map(str, wanted))}"
             )
     if dtype not in _DTYPES:
         raise PretrainedError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -168,6 +206,7 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
         "intermediate_size": config.d_ff,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope_theta,

@@ -19,8 +19,10 @@ _OF_YARN = ("beta_fast", "beta_slow", "truncate")
 _TYPES = (_DEFAULT, *_NEEDED)
 
 
-def read(path: Path, given: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base of the frequencies, and how they are scaled; None if they are not.
+def read(
+    path: Path, given: dict[str, Any], partial_rotary: bool
+) -> tuple[float, RopeScaling | None, float]:
+    """The base of the frequencies, how they are scaled if they are, and the share of a head.
 
     transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`,
     and the earliest called the latter's `rope_type` just `type`. The theta of an object comes
@@ -29,6 +31,7 @@ def read(path: Path, given: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     Args:
       path: of config.json, for messages.
       given: its content and the defaults of the model.
+      partial_rotary: whether the model may rotate less than whole heads.
 
     Raises:
       PretrainedError: an object is none, lacks a key or asks for something else.
@@ -42,15 +45,16 @@ def read(path: Path, given: dict[str, Any]) -> tuple[float, RopeScaling | None]:
             )
     theta = first(*(rope.get("rope_theta") for rope in objects.values()), given.get("rope_theta"))
     name = "rope_scaling" if objects["rope_scaling"] else "rope_parameters"
-    return first(theta, _THETA), _scaling(path, name, objects[name], given)
+    rope = objects[name]
+    share = first(rope.get("partial_rotary_factor"), given.get("partial_rotary_factor"), 1.0)
+    if share != 1 and not partial_rotary:
+        raise unsupported(path, "partial_rotary_factor", share, [1.0])
+    return first(theta, _THETA), _scaling(path, name, rope, given), share
 
 
 def _scaling(
     path: Path, name: str, rope: dict[str, Any], given: dict[str, Any]
 ) -> RopeScaling | None:
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        key = f"{name}.partial_rotary_factor"
-        raise unsupported(path, key, rope["partial_rotary_factor"], [1.0])
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise PretrainedError(
             f"{path}: {name}.{nested[0]}: layers with different rotary positions are not supported"

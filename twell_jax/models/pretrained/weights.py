@@ -39,8 +39,10 @@ _ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 _NAMES = {
     "embed.embedding": (_EMBED, False),
     "norm.scale": ("model.norm.weight", False),
+    "norm.bias": ("model.norm.bias", False),
     "unembed.kernel": (_HEAD, True),
     "blocks.attention_norm.scale": ("input_layernorm.weight", False),
+    "blocks.attention_norm.bias": ("input_layernorm.bias", False),
     "blocks.attention.query.kernel": ("self_attn.q_proj.weight", True),
     "blocks.attention.query.bias": ("self_attn.q_proj.bias", False),
     "blocks.attention.key.kernel": ("self_attn.k_proj.weight", True),
@@ -52,8 +54,12 @@ _NAMES = {
     "blocks.attention.query_norm.scale": ("self_attn.q_norm.weight", False),
     "blocks.attention.key_norm.scale": ("self_attn.k_norm.weight", False),
     "blocks.mlp_norm.scale": ("post_attention_layernorm.weight", False),
+    "blocks.mlp_norm.bias": ("post_attention_layernorm.bias", False),
     "blocks.mlp.w_gate": ("mlp.gate_proj.weight", False),
+    "blocks.mlp.b_gate": ("mlp.gate_proj.bias", False),
     "blocks.mlp.w_up": ("mlp.up_proj.weight", False),
+    "blocks.mlp.b_up": ("mlp.up_proj.bias", False),
+    "blocks.mlp.b_down": ("mlp.down_proj.bias", False),
     _DOWN: ("mlp.down_proj.weight", True),
 }
 
@@ -67,12 +73,25 @@ class _Layout:
       shape: shape of each tensor.
       stacked: whether the parameter has a leading axis of layers.
       transposed: whether the tensors are the transposes of ours.
+      offset: what is added to the tensors to make ours.
     """
 
     names: list[str]
     shape: tuple[int, ...]
     stacked: bool
     transposed: bool
+    offset: float = 0.0
+
+    def part(
+        self, tensors: Mapping[str, Any], index: tuple[slice, ...], dtype: np.dtype
+    ) -> np.ndarray:
+        """The slice of the parameter that one device holds, read from the tensors of the files."""
+        which, *rest = index if self.stacked else (slice(None), *index)
+        rest = rest[::-1] if self.transposed else rest
+        parts = [tensors[name][tuple(rest)].astype(dtype) for name in self.names[which]]
+        parts = [part.T for part in parts] if self.transposed else parts
+        whole = np.stack(parts) if self.stacked else parts[0]
+        return (whole + self.offset).astype(dtype) if self.offset else whole
 
 
 def load(
@@ -84,7 +103,7 @@ def load(
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
     """
     with contextlib.ExitStack() as stack:
-        tensors = _with_prefix(_open(directory, stack))
+        tensors = _with_prefix(_open(directory, stack, stored.passed_over))
         if config.layers > len(tensors):
             raise PretrainedError(
                 f"{directory}: config.json says {config.layers} layers, but there are only "
@@ -96,7 +115,7 @@ def load(
         if stored.hybrid and _down_is_neuron_major(tensors, config):
             names = _NAMES | {_DOWN: (_NAMES[_DOWN][0], False)}
         layouts = {
-            name: _layout(name, leaf, names)
+            name: _layout(name, leaf, names, stored.scale_offset)
             for name, leaf in leaves.items()
             if name not in stored.absent
         }
@@ -118,15 +137,9 @@ def load(
             layout = layouts.get(_name(path))
             if layout is None:
                 return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), placement)
-
-            def part(index):  # the slice of the parameter that one device holds
-                which, *rest = index if layout.stacked else (slice(None), *index)
-                rest = tuple(reversed(rest) if layout.transposed else rest)
-                parts = [tensors[name][rest].astype(leaf.dtype) for name in layout.names[which]]
-                parts = [part.T for part in parts] if layout.transposed else parts
-                return np.stack(parts) if layout.stacked else parts[0]
-
-            return jax.make_array_from_callback(leaf.shape, placement, part)
+            return jax.make_array_from_callback(
+                leaf.shape, placement, lambda index: layout.part(tensors, index, leaf.dtype)
+            )
 
         return jax.tree.map_with_path(read, abstract, sharding.of_params(abstract, mesh))
 
@@ -185,7 +198,10 @@ def _name(path: tuple) -> str:
 
 
 def _layout(
-    ours: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: Mapping[str, tuple[str, bool]]
+    ours: str,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    names: Mapping[str, tuple[str, bool]],
+    scale_offset: float = 0.0,
 ) -> _Layout:
     theirs, transposed = names[ours]
     stacked = ours.startswith("blocks.")
@@ -193,11 +209,17 @@ def _layout(
     tensors = [theirs]
     if stacked:
         tensors = [f"{_BASE}layers.{i}.{theirs}" for i in range(leaf.shape[0])]
-    return _Layout(tensors, shape[::-1] if transposed else shape, stacked, transposed)
+    offset = scale_offset if ours.endswith("norm.scale") else 0.0
+    return _Layout(tensors, shape[::-1] if transposed else shape, stacked, transposed, offset)
 
 
-def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """The tensors of all files by name; they are memory-mapped until the stack closes."""
+def _open(
+    directory: Path, stack: contextlib.ExitStack, passed_over: tuple[str, ...]
+) -> dict[str, Any]:
+    """The tensors of all files by name; they are memory-mapped until the stack closes.
+
+    Those whose names contain one of `passed_over` are left out.
+    """
     if (directory / FILE).exists():
         files = [FILE]
     elif (directory / INDEX).exists():
@@ -219,7 +241,7 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         tensors |= {
             name: opened.get_slice(name)
             for name in opened.keys()  # noqa: SIM118
-            if not name.endswith(_DERIVED)
+            if not (name.endswith(_DERIVED) or any(part in name for part in passed_over))
         }
     return tensors
 

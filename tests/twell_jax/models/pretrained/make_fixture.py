@@ -41,6 +41,9 @@ MODELS = {
         **WIDE_HEADS, rope_parameters=SCALED | {"rope_type": "yarn", "beta_fast": 4.0}
     ),
     "mistral": transformers.MistralConfig(**SHAPE, num_key_value_heads=1, sliding_window=4),
+    "llama_mlp_bias": transformers.LlamaConfig(**SHAPE, mlp_bias=True),
+    "arcee": transformers.ArceeConfig(**(SHAPE | {"hidden_act": "relu2"}), num_key_value_heads=1),
+    "nemotron": transformers.NemotronConfig(**(WIDE_HEADS | {"hidden_act": "relu2"})),
     "qwen3": transformers.Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=6),
 }
 

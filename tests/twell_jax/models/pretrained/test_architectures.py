@@ -6,15 +6,18 @@ test_transformers wherever it is installed.
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from tests import seeds
 from tests.errors import relative_error
 from tests.twell_jax.models.pretrained import written
 from twell_jax.models.pretrained import PretrainedError, from_pretrained
 
+LLAMA = {"model_type": "llama"}
 MINICPM = {
     "model_type": "minicpm", "hidden_act": "relu", "scale_emb": 3, "scale_depth": 1.4,
     "dim_model_base": 8,
@@ -26,9 +29,19 @@ def relu(z):
     return np.maximum(z, 0)
 
 
+def fatrelu(z):
+    return np.where(z > 0.3, z, 0)
+
+
+FATRELU = {"model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.3}
+BAMBOO = {"model_type": "bamboo", "hidden_act": "relu", "sliding_window": 5}
 MODELS = {
     "minicpm": (MINICPM, lambda gate, up: relu(gate) * up),
-}
+    "minicpm, fatrelu": (MINICPM | FATRELU | {"model_type": "minicpm", "tie_word_embeddings": True},
+                         lambda gate, up: fatrelu(gate) * up),
+    "sparsellama": (FATRELU, lambda gate, up: fatrelu(gate) * up),
+    "bamboo": (BAMBOO, lambda gate, up: relu(gate) * relu(up)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,6 +61,35 @@ def test_logits_match_float64(tmp_path, name):
         (MINICPM | {"num_experts": 8}, "num_experts=8 is not supported; it must be None or 0"),
         (MINICPM | {"sparse_config": {}}, "sparse_config={} is not supported"),
         ({"model_type": "minicpm"}, "has no scale_emb"),
+        (
+            {**LLAMA, "rope_parameters": {"rope_type": "longrope"}},
+            "rope_parameters.rope_type='longrope'",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear"}},
+            "rope_scaling has no factor, which linear needs",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": "2"}},
+            "rope_scaling.factor must be a pos",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}},
+            "factor .*greater than or equal",
+        ),
+        (
+            {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "full_attention: layers w",
+        ),
+        ({**LLAMA, "rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (
+            {**LLAMA, "hidden_act": "fatrelu"},
+            "hidden_act_param must be a positive number, got None",
+        ),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"model_type": "bamboo"}, "hidden_act='silu' is not supported; it must be 'relu'"),
+        (FATRELU | {"hidden_act_param": 0}, "hidden_act_param must be a positive number, got 0"),
+        ({"model_type": "nemotron", "partial_rotary_factor": 0.3}, "an even number of the 4 feat"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window .*greater than 0"),
     ],
 )
@@ -56,3 +98,37 @@ def test_what_a_config_must_not_say(tmp_path, config, says):
     with pytest.raises(PretrainedError, match=says) as error:
         from_pretrained(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act='fatrelu' and hidden_act_param=0.3"),
+        ({"hidden_act": "relu", "hidden_act_param": None}, "hidden_act_param=its threshold"),
+        ({"hidden_act": "relu", "model_type": "llama"}, "hidden_act_param=0.3"),
+        ({}, None),
+        ({"hidden_act": "relu", "model_type": "llama", "hidden_act_param": None}, None),
+        ({"hidden_act": "silu", "model_type": "llama"}, None),
+    ],
+)
+def test_a_relu_that_leaves_out_a_threshold_is_a_warning(tmp_path, caplog, changes, warns):
+    written.write(tmp_path, **FATRELU | changes)
+    config = from_pretrained(tmp_path).config
+    assert config.activation == changes.get("hidden_act", "fatrelu")
+    assert config.activation_threshold == (0 if changes else 0.3)
+    if warns is None:
+        assert not caplog.messages
+    else:
+        (message,) = caplog.messages
+        assert "the weights were trained for a FATReLU" in message and warns in message
+        assert "\n" not in message
+
+
+def test_predictors_of_bamboo_files_are_passed_over(tmp_path):
+    written.write(tmp_path, **BAMBOO)
+    expected = nnx.state(from_pretrained(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.predictor.fc1.weight"] = np.zeros((3, 16), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = nnx.state(from_pretrained(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

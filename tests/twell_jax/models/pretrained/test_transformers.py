@@ -47,6 +47,23 @@ THEIRS = {
     "mistral, no window, SiLU": lambda: transformers.MistralConfig(
         **(SHAPE | {"hidden_act": "silu"}), num_key_value_heads=1, sliding_window=None
     ),
+    "llama, biases of the blocks, relu2": lambda: transformers.LlamaConfig(
+        **(SHAPE | {"hidden_act": "relu2"}), mlp_bias=True
+    ),
+    "arcee": lambda: transformers.ArceeConfig(
+        **(SHAPE | {"hidden_act": "relu2"}), num_key_value_heads=2
+    ),
+    "arcee, biases": lambda: transformers.ArceeConfig(**SHAPE, mlp_bias=True, attention_bias=True),
+    "nemotron": lambda: transformers.NemotronConfig(
+        **(SHAPE | {"hidden_act": "relu2"}), num_key_value_heads=2, head_dim=16
+    ),
+    "nemotron, a quarter rotated": lambda: transformers.NemotronConfig(
+        **SHAPE,
+        head_dim=16,
+        num_key_value_heads=4,
+        norm_eps=1e-3,
+        rope_parameters={"rope_theta": 1e3, "partial_rotary_factor": 0.25},
+    ),
     **{
         f"llama, {rope['rope_type']}": lambda rope=rope: transformers.LlamaConfig(
             **SHAPE, head_dim=16, rope_parameters={"rope_theta": 100.0, "factor": 4.0, **rope}
@@ -58,6 +75,7 @@ OURS = {
     "default": {},
     "grouped, untied": {"kv_heads": 2, "tie_embeddings": False, "rope_theta": 1e6},
     "biases, wide heads": {"attention_bias": True, "head_size": 12},
+    "biases of the blocks, relu2": {"mlp_bias": True, "activation": "relu2"},
     "llama3": {
         "rope_theta": 100.0,
         "rope_scaling": {"type": "llama3", "factor": 4, "original_context": 32},
@@ -120,7 +138,7 @@ def test_a_model_of_ours_is_loaded_by_transformers(tmp_path, name):
     )  # fmt: skip
     model = Transformer(config, rngs=nnx.Rngs(seeds.integer()))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        if path[-1] in ("scale", "bias"):
+        if path[-1] in ("scale", "bias", "b_gate", "b_up", "b_down"):
             leaf[...] += 0.5 * seeds.rng().standard_normal(leaf.shape)
     save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=30000)
     peer, info = transformers.AutoModelForCausalLM.from_pretrained(
