@@ -147,7 +147,7 @@ def _block(x, layer, rope, keys, values, eps):
 
 
 def _rotate(x, rope):
-    """`twell_jax.models.attention.rotate`, for `x: [B, T, heads, head_dim]`."""
+    """`twell_jax.models.rope.rotate`, for `x: [B, T, heads, head_dim]`."""
     cos, sin = rope
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

@@ -74,6 +74,11 @@ VALID = {
         ("model.kv_heads=3", "model.kv_heads", "heads=4"),
         ("model.rope_scaling=2", "model.rope_scaling", "dictionary"),
         ("model.rope_scaling={factor: 2}", "model.rope_scaling.type", "required"),
+        (
+            "model.rope_scaling={type: linear, factor: 2, beta_fast: 9}",
+            "model.rope_scaling.beta_fast",
+            "type=linear does not use it; leave it out, or write 32.0",
+        ),
         ("model.rope_scaling.fctor=2", "model.rope_scaling.fctor", "did you mean factor?"),
         ("model.rope_scaling={type: ntk, factor: 2}", "model.rope_scaling.type", "'yarn'"),
         (

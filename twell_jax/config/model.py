@@ -8,6 +8,17 @@ from pydantic import Field, model_validator
 from twell_jax.config.section import Section
 from twell_jax.ffn import Activation, Gradients, Implementation, activations
 
+# The keys of `rope_scaling` that not every type uses, and the types that do.
+_ONLY_FOR = {
+    "original_context": ("llama3", "yarn"),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "attention_factor": ("yarn",),
+}
+
 
 class RopeScaling(Section):
     """How the rotary frequencies of a model were changed, for contexts longer than its first one.
@@ -33,6 +44,13 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for key, types in _ONLY_FOR.items():
+            default = type(self).model_fields[key].default
+            if self.type not in types and getattr(self, key) != default:
+                raise ValueError(
+                    f"model.rope_scaling.{key}: type={self.type} does not use it; leave it out, or "
+                    f"write {'null' if default is None else default}"
+                )
         if self.type != "linear" and self.original_context is None:
             raise ValueError(
                 f"model.rope_scaling.original_context: {self.type} needs the context that the "

@@ -26,6 +26,7 @@ SMALL = {
     "vocab_size": 61, "context": 16, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 48,
     "dtype": "float32", "init_scale": 0.4,
 }  # fmt: skip
+QWEN = {"kv_heads": 2, "sliding_window": 4, "qk_norm": True}
 
 
 # Compiled once for each configuration and shape, so that most tests take tokens of shape [2, 12].
@@ -208,12 +209,7 @@ def test_document_masking_keeps_a_whole_sequence_whole():
 
 @pytest.mark.parametrize(
     ("split", "changes"),
-    [
-        ((5, 1, 1, 5), {}),
-        ((1, 5, 5, 1), {}),
-        ((1,) * 12, {"kv_heads": 2}),
-        ((5, 1, 1, 5), {"kv_heads": 2, "sliding_window": 4, "qk_norm": True}),
-    ],
+    [((5, 1, 1, 5), {}), ((1, 5, 5, 1), {}), ((1,) * 12, {"kv_heads": 2}), ((5, 1, 1, 5), QWEN)],
 )
 def test_decoding_in_any_pieces_equals_the_forward_pass(split, changes):
     module, tokens = make(**changes), draw_tokens(2, 12)

@@ -1,8 +1,8 @@
 """Models in Hugging Face's format: config.json, safetensors, tokenizer.json. No torch, no pickle.
 
-`from_pretrained` reads Llama and Qwen2 models, and the sparse ones released with arXiv 2603.23198,
-whose `model_type` ends in "_sparse_relu". `transformers` loads what `save_pretrained` writes as a
-plain `LlamaForCausalLM`.
+`from_pretrained` reads the models of `architectures`, among them the sparse ones released with
+arXiv 2603.23198, whose `model_type` ends in "_sparse_relu". `transformers` loads what
+`save_pretrained` writes as a plain `LlamaForCausalLM`.
 """
 
 import os

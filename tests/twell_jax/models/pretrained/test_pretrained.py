@@ -21,32 +21,16 @@ SMALL = {
     "vocab_size": 257, "context": 64, "d_model": 16, "layers": 2, "heads": 4, "d_ff": 24,
     "dtype": "float32", "rope_theta": 3e4, "norm_eps": 1e-4, "init_scale": 0.3,
 }  # fmt: skip
+YARN = {"type": "yarn", "factor": 2, "original_context": 9, "attention_factor": 1.5, "beta_fast": 8}
+LLAMA3 = {"type": "llama3", "factor": 2, "original_context": 9, "high_freq_factor": 3}
 VARIANTS = [
     {},
     {"layers": 1, "activation": "silu"},
     {"kv_heads": 2, "tie_embeddings": False, "head_size": 6},
     {"attention_bias": True, "dtype": "bfloat16", "param_dtype": "bfloat16"},
     {"rope_scaling": {"type": "linear", "factor": 2.0}, "mlp_bias": True, "activation": "relu2"},
-    {
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4,
-            "original_context": 16,
-            "attention_factor": 1.5,
-            "beta_fast": 8,
-            "beta_slow": 2,
-            "truncate": False,
-        }
-    },
-    {
-        "rope_scaling": {
-            "type": "llama3",
-            "factor": 2,
-            "original_context": 9,
-            "low_freq_factor": 2,
-            "high_freq_factor": 3,
-        }
-    },
+    {"rope_scaling": LLAMA3},
+    {"rope_scaling": YARN},
 ]
 
 NOT_A_LLAMA = [
