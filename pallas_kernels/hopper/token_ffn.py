@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, shares, token_columns
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
@@ -33,8 +32,7 @@ from pallas_kernels.layouts.weights import Weights
 MOST_OPEN_OF_A_TOKEN = 512
 MOST_OPEN = 8192  # of all tokens together
 _ROW_LOADS = 8  # 16-byte loads from each matrix that a lane keeps in flight, or one row's
-_ROOM = 110 * 1024
-"""Shared memory of a block: two share an SM."""
+_ON_SM = 2  # blocks that share an SM: their registers allow no third one
 
 
 class Operands(NamedTuple):
@@ -193,34 +191,32 @@ class _Plan:
 def _call(name, operands, counts, further, outs, batch, eps, stores):
     gate, x, w_up, w_down = operands[:4]
     (_, h), d = gate.shape, x.shape[1]
-    options = dict(longest_stage=64, room=_ROOM)
-    up = None if w_up is None else TokenRing.of(x, (w_up,), k_axis=2, **options)
-    down = TokenRing.of(gate, (w_down,), k_axis=1, **options)
-    tiles = max(r.tiles for r in (up, down) if r is not None)
-    # Clusters that wait for each other must be on the GPU together. It holds 62 if two blocks share
-    # each of 132 SMs (a GPU was asked), so a third of the number of SMs is safe.
-    clusters = min(tiles, support.sm_count() // 3)
-    plan = _Plan(up, down, clusters, batch, len(further), eps, stores)
-    rings = [r.memory(x.dtype) for r in (up, down) if r is not None]
     rows = max(1, _ROW_LOADS // gather.row_steps(d))
+    lists = dict(
+        entries=plgpu.SMEM((h // PARTS + 2 * rows,), jnp.uint32),
+        counts=plgpu.SMEM((2, 4), jnp.int32),
+        sums=plgpu.SMEM((2, rows, 4), jnp.float32),
+    )
     sums_of_rows = dict(
         y_parts=plgpu.SMEM((PARTS, gather.row_width(d) // PARTS), jnp.float32),
         l1_parts=plgpu.SMEM((PARTS,), jnp.float32),
     )
+    options = dict(on_sm=_ON_SM, reserved=token_ring.size(lists))
+    up = None if w_up is None else TokenRing.of(x, (w_up,), k_axis=2, **options)
+    down = TokenRing.of(gate, (w_down,), k_axis=1, **options)
+    rings = [r for r in (up, down) if r is not None]
+    memory = dict(
+        memory=plgpu.RefUnion(*(r.memory(x.dtype) for r in rings), sums_of_rows),
+        lists=lists,
+        parts=down.parts(),
+        arrived=plgpu.SMEM((4,), jnp.uint32),
+    )
+    clusters = min(max(r.tiles for r in rings), token_ring.most_waiting(memory, _ON_SM))
+    plan = _Plan(up, down, clusters, batch, len(further), eps, stores)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(*outs, jax.ShapeDtypeStruct(gate.shape, gate.dtype)),
-        scratch_types=dict(
-            memory=plgpu.RefUnion(*rings, sums_of_rows),
-            lists=dict(
-                entries=plgpu.SMEM((h // PARTS + 2 * rows,), jnp.uint32),
-                counts=plgpu.SMEM((2, 4), jnp.int32),
-                sums=plgpu.SMEM((2, rows, 4), jnp.float32),
-            ),
-            here=[r.barriers() for r in (up, down) if r is not None],
-            parts=down.parts(),
-            arrived=plgpu.SMEM((4,), jnp.uint32),
-        ),
+        scratch_types=dict(**memory, here=[r.barriers() for r in rings]),
         grid=(max(batch, clusters),),
         grid_names=("tile",),
         cluster=(PARTS,),

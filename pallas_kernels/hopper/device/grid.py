@@ -1,7 +1,7 @@
 """A barrier across all blocks of a kernel, which must all be on the GPU at the same time.
 
 What a block has stored to GMEM before it arrives can be read behind the barrier by every block,
-also by TMA. A block that waits for minutes traps, so that a fault ends the program with an error.
+also by TMA. A block that waits for seconds traps, so that a fault ends the program with an error.
 """
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.device import simt
 from pallas_kernels.hopper.device.simt import const
 
-_MOST_POLLS = 1 << 28  # some minutes
+_MOST_POLLS = 1 << 24  # some seconds
 
 
 def arrive(arrivals_ref) -> None:

@@ -7,6 +7,7 @@ send each other their sums, 16 columns to each, which adds them in a fixed order
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
 
 PARTS = 4  # blocks of a cluster
 COLUMNS = PARTS * token_columns.COLUMNS  # of a cluster: the rows of a WGMMA
-_SM_BYTES = 227 * 1024  # shared memory of an SM, less a kilobyte for each block
-_ROOM = _SM_BYTES // 3 - 1024
-"""Shared memory of a block. Three on an SM are faster than one with a deeper ring, even where there
-is but one: the blocks of the next kernel find room and ask for their part of the matrix early."""
+_SM_BYTES = 228 * 1024  # shared memory of an SM
+_ALIGNMENT = 1024  # of an array in shared memory
+_OVERHEAD = 2048  # bytes of shared memory of a block besides its arrays: the system's and barriers
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -38,8 +39,10 @@ class TokenRing:
       k_axis: the axis of the matrices, `[layers, K, N]` or `[layers, N, K]`, that is summed over.
       side_by_side: whether the matrices' columns follow each other; else each cluster multiplies
         its columns of all of them.
-      longest_stage: the most rows of K in a stage, 64 or 128.
-      room: bytes of shared memory for the stages and the sums, unless two stages need more.
+      on_sm: blocks that are to share an SM. Three are faster than one with a deeper ring, even
+        where there is but one: the blocks of the next kernel find room and ask for their part of
+        the matrix early.
+      reserved: bytes of shared memory that a block takes for other things.
     """
 
     tokens: int
@@ -47,14 +50,17 @@ class TokenRing:
     columns: tuple[int, ...]
     k_axis: int
     side_by_side: bool = True
-    longest_stage: int = 128
-    room: int = _ROOM
+    on_sm: int = 3
+    reserved: int = 0
 
     @classmethod
     def of(cls, x, weights, *, k_axis: int, **options) -> "TokenRing":
         """For `x: [tokens, K]` and matrices `[layers, K, N]` (`k_axis` 1) or `[layers, N, K]`."""
         tokens, k = x.shape
-        return cls(tokens, k, tuple(w.shape[3 - k_axis] for w in weights), k_axis, **options)
+        ring = cls(tokens, k, tuple(w.shape[3 - k_axis] for w in weights), k_axis, **options)
+        if "on_sm" not in options and _clusters_at_once(3) < ring.tiles <= _clusters_at_once(4):
+            return dataclasses.replace(ring, on_sm=4)  # all are on the GPU at once
+        return ring
 
     @property
     def tiles(self) -> int:
@@ -69,7 +75,7 @@ class TokenRing:
     @property
     def stage_k(self) -> int:
         """Rows of K in a stage."""
-        return self.longest_stage if self.k % (PARTS * self.longest_stage) == 0 else 64
+        return 128 if self.k % (PARTS * 128) == 0 and self._fitting(128) >= 3 else 64
 
     @property
     def stages(self) -> int:
@@ -79,9 +85,14 @@ class TokenRing:
     @property
     def slots(self) -> int:
         """Stages that the ring holds: as many as fit, at least two."""
-        parts = 4 * PARTS * self.sums * token_columns.COLUMNS * self.tokens
-        stage = 2 * self.stage_k * (self.sums * COLUMNS + self.tokens)
-        return min(self.stages, max(2, (self.room - parts) // stage))
+        return min(self.stages, max(2, self._fitting(self.stage_k)))
+
+    def _fitting(self, stage_k: int) -> int:
+        """Stages of so many rows of K that fit into a block's share of the shared memory."""
+        taken = self.reserved + _OVERHEAD + size((self.parts(), _arrived()))
+        return (_SM_BYTES // self.on_sm - taken) // (
+            2 * stage_k * (self.sums * COLUMNS + self.tokens)
+        )
 
     def memory(self, dtype) -> tuple[Any, Any]:
         """The shared memory in which stages of the matrices and of x lie."""
@@ -106,7 +117,7 @@ class TokenRing:
             ring=self.memory(dtype),
             here=self.barriers(),
             parts=self.parts(),
-            arrived=plgpu.SMEM((4,), jnp.uint32),
+            arrived=_arrived(),
         )
 
 
@@ -238,3 +249,31 @@ def multiply_tiles(
 
         pl.when(i + 1 == count)(then)
         store(here.first_column, *here.receive())
+
+
+def _arrived() -> Any:
+    return plgpu.SMEM((4,), jnp.uint32)
+
+
+def _clusters_at_once(on_sm: int) -> int:
+    """Clusters that are on a GPU at once if so many blocks share an SM: an H100 with 132 SMs holds
+    30, 62 and 92 with 1, 2 and 3, of 33, 66 and 99."""
+    return 15 * on_sm * support.sm_count() // (16 * PARTS)
+
+
+def most_waiting(arrays: Any, on_sm: int) -> int:
+    """Clusters that surely are on the GPU at once, so that they can wait for each other.
+
+    Args:
+      arrays: those in the shared memory of a block.
+      on_sm: blocks that may share an SM, if they have no more.
+    """
+    fitting = _SM_BYTES // (size(arrays) + _OVERHEAD)
+    return 3 * _clusters_at_once(min(on_sm, fitting)) // 4
+
+
+def size(arrays: Any) -> int:
+    """Bytes of a tree of arrays in shared memory."""
+    leaves = jax.tree.leaves(arrays)
+    sizes = [math.prod(array.shape) * array.dtype.itemsize for array in leaves]
+    return sum(pl.cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in sizes)

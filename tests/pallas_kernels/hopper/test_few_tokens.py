@@ -9,6 +9,7 @@ from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.launches import SM_BYTES, launches
 
 
 def draw(m, d, h, active, dtype):
@@ -76,6 +77,15 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
 def test_lowers_without_a_gpu_non_gated(lower):
     operands = shapes(8, 768, 5632, jnp.bfloat16, gated=False)
     assert "token_ffn" in lower(HOPPER.few_tokens_ffn, *operands)
+
+
+@pytest.mark.parametrize(("m", "d", "h"), [(1, 2048, 5632), (8, 192, 640), (8, 128, 65536)])
+def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h):
+    launch = launches(lower(HOPPER.few_tokens_ffn, *shapes(m, d, h, jnp.bfloat16)))["token_ffn"]
+    on_sm = SM_BYTES // (launch.smem + 1024)
+    # What an H100 holds, by cuOccupancyMaxActiveClusters, with 1 and 2 blocks on an SM; registers
+    # allow two.
+    assert launch.blocks // launch.cluster <= {1: 30, 2: 62}[min(on_sm, 2)]
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -154,6 +164,9 @@ def run(*operands):
         (3, 8192, 5632, 0.005, jnp.float16, True),
         (17, 4096, 384, 1.0, jnp.bfloat16, True),
         (17, 4096, 384, 1.0, jnp.float16, False),
+        (1, 2048, 5632, 1.0, jnp.bfloat16, True),
+        (64, 128, 65536, 1.0, jnp.bfloat16, True),
+        (64, 8192, 640, 1.0, jnp.bfloat16, True),
     ],
 )
 def test_matches_dense(m, d, h, active, dtype, gated):

@@ -9,12 +9,15 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
+from pallas_kernels.hopper import support, token_ffn
+from pallas_kernels.hopper.device import cluster, grid, open_gates, token_columns, warpgroup
+from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.launches import SM_BYTES, launches
 
 EPS = 1e-5
 LAYER = np.array([1], np.int32)
@@ -247,6 +250,19 @@ def test_lowers_without_a_gpu(lower):
         assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
 
 
+@pytest.mark.parametrize("m", [8, 16, 32, 64])
+def test_three_blocks_of_a_product_share_an_sm(lower, m):
+    shape = jax.ShapeDtypeStruct
+    x, w = shape((m, 2048), jnp.bfloat16), shape((3, 2048, 2048), jnp.bfloat16)
+    stream, layer = Stream(x, x, shape((m, 128), jnp.float32)), shape((1,), jnp.int32)
+    project = functools.partial(HOPPER.project, k_axis=1, eps=EPS)
+    (qkv,) = launches(lower(project, stream, (w, w, w), layer)).values()
+    assert SM_BYTES // (qkv.smem + 1024) == 4  # three would hold 92 of its 96 clusters
+    scale = shape((3, 2048), jnp.bfloat16)
+    (out,) = launches(lower(HOPPER.add_product, x, w, layer, x, scale)).values()
+    assert SM_BYTES // (out.smem + 1024) == 3
+
+
 @pytest.fixture
 def interpreted(monkeypatch, capsys):
     """`with interpreted():` runs products on the CPU and looks for races; pure JAX does what lanes
@@ -292,6 +308,7 @@ def interpreted(monkeypatch, capsys):
             },
         ),
         (warpgroup, {"barrier": None}),
+        (support, {"sm_count": lambda: 132}),
         (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
         (
             token_columns,
@@ -306,8 +323,12 @@ def interpreted(monkeypatch, capsys):
     ):
         for name, function in replaced.items():
             monkeypatch.setattr(module, name, function or (lambda *_: None))
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    yield functools.partial(plgpu.force_gpu_interpret_mode, params)
+
+    def interpret(detect_races=True):
+        params = plgpu.InterpretGPUParams(detect_races=detect_races)
+        return plgpu.force_gpu_interpret_mode(params)
+
+    yield interpret
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -334,4 +355,44 @@ def test_interpreted(interpreted, m, k):
     with interpreted():
         out = HOPPER.add_product(stream.x, w, layer, residual, after)
     assert relative_error(out.x, wide(residual)[0] + wide(x)[0] @ wide(w[1])[0]) < ROUNDING
+    assert_consistent(out, after[1])
+
+
+# One cluster takes tiles of neurons or of columns one after the other; `meet` is no synchronisation
+# that the search for races knows.
+@pytest.mark.parametrize(("m", "gated", "d", "h"), [(8, True, 64, 128), (8, False, 192, 512)])
+def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
+    meeting = threading.Barrier(4)
+
+    def meet(arrived):
+        meeting.wait(timeout=60)
+        return np.int32(arrived)
+
+    def wait(arrivals, count):
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        arrivals[...] = io_callback(meet, shape, arrivals[...])  # keeps its place in the program
+
+    monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
+    monkeypatch.setattr(grid, "arrive", lambda _: None)
+    monkeypatch.setattr(grid, "wait", wait)
+    monkeypatch.setattr(open_gates, "load", lambda _: 0)
+    monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(False))
+    for name in ("_load_x", "_list"):
+        monkeypatch.setattr(token_ffn, name, lambda *_: jnp.int32(0))
+    monkeypatch.setattr(
+        token_ffn, "_sum_rows", lambda *_: (pl.ds(0, d // 4), jnp.zeros(d // 4), jnp.float32(0))
+    )
+    monkeypatch.setattr(token_ffn, "_wide", lambda ref: ref[...].astype(jnp.float32))
+    monkeypatch.setattr(token_columns, "store_total", lambda *_: None)
+
+    x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    gate = np.maximum(normal(m, h), 0).astype(jnp.bfloat16)
+    stream, counts = stream_of(x, after[0]), np.zeros((2, m + 1), np.int32)
+    used = weights if gated else Weights(None, weights.up, weights.down)
+    with interpreted(detect_races=not gated):
+        out = add_ffn(HOPPER, gate, stream, used, jnp.asarray(counts), after, batch=m)
+    up = normed(x, after[0]) @ wide(weights.up[1])[0].T if gated else 1.0
+    expected = wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0]
+    assert relative_error(out.x, expected) < 2 * ROUNDING
     assert_consistent(out, after[1])
