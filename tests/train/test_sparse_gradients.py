@@ -13,7 +13,7 @@ from twell_jax.train import distributed, gradient_plan, loop
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run
 
-STEPS = 6
+STEPS = 8
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def train_until(stop, settings, monkeypatch):
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch):
     loop.train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
-    # Planned after every second step, from the one before it: tried, then found not to fit.
+    # Planned after every second step, from the one before it: announced, tried, found not to fit.
     planned = [line["sparse_gradients"][0] for line in whole]
-    assert planned == [False, False, True, True, False, False]
+    assert planned == [False, False, False, False, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
 
-    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # the step to plan from
+    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # a trial is announced
     with Checkpoints(tmp_path / "parts/checkpoints", keep=1) as checkpoints:
         saved = checkpoints.restore_position()
     assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
@@ -68,7 +68,7 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
 
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    train_until(4, settings(run_dir), monkeypatch)
+    train_until(6, settings(run_dir), monkeypatch)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (HOPPER,))
     with pytest.raises(CannotServe):
         loop.train(settings(run_dir))

@@ -11,6 +11,7 @@ from twell_jax.data import tokenizers
 from twell_jax.models import sharding
 from twell_jax.train import distributed, metrics
 from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import tokenizer_of
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress
@@ -62,6 +63,8 @@ def train(config: Config) -> None:
 def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
     """Starts or continues the run; returns the step at which it ended."""
     config, now = run.config, start(run)
+    if now.plan:
+        _prepare_next(run.trainer, now.plan)
     if jax.process_index() == 0:
         tokenizers.save(run.data.tokenizer, run.paths.tokenizer)
     with (
@@ -94,10 +97,16 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     if config.reinit_every and now.step and now.step % config.reinit_every == 0:
         state = trainer.reinitialise(state)
     batch = trainer.put_batch(next(run.batches)["tokens"])
-    step = trainer.step_with(plan.ffn_gradients if plan else None)
+    step = trainer.prepared_step(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     recorder.add(now.step + 1, measured, plan)
     if plan and (now.step + 1) % config.sparse_gradients_every == 0:
         # The step before has ended, so reading its statistics does not make the device wait.
         plan = plan.revised(now.nnz.tolist(), now.overflow.tolist())
+        _prepare_next(trainer, plan)
     return Standing(now.step + 1, state, plan, measured.nnz, measured.overflow)
+
+
+def _prepare_next(trainer: Trainer, plan: GradientPlan) -> None:
+    if any(plan.announced):
+        trainer.prepare_step(plan.next_ffn_gradients)

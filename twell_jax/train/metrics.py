@@ -141,7 +141,7 @@ class Recorder:
           NonFiniteLoss: see `flush`.
         """
         self.flush()
-        if plan != self._plan:
+        if plan and self._plan and plan.sparse != self._plan.sparse:
             self._clock = None  # the time for compiling another program does not count
         self._plan = plan
         self._pending = step, measured

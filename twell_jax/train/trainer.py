@@ -1,6 +1,7 @@
 """The state of a training run and the compiled functions that advance and evaluate it."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,12 +128,36 @@ class Trainer:
             out_shardings=self._replicated,
         )
         self._steps: dict[LayerGradients | None, jax.stages.Wrapped] = {}
+        self._prepared: dict[LayerGradients | None, Future[jax.stages.Compiled]] = {}
+        self._compiler = ThreadPoolExecutor(1, "compiler")
         self.step = self.step_with(None)
 
     def put_batch(self, tokens: np.ndarray) -> jax.Array:
         """Moves this process's tokens of a step, `[sequences, context + 1]`, to the devices."""
         tokens = tokens.reshape(self._accumulation, -1, tokens.shape[-1])
         return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
+
+    def prepare_step(self, ffn_gradients: LayerGradients) -> None:
+        """Begins to compile `step_with(ffn_gradients)` in a thread, if it has not been asked for.
+
+        Autotuning then measures on busy devices. Its results for products that the steps before
+        have, too, are known.
+        """
+        if ffn_gradients in self._steps:
+            return
+        step = self.step_with(ffn_gradients)
+
+        def compiled() -> jax.stages.Compiled:
+            with jax.set_mesh(self.mesh):  # which is a thread's own
+                return step.lower(self.abstract_state, self.abstract_batch, 0.0).compile()
+
+        self._prepared[ffn_gradients] = self._compiler.submit(compiled)
+
+    def prepared_step(self, ffn_gradients: LayerGradients | None) -> Callable:
+        """`step_with(ffn_gradients)`; waits for it if it is being prepared."""
+        if ffn_gradients in self._prepared:
+            return self._prepared[ffn_gradients].result()
+        return self.step_with(ffn_gradients)
 
     def step_with(self, ffn_gradients: LayerGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.

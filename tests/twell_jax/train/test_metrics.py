@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, c
     settings = config.load("configs/tiny.yaml", ["log_every=1", "batch_tokens=1024"])
     shown = []
     dense = GradientPlan.dense(layers=2, d_ff=512)
-    mixed = GradientPlan((True, False), dense.limits)
+    mixed = dataclasses.replace(dense, sparse=(True, False))
     with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
         recorder = metrics.Recorder(settings, log, lambda record, _: shown.append(record), None)
         for step, plan in enumerate([dense, dense, mixed, mixed], start=1):
