@@ -6,6 +6,7 @@ Batches are split over all devices. Every matrix has one "embed" axis (d_model),
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -56,18 +57,26 @@ def split_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(auto_axes())) if _is_split(x) else x
 
 
-def on_shares(function: Callable, x: jax.Array, *operands: jax.Array | None) -> jax.Array:
+def on_shares(
+    function: Callable, x: jax.Array, *operands: jax.Array | None, whole: jax.Array | None = None
+) -> Any:
     """Calls `function(x, *operands)` on each device with its share of the leading axis, the batch.
 
-    Use it for operations that XLA cannot partition. Where `split_batch` leaves the sharding to XLA,
-    so does this.
+    Results are joined along their leading axes. Use it for operations that XLA cannot partition, or
+    not well. Where `split_batch` leaves the sharding to XLA, so does this. An array `whole`, which
+    each device gets as it is, becomes the last argument.
     """
+    last = () if whole is None else (whole,)
     if _is_split(x):
         batch, axes = P(auto_axes()), set(auto_axes())
         function = jax.shard_map(
-            function, in_specs=batch, out_specs=batch, axis_names=axes, check_vma=False
+            function,
+            in_specs=(batch,) * (1 + len(operands)) + (P(),) * len(last),
+            out_specs=batch,
+            axis_names=axes,
+            check_vma=False,
         )
-    return function(x, *operands)
+    return function(x, *operands, *last)
 
 
 def _is_split(x: jax.Array) -> bool:

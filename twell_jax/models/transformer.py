@@ -79,6 +79,31 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, FFNStats]:
         """Computes next-token logits.
 
+        Args: see `hidden`.
+
+        Returns:
+          The logits, float32 `[B, T, vocab]`, and the `FFNStats` of `hidden`.
+
+        Raises: see `hidden`.
+        """
+        x, stats = self.hidden(
+            tokens,
+            document_end=document_end,
+            per_token_stats=per_token_stats,
+            ffn_gradients=ffn_gradients,
+        )
+        return self.logits(x), stats
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        document_end: int | None = None,
+        per_token_stats: bool = False,
+        ffn_gradients: tuple[Gradients | None, ...] | None = None,
+    ) -> tuple[jax.Array, FFNStats]:
+        """Computes what `logits` and `head` take, for losses that need no logits of all tokens.
+
         Args:
           tokens: int `[B, T]`.
           document_end: id of the end-of-text token. If given, attention does not cross it and
@@ -91,8 +116,8 @@ class Transformer(nnx.Module):
             one loop; each loop is compiled separately.
 
         Returns:
-          The logits, float32 `[B, T, vocab]`, and the `FFNStats` with leading axes `[layers]`, or
-          `[layers, B, T]` if per token.
+          `[B, T, D]` in the compute dtype, normed, and the `FFNStats` with leading axes `[layers]`,
+          or `[layers, B, T]` if per token.
 
         Raises:
           ValueError: `ffn_gradients` does not have a value for each layer.
@@ -108,7 +133,7 @@ class Transformer(nnx.Module):
             per_token_stats=per_token_stats,
             ffn_gradients=ffn_gradients,
         )
-        return self.logits(x), stats
+        return x, stats
 
     def prefill(
         self, tokens: jax.Array, capacity: int, padding: jax.Array | None = None
@@ -199,9 +224,20 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits of `x: [..., D]`, which the last norm has normed: float32 `[..., vocab]`."""
-        x = scaled(x, self.config.logit_scale)
-        logits = self.embed.attend(x) if self.unembed is None else self.unembed(x)
-        return logits.astype(jnp.float32)
+        x, unembedding = self.head(x)
+        return jnp.dot(x, unembedding.astype(x.dtype).T).astype(jnp.float32)
+
+    def head(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The operands of the product that makes logits of `x: [..., D]`, which is normed.
+
+        Returns:
+          `[..., D]` in the compute dtype; the unembedding `[vocab, D]` in that of the parameters.
+        """
+        if self.unembed is None:
+            unembedding = self.embed.embedding[...]
+        else:
+            unembedding = self.unembed.kernel[...].T
+        return scaled(x, self.config.logit_scale), unembedding
 
 
 class Block(nnx.Module):

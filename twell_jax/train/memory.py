@@ -40,8 +40,8 @@ def require_for_training(config: Config, devices: int, available: int | None = _
             f"model: {count / 1e9:,.1f} billion parameters with Adam's two moments": (
                 3 * _BYTES[model.param_dtype] * count // fsdp
             ),
-            "micro_batch: the logits of a micro-batch": (
-                _BYTES[model.dtype] * tokens * model.vocab_size
+            "micro_batch: what a micro-batch's layers are given": (
+                _BYTES[model.dtype] * tokens * model.layers * model.d_model
             ),
             "batch_tokens: the tokens of a step": 4 * config.batch_tokens // devices,
         },

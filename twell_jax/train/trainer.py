@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from twell_jax.config import Config
 from twell_jax.ffn import FFNStats, Gradients
 from twell_jax.models import sharding
+from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.optimizer import learning_rate, make_optimizer
 from twell_jax.train.reinit import reinitialise
@@ -123,7 +124,9 @@ class Trainer:
             self._reinitialise, out_shardings=self._shardings, donate_argnums=0
         )
         self._sequence_ce = jax.jit(
-            lambda params, tokens: jnp.mean(self._cross_entropy(params, tokens)[0], axis=-1),
+            lambda params, tokens: jnp.mean(
+                self._cross_entropy(token_cross_entropy, params, tokens)[0], axis=-1
+            ),
             in_shardings=(self._shardings.params, sharding.of_batch(mesh)),
             out_shardings=self._replicated,
         )
@@ -190,13 +193,18 @@ class Trainer:
         return total / len(tokens)
 
     def _cross_entropy(
-        self, params: nnx.State, tokens: jax.Array, ffn_gradients: LayerGradients | None = None
+        self,
+        kind: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        params: nnx.State,
+        tokens: jax.Array,
+        ffn_gradients: LayerGradients | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         model = nnx.merge(self._graph, params)
-        logits, stats = model(
+        x, stats = model.hidden(
             tokens[:, :-1], document_end=self._document_end, ffn_gradients=ffn_gradients
         )
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), stats
+        x, unembedding = model.head(x)
+        return kind(x, unembedding, tokens[:, 1:]), stats
 
     def _loss(
         self,
@@ -205,8 +213,7 @@ class Trainer:
         l1_coefficient: jax.Array,
         ffn_gradients: LayerGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
-        ce, stats = self._cross_entropy(params, tokens, ffn_gradients)
-        ce = jnp.mean(ce)
+        ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients)
         return ce + l1_coefficient * jnp.mean(stats.l1), (ce, stats)
 
     def _gradients(

@@ -10,11 +10,12 @@ from twell_jax.config import ConfigError
 from twell_jax.train import memory
 
 # tiny.yaml with 4 layers of 3 x 128 x 1e10 weights, each with two moments, all in float32; then
-# with 1e8 layers; then 1e9 sequences x 256 tokens x 257 logits; then 2.56e14 tokens of 4 bytes.
+# with 1e8 layers; then 1e9 sequences x 256 tokens x 4 layers x 128 features; then 2.56e14 tokens of
+# 4 bytes.
 TOO_LARGE = [
     ("model.d_ff=10000000000", "model: 15,360.0 billion parameters", "171,661 GiB"),
     ("model.layers=100000000", "model: 26,240.0 billion parameters", "293,255 GiB"),
-    ("micro_batch=1000000000", "micro_batch: the logits of a micro-batch", "245,094 GiB"),
+    ("micro_batch=1000000000", "micro_batch: what a micro-batch's layers are given", "488,281 GiB"),
     ("batch_tokens=256000000000000", "batch_tokens: the tokens of a step", "953,674 GiB"),
 ]
 
