@@ -121,7 +121,9 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the compute")
     param_dtype: Literal["bfloat16", "float32"] = Field("float32", description="master weights")
     remat: Literal["none", "dots", "block"] = Field(
-        "none", description="recompute in the backward pass: nothing, all but matmuls, whole blocks"
+        "none",
+        description="recompute in the backward pass: nothing, all but matmuls and cuDNN's "
+        "attention, whole blocks",
     )
     ffn_implementation: Implementation | None = Field(
         None, description="back end of the feed-forward blocks; null: what is faster here"

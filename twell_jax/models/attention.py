@@ -1,8 +1,10 @@
 """Causal attention with rotary positions and grouped key/value heads."""
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from flax import nnx
 
@@ -84,6 +86,16 @@ def _attend(q, k, v, mask):
         is_causal=mask is None,
         implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
     )
+
+
+def keeps_results_of_cudnn(primitive: jax.extend.core.Primitive, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: keep what cuDNN's backward takes from its forward.
+
+    These are the output and the softmax statistics. They have no name that a policy could keep, as
+    JAX's rule of differentiation makes them; a name for the output alone would not spare its
+    forward, which the statistics need as well.
+    """
+    return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def _cudnn_can_serve(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:

@@ -11,19 +11,28 @@ from flax import nnx
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
-from twell_jax.models.attention import Attention, in_window, split_documents
+from twell_jax.models.attention import (
+    Attention,
+    in_window,
+    keeps_results_of_cudnn,
+    split_documents,
+)
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, norm, residual_init, scaled
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
+_KEPT = jax.checkpoint_policies
+
 # What a block keeps for the backward pass, by `ModelConfig.remat`.
 _REMAT = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(RESIDUALS),
+    "dots": _KEPT.save_from_both_policies(
+        _KEPT.save_from_both_policies(
+            _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names(RESIDUALS)
+        ),
+        keeps_results_of_cudnn,
     ),
-    "block": jax.checkpoint_policies.nothing_saveable,
+    "block": _KEPT.nothing_saveable,
 }
 
 # For `jax.jit` around `Transformer.prefill`, as `compiler_options`. Without them XLA copies most

@@ -1,8 +1,17 @@
-"""What a sliding window leaves of a mask."""
+"""What a sliding window leaves of a mask, and how often cuDNN's attention is computed."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from twell_jax.config import ModelConfig
+from twell_jax.models import Transformer
 from twell_jax.models.attention import in_window, split_documents
 
 
@@ -27,3 +36,28 @@ def test_a_window_ends_where_a_document_does():
     found = in_window(mask, 0, 1, 5, 2)
     expected = ["10000", "11000", "00100", "00110", "00011"]
     np.testing.assert_array_equal(found[0, 0], [[int(bit) for bit in row] for row in expected])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("block", 2)])
+def test_only_remat_of_whole_blocks_computes_cudnns_forward_twice(
+    remat, forwards, devices, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    config = ModelConfig(
+        vocab_size=64, context=16, d_model=32, layers=2, heads=2, d_ff=48, remat=remat
+    )
+    module = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(module)
+    kind = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1, devices), ("data", "fsdp"), 2 * (AxisType.Auto,), abstract_device=kind)
+
+    def loss(params, tokens):
+        return nnx.merge(graph, params)(tokens)[0].sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss)).trace(params, jax.ShapeDtypeStruct((2, 16), jnp.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    called = re.findall(r"@__cudnn\$fmha(\w+)", text)  # in the body of each pass over the layers
+    assert called == ["Softmax"] * forwards + ["SoftmaxBackward"]
