@@ -43,7 +43,8 @@ def run(workspace, *arguments, **options):
 def records(run_dir):
     """Lines of metrics.jsonl, without what depends on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    timed = {"tokens_per_second", "flops_utilisation", "joules_per_token"}
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
 def final_state(run_dir, steps=STEPS):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from twell_jax.config import Config, ConfigError
+from twell_jax.train import pace
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
@@ -19,6 +20,7 @@ from twell_jax.train.trainer import StepMetrics
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
 _OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
 _OF_STEPS = {"ce", "l1", "tokens_per_second"}
+_MAY_BE_NULL = {"flops_utilisation", "joules_per_token"}
 
 
 class NonFiniteLoss(RuntimeError):
@@ -58,7 +60,7 @@ class Log:
             self._events.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds `record`, which has a "step"; values are numbers, or lists with one per layer."""
+        """Adds `record`, which has a "step"; values are numbers, None or lists, one per layer."""
         if not self._file:
             return
         self._file.write(json.dumps(record) + "\n")
@@ -66,7 +68,7 @@ class Log:
         if self._events:
             for name, value in record.items():
                 layers = enumerate(value) if isinstance(value, list) else [("all", value)]
-                for layer, number in layers:
+                for layer, number in layers if value is not None else ():
                     self._events.add_scalar(f"{name}/{layer}", number, record["step"])
 
 
@@ -97,7 +99,8 @@ def _layers(record: Any) -> int | None:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
-    numbers = [value for name, value in record.items() if name not in lists]
+    unknown = {name for name in record.keys() & _MAY_BE_NULL if record[name] is None}
+    numbers = [value for name, value in record.items() if name not in lists.keys() | unknown]
     numbers += [value for values in lists.values() for value in values]
     if not all(isinstance(number, int | float) for number in numbers):
         return None
@@ -129,8 +132,9 @@ class Recorder:
         self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
         self._pending: tuple[int, StepMetrics] | None = None
         self._plan: GradientPlan | None = None  # of the pending step
-        self._clock: tuple[int, float] | None = None  # a step and when it ended
+        self._clock: tuple[int, float, float | None] | None = None  # a step, when it ended, joules
         self._tokens_per_second = 0.0
+        self._joules_per_token: float | None = None
 
     def add(self, step: int, measured: StepMetrics, plan: GradientPlan | None = None) -> None:
         """Takes the metrics of `step`, which may still be running, and handles the step before.
@@ -173,18 +177,31 @@ class Recorder:
             record["sparse_gradients"] = list(self._plan.sparse)
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
-        now = time.monotonic()
-        if self._clock is not None:  # not in the first step, which compiles
-            since, then = self._clock
-            tokens = (step - since) * self._config.batch_tokens
-            self._tokens_per_second = tokens / (now - then)
-        record["tokens_per_second"] = self._tokens_per_second
         logged = step % self._config.log_every == 0 or step == self._config.steps
+        record |= self._measured_pace(step, logged)
         self._show(record, logged)
         if logged:
             self._log.write(record)
-        if logged or self._clock is None:
-            self._clock = step, now
+
+    def _measured_pace(self, step: int, logged: bool) -> dict[str, float | None]:
+        """Rates since the clock was set, which is set anew if the step is logged."""
+        now, sets = time.monotonic(), logged or self._clock is None
+        joules = pace.joules() if sets else None
+        if self._clock is not None:  # not in the first step, which compiles
+            since, then, used = self._clock
+            tokens = (step - since) * self._config.batch_tokens
+            self._tokens_per_second = tokens / (now - then)
+            if joules is not None and used is not None:
+                self._joules_per_token = pace.joules_per_token(joules - used, tokens)
+        if sets:
+            self._clock = step, now, joules
+        return {
+            "tokens_per_second": self._tokens_per_second,
+            "flops_utilisation": pace.flops_utilisation(
+                self._config.model, self._tokens_per_second
+            ),
+            "joules_per_token": self._joules_per_token,
+        }
 
     def _require_finite(self, step: int, *, updates: int, **measured: float) -> None:
         """Checks values measured in `step`, on parameters after `updates` updates."""

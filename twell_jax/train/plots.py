@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
 
 from twell_jax.config import Config, ConfigError
 from twell_jax.plotting import (
@@ -17,11 +18,12 @@ from twell_jax.plotting import (
     title_of_run,
 )
 from twell_jax.train import metrics
+from twell_jax.train.pace import sparse_layers
 from twell_jax.train.run_directory import RunPaths
 
 
 def plot_run(config: Config, paths: RunPaths) -> list[Path]:
-    """Draws `training.png` (loss and nnz over steps) and `layers.png` (nnz of each layer).
+    """Draws `training.png` (loss, nnz and speed over steps) and `layers.png` (nnz of each layer).
 
     The run may be going on: what its `metrics.jsonl` holds so far is drawn.
 
@@ -44,10 +46,11 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
         )
     title, d_ff = title_of_run(paths.directory, config), config.model.d_ff
     training, layers = paths.directory / "training.png", paths.directory / "layers.png"
-    with drawn(training, height=6.5, title=title) as figure:
-        loss, nnz = figure.subplots(2, 1, sharex=True)
+    with drawn(training, height=9, title=title) as figure:
+        loss, nnz, speed = figure.subplots(3, 1, sharex=True, height_ratios=[3, 3, 2])
         _plot_loss(loss, steps, [record for record in records if "held_out_ce" in record])
         _plot_nnz(nnz, steps, d_ff)
+        _plot_speed(speed, steps)
     with drawn_by_layer(layers, config.model.layers, d_ff, title) as axes:
         _plot_layers(axes, steps[-1], d_ff)
     return [training, layers]
@@ -73,8 +76,27 @@ def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int) -> None:
     label = f"layers, mean, last {last:.1f} ({1 - last / d_ff:.1%} zeros)"
     axes.plot(at, nnz.mean(1), label=label)
     scale_to_neurons(axes, "y", d_ff)
-    axes.set(xlabel="step", xlim=(0, None))
     legend_above(axes)
+
+
+def _plot_speed(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    at, rates = _over_steps(steps, "tokens_per_second")
+    label = f"tokens per second, last {rates[-1]:,.0f}"
+    axes.margins(y=0.2)  # so that a share of 100 % is above
+    axes.plot(at, np.where(rates > 0, rates, np.nan), label=label)  # zero is not measured yet
+    axes.set(xlabel="step", xlim=(0, None), ylabel="tokens per second", ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    legend_above(axes)
+    if not any("sparse_gradients" in record for record in steps):
+        return
+    sparse, layers = [sparse_layers(record) for record in steps], len(steps[-1]["nnz"])
+    shares = axes.twinx()
+    label = f"layers with sparse gradients, last {sparse[-1]} of {layers}"
+    shares.plot(at, np.array(sparse) / layers, color="C1", drawstyle="steps-pre", label=label)
+    shares.set(ylabel="share of layers", ylim=(-0.02, 1.02))
+    shares.yaxis.set_major_formatter(PercentFormatter(1))
+    shares.grid(visible=False)
+    shares.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", borderaxespad=0.2)
 
 
 def _over_steps(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -53,6 +53,8 @@ class Progress:
             f"nnz {nnz:.1f}",
             f"L1 {record['l1']:.2f}",
         ]
+        if (utilisation := record["flops_utilisation"]) is not None:
+            measured.append(f"MFU {utilisation:.0%}")
         self._bar.update(self._task, completed=record["step"], measured=measured)
         if logged and not self._console.is_terminal:
             self._print(measured)

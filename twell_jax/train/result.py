@@ -6,12 +6,12 @@ import jax
 from rich.console import Console
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.train import metrics, progress
+from twell_jax.train import metrics, pace, progress
 from twell_jax.train.run_directory import RunPaths
 
 
 def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Console) -> None:
-    """Prints the table and the held-out cross-entropy, and draws the plots into the run directory.
+    """Prints the table, the held-out cross-entropy and the gain in speed, and draws the plots.
 
     Args:
       config: the run.
@@ -29,6 +29,8 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
         raise ConfigError(f"{paths.metrics}: the records of this run are gone; nothing to show")
     console.print(progress.layer_table(steps[-1], config.model.d_ff))
     console.out(progress.verdict(evaluations[-1]["held_out_ce"], unigram_ce), highlight=False)
+    if faster := pace.against_dense_start(steps):
+        console.out(faster, highlight=False)
     for path in redraw(config, paths, console):
         console.out(f"plot: {path}", highlight=False)
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests import figures
@@ -59,7 +60,8 @@ def test_plots_name_the_run_and_its_main_settings(run_dir):
 def test_bars_carry_their_values_and_neurons_have_one_axis_from_zero_on(run_dir):
     with figures.seen() as drawn:
         plot(run_dir)
-    (loss, nnz), (layers,) = (figure.axes for figure in drawn)
+    (loss, nnz, speed), (layers,) = (figure.axes for figure in drawn)
+    assert speed.get_xlabel() == "step" and speed.get_ylabel() == "tokens per second"
     mean, largest = figures.labels(layers)[:LAYERS], figures.labels(layers)[LAYERS:]
     assert mean[:3] == ["0.0 (100.0% zeros)", "0.4 (99.9% zeros)", "22.0 (95.7% zeros)"]
     assert largest[:3] == ["0", "0", "22"] and largest[-1] == str(D_FF)
@@ -67,6 +69,27 @@ def test_bars_carry_their_values_and_neurons_have_one_axis_from_zero_on(run_dir)
     assert layers.get_xlabel() == nnz.get_ylabel() == "neurons of 512 that fire for a token"
     shown = [text.get_text() for axes in (loss, nnz) for text in axes.get_legend().get_texts()]
     assert {"training, last 1.250", "held-out, last 1.500", "unigram baseline 3.125"} < set(shown)
+
+
+def test_speed_is_drawn_with_the_share_of_sparse_layers(run_dir):
+    path = run_dir / "metrics.jsonl"
+    *records, _ = map(json.loads, path.read_text().splitlines()[:3])
+    for record, rate, sparse in zip(records, (0.0, 1234.5), (0, 4), strict=True):
+        record["tokens_per_second"] = rate
+        record["sparse_gradients"] = [layer < sparse for layer in range(LAYERS)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with figures.seen() as drawn:
+        plot(run_dir)
+    *_, speed, share = drawn[0].axes
+    (rates,), (shares,) = (axes.get_lines() for axes in (speed, share))
+    np.testing.assert_array_equal(rates.get_ydata(), [np.nan, 1234.5])  # 0 was not measured
+    np.testing.assert_array_equal(shares.get_ydata(), [0, 4 / LAYERS])
+    legends = [axes.get_legend() for axes in (speed, share)]
+    assert [legend.get_texts()[0].get_text() for legend in legends] == [
+        "tokens per second, last 1,234",
+        "layers with sparse gradients, last 4 of 16",
+    ]
+    assert not legends[0].get_window_extent().overlaps(legends[1].get_window_extent())
 
 
 def test_a_run_without_a_step_is_one_clear_line(run_dir, tmp_path):

@@ -1,0 +1,115 @@
+"""How fast a run trains on its devices, what energy it takes, and how much sparsity sped it up."""
+
+import functools
+import os
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import jax
+
+from twell_jax.config import ModelConfig
+from twell_jax.train.roofline import HARDWARE, flops_per_token
+
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
+
+# FLOP/s of dense bfloat16 matmuls, by JAX's name of the device. From NVIDIA's data sheets, where
+# those of Hopper count structured sparsity, which doubles them.
+_PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": HARDWARE["h100"].flops,
+    "NVIDIA H200": HARDWARE["h200"].flops,
+}
+
+
+def flops_utilisation(model: ModelConfig, tokens_per_second: float) -> float | None:
+    """The share of the devices' peak that the model's FLOPs take, all devices together.
+
+    The FLOPs are those of the dense model, forward and backward, whatever is skipped for zeros or
+    computed twice. So a sparse run may reach more than its matmuls could. As in PaLM (arXiv
+    2204.02311, appendix B), but causal attention counts half.
+
+    Returns:
+      A share, 1 for the peak; None without a rate, in float32, or if the peak is not known here.
+    """
+    peak = _PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    if peak is None or model.dtype != "bfloat16" or not tokens_per_second:
+        return None
+    return tokens_per_second * flops_per_token(model) / (peak * jax.device_count())
+
+
+def joules() -> float | None:
+    """Energy in joules that this process's GPUs have used since their driver was loaded.
+
+    None without the package nvidia-ml-py, a driver, or GPUs that count energy.
+    """
+    if (gpus := _gpus()) is None:
+        return None
+    try:
+        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpus)) / 1e3
+    except pynvml.NVMLError:
+        return None
+
+
+def joules_per_token(used: float, tokens: int) -> float:
+    """From what `joules` says that a step used, and the tokens of all processes."""
+    return used * jax.device_count() / (tokens * jax.local_device_count())
+
+
+@functools.cache
+def _gpus() -> tuple[Any, ...] | None:
+    """NVML's handles of this process's GPUs."""
+    devices = jax.local_devices()
+    if pynvml is None or devices[0].platform != "gpu":
+        return None
+    # NVML counts all GPUs of the machine, CUDA those that this variable names, by number or UUID.
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    handles = []
+    try:
+        pynvml.nvmlInit()
+        for device in devices:
+            place = device.local_hardware_id
+            name = visible[place] if any(visible) else str(place)
+            by_name = pynvml.nvmlDeviceGetHandleByUUID
+            handles.append(
+                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else by_name(name)
+            )
+    except pynvml.NVMLError:
+        return None
+    return tuple(handles)
+
+
+def sparse_layers(record: dict[str, Any]) -> int:
+    """How many layers had sparse gradients in a step, by its record in `metrics.jsonl`."""
+    return sum(record.get("sparse_gradients", []))
+
+
+def against_dense_start(steps: Sequence[dict[str, Any]]) -> str | None:
+    """A line on how much faster a run is now than before any of its layers was sparse.
+
+    Both rates are medians: of the steps before the first sparse layer, and of those with as many
+    sparse layers as the last one. If the run changed its devices meanwhile, that counts, too.
+
+    Args:
+      steps: the records of steps in `metrics.jsonl`.
+
+    Returns:
+      None if no layer has sparse gradients, or the log does not hold both rates.
+    """
+    timed = [record for record in steps if record["tokens_per_second"]]
+    sparse = sparse_layers(steps[-1])
+    start = next((i for i, record in enumerate(timed) if sparse_layers(record)), 0)
+    before, after = timed[:start], [r for r in timed[start:] if sparse_layers(r) == sparse]
+    if not (sparse and before and after):
+        return None
+    was, now = (median(r["tokens_per_second"] for r in records) for records in (before, after))
+    return (
+        f"{now:,.0f} tokens/s with sparse gradients in {sparse} of {len(steps[-1]['nnz'])} layers: "
+        f"{now / was:.2f} times the {was:,.0f} of the dense start"
+    )
