@@ -3,7 +3,7 @@
 The logits of a micro-batch are the largest array of a training step: a float32 for each token and
 each row of the vocabulary. Here a chunk of tokens has its logits at a time. Where gradients are
 asked for, a chunk's gradients follow at once, while its logits exist, so that nothing is computed
-twice: as in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989).
+twice: as in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989). See docs/design/0026.
 """
 
 from collections.abc import Callable
