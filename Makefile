@@ -15,8 +15,9 @@ define check_style_and_types
 	$(1)/bin/mypy
 endef
 
+# There is a worker for each core; a BLAS with threads of its own would only wait actively beside them.
 define run_tests
-	$(1)/bin/python -m pytest --numprocesses auto --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses auto --dist worksteal
 endef
 
 .PHONY: demo test test-oldest docs clean

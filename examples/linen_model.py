@@ -10,8 +10,8 @@ from flax import linen, nnx
 
 from twell_jax import SparseMLP
 
-MODULUS, WIDTH, NEURONS = 31, 64, 512
-L1_COEFFICIENT = 3e-2
+MODULUS, WIDTH, NEURONS = 31, 64, 256
+L1_COEFFICIENT = 6e-2
 
 
 class Adder(linen.Module):

@@ -15,7 +15,7 @@ run_dir: unused
 steps: 10
 batch_tokens: 1024
 micro_batch: 2
-model: {vocab_size: 61, context: 64, d_model: 128, layers: 2, heads: 2, d_ff: 512}
+model: {vocab_size: 61, context: 64, d_model: 128, layers: 2, heads: 2, d_ff: 512, dtype: float32}
 """
 
 

@@ -110,7 +110,7 @@ def test_sigterm_saves_and_a_checkpoint_cut_off_is_not_missed(workspace, uninter
     while process.poll() is None and not (
         (run_dir / "metrics.jsonl").exists() and records(run_dir)
     ):
-        time.sleep(0.001)
+        time.sleep(0.01)
     process.terminate()
     process = finish(process)
     assert process.returncode == 0, process.stderr
@@ -120,7 +120,7 @@ def test_sigterm_saves_and_a_checkpoint_cut_off_is_not_missed(workspace, uninter
 
     process = start(workspace, f"run_dir={run_dir}")
     while process.poll() is None and not list(run_dir.glob("checkpoints/*tmp*")):
-        pass
+        time.sleep(0.001)
     process.kill()
     finish(process)
     process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")

@@ -175,12 +175,12 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": jnp.zeros(2, jnp.int32)}, r"count must be int32 \[1\]"),
-        ({"rows": jnp.zeros(70)}, r"rows must be int32 \[70\]"),
-        ({"x": jnp.zeros((70, 192), jnp.bfloat16)}, r"heavy.x must be bfloat16 \[72, 192\]"),
-        ({"up": jnp.zeros((192, 256), jnp.bfloat16)}, r"w_up must be bfloat16 \[256, 192\]"),
-        ({"down": jnp.zeros((256, 192))}, "w_down must be a bfloat16"),
-        ({"y": jnp.zeros((70, 192), jnp.float16)}, "y_ref must be bfloat16"),
+        ({"count": np.zeros(2, jnp.int32)}, r"count must be int32 \[1\]"),
+        ({"rows": np.zeros(70)}, r"rows must be int32 \[70\]"),
+        ({"x": np.zeros((70, 192), jnp.bfloat16)}, r"heavy.x must be bfloat16 \[72, 192\]"),
+        ({"up": np.zeros((192, 256), jnp.bfloat16)}, r"w_up must be bfloat16 \[256, 192\]"),
+        ({"down": np.zeros((256, 192))}, "w_down must be a bfloat16"),
+        ({"y": np.zeros((70, 192), jnp.float16)}, "y_ref must be bfloat16"),
     ],
 )
 def test_bad_operands_are_named(change, message):

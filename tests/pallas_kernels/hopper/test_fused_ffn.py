@@ -159,22 +159,22 @@ def test_interpreted(rows_in_jax, list_on_host, monkeypatch, gated):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(w_down=jnp.zeros((384, 192), jnp.float32)), "w_down must be a bfloat16"),
-        (dict(w_down=jnp.zeros((300, 192), jnp.bfloat16)), "H a multiple of 128"),
-        (dict(w_down=jnp.zeros((384, 200), jnp.bfloat16)), "D a multiple of 64"),
-        (dict(w_up=jnp.zeros((192, 384), jnp.bfloat16)), r"w_up must be bfloat16 \[384, 192\]"),
-        (dict(x=jnp.zeros((5, 192), jnp.bfloat16)), r"x must be bfloat16 \[4, 192\]"),
-        (dict(x=jnp.zeros((4, 192), jnp.float16)), "x must be bfloat16"),
-        (dict(packed=jnp.zeros((4, 3, 32), jnp.uint32)), r"packed must be uint32 \[4, 2, 32\]"),
+        (dict(w_down=np.zeros((384, 192), jnp.float32)), "w_down must be a bfloat16"),
+        (dict(w_down=np.zeros((300, 192), jnp.bfloat16)), "H a multiple of 128"),
+        (dict(w_down=np.zeros((384, 200), jnp.bfloat16)), "D a multiple of 64"),
+        (dict(w_up=np.zeros((192, 384), jnp.bfloat16)), r"w_up must be bfloat16 \[384, 192\]"),
+        (dict(x=np.zeros((5, 192), jnp.bfloat16)), r"x must be bfloat16 \[4, 192\]"),
+        (dict(x=np.zeros((4, 192), jnp.float16)), "x must be bfloat16"),
+        (dict(packed=np.zeros((4, 3, 32), jnp.uint32)), r"packed must be uint32 \[4, 2, 32\]"),
         (
-            dict(packed=jnp.zeros((0, 2, 32), jnp.uint32), x=jnp.zeros((0, 192), jnp.bfloat16)),
+            dict(packed=np.zeros((0, 2, 32), jnp.uint32), x=np.zeros((0, 192), jnp.bfloat16)),
             "row",
         ),
     ],
 )
 def test_bad_operands_are_named(change, message):
-    w = jnp.zeros((384, 192), jnp.bfloat16)
-    good = dict(x=w[:4], packed=jnp.zeros((4, 2, 32), jnp.uint32), w_up=w, w_down=w)
+    w = np.zeros((384, 192), jnp.bfloat16)
+    good = dict(x=w[:4], packed=np.zeros((4, 2, 32), jnp.uint32), w_up=w, w_down=w)
     with pytest.raises(ValueError, match=message):
         fused.fused_ffn(**good | change)
 

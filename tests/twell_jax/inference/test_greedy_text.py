@@ -44,7 +44,7 @@ def trained():
         return optax.apply_updates(params, updates), state
 
     state = optimizer.init(params)
-    for _ in range(60):
+    for _ in range(40):
         params, state = step(params, state)
     return nnx.merge(graph, params)
 
