@@ -49,8 +49,10 @@ def continuations(printed: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("name", ["nnx_model", "linen_model"])
+@pytest.mark.parametrize("name", ["nnx_model", "linen_model", "equinox_model"])
 def test_a_model_learns_to_add_with_few_neurons(run, name):
+    if name == "equinox_model":
+        pytest.importorskip("equinox")
     (_, *fired_at_first), *_, (cross_entropy, *fired) = steps(run(name))
     assert cross_entropy < 0.1
     for before, after in zip(fired_at_first, fired, strict=True):
