@@ -4,15 +4,12 @@ import json
 import re
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 from benchmarks import render
 from benchmarks.pages import REMARKS, TABLES
 from benchmarks.record import RESULTS
 from benchmarks.summaries import SUMMARIES, Pick
-from twell_jax.convert import FORMS
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
@@ -75,23 +72,3 @@ def test_links_lead_to_files(path):
 def test_files_of_code_that_a_page_names_exist(path):
     named = [name for name in CODE.findall(path.read_text()) if not name.endswith("name.py")]
     assert [name for name in named if not (DOCS.parent / name).exists()] == []
-
-
-SPARSE = (DOCS / "make-your-model-sparse.md").read_text()
-
-
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", SPARSE, re.DOTALL))
-def test_the_code_that_makes_a_model_sparse_runs(code):
-    names = {"__name__": "page"}
-    exec(compile(code, "make-your-model-sparse.md", "exec"), names)
-    if "replaced" in names:
-        assert list(names["replaced"]) == ["layers/0", "layers/2"]
-        assert 0 < names["nnz"] < 256
-    else:
-        assert all(np.any(leaf) for leaf in jax.tree.leaves(names["grads"]))
-
-
-def test_the_table_of_layers_is_that_of_replace_mlps():
-    rows = re.findall(r"^\| ((?:`|none).*?) \|", SPARSE, re.MULTILINE)
-    found = [tuple(name for name in re.findall(r"`(\w+)`", row)) for row in rows]
-    assert found == [tuple(form.values()) for form in FORMS]
