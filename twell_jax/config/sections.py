@@ -178,6 +178,7 @@ class Config(Section):
     checkpoint_keep: int = Field(3, gt=0, description="newest checkpoints kept")
     log_every: int = Field(10, gt=0, description="steps between lines of metrics.jsonl")
     tensorboard: bool = Field(False, description="also write TensorBoard events (extra)")
+    wandb: bool = Field(False, description="also log to Weights & Biases (extra)")
     model: ModelConfig
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -17,6 +17,7 @@ from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress
 from twell_jax.train.result import redraw, show_result
 from twell_jax.train.run_directory import open_run
+from twell_jax.train.sinks import SINKS
 from twell_jax.train.start import Run, Standing, start
 from twell_jax.train.trainer import Trainer
 
@@ -65,10 +66,11 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
     config, now = run.config, start(run)
     if now.plan:
         _prepare_next(run.trainer, now.plan)
+    wanted = [name for name in SINKS if getattr(config, name)]
     if jax.process_index() == 0:
         tokenizers.save(run.data.tokenizer, run.paths.tokenizer)
     with (
-        metrics.Log(run.paths.metrics, now.step, config.tensorboard) as log,
+        metrics.Log(run.paths.metrics, now.step, wanted) as log,
         Progress(run.console, now.step, config.steps, config.model.d_ff) as progress,
     ):
         recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)

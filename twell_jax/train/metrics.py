@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from twell_jax.train import pace
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
+from twell_jax.train.sinks import Sink, open_sinks
 from twell_jax.train.trainer import StepMetrics
 
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
@@ -35,17 +36,17 @@ class Log:
     Args:
       path: the file. Records after `step` are removed, as a continued run writes them again.
       step: the step at which the run starts or continues.
-      tensorboard: also write TensorBoard events beside the file.
+      sinks: the names of those in `sinks.SINKS` that get every number too.
 
     Raises:
-      ConfigError: `tensorboard` is set but tensorboardX is not installed, or the file is broken.
+      ConfigError: see `open_sinks`, or the file is broken.
     """
 
-    def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
-        self._file = self._events = None
+    def __init__(self, path: Path, step: int, sinks: Iterable[str] = ()) -> None:
+        self._file, self._sinks = None, list[Sink]()
         if jax.process_index() > 0:
             return
-        self._events = _event_writer(path.parent, step) if tensorboard else None
+        self._sinks = open_sinks(sinks, path.parent, step)
         kept = [record for record in read(path) if record["step"] <= step]
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
@@ -56,8 +57,8 @@ class Log:
     def __exit__(self, *_: object) -> None:
         if self._file:
             self._file.close()
-        if self._events:
-            self._events.close()
+        for sink in self._sinks:
+            sink.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds `record`, which has a "step"; values are numbers, None or lists, one per layer."""
@@ -65,11 +66,13 @@ class Log:
             return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if self._events:
-            for name, value in record.items():
-                layers = enumerate(value) if isinstance(value, list) else [("all", value)]
-                for layer, number in layers if value is not None else ():
-                    self._events.add_scalar(f"{name}/{layer}", number, record["step"])
+        numbers: dict[str, float] = {}
+        for name, value in record.items():
+            layers = enumerate(value) if isinstance(value, list) else [("all", value)]
+            if value is not None:
+                numbers |= {f"{name}/{layer}": number for layer, number in layers}
+        for sink in self._sinks:
+            sink.add(numbers, record["step"])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -211,14 +214,3 @@ class Recorder:
             raise NonFiniteLoss(
                 f"step {step}: not finite: {values}; last good checkpoint: {good or 'none'}"
             )
-
-
-def _event_writer(directory: Path, step: int) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "tensorboard: needs tensorboardX: in your clone, pip install -e '.[tensorboard]'"
-        ) from None
-    # TensorBoard hides events from `purge_step` on that earlier sessions wrote.
-    return SummaryWriter(str(directory), purge_step=step + 1)

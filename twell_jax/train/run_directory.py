@@ -22,7 +22,7 @@ from twell_jax.train.trainer import abstract_state
 # Settings that may change when a run continues; all others affect its result.
 _MAY_CHANGE = {
     "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
-    "checkpoint_keep", "log_every", "tensorboard", "data.cache_dir", "data.strict",
+    "checkpoint_keep", "log_every", "tensorboard", "wandb", "data.cache_dir", "data.strict",
     "model.remat", "model.ffn_implementation", "model.ffn_gradients", "model.ffn_gradient_capacity",
     "sparse_gradients_every",
 }  # fmt: skip

@@ -119,28 +119,3 @@ def test_a_foreign_line_is_named(tmp_path, line):
         metrics.read(path)
     path.write_text("\n".join([*good, ""]))
     assert len(metrics.read(path)) == 3
-
-
-def test_tensorboard_gets_every_number(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-
-    def events(directory):
-        (path,) = directory.glob("events.out.tfevents.*")
-        raw, position = path.read_bytes(), 0
-        while position < len(raw):  # records: length, checksum, content, checksum
-            length = int.from_bytes(raw[position : position + 8], "little")
-            yield Event.FromString(raw[position + 12 : position + 12 + length])
-            position += length + 16
-
-    with metrics.Log(tmp_path / "metrics.jsonl", 0, tensorboard=True) as log:
-        log.write({"step": 5, "ce": 1.5, "nnz": [3.0, 4.0]})
-    values = [(value, event.step) for event in events(tmp_path) for value in event.summary.value]
-    found = {value.tag: (step, value.simple_value) for value, step in values}
-    assert found == {"step/all": (5, 5.0), "ce/all": (5, 1.5), "nnz/0": (5, 3.0), "nnz/1": (5, 4.0)}
-
-    # A session hides what earlier ones wrote from its start on; the log has step 5 itself.
-    (tmp_path / "next").mkdir()
-    with metrics.Log(tmp_path / "next/metrics.jsonl", 5, tensorboard=True) as log:
-        log.write({"step": 6})
-    (start,) = (e.step for e in events(tmp_path / "next") if e.HasField("session_log"))
-    assert start == 6
