@@ -65,10 +65,11 @@ def drawn(path: Path, height: float = 4, title: str = "") -> Iterator[Figure]:
 
 def title_of_run(directory: Path, config: Config) -> str:
     """Two lines: the name of a run's directory, and its main settings."""
-    model = config.model
+    model, target = config.model, config.sparsity_target
+    l1 = f"L1 {config.l1_coefficient:g}" if target is None else f"target {target:g} non-zeros"
     return (
         f"{directory.resolve().name}\n"
-        f"{model.activation}, L1 {config.l1_coefficient:g}, {model.layers} layers of "
+        f"{model.activation}, {l1}, {model.layers} layers of "
         f"{model.d_ff} neurons, d_model {model.d_model}, lr {config.optimizer.lr:g}, "
         f"{config.batch_tokens:,} tokens a step"
     )

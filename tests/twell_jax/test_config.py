@@ -51,6 +51,8 @@ VALID = {
         ("steps=0", "steps", "greater than 0"),
         ("optimizer.b2=1", "optimizer.b2", "less than 1"),
         ("l1_coefficient=-1", "l1_coefficient", "greater than or equal to 0"),
+        ("sparsity_target=0", "sparsity_target", "greater than or equal to 0.01"),
+        ("sparsity_target=64", "sparsity_target", "less than model.d_ff=64, got 64"),
         ("model.dtype=float64", "model.dtype", "'bfloat16' or 'float32'"),
         ("model.activation=gelu", "model.activation", "'relu', 'relu2', 'fatrelu', 'drelu' or "),
         ("model.activation=fatrelu", "model.activation", "needs a threshold above 0"),
@@ -115,6 +117,11 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (
+            ["sparsity_target=5", "model.activation=silu"],
+            r"sparsity_target: no activation of model.activation=silu becomes zero; write "
+            "model.activation=relu, or sparsity_target=null",
+        ),
         (
             ["sparse_gradients_every=5", "model.ffn_implementation=xla"],
             r"sparse_gradients_every: .*model.ffn_implementation must be mosaic or null, got xla",

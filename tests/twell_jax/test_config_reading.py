@@ -139,6 +139,10 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
     [
         (["optimizer.warmup_steps=100"], "optimizer.warmup_steps: 100 of 100 steps"),
         (["l1_coefficient=1", "l1_warmup=[0, 100]"], "l1_warmup: ends at step 100 of 100"),
+        (
+            ["sparsity_target=8", "l1_warmup=[0, 100]"],
+            "sparsity_target: the L1 coefficient is not moved towards it before step 100 of 100",
+        ),
         (["optimizer.lr=3"], "optimizer.lr: 3 is far from what is usual, 1e-08 to 1"),
         (["optimizer.eps=1"], "optimizer.eps: 1 is far"),
         (["optimizer.clip_norm=1e-9"], "optimizer.clip_norm: 1e-09 is far"),

@@ -148,7 +148,17 @@ class Config(Section):
     batch_tokens: int = Field(gt=0, description="tokens per optimizer step, over all devices")
     micro_batch: int = Field(gt=0, description="sequences per device in one forward pass")
     l1_coefficient: float = Field(
-        0.0, ge=0, description="times the mean over tokens and layers of sum_n |h_n|"
+        0.0,
+        ge=0,
+        description="times the mean over tokens and layers of sum_n |h_n|; with sparsity_target "
+        "where the search begins",
+    )
+    sparsity_target: float | None = Field(
+        None,
+        ge=0.01,
+        description="wanted non-zeros per token, mean over layers; the run then moves the L1 "
+        "coefficient, from l1_coefficient (0: from 1e-5), until so many neurons fire; null: "
+        "l1_coefficient holds",
     )
     l1_warmup: tuple[int, int] = Field(
         (0, 0),
@@ -215,6 +225,17 @@ class Config(Section):
                 "sparse_gradients_every: the run plans the gradients of each layer, so "
                 f"model.ffn_gradients must be null, got {self.model.ffn_gradients}"
             )
+        if self.sparsity_target is not None:
+            if self.sparsity_target >= self.model.d_ff:
+                raise ValueError(
+                    f"sparsity_target: must be less than model.d_ff={self.model.d_ff}, "
+                    f"got {self.sparsity_target:g}"
+                )
+            if self.model.activation == "silu":
+                raise ValueError(
+                    "sparsity_target: no activation of model.activation=silu becomes zero; write "
+                    "model.activation=relu, or sparsity_target=null"
+                )
         start, end = self.l1_warmup
         if not 0 <= start <= end:
             raise ValueError(f"l1_warmup: needs 0 <= start <= end, got [{start}, {end}]")
@@ -224,6 +245,14 @@ class Config(Section):
                 "l1_warmup"
             )
         return self
+
+    @property
+    def sparsity_control_start(self) -> int:
+        """The step from which the L1 coefficient is moved towards `sparsity_target`.
+
+        Before it, a model that barely learns does not show what the coefficient does.
+        """
+        return max(self.l1_warmup[1], self.optimizer.warmup_steps)
 
     @property
     def batch_sequences(self) -> int:

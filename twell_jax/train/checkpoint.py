@@ -77,12 +77,13 @@ class Checkpoints:
           CannotSave: this checkpoint, or the one before, could not be written.
         """
         self._set_broken_aside()
+        tree = _fields(state)
         digests = {
-            "arrays": {name: digest.texts(x)[0] for name, x in digest.of_arrays(state).items()},
+            "arrays": {name: digest.texts(x)[0] for name, x in digest.of_arrays(tree).items()},
             "data": digest.of_json(data_position),
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
+            state=ocp.args.StandardSave(tree),
             data=ocp.args.JsonSave(data_position),
             digests=ocp.args.JsonSave(digests),
         )
@@ -97,9 +98,9 @@ class Checkpoints:
           CheckpointError: there are checkpoints, but none can be restored.
         """
         restored = self._newest(
-            state=ocp.args.StandardRestore(abstract_state), data=ocp.args.JsonRestore()
+            state=ocp.args.StandardRestore(_fields(abstract_state)), data=ocp.args.JsonRestore()
         )
-        return restored and (restored.state, restored.data)
+        return restored and (TrainState(**restored.state), restored.data)
 
     def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
         """Restores the parameters alone, a third of the bytes; otherwise like `restore`."""
@@ -173,6 +174,14 @@ class Checkpoints:
             multihost_utils.sync_global_devices("broken checkpoints are set aside")
             self._manager.reload()
         self._broken = []
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a state: nothing of a field that the run has no use for.
+
+    Checkpoints that were saved before there was this field have the same structure.
+    """
+    return {name: value for name, value in vars(state).items() if value is not None}
 
 
 def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -175,7 +175,10 @@ class Recorder:
             return
         (step, measured), self._pending = self._pending, None
         record: dict[str, Any] = {"step": step, "tokens": step * self._config.batch_tokens}
-        record |= {name: np.asarray(value).tolist() for name, value in vars(measured).items()}
+        values = {name: value for name, value in vars(measured).items() if value is not None}
+        record |= {name: np.asarray(value).tolist() for name, value in values.items()}
+        if self._config.sparsity_target is not None:
+            record["sparsity_target"] = self._config.sparsity_target
         if self._plan:
             record["sparse_gradients"] = list(self._plan.sparse)
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}

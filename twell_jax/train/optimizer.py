@@ -32,19 +32,21 @@ def l1_coefficient(config: Config, step: int) -> float:
 
     It rises linearly, or in `l1_stages` stages of equal length by equal amounts; the last stage has
     the full coefficient. Stages are for dense models whose SiLU was just replaced (after ProSparse,
-    arXiv 2402.13516).
+    arXiv 2402.13516). With a `sparsity_target` it is the factor of the controller's coefficient
+    that rises in this way, to 1.
 
     Args:
       config: the run.
       step: number of steps taken.
     """
     start, end = config.l1_warmup
+    full = config.l1_coefficient if config.sparsity_target is None else 1.0
     if step >= end:
-        return config.l1_coefficient
+        return full
     if stages := config.l1_stages:
         rises = [start + round(i * (end - start) / stages) for i in range(stages)]
-        return config.l1_coefficient * sum(step >= rise for rise in rises) / stages
-    return config.l1_coefficient * max(step - start, 0) / max(end - start, 1)
+        return full * sum(step >= rise for rise in rises) / stages
+    return full * max(step - start, 0) / max(end - start, 1)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -25,6 +25,7 @@ from twell_jax.train.run_directory import RunPaths
 def plot_run(config: Config, paths: RunPaths) -> list[Path]:
     """Draws `training.png` (loss, nnz and speed over steps) and `layers.png` (nnz of each layer).
 
+    A run with a `sparsity_target` has one more panel in `training.png`, with the L1 coefficient.
     The run may be going on: what its `metrics.jsonl` holds so far is drawn.
 
     Args:
@@ -46,10 +47,15 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
         )
     title, d_ff = title_of_run(paths.directory, config), config.model.d_ff
     training, layers = paths.directory / "training.png", paths.directory / "layers.png"
-    with drawn(training, height=9, title=title) as figure:
-        loss, nnz, speed = figure.subplots(3, 1, sharex=True, height_ratios=[3, 3, 2])
+    heights = [3, 3, 2] if config.sparsity_target is None else [3, 3, 3, 2]
+    with drawn(training, height=1 + sum(heights), title=title) as figure:
+        loss, nnz, *coefficient, speed = figure.subplots(
+            len(heights), 1, sharex=True, height_ratios=heights
+        )
         _plot_loss(loss, steps, [record for record in records if "held_out_ce" in record])
-        _plot_nnz(nnz, steps, d_ff)
+        _plot_nnz(nnz, steps, d_ff, config.sparsity_target)
+        for axes in coefficient:
+            _plot_coefficient(axes, steps)
         _plot_speed(speed, steps)
     with drawn_by_layer(layers, config.model.layers, d_ff, title) as axes:
         _plot_layers(axes, steps[-1], d_ff)
@@ -69,13 +75,24 @@ def _plot_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[s
     legend_above(axes)
 
 
-def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int) -> None:
+def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int, target: float | None) -> None:
     at, nnz = _over_steps(steps, "nnz")
     last = nnz[-1].mean()
     axes.fill_between(at, nnz.min(1), nnz.max(1), alpha=0.2, lw=0, label="layers, range")
     label = f"layers, mean, last {last:.1f} ({1 - last / d_ff:.1%} zeros)"
     axes.plot(at, nnz.mean(1), label=label)
+    if target is not None:
+        axes.axhline(target, color=QUIET, lw=1, label=f"target {target:g}")
     scale_to_neurons(axes, "y", d_ff)
+    legend_above(axes)
+
+
+def _plot_coefficient(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    at, coefficient = _over_steps(steps, "l1_coefficient")
+    layers = coefficient[:, None] * _over_steps(steps, "l1_multipliers")[1]
+    axes.fill_between(at, layers.min(1), layers.max(1), alpha=0.2, lw=0, label="layers, range")
+    axes.plot(at, coefficient, label=f"without multipliers, last {coefficient[-1]:.2e}")
+    axes.set(ylabel="L1 coefficient", yscale="log")
     legend_above(axes)
 
 

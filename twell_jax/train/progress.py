@@ -53,6 +53,10 @@ class Progress:
             f"nnz {nnz:.1f}",
             f"L1 {record['l1']:.2f}",
         ]
+        if "sparsity_target" in record:  # in place of the zeros, as the last ones may find no room
+            measured.remove(f"nnz {nnz:.1f}")
+            measured[1] = f"nnz {nnz:.1f} -> {record['sparsity_target']:g}"
+            measured.append(f"L1 coefficient {record['l1_coefficient']:.2e}")
         if (utilisation := record["flops_utilisation"]) is not None:
             measured.append(f"MFU {utilisation:.0%}")
         self._bar.update(self._task, completed=record["step"], measured=measured)
@@ -108,6 +112,8 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
         "zeros": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),
         "dead": (record["dead"], _mean, "{:.1%}".format),
     }
+    if "l1_multipliers" in record:
+        columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)
     if "sparse_gradients" in record:
         columns["gradients"] = (record["sparse_gradients"], _mean, _kind_of_gradients)
     if any(record["overflow"]):

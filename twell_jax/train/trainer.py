@@ -21,6 +21,7 @@ from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entro
 from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.optimizer import learning_rate, make_optimizer
 from twell_jax.train.reinit import reinitialise
+from twell_jax.train.sparsity_control import SparsityControl, first_control, update
 
 LayerGradients = tuple[Gradients | None, ...]  # for each layer; None takes the config's
 
@@ -35,12 +36,15 @@ class TrainState:
       params: the model's parameters.
       opt_state: moments and counters of the optimizer.
       idle_steps: int32 [layers, d_ff], number of steps since each neuron last fired.
+      control: of the L1 coefficient; None, which checkpoints do not hold, without a
+        `sparsity_target`.
     """
 
     step: jax.Array
     params: nnx.State
     opt_state: optax.OptState
     idle_steps: jax.Array
+    control: SparsityControl | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +55,7 @@ class StepMetrics:
     Attributes:
       ce: float32 [], cross-entropy in nats per token.
       l1: float32 [], L1 norm of h, mean over tokens and layers.
-      l1_coefficient: float32 [], the coefficient of l1 in the loss.
+      l1_coefficient: float32 [], the coefficient of l1 in the loss, without multipliers.
       lr: float32 [], the learning rate.
       grad_norm: float32 [], the global norm of the gradient before clipping.
       nnz: float32 [layers], mean number of non-zero activations per token.
@@ -59,6 +63,8 @@ class StepMetrics:
       dead: float32 [layers], fraction of neurons that have not fired for `dead_window_tokens`.
       overflow: float32 [layers], share of the calls in which dense gradients replaced sparse ones,
         from 0 to 1; see `FFNStats`.
+      l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
+        without a `sparsity_target`.
     """
 
     ce: jax.Array
@@ -70,6 +76,7 @@ class StepMetrics:
     max_nnz: jax.Array
     dead: jax.Array
     overflow: jax.Array
+    l1_multipliers: jax.Array | None = None
 
 
 class Trainer:
@@ -166,9 +173,10 @@ class Trainer:
         """The step whose layers have these gradients; None leaves them to the config.
 
         Returns:
-          A jitted function (`TrainState`, tokens, L1 coefficient) -> (`TrainState`, `StepMetrics`).
-          It donates the given state. The coefficient is an operand, so that runs that differ only
-          in it share the compiled program.
+          A jitted function (`TrainState`, tokens, `l1_coefficient` of this step) ->
+          (`TrainState`, `StepMetrics`). It donates the given state. The coefficient is an operand,
+          so that runs that differ only in it share the compiled program. If the state has a
+          controller, its own coefficient is multiplied by this one.
         """
         if ffn_gradients not in self._steps:
             self._steps[ffn_gradients] = jax.jit(
@@ -211,10 +219,12 @@ class Trainer:
         params: nnx.State,
         tokens: jax.Array,
         l1_coefficient: jax.Array,
+        l1_multipliers: jax.Array | None,
         ffn_gradients: LayerGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
         ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients)
-        return ce + l1_coefficient * jnp.mean(stats.l1), (ce, stats)
+        l1 = stats.l1 if l1_multipliers is None else l1_multipliers * stats.l1
+        return ce + l1_coefficient * jnp.mean(l1), (ce, stats)
 
     def _gradients(
         self,
@@ -222,11 +232,12 @@ class Trainer:
         params: nnx.State,
         batch: jax.Array,
         l1_coefficient: jax.Array,
+        l1_multipliers: jax.Array | None,
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
-            operands = params, tokens, l1_coefficient, ffn_gradients
+            operands = params, tokens, l1_coefficient, l1_multipliers, ffn_gradients
             grads, aux = jax.grad(self._loss, has_aux=True)(*operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
@@ -241,15 +252,19 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
     ) -> tuple[TrainState, StepMetrics]:
+        control, multipliers = state.control, None
+        if control is not None:
+            l1_coefficient = l1_coefficient * jnp.exp(control.log_coefficient)
+            multipliers = jnp.exp(control.log_multipliers)
         # shard_map, because XLA would reduce gradients over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
             mesh=self.mesh,
-            in_specs=(P(), P(None, "data"), P()),
+            in_specs=(P(), P(None, "data"), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(state.params, batch, l1_coefficient)
+        )(state.params, batch, l1_coefficient, multipliers)
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -266,8 +281,11 @@ class Trainer:
             max_nnz=stats.max_nnz,
             dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
+            l1_multipliers=multipliers,
         )
-        return TrainState(state.step + 1, params, opt_state, idle), metrics
+        if control is not None:
+            control = update(control, stats.nnz, stats.l1, state.step, self._config)
+        return TrainState(state.step + 1, params, opt_state, idle, control), metrics
 
     def _reinitialise(self, state: TrainState) -> TrainState:
         dead = state.idle_steps >= self._dead_steps
@@ -279,7 +297,8 @@ class Trainer:
             scale=self._config.model.init_scale,
             optimizer=self._optimizer,
         )
-        return TrainState(state.step, params, opt_state, jnp.where(dead, 0, state.idle_steps))
+        idle = jnp.where(dead, 0, state.idle_steps)
+        return TrainState(state.step, params, opt_state, idle, state.control)
 
 
 def init_state(config: Config) -> TrainState:
@@ -287,7 +306,8 @@ def init_state(config: Config) -> TrainState:
     params = nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
     opt_state = make_optimizer(config.optimizer, config.steps).init(params)
     idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, idle)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, params, opt_state, idle, first_control(config))
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:

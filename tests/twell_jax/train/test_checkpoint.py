@@ -1,6 +1,7 @@
 """Checkpoints come back to the bit, or not at all; what is broken is never lost or used."""
 
 import dataclasses
+import json
 import logging
 import shutil
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.seeds import rng
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
+from twell_jax.train.sparsity_control import SparsityControl
 from twell_jax.train.trainer import TrainState
 
 
@@ -84,6 +86,23 @@ def directory(two_steps, tmp_path):
 
 def test_newest_step_is_restored_to_the_bit(directory):
     assert_is_step(restore(directory), 6)
+
+
+def test_the_controller_of_the_l1_coefficient_is_kept_if_there_is_one(tmp_path):
+    control = SparsityControl(*map(jnp.float32, (-7.3, [0.1, -0.2], 31.7, 33.3)))
+    saved = dataclasses.replace(make_state(6), control=control)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.save(6, saved, {})
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        restored, _ = checkpoints.restore(abstract(saved))
+    assert_same(restored, saved)
+
+
+def test_a_run_without_a_controller_saves_what_it_always_did(directory):
+    """The names by which older checkpoints are read, and by which older versions read ours."""
+    metadata = json.loads((directory / "6/state/_METADATA").read_text())["tree_metadata"]
+    names = {entry["key_metadata"][0]["key"] for entry in metadata.values()}
+    assert names == {"step", "params", "opt_state", "idle_steps"}
 
 
 def test_the_position_alone(directory):

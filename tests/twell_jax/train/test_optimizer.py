@@ -84,6 +84,12 @@ def test_l1_warm_up():
     assert l1_weights((10, 10), [0, 9, 11]) == [0.0, 0.0, 2.0]
 
 
+def test_with_a_target_the_factor_of_the_controllers_coefficient_rises_in_the_same_way():
+    tree = {"run_dir": "x", "steps": 9, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
+    run = from_dict(tree | {"l1_coefficient": 2.0, "l1_warmup": [2, 6], "sparsity_target": 9})
+    assert [l1_coefficient(run, step) for step in (0, 2, 5, 6, 9)] == [0, 0, 0.75, 1, 1]
+
+
 @pytest.fixture(scope="module")
 def params():
     return nnx.state(

@@ -9,14 +9,14 @@ from rich.text import Text
 from twell_jax.train.progress import Progress
 
 
-def shown(width: int, terminal: bool, utilisation: float | None = None) -> list[str]:
+def shown(width: int, terminal: bool, **also: float) -> list[str]:
     """The lines shown by steps 10 and 20 of 400, which take 3 s each, and an evaluation."""
     now, output = 0.0, io.StringIO()
     console = Console(
         file=output, width=width, force_terminal=terminal, color_system=None, get_time=lambda: now
     )
     measured = {"ce": 1.25, "l1": 0.5, "nnz": [8.0, 16.0], "dead": [0.0, 0.01]}
-    measured["flops_utilisation"] = utilisation
+    measured |= {"flops_utilisation": None} | also
     with Progress(console, 9, 400, d_ff=512) as progress:
         for step in range(10, 21):
             now += 3 if step > 10 else 60  # the first one compiles
@@ -60,7 +60,15 @@ def test_elsewhere_every_line_says_step_of_total_and_eta():
 
 
 def test_a_known_share_of_the_peak_comes_last():
-    assert shown(80, terminal=False, utilisation=0.412)[1] == f"{WHOLE}  MFU 41%"
+    assert shown(80, terminal=False, flops_utilisation=0.412)[1] == f"{WHOLE}  MFU 41%"
+
+
+def test_a_run_with_a_target_shows_it_and_the_coefficient():
+    line = shown(100, terminal=False, sparsity_target=16.0, l1_coefficient=2.5e-4)[1]
+    assert line == (
+        "step 20/400  ETA 0:19:00  CE 1.250  nnz 12.0 -> 16  12,345 tokens/s  dead 0.5%  L1 0.50  "
+        "L1 coefficient 2.50e-04"
+    )
 
 
 def test_on_a_terminal_an_evaluation_is_printed_above_the_bar():

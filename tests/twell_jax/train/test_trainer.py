@@ -1,5 +1,6 @@
 """The training step: the same on any mesh, with exact means, statistics and gradients."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -18,6 +19,7 @@ from twell_jax.config import ConfigError
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.optimizer import l1_coefficient
+from twell_jax.train.sparsity_control import update
 from twell_jax.train.trainer import Trainer, init_state
 
 SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
@@ -42,9 +44,9 @@ def settings(**changes):
 
 
 @functools.cache  # compiled once for all tests that use it
-def trainer_on(devices, fsdp=1):
+def trainer_on(devices, fsdp=1, **changes):
     """Its micro-batches are a few to a step, on one device 4, on eight 2."""
-    run = settings(mesh={"fsdp": fsdp}, micro_batch=4 if devices == 1 else 1)
+    run = settings(mesh={"fsdp": fsdp}, micro_batch=4 if devices == 1 else 1, **changes)
     mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices("cpu")[:devices])
     return Trainer(run, END, mesh)
 
@@ -64,7 +66,8 @@ def train(trainer, batches):
         state, measured = trainer.init(), []
         for tokens in batches:
             state, metrics = trainer.step(state, trainer.put_batch(tokens), L1)
-            measured.append({name: np.asarray(value) for name, value in vars(metrics).items()})
+            found = {name: value for name, value in vars(metrics).items() if value is not None}
+            measured.append(jax.device_get(found))
     return state, measured
 
 
@@ -163,23 +166,24 @@ def test_the_state_is_consumed_so_that_there_is_memory_for_one(batches):
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def reference_loss(params, batch, l1_coefficient, document_end=None):
+def reference_loss(params, batch, l1_coefficient, l1_multipliers=1.0, document_end=None):
     """CE and loss of a whole batch by the model alone, on one device, without any machinery."""
     model = nnx.merge(graphdef(settings().model), params)
     logits, stats = model(batch[:, :-1], document_end=document_end)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], axis=-1)
-    return -picked.mean() + l1_coefficient * stats.l1.mean(), (-picked.mean(), stats)
+    l1 = (l1_multipliers * stats.l1).mean()
+    return -picked.mean() + l1_coefficient * l1, (-picked.mean(), stats)
 
 
 compiled_loss = jax.jit(reference_loss, static_argnames="document_end")
+compiled_gradient = jax.jit(jax.grad(reference_loss, has_aux=True))
 
 
 def test_metrics_are_those_of_the_batch_before_the_update(batches):
     trainer = trainer_on(1)
     with jax.set_mesh(trainer.mesh):
         params = trainer.init().params
-    gradient = jax.jit(jax.grad(reference_loss, has_aux=True))
-    grads, (ce, stats) = gradient(params, batches[0], L1)
+    grads, (ce, stats) = compiled_gradient(params, batches[0], L1, jnp.ones(2))
     state, (measured,) = train(trainer, batches[:1])
     np.testing.assert_allclose(measured["ce"], ce, rtol=1e-5)
     np.testing.assert_allclose(measured["l1"], stats.l1.mean(), rtol=1e-5)
@@ -193,6 +197,34 @@ def test_metrics_are_those_of_the_batch_before_the_update(batches):
     first_moments = optax.tree.get(state.opt_state, "mu")
     for moment, grad in zip(*map(jax.tree.leaves, (first_moments, grads)), strict=True):
         assert relative_error(moment, share * np.asarray(grad)) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_controller_weighs_the_layers_and_follows_their_means_over_all_devices(batches):
+    trainer = trainer_on(8, sparsity_target=2.0)
+    with jax.set_mesh(trainer.mesh):
+        state = trainer.init()
+        control = dataclasses.replace(
+            state.control,
+            log_coefficient=jnp.log(jnp.float32(L1)),
+            log_multipliers=jnp.log(jnp.array([0.5, 1.5])),
+        )
+        state = jax.device_put(
+            dataclasses.replace(state, control=control),
+            jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state),
+        )
+        before = jax.device_get((state.params, state.control))
+        half = 0.5  # as during a warm-up
+        state, measured = trainer.step(state, trainer.put_batch(batches[0]), half)
+    params, control = before
+    grads, (_, stats) = compiled_gradient(params, batches[0], half * L1, jnp.array([0.5, 1.5]))
+    np.testing.assert_allclose(measured.l1_coefficient, half * L1, rtol=1e-5)
+    np.testing.assert_allclose(measured.l1_multipliers, [0.5, 1.5], rtol=1e-5)
+    norm = float(optax.tree.norm(grads))
+    np.testing.assert_allclose(measured.grad_norm, norm, rtol=1e-5)
+    expected = update(control, stats.nnz, stats.l1, jnp.int32(0), settings(sparsity_target=2.0))
+    for found, of_reference in zip(*map(jax.tree.leaves, (state.control, expected)), strict=True):
+        np.testing.assert_allclose(found, of_reference, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("devices", "count"), [(1, 5), (1, 1), (8, 21), (8, 16)])

@@ -1,0 +1,117 @@
+"""Moves the L1 coefficient until a wanted number of neurons fires for a token, and holds it there.
+
+The controller is an integrator in the logarithm: it raises the coefficient while more neurons fire
+than wanted, and lowers it while fewer do. The number of non-zeros answers late, so the controller
+acts on where the present trend leads within a horizon; otherwise it would go on raising the
+coefficient while a model already becomes sparser, and neurons that die do not come back. It
+moves by a bounded amount in each step, whatever was measured, and between fixed bounds. What is
+clipped is the coefficient itself, so nothing winds up behind a bound.
+
+It runs inside the compiled step, on arrays that are a part of the training state. Nothing has to be
+read on the host, checkpoints keep the arrays to the bit, and it sees means over all devices.
+
+Multipliers distribute the coefficient over the layers. Where training has settled, the last unit
+of L1 that a layer gave up cost as much CE as its coefficient says. A layer whose activations have
+the mean size s gives up s units of L1 for each non-zero, and so pays CE of s times its coefficient
+for it. Coefficients in proportion to 1 / s let a non-zero cost the same CE in every layer, which is
+how a mean over layers is reached at the least CE. This is the reweighted L1 of Candes, Wakin and
+Boyd (2008), with one weight for each layer. A non-zero counts as the same time in every layer.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from twell_jax.config import Config
+
+LEAST, MOST = 1e-8, 10.0  # the coefficient's bounds; published and tried ones: 1e-5 to 1e-1
+MOST_MULTIPLIER = 2.0  # and the least is its inverse
+_FIRST = 1e-5  # coefficient to start with if the config has none
+_OF_RUN = 1 / 10  # the horizon's share of a run,
+_SHORTEST, _LONGEST = 10, 500  # and its bounds in steps
+_GAIN = 5.0  # change of the coefficient's logarithm per horizon and unit of error,
+_MOST_ERROR = 0.7  # which is the logarithm of expected over wanted non-zeros, within this bound
+_NOISE = 1 / 12  # share of the horizon over which the noise of batches is smoothed
+_TREND = 1 / 4  # share of the horizon over which a trend is seen
+_SPIKE = 2.0  # a step counts at most so many times as much or as little as those before
+_DEAD = 0.05  # fewer non-zeros than this share of the target count as so many: 0 has no logarithm
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SparsityControl:
+    """The controller's part of the training state.
+
+    Attributes:
+      log_coefficient: float32 [], the logarithm of the L1 coefficient.
+      log_multipliers: float32 [layers], the logarithms of what it is multiplied by in each layer.
+      nnz: float32 [], mean non-zeros per token, smoothed over steps.
+      earlier_nnz: float32 [], the same, smoothed once more: what it was some steps before.
+    """
+
+    log_coefficient: jax.Array
+    log_multipliers: jax.Array
+    nnz: jax.Array
+    earlier_nnz: jax.Array
+
+
+def first_control(config: Config) -> SparsityControl | None:
+    """The controller before the first step; None without a `sparsity_target`."""
+    if config.sparsity_target is None:
+        return None
+    coefficient = min(max(config.l1_coefficient or _FIRST, LEAST), MOST)
+    nnz = jnp.float32(config.model.d_ff / 2)  # that of random weights
+    multipliers = jnp.zeros(config.model.layers, jnp.float32)
+    return SparsityControl(jnp.float32(math.log(coefficient)), multipliers, nnz, nnz)
+
+
+def update(
+    control: SparsityControl, nnz: jax.Array, l1: jax.Array, step: jax.Array, config: Config
+) -> SparsityControl:
+    """The controller after a step.
+
+    The coefficient is not raised, only lowered, until the warm-ups of the L1 coefficient and of the
+    learning rate have ended. If a statistic is not finite, nothing changes.
+
+    Args:
+      control: the controller before it.
+      nnz: float32 [layers], mean non-zeros per token in the step.
+      l1: float32 [layers], mean over tokens of sum_n |h_n| in the step.
+      step: int32 [], number of steps taken before it.
+      config: a run with a `sparsity_target`.
+    """
+    target, horizon = config.sparsity_target, min(max(_OF_RUN * config.steps, _SHORTEST), _LONGEST)
+    assert target is not None
+    now = jnp.clip(jnp.mean(nnz), control.nnz / _SPIKE, control.nnz * _SPIKE)
+    now = jnp.maximum(now, _DEAD * target)
+    smoothed = _moved(control.nnz, now, _NOISE * horizon)
+    earlier = _moved(control.earlier_nnz, smoothed, _TREND * horizon)
+    # `earlier` is behind by _TREND of a horizon, and the trend is taken to go on for a whole one.
+    expected = jnp.log(smoothed) + (jnp.log(smoothed) - jnp.log(earlier)) / _TREND
+    error = jnp.clip(expected - math.log(target), -_MOST_ERROR, _MOST_ERROR)
+    error = jnp.where(step >= config.sparsity_control_start, error, jnp.minimum(error, 0))
+    log_coefficient = control.log_coefficient + _GAIN / horizon * error
+    following = SparsityControl(
+        jnp.clip(log_coefficient, math.log(LEAST), math.log(MOST)),
+        _moved(control.log_multipliers, _wanted_multipliers(nnz, l1), horizon),
+        smoothed,
+        earlier,
+    )
+    measured = jnp.all(jnp.isfinite(nnz)) & jnp.all(jnp.isfinite(l1))
+    return jax.tree.map(lambda new, old: jnp.where(measured, new, old), following, control)
+
+
+def _moved(average: jax.Array, value: jax.Array, steps: float) -> jax.Array:
+    """The moving average over so many steps, after one more value."""
+    return average + (value - average) / max(steps, 1)
+
+
+def _wanted_multipliers(nnz: jax.Array, l1: jax.Array) -> jax.Array:
+    """float32 [layers], logarithms; 0, for a multiplier of 1, where no neuron fires."""
+    fires = (nnz > 0) & (l1 > 0)
+    size = jnp.log(jnp.where(fires, l1, 1)) - jnp.log(jnp.where(fires, nnz, 1))
+    mean = jnp.sum(size) / jnp.maximum(jnp.sum(fires), 1)
+    most = math.log(MOST_MULTIPLIER)
+    return jnp.where(fires, jnp.clip(mean - size, -most, most), 0)
