@@ -81,7 +81,7 @@ def test_records_have_energy_and_utilisation_where_they_are_known(tmp_path, monk
     settings = config.load("tiny", ["log_every=2", "batch_tokens=1024"])
     ones, path = jnp.ones(4), tmp_path / "metrics.jsonl"
     measured = StepMetrics(*[ones[0]] * 5, nnz=ones, max_nnz=ones, dead=ones, overflow=ones)
-    with metrics.Log(path, 0, tensorboard=True) as log:
+    with metrics.Log(path, 0, ["tensorboard"]) as log:
         recorder = metrics.Recorder(settings, log, lambda record, logged: None, None)
         for step in range(1, 7):
             now["s"] += 60 if step == 1 else 2
