@@ -39,11 +39,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.inference import GREEDY, Sampling, generate, language_model
 from twell_jax.inference.rates import Timed
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, graphdef
-
-try:
-    import pynvml
-except ModuleNotFoundError:
-    pynvml = None
+from twell_jax.train import pace
 
 try:
     from benchmarks import torch_decoder
@@ -364,18 +360,8 @@ def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def joules() -> float | None:
-    """Energy in joules that the machine's first GPU has used since its driver was loaded.
-
-    None without the package nvidia-ml-py, a driver, or a GPU that counts energy.
-    """
-    if pynvml is None:
-        return None
-    try:
-        pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3
-    except pynvml.NVMLError:
-        return None
+    """Energy in joules that the GPU which computes has used, or None; see `pace.joules`."""
+    return pace.joules(jax.devices()[:1])
 
 
 def _peak(compiled) -> int:

@@ -17,7 +17,7 @@ from twell_jax.inference import generation
 from twell_jax.models import KVCache, Transformer, graphdef
 from twell_jax.models.pretrained import save_pretrained
 
-joules, generated = inference.joules, inference.generated  # `small` puts others in their place
+generated = inference.generated  # `small` puts others in their place
 random = functools.cache(inference.random)  # the model that `small` describes is drawn once
 
 
@@ -179,24 +179,3 @@ def test_a_checkpoint_reads_a_text(tmp_path):
     loaded, _, tokens = inference.from_checkpoint(str(tmp_path / "m"), text)
     assert (loaded.d_ff, tokens.shape) == (512, (2, 33))
     assert (tokens[:, 0] == 256).all() and bytes(tokens[0, 1:12].tolist()) == b"some text. "
-
-
-def test_energy_is_that_of_the_first_gpu_where_one_counts_it(monkeypatch):
-    class NVMLError(Exception):
-        pass
-
-    def no_driver():
-        raise NVMLError
-
-    nvml = SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}",
-        nvmlDeviceGetTotalEnergyConsumption={"gpu 0": 1500}.__getitem__,  # millijoules
-    )
-    monkeypatch.setattr(inference, "pynvml", nvml)
-    assert joules() == 1.5
-    monkeypatch.setattr(nvml, "nvmlInit", no_driver)
-    assert joules() is None
-    monkeypatch.setattr(inference, "pynvml", None)
-    assert joules() is None

@@ -44,12 +44,16 @@ def flops_utilisation(model: ModelConfig, tokens_per_second: float) -> float | N
     return tokens_per_second * flops_per_token(model) / (peak * jax.device_count())
 
 
-def joules() -> float | None:
-    """Energy in joules that this process's GPUs have used since their driver was loaded.
+def joules(devices: Sequence[jax.Device] | None = None) -> float | None:
+    """Energy in joules that GPUs have used since their driver was loaded.
 
-    None without the package nvidia-ml-py, a driver, or GPUs that count energy.
+    Args:
+      devices: of this process; None takes all of its devices.
+
+    Returns:
+      None without the package nvidia-ml-py, a driver, or GPUs that count energy.
     """
-    if (gpus := _gpus()) is None:
+    if (gpus := _gpus(tuple(jax.local_devices() if devices is None else devices))) is None:
         return None
     try:
         return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpus)) / 1e3
@@ -63,9 +67,8 @@ def joules_per_token(used: float, tokens: int) -> float:
 
 
 @functools.cache
-def _gpus() -> tuple[Any, ...] | None:
-    """NVML's handles of this process's GPUs."""
-    devices = jax.local_devices()
+def _gpus(devices: tuple[jax.Device, ...]) -> tuple[Any, ...] | None:
+    """NVML's handles of GPUs."""
     if pynvml is None or devices[0].platform != "gpu":
         return None
     # NVML counts all GPUs of the machine, CUDA those that this variable names, by number or UUID.

@@ -1,5 +1,6 @@
 """The speed and energy of a run: by hand, and with a GPU's name and counters in their place."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -12,13 +13,17 @@ from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.trainer import StepMetrics
 
 
+@dataclass(frozen=True)
+class Device:
+    device_kind: str
+    platform: str
+    local_hardware_id: int
+
+
 def devices(monkeypatch, kind, count, local=None, platform="gpu"):
     """JAX has `count` devices, of which this process has the local ones, by their numbers."""
     pace._gpus.cache_clear()
-    made = [
-        SimpleNamespace(device_kind=kind, platform=platform, local_hardware_id=place)
-        for place in (local or range(count))
-    ]
+    made = [Device(kind, platform, place) for place in (local or range(count))]
     monkeypatch.setattr(jax, "devices", lambda: made)
     monkeypatch.setattr(jax, "local_devices", lambda: made)
     monkeypatch.setattr(jax, "device_count", lambda: count)
@@ -58,6 +63,7 @@ def test_energy_is_that_of_this_processs_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices(monkeypatch, "NVIDIA H100 80GB HBM3", 8, local=[1, 3])
     assert pace.joules() == 2.0
+    assert pace.joules(jax.local_devices()[:1]) == 1.5
     assert pace.joules_per_token(2.0, 100) == 0.08  # the other six used as much each
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
     devices(monkeypatch, "NVIDIA H100 80GB HBM3", 2)

@@ -4,23 +4,23 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from tests.twell_jax import drawn
+from tests.twell_jax.models.pretrained.small import (
+    assert_same_parameters,
+    change_config,
+    change_tensors,
+    make,
+)
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import sharding
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained, weights
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
-SMALL = {
-    "vocab_size": 257, "context": 64, "d_model": 16, "layers": 2, "heads": 4, "d_ff": 24,
-    "dtype": "float32", "rope_theta": 3e4, "norm_eps": 1e-4, "init_scale": 0.3,
-}  # fmt: skip
 YARN = {"type": "yarn", "factor": 2, "original_context": 9, "attention_factor": 1.5, "beta_fast": 8}
 LLAMA3 = {"type": "llama3", "factor": 2, "original_context": 9, "high_freq_factor": 3}
 VARIANTS = [
@@ -38,34 +38,6 @@ NOT_A_LLAMA = [
     {"rotary_fraction": 0.5}, {"norm": "layer"}, {"embed_scale": 2.0}, {"residual_scale": 0.5},
     {"logit_scale": 0.5},
 ]  # fmt: skip
-
-
-def make(**changes):
-    return drawn.transformer(**(SMALL | changes))
-
-
-def assert_same_parameters(a, b):
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A model and the directory where it was saved."""
-    model = make()
-    save_pretrained(tmp_path / "saved", model, ByteTokenizer())
-    return model, tmp_path / "saved"
-
-
-def change_config(directory, **changes):
-    path = directory / "config.json"
-    tree = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in tree.items() if value != "absent"}))
-
-
-def change_tensors(directory, change):
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
@@ -91,67 +63,6 @@ def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, changes, max_shard_
     for file in tmp_path.glob("*.safetensors"):
         sizes = [array.nbytes for array in load_file(file).values()]
         assert sum(sizes) <= max_shard_bytes or len(sizes) == 1
-
-
-def stored_dtypes(directory):
-    tensors = load_file(directory / "model.safetensors").values()
-    return {tensor.dtype.name for tensor in tensors}
-
-
-def test_another_dtype_is_that_of_the_loaded_model(saved):
-    model, directory = saved
-    rounded = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16), nnx.state(model))
-    half = from_pretrained(directory, dtype="bfloat16")
-    assert (half.config.dtype, half.config.param_dtype) == ("bfloat16", "bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(half), rounded)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(half))} == {"bfloat16"}
-    master = from_pretrained(directory, dtype="bfloat16", param_dtype="float32")
-    assert (master.config.dtype, master.config.param_dtype) == ("bfloat16", "float32")
-    assert_same_parameters(master, model)
-
-
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_float16_is_read_as_bfloat16_rounded_once_or_as_float32_exactly(tmp_path, key):
-    bits = np.arange(2**16).astype(np.uint16).view(np.float16)
-    every = bits[np.isfinite(bits)].reshape(-1, 16)
-    save_pretrained(tmp_path, make(vocab_size=len(every)), ByteTokenizer())
-
-    def change(tensors):
-        tensors.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()})
-        tensors["model.embed_tokens.weight"] = every
-
-    change_tensors(tmp_path, change)
-    change_config(tmp_path, torch_dtype="absent")
-    change_config(tmp_path, **{key: "float16"})
-    for asked, dtype, param_dtype in [
-        ({}, "bfloat16", "bfloat16"),
-        ({"dtype": "float32"}, "float32", "float32"),
-        ({"param_dtype": "float32"}, "bfloat16", "float32"),
-    ]:
-        model = from_pretrained(tmp_path, **asked)
-        assert (model.config.dtype, model.config.param_dtype) == (dtype, param_dtype)
-        expected = every.astype(np.float32)
-        if param_dtype == "bfloat16":  # to the nearest, of two the even one
-            words = expected.view(np.uint32)
-            rounded = words + 0x7FFF + (words >> 16 & 1)
-            expected = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
-        embedding = np.asarray(model.embed.embedding[...])
-        assert np.isfinite(embedding).all() and embedding.dtype == param_dtype
-        np.testing.assert_array_equal(embedding.astype(np.float32), expected)
-    with pytest.raises(PretrainedError, match="dtype='float16'; name bfloat16 or float32"):
-        from_pretrained(tmp_path, dtype="float16")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
-@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
-def test_the_file_has_the_asked_dtype(tmp_path, dtype, param_dtype):
-    model = make(param_dtype=param_dtype)
-    save_pretrained(tmp_path, model, ByteTokenizer(), dtype=dtype)
-    expected = dtype or param_dtype  # as they are
-    assert stored_dtypes(tmp_path) == {expected}
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == expected
-    rounded = jax.tree.map(lambda p: np.asarray(p).astype(expected), nnx.state(model))
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(from_pretrained(tmp_path)), rounded)
 
 
 def test_parameters_are_loaded_onto_a_mesh(saved):

@@ -1,0 +1,13 @@
+import pytest
+
+from tests.twell_jax.models.pretrained.small import make
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.models.pretrained import save_pretrained
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model and the directory where it was saved."""
+    model = make()
+    save_pretrained(tmp_path / "saved", model, ByteTokenizer())
+    return model, tmp_path / "saved"
