@@ -7,8 +7,8 @@ send each other their parts, and each adds up some rows of the result in a fixed
 Products are transposed, so that the few query heads which share a key/value head are the 8 columns
 of a WGMMA and the keys (or the features of the values) its 64 rows.
 
-The kernel is launched while the one before it still runs (programmatic dependent launch). It reads
-the cache at once, and `qkv` after `griddepcontrol_wait`.
+The kernel is launched while those before it still run (programmatic dependent launch). It reads the
+cache at once, and `qkv` after `griddepcontrol_wait`.
 """
 
 import functools
@@ -27,6 +27,7 @@ from pallas_kernels.layouts import twell
 
 MAX_SEQUENCES = 64
 _STEP = 64  # keys of a stage: the rows of a WGMMA
+_COPIES = (8, 32)  # keys that are copied if the cache has no more of a step's
 _STAGES = 3  # of the ring, at most
 _FEATURES_ON_SM = 256  # size of a head times the blocks that fit with these stages
 _MOST_SPLITS = 8  # blocks of a cluster: the most that is portable
@@ -52,8 +53,8 @@ def decode_attention(
     `length`, inclusive, in float32, with probabilities rounded for the product with v. Other slots
     have no influence, whatever they hold.
 
-    The kernel before this one in the stream may write `qkv`, nothing else that this one reads: not
-    `layer`, `length`, `padding`, nor this layer of the cache.
+    Kernels just before this one in the stream may still run when it starts. They may write `qkv`,
+    nothing else that this one reads: not `layer`, `length`, `padding`, nor this layer of the cache.
 
     Args:
       qkv: `[T, (heads + 2 kv_heads) * head_dim]`, bfloat16 or float16, T >= B: query, key and value
@@ -89,10 +90,11 @@ def decode_attention(
             v_smem=ring,
             q_smem=plgpu.SMEM((attend.HEADS, size), dtype, transforms=TILED),
             p_smem=plgpu.SMEM((attend.HEADS, _STEP), dtype, transforms=TILED),
-            new_smem=plgpu.SMEM((2, size), dtype),
+            # Four blocks share an SM, and arrays begin at multiples of 1024 bytes, so the last row
+            # of this one, behind the new key and value, holds the barrier of the exchange.
+            small=plgpu.SMEM((3, size), dtype),
             o_parts=plgpu.SMEM((splits, size // splits, attend.HEADS), jnp.float32),
             sums=plgpu.SMEM((splits, 2, attend.HEADS), jnp.float32),
-            arrived=plgpu.SMEM((4,), jnp.uint32),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ),
         grid=(batch, kv_heads),
@@ -104,6 +106,7 @@ def decode_attention(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
             approx_math=True,
+            reduction_scratch_bytes=1024,
         ),
     )
     qkv, rope, layer, length, padding = in_place.barrier((qkv, rope, layer, length, padding))
@@ -150,11 +153,11 @@ def _splits(clusters: int, steps: int, size: int) -> int:
 
 def _kernel(
     qkv, cos, sin, layer, length, padding, k_cache, v_cache, out, *, k_smem, v_smem, q_smem, p_smem,
-    new_smem, o_parts, sums, arrived, loaded, heads,
+    small, o_parts, sums, loaded, heads,
 ):  # fmt: skip
     sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
     split, splits = lax.axis_index("split"), o_parts.shape[0]
-    stages, step, _ = k_smem.shape
+    (stages, step, _), new_smem, arrived = k_smem.shape, small.at[pl.ds(0, 2)], small.at[2]
     if splits > 1:
         cluster.prepare(arrived)
         cluster.expect(4 * (o_parts.size + sums.size), arrived)
@@ -163,15 +166,23 @@ def _kernel(
     count = jnp.maximum(last_step - first_step + splits, 0) // splits
 
     def load(i):
-        keys = pl.ds((first_step + i * splits) * step, step)
-        for cache, smem in ((k_cache, k_smem), (v_cache, v_smem)):
-            source = cache.at[number, sequence, keys, head]
-            plgpu.copy_gmem_to_smem(source, smem.at[i % stages], loaded.at[i % stages])
+        first = (first_step + i * splits) * step
+
+        def copy(keys):
+            for cache, smem in ((k_cache, k_smem), (v_cache, v_smem)):
+                source = cache.at[number, sequence, pl.ds(first, keys), head]
+                target = smem.at[i % stages, pl.ds(0, keys)]
+                plgpu.copy_gmem_to_smem(source, target, loaded.at[i % stages])
+
+        stored = slot - first
+        for fewer, keys in zip((-1, *_COPIES), (*_COPIES, step), strict=True):
+            is_right = fewer < stored if keys == step else (fewer < stored) & (stored <= keys)
+            pl.when(is_right)(functools.partial(copy, keys))
 
     for i in range(stages):
         pl.when(i < count)(functools.partial(load, jnp.int32(i)))
-    plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
+    plgpu.griddepcontrol_wait()
     is_owner = (count > 0) & (first_step + (count - 1) * splits == last_step)
     stored = [cache.at[number, sequence, slot, head] for cache in (k_cache, v_cache)]
     rope = cos.at[sequence], sin.at[sequence]

@@ -238,8 +238,8 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
     token = jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
     x_row = None if plan.up is None else _load_x(operands, token, is_row, plan.eps)
-    plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
+    plgpu.griddepcontrol_wait()
     open_of_tokens = open_gates.load(counts.at[number, pl.ds(0, tokens)])
     # While those are on their way, rows are prepared as if few gates were open.
     count = lax.cond(is_row, lambda: _list(operands, token, lists), lambda: jnp.int32(0))

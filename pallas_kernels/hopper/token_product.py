@@ -3,9 +3,10 @@
 The blocks of a cluster multiply (`frames.token_ring`); then each finishes 16 columns: norm, bias,
 activation or residual.
 
-A block asks for its part of the matrix before it waits for the kernel before it (programmatic
-dependent launch), so that memory does not stand still between kernels. Matrices must therefore be
-finished earlier: inputs of the program, not results of the computation just before.
+A block lets the next kernel start at once and asks for its part of the matrix before it waits for
+the kernel before it (programmatic dependent launch), so that memory does not stand still between
+kernels. Matrices must therefore be finished earlier: inputs of the program, not results of the
+computations just before.
 """
 
 import dataclasses
@@ -159,7 +160,7 @@ def gate(
 
         return store
 
-    call = _Call("token_gate", TokenRing.of(x, (weight,), k_axis=2), finish)
+    call = _Call("token_gate", TokenRing.of(x, (weight,), k_axis=2), finish, waits_first=True)
     x, weight, layer, squares, prefetch = in_place.barrier((x, weight, layer, squares, prefetch))
     return in_place.barrier(call(x, (weight,), layer, [counts, squares, *prefetch], [out])[0])
 
@@ -223,17 +224,18 @@ class _Call:
       finish: called with references to the further operands and to the results, the layer, and the
         first of the block's 16 columns, while the products are on their way. It returns what is
         called with the finished sums: for each matrix of a block an array of `token_columns`.
+      waits_first: whether the next kernel starts only after this one has waited for the kernel
+        before, so that it can read that one's results at once.
     """
 
     name: str
     ring: TokenRing
     finish: Callable
+    waits_first: bool = False
 
     def __call__(self, x, weights, layer, operands, outs):
         kernel = plgpu.kernel(
-            functools.partial(
-                _kernel, ring=self.ring, counts=(len(weights), len(operands)), finish=self.finish
-            ),
+            functools.partial(_kernel, call=self, counts=(len(weights), len(operands))),
             out_type=outs,
             scratch_types=dict(smem=self.ring.scratch(x.dtype)),
             grid=(self.ring.tiles,),
@@ -248,16 +250,19 @@ class _Call:
         return kernel(x, layer, *weights, *operands)
 
 
-def _kernel(x, layer, *refs, smem, ring, counts, finish):
+def _kernel(x, layer, *refs, smem, call, counts):
     ws, operands, outs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
     number = layer[0]
-    product = Product(ring, x, ws, number, lax.axis_index("tile"), smem)
+    product = Product(call.ring, x, ws, number, lax.axis_index("tile"), smem)
     cluster.prepare(smem["arrived"])
     product.expect()
     product.fetch_matrices()
+    if not call.waits_first:
+        plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
+    if call.waits_first:
+        plgpu.griddepcontrol_launch_dependents()
     product.fetch_tokens()
-    store = finish(operands, outs, number, product.first_column)
+    store = call.finish(operands, outs, number, product.first_column)
     product.send()
     store(product.receive())

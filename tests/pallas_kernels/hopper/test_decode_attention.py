@@ -14,6 +14,7 @@ from pallas_kernels.hopper.device import attend, cluster, combine, warpgroup
 from pallas_kernels.reference import decode_attention as reference
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.launches import SM_BYTES, launches
 
 LAYERS, LAYER = 3, 1
 
@@ -109,6 +110,13 @@ def test_lowers_without_a_gpu(lower, heads, kv_heads, size, dtype, batch):
     call = functools.partial(run, hopper.decode_attention, heads=heads, kv_heads=kv_heads)
     text = lower(call, *shapes(heads, kv_heads, size, batch, 1000, dtype))
     assert "decode_attention" in text and "output_operand_alias" in text
+
+
+@pytest.mark.parametrize(("size", "on_sm"), [(64, 4), (128, 2)])
+def test_as_many_blocks_as_planned_share_an_sm(lower, size, on_sm):
+    call = functools.partial(run, hopper.decode_attention, heads=32, kv_heads=32)
+    (launch,) = launches(lower(call, *shapes(32, 32, size, 4, 1024, jnp.bfloat16))).values()
+    assert SM_BYTES // (launch.smem + 1024) == on_sm
 
 
 def test_clusters_fill_the_sms_but_give_each_block_two_steps(monkeypatch):
