@@ -63,6 +63,7 @@ class Summary:
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
 _GRADIENTS = f"gradients-{_H100}"
+_GENERATION = "inference-nvidia-h200-20261123"
 _WORK = {
     "forward": "scoring",
     "prefill": "prefill",
@@ -187,9 +188,26 @@ SUMMARIES: dict[str, Summary] = {
             _model("inference", model="0p5b", direction="forward"),
             _step("0p5b"),
             _step("1p5b"),
-            _model("inference", model="2b", direction="prefill", batch=1),
-            _model("inference-cached", model="2b", direction="decode", batch=1),
-            _model("inference-cached", model="2b", direction="decode", batch=32),
+        ),
+    ),
+    "generation": Summary(
+        columns={
+            "work": _ours(lambda row: _WORK[row["direction"]]),
+            "sequences": _ours(_sequences),
+            "dense, ms": _baseline(number("ms", "{:.2f}")),
+            "kernels, ms": _ours(number("ms", "{:.2f}")),
+            "speed-up": _speedup,
+            "energy": _energy_ratio,
+        },
+        picks=tuple(
+            _pick(_GENERATION, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu")
+            for direction, batch in (
+                ("decode", 1),
+                ("decode", 8),
+                ("decode", 32),
+                ("prefill", 1),
+                ("prefill", 8),
+            )
         ),
     ),
     "scaling": Summary(
