@@ -24,6 +24,7 @@ def union_plan(
     counts: jax.Array,
     *,
     max_items: int | None = None,
+    max_heavy: int | None = None,
 ) -> tuple[Plan, jax.Array, HeavyRows]:
     """Decides for each row tile whether its outlying tokens stay in its union, and lists the work.
 
@@ -38,6 +39,7 @@ def union_plan(
       masks: uint32 `[2, R, H / 32]`, R = ceil(M / 256), H a multiple of 128 up to 65536.
       counts: uint8 `[H / 64, R * 256]`.
       max_items: length of the work list, at least 1; None for R * H / 128, which always suffices.
+      max_heavy: how many tokens may leave to save operations; None for any number.
 
     Returns:
       plan: for the tokens that stay.
@@ -57,7 +59,7 @@ def union_plan(
     max_items = all_items if max_items is None else max_items
     if not 1 <= max_items <= all_items:
         raise ValueError(f"max_items must be from 1 to {all_items}, got {max_items}")
-    union, sizes, heavy, nnz = tile_union.decide(masks, counts, m, max_items)
+    union, sizes, heavy, nnz = tile_union.decide(masks, counts, m, max_items, max_heavy)
     padded_m = pl.cdiv(m, 8) * 8
     item_count, heavy_count = (in_place.mutable(jnp.zeros(1, jnp.int32)) for _ in range(2))
     kernel = plgpu.kernel(

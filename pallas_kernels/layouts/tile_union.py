@@ -34,6 +34,7 @@ TILE_TOKENS = 256  # tokens of a row tile
 GROUP_NEURONS = 64  # neurons among which a token's non-zeros are counted
 CHUNK_NEURONS = 128  # neurons of a work item
 OUTLYING_ABOVE = 16  # non-zeros in a group: 1.5 times the most seen at nnz of up to 300 of 5632
+MAX_HEAVY = 256  # the most tokens outside the unions for which sparse gradients have room
 _DENSE_COST = 1.5  # a token takes three matmuls if computed densely, two on a union
 
 
@@ -144,8 +145,27 @@ def to_bits(words: jax.Array) -> jax.Array:
     return bits.reshape(*words.shape[:-1], -1) != 0
 
 
+def who_leaves(
+    every: jax.Array, usual: jax.Array, outlying: jax.Array, h: int, max_heavy: int | None = None
+) -> jax.Array:
+    """Whether the outlying tokens of each row tile leave its union, to save operations: bool `[R]`.
+
+    Args:
+      every: int32 `[R]`, the neurons that any token of the tile uses.
+      usual: int32 `[R]`, those that any does that is not outlying in the neuron's group.
+      outlying: int32 `[R]`, the tokens that may leave.
+      h: number of neurons.
+      max_heavy: the most tokens that may leave all tiles; None for any number. From the tile on in
+        which they become more, they stay.
+    """
+    leave = TILE_TOKENS * (every - usual) > _DENSE_COST * h * outlying
+    if max_heavy is None:
+        return leave
+    return leave & (jnp.cumsum(jnp.where(leave, outlying, 0)) <= max_heavy)
+
+
 def decide(
-    masks: jax.Array, counts: jax.Array, m: int, max_items: int
+    masks: jax.Array, counts: jax.Array, m: int, max_items: int, max_heavy: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Decides which tokens leave the unions, to save operations, for lack of room or as not finite.
 
@@ -155,6 +175,7 @@ def decide(
       m: number of tokens.
       max_items: length of the work list. From the first tile whose items do not fit, all tokens
         leave.
+      max_heavy: see `who_leaves`.
 
     Returns:
       union: uint32 `[R, H / 32]`, bits of the neurons in each union: at least those that
@@ -165,16 +186,31 @@ def decide(
     """
     tiles, h = masks.shape[1], 32 * masks.shape[2]
     nnz = jnp.sum(counts & 127, axis=0, dtype=jnp.int32)
-    most = jnp.max(counts, axis=0)
-    is_token = jnp.arange(most.size) < m
-    outlying = ((most > OUTLYING_ABOVE) & is_token).reshape(tiles, TILE_TOKENS)
-    not_finite = ((most > 127) & is_token).reshape(tiles, TILE_TOKENS)
-    every_size, usual_size = jnp.sum(lax.population_count(masks), axis=-1, dtype=jnp.int32)
-    saved = TILE_TOKENS * (every_size - usual_size)
-    leave = saved > _DENSE_COST * h * jnp.sum(outlying & ~not_finite, axis=1)
+    every_size, usual_size, outlying, not_finite = tokens_of_tiles(masks, counts, m)
+    leave = who_leaves(every_size, usual_size, jnp.sum(outlying, axis=1), h, max_heavy)
     sizes = jnp.where(leave, usual_size, every_size)
     fits = (jnp.cumsum(-(-sizes // CHUNK_NEURONS)) <= max_items)[:, None]
     union = jnp.where(fits, jnp.where(leave[:, None], masks[1], masks[0]), 0)
     heavy = (outlying & leave[:, None]) | not_finite
+    is_token = jnp.arange(tiles * TILE_TOKENS) < m
     heavy |= is_token.reshape(tiles, TILE_TOKENS) & ~fits
     return union, jnp.where(fits[:, 0], sizes, 0), to_words(heavy), nnz[:m]
+
+
+def tokens_of_tiles(
+    masks: jax.Array, counts: jax.Array, m: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What `decide` goes by.
+
+    Args: as of `decide`.
+
+    Returns:
+      every, usual: int32 `[R]`, as of `who_leaves`.
+      outlying: bool `[R, 256]`, tokens that are outlying in any group, and finite.
+      not_finite: bool `[R, 256]`, tokens with pre-activations that are known not to be finite.
+    """
+    every, usual = jnp.sum(lax.population_count(masks), axis=-1, dtype=jnp.int32)
+    most = jnp.where(jnp.arange(counts.shape[1]) < m, jnp.max(counts, axis=0), 0)
+    most = most.reshape(-1, TILE_TOKENS)
+    not_finite = most > 127
+    return every, usual, (most > OUTLYING_ABOVE) & ~not_finite, not_finite

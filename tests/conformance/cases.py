@@ -67,6 +67,20 @@ def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
     return arrays if gated else [arrays[0], None, *arrays[2:]]
 
 
+def draw_exact(m, d, h, *, gated=True, density=0.01):
+    """As `draw`, but gates are 0 or 1 without rounding; also which fire, bool `[m, h]`.
+
+    Tokens that follow each other are alike.
+    """
+    rng = seeds.rng()
+    neurons = rng.random((h, d)) < density * rng.exponential(size=(h, 1))
+    kinds = rng.integers(0, d // 4, m) + 3 * d // 4 * np.arange(m) // m
+    x, *weights = draw(m, d, h, gated=gated)
+    x = np.eye(d, dtype=x.dtype)[kinds]
+    weights[0 if gated else 1] = (2 * neurons - 1).astype(x.dtype)
+    return [x, *weights], neurons.T[kinds]
+
+
 def in_float32(operands):
     return [None if a is None else a.astype(np.float32) for a in operands]
 

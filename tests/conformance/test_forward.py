@@ -1,5 +1,7 @@
 """The block by every back end and algorithm, against float64 and against dense XLA."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from tests.conformance.cases import (
     TOKENS,
     by,
     draw,
+    draw_exact,
     either_form,
     every_algorithm,
     every_packing,
@@ -21,7 +24,9 @@ from tests.conformance.cases import (
     xla,
 )
 from tests.errors import relative_error
+from tests.room import shares
 from twell_jax import sparse_ffn
+from twell_jax.ffn.stats import NOT_MEASURED
 
 
 def draw_for(algorithm, **options):
@@ -165,6 +170,21 @@ def test_all_zero(back_end, algorithm):
     assert not np.any(y) and stats.nnz == 0 and stats.l1 == 0 and not np.any(stats.fired)
 
 
+@either_form
+def test_unions_and_dense_xla_measure_the_room_of_a_pattern(back_end, gated):
+    operands, active = draw_exact(700, 128, 640, gated=gated)
+    expected = shares(active)
+    assert 0.3 < expected[0] < 0.9 and 0.3 < expected[1] < 0.9
+    for _, stats in (run("unions", *operands), xla(*operands)):
+        np.testing.assert_allclose((stats.union, stats.listed), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["few_tokens", "twell"])
+def test_the_other_kernels_do_not_measure_it(back_end, algorithm):
+    _, stats = run(algorithm, *draw_for(algorithm))
+    assert stats.union == stats.listed == NOT_MEASURED
+
+
 @every_algorithm
 @pytest.mark.parametrize(
     ("poison", "feature"),  # the last feature opens (-inf) or shuts (inf) all gates
@@ -213,6 +233,7 @@ def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(reference_kernels
     assert collectives == ["all-gather"] * (3 if gated else 2)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), y.ndim)
     y_alone, alone = xla(*operands)
+    alone = dataclasses.replace(alone, union=NOT_MEASURED, listed=NOT_MEASURED)
     assert relative_error(y, y_alone) < 5e-3
     for ours, theirs in zip(*map(jax.tree.leaves, (stats, alone)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=5e-3)

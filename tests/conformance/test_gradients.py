@@ -1,5 +1,6 @@
 """Gradients by every back end: dense ones behind either packing, sparse ones behind unions."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -19,6 +20,7 @@ from tests.conformance.cases import (
     TOKENS,
     by,
     draw,
+    draw_exact,
     either_form,
     every_packing,
     gradients,
@@ -26,6 +28,7 @@ from tests.conformance.cases import (
     xla,
 )
 from tests.errors import ROUNDING, relative_error
+from tests.room import shares
 from twell_jax import config, sparse_ffn
 from twell_jax.ffn import dispatch
 from twell_jax.models import sharding
@@ -59,9 +62,15 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
         y, stats = ffn(x, *weights)
         return jnp.sum(jnp.square(y.astype(jnp.float32))) + 0.1 * stats.l1
 
+    def forward(ffn, x, weights):
+        y, stats = ffn(x, *weights)
+        if algorithm == "twell":  # which does not measure these
+            stats = dataclasses.replace(stats, union=0, listed=0)
+        return y, stats
+
     def mapped(ffn):
         rematerialised = jax.checkpoint(functools.partial(loss, ffn))
-        functions = lambda x, weights: ffn(x, *weights), jax.grad(rematerialised, argnums=(0, 1))
+        functions = functools.partial(forward, ffn), jax.grad(rematerialised, argnums=(0, 1))
         return [jax.jit(jax.vmap(f, in_axes=(0, None)))(x, weights) for f in functions]
 
     kernels = by(algorithm, gradients=kind, gradient_capacity=1.0)
@@ -107,8 +116,8 @@ def unzip(out):
         (100, 2.2, 1.0, True, False),
         (100, 2.2, 0.7, True, True),  # no room for the last tile: its tokens are heavy
         (100, 1.5, 0.7, False, True),  # nor in the lists
-        (2, 9.0, 1.0, False, True),  # too many heavy rows
-        (2, 9.0, 1.0, False, False),
+        (2, 9.0, 1.0, True, True),  # tokens that would leave stay, as they are too many
+        (2, 9.0, 1.0, True, False),
         (1000, 8, 1.0, True, True),  # all zero, but for one row
         (1000, -8, 1.0, True, True),  # all dense
     ],
@@ -118,6 +127,28 @@ def test_sparse_gradients(back_end, every, threshold, capacity, fits, gated):
     operands[0][3::every, -1] = -1
     overflow = assert_exact_gradients(operands, capacity)
     assert overflow == (not fits)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_sparse_gradients_fit_into_the_larger_share(back_end, alike):
+    operands, active = draw_exact(*SHAPE, density=0.01 if alike else 0.002)
+    if alike:  # the lists then need more room than the unions
+        operands[0][...], active[...] = operands[0][0], active[0]
+    union, listed = shares(active)
+    assert (listed > union) == alike
+    lacking = 1 if alike else 0.5  # unions that lack less than a tile may fit: it is then heavy
+    needed = max(union, listed)
+    dy = np.zeros_like(operands[0], np.float32)
+    for capacity, overflow in ((needed + 1e-4, 0), (lacking * needed - 1e-4, 1)):
+        *_, stats = unzip(sparse_gradients(capacity)(operands, dy))
+        assert stats.overflow == overflow
+        np.testing.assert_allclose((stats.union, stats.listed), shares(active), rtol=1e-6)
+
+
+def test_by_default_there_is_room_for_any_finite_pattern(reference_kernels):
+    operands, dy = draw(*SHAPE, threshold=-8), np.zeros((700, 128), np.float32)
+    *_, stats = unzip(gradients(functools.partial(sparse_ffn, **SPARSE), operands, dy))
+    assert stats.union == 1 and stats.overflow == 0
 
 
 @pytest.mark.parametrize("feature", [5, -1])  # the last shuts all gates of the token
@@ -150,9 +181,27 @@ def compile_over(mesh, operands, tokens, weights):
         *out, stats = unzip(compiled(placed, dy))
     for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
         assert relative_error(array, ref) < 1e-2
+    # The mean over devices, each of which has its own tokens and neurons.
+    union, listed = np.mean(shares_by_device(mesh, operands), axis=0)
+    expected = dataclasses.replace(expected, union=union, listed=listed)
     for array, ref in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
         np.testing.assert_allclose(array, ref, rtol=1e-2)
     return compiled.as_text()
+
+
+def shares_by_device(mesh, operands):
+    """What `shares` says of the part that each device of the mesh computes."""
+    x, *gates_first = in_float32([a for a in operands if a is not None])
+    active = x @ gates_first[0].T > 0
+    parts = [
+        math.prod(size for axis, size in mesh.shape.items() if (axis == "tensor") == is_neurons)
+        for is_neurons in (False, True)
+    ]
+    return [
+        shares(part)
+        for some in np.split(active, parts[0])
+        for part in np.split(some, parts[1], axis=1)
+    ]
 
 
 def make_mesh(shape, axes, platform="cpu", axis_type=AxisType.Auto):
@@ -197,7 +246,7 @@ def test_layers_train_with_sparse_gradients(reference_kernels):
             "mesh": {"fsdp": fsdp},
             "model": {
                 "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
-                "d_ff": 256, "dtype": "bfloat16", "ffn_gradient_capacity": 1.0,
+                "d_ff": 256, "dtype": "bfloat16",
             },
         }
     )  # fmt: skip
@@ -207,9 +256,7 @@ def test_layers_train_with_sparse_gradients(reference_kernels):
     with jax.set_mesh(mesh):
         operands = trainer.put_batch(tokens), 1e-3
         state, dense = trainer.step(trainer.init(), *operands)
-        sparse_state, sparse = trainer.step_with(("sparse", "sparse", None))(
-            trainer.init(), *operands
-        )
+        sparse_state, sparse = trainer.step_with((1.0, "sparse", None))(trainer.init(), *operands)
     np.testing.assert_array_equal(sparse.overflow, 0)
     for name in ("ce", "l1", "nnz", "grad_norm"):
         np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)

@@ -134,9 +134,6 @@ class ModelConfig(Section):
     ffn_gradients: Gradients | None = Field(
         None, description="whether their gradients are computed on the sparse pattern; null: dense"
     )
-    ffn_gradient_capacity: float = Field(
-        0.5, gt=0, le=1, description="memory for sparse gradients, as a fraction of what dense take"
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -44,7 +44,7 @@ def sparse_ffn(
     packing: Packing | None = None,
     gradients: Gradients | None = None,
     expected_nnz: float | None = None,
-    gradient_capacity: float = 0.5,
+    gradient_capacity: float = 1.0,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
 
@@ -70,11 +70,11 @@ def sparse_ffn(
       expected_nnz: mean non-zeros per token, from 0 to H, if the caller has measured them (see
         `FFNStats.nnz`). They decide whether kernels serve few tokens and blocks without a gate.
       gradient_capacity: the memory for sparse gradients, above 0 and at most 1, as a fraction of
-        what they would take densely. It suffices if, on average, 256 neighbouring tokens use
-        no larger share of the neurons between them, and a token no larger share of the groups of
-        64 neurons. Otherwise the gradients are computed densely: they are exact, but slower than
-        without the kernels, and `FFNStats.overflow` is 1. `twell_jax.ffn.RESIDUALS` names what the
-        forward keeps, for policies of `jax.checkpoint`.
+        what the largest pattern takes. 1 holds any pattern, if x is finite. Less suffices if
+        neither `FFNStats.union` nor `FFNStats.listed` is larger, on any device. Otherwise the
+        gradients are computed densely: they are exact, but take twice the time of gradients
+        without kernels (docs/performance.md), and `FFNStats.overflow` is 1.
+        `twell_jax.ffn.RESIDUALS` names what the forward keeps, for policies of `jax.checkpoint`.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One

@@ -73,7 +73,7 @@ class SparseMLP(nnx.Module):
         packing: Packing | None = None,
         gradients: Gradients | None = None,
         expected_nnz: float | None = None,
-        gradient_capacity: float = 0.5,
+        gradient_capacity: float = 1.0,
         keep_stats: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -112,23 +112,38 @@ class SparseMLP(nnx.Module):
 
     @overload
     def __call__(
-        self, x: ArrayLike, *, return_stats: Literal[False] = ..., gradients: Gradients | None = ...
+        self,
+        x: ArrayLike,
+        *,
+        return_stats: Literal[False] = ...,
+        gradients: Gradients | None = ...,
+        gradient_capacity: float | None = ...,
     ) -> jax.Array: ...
 
     @overload
     def __call__(
-        self, x: ArrayLike, *, return_stats: Literal[True], gradients: Gradients | None = ...
+        self,
+        x: ArrayLike,
+        *,
+        return_stats: Literal[True],
+        gradients: Gradients | None = ...,
+        gradient_capacity: float | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
 
     def __call__(
-        self, x: ArrayLike, *, return_stats: bool = False, gradients: Gradients | None = None
+        self,
+        x: ArrayLike,
+        *,
+        return_stats: bool = False,
+        gradients: Gradients | None = None,
+        gradient_capacity: float | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
         """Applies the block.
 
         Args:
           x: `[..., D]`, anything that `jnp.asarray` takes.
           return_stats: return the statistics, too.
-          gradients: overrides the module's own `gradients`; None does not.
+          gradients, gradient_capacity: override those of the module; None does not.
 
         Returns:
           y: `[..., D]`, or the pair of y and the `FFNStats`.
@@ -157,7 +172,9 @@ class SparseMLP(nnx.Module):
             packing=self.packing,
             gradients=gradients or self.gradients,
             expected_nnz=self.expected_nnz,
-            gradient_capacity=self.gradient_capacity,
+            gradient_capacity=(
+                self.gradient_capacity if gradient_capacity is None else gradient_capacity
+            ),
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
         if self.stats is not None:

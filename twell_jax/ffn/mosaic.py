@@ -28,8 +28,8 @@ FORWARD = {"few_tokens": few_tokens.forward, "twell": twell.forward, "unions": u
 
 type Block = Callable[[jax.Array, Weights], tuple[jax.Array, FFNStats]]
 
-# The fields are y, nnz, l1 and fired.
-_OUTPUT = Output._make((Share.TOKENS, Share.TOKENS, Share.SUM, Share.FIRED))
+# The fields are y, nnz, l1, fired, union and listed.
+_OUTPUT = Output._make((Share.TOKENS, Share.TOKENS, Share.SUM, Share.FIRED, Share.MEAN, Share.MEAN))
 _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 

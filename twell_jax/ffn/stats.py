@@ -6,6 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts import room
+from twell_jax.ffn import partition
+
+NOT_MEASURED = -1.0  # rather than NaN, at which JAX can be told to stop
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -20,6 +25,15 @@ class FFNStats:
       fired: bool [H], whether a neuron was non-zero for any token.
       overflow: float32 [], 1 if sparse gradients were asked for, but their pattern exceeded
         `gradient_capacity`, so that they are computed densely; else 0.
+      union: float32 [], the share of H that 256 neighbouring tokens use between them, mean over
+        these tiles of tokens, in started chunks of 128 neurons. Tokens that would leave their union
+        do not count. The kernels for few tokens and for TwELL do not measure it: -1.
+      listed: float32 [], the share of the groups of 64 neurons that a token uses, mean over tokens,
+        in started lists of 64 tokens; -1 where `union` is.
+
+    Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
+    `gradient_capacity` (`pallas_kernels.layouts.room`). On a mesh each device has its own tokens
+    and neurons, and these two are means over devices.
     """
 
     l1: jax.Array
@@ -27,6 +41,8 @@ class FFNStats:
     max_nnz: jax.Array
     fired: jax.Array
     overflow: jax.Array
+    union: jax.Array
+    listed: jax.Array
 
 
 def no_stats(d_ff: int) -> FFNStats:
@@ -37,6 +53,8 @@ def no_stats(d_ff: int) -> FFNStats:
         max_nnz=jnp.zeros((), jnp.int32),
         fired=jnp.zeros(d_ff, bool),
         overflow=jnp.zeros((), jnp.float32),
+        union=jnp.zeros((), jnp.float32),
+        listed=jnp.zeros((), jnp.float32),
     )
 
 
@@ -48,12 +66,15 @@ class Output(NamedTuple):
       nnz: int32 `[M]`, each token's non-zero activations (of g, if gated).
       l1: float32 [], the sum of |h| over all tokens.
       fired: bool `[H]`, whether a neuron was non-zero for any token.
+      union, listed: float32 [], see `FFNStats`.
     """
 
     y: jax.Array
     nnz: jax.Array
     l1: jax.Array
     fired: jax.Array
+    union: jax.Array | float = NOT_MEASURED
+    listed: jax.Array | float = NOT_MEASURED
 
     def with_stats(self, overflow: jax.Array | float = 0.0) -> tuple[jax.Array, FFNStats]:
         """y and the `FFNStats` over all tokens."""
@@ -63,6 +84,8 @@ class Output(NamedTuple):
             max_nnz=jnp.max(self.nnz),
             fired=self.fired,
             overflow=jnp.asarray(overflow, jnp.float32),
+            union=jnp.asarray(self.union, jnp.float32),
+            listed=jnp.asarray(self.listed, jnp.float32),
         )
 
 
@@ -74,6 +97,7 @@ def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
       active: `[..., H]`, the output of the activation function (see `activations.hidden`).
     """
     nonzero = active != 0
+    union, listed = room.of_dense(nonzero, devices=partition.devices()[0])
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
     return FFNStats(
         l1=jnp.mean(jnp.sum(jnp.abs(h), axis=-1, dtype=jnp.float32)),
@@ -81,4 +105,6 @@ def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
         max_nnz=jnp.max(nnz),
         fired=jnp.any(nonzero, axis=tuple(range(h.ndim - 1))),
         overflow=jnp.zeros((), jnp.float32),
+        union=union,
+        listed=listed,
     )

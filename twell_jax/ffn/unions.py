@@ -19,15 +19,14 @@ from jax import lax
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts import room, tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
-from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, Plan
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn.stats import Output
 
-_MAX_HEAVY = 256  # the most tokens outside the unions for which the sparse backward has room
 _PARTS = 16  # the dense backward takes this part of the tokens, or of the neurons, at a time
 
 
@@ -75,10 +74,10 @@ def forward_with_residuals(
     output, (hidden, plan, heavy, counts) = _forward(kernels, x, weights, max_items=max_items)
     slots = max(1, int(capacity * counts.size / GROUP_NEURONS)) * GROUP_NEURONS
     lists, lists_fit = neuron_lists(counts, m, slots)
-    rows = heavy.rows[:_MAX_HEAVY]
+    rows = heavy.rows[:MAX_HEAVY]
     rows = jnp.sort(jnp.where(jnp.arange(rows.size) < heavy.count, rows, m))
     is_finite = jnp.all(counts[:, :m] <= 127)
-    fits = lists_fit & (heavy.count <= _MAX_HEAVY) & is_finite
+    fits = lists_fit & (heavy.count <= MAX_HEAVY) & is_finite
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers.
     return output, in_place.barrier(Residuals(fits, hidden, plan, lists, rows))
@@ -91,9 +90,12 @@ def _forward(
     m = x.shape[0]
     gate, masks, counts = kernels.gate_union(x, weights.activated)
     gate_ref = in_place.mutable(gate)
-    plan, nnz, heavy = kernels.union_plan(x, gate_ref, masks, counts, max_items=max_items)
+    keeps = max_items is not None
+    plan, nnz, heavy = kernels.union_plan(
+        x, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
+    )
     hidden, l1 = kernels.union_up(
-        x, in_place.contents(gate_ref), weights.linear, plan, with_gate=max_items is not None
+        x, in_place.contents(gate_ref), weights.linear, plan, with_gate=keeps
     )
     y = kernels.union_down(hidden, (weights.down,), plan, m)
     # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
@@ -103,7 +105,10 @@ def _forward(
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
-    output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired)
+    # XLA would put this between kernels, which then could not overlap. heavy_l1 is never negative.
+    late_masks, late_counts = (jnp.where(heavy_l1 < 0, 0, a) for a in (masks, counts))
+    shares = room.of_packed(late_masks, late_counts, m)
+    output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired, *shares)
     return output, (hidden, plan, heavy, counts)
 
 

@@ -22,6 +22,8 @@ from twell_jax.models.layers import linear, logical_axes, norm, residual_init, s
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
+type LayerGradients = Gradients | float | None  # of one layer; see `Transformer.hidden`
+
 _KEPT = jax.checkpoint_policies
 
 # What a block keeps for the backward pass, by `ModelConfig.remat`.
@@ -84,7 +86,7 @@ class Transformer(nnx.Module):
         *,
         document_end: int | None = None,
         per_token_stats: bool = False,
-        ffn_gradients: tuple[Gradients | None, ...] | None = None,
+        ffn_gradients: tuple[LayerGradients, ...] | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         """Computes next-token logits.
 
@@ -109,7 +111,7 @@ class Transformer(nnx.Module):
         *,
         document_end: int | None = None,
         per_token_stats: bool = False,
-        ffn_gradients: tuple[Gradients | None, ...] | None = None,
+        ffn_gradients: tuple[LayerGradients, ...] | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         """Computes what `logits` and `head` take, for losses that need no logits of all tokens.
 
@@ -121,8 +123,9 @@ class Transformer(nnx.Module):
             pattern of the activations. Set `ffn_implementation="xla"` with it, as kernels would run
             token by token.
           ffn_gradients: for each layer, how its feed-forward block computes gradients (see
-            `sparse_ffn`); None takes the config's. Consecutive layers with the same value run in
-            one loop; each loop is compiled separately.
+            `sparse_ffn`); a number asks for sparse ones with this `gradient_capacity`, None takes
+            the config's. Consecutive layers with the same value run in one loop; each loop is
+            compiled separately.
 
         Returns:
           `[B, T, D]` in the compute dtype, normed, and the `FFNStats` with leading axes `[layers]`,
@@ -187,7 +190,7 @@ class Transformer(nnx.Module):
         cache: KVCache | None = None,
         *,
         per_token_stats: bool = False,
-        ffn_gradients: tuple[Gradients | None, ...] | None = None,
+        ffn_gradients: tuple[LayerGradients, ...] | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Embeds tokens and runs the layers on them.
 
@@ -270,7 +273,6 @@ class Block(nnx.Module):
             down_init=residual_init(config),
             implementation=config.ffn_implementation,
             gradients=config.ffn_gradients,
-            gradient_capacity=config.ffn_gradient_capacity,
             rngs=rngs,
         )
 
@@ -282,15 +284,17 @@ class Block(nnx.Module):
         cache: KVCache | None = None,
         layer: jax.Array | None = None,
         *,
-        gradients: Gradients | None = None,
+        gradients: LayerGradients = None,
         per_token_stats: bool = False,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
         x = x + scaled(attended, self.residual_scale)
+        kind: Gradients | None
+        kind, room = ("sparse", gradients) if isinstance(gradients, float) else (gradients, None)
 
         def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
-            return self.mlp(x, gradients=gradients, return_stats=True)
+            return self.mlp(x, gradients=kind, gradient_capacity=room, return_stats=True)
 
         per_token = jax.vmap(jax.vmap(mlp))
         y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))

@@ -34,7 +34,7 @@ _MAY_DIFFER = {
 # Keys of `model` that say how a run computes; a model's files do not decide them.
 _NOT_TAKEN = {
     "dtype", "param_dtype", "remat", "ffn_implementation", "decode_implementation",
-    "ffn_gradients", "ffn_gradient_capacity",
+    "ffn_gradients",
 }  # fmt: skip
 
 _REQUIRED = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}

@@ -23,8 +23,7 @@ from twell_jax.train.trainer import abstract_state
 _MAY_CHANGE = {
     "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
     "checkpoint_keep", "log_every", "tensorboard", "wandb", "data.cache_dir", "data.strict",
-    "model.remat", "model.ffn_implementation", "model.ffn_gradients", "model.ffn_gradient_capacity",
-    "sparse_gradients_every",
+    "model.remat", "model.ffn_implementation", "model.ffn_gradients", "sparse_gradients_every",
 }  # fmt: skip
 
 _TEMPORARY = ".tmp"
@@ -153,13 +152,18 @@ def last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx
 
 
 def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
-    # Version 0.1 had no ffn_gradients, and could plan gradients for layers with "xla".
     model = tree.get("model")
-    if not isinstance(model, dict) or "ffn_gradients" in model:
+    if not isinstance(model, dict):
         return tree
-    if not tree.get("sparse_gradients_every") or model.get("ffn_implementation") != "xla":
-        return tree
-    return tree | {"model": model | {"ffn_implementation": None}}
+    # Up to version 0.2 one room was set for the sparse gradients of all layers.
+    model = {key: value for key, value in model.items() if key != "ffn_gradient_capacity"}
+    # Version 0.1 had no ffn_gradients, and could plan gradients for layers with "xla".
+    plans_with_xla = (
+        "ffn_gradients" not in model
+        and tree.get("sparse_gradients_every")
+        and model.get("ffn_implementation") == "xla"
+    )
+    return tree | {"model": model | ({"ffn_implementation": None} if plans_with_xla else {})}
 
 
 def differences(

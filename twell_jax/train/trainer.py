@@ -328,4 +328,6 @@ def _over_micro_batches(stats: FFNStats) -> FFNStats:
         max_nnz=jnp.max(stats.max_nnz, axis=0),
         fired=jnp.any(stats.fired, axis=0),
         overflow=jnp.mean(stats.overflow, axis=0),
+        union=jnp.max(stats.union, axis=0),
+        listed=jnp.max(stats.listed, axis=0),
     )

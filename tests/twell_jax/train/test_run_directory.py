@@ -56,6 +56,14 @@ def test_a_run_of_0_1_that_planned_its_gradients_with_xla_is_still_read(tmp_path
     open_run(settings(tmp_path, sparse_gradients_every=5))
 
 
+def test_a_run_of_0_2_that_set_the_room_of_its_gradients_is_still_read(tmp_path):
+    run = begin(tmp_path)
+    tree = run.model_dump(mode="json")
+    tree["model"]["ffn_gradient_capacity"] = 0.5
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert load_config(tmp_path) == run
+
+
 @pytest.mark.parametrize(
     ("key", "changes"),
     [

@@ -1,0 +1,73 @@
+"""The room that the sparse gradients of a pattern need, as shares of what any pattern needs.
+
+    union     work items, of the R H / 128 that there are if every tile uses every neuron: each row
+              tile has one for every started chunk of 128 neurons of its union (`tile_union`)
+    listed    list slots, of the R 256 H / 64 that there are if every token uses every group of 64
+              neurons: each group has one for every token that uses it, in whole rooms of 64
+              (`neuron_lists`)
+
+A finite pattern fits into a share of the memory if neither is larger. Tokens that leave their union
+do not count in the first.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.neuron_lists import ROOM_SLOTS
+from pallas_kernels.layouts.tile_union import (
+    CHUNK_NEURONS,
+    GROUP_NEURONS,
+    MAX_HEAVY,
+    OUTLYING_ABOVE,
+    TILE_TOKENS,
+)
+
+
+def of_packed(masks: jax.Array, counts: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """(union, listed), float32 [], of a gate that `gate_union` describes; see `tile_union.decide`.
+
+    Args:
+      masks: uint32 `[2, R, H / 32]`.
+      counts: uint8 `[H / 64, R * 256]`.
+      m: number of tokens.
+    """
+    every, usual, outlying, _ = tile_union.tokens_of_tiles(masks, counts, m)
+    is_listed = (counts & 127 != 0) & (jnp.arange(counts.shape[1]) < m)
+    lengths = jnp.sum(is_listed, axis=1, dtype=jnp.int32)
+    h = 32 * masks.shape[2]
+    return _shares(every, usual, jnp.sum(outlying, axis=1), lengths, h, MAX_HEAVY)
+
+
+def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]:
+    """(union, listed), float32 [], of dense activations.
+
+    Args:
+      active: `[..., H]`, of any dtype; its tokens are cut into tiles in order. H may be any number.
+      devices: over how many the tokens are split, each of which lets `MAX_HEAVY` tokens leave.
+    """
+    h = active.shape[-1]
+    used = active.reshape(-1, h) != 0
+    tile = min(TILE_TOKENS, len(used))
+    used = jnp.pad(used, ((0, -len(used) % tile), (0, -h % GROUP_NEURONS)))
+    used = used.reshape(-1, tile, used.shape[1] // GROUP_NEURONS, GROUP_NEURONS)
+    counts = jnp.sum(used, axis=-1, dtype=jnp.int32)
+    is_usual = (counts <= OUTLYING_ABOVE)[..., None]
+    every, usual = (
+        jnp.sum(jnp.any(a, axis=1), axis=(1, 2), dtype=jnp.int32) for a in (used, used & is_usual)
+    )
+    outlying = jnp.sum(jnp.any(counts > OUTLYING_ABOVE, axis=-1), axis=1, dtype=jnp.int32)
+    lengths = jnp.sum(counts != 0, axis=(0, 1), dtype=jnp.int32)
+    return _shares(every, usual, outlying, lengths, h, MAX_HEAVY * devices)
+
+
+def _shares(every, usual, outlying, lengths, h, max_heavy):
+    leave = tile_union.who_leaves(every, usual, outlying, h, max_heavy)
+    chunks = -(-jnp.where(leave, usual, every) // CHUNK_NEURONS)
+    rooms = -(-lengths // ROOM_SLOTS)
+    all_chunks = every.size * -(-h // CHUNK_NEURONS)
+    all_rooms = every.size * (TILE_TOKENS // ROOM_SLOTS) * lengths.size
+    return (
+        jnp.sum(chunks, dtype=jnp.float32) / all_chunks,
+        jnp.sum(rooms, dtype=jnp.float32) / all_rooms,
+    )
