@@ -2,14 +2,16 @@
 
 from contextlib import nullcontext
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.kernels import HOPPER
+from pallas_kernels.layouts import room
 from tests.commands import as_in_a_new_process
 from tests.train.runs import records
 from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
-from twell_jax.train import distributed, gradient_plan, loop
+from twell_jax.train import distributed, loop
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run
 
@@ -18,8 +20,11 @@ STEPS = 8
 
 @pytest.fixture
 def settings(workspace, monkeypatch, reference_kernels):
-    """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse."""
-    monkeypatch.setattr(gradient_plan, "_FIRST_SHARE", 1.0)
+    """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse.
+
+    Where they are dense, they measure less room than they need.
+    """
+    monkeypatch.setattr(room, "of_dense", lambda *_, **__: 2 * (jnp.float32(0.1),))
 
     def load(directory, *changes):
         return config.load(
@@ -41,18 +46,23 @@ def train_until(stop, settings, monkeypatch):
         loop.train(settings)
 
 
-def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch):
+def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch, capsys):
     loop.train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
-    # Planned after every second step, from the one before it: announced, tried, found not to fit.
+    # Planned after every second step, from those before it: announced, sparse, found not to fit.
     planned = [line["sparse_gradients"][0] for line in whole]
     assert planned == [False, False, False, False, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
+    assert [line["gradient_room"][0] for line in whole] == [sparse / 8 for sparse in planned]
+    assert [line["union"][0] for line in whole] == [1 if s else pytest.approx(0.1) for s in planned]
+    told = "up to step 5 sparse gradients of layers 0, 1 had too little room"
+    assert told in " ".join(capsys.readouterr().out.split())
 
-    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # a trial is announced
+    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # sparse layers are announced
     with Checkpoints(tmp_path / "parts/checkpoints", keep=1) as checkpoints:
         saved = checkpoints.restore_position()
     assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
+    train_until(6, settings(tmp_path / "parts"), monkeypatch)  # both have just overflowed
     loop.train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
@@ -61,7 +71,8 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
     every_layer = ["steps=1", "sparse_gradients_every=0", "model.ffn_gradients=sparse"]
     loop.train(settings(tmp_path / "run", *every_layer))
     first, *_ = records(tmp_path / "run")
-    assert first["overflow"] == [1, 1] and "sparse_gradients" not in first
+    assert first["overflow"] == [0, 0]  # by default there is room for all
+    assert first.keys().isdisjoint({"sparse_gradients", "gradient_room", "union", "listed"})
     run, _, model = load_run(tmp_path / "run")
     assert (run.model.ffn_gradients, model.config.ffn_gradients) == ("sparse", None)
 

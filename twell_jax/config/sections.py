@@ -179,8 +179,9 @@ class Config(Section):
     sparse_gradients_every: int = Field(
         0,
         ge=0,
-        description="steps after which the run plans anew which layers compute sparse gradients "
-        "(on Hopper GPUs); 0: never, model.ffn_gradients holds for all layers",
+        description="steps after which the run plans anew which layers compute sparse gradients, "
+        "and in how much memory, from what they measured (on Hopper GPUs); 0: never, "
+        "model.ffn_gradients holds for all layers",
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
     eval_sequences: int = Field(64, gt=0, description="held-out sequences per evaluation")

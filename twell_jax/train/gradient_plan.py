@@ -1,77 +1,131 @@
-"""Plans which layers compute sparse gradients, from the statistics of earlier steps.
+"""Plans each layer's gradients, dense or sparse with one of a few rooms, from what steps measured.
 
-Sparse gradients win in layers whose pattern fits into their memory and lose in others. Whether it
-fits depends on how many neurons neighbouring tokens share, and only a trial tells: a layer is tried
-when few of its neurons fire. If it overflows, the next trial waits until markedly fewer fire.
+A step measures the room that the sparse gradients of each layer need, also where they are dense
+(`FFNStats.union` and `listed`). So a layer becomes sparse when it fits into a room, with a margin,
+and nothing has to be tried. If it overflows all the same, its gradients are exact, and from the
+next plan on it has a wider margin.
 
-Each plan has to be compiled, so plans should change rarely. A trial is announced one plan ahead:
-the program can be compiled while the old one trains on, and the step at which it takes over does
-not depend on how long that takes.
+Each plan has to be compiled, so plans should change rarely. A layer keeps its room until it becomes
+too small, or until the plan as a whole would shrink markedly. A change is announced one plan ahead,
+unless a layer overflows: the program can be compiled while the old one trains on, and the step at
+which it takes over does not depend on how long that takes. Neighbouring layers with the same room
+run in one loop, which is compiled once; the plan keeps the number of loops small.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
-from twell_jax.ffn import Gradients
+from twell_jax.models.transformer import LayerGradients
 
-_FIRST_SHARE = 1 / 16  # first limit, of the neurons; real patterns that fit have fewer non-zeros
-_AFTER_OVERFLOW = 0.7  # next limit, of the non-zeros with which a layer overflowed
+# With the last one a layer reserves no more memory than with dense gradients, and all patterns that
+# fit into it with the margin take less time (docs/design/0028).
+ROOMS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
+MARGIN = 1.1  # times the need of a layer, for the room that it gets first
+_CLOSE = 1.03  # times the need of a layer, for the room that it may keep
+_AFTER_OVERFLOW = 1.2  # times the margin
+_SHRINK = 2 / 3  # the rooms of all layers shrink if their sum falls to this share
+_MOST_LOOPS = 4  # as far as neighbouring layers can be merged by giving some of them more room
 
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Dense or sparse gradients for each layer. Checkpoints hold its fields by name.
+    """The gradients of each layer. Checkpoints hold its fields by name.
 
     Attributes:
-      sparse: for each layer, whether its gradients are computed sparsely.
-      limits: for each layer, the mean non-zeros per token below which it is tried. Limits never
-        rise, so plans come to rest.
-      announced: for each layer, whether the next plan makes it sparse; only of dense layers.
+      rooms: for each layer, the `gradient_capacity` of its sparse gradients; 0 if they are dense.
+      announced: the rooms of the next plan, unless a layer overflows or they become too small.
+      margins: for each layer, its room over what it needs, at least, when the room is chosen. They
+        never fall, so plans come to rest.
     """
 
-    sparse: tuple[bool, ...]
-    limits: tuple[float, ...]
-    announced: tuple[bool, ...]
+    rooms: tuple[float, ...]
+    announced: tuple[float, ...]
+    margins: tuple[float, ...]
 
     @classmethod
-    def dense(cls, layers: int, d_ff: int) -> "GradientPlan":
+    def dense(cls, layers: int) -> "GradientPlan":
         """The plan that a run begins with: all layers dense."""
-        return cls((False,) * layers, (_FIRST_SHARE * d_ff,) * layers, (False,) * layers)
+        return cls((0.0,) * layers, (0.0,) * layers, (MARGIN,) * layers)
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "GradientPlan":
         """The inverse of `dataclasses.asdict`, also after a passage through JSON."""
-        announced = saved.get("announced", [False] * len(saved["sparse"]))  # older ones lack it
-        return cls(tuple(saved["sparse"]), tuple(saved["limits"]), tuple(announced))
+        return cls(**{name: tuple(of_layers) for name, of_layers in saved.items()})
 
     @property
-    def ffn_gradients(self) -> tuple[Gradients | None, ...]:
+    def sparse(self) -> tuple[bool, ...]:
+        """For each layer, whether its gradients are sparse."""
+        return tuple(room > 0 for room in self.rooms)
+
+    @property
+    def ffn_gradients(self) -> tuple[LayerGradients, ...]:
         """The argument `ffn_gradients` of `Transformer`; None is the dense default."""
-        return _arguments(self.sparse)
+        return _arguments(self.rooms)
 
     @property
-    def next_ffn_gradients(self) -> tuple[Gradients | None, ...]:
-        """`ffn_gradients` of the next plan, unless a layer overflows before."""
-        return _arguments([a or b for a, b in zip(self.sparse, self.announced, strict=True)])
+    def next_ffn_gradients(self) -> tuple[LayerGradients, ...]:
+        """`ffn_gradients` of the announced plan."""
+        return _arguments(self.announced)
 
-    def revised(self, nnz: Sequence[float], overflow: Sequence[float]) -> "GradientPlan":
-        """The next plan, from the statistics of a step that was computed with this one.
+    def revised(
+        self, union: Sequence[float], listed: Sequence[float], overflow: Sequence[float]
+    ) -> "GradientPlan":
+        """The next plan, from the largest of what steps measured since this one was made.
 
         Args:
-          nnz: for each layer, the mean non-zeros per token.
-          overflow: for each layer, the share of its calls that overflowed, from 0 to 1.
+          union, listed: for each layer, as in `FFNStats`.
+          overflow: for each layer, the share of a step's calls that overflowed, from 0 to 1.
         """
-        sparse, limits, announced = [], [], []
-        rows = zip(self.sparse, self.limits, self.announced, nnz, overflow, strict=True)
-        for was_sparse, limit, was_announced, non_zeros, overflowed in rows:
-            if was_sparse and overflowed:
-                limit = min(limit, _AFTER_OVERFLOW * non_zeros)
-            sparse.append(was_announced or (was_sparse and not overflowed))
-            limits.append(limit)
-            announced.append(not was_sparse and not was_announced and non_zeros < limit)
-        return GradientPlan(tuple(sparse), tuple(limits), tuple(announced))
+        needs = [max(shares) for shares in zip(union, listed, strict=True)]
+        margins = tuple(
+            margin * (_AFTER_OVERFLOW if overflowed else 1)
+            for margin, overflowed in zip(self.margins, overflow, strict=True)
+        )
+        announced_fits = all(
+            room == 0 or need < room for room, need in zip(self.announced, needs, strict=True)
+        )
+        rooms = self.announced if announced_fits else self.rooms
+        of_layers = zip(rooms, needs, margins, overflow, strict=True)
+        wanted = _in_few_loops([_room(*of_layer) for of_layer in of_layers])
+        if any(overflow):
+            return GradientPlan(wanted, wanted, margins)
+        return GradientPlan(rooms, wanted if _pays(rooms, wanted) else rooms, margins)
 
 
-def _arguments(sparse: Sequence[bool]) -> tuple[Gradients | None, ...]:
-    return tuple("sparse" if is_sparse else None for is_sparse in sparse)
+def _room(now: float, need: float, margin: float, overflowed: float) -> float:
+    """The room for a layer that has the room `now`; 0 if none is large enough."""
+    to_keep = margin if overflowed else _CLOSE
+    return min(
+        (room for room in ROOMS if room >= need * (to_keep if room == now else margin)), default=0.0
+    )
+
+
+def _pays(rooms: Sequence[float], wanted: Sequence[float]) -> bool:
+    """Whether another plan is worth a compilation."""
+    pairs = list(zip(rooms, wanted, strict=True))
+    needed = any(now < then or (now and not then) for now, then in pairs)
+    return needed or (any(rooms) and sum(wanted) <= _SHRINK * sum(rooms))
+
+
+def _in_few_loops(rooms: Sequence[float]) -> tuple[float, ...]:
+    """`rooms`, some of them larger, so that few neighbours differ; dense layers stay dense."""
+    runs = [(room, len(list(equal))) for room, equal in groupby(rooms)]
+    while len(runs) > _MOST_LOOPS:
+        added = [  # room, by merging a run with the next one; inf if one of them is dense
+            abs(a - b) * (a_layers if a < b else b_layers) if a and b else math.inf
+            for (a, a_layers), (b, b_layers) in pairwise(runs)
+        ]
+        least = min(added)
+        if least == math.inf:
+            break
+        i = added.index(least)
+        (a, a_layers), (b, b_layers) = runs[i : i + 2]
+        runs[i : i + 2] = [(max(a, b), a_layers + b_layers)]
+    return tuple(room for room, layers in runs for _ in range(layers))
+
+
+def _arguments(rooms: Sequence[float]) -> tuple[LayerGradients, ...]:
+    return tuple(room or None for room in rooms)

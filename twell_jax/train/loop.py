@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from twell_jax import data
@@ -18,7 +19,7 @@ from twell_jax.train.progress import Progress
 from twell_jax.train.result import redraw, show_result
 from twell_jax.train.run_directory import open_run
 from twell_jax.train.sinks import SINKS
-from twell_jax.train.start import Run, Standing, start
+from twell_jax.train.start import Measured, Run, Standing, start
 from twell_jax.train.trainer import Trainer
 
 
@@ -102,13 +103,29 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     step = trainer.prepared_step(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     recorder.add(now.step + 1, measured, plan)
-    if plan and (now.step + 1) % config.sparse_gradients_every == 0:
-        # The step before has ended, so reading its statistics does not make the device wait.
-        plan = plan.revised(now.nnz.tolist(), now.overflow.tolist())
+    if plan is None:
+        return Standing(now.step + 1, state, None, None)
+    largest: Measured = measured.union, measured.listed, measured.overflow
+    if now.measured and (now.step + 1) % config.sparse_gradients_every == 0:
+        # The steps before have ended, so reading their statistics does not make the device wait.
+        union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
+        plan = plan.revised(union, listed, overflow)
+        _tell_overflow(run, now.step, overflow)
         _prepare_next(trainer, plan)
-    return Standing(now.step + 1, state, plan, measured.nnz, measured.overflow)
+    elif now.measured:
+        largest = tuple(map(jnp.maximum, now.measured, largest))
+    return Standing(now.step + 1, state, plan, largest)
 
 
 def _prepare_next(trainer: Trainer, plan: GradientPlan) -> None:
-    if any(plan.announced):
+    if plan.announced != plan.rooms:
         trainer.prepare_step(plan.next_ffn_gradients)
+
+
+def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:
+    if layers := [str(layer) for layer, share in enumerate(overflow) if share]:
+        run.console.out(
+            f"up to step {step} sparse gradients of layers {', '.join(layers)} had too little room "
+            "and were computed densely; the next plan has more",
+            highlight=False,
+        )

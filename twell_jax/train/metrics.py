@@ -148,7 +148,7 @@ class Recorder:
           NonFiniteLoss: see `flush`.
         """
         self.flush()
-        if plan and self._plan and plan.sparse != self._plan.sparse:
+        if plan and self._plan and plan.rooms != self._plan.rooms:
             self._clock = None  # the time for compiling another program does not count
         self._plan = plan
         self._pending = step, measured
@@ -181,6 +181,7 @@ class Recorder:
             record["sparsity_target"] = self._config.sparsity_target
         if self._plan:
             record["sparse_gradients"] = list(self._plan.sparse)
+            record["gradient_room"] = list(self._plan.rooms)
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
         logged = step % self._config.log_every == 0 or step == self._config.steps

@@ -116,6 +116,10 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
         columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)
     if "sparse_gradients" in record:
         columns["gradients"] = (record["sparse_gradients"], _mean, _kind_of_gradients)
+    if "gradient_room" in record:  # version 0.2 did not write these
+        columns["room"] = (record["gradient_room"], max, _share)
+        columns["union"] = (record["union"], _mean, _share)
+        columns["listed"] = (record["listed"], _mean, _share)
     if any(record["overflow"]):
         columns["overflow"] = (record["overflow"], _mean, "{:.0%}".format)
     for heading in ("layer", *columns):
@@ -126,6 +130,10 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     table.add_section()
     table.add_row("all", *(show(merge(values)) for values, merge, show in columns.values()))
     return table
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share else "-"
 
 
 def _kind_of_gradients(sparse: bool | float) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import grain
 import jax
@@ -12,10 +11,12 @@ from rich.console import Console
 from twell_jax.config import Config
 from twell_jax.data import Data
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.gradient_plan import ROOMS, GradientPlan
 from twell_jax.train.init_from import initial_params
 from twell_jax.train.run_directory import AnotherRun, RunPaths
 from twell_jax.train.trainer import Trainer, TrainState
+
+type Measured = tuple[jax.Array | np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,15 @@ class Standing:
       step: number of steps taken.
       state: the training state; the next step consumes it.
       plan: which layers have sparse gradients; None if the config decides for all of them.
-      nnz, overflow: float [layers], measured by the last step; the next plan is made from them.
+      measured: `union`, `listed` and `overflow` of `StepMetrics`, float [layers] each, the largest
+        of all steps since the plan was made, for the next one; None before the first step, or
+        without a plan.
     """
 
     step: int
     state: TrainState
     plan: GradientPlan | None
-    nnz: jax.Array | np.ndarray
-    overflow: jax.Array | np.ndarray
+    measured: Measured | None
 
     def save(self, run: Run) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
@@ -64,7 +66,7 @@ class Standing:
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
         if self.plan:
             position["choice"] = dataclasses.asdict(self.plan)
-            position["choose_from"] = [self.nnz.tolist(), self.overflow.tolist()]
+            position["choose_from"] = [of_layers.tolist() for of_layers in self.measured or ()]
         run.checkpoints.save(self.step, self.state, position)
 
 
@@ -80,10 +82,8 @@ def start(run: Run) -> Standing:
     restored = run.checkpoints.restore(run.trainer.abstract_state)
     finished = restored is not None and restored[0].step >= run.config.steps
     plan = None if finished else first_plan(run.config, run.trainer)
-    layers = run.config.model.layers
-    measured: Any = np.full(layers, np.inf), np.zeros(layers)  # with these no layer is tried
     if restored is None:
-        return Standing(0, _first_state(run), plan, *measured)
+        return Standing(0, _first_state(run), plan, None)
 
     state, position = restored
     if position["corpus"] != run.data.fingerprint:
@@ -92,12 +92,14 @@ def start(run: Run) -> Standing:
             "restore the old files, or choose another run_dir"
         )
     run.batches.set_state(position["iterator"])
-    if plan and position.get("choice"):
-        plan = GradientPlan.from_saved(position["choice"])
-        measured = [np.array(of_layers) for of_layers in position.get("choose_from", measured)]
+    measured, choice = None, position.get("choice")
+    # Checkpoints up to version 0.2 hold plans without rooms; such a run plans anew, from dense.
+    if plan and choice and "rooms" in choice:
+        plan = GradientPlan.from_saved(choice)
+        measured = tuple(map(np.array, position["choose_from"])) or None
     done = "finished" if finished else "continuing"
     run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
-    return Standing(int(state.step), state, plan, *measured)
+    return Standing(int(state.step), state, plan, measured)
 
 
 def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
@@ -108,8 +110,8 @@ def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
     """
     if not config.sparse_gradients_every:
         return None
-    plan = GradientPlan.dense(config.model.layers, config.model.d_ff)
-    every_layer = dataclasses.replace(plan, sparse=(True,) * config.model.layers)
+    plan = GradientPlan.dense(config.model.layers)
+    every_layer = dataclasses.replace(plan, rooms=ROOMS[-1:] * config.model.layers)
     step = trainer.step_with(every_layer.ffn_gradients)
     jax.eval_shape(step, trainer.abstract_state, trainer.abstract_batch, 0.0)
     return plan

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
-from twell_jax.ffn import FFNStats, Gradients
+from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
-from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.models.transformer import LayerGradients, Transformer, graphdef
 from twell_jax.train.optimizer import learning_rate, make_optimizer
 from twell_jax.train.reinit import reinitialise
 from twell_jax.train.sparsity_control import SparsityControl, first_control, update
 
-LayerGradients = tuple[Gradients | None, ...]  # for each layer; None takes the config's
+type ModelGradients = tuple[LayerGradients, ...]  # the argument `ffn_gradients` of `Transformer`
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +65,9 @@ class StepMetrics:
         from 0 to 1; see `FFNStats`.
       l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
         without a `sparsity_target`.
+      union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
+        largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
+        layers would compute them for nothing.
     """
 
     ce: jax.Array
@@ -77,6 +80,8 @@ class StepMetrics:
     dead: jax.Array
     overflow: jax.Array
     l1_multipliers: jax.Array | None = None
+    union: jax.Array | None = None
+    listed: jax.Array | None = None
 
 
 class Trainer:
@@ -137,8 +142,8 @@ class Trainer:
             in_shardings=(self._shardings.params, sharding.of_batch(mesh)),
             out_shardings=self._replicated,
         )
-        self._steps: dict[LayerGradients | None, jax.stages.Wrapped] = {}
-        self._prepared: dict[LayerGradients | None, Future[jax.stages.Compiled]] = {}
+        self._steps: dict[ModelGradients | None, jax.stages.Wrapped] = {}
+        self._prepared: dict[ModelGradients | None, Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(1, "compiler")
         self.step = self.step_with(None)
 
@@ -147,7 +152,7 @@ class Trainer:
         tokens = tokens.reshape(self._accumulation, -1, tokens.shape[-1])
         return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
 
-    def prepare_step(self, ffn_gradients: LayerGradients) -> None:
+    def prepare_step(self, ffn_gradients: ModelGradients) -> None:
         """Begins to compile `step_with(ffn_gradients)` in a thread, if it has not been asked for.
 
         Autotuning then measures on busy devices. Its results for products that the steps before
@@ -163,13 +168,13 @@ class Trainer:
 
         self._prepared[ffn_gradients] = self._compiler.submit(compiled)
 
-    def prepared_step(self, ffn_gradients: LayerGradients | None) -> Callable:
+    def prepared_step(self, ffn_gradients: ModelGradients | None) -> Callable:
         """`step_with(ffn_gradients)`; waits for it if it is being prepared."""
         if ffn_gradients in self._prepared:
             return self._prepared[ffn_gradients].result()
         return self.step_with(ffn_gradients)
 
-    def step_with(self, ffn_gradients: LayerGradients | None) -> jax.stages.Wrapped:
+    def step_with(self, ffn_gradients: ModelGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.
 
         Returns:
@@ -205,7 +210,7 @@ class Trainer:
         kind: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
         params: nnx.State,
         tokens: jax.Array,
-        ffn_gradients: LayerGradients | None = None,
+        ffn_gradients: ModelGradients | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         model = nnx.merge(self._graph, params)
         x, stats = model.hidden(
@@ -220,7 +225,7 @@ class Trainer:
         tokens: jax.Array,
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
-        ffn_gradients: LayerGradients | None,
+        ffn_gradients: ModelGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
         ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients)
         l1 = stats.l1 if l1_multipliers is None else l1_multipliers * stats.l1
@@ -228,7 +233,7 @@ class Trainer:
 
     def _gradients(
         self,
-        ffn_gradients: LayerGradients | None,
+        ffn_gradients: ModelGradients | None,
         params: nnx.State,
         batch: jax.Array,
         l1_coefficient: jax.Array,
@@ -247,7 +252,7 @@ class Trainer:
 
     def _step(
         self,
-        ffn_gradients: LayerGradients | None,
+        ffn_gradients: ModelGradients | None,
         state: TrainState,
         batch: jax.Array,
         l1_coefficient: jax.Array,
@@ -283,6 +288,8 @@ class Trainer:
             overflow=stats.overflow,
             l1_multipliers=multipliers,
         )
+        if self._config.sparse_gradients_every:
+            metrics = replace(metrics, union=stats.union, listed=stats.listed)
         if control is not None:
             control = update(control, stats.nnz, stats.l1, state.step, self._config)
         return TrainState(state.step + 1, params, opt_state, idle, control), metrics

@@ -51,22 +51,26 @@ def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, cl
 def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, clock):
     settings = config.load("configs/tiny.yaml", ["log_every=1", "batch_tokens=1024"])
     shown = []
-    dense = GradientPlan.dense(layers=2, d_ff=512)
-    mixed = dataclasses.replace(dense, sparse=(True, False))
+    dense = GradientPlan.dense(layers=2)
+    mixed = dataclasses.replace(dense, rooms=(0.5, 0.0))
+    shares = {"union": jnp.array([0.4, 0.9]), "listed": jnp.array([0.3, 0.8])}
     with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
         recorder = metrics.Recorder(settings, log, lambda record, _: shown.append(record), None)
         for step, plan in enumerate([dense, dense, mixed, mixed], start=1):
             clock["now"] += 60 if step in (1, 3) else 2
-            recorder.add(step, measured(), plan)
+            recorder.add(step, dataclasses.replace(measured(), **shares), plan)
             recorder.flush()
     assert [record["tokens_per_second"] for record in shown] == [0.0, 512.0, 512.0, 512.0]
     assert [record["sparse_gradients"] for record in shown] == 2 * [[False] * 2] + 2 * [
         [True, False]
     ]
+    assert [record["gradient_room"] for record in shown] == 2 * [[0, 0]] + 2 * [[0.5, 0]]
+    assert shown[-1]["union"] == pytest.approx([0.4, 0.9])
     console = Console(record=True, width=120)
     console.print(display.layer_table(shown[-1], 512))
     text = console.export_text()
-    assert all(kind in text for kind in (" sparse ", " dense ", " 50% sparse "))
+    kinds = " sparse ", " dense ", " 50% sparse "
+    assert all(part in text for part in (*kinds, " 50% ", " 40% ", " 90% ", " 65% ", " 55% "))
 
 
 def test_a_cut_last_line_is_left_out_and_another_bad_line_named(tmp_path):

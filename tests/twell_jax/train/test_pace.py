@@ -91,7 +91,7 @@ def test_records_have_energy_and_utilisation_where_they_are_known(tmp_path, monk
         recorder = metrics.Recorder(settings, log, lambda record, logged: None, None)
         for step in range(1, 7):
             now["s"] += 60 if step == 1 else 2
-            recorder.add(step, measured, GradientPlan.dense(4, 512))
+            recorder.add(step, measured, GradientPlan.dense(4))
             recorder.flush()
             if step == 4:
                 recorder.add_evaluation(step, 1.0, 2.0)
