@@ -4,7 +4,7 @@
 
 As in benchmarks.ffn, a measured function goes through `LAYERS` sets of weights. Rows also give the
 bytes that a layer keeps for the backward, besides x and the weights, the peak memory that XLA
-reserves for one layer's forward and backward, and which gradients train.py would choose.
+reserves for one layer's forward and backward, and which gradients train.py would plan.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BLOCKS = {  # the arguments of `sparse_ffn` for each; the baseline first
 }
 CASES = [
     *({"pattern": "skewed", "nnz": nnz} for nnz in (29, 60)),
-    {"pattern": "skewed", "nnz": 29, "capacity": 0.375},
+    {"pattern": "skewed", "nnz": 29, "capacities": (0.375,)},
     {"pattern": "recorded"},
     {"pattern": "recorded", "heavy_every": 1024},
     {"pattern": "padded"},
@@ -60,20 +60,24 @@ def measure(
     nnz: float = 0,
     heavy_every: int = 0,
     gated: bool = True,
-    capacity: float = 0.5,
+    capacities: tuple[float, ...] = (1.0, 0.5),
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row per block of `BLOCKS`; "errors" are those of y and of each gradient."""
+    """Yields a row for dense gradients, and one for sparse ones with each of the capacities.
+
+    "errors" are those of y and of each gradient.
+    """
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
     operands = x, *layers[0]
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (*operands, dy))
     with jax.default_matmul_precision("highest"):
-        _, both, _ = programs("dense", capacity)
+        _, both, _ = programs("dense")
         reference, _ = both(*float32)
     _, stats = jax.jit(sparse_ffn)(*operands)
     case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
     baseline_ms = None
-    for name, named in BLOCKS.items():
+    for name, capacity in (("dense", None), *(("sparse", capacity) for capacity in capacities)):
+        named = BLOCKS[name]
         ffn, both, layered = programs(name, capacity)
         out, overflow = both(*operands, dy)
         pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
@@ -96,25 +100,24 @@ def measure(
                 .temp_size_in_bytes,
             }
         )
-        if "gradients" in named:
-            chosen = choice_of_train(case["h"], case["nnz_mean"], float(overflow))
-            row |= {"gradient_capacity": capacity, "overflow": float(overflow), "chosen": chosen}
+        if capacity:
+            row |= {"gradient_capacity": capacity, "overflow": float(overflow)}
+            row |= {"union": float(stats.union), "listed": float(stats.listed)}
+            row["chosen"] = choice_of_train(row["union"], row["listed"])
         yield row
 
 
 @cache
-def programs(name: str, capacity: float):
+def programs(name: str, capacity: float | None = None):
     """The block, and jitted forward and backward of one layer and of several."""
-    ffn = partial(sparse_ffn, **BLOCKS[name], gradient_capacity=capacity)
+    ffn = partial(sparse_ffn, **BLOCKS[name], gradient_capacity=capacity or 1.0)
     return ffn, jax.jit(partial(forward_and_backward, ffn)), jax.jit(partial(stack, ffn))
 
 
-def choice_of_train(h: int, nnz: float, overflow: float) -> str:
-    """The gradients that train.py chooses after a trial, for a layer of h neurons."""
-    plan = GradientPlan.dense(1, h)
-    for overflowed in (0.0, 0.0, overflow):  # the trial is announced, then made
-        plan = plan.revised([nnz], [overflowed])
-    return "sparse" if plan.sparse[0] else "dense"
+def choice_of_train(union: float, listed: float) -> str:
+    """The gradients that train.py plans for a layer that measured this."""
+    plan = GradientPlan.dense(1).revised([union], [listed], [0])
+    return f"room {plan.announced[0]:g}" if plan.announced[0] else "dense"
 
 
 def forward_and_backward(ffn, x, w_gate, w_up, w_down, dy):

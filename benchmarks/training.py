@@ -4,8 +4,7 @@
         [--only "xla, relu"] [--out DIRECTORY]
 
 Weights are random, with gates that fire as in benchmarks.inference. They keep that pattern: the
-learning rate is practically 0. "sparse" has sparse gradients in every layer in which they do not
-overflow; the other layers run as `sparse_ffn` does by default.
+learning rate is practically 0. "sparse" has the gradients that train.py plans for each layer.
 
 Every number of devices is measured twice: data parallel, and with FSDP over all of them. The work
 of a device stays the same: `batch_tokens` counts per device and is one micro-batch unless it is
@@ -30,12 +29,14 @@ from twell_jax import config as config_lib
 from twell_jax.config import Config
 from twell_jax.models import sharding
 from twell_jax.train import roofline
-from twell_jax.train.trainer import LayerGradients, StepMetrics, Trainer
+from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.start import first_plan
+from twell_jax.train.trainer import ModelGradients, StepMetrics, Trainer
 
 VARIANTS = {
     "xla, silu": ["model.ffn_implementation=xla", "model.activation=silu", "l1_coefficient=0"],
     "xla, relu": ["model.ffn_implementation=xla"],
-    "sparse, relu": [],
+    "sparse, relu": ["sparse_gradients_every=1"],
 }
 MOST_CALLS, REPEAT_MS, REPEATS = 5, 1000, 5
 
@@ -61,18 +62,15 @@ def main() -> None:
     path = record.new_path("training", args.out)
     rows, params, one_device = [], None, {}
     for variant in args.only:
-        gradients = None
+        plan = None
         for count, fsdp in meshes:
             config = configure(args.config, variant, count, fsdp, args.overrides)
             if params is None:
                 params = draw_params(config, inference.NNZ[name])
-            if gradients is None:
-                every_layer = "sparse" if variant.startswith("sparse") else None
-                gradients = (every_layer,) * config.model.layers
             row = {"config": name, "implementation": variant, "devices": count, "fsdp": fsdp}
             rows.append(row)
             try:
-                gradients = measure(row, config, params, gradients)
+                plan = measure(row, config, params, plan)
             except Exception as problem:  # such as out of memory: the other rows may fit
                 row["failed"] = record.failure(problem)
             gc.collect()  # the next row needs the memory of this one's state
@@ -102,12 +100,12 @@ def draw_params(config: Config, nnz: float) -> nnx.State:
 
 
 def measure(
-    row: dict[str, Any], config: Config, params: nnx.State, gradients: LayerGradients
-) -> LayerGradients:
+    row: dict[str, Any], config: Config, params: nnx.State, plan: GradientPlan | None
+) -> GradientPlan | None:
     """Adds to `row` the metrics of the steps, their speed and the time of collectives.
 
-    What was measured before a failure stays in `row`. Returns `gradients` without the sparse ones
-    that overflowed.
+    What was measured before a failure stays in `row`. `plan` is what to begin with, None for the
+    first one. Returns the plan at which the layers come to rest; None if the config plans none.
     """
     devices = jax.devices()[: row["devices"]]
     mesh = sharding.make_mesh(config.mesh.shape(len(devices)), devices)
@@ -118,13 +116,17 @@ def measure(
         state = dataclasses.replace(trainer.init(), params=None)
         state = dataclasses.replace(state, params=jax.device_put(params, shardings))
         batch = trainer.put_batch(draw_tokens(config))
+        plan = plan or first_plan(config, trainer)
         while True:
-            compiled = compile_step(trainer, gradients)
+            compiled = compile_step(trainer, plan.ffn_gradients if plan else None)
             state, metrics = compiled(state, batch, config.l1_coefficient)
-            fits = np.asarray(metrics.overflow) == 0
-            if fits.all():
+            if plan is None:
                 break
-            gradients = tuple(g if f else None for g, f in zip(gradients, fits, strict=True))
+            measured = metrics.union, metrics.listed, metrics.overflow
+            following = plan.revised(*(np.asarray(of_layers).tolist() for of_layers in measured))
+            if following.announced == plan.rooms:
+                break
+            plan = dataclasses.replace(following, rooms=following.announced)
 
         def step() -> StepMetrics:
             nonlocal state
@@ -135,16 +137,17 @@ def measure(
             "micro_batch": config.micro_batch,
             "batch_tokens": config.batch_tokens,
             "nnz_by_layer": np.asarray(metrics.nnz, np.float64).round(1).tolist(),
-            "sparse_layers": gradients.count("sparse"),
+            "sparse_layers": sum(plan.sparse) if plan else 0,
             "ce": float(metrics.ce),
             "grad_norm": float(metrics.grad_norm),
             "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
         }
+        row |= {"gradient_room": list(plan.rooms)} if plan else {}
         row |= expected(config, mesh.size, record.device())
         row["ms"] = milliseconds(step)
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
         row |= collectives.measure(step, mesh.size)
-    return gradients
+    return plan
 
 
 def draw_tokens(config: Config) -> np.ndarray:
@@ -155,7 +158,7 @@ def draw_tokens(config: Config) -> np.ndarray:
     return tokens
 
 
-def compile_step(trainer: Trainer, gradients: LayerGradients) -> jax.stages.Compiled:
+def compile_step(trainer: Trainer, gradients: ModelGradients | None) -> jax.stages.Compiled:
     """The step with these gradients, compiled for the trainer's devices."""
     step = trainer.step_with(gradients)
     return step.lower(trainer.abstract_state, trainer.abstract_batch, 0.0).compile()

@@ -1,6 +1,7 @@
 """The block by every back end and algorithm, against float64 and against dense XLA."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,27 @@ def test_statistics_that_nobody_asks_for_are_not_computed(reference_kernels):
 
     assert asks_for_what_fired(ffn)
     assert not asks_for_what_fired(lambda *operands: ffn(*operands)[0])
+
+
+def test_the_room_that_nobody_asks_for_is_not_computed():
+    """Dense training pays for it in runs alone that plan their gradients."""
+    x, *weights = draw(700, 128, 640)
+    layers = [np.stack(2 * [w]) for w in weights]
+
+    def loss(wanted, layers, x):
+        def layer(x, weights):
+            y, stats = xla(x, *weights)
+            return x + y, {name: getattr(stats, name) for name in wanted}
+
+        y, stats = jax.lax.scan(layer, x, layers)
+        return jnp.sum(y.astype(jnp.float32)), stats
+
+    def computes(*wanted):
+        gradient = jax.jit(jax.grad(functools.partial(loss, wanted), has_aux=True))
+        return "[3,256,10,64]" in gradient.lower(layers, x).compile().as_text()
+
+    assert computes("nnz", "union") and computes("listed")
+    assert not computes("nnz", "fired", "l1")
 
 
 @either_form
