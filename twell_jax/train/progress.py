@@ -115,11 +115,9 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     if "l1_multipliers" in record:
         columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)
     if "sparse_gradients" in record:
-        columns["gradients"] = (record["sparse_gradients"], _mean, _kind_of_gradients)
-    if "gradient_room" in record:  # version 0.2 did not write these
-        columns["room"] = (record["gradient_room"], max, _share)
-        columns["union"] = (record["union"], _mean, _share)
-        columns["listed"] = (record["listed"], _mean, _share)
+        columns["gradients"] = (_kinds_of_gradients(record), _share_of_sparse, str)
+    if "union" in record:
+        columns |= {name: (record[name], _mean, "{:.0%}".format) for name in ("union", "listed")}
     if any(record["overflow"]):
         columns["overflow"] = (record["overflow"], _mean, "{:.0%}".format)
     for heading in ("layer", *columns):
@@ -132,15 +130,15 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     return table
 
 
-def _share(share: float) -> str:
-    return f"{share:.0%}" if share else "-"
+def _kinds_of_gradients(record: dict[str, Any]) -> list[str]:
+    """Words for each layer's gradients; runs of version 0.2 did not write their rooms."""
+    sparse, rooms = record["sparse_gradients"], record.get("gradient_room")
+    words = [f"room {room:.3g}" for room in rooms] if rooms else ["sparse"] * len(sparse)
+    return [word if is_sparse else "dense" for word, is_sparse in zip(words, sparse, strict=True)]
 
 
-def _kind_of_gradients(sparse: bool | float) -> str:
-    """Words for a layer's gradients, or for the share of layers with sparse gradients."""
-    if isinstance(sparse, bool):
-        return "sparse" if sparse else "dense"
-    return f"{sparse:.0%} sparse"
+def _share_of_sparse(kinds: list[str]) -> str:
+    return f"{1 - kinds.count('dense') / len(kinds):.0%} sparse"
 
 
 def verdict(held_out_ce: float, unigram_ce: float) -> str:
