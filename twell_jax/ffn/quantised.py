@@ -14,6 +14,10 @@ Projection = Literal["gate", "up", "down"]
 AXES: dict[Projection, int] = {"gate": -1, "up": -1, "down": -2}
 
 
+class EightBits(nnx.Param):
+    """A part of a `QuantisedParam`: its values or their scales. Its dtype is not to be changed."""
+
+
 class QuantisedParam(nnx.Module):
     """A weight of 8-bit floats where a block had an `nnx.Param`: `param[...]` is the `Quantised`.
 
@@ -30,9 +34,10 @@ class QuantisedParam(nnx.Module):
 
     def __init__(self, param: nnx.Variable, axis: int):
         matrix = quantise(param[...], axis)
-        self.values = param.replace(matrix.values)
-        self.scale = param.replace(matrix.scale)
-        if axes := param.get_metadata().get("out_sharding"):
+        metadata = param.get_metadata()
+        self.values = EightBits.from_metadata(matrix.values, dict(metadata))
+        self.scale = EightBits.from_metadata(matrix.scale, dict(metadata))
+        if axes := metadata.get("out_sharding"):
             axes = [*axes, *[None] * (len(self.shape) - len(axes))]
             axes[axis] = None  # a scale is on all devices that have a part of its row
             self.scale.set_metadata(out_sharding=tuple(axes))
@@ -69,7 +74,7 @@ def quantise_mlps(model: nnx.Module, projections: Sequence[Projection] = ("gate"
     if unknown := [name for name in projections if name not in AXES]:
         raise ValueError(f"projections must be of {[*AXES]}, got {unknown}")
     blocks = [module for _, module in nnx.iter_modules(model) if isinstance(module, SparseMLP)]
-    if not blocks:
+    if projections and not blocks:
         raise ValueError("the model has no SparseMLP, so nothing to quantise")
     for block in blocks:
         for name in projections:
