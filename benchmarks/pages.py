@@ -170,6 +170,25 @@ TABLES: dict[str, Table] = {
             "ms": number("ms", "{:.3f}"),
         },
     ),
+    "quantised": Table(
+        title="Trained models with 8-bit weights",
+        about="Held-out text of the run that trained the model, read densely by XLA in bfloat16, "
+        'but for "float32". Weights of the named projections are e4m3 with a scale for each '
+        "output, and what they are multiplied with is quantised token by token. In brackets is the "
+        'standard error over sequences. "changed" are the activations that fire in one of the two '
+        "models alone, as a share of those that fire in bfloat16.",
+        columns={
+            "run": number("run", "{}"),
+            "weights": number("implementation", "{}"),
+            "sequences": number("sequences", "{}"),
+            "tokens": number("tokens", "{:,}"),
+            "cross-entropy": number("ce", "{:.4f}"),
+            "over bfloat16": lambda row: f"{row['increase']:+.3%} ({row['uncertainty']:.3%})",
+            "fire, over bfloat16": number("fired", "{:.2%}"),
+            "changed": number("changed", "{:.2%}"),
+            "by layer": lambda row: ", ".join(f"{share:.1%}" for share in row["changed_by_layer"]),
+        },
+    ),
     "study": report.TABLE,
 }
 
