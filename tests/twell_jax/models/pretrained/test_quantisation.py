@@ -83,16 +83,19 @@ def test_files_hold_values_and_scales_by_the_convention(tmp_path):
     assert inputs.items() <= group["input_activations"].items()
 
 
-def test_compressed_tensors_reads_the_settings(tmp_path):
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    model = make()
-    quantise_mlps(model)
+@pytest.mark.parametrize("projections", SUBSETS[::2], ids="+".join)
+def test_transformers_and_compressed_tensors_compute_the_same(tmp_path, projections):
+    pytest.importorskip("compressed_tensors")
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    model, tokens = make(), seeds.rng().integers(0, 257, (2, 16))
+    quantise_mlps(model, projections)
     save_pretrained(tmp_path, model, ByteTokenizer())
-    config = quantization.QuantizationConfig(**config_of(tmp_path)["quantization_config"])
-    scheme = config.config_groups["group_0"]
-    preset = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
-    assert (scheme.weights.num_bits, scheme.weights.strategy) == (8, preset.weights.strategy)
-    assert scheme.input_activations.strategy == preset.input_activations.strategy
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    gate = theirs.model.layers[0].mlp.gate_proj
+    assert gate.weight.dtype == torch.float8_e4m3fn and gate.weight_scale.shape == (24, 1)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(tokens)).logits
+    np.testing.assert_allclose(logits.numpy(), model(tokens)[0], rtol=1e-3, atol=1e-4)
 
 
 def test_loading_can_quantise(saved):
