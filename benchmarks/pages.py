@@ -210,6 +210,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
     "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
+    "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     f"training-0p5b-{_H100}": _LARGEST.format(4),
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),

@@ -17,12 +17,15 @@ from tests.twell_jax.models.pretrained.small import (
     change_tensors,
     make,
 )
+from twell_jax import config as config_lib
+from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.ffn import quantise_mlps
 from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.inference import language_model
 from twell_jax.models import sharding
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
+from twell_jax.train import init_from
 
 SUBSETS = [("gate", "up"), ("up",), ("gate", "up", "down")]
 
@@ -182,6 +185,14 @@ def test_other_quantisations_are_refused(eight_bits, part, changes, says):
     with pytest.raises(PretrainedError, match=says) as error:
         from_pretrained(eight_bits)
     assert "\n" not in str(error.value)
+
+
+def test_training_does_not_start_from_8_bits(eight_bits):
+    settings = {"run_dir": "x", "steps": 1, "batch_tokens": 64, "micro_batch": 1}
+    model = {"vocab_size": 257, "context": 64, "d_model": 16, "layers": 2, "heads": 4, "d_ff": 24}
+    config = config_lib.from_dict({**settings, "model": model, "init_from": str(eight_bits)})
+    with pytest.raises(ConfigError, match=r"init_from: .*has weights in 8 bits, which cannot be"):
+        init_from.initial_params(config, ByteTokenizer(), None, None)
 
 
 def test_tensors_that_are_not_what_the_settings_say_are_named(eight_bits, saved):
