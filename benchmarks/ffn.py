@@ -1,12 +1,13 @@
 """Feed-forward block, forward: every implementation against jitted dense XLA in the same process.
 
-    python -m benchmarks.ffn [--quick] [--out DIRECTORY]
+    python -m benchmarks.ffn [--quick | --peers] [--out DIRECTORY]
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
 so that weights come from memory and launch gaps count. Times are per layer.
 """
 
 import argparse
+import importlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,13 @@ GOALS = [  # the cases for which the project has goals
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
 ]
+WITH_PEERS = [  # the cases in which dense blocks of others are measured
+    {"m": 16384, "pattern": "recorded", "peers": True},
+    {"m": 16384, "pattern": "skewed", "nnz": 29, "peers": True},
+]
 CASES = [
     *GOALS,
+    *WITH_PEERS,
     *({"m": 16384, "pattern": "skewed", "nnz": 29, "pruned": dead} for dead in (0.3, 0.5)),
     *(
         {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
@@ -60,11 +66,13 @@ CASES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="only the cases of the goals")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--quick", action="store_true", help="only the cases of the goals")
+    choice.add_argument("--peers", action="store_true", help="only those with dense FP8 and torch")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     rows, path = [], record.new_path("ffn", args.out)
-    for case in GOALS if args.quick else CASES:
+    for case in GOALS if args.quick else WITH_PEERS if args.peers else CASES:
         for row in measure(**case):
             rows.append(row)
             record.write("ffn", rows, path)  # an interrupted run keeps its rows
@@ -81,11 +89,12 @@ def measure(
     heavy_every: int = 0,
     gated: bool = True,
     pruned: float = 0.0,
+    peers: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each implementation of a case; the first is the baseline.
 
     If `pruned` is not 0, this fraction of the neurons never fires, and the kernels compute the
-    layer without them.
+    layer without them. With `peers` the dense blocks of PEERS stand beside unions.
     """
     x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated, pruned or patterns.DEAD)
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
@@ -98,37 +107,47 @@ def measure(
     }
     baseline_ms = None
     ours = ("mosaic",) if m <= MAX_FEW_TOKENS else ("twell", "unions")
-    for name in ("xla", *ours, *(("tokamax",) if gated else ())):
+    others = ("unions", *PEERS) if peers else (*ours, *(("tokamax",) if gated else ()))
+    for name in ("xla", *others):
         named = BLOCKS.get(name, {"implementation": name})
         try:
-            run = partial(stack, name=name)
-            mine = layers
-            if name == "tokamax":
-                mine = jax.tree.map(jnp.transpose, layers)
-            elif name != "xla" and pruned:
-                mine = [without_dead(x, layer) for layer in layers]
-            error = record.relative_error(run(x, mine[:1])[0], reference)
             calls = max(2, min(50, 2**17 // m))
-            ms = timing.milliseconds(run, x, mine, calls=calls) / LAYERS
-            enqueue_ms = timing.enqueue_milliseconds(run, x, mine) / LAYERS
+            out, measured = timed(name, x, layers, calls, without=bool(pruned))
+            error = record.relative_error(out, reference)
         except Exception as problem:  # the row says so, and the others are still measured
             if baseline_ms is None:
                 raise
             yield case | named | {"failed": record.failure(problem)}
             continue
-        baseline_ms = baseline_ms or ms
-        yield (
-            case
-            | named
-            | {
-                "ms": ms,
-                "enqueue_ms": enqueue_ms,
-                "baseline": "xla",
-                "baseline_ms": baseline_ms,
-                "speedup": baseline_ms / ms,
-                "error": error,
-            }
-        )
+        baseline_ms = baseline_ms or measured["ms"]
+        compared = {
+            "baseline": "xla",
+            "baseline_ms": baseline_ms,
+            "speedup": baseline_ms / measured["ms"],
+            "error": error,
+        }
+        yield case | named | measured | compared
+
+
+def timed(
+    name: str, x: jax.Array, layers: list, calls: int, *, without: bool
+) -> tuple[Any, dict[str, Any]]:
+    """y of the first layer, and what was measured per layer, "ms" and more.
+
+    With `without` the kernels compute the layers without their dead neurons.
+    """
+    if name in PEERS:
+        module, options = PEERS[name]
+        peer = importlib.import_module(f"benchmarks.{module}")  # torch need not be there
+        return peer.measure(x, layers, calls, **options)
+    run = partial(stack, name=name)
+    if name == "tokamax":
+        layers = jax.tree.map(jnp.transpose, layers)
+    elif name != "xla" and without:
+        layers = [without_dead(x, layer) for layer in layers]
+    ms = timing.milliseconds(run, x, layers, calls=calls)
+    enqueue_ms = timing.enqueue_milliseconds(run, x, layers)
+    return run(x, layers[:1])[0], {"ms": ms / LAYERS, "enqueue_ms": enqueue_ms / LAYERS}
 
 
 def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
@@ -194,6 +213,20 @@ BLOCKS: dict[str, dict[str, Any]] = {  # the arguments of `sparse_ffn` for each
     "mosaic": {"implementation": "mosaic"},
     "twell": {"implementation": "mosaic", "packing": "twell"},
     "unions": {"implementation": "mosaic", "packing": "unions"},
+}
+
+# Dense blocks that others take, for each the module that measures it and its options. "fast" is
+# accumulation in fewer bits than float32 has.
+PEERS: dict[str, tuple[str, dict[str, bool]]] = {
+    "xla, fp8 rows": ("xla_fp8", {"rows": True, "fast": False}),
+    "xla, fp8 rows, fast": ("xla_fp8", {"rows": True, "fast": True}),
+    "xla, fp8 tensors": ("xla_fp8", {"rows": False, "fast": False}),
+    "xla, fp8 tensors, fast": ("xla_fp8", {"rows": False, "fast": True}),
+    "torch": ("torch_ffn", {"fp8": False}),
+    "torch, fp8 rows": ("torch_ffn", {"fp8": True, "rows": True, "fast": False}),
+    "torch, fp8 rows, fast": ("torch_ffn", {"fp8": True, "rows": True, "fast": True}),
+    "torch, fp8 tensors": ("torch_ffn", {"fp8": True, "rows": False, "fast": False}),
+    "torch, fp8 tensors, fast": ("torch_ffn", {"fp8": True, "rows": False, "fast": True}),
 }
 
 

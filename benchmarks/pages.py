@@ -40,7 +40,9 @@ TABLES: dict[str, Table] = {
         'of the gate, "mosaic" are the kernels for few tokens. "copies" of the recorded pattern '
         'are superposed. "dense rows" are tokens that fire nearly every neuron. "pruned" is a '
         "share of neurons that never fire: the kernels compute the layer without them, XLA and "
-        'tokamax with them. "error" has the order of the columns.',
+        'tokamax with them. "fp8" blocks quantise weights beforehand, x and h in the block, with '
+        'a scale for each row or for a tensor; "fast" sums in fewer bits than float32 has. "error" '
+        "has the order of the columns.",
         columns={
             "M": number("m", "{}"),
             "pattern": number("pattern", "{}"),
@@ -168,6 +170,25 @@ TABLES: dict[str, Table] = {
             "ms": number("ms", "{:.3f}"),
         },
     ),
+    "quantised": Table(
+        title="Trained models with 8-bit weights",
+        about="Held-out text of the run that trained the model, read densely by XLA in bfloat16, "
+        'but for "float32". Weights of the named projections are e4m3 with a scale for each '
+        "output, and what they are multiplied with is quantised token by token. In brackets is the "
+        'standard error over sequences. "changed" are the activations that fire in one of the two '
+        "models alone, as a share of those that fire in bfloat16.",
+        columns={
+            "run": number("run", "{}"),
+            "weights": number("implementation", "{}"),
+            "sequences": number("sequences", "{}"),
+            "tokens": number("tokens", "{:,}"),
+            "cross-entropy": number("ce", "{:.4f}"),
+            "over bfloat16": lambda row: f"{row['increase']:+.3%} ({row['uncertainty']:.3%})",
+            "fire, over bfloat16": number("fired", "{:.2%}"),
+            "changed": number("changed", "{:.2%}"),
+            "by layer": lambda row: ", ".join(f"{share:.1%}" for share in row["changed_by_layer"]),
+        },
+    ),
     "study": report.TABLE,
 }
 
@@ -189,6 +210,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
     "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
+    "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     f"training-0p5b-{_H100}": _LARGEST.format(4),
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),

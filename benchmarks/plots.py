@@ -21,7 +21,8 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
         and not row.get("pruned")
         and "speedup" in row
     ]
-    kernels = [name for name in dict.fromkeys(map(block, rows)) if name not in ("xla", "tokamax")]
+    names = dict.fromkeys(map(block, rows))
+    kernels = [name for name in names if name.split(",")[0] not in ("xla", "tokamax", "torch")]
     for index, name in enumerate(kernels):
         for pattern, style in (("skewed", "o-"), ("uniform", "s--"), ("recorded", "^:")):
             line = sorted(

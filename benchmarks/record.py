@@ -28,7 +28,7 @@ def relative_error(out: jax.Array, reference: jax.Array) -> float:
 
 def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any) -> None:
     """Writes measured rows with the device, versions, commit, command and any JSON `details`."""
-    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax")
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax", "torch")
     content = {
         "benchmark": benchmark,
         "device": device(),

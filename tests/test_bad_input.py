@@ -137,6 +137,7 @@ def test_configuration_files(folder):
         for command in (
             ["train.py", "config.yaml", "--print-config"],
             ["-m", "twell_jax.export", ".", "out"],
+            ["-m", "twell_jax.quantise", ".", "out"],
             ["-m", "twell_jax.analyze", "."],
         ):
             assert not is_done_or_one_line(*command)

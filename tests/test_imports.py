@@ -39,6 +39,7 @@ MAY_IMPORT = {
 COMMANDS = (
     "train",
     *(f"twell_jax.{name}" for name in ("generate", "evaluate", "export", "analyze", "plot")),
+    "twell_jax.quantise",
 )
 
 # What a room may import of other people's packages, where that is a promise.

@@ -8,6 +8,7 @@ from twell_jax.ffn import (
     CannotServe,
     FFNStats,
     ModelStats,
+    Quantised,
     SparseMLP,
     TileUnions,
     TwELL,
@@ -16,6 +17,7 @@ from twell_jax.ffn import (
     explain,
     pack,
     pack_unions,
+    quantise_mlps,
     sparse_ffn,
     unpack,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "CannotServe",
     "FFNStats",
     "ModelStats",
+    "Quantised",
     "SparseMLP",
     "TileUnions",
     "TwELL",
@@ -35,6 +38,7 @@ __all__ = [
     "explain",
     "pack",
     "pack_unions",
+    "quantise_mlps",
     "sparse_ffn",
     "unpack",
 ]

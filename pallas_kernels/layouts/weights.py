@@ -10,6 +10,8 @@ import jax
 class Weights:
     """The weights of a feed-forward block; row n of each belongs to neuron n.
 
+    Any of them may be `Quantised` for XLA; kernels take arrays alone.
+
     Attributes:
       gate: `[H, D]`, or None for the non-gated block.
       up, down: `[H, D]`.

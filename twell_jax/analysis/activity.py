@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.models import Transformer, graphdef
 
 # Changes to a ModelConfig for measuring: XLA runs anywhere and can give statistics by token.
@@ -53,7 +54,8 @@ def firing_patterns(
       For each batch of b sequences, the cross-entropy, float32 [b, T] in nats, and whether each
       neuron fired for each token, bool [layers, b, T, d_ff].
     """
-    graph = graphdef(model.config.model_copy(update=THROUGH_XLA))
+    settings = model.config.model_copy(update=THROUGH_XLA)
+    graph = graphdef(settings, quantised_projections(model.blocks.mlp))
 
     @jax.jit
     def run(params, tokens):

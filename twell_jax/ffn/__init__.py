@@ -1,5 +1,6 @@
 """The sparse feed-forward block: the operation, its statistics, its module and its formats."""
 
+from pallas_kernels.layouts.quantised import Quantised, quantise
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import explain, sparse_ffn
 from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_stats
@@ -7,6 +8,7 @@ from twell_jax.ffn.dispatch import CannotServe, Gradients, Implementation, Packi
 from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.module import SparseMLP
 from twell_jax.ffn.mosaic import RESIDUALS
+from twell_jax.ffn.quantised import quantise_mlps
 from twell_jax.ffn.stats import FFNStats
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Implementation",
     "ModelStats",
     "Packing",
+    "Quantised",
     "SownStats",
     "SparseMLP",
     "TileUnions",
@@ -27,6 +30,8 @@ __all__ = [
     "explain",
     "pack",
     "pack_unions",
+    "quantise",
+    "quantise_mlps",
     "sparse_ffn",
     "unpack",
 ]

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from pallas_kernels.layouts.quantised import E4M3, Quantised
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
@@ -31,9 +32,9 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 def sparse_ffn(
     x: ArrayLike,
-    w_gate: ArrayLike | None,
-    w_up: ArrayLike,
-    w_down: ArrayLike,
+    w_gate: ArrayLike | Quantised | None,
+    w_up: ArrayLike | Quantised,
+    w_down: ArrayLike | Quantised,
     *,
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
@@ -54,7 +55,10 @@ def sparse_ffn(
       x: `[..., D]` tokens; bfloat16, float16 or float32.
       w_gate: `[H, D]`, or None for the non-gated block.
       w_up: `[H, D]`.
-      w_down: `[H, D]`.
+      w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
+        multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
+        two is what the block means (`layouts.quantised.product`). XLA computes it, and there are no
+        gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
         "drelu", ReLU on both factors; or "silu" for the dense twin. Kernels serve "relu" alone.
@@ -206,7 +210,7 @@ def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
 
 
 def _array(operand: Any) -> Any:
-    return None if operand is None else jnp.asarray(operand)
+    return operand if operand is None or isinstance(operand, Quantised) else jnp.asarray(operand)
 
 
 def _select(
@@ -224,6 +228,8 @@ def _select(
         unsupported = f"the activation must be relu, got {activation}"
     elif any(b is not None for b in biases):
         unsupported = "the kernels add no biases"
+    elif any(isinstance(w, Quantised) for w in (*weights.inner, weights.down)):
+        unsupported = "the kernels take no Quantised weights"
     case = Case(
         tokens=max(1, tokens // partition.devices()[0]),  # where they do not divide, XLA pads
         neurons=neurons,
@@ -265,5 +271,18 @@ def _check_operands(x, weights, biases):
                 f"{name} must be {list(shape)} (neuron-major: H={h} by w_down, D={d} by x), "
                 f"got {list(array.shape)}"
             )
-        if array.dtype != x.dtype:
+        if isinstance(array, Quantised):
+            _check_quantised(name, array)
+        elif array.dtype != x.dtype:
             raise ValueError(f"{name} must have the dtype of x, {x.dtype}, got {array.dtype}")
+
+
+def _check_quantised(name: str, w: Quantised) -> None:
+    scales = (1, w.shape[1]) if name == "w_down" else (w.shape[0], 1)
+    if w.dtype != E4M3 or w.scale.shape != scales or w.scale.dtype != jnp.float32:
+        axis = ", axis=-2" if name == "w_down" else ""
+        raise ValueError(
+            f"{name} must have float8_e4m3fn values and float32 scales {list(scales)}, as "
+            f"quantise({name}{axis}) makes them, got {w.dtype}, and {w.scale.dtype} "
+            f"{list(w.scale.shape)}"
+        )

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels.layouts.quantised import Quantised
 from twell_jax.ffn import api
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import sparse_ffn
@@ -33,7 +34,7 @@ class SparseMLP(nnx.Module):
     They carry the logical axes ("mlp", "embed") as `out_sharding`; map these to mesh axes with
     `nnx.logical_axis_rules` and `nnx.get_named_sharding`. If "mlp" is mapped to a mesh axis named
     "tensor", each device computes its own neurons; over other axes weights are gathered. See
-    `sparse_ffn`.
+    `sparse_ffn`. `quantise_mlps` makes 8-bit floats of them.
 
     Args:
       d_model: width of the input and output, D.
@@ -156,7 +157,8 @@ class SparseMLP(nnx.Module):
         dtype = self.dtype or (x if is_inexact else self.w_up[...]).dtype
 
         def cast(param):
-            return None if param is None else param[...].astype(dtype)
+            value = None if param is None else param[...]
+            return value if value is None or isinstance(value, Quantised) else value.astype(dtype)
 
         y, stats = sparse_ffn(
             x.astype(dtype),

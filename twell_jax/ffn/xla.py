@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.layouts import quantised
+from pallas_kernels.layouts.quantised import Quantised
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import activations, stats
 from twell_jax.ffn.activations import Activation
@@ -30,16 +32,18 @@ def ffn(
     threshold: float = 0.0,
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` without its checks."""
-    up = _affine(x, weights.up, biases.up)
-    gate = None if weights.gate is None else _affine(x, weights.gate, biases.gate)
+    up = _affine(x, weights.up, -1, biases.up)
+    gate = None if weights.gate is None else _affine(x, weights.gate, -1, biases.gate)
     h, active = activations.hidden(activation, threshold, gate, up)
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
     # the time of forward and backward on an H100 (docs/design/0013).
-    y = h @ weights.down
-    return (y if biases.down is None else y + biases.down), stats.of_dense(h, active)
+    return _affine(h, weights.down, -2, biases.down), stats.of_dense(h, active)
 
 
-def _affine(x, w, b):
-    product = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+def _affine(x, w, axis, b):
+    if isinstance(w, Quantised):
+        product = quantised.product(x, w, axis)
+    else:
+        product = jax.lax.dot_general(x, w, (((x.ndim - 1,), (axis % 2,)), ((), ())))
     return product if b is None else product + b

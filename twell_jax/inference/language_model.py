@@ -8,6 +8,7 @@ from flax import nnx
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation
+from twell_jax.ffn.quantised import EightBits, quantised_projections
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.pretrained import from_pretrained, hub
@@ -83,9 +84,11 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
 def in_compute_dtype(model: Transformer) -> Transformer:
     """The model with its parameters rounded to `config.dtype`, as computing rounds all but norms'.
 
-    So they are rounded once, not for every token.
+    So they are rounded once, not for every token. Weights in 8 bits stay.
     """
     dtype = model.config.dtype
     settings = model.config.model_copy(update={"param_dtype": dtype})
-    state = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model))
-    return nnx.merge(graphdef(settings), state)
+    eight_bits, others = nnx.state(model, EightBits, ...)
+    others = jax.tree.map(lambda leaf: leaf.astype(dtype), others)
+    graph = graphdef(settings, quantised_projections(model.blocks.mlp))
+    return nnx.merge(graph, eight_bits, others)

@@ -21,6 +21,7 @@ from pallas_kernels.layouts.weights import Weights
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.partition import auto_axes
+from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.models.cache import KVCache
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
@@ -74,6 +75,8 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     shape = model.blocks.mlp.w_down.shape[1:]
     kernels, why = dispatch.back_end(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
     why = why or _unsupported(model.config, cache)
+    if quantised_projections(model.blocks.mlp):
+        why = why or "it has no kernels for quantised weights"
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     if kernels is None or why:

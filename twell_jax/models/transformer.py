@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
+from twell_jax.ffn import (
+    RESIDUALS,
+    FFNStats,
+    Gradients,
+    SownStats,
+    SparseMLP,
+    quantise_mlps,
+)
+from twell_jax.ffn.quantised import Projection
 from twell_jax.models.attention import (
     Attention,
     in_window,
@@ -301,10 +309,21 @@ class Block(nnx.Module):
         return x + scaled(y, self.residual_scale), stats, cache
 
 
-def graphdef(config: ModelConfig) -> nnx.GraphDef:
-    """The structure of a `Transformer`; `nnx.merge` combines it with parameters into a model."""
+def graphdef(config: ModelConfig, quantised: Sequence[Projection] = ()) -> nnx.GraphDef:
+    """The structure of a `Transformer`; `nnx.merge` combines it with parameters into a model.
+
+    Args:
+      config: the model's.
+      quantised: the projections of its feed-forward blocks that are quantised (`quantise_mlps`).
+    """
+
+    def make() -> Transformer:
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        quantise_mlps(model, quantised)
+        return model
+
     with nnx.logical_axis_rules(LOGICAL_AXES):
-        return nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+        return nnx.graphdef(nnx.eval_shape(make))
 
 
 def _runs[T](values: Sequence[T]) -> Iterator[tuple[T, slice]]:

@@ -120,6 +120,8 @@ def initial_params(
     try:
         source = hub.find(name)
         _, stored = pretrained_config.read(source.directory, None, None)
+        if stored.quantised:
+            raise PretrainedError(f"{name}: has weights in 8 bits, which cannot be trained")
         hub.fetch_weights(source)
         return weights.load(source.directory, config.model, mesh, stored)
     except PretrainedError as error:

@@ -7,14 +7,16 @@ arXiv 2603.23198, whose `model_type` ends in "_sparse_relu". `transformers` load
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import jax
 from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn import Implementation
+from twell_jax.ffn import Implementation, quantise_mlps
+from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.models import sharding
-from twell_jax.models.pretrained import config, hub, weights
+from twell_jax.models.pretrained import config, hub, quantisation, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.config import PretrainedError
 from twell_jax.models.transformer import Transformer, graphdef
@@ -29,6 +31,7 @@ def from_pretrained(
     dtype: str | None = None,
     param_dtype: str | None = None,
     ffn_implementation: Implementation | None = None,
+    quantise: Literal["fp8"] | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Transformer:
     """Loads a model. Files are memory-mapped, and each device reads only its part of them.
@@ -43,19 +46,27 @@ def from_pretrained(
       param_dtype: dtype of the parameters, likewise; None takes `dtype`. Those in the files are
         rounded to it; float32 holds float16 and bfloat16 exactly.
       ffn_implementation: see `sparse_ffn`.
+      quantise: "fp8" makes 8-bit floats of the gates and up projections (`quantise_mlps`) once they
+        are loaded. Those that the files hold in 8 bits are so in any case.
       mesh: from `sharding.make_mesh`; None takes the first device.
 
     Raises:
       PretrainedError: there is no such model, or the hub cannot be asked; a file is missing or
         broken, config.json asks for something that `Transformer` does not support, or a tensor is
         missing, unknown or of a wrong shape. The message names it.
+      ValueError: `quantise` is another word, or a weight to quantise holds an inf or a NaN.
     """
+    if quantise not in (None, "fp8"):
+        raise ValueError(f"quantise must be 'fp8' or None, got {quantise!r}")
     source = name if isinstance(name, hub.Source) else hub.find(name, revision)
     settings, stored = config.read(source.directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
     mesh = mesh or sharding.make_mesh((1, 1), jax.devices()[:1])
     hub.fetch_weights(source)
-    return nnx.merge(graphdef(settings), weights.load(source.directory, settings, mesh, stored))
+    params = weights.load(source.directory, settings, mesh, stored)
+    model = nnx.merge(graphdef(settings, stored.quantised), params)
+    quantise_mlps(model, quantisation.PROJECTIONS if quantise else ())
+    return model
 
 
 def save_pretrained(
@@ -66,7 +77,7 @@ def save_pretrained(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model and its tokenizer for `transformers`.
+    """Writes a model and its tokenizer for `transformers`; weights in 8 bits stay so.
 
     Args:
       directory: must be empty; created if missing. "~" is the home directory.
@@ -82,6 +93,8 @@ def save_pretrained(
     directory = Path(os.path.expanduser(directory))
     dtype = dtype or model.config.param_dtype
     tree = config.to_dict(model.config, dtype, tokenizer.eot_id)
+    if quantised := quantised_projections(model.blocks.mlp):
+        tree[quantisation.KEY] = quantisation.to_dict(quantised)
     if tokenizer.size > model.config.vocab_size:
         raise PretrainedError(
             f"the tokenizer has {tokenizer.size} ids, the model only {model.config.vocab_size}"

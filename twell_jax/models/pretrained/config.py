@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import Activation
-from twell_jax.models.pretrained import rope
+from twell_jax.ffn.quantised import Projection
+from twell_jax.models.pretrained import quantisation, rope
 from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE, Architecture
 from twell_jax.models.pretrained.json_file import (
     PretrainedError,
@@ -31,7 +32,6 @@ _READ_AS = {"float16": "bfloat16"}
 # Keys for which the model supports these values alone; the first is the default.
 _FIXED = {
     "use_sliding_window": (False,),
-    "quantization_config": (None,),
     "pretraining_tp": (1,),
     "num_experts": (None, 0),
     "sparse_config": (None,),
@@ -60,12 +60,14 @@ class Stored:
       passed_over: parts of the names of tensors that are not read.
       hybrid: whether a model saved them that multiplied by the publication's hybrid kernel.
       scale_offset: what is added to the scales of norms as they are in the files.
+      quantised: the projections of the feed-forward blocks that are in 8 bits.
     """
 
     absent: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     hybrid: bool = False
     scale_offset: float = 0.0
+    quantised: tuple[Projection, ...] = ()
 
 
 def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[ModelConfig, Stored]:
@@ -110,6 +112,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         passed_over=architecture.passed_over,
         hybrid=bool(hybrid),
         scale_offset=1.0 if architecture.norm == "layer" else 0.0,
+        quantised=quantisation.read(path, tree),
     )
 
 

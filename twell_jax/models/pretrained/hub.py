@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twell_jax.models.pretrained import weights
+from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.config import PretrainedError
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", re.ASCII)
-_SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", weights.INDEX)
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", files.INDEX)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def fetch_weights(source: Source) -> None:
       PretrainedError: the model has none, or they cannot be had. The message is one line.
     """
     directory = source.directory
-    if source.repository is None or (directory / weights.FILE).exists():
+    if source.repository is None or (directory / files.FILE).exists():
         return
-    files = [weights.FILE]
-    if (directory / weights.INDEX).exists():
-        files = weights.indexed_files(directory)
-    missing = [file for file in files if not (directory / file).exists()]
+    wanted = [files.FILE]
+    if (directory / files.INDEX).exists():
+        wanted = files.indexed(directory)
+    missing = [file for file in wanted if not (directory / file).exists()]
     if not missing:
         return
     # The directory is called like its commit, so a branch that moves meanwhile does no harm.

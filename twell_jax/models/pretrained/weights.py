@@ -7,7 +7,6 @@ no permutation. Hugging Face stores a tensor per layer; ours are stacked along t
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,18 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax import nnx
 from safetensors.numpy import save_file
 
 from twell_jax.config import ModelConfig
+from twell_jax.ffn.quantised import AXES, quantise_mlps
 from twell_jax.models import sharding
+from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.config import Stored
-from twell_jax.models.pretrained.json_file import PretrainedError, read_json
+from twell_jax.models.pretrained.json_file import PretrainedError
 from twell_jax.models.transformer import Transformer
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = ("F32", "BF16", "F16")
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 _BASE = "model."  # before all names but the head's, except in the files of a base model
 _EMBED, _HEAD = f"{_BASE}embed_tokens.weight", "lm_head.weight"
@@ -62,6 +60,13 @@ _NAMES = {
     "blocks.mlp.b_down": ("mlp.down_proj.bias", False),
     _DOWN: ("mlp.down_proj.weight", True),
 }
+# Those of blocks with 8-bit weights.
+_EIGHT_BITS = {f"blocks.mlp.w_{name}.values": _NAMES[f"blocks.mlp.w_{name}"] for name in AXES}
+_SCALES = {
+    f"{ours.removesuffix('.values')}.scale": (f"{theirs}_scale", transposed)
+    for ours, (theirs, transposed) in _EIGHT_BITS.items()
+}
+_NAMES |= _EIGHT_BITS | _SCALES
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class _Layout:
       stacked: whether the parameter has a leading axis of layers.
       transposed: whether the tensors are the transposes of ours.
       offset: what is added to the tensors to make ours.
+      dtypes: those that the tensors may have, as files name them.
     """
 
     names: list[str]
@@ -81,6 +87,7 @@ class _Layout:
     stacked: bool
     transposed: bool
     offset: float = 0.0
+    dtypes: tuple[str, ...] = files.FLOATS
 
     def part(
         self, tensors: Mapping[str, Any], index: tuple[slice, ...], dtype: np.dtype
@@ -109,7 +116,7 @@ def load(
                 f"{directory}: config.json says {config.layers} layers, but there are only "
                 f"{len(tensors)} tensors"
             )
-        abstract = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+        abstract = jax.eval_shape(lambda: _parameters(config, stored))
         leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
         names = _NAMES
         if stored.hybrid and _down_is_neuron_major(tensors, config):
@@ -149,48 +156,34 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
     params = {}
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
         layout = _layout(_name(path), leaf, _NAMES)
+        kept = leaf.dtype if _name(path) in _EIGHT_BITS | _SCALES else jnp.dtype(dtype)
         for i, name in enumerate(layout.names):
-            params[name] = layout, leaf, i
-    itemsize = jnp.dtype(dtype).itemsize
-    sizes = {name: math.prod(layout.shape) * itemsize for name, (layout, *_) in params.items()}
+            params[name] = layout, leaf, i, kept
+    sizes = {
+        name: math.prod(layout.shape) * kept.itemsize for name, (layout, *_, kept) in params.items()
+    }
     shards = _shards(sizes, max_shard_bytes)
-    files = [FILE]
+    written = [files.FILE]
     if len(shards) > 1:
-        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for file, names in zip(files, shards, strict=True):
+        written = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for file, names in zip(written, shards, strict=True):
         tensors = {}
         for name in names:
-            layout, leaf, i = params[name]
-            array = np.asarray(leaf[i] if layout.stacked else leaf).astype(dtype)
+            layout, leaf, i, kept = params[name]
+            array = np.asarray(leaf[i] if layout.stacked else leaf).astype(kept)
             tensors[name] = np.ascontiguousarray(array.T if layout.transposed else array)
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(0o644)  # safetensors makes it readable by the owner only
     if len(shards) > 1:
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        places = {name: file for file, names in zip(written, shards, strict=True) for name in names}
+        files.write_index(directory, places, sum(sizes.values()))
 
 
-def indexed_files(directory: Path) -> list[str]:
-    """The names of the files that the directory's index says to hold the tensors.
-
-    Raises:
-      PretrainedError: the index is broken, or names a file elsewhere or of another format.
-    """
-    path = directory / INDEX
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-        raise PretrainedError(f"{path}: has no weight_map of names to files")
-    files = sorted(set(places.values()))
-    for file in files:
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise PretrainedError(
-                f"{path}: weight_map names {file!r}; all files must be in the directory of the "
-                "index"
-            )
-        if not file.endswith(".safetensors"):
-            raise PretrainedError(f"{path}: weight_map names {file!r}; only safetensors are read")
-    return files
+def _parameters(config: ModelConfig, stored: Stored) -> nnx.State:
+    """Initial parameters of a model whose blocks are quantised as the files are."""
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    quantise_mlps(model, stored.quantised)
+    return nnx.state(model)
 
 
 def _name(path: tuple) -> str:
@@ -210,7 +203,10 @@ def _layout(
     if stacked:
         tensors = [f"{_BASE}layers.{i}.{theirs}" for i in range(leaf.shape[0])]
     offset = scale_offset if ours.endswith("norm.scale") else 0.0
-    return _Layout(tensors, shape[::-1] if transposed else shape, stacked, transposed, offset)
+    dtypes = files.EIGHT_BITS if ours in _EIGHT_BITS else files.FLOATS
+    return _Layout(
+        tensors, shape[::-1] if transposed else shape, stacked, transposed, offset, dtypes
+    )
 
 
 def _open(
@@ -220,27 +216,11 @@ def _open(
 
     Those whose names contain one of `passed_over` are left out.
     """
-    if (directory / FILE).exists():
-        files = [FILE]
-    elif (directory / INDEX).exists():
-        files = indexed_files(directory)
-    elif pickles := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
-        raise PretrainedError(
-            f"{directory}: holds {pickles[0]} but no safetensors; a pickle can run any code and is "
-            "not read. Convert it by transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY)"
-            ".save_pretrained(NEW_DIRECTORY)"
-        )
-    else:
-        raise PretrainedError(f"{directory}: holds neither {FILE} nor {INDEX}")
     tensors: dict[str, Any] = {}
-    for file in files:
-        try:
-            opened = stack.enter_context(safetensors.safe_open(directory / file, "np"))
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise PretrainedError(f"{directory / file}: cannot be read ({error})") from None
+    for file in files.names(directory):
         tensors |= {
-            name: opened.get_slice(name)
-            for name in opened.keys()  # noqa: SIM118
+            name: tensor
+            for name, tensor in files.slices(directory / file, stack).items()
             if not (name.endswith(_DERIVED) or any(part in name for part in passed_over))
         }
     return tensors
@@ -264,21 +244,23 @@ def _with_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout]) -> None:
-    expected = {name: layout.shape for layout in layouts for name in layout.names}
+    expected = {name: layout for layout in layouts for name in layout.names}
     problems = {
         "missing": [name for name in expected if name not in tensors],
         "not of this model": [name for name in tensors if name not in expected],
         "of a wrong shape": [
-            f"{name} {tensors[name].get_shape()}, must be {list(shape)}"
-            for name, shape in expected.items()
-            if name in tensors and tuple(tensors[name].get_shape()) != shape
-        ],
-        f"not {', '.join(_FLOATS)}": [
-            f"{name} {tensor.get_dtype()}"
-            for name, tensor in tensors.items()
-            if tensor.get_dtype() not in _FLOATS
+            f"{name} {tensors[name].get_shape()}, must be {list(layout.shape)}"
+            for name, layout in expected.items()
+            if name in tensors and tuple(tensors[name].get_shape()) != layout.shape
         ],
     }
+    for dtypes in (files.FLOATS, files.EIGHT_BITS):
+        problems[f"not {', '.join(dtypes)}"] = [
+            f"{name} {tensor.get_dtype()}"
+            for name, tensor in tensors.items()
+            if (expected[name].dtypes if name in expected else files.FLOATS) == dtypes
+            and tensor.get_dtype() not in dtypes
+        ]
     said = [
         f"{len(names)} {problem}: {'; '.join(names[:4])}{'; ...' * (len(names) > 4)}"
         for problem, names in problems.items()
@@ -290,7 +272,7 @@ def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout])
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two tensors of files are equal; `b` is a matrix of floats."""
-    if a.get_shape() != b.get_shape() or a.get_dtype() not in _FLOATS:
+    if a.get_shape() != b.get_shape() or a.get_dtype() not in files.FLOATS:
         return False
     rows = a.get_shape()[0]
     parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))

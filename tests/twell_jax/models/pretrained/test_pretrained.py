@@ -249,7 +249,7 @@ def test_json_that_is_nested_too_deeply(saved):
             {"rope_scaling": {"type": "dynamic", "factor": 2}},
             "type='dynamic' .*'llama3' or 'yarn'",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None is"),
         ({"torch_dtype": "float64"}, "dtype='float64'; name bfloat16 or float32"),
         ({"hidden_size": "absent"}, "has no hidden_size"),
         ({"num_key_value_heads": 3}, "model.kv_heads: must divide heads=4, got 3"),

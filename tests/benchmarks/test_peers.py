@@ -1,0 +1,74 @@
+"""The dense blocks of others, which the feed-forward benchmark measures beside ours."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import ffn, xla_fp8
+from tests import seeds
+from tests.errors import ROUNDING, relative_error
+
+M, D, H = 24, 48, 80
+
+
+def drawn():
+    """x and weights with rows of very different sizes, one of them zero."""
+    rng = seeds.rng()
+    x, *weights = (rng.standard_normal((n, D)) / D**0.5 for n in (M, H, H, H))
+    x[::3] *= 50
+    x[5] = 0
+    weights[0][::2] *= 1e-3
+    weights[1][7] = 0
+    return [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
+
+
+def check_rounding(values, scale, a):
+    """e4m3 has 3 bits after the leading one, and steps of 2**-9 below 2**-6."""
+    values, scale, a = (np.asarray(m).astype(np.float64) for m in (values, scale, a))
+    assert np.all(np.abs(values * scale - a) <= np.maximum(np.abs(a) / 16, scale * 2.0**-10) * 1.01)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("rows", [True, False])
+def test_xla_multiplies_quantised_operands(rows, fast):
+    x, *layer = drawn()
+    scaled = [xla_fp8.quantised(a, rows=rows) for a in (x, layer[0])]
+    for (values, scale), a in zip(scaled, (x, layer[0]), strict=True):
+        assert values.dtype == jnp.float8_e4m3fn
+        assert scale.shape == ((len(a), 1) if rows else ())
+        check_rounding(values, scale, a)
+    a, b = (np.asarray(m.values, np.float64) * np.asarray(m.scale, np.float64) for m in scaled)
+    assert relative_error(xla_fp8.product(*scaled, rows, fast), a @ b.T) < ROUNDING
+
+    (y,) = xla_fp8.stack(x, [xla_fp8.prepare(layer, rows=rows)], rows=rows, fast=fast)
+    x, w_gate, w_up, w_down = (np.asarray(m, np.float64) for m in (x, *layer))
+    exact = (np.maximum(x @ w_gate.T, 0) * (x @ w_up.T)) @ w_down
+    assert y.dtype == jnp.bfloat16
+    assert ROUNDING < relative_error(y, exact) < 0.1
+
+
+def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_kernels):
+    monkeypatch.setattr(ffn, "D", 128)
+    monkeypatch.setattr(ffn, "H", 256)
+    rows = {
+        row["implementation"]: row
+        for row in ffn.measure(m=128, pattern="skewed", nnz=5, peers=True)
+    }
+    assert list(rows) == ["xla", "mosaic", *ffn.PEERS]
+    assert rows["mosaic"]["packing"] == "unions" and rows["mosaic"]["error"] < 1e-2
+    for name in ffn.PEERS:
+        assert "ms" not in rows[name] and "\n" not in rows[name]["failed"]
+    assert xla_fp8.CALL in rows["xla, fp8 rows"]["failed"]
+
+
+def test_torch_multiplies_quantised_operands():
+    torch = pytest.importorskip("torch")
+    from benchmarks import torch_ffn
+
+    x, *layer = (torch.from_dlpack(a) for a in drawn())
+    exact = [a.double() for a in (x, *layer)]
+    h = torch.relu(exact[0] @ exact[1].T) * (exact[0] @ exact[2].T)
+    assert relative_error(torch_ffn.dense_block(x, *layer).float(), h @ exact[3]) < 0.01
+    for rows in (True, False):
+        q = torch_ffn.quantised(x, rows=rows)
+        check_rounding(q.values.float(), q.scale, x.float())

@@ -1,0 +1,119 @@
+"""The files of a model that hold its tensors: one of safetensors, or several and their index."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from pallas_kernels.layouts.quantised import E4M3
+from twell_jax.models.pretrained.json_file import PretrainedError, read_json
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS, EIGHT_BITS = ("F32", "BF16", "F16"), ("F8_E4M3",)
+
+
+def names(directory: Path) -> list[str]:
+    """The names of the files that hold a model's tensors.
+
+    Raises:
+      PretrainedError: there are none, or their index is broken.
+    """
+    if (directory / FILE).exists():
+        return [FILE]
+    if (directory / INDEX).exists():
+        return indexed(directory)
+    if pickles := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
+        raise PretrainedError(
+            f"{directory}: holds {pickles[0]} but no safetensors; a pickle can run any code and is "
+            "not read. Convert it by transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY)"
+            ".save_pretrained(NEW_DIRECTORY)"
+        )
+    raise PretrainedError(f"{directory}: holds neither {FILE} nor {INDEX}")
+
+
+def indexed(directory: Path) -> list[str]:
+    """The names of the files that the directory's index says to hold the tensors.
+
+    Raises:
+      PretrainedError: the index is broken, or names a file elsewhere or of another format.
+    """
+    path = directory / INDEX
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise PretrainedError(f"{path}: has no weight_map of names to files")
+    found = sorted(set(places.values()))
+    for file in found:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise PretrainedError(
+                f"{path}: weight_map names {file!r}; all files must be in the directory of the "
+                "index"
+            )
+        if not file.endswith(".safetensors"):
+            raise PretrainedError(f"{path}: weight_map names {file!r}; only safetensors are read")
+    return found
+
+
+def write_index(directory: Path, places: Mapping[str, str], total_size: int) -> None:
+    """Writes the index of tensors by the names of their files; `total_size` is in bytes."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(places)}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors, memory-mapped.
+
+    Raises:
+      PretrainedError: it cannot be read.
+    """
+    try:
+        file = safetensors.safe_open(path, "np")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise PretrainedError(f"{path}: cannot be read ({error})") from None
+    with file:
+        yield file
+
+
+def slices(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """The tensors of a file by name, to be read in parts; they are mapped until the stack closes.
+
+    Raises:
+      PretrainedError: it cannot be read.
+    """
+    file = stack.enter_context(opened(path))
+    found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    eight_bits = [name for name, part in found.items() if part.get_dtype() in EIGHT_BITS]
+    return found | _eight_bits(path, eight_bits)
+
+
+class _EightBits:
+    """A tensor of 8-bit floats, read as those of `safe_open` are; NumPy alone has no such dtype."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+
+    def get_dtype(self) -> str:
+        return EIGHT_BITS[0]
+
+    def get_shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._array[index]
+
+
+def _eight_bits(path: Path, wanted: list[str]) -> dict[str, _EightBits]:
+    if not wanted:
+        return {}
+    with path.open("rb") as file:  # the length of the header, the header, then the tensors
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {}
+    for name in wanted:
+        start, shape = 8 + length + header[name]["data_offsets"][0], tuple(header[name]["shape"])
+        found[name] = _EightBits(np.memmap(path, np.uint8, "r", start, shape).view(E4M3))
+    return found

@@ -1,0 +1,185 @@
+"""8-bit weights in Hugging Face's format, by the convention of compressed-tensors.
+
+config.json has a `quantization_config`. A matrix `NAME.weight` is float8_e4m3fn `[out, in]`, and
+`NAME.weight_scale` `[out, 1]` is what its rows are multiplied with. This is the format
+"float-quantized" with the strategy "channel" for weights and, for what they are multiplied with,
+"token" and dynamic; its preset FP8_DYNAMIC (github.com/vllm-project/compressed-tensors).
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from pallas_kernels.layouts.quantised import quantise
+from twell_jax.ffn.quantised import AXES, Projection
+from twell_jax.models.pretrained import files
+from twell_jax.models.pretrained.json_file import PretrainedError, read_json, unsupported
+
+KEY = "quantization_config"
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up")  # that `quantise_files` and "fp8" mean
+
+# The values that are supported; the first of each is written.
+_TOP: dict[str, tuple[Any, ...]] = {
+    "format": ("float-quantized",),
+    "kv_cache_scheme": (None,),
+    "sparsity_config": (None, {}),
+    "transform_config": (None, {}),
+}
+_EIGHT_BITS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "group_size": (None,),
+    "block_structure": (None,),
+    "actorder": (None,),
+}
+_PARTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "weights": _EIGHT_BITS | {"strategy": ("channel",), "dynamic": (False,)},
+    "input_activations": _EIGHT_BITS | {"strategy": ("token",), "dynamic": (True,)},
+}
+# What a key that is absent means; for all others that is None.
+_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+_WEIGHT = re.compile(rf"(?:^|\.)layers\.\d+\.mlp\.(?:{'|'.join(PROJECTIONS)})_proj\.weight$")
+
+
+def to_dict(projections: Sequence[Projection]) -> dict[str, Any]:
+    """The `quantization_config` of a model whose blocks have these projections in 8 bits."""
+    others = [rf"re:.*\.{name}_proj$" for name in AXES if name not in projections]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                **{part: {k: v[0] for k, v in keys.items()} for part, keys in _PARTS.items()},
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head", r"re:.*\.self_attn\..*", *others],
+    }
+
+
+def read(path: Path, tree: Mapping[str, Any]) -> tuple[Projection, ...]:
+    """The projections of the feed-forward blocks that are in 8 bits, by the tree of a config.json.
+
+    Raises:
+      PretrainedError: it asks for what is not supported; the message names the key.
+    """
+    config = tree.get(KEY)
+    if config is None:
+        return ()
+    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise unsupported(path, f"{KEY}.quant_method", method, ["compressed-tensors"])
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise PretrainedError(f"{path}: {KEY}.config_groups must be one group, got {groups!r}")
+    (group,) = groups.values()
+    _check(path, KEY, config, _TOP)
+    for part, keys in _PARTS.items():
+        _check(path, f"{KEY}.{part}", group.get(part), keys)
+    _check(path, KEY, group, {"output_activations": (None,)})
+    targets, ignored = group.get("targets") or [], config.get("ignore") or []
+    layers = tree.get("num_hidden_layers")
+    found = {
+        tuple(_targeted(f"model.layers.{i}", targets, ignored))
+        for i in range(layers if isinstance(layers, int) else 1)
+    }
+    if len(found) > 1:
+        raise PretrainedError(f"{path}: {KEY} must say the same of all layers")
+    (names,) = found
+    if more := [name for name in names if name in _ATTENTION]:
+        raise PretrainedError(
+            f"{path}: {KEY} has {', '.join(more)} in 8 bits, which is not supported; only "
+            f"{', '.join(f'mlp.{name}_proj' for name in AXES)} are"
+        )
+    if _is_target("lm_head", targets, ignored):
+        raise PretrainedError(f"{path}: {KEY} has lm_head in 8 bits, which is not supported")
+    return tuple(name for name in AXES if f"mlp.{name}_proj" in names)
+
+
+def quantise_files(source: Path, directory: Path) -> None:
+    """Writes a model's files anew, with the gates and up projections of its blocks in 8 bits.
+
+    All other tensors and files are copied as they are. Shards are read one after the other.
+
+    Args:
+      source: holds config.json, which `config.read` takes, and safetensors.
+      directory: empty, or to be created.
+
+    Raises:
+      PretrainedError: a file cannot be read, the weights are in 8 bits already or hold an inf or a
+        NaN, or the directory is not empty.
+    """
+    tree = read_json(source / "config.json")
+    if tree.get(KEY) is not None:
+        raise PretrainedError(f"{source}: is quantised already, by its {KEY}")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise PretrainedError(f"{directory}: not empty; choose a new directory")
+    names = files.names(source)
+    places: dict[str, str] = {}
+    total = 0
+    for name in names:
+        tensors = _quantised(source / name)
+        save_file(tensors, directory / name, metadata={"format": "pt"})
+        (directory / name).chmod(0o644)  # safetensors makes it readable by the owner only
+        places |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if names != [files.FILE]:
+        files.write_index(directory, places, total)
+    for path in sorted(source.glob("*")):
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != files.INDEX:
+            shutil.copyfile(path, directory / path.name)
+    gated = any(".gate_proj." in name for name in places)
+    tree[KEY] = to_dict([name for name in PROJECTIONS if gated or name != "gate"])
+    (directory / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
+
+
+def _quantised(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, with the weights that `_WEIGHT` names in 8 bits, and their scales."""
+    tensors: dict[str, np.ndarray] = {}
+    with files.opened(path) as stored:
+        for name in stored.keys():  # noqa: SIM118
+            tensors[name] = stored.get_tensor(name)
+            if _WEIGHT.search(name):
+                try:
+                    made = jax.device_get(quantise(tensors[name]))
+                except ValueError as error:
+                    raise PretrainedError(f"{path}: {name}: {error}") from None
+                tensors |= {name: made.values, f"{name}_scale": made.scale}
+    return tensors
+
+
+def _check(path: Path, where: str, tree: Any, keys: Mapping[str, tuple[Any, ...]]) -> None:
+    if not isinstance(tree, dict):
+        raise PretrainedError(f"{path}: {where} must be an object, got {tree!r}")
+    for key, values in keys.items():
+        if (value := tree.get(key, _DEFAULTS.get(key))) not in values:
+            raise unsupported(path, f"{where}.{key}", value, values)
+
+
+def _targeted(layer: str, targets: Any, ignored: Any) -> list[str]:
+    """The linear layers of a layer that are in 8 bits, as compressed-tensors decides it."""
+    names = (*_ATTENTION, *(f"mlp.{name}_proj" for name in AXES))
+    return [name for name in names if _is_target(f"{layer}.{name}", targets, ignored)]
+
+
+def _is_target(name: str, targets: Any, ignored: Any) -> bool:
+    def matches(pattern: str) -> bool:
+        if pattern.startswith("re:"):
+            return re.match(pattern[3:], name) is not None
+        return pattern in (name, "Linear")
+
+    return any(map(matches, targets)) and not any(map(matches, ignored))

@@ -1,0 +1,64 @@
+"""Writes a model with 8-bit weights: python -m twell_jax.quantise DIRECTORY OUT
+
+Gates and up projections of the feed-forward blocks become float8_e4m3fn with a scale for each row,
+by the convention of compressed-tensors. Everything else stays as it is.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from twell_jax.ffn import quantise_mlps
+from twell_jax.inference import arguments
+from twell_jax.models.pretrained import PretrainedError, hub, quantisation, save_pretrained
+from twell_jax.models.pretrained import config as pretrained_config
+from twell_jax.train import interrupt
+from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.run_directory import RunPaths, load_run
+
+
+def quantise(name: str, directory: Path) -> None:
+    """Writes the model of a run, or one in Hugging Face's format, with 8-bit weights.
+
+    Args:
+      name: the `run_dir` of a run, a directory with a config.json, or a name on the hub.
+      directory: where to write; new or empty.
+
+    Raises:
+      PretrainedError: there is no such model, it is not supported or quantised already, or the
+        directory is not empty.
+      CheckpointError: no checkpoint of the run is whole.
+      ValueError: a weight holds an inf or a NaN.
+    """
+    source = hub.find(name)
+    if (source.directory / "config.json").exists():
+        pretrained_config.read(source.directory, None, None)
+        hub.fetch_weights(source)
+        quantisation.quantise_files(source.directory, directory)
+        return
+    if not RunPaths(source.directory).config.exists():
+        raise PretrainedError(f"{name}: is not the directory of a run and holds no config.json")
+    _, tokenizer, model = load_run(name)
+    quantise_mlps(model, quantisation.PROJECTIONS)
+    save_pretrained(directory, model, tokenizer)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", help=arguments.DIRECTORY)
+    parser.add_argument("out", type=arguments.path, help="where to write; new or empty")
+    args = parser.parse_args(argv)
+    try:
+        with interrupt.at_once():
+            quantise(args.directory, args.out)
+    except (CheckpointError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"model: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
