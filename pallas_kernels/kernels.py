@@ -14,6 +14,7 @@ import jax
 from pallas_kernels import hopper, reference
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
 from pallas_kernels.layouts.weights import Weights
@@ -39,7 +40,7 @@ class Kernels(NamedTuple):
       union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows.
       union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
       union_down: sums blocks times gathered weights over the unions -> y, or dx.
-      hidden_grads: the gradients for h's factors, in place -> h and these on the neuron lists.
+      hidden_grads: the gradients behind h, in place -> h and these on the neuron lists.
       weight_grads: the gradients for weights from neuron lists (`layouts.neuron_lists`) -> these.
 
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
@@ -53,15 +54,15 @@ class Kernels(NamedTuple):
 
     name: str
     unsupported: Callable[[jax.Array | jax.ShapeDtypeStruct], str | None]
-    few_tokens_ffn: Callable[[jax.Array, Weights], Arrays]
-    gate_pack: Callable[[jax.Array, jax.Array], jax.Array]
+    few_tokens_ffn: Callable[[jax.Array, Weights, Rectifier], Arrays]
+    gate_pack: Callable[[jax.Array, jax.Array, Rectifier], jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
-    dense_rows: Callable[[HeavyRows, Weights, jax.Ref], Arrays]
-    gate_union: Callable[[jax.Array, jax.Array], Arrays]
+    dense_rows: Callable[[HeavyRows, Weights, jax.Ref, Rectifier], Arrays]
+    gate_union: Callable[[jax.Array, jax.Array, Rectifier], Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
-    hidden_grads: Callable[[jax.Array, jax.Array, jax.Ref, jax.Array, Plan, NeuronLists], Arrays]
+    hidden_grads: Callable[..., Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
     dense_hidden: Callable[..., jax.Array]

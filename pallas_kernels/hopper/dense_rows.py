@@ -30,8 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import place_rows, support
 from pallas_kernels.hopper.device import cluster, gather, lists, scalars, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
+from pallas_kernels.hopper.frames import accumulate
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
 _BLOCK = CONSUMERS * ACC_ROWS  # rows and columns of a block
@@ -43,17 +45,20 @@ _PART_ROWS = _FEW // _PARTS  # rows whose parts a warpgroup adds
 _PREFETCH = 1 << 17  # elements of w_down that a block fetches into L2, at most
 
 
-def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
+def dense_rows(
+    heavy: HeavyRows, weights: Weights, y_ref: jax.Ref, rectifier: Rectifier = RELU
+) -> tuple[jax.Array, jax.Array]:
     """Sets the listed rows of y to those of the dense block.
 
-    For each i < count, row `rows[i]` becomes `(relu(x_i w_gate^T) * (x_i w_up^T)) w_down`. The
-    non-gated form is `relu(x_i w_up^T) w_down`. Sums are float32; the gate, h and y are rounded.
+    For each i < count, row `rows[i]` becomes `(act(x_i w_gate^T) * (x_i w_up^T)) w_down`. The
+    non-gated form is `act(x_i w_up^T) w_down`. Sums are float32; the gate, h and y are rounded.
 
     Args:
       heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64 from 128 to
         8192.
       weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
       y_ref: mutable `[M, D]` of the same dtype.
+      rectifier: act, which may pass `x_i w_up^T` through a ReLU.
 
     Returns:
       l1: float32 scalar, the sum of |h| over all i < count.
@@ -77,6 +82,7 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
     stats = jax.ShapeDtypeStruct((max(row_blocks, CONSUMERS), h), jnp.float32)
     hidden, l1, largest = _call(
         _hidden_kernel,
+        rectifier,
         len(heavy.pending),
         out_type=(jax.ShapeDtypeStruct((h, rows), dtype), stats, stats),
         scratch_types=dict(
@@ -120,7 +126,7 @@ def _call(body, *static, **kwargs):
     )
 
 
-def _hidden_kernel(pending, *refs, h_smem):
+def _hidden_kernel(rectifier, pending, *refs, h_smem):
     count_ref, x_rows, *weights, hidden, l1, largest = refs[pending:]
     h, _ = weights[0].shape
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
@@ -130,7 +136,7 @@ def _hidden_kernel(pending, *refs, h_smem):
         plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
     count = scalars.read(count_ref)
-    work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem)
+    work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem, rectifier)
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
@@ -151,6 +157,7 @@ class _Hidden:
         the sum of |h| and whether the gate is ever non-zero (1 or 0). In a short list each
         warpgroup's half of the rows is a part.
       h_smem: SMEM `[warpgroups, 64, 128]`.
+      rectifier: what makes the gate.
     """
 
     count: jax.Array
@@ -160,6 +167,7 @@ class _Hidden:
     l1: jax.Ref
     largest: jax.Ref
     h_smem: jax.Ref
+    rectifier: Rectifier
 
     def block(self, index):
         """128 rows and 128 neurons, of which a warpgroup has 64."""
@@ -213,8 +221,8 @@ class _Hidden:
             return accs
 
         slots = _STAGES * _BLOCK // size  # the ring has the same size in either case
-        operand = _operand((size, STAGE_K), lambda k: (0, k))
-        _pipeline(multiply, finish, n * [columns], d // STAGE_K, slots, (1 + n) * [operand])(
+        specs = (1 + n) * [accumulate.operand((size, STAGE_K), lambda k: (0, k))]
+        accumulate.accumulate(multiply, finish, n * [columns], d // STAGE_K, slots, specs)(
             self.x_rows.at[rows],
             *(w.at[pl.ds(first_neuron, size)] for w in self.weights),
         )
@@ -223,14 +231,14 @@ class _Hidden:
         """The hidden activation, rounded, for rows from `first_row` on; stores its statistics."""
         gate, *up = accs
         row = plgpu.broadcasted_iota(jnp.int32, gate.shape, 1, layout=plgpu.Layout.WGMMA)
-        is_listed = row < self.count - first_row
-        gate = jnp.where(is_listed & ~(gate <= 0), gate, 0.0)  # keeps NaN
-        gate = value = gate.astype(self.hidden.dtype).astype(jnp.float32)
+        is_listed, dtype = row < self.count - first_row, self.hidden.dtype
+        gate = jnp.where(is_listed & self.rectifier.opens(gate, dtype), gate, 0.0)
+        gate = value = self.rectifier.power(gate, dtype).astype(dtype).astype(jnp.float32)
         for u in up:
-            value = jnp.where(is_listed, gate * u, 0.0)
+            value = jnp.where(is_listed, gate * self.rectifier.linear(u), 0.0)
         self.l1[part, neurons] = jnp.sum(jnp.abs(value), axis=1)
         self.largest[part, neurons] = jnp.max(jnp.where(gate != 0, 1.0, 0.0), axis=1)
-        return value.astype(self.hidden.dtype)
+        return value.astype(dtype)
 
 
 def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem, few_smem, written):
@@ -302,10 +310,10 @@ class _Down:
                 store = functools.partial(_store, half, self.y_smem.at[warpgroup], self.y)
                 pl.when(target.start < d)(functools.partial(store, rows, target))
 
-        operand = _operand((STAGE_K, _BLOCK), lambda k: (k, 0))
-        _pipeline(multiply, finish, [_BLOCK], h // STAGE_K, _STAGES, [operand, operand])(
-            self.hidden.at[:, pl.ds(row_block * _BLOCK, _BLOCK)], self.w_down.at[:, columns]
-        )
+        operand = accumulate.operand((STAGE_K, _BLOCK), lambda k: (k, 0))
+        accumulate.accumulate(
+            multiply, finish, [_BLOCK], h // STAGE_K, _STAGES, [operand, operand]
+        )(self.hidden.at[:, pl.ds(row_block * _BLOCK, _BLOCK)], self.w_down.at[:, columns])
 
     def few_block(self, index):
         """All rows of a short list and 64 columns; a warpgroup multiplies half of each stage."""
@@ -329,8 +337,8 @@ class _Down:
 
         # Rows beyond H are read as zeros: the last stage may have some, or the second be of them.
         stages = max(2, pl.cdiv(self.w_down.shape[0], _PAIR * CONSUMERS * STAGE_K))
-        operand = _operand((CONSUMERS * STAGE_K, _FEW), lambda k: (part * stages + k, 0))
-        _pipeline(multiply, finish, [_FEW], stages, _STAGES, [operand, operand])(
+        operand = accumulate.operand((CONSUMERS * STAGE_K, _FEW), lambda k: (part * stages + k, 0))
+        accumulate.accumulate(multiply, finish, [_FEW], stages, _STAGES, [operand, operand])(
             self.hidden.at[:, pl.ds(0, _FEW)], self.w_down.at[:, pl.ds(index * _FEW, _FEW)]
         )
 
@@ -352,35 +360,6 @@ def _store(tile, smem, target, rows, columns):
     smem[...] = tile
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
-
-
-def _operand(block, index_map):
-    return plgpu.BlockSpec(block, index_map, transforms=TILED, delay_release=1)
-
-
-def _pipeline(multiply, finish, columns, stages, slots, in_specs):
-    """A pipeline of `stages`, for which shared memory has `slots`.
-
-    `multiply` adds to accumulators `[64, c]`, one for each c of `columns`. `finish` gets the sums.
-    """
-
-    def compute(pipeline):
-        def accumulate(*accs):
-            pipeline(accs)
-            return [acc[...] for acc in accs]
-
-        finish(pl.run_scoped(accumulate, *(plgpu.ACC((ACC_ROWS, c), jnp.float32) for c in columns)))
-
-    return plgpu.emit_pipeline_warp_specialized(
-        multiply,
-        grid=(stages,),
-        memory_registers=40,
-        in_specs=in_specs,
-        wg_axis="warpgroup",
-        num_compute_wgs=CONSUMERS,
-        max_concurrent_steps=min(slots, stages),
-        compute_context=compute,
-    )
 
 
 def _split(count):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper import support, token_ffn, token_product
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
@@ -17,11 +18,11 @@ _ROWS = 8  # the kernels take a multiple of so many tokens
 
 
 def few_tokens_ffn(
-    x: jax.Array, weights: Weights
+    x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Computes `y = (relu(x @ w_gate^T) * (x @ w_up^T)) @ w_down` for at most 64 tokens.
+    """Computes `y = (act(x @ w_gate^T) * (x @ w_up^T)) @ w_down` for at most 64 tokens.
 
-    The non-gated form is `y = relu(x @ w_up^T) @ w_down`. Gate and hidden activation are rounded to
+    The non-gated form is `y = act(x @ w_up^T) @ w_down`. Gate and hidden activation are rounded to
     the dtype of x, sums are float32 and have a fixed order. Behind a gate of zero, no row of w_up
     or w_down is used (in the non-gated form, of w_down), unless many gates are open. Where x is not
     finite, the gated result is NaN as in the dense computation, where a gate of zero then meets inf
@@ -30,6 +31,7 @@ def few_tokens_ffn(
     Args:
       x: `[M, D]`, bfloat16 or float16, M from 1 to 64, D a multiple of 64 from 128 to 8192.
       weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
+      rectifier: act, which may pass `x @ w_up^T` through a ReLU.
 
     Returns:
       y: `[M, D]`.
@@ -53,8 +55,9 @@ def few_tokens_ffn(
     weights = jax.tree.map(lambda w: w[None], weights)
     counts = in_place.mutable(jnp.zeros((1, len(x) + 1), jnp.int32))
     only, used = jnp.zeros(1, jnp.int32), (*weights.inner[1:], weights.down)
-    gate = token_product.gate(x, weights.activated, only, counts, batch=m, prefetch=used)
-    y, l1 = token_ffn.multiply(gate, x, weights, counts, batch=m)
+    activated = weights.activated
+    gate = token_product.gate(x, activated, only, counts, rectifier, batch=m, prefetch=used)
+    y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
     nnz = in_place.contents(counts)[0, :m]
     l1 = gate.astype(jnp.float32) if l1 is None else l1
     return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate[:m] != 0, axis=0)

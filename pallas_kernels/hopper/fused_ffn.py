@@ -10,6 +10,7 @@ Weights may be slices of stacked weights: nothing is changed in place, so XLA co
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import gather, lists, simt
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ def fused_ffn(
     packed: jax.Array,
     w_up: jax.Array | None,
     w_down: jax.Array,
+    rectifier: Rectifier = RELU,
     *,
     config: FusedFFNConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, HeavyRows]:
@@ -67,6 +70,7 @@ def fused_ffn(
         of the weights.
       w_up: `[H, D]`, H a multiple of 128 up to 65536. None in the non-gated form.
       w_down: `[H, D]`.
+      rectifier: what made the gate; it may pass `x[m] . w_up[n]` through a ReLU.
       config: schedule; None for the one that suits D and H.
 
     Returns:
@@ -92,7 +96,7 @@ def fused_ffn(
     batch = max(1, config.loads // steps)
     rows = min(config.rows, 16 // steps)
     kernel = plgpu.kernel(
-        _kernel,
+        functools.partial(_kernel, rectifier),
         out_type=(
             jax.ShapeDtypeStruct((m, d), w_down.dtype),
             jax.ShapeDtypeStruct((m,), jnp.int32),
@@ -123,7 +127,7 @@ def fused_ffn(
 
 
 def _kernel(
-    counters, x, packed, w_up, w_down, y, nnz, l1, heavy_count, heavy_rows, heavy_x,
+    rectifier, counters, x, packed, w_up, w_down, y, nnz, l1, heavy_count, heavy_rows, heavy_x,
     *, looked, entries, sums,
 ):  # fmt: skip
     warpgroup = lax.axis_index("warpgroup")
@@ -155,7 +159,9 @@ def _kernel(
 
         let_next_start()
         wide = None if w_up is None else gather.widen(x_row)
-        y_row, row_l1 = gather.gather_ffn(wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums)
+        y_row, row_l1 = gather.gather_ffn(
+            wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums, rectifier
+        )
         if w_up is not None:
             # A slower warp may still read the sums of the last batch, in one of the other two.
             poison = jnp.where((count < 0) | gather.all_finite(wide, my_sums.at[2]), 0.0, jnp.nan)

@@ -1,4 +1,4 @@
-"""Gate matmul with a TwELL epilogue: `relu(x @ w_gate^T)` leaves the registers packed.
+"""Gate matmul with a TwELL epilogue: `act(x @ w_gate^T)` leaves the registers packed.
 
 The dense gate never reaches memory: the consumers of `gate_matmul` pack their 64 x 256 accumulators
 lane by lane (`pack_relu`) and send them out by TMA.
@@ -17,6 +17,7 @@ from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.hopper.frames.gate_matmul import GateConfig
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 
 _WORDS = twell.TILE // twell.COMPRESSION
 
@@ -25,8 +26,14 @@ _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchma
 }
 
 
-def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = None) -> jax.Array:
-    """Computes `g = relu(x @ w_gate^T)` in TwELL (arXiv 2603.23198); `twell` defines the format.
+def gate_pack(
+    x: jax.Array,
+    w_gate: jax.Array,
+    rectifier: Rectifier = RELU,
+    *,
+    config: GateConfig | None = None,
+) -> jax.Array:
+    """Computes `g = act(x @ w_gate^T)` in TwELL (arXiv 2603.23198); `twell` defines the format.
 
     Sums in float32, rounds to the dtype of the inputs and propagates NaN. The order of a tile's
     entries and the words past a row's count are unspecified.
@@ -34,6 +41,7 @@ def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = No
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+      rectifier: act.
       config: schedule; None for the one that suits D and H.
 
     Returns:
@@ -49,7 +57,7 @@ def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = No
     packed = gate_matmul.gate_matmul(
         x,
         w_gate,
-        functools.partial(_pack, h=h, dtype=x.dtype),
+        functools.partial(_pack, h=h, dtype=x.dtype, rectifier=rectifier),
         out_type=jax.ShapeDtypeStruct((m, tiles * _WORDS), jnp.uint32),
         scratch_types=dict(
             packed_smem=plgpu.SMEM(
@@ -61,12 +69,12 @@ def gate_pack(x: jax.Array, w_gate: jax.Array, *, config: GateConfig | None = No
     return packed.reshape(m, tiles, _WORDS)
 
 
-def _pack(acc, slab, tile, packed_gmem, *, packed_smem, h, dtype):
+def _pack(acc, slab, tile, packed_gmem, *, packed_smem, h, dtype, rectifier):
     if h % twell.TILE:  # columns past H are loaded as 0, but 0 * inf is NaN
         column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=plgpu.Layout.WGMMA)
         acc = jnp.where(column < h - tile * twell.TILE, acc, 0)
     mine = packed_smem.at[slab % CONSUMERS]
-    pack_relu.pack_relu(acc, dtype, tile, mine)
+    pack_relu.pack_relu(acc, dtype, tile, mine, rectifier)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
         mine, packed_gmem.at[pl.ds(slab * ACC_ROWS, ACC_ROWS), pl.ds(tile * _WORDS, _WORDS)]

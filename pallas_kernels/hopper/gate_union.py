@@ -1,9 +1,11 @@
-"""Gate matmul with a union epilogue: `relu(x @ w_gate^T)` leaves the registers as tile unions.
+"""Gate matmul with a union epilogue: `act(x @ w_gate^T)` leaves the registers as tile unions.
 
 The product is computed transposed: an accumulator has neurons along its rows and the 256 tokens of
 a row tile along its columns. A neuron is in the union if its row is not all zero. Such a row is
 stored, as 512 contiguous bytes; the dense gate never reaches memory.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from pallas_kernels.hopper.device.tiles import CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.hopper.frames.gate_matmul import GateConfig
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
 # With a width of 8, a quarter of the SMs would get the first tokens of all sequences, which fire
@@ -23,14 +26,17 @@ from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 _CONFIG = GateConfig(grid_tile_width=7)
 
 
-def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes `g = relu(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
+def gate_union(
+    x: jax.Array, w_gate: jax.Array, rectifier: Rectifier = RELU
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes `g = act(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
 
     Sums in float32, rounds to the dtype of the inputs and propagates NaN.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+      rectifier: act.
 
     Returns:
       gate: `[R, H, 256]` in the dtype of the inputs, R = ceil(M / 256); rows of neurons that are
@@ -47,7 +53,7 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
     return gate_matmul.gate_matmul(
         w_gate,
         x,
-        _write_union,
+        functools.partial(_write_union, rectifier),
         out_type=(
             jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), x.dtype),
             jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
@@ -60,7 +66,7 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
     )
 
 
-def _write_union(acc, group, tile, gate, masks, counts, *, words):
+def _write_union(rectifier, acc, group, tile, gate, masks, counts, *, words):
     neurons = pl.ds(group * GROUP_NEURONS, GROUP_NEURONS)
     bits = pl.ds(group * (GROUP_NEURONS // 32), GROUP_NEURONS // 32)
     union_relu.union_relu(
@@ -70,5 +76,6 @@ def _write_union(acc, group, tile, gate, masks, counts, *, words):
         masks.at[1, tile, bits],
         counts.at[group, pl.ds(tile * TILE_TOKENS, TILE_TOKENS)],
         words.at[group % CONSUMERS],
+        rectifier=rectifier,
         threshold=tile_union.OUTLYING_ABOVE,
     )

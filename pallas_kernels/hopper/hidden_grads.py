@@ -1,9 +1,12 @@
-"""Gradients for the factors g and u of h on tile unions, from `dh = dy @ w_down^T`.
+"""Gradients for the products z and u behind h on tile unions, from `dh = dy @ w_down^T`.
 
-The matmul is an up projection of dy. Its epilogue computes dg = dh u and du = dh g. It overwrites g
-and h with them, for the gradient for x, and scatters them and h into the neuron lists, for the
-gradients for the weights. Each non-zero entry of a list is a store of its own.
+The matmul is an up projection of dy. Its epilogue computes dz = dh u act'(z) and du = dh g
+(`layouts.rectifiers`). It overwrites g and h with them, for the gradient for x, and scatters them
+and h into the neuron lists, for the gradients for the weights. Each non-zero entry of a list is a
+store of its own.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +25,8 @@ from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.hopper.union_up import describe_item
-from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 
 _PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a block
@@ -39,8 +42,9 @@ def hidden_grads(
     l1_grad: jax.Array,
     plan: Plan,
     lists: NeuronLists,
+    rectifier: Rectifier = RELU,
 ) -> tuple[jax.Array, ...]:
-    """Replaces gates and h by the gradients for h's factors; scatters these and h into the lists.
+    """Replaces gates and h by the gradients for z and u; scatters these and h into the lists.
 
     Sums in float32; the gradients are rounded once, and are 0 where the gate is 0.
 
@@ -52,9 +56,10 @@ def hidden_grads(
       l1_grad: float32 `[1]`, the gradient for the sum of |h|.
       plan: the unions.
       lists: with C slots; they hold at least the non-zeros of the gate.
+      rectifier: what made the gate.
 
     Returns:
-      h, dg and, in the gated form, du: `[C, 64]` each, on the lists; zeros elsewhere up to the end
+      h, dz and, in the gated form, du: `[C, 64]` each, on the lists; zeros elsewhere up to the end
       of the last list, rounded up to 64 slots, and unspecified after it.
 
     Raises:
@@ -78,7 +83,7 @@ def hidden_grads(
     gathered_matmul.gathered_matmul(
         describe_item,
         _produce,
-        _consume,
+        functools.partial(_consume, rectifier),
         plan.item_count,
         plan.items,
         plan.neurons,
@@ -145,7 +150,7 @@ def _produce(job, ring, step, _, items, neurons, sizes, l1_grad, words, entries,
     return lax.fori_loop(0, _PARTS, put_block, step)
 
 
-def _consume(job, ring, step, warpgroup, buffers, *refs):
+def _consume(rectifier, job, ring, step, warpgroup, buffers, *refs):
     _, _, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
     item, tile, first, limit = job
     my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ACC_ROWS, ACC_ROWS)])
@@ -164,9 +169,8 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
         ]
         *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
         dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
-        grads = [
-            a.astype(dy.dtype) for a in chain_rule(dh, gate[0] if gate else None, value, l1_grad[0])
-        ]
+        grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1_grad[0])
+        grads = [a.astype(dy.dtype) for a in grads]
         for start, grad in zip(starts, grads, strict=True):
             target = hidden.at[item, pl.ds(start, ACC_ROWS), pl.ds(part * ACC_ROWS, ACC_ROWS)]
             gathered_matmul.write(grad, buffers.at[writes % 2], target)

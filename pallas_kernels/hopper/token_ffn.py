@@ -24,6 +24,7 @@ from pallas_kernels import in_place
 from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, shares, token_columns
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 
@@ -71,7 +72,13 @@ class _Stores:
 
 
 def multiply(
-    gate: jax.Array, x: jax.Array, weights: Weights, counts: jax.Ref, *, batch: int
+    gate: jax.Array,
+    x: jax.Array,
+    weights: Weights,
+    counts: jax.Ref,
+    rectifier: Rectifier = RELU,
+    *,
+    batch: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`(gate * (x @ w_up^T)) @ w_down`, or `gate @ w_down` without a gate projection.
 
@@ -80,6 +87,7 @@ def multiply(
       x: `[M, D]`, M a multiple of 8 up to 64.
       weights: `[1, H, D]` each.
       counts: int32 `[1, M + 1]`, of `token_product.gate`; its last column was zero.
+      rectifier: what made the gate; it may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
 
     Returns:
@@ -108,7 +116,7 @@ def multiply(
 
     operands = Operands(gate, x, weights.linear, weights.down, jnp.zeros(1, jnp.int32), None)
     stores = _Stores(row, columns, hidden)
-    y, *l1 = _call("token_ffn", operands, counts, (), outs, batch, 0.0, stores)
+    y, *l1 = _call("token_ffn", operands, counts, (), outs, batch, 0.0, stores, rectifier)
     return y, l1[0] if l1 else None
 
 
@@ -119,6 +127,7 @@ def add(
     layer: jax.Array,
     counts: jax.Ref,
     scale: jax.Array,
+    rectifier: Rectifier = RELU,
     *,
     batch: int,
     eps: float,
@@ -132,6 +141,7 @@ def add(
       layer: int32 `[1]`.
       counts: int32 `[layers, M + 1]`, of `token_product.gate`; its last column was zero.
       scale: `[layers, D]`, of the norm that comes next.
+      rectifier: what made the gate; it may pass `norm(x) @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
       eps: of the norm.
 
@@ -162,7 +172,8 @@ def add(
 
     operands = Operands(gate, stream.scaled, weights.linear, weights.down, layer, stream.squares)
     further, stores = (stream.x, scale), _Stores(row, columns)
-    return Stream(*_call("token_add_ffn", operands, counts, further, outs, batch, eps, stores))
+    y = _call("token_add_ffn", operands, counts, further, outs, batch, eps, stores, rectifier)
+    return Stream(*y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +188,7 @@ class _Plan:
       further: operands of `stores`.
       eps: of the norm.
       stores: what is done with results.
+      rectifier: what made the gate.
     """
 
     up: TokenRing | None
@@ -186,9 +198,10 @@ class _Plan:
     further: int
     eps: float
     stores: _Stores
+    rectifier: Rectifier
 
 
-def _call(name, operands, counts, further, outs, batch, eps, stores):
+def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     gate, x, w_up, w_down = operands[:4]
     (_, h), d = gate.shape, x.shape[1]
     rows = max(1, _ROW_LOADS // gather.row_steps(d))
@@ -212,7 +225,7 @@ def _call(name, operands, counts, further, outs, batch, eps, stores):
         arrived=plgpu.SMEM((4,), jnp.uint32),
     )
     clusters = min(max(r.tiles for r in rings), token_ring.most_waiting(memory, _ON_SM))
-    plan = _Plan(up, down, clusters, batch, len(further), eps, stores)
+    plan = _Plan(up, down, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(*outs, jax.ShapeDtypeStruct(gate.shape, gate.dtype)),
@@ -247,7 +260,7 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
 
     @pl.when(is_sparse & is_row)
     def _():
-        row = _sum_rows(x_row, operands, count, lists, memory[-1], arrived)
+        row = _sum_rows(x_row, operands, count, lists, memory[-1], arrived, plan.rectifier)
         plan.stores.row(further, outs, number, token, *row)
 
     @pl.when(~is_sparse & (tile < plan.dense_clusters))
@@ -274,14 +287,15 @@ def _list(operands, token, lists):
     return (count + PARTS - 1 - part) // PARTS
 
 
-def _sum_rows(x_row, operands, count, lists, memory, arrived):
+def _sum_rows(x_row, operands, count, lists, memory, arrived, rectifier):
     """This block's columns of a token's result: which ones, their values, and the token's l1."""
     number, part = operands.layer[0], lax.axis_index("part")
     y_parts, l1_parts = memory["y_parts"], memory["l1_parts"]
     cluster.expect(4 * (y_parts.size + l1_parts.size), arrived)
     w_up = None if operands.up is None else operands.up.at[number]
     w_down = operands.down.at[number]
-    sums = gather.gather_ffn(x_row, lists["entries"], count, w_up, w_down, lists["sums"])
+    entries, scratch = lists["entries"], lists["sums"]
+    sums = gather.gather_ffn(x_row, entries, count, w_up, w_down, scratch, rectifier)
     cluster.send_parts(*sums, part, y_parts, l1_parts, arrived)
     cluster.wait_for_parts(arrived)
     y = functools.reduce(jnp.add, [_wide(y_parts.at[p]) for p in range(PARTS)])
@@ -322,7 +336,8 @@ def _hidden(operands, h, further, outs, plan):
 
     def store(first, up):
         g = token_columns.load(operands.gate, first, tokens)
-        value = jnp.where(lax.bitcast_convert_type(g, jnp.uint32) != 0, g * (up * scale), 0.0)
+        opens = lax.bitcast_convert_type(g, jnp.uint32) != 0
+        value = jnp.where(opens, g * plan.rectifier.linear(up * scale), 0.0)
         token_columns.store(h, first, value)
         plan.stores.hidden(further, outs, first, value)
 

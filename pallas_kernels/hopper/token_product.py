@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import cluster, open_gates, token_columns
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 
 
@@ -77,7 +78,7 @@ def hidden(
     layer: jax.Array,
     *,
     eps: float,
-    activation: str,
+    rectifier: Rectifier | None,
 ) -> jax.Array:
     """The hidden activation of a dense block, `act(norm(x) @ w_0^T)`, times `norm(x) @ w_1^T`.
 
@@ -87,7 +88,7 @@ def hidden(
         of 64.
       layer: int32 `[1]`.
       eps: of the norm.
-      activation: "relu" or "silu".
+      rectifier: act, which may pass the second product through a ReLU; None for SiLU.
 
     Returns:
       `[M, H]`.
@@ -101,9 +102,9 @@ def hidden(
 
         def store(values):
             g, *up = (v * scale for v in values)
-            h = jnp.maximum(g, 0.0) if activation == "relu" else g / (1 + jnp.exp(-g))
+            h = g / (1 + jnp.exp(-g)) if rectifier is None else rectifier.gate(g, stream.x.dtype)
             for u in up:
-                h *= u
+                h *= u if rectifier is None else rectifier.linear(u)
             token_columns.store(outs[0], first, h)
 
         return store
@@ -118,12 +119,13 @@ def gate(
     weight: jax.Array,
     layer: jax.Array,
     counts: jax.Ref,
+    rectifier: Rectifier = RELU,
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
     prefetch: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """The gate of a sparse block, `relu(x @ w^T)`; counts the open gates of each token.
+    """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
 
     Zeros are ignored by what reads the gate, but in a dense block 0 * inf is NaN. So where x is not
     finite and the product is -inf, the gate is -0.0, which is not ignored.
@@ -134,6 +136,7 @@ def gate(
       layer: int32 `[1]`.
       counts: mutable int32 `[layers, M + 1]`; at `layer`, the number of open gates of each token is
         added.
+      rectifier: act.
       batch: the first so many tokens are counted, the others are padding.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
       prefetch: `[layers, H, D]` each; rows of open gates are prefetched into L2.
@@ -151,7 +154,8 @@ def gate(
 
         def store(values):
             before = values[0] * scale
-            g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0)).astype(x.dtype)
+            g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype))
+            g = g.astype(x.dtype)
             token_columns.store(outs[0], first, g)
             g = g.astype(jnp.float32)
             open_gates.count(g, batch, counts.at[number])

@@ -17,11 +17,18 @@ from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import row_copies
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 
 
 def union_up(
-    x: jax.Array, gate: jax.Array, w_up: jax.Array | None, plan: Plan, *, with_gate: bool = False
+    x: jax.Array,
+    gate: jax.Array,
+    w_up: jax.Array | None,
+    plan: Plan,
+    rectifier: Rectifier = RELU,
+    *,
+    with_gate: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes h, the gates times `x . w_up[n]`, for the neurons n in each tile's union.
 
@@ -32,6 +39,7 @@ def union_up(
       gate: `[R, H, 256]` as `gate_union` returns it, R = ceil(M / 256).
       w_up: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form.
       plan: the unions.
+      rectifier: what made the gate; it may pass `x . w_up[n]` through a ReLU.
       with_gate: return the gates, too, for gradients.
 
     Returns:
@@ -57,7 +65,7 @@ def union_up(
     hidden, l1 = gathered_matmul.gathered_matmul(
         functools.partial(_describe, shares),
         functools.partial(_produce, tokens),
-        functools.partial(_consume, tokens),
+        functools.partial(_consume, tokens, rectifier),
         plan.item_count,
         plan.items,
         plan.neurons,
@@ -116,7 +124,7 @@ def _produce(tokens, job, ring, step, _, items, neurons, sizes, x, w_up, gate, *
     return lax.fori_loop(0, tokens // ACC_ROWS, put_gates, step)
 
 
-def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
+def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, *refs):
     i, _, _, limit = job
     item, first_token = _item_and_first_token(i, tokens)
     _, _, _, _, x, w_up, _, hidden, l1 = refs
@@ -132,7 +140,7 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
         ring.release(step + part)
         value = gates.astype(jnp.float32)
         if w_up is not None:
-            value *= products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
+            value *= rectifier.linear(products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS])
         sums.append(jnp.sum(jnp.abs(value), axis=1))
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
         columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.twell import DTYPES, MAX_COLUMNS
 
 TILE_TOKENS = 256  # tokens of a row tile
@@ -97,12 +98,14 @@ def check_columns(name: str, dense: jax.Array | jax.ShapeDtypeStruct) -> None:
         )
 
 
-def pack(z: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Describes `relu(z)` rounded to `dtype` by `(gate, masks, counts)`; all of gate is specified.
+def pack(
+    z: jax.Array, dtype: jax.typing.DTypeLike, rectifier: Rectifier = RELU
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Describes `act(z)` rounded to `dtype` by `(gate, masks, counts)`; all of gate is specified.
 
     `z` are the pre-activations, float32 `[M, H]`, H a multiple of 128.
     """
-    return describe(jnp.maximum(z, 0).astype(dtype), jnp.isfinite(z[:, ::GROUP_NEURONS]))
+    return describe(rectifier.gate(z, dtype).astype(dtype), jnp.isfinite(z[:, ::GROUP_NEURONS]))
 
 
 def describe(gate: jax.Array, is_finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

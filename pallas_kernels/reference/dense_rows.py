@@ -6,18 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
 
-def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
+def dense_rows(
+    heavy: HeavyRows, weights: Weights, y_ref: jax.Ref, rectifier: Rectifier = RELU
+) -> tuple[jax.Array, jax.Array]:
     """Computes all M rows of `heavy.x` densely, and uses those on the list."""
     m, dtype = y_ref.shape[0], y_ref.dtype
     product = functools.partial(jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32)
     x, is_listed = heavy.x[:m], jnp.arange(m) < heavy.count[0]
-    gate = jax.nn.relu(product(x, weights.activated)).astype(dtype)
+    gate = rectifier.gate(product(x, weights.activated), dtype).astype(dtype)
     h = gate.astype(jnp.float32)
     if weights.linear is not None:
-        h *= product(x, weights.linear)
+        h *= rectifier.linear(product(x, weights.linear))
     y = jnp.dot(h.astype(dtype), weights.down, preferred_element_type=jnp.float32)
     place = jnp.where(is_listed, heavy.rows, m)
     y_ref[...] = y_ref[...].at[place].set(y.astype(dtype), mode="drop")

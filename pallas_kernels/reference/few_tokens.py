@@ -5,18 +5,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
 
 def few_tokens_ffn(
-    x: jax.Array, weights: Weights
+    x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The dense block, but ignores weights of neurons that do not fire, even inf and NaN."""
     product = functools.partial(
         jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
     )
-    g = jnp.maximum(product(x, weights.activated).astype(x.dtype), 0)
-    u = 1.0 if weights.linear is None else product(x, weights.linear)
+    g = rectifier.gate(product(x, weights.activated), x.dtype).astype(x.dtype)
+    u = 1.0 if weights.linear is None else rectifier.linear(product(x, weights.linear))
     h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
     fired = jnp.any(g != 0, axis=0)
     used = jnp.where(fired[:, None], weights.down, 0).astype(jnp.float32)

@@ -6,11 +6,16 @@ from jax import lax
 
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.reference.places import places
 
 
 def fused_ffn(
-    x: jax.Array, packed: jax.Array, w_up: jax.Array | None, w_down: jax.Array
+    x: jax.Array,
+    packed: jax.Array,
+    w_up: jax.Array | None,
+    w_down: jax.Array,
+    rectifier: Rectifier = RELU,
 ) -> tuple[jax.Array, jax.Array, jax.Array, HeavyRows]:
     """Sums over each row's entries, one row at a time; lists heavy rows in ascending order."""
     f32 = jnp.float32
@@ -25,7 +30,7 @@ def fused_ffn(
         h = lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), w_down.dtype).ravel()
         h = h.astype(f32)
         if w_up is not None:
-            h *= jnp.sum(x.astype(f32) * w_up[n].astype(f32), axis=1)
+            h *= rectifier.linear(jnp.sum(x.astype(f32) * w_up[n].astype(f32), axis=1))
         h = jnp.where(stored, h, 0)
         y = jnp.sum(jnp.where(stored[:, None], h[:, None] * w_down[n].astype(f32), 0), axis=0)
         l1 = jnp.sum(jnp.abs(h))

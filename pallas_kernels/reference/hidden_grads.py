@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 
 
@@ -15,6 +15,7 @@ def hidden_grads(
     l1_grad: jax.Array,
     plan: Plan,
     lists: NeuronLists,
+    rectifier: Rectifier = RELU,
 ) -> tuple[jax.Array, ...]:
     """Computes one product for each item, then scatters into the lists."""
     tiles = plan.neurons.shape[0]
@@ -26,7 +27,7 @@ def hidden_grads(
     hidden = h_ref[...].astype(jnp.float32)
     gate, value = hidden[:, :-CHUNK_NEURONS], hidden[:, -CHUNK_NEURONS:]
     gated = gate.shape[1] > 0
-    grads = chain_rule(dh, gate if gated else None, value, l1_grad[0])
+    grads = rectifier.gradients(dh, gate if gated else None, value, l1_grad[0])
     h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
 
     token = tile[:, :, None] * TILE_TOKENS + jnp.arange(TILE_TOKENS)

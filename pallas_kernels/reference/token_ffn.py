@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from pallas_kernels.reference import token_product
@@ -15,6 +16,7 @@ def add(
     layer: jax.Array,
     counts: jax.Ref,
     scale: jax.Array,
+    rectifier: Rectifier = RELU,
     *,
     batch: int,
     eps: float,
@@ -26,5 +28,6 @@ def add(
         up = token_product.project(
             stream, (weights.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32
         )
-        h = jnp.where((gate != 0) | jnp.signbit(gate), gate.astype(jnp.float32) * up, 0.0)
+        h = gate.astype(jnp.float32) * rectifier.linear(up)
+        h = jnp.where((gate != 0) | jnp.signbit(gate), h, 0.0)
     return token_product.add_product(h.astype(gate.dtype), weights.down, layer, stream.x, scale)

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
-
-_ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu}
 
 
 def project(
@@ -32,14 +31,14 @@ def hidden(
     layer: jax.Array,
     *,
     eps: float,
-    activation: str,
+    rectifier: Rectifier | None,
 ) -> jax.Array:
     """Rounds once, at the end."""
     inverse_rms = stream.inverse_rms(eps)
     g, *up = (_product(stream.scaled, w[layer[0]], 2) * inverse_rms for w in weights)
-    h = _ACTIVATIONS[activation](g)
+    h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
     for u in up:
-        h *= u
+        h *= u if rectifier is None else rectifier.linear(u)
     return h.astype(stream.x.dtype)
 
 
@@ -48,6 +47,7 @@ def gate(
     weight: jax.Array,
     layer: jax.Array,
     counts: jax.Ref,
+    rectifier: Rectifier = RELU,
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
@@ -59,7 +59,7 @@ def gate(
     if norm is not None:
         squares, eps = norm
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
-    g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0)).astype(x.dtype)
+    g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
     g = jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0)
     counts[layer[0], :-1] = counts[layer[0], :-1] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     return g

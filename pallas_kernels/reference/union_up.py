@@ -3,11 +3,18 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import TILE_TOKENS, Plan
 
 
 def union_up(
-    x: jax.Array, gate: jax.Array, w_up: jax.Array | None, plan: Plan, *, with_gate: bool = False
+    x: jax.Array,
+    gate: jax.Array,
+    w_up: jax.Array | None,
+    plan: Plan,
+    rectifier: Rectifier = RELU,
+    *,
+    with_gate: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """For each item, one product of its row tile and its gathered weights."""
     tiles = plan.neurons.shape[0]
@@ -19,7 +26,7 @@ def union_up(
         up = jnp.einsum(
             "idt,ihd->iht", x[tile[:, 0]].mT, w_up[neurons], preferred_element_type=jnp.float32
         )
-        value *= up
+        value *= rectifier.linear(up)
     hidden = value.astype(gate.dtype)
     if with_gate and w_up is not None:
         hidden = jnp.concatenate([gates, hidden], axis=1)

@@ -95,7 +95,7 @@ class ModelConfig(Section):
     activation: Activation = Field(
         "relu",
         description="relu; relu2, its square; fatrelu, zero up to a threshold; drelu, ReLU on both "
-        "factors; or silu for the dense model to compare with. Kernels serve relu alone",
+        "factors; or silu for the dense model to compare with, which no kernel serves",
     )
     activation_threshold: float = Field(0.0, ge=0, description="threshold of fatrelu; else 0")
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")

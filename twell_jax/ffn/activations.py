@@ -38,16 +38,13 @@ def hidden(
 
     Returns:
       h `[..., H]`, and the output of the activation function `[..., H]`: of the gate, if there is
-      one; with drelu, whose factors both are outputs, their product, h.
+      one. Its zeros are what kernels skip.
     """
     function = FUNCTIONS[activation]
     active = function(up if gate is None else gate, threshold)
     if gate is None:
         return active, active
-    if activation == "drelu":
-        h = active * function(up, threshold)
-        return h, h
-    return active * up, active
+    return active * (function(up, threshold) if activation == "drelu" else up), active
 
 
 def problem(activation: Any, threshold: Any, gated: bool) -> str | None:

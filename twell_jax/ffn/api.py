@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_kernels.layouts.quantised import E4M3, Quantised
+from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
@@ -61,7 +62,7 @@ def sparse_ffn(
         gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
-        "drelu", ReLU on both factors; or "silu" for the dense twin. Kernels serve "relu" alone.
+        "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves.
       threshold: of "fatrelu", above 0.
       implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
@@ -117,10 +118,13 @@ def sparse_ffn(
         kernels, why = dispatch.back_end(weights.down)
         assert kernels is not None, why  # the rule would have been excluded
         if algorithm == "unions" and gradients == "sparse":
-            compute = mosaic.sparse_gradients(kernels, gradient_capacity)
+            act = rectifier(activation, threshold)
+            compute = mosaic.sparse_gradients(kernels, act, gradient_capacity)
         else:
             few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
-            compute = mosaic.dense_gradients(kernels, algorithm, few_under_vmap)
+            compute = mosaic.dense_gradients(
+                kernels, activation, threshold, algorithm, few_under_vmap
+            )
         y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
         return y.reshape(x.shape), stats
 
@@ -224,8 +228,8 @@ def _select(
     """The rule for these operands."""
     kernels, unsupported = dispatch.back_end(weights.down)
     tokens, neurons = x.size // x.shape[-1], len(weights.down)
-    if activation != "relu":
-        unsupported = f"the activation must be relu, got {activation}"
+    if rectifier(activation, 0.0) is None:
+        unsupported = f"the activation must be zero for most neurons, got {activation}"
     elif any(b is not None for b in biases):
         unsupported = "the kernels add no biases"
     elif any(isinstance(w, Quantised) for w in (*weights.inner, weights.down)):

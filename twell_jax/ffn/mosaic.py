@@ -17,8 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.kernels import Kernels
+from pallas_kernels.layouts.rectifiers import Rectifier, rectifier
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import few_tokens, partition, twell, unions, xla
+from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
 
@@ -34,34 +36,44 @@ _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 
 @functools.cache
-def dense_gradients(kernels: Kernels, algorithm: str, few_under_vmap: int | None) -> Block:
+def dense_gradients(
+    kernels: Kernels,
+    activation: Activation,
+    threshold: float,
+    algorithm: str,
+    few_under_vmap: int | None,
+) -> Block:
     """`f(x, weights) -> y, stats` for `x: [M, D]`, whose gradients are those of `xla.ffn`.
 
     Args:
       kernels: the back end.
+      activation, threshold: of a rectifier.
       algorithm: a key of `FORWARD`.
       few_under_vmap: None if the caller asks for kernels. Otherwise XLA computes on platforms other
         than CUDA, and under `vmap` the calls of fewer tokens than this.
     """
-    by_kernels = _forward(kernels, algorithm)
+    act = rectifier(activation, threshold)
+    assert act is not None, activation  # the rule would have been excluded
+    by_kernels = _forward(kernels, act, algorithm)
+    dense = functools.partial(xla.ffn, activation=activation, threshold=threshold)
     if few_under_vmap is None:
         compute = by_kernels
     else:
 
         def anywhere(x, weights):
-            return lax.platform_dependent(x, weights, cuda=by_kernels, default=xla.ffn)
+            return lax.platform_dependent(x, weights, cuda=by_kernels, default=dense)
 
         # jit, so that in eager calls the platform of the operands decides.
-        compute = jax.jit(partition.sequential_unless_few(anywhere, xla.ffn, few_under_vmap))
+        compute = jax.jit(partition.sequential_unless_few(anywhere, dense, few_under_vmap))
     compute = jax.custom_vjp(compute)
     compute.defvjp(
-        lambda x, weights: jax.vjp(xla.ffn, x, weights), lambda vjp, cotangent: vjp(cotangent)
+        lambda x, weights: jax.vjp(dense, x, weights), lambda vjp, cotangent: vjp(cotangent)
     )
     return compute
 
 
 @functools.cache
-def sparse_gradients(kernels: Kernels, capacity: float) -> Block:
+def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block:
     """`f(x, weights) -> y, stats` on unions for `x: [M, D]`, with sparse gradients.
 
     If the pattern exceeds `capacity`, the gradients are computed densely. Forward-mode
@@ -69,12 +81,12 @@ def sparse_gradients(kernels: Kernels, capacity: float) -> Block:
     """
     operands_and_gradients = (Share.OWN, *_OPERANDS, Share.TOKENS, Share.MEAN)
     forward_on_device = _on_devices(
-        functools.partial(_forward_for_gradients, kernels, capacity),
+        functools.partial(_forward_for_gradients, kernels, act, capacity),
         _OPERANDS,
         (_OUTPUT, Share.MEAN, Share.OWN),
     )
     backward_on_device = _on_devices(
-        functools.partial(unions.backward, kernels), operands_and_gradients, _OPERANDS
+        functools.partial(unions.backward, kernels, act), operands_and_gradients, _OPERANDS
     )
 
     def forward(x, weights):
@@ -87,13 +99,13 @@ def sparse_gradients(kernels: Kernels, capacity: float) -> Block:
         l1_grad = stats.l1 / dy.shape[0]  # l1 is a mean over tokens
         return backward_on_device(*kept, dy, l1_grad)
 
-    compute = jax.custom_vjp(_forward(kernels, "unions"))
+    compute = jax.custom_vjp(_forward(kernels, act, "unions"))
     compute.defvjp(forward, backward)
     return compute
 
 
-def _forward(kernels: Kernels, algorithm: str) -> Block:
-    forward = _on_devices(functools.partial(FORWARD[algorithm], kernels), _OPERANDS, _OUTPUT)
+def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
+    forward = _on_devices(functools.partial(FORWARD[algorithm], kernels, act), _OPERANDS, _OUTPUT)
 
     def with_stats(x: jax.Array, weights: Weights) -> tuple[jax.Array, FFNStats]:
         return forward(x, weights).with_stats()
@@ -101,8 +113,8 @@ def _forward(kernels: Kernels, algorithm: str) -> Block:
     return with_stats
 
 
-def _forward_for_gradients(kernels, capacity, x, weights):
-    output, residuals = unions.forward_with_residuals(kernels, x, weights, capacity=capacity)
+def _forward_for_gradients(kernels, act, capacity, x, weights):
+    output, residuals = unions.forward_with_residuals(kernels, act, x, weights, capacity=capacity)
     return output, 1.0 - residuals.fits[0].astype(jnp.float32), residuals
 
 

@@ -19,8 +19,7 @@ class FFNStats:
 
     Attributes:
       l1: float32 [], mean over tokens of sum_n |h_n|; differentiable (arXiv 2603.23198, recipe).
-      nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated; of
-        h, if both factors are activations, as with "drelu").
+      nnz: float32 [], mean over tokens of the number of non-zero activations (of g, if gated).
       max_nnz: int32 [], the largest number of non-zero activations of any token.
       fired: bool [H], whether a neuron was non-zero for any token.
       overflow: float32 [], 1 if sparse gradients were asked for, but their pattern exceeded

@@ -6,16 +6,17 @@ import jax.numpy as jnp
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn.stats import Output
 
 
-def forward(kernels: Kernels, x: jax.Array, weights: Weights) -> Output:
+def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`."""
-    packed = kernels.gate_pack(x, weights.activated)
-    y, nnz, l1, heavy = kernels.fused_ffn(x, packed, weights.linear, weights.down)
+    packed = kernels.gate_pack(x, weights.activated, act)
+    y, nnz, l1, heavy = kernels.fused_ffn(x, packed, weights.linear, weights.down, act)
     y_ref = in_place.mutable(y)
-    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
+    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
     # XLA would put the sums of these between the two kernels, which then could not overlap.
     nnz, l1 = (jnp.where(heavy_l1 < 0, 0, a) for a in (nnz, l1))  # it never is
     fired = twell.fired(packed, len(weights.down)) | heavy_fired

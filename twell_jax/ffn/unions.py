@@ -4,13 +4,14 @@ For the backward, the forward keeps g and h = g u on the unions, in a fraction `
 memory that they take densely. Tokens of unions that do not fit are computed densely. If they are
 too many, or the lists do not fit, the backward computes everything again, densely. Otherwise:
 
-    dh = dy w_down^T    dg = dh u    du = dh g        on the unions, as the forward
-    dx = dg w_gate + du w_up                          on the unions
-    dw_gate = dg^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
+    dh = dy w_down^T    dz = dh u act'(z)    du = dh g    on the unions, as the forward
+    dx = dz w_gate + du w_up                              on the unions
+    dw_gate = dz^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
 
 The tokens outside the unions are then so few that XLA computes their part.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,8 +22,8 @@ from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import room, tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.hidden import chain_rule
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
+from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn.stats import Output
@@ -50,19 +51,20 @@ class Residuals:
     heavy: jax.Array
 
 
-def forward(kernels: Kernels, x: jax.Array, weights: Weights) -> Output:
+def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`."""
-    output, _ = _forward(kernels, x, weights, max_items=None)
+    output, _ = _forward(kernels, act, x, weights, max_items=None)
     return output
 
 
 def forward_with_residuals(
-    kernels: Kernels, x: jax.Array, weights: Weights, *, capacity: float
+    kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, capacity: float
 ) -> tuple[Output, Residuals]:
     """The block for `x: [M, D]`, and what `backward` needs.
 
     Args:
       kernels: the back end.
+      act: the activation.
       x: `[M, D]`.
       weights: `[H, D]` each.
       capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
@@ -71,7 +73,8 @@ def forward_with_residuals(
     m, h = x.shape[0], len(weights.down)
     tiles = -(-m // tile_union.TILE_TOKENS)
     max_items = max(1, int(capacity * tiles * h / CHUNK_NEURONS))
-    output, (hidden, plan, heavy, counts) = _forward(kernels, x, weights, max_items=max_items)
+    output, kept = _forward(kernels, act, x, weights, max_items=max_items)
+    hidden, plan, heavy, counts = kept
     slots = max(1, int(capacity * counts.size / GROUP_NEURONS)) * GROUP_NEURONS
     lists, lists_fit = neuron_lists(counts, m, slots)
     rows = heavy.rows[:MAX_HEAVY]
@@ -84,26 +87,25 @@ def forward_with_residuals(
 
 
 def _forward(
-    kernels: Kernels, x: jax.Array, weights: Weights, *, max_items: int | None
+    kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, max_items: int | None
 ) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
     """The output, and (hidden, plan, heavy, counts); hidden has the gates if items are limited."""
     m = x.shape[0]
-    gate, masks, counts = kernels.gate_union(x, weights.activated)
+    gate, masks, counts = kernels.gate_union(x, weights.activated, act)
     gate_ref = in_place.mutable(gate)
     keeps = max_items is not None
     plan, nnz, heavy = kernels.union_plan(
         x, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
     )
-    hidden, l1 = kernels.union_up(
-        x, in_place.contents(gate_ref), weights.linear, plan, with_gate=keeps
-    )
+    gate = in_place.contents(gate_ref)
+    hidden, l1 = kernels.union_up(x, gate, weights.linear, plan, act, with_gate=keeps)
     y = kernels.union_down(hidden, (weights.down,), plan, m)
     # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
     # starts while union_down still works on its last jobs.
     y, heavy = in_place.barrier((y, heavy))
     heavy = replace(heavy, pending=(y, hidden, *jax.tree.leaves(plan)))
     y_ref = in_place.mutable(y)
-    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref)
+    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
     # XLA would put this between kernels, which then could not overlap. heavy_l1 is never negative.
     late_masks, late_counts = (jnp.where(heavy_l1 < 0, 0, a) for a in (masks, counts))
@@ -114,6 +116,7 @@ def _forward(
 
 def backward(
     kernels: Kernels,
+    act: Rectifier,
     residuals: Residuals,
     x: jax.Array,
     weights: Weights,
@@ -124,6 +127,7 @@ def backward(
 
     Args:
       kernels: the back end.
+      act: the activation.
       residuals: what the forward kept.
       x: `[M, D]`.
       weights: `[H, D]` each.
@@ -131,25 +135,24 @@ def backward(
       l1_grad: float32 [], the gradient for the sum of |h|.
     """
 
-    def sparse(*operands):
-        return _sparse_backward(kernels, residuals, *operands)
+    sparse = functools.partial(_sparse_backward, kernels, act, residuals)
+    dense = functools.partial(dense_backward, act)
+    return lax.cond(residuals.fits[0], sparse, dense, x, weights, dy, l1_grad)
 
-    return lax.cond(residuals.fits[0], sparse, dense_backward, x, weights, dy, l1_grad)
 
-
-def _sparse_backward(kernels, residuals, x, weights, dy, l1_grad):
+def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad):
     m, plan, lists = x.shape[0], residuals.plan, residuals.lists
 
     def heavy_rows(a):
         return a.at[residuals.heavy].get(mode="fill", fill_value=0)
 
-    heavy = _dense_hidden(heavy_rows(x), weights, heavy_rows(dy), l1_grad)
+    heavy = _dense_hidden(act, heavy_rows(x), weights, heavy_rows(dy), l1_grad)
     dx_heavy = _dense_dx(heavy, weights)
     # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
     dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
     h_ref = in_place.mutable(residuals.hidden)
-    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists)
+    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act)
     dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, m)
     dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
     slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
@@ -165,7 +168,7 @@ def _sparse_backward(kernels, residuals, x, weights, dy, l1_grad):
 
 
 def dense_backward(
-    x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
+    act: Rectifier, x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
 ) -> tuple[jax.Array, Weights]:
     """The gradients by XLA, from the operands alone, in parts to save memory.
 
@@ -176,10 +179,10 @@ def dense_backward(
 
     def dx_part(operands):
         x, dy = operands
-        return _dense_dx(_dense_hidden(x, weights, dy, l1_grad), weights)
+        return _dense_dx(_dense_hidden(act, x, weights, dy, l1_grad), weights)
 
     def d_weights_part(weights):
-        h, *grads = _dense_hidden(x, weights, dy, l1_grad)
+        h, *grads = _dense_hidden(act, x, weights, dy, l1_grad)
         dw_down = _product(h.T, dy).astype(x.dtype)
         *dw_gate, dw_up = (_product(grad.T, x).astype(x.dtype) for grad in grads)
         return Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
@@ -193,12 +196,12 @@ def dense_backward(
     return dx[:m], d_weights
 
 
-def _dense_hidden(x, weights, dy, l1_grad):
-    """h and the gradients of its factors, for some tokens and neurons, by XLA."""
+def _dense_hidden(act, x, weights, dy, l1_grad):
+    """h and the gradients behind it, for some tokens and neurons, by XLA."""
     gate, *up = [_product(x, w.T) for w in weights.inner]
-    gate = jnp.maximum(gate, 0).astype(x.dtype).astype(jnp.float32)
-    h = gate * up[0] if up else gate
-    grads = chain_rule(_product(dy, weights.down.T), gate if up else None, h, l1_grad)
+    gate = act.gate(gate, x.dtype).astype(x.dtype).astype(jnp.float32)
+    h = gate * act.linear(up[0]) if up else gate
+    grads = act.gradients(_product(dy, weights.down.T), gate if up else None, h, l1_grad)
     return [a.astype(x.dtype) for a in (h, *grads)]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
+from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.config import ModelConfig
@@ -30,7 +31,6 @@ from twell_jax.models.transformer import Transformer
 DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _ROWS = 8  # kernels take a multiple of so many tokens
-_ACTIVATIONS = ("relu", "silu")  # of `dense_hidden`
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
 
@@ -121,7 +121,6 @@ def _unknown(config: ModelConfig) -> str | None:
     """Which part of the model its kernels do not know; None if they know all of them."""
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
-        f"{config.activation} of the feed-forward blocks": config.activation not in _ACTIVATIONS,
         "biases of the feed-forward blocks": config.mlp_bias,
         f"{config.norm} norms": config.norm != "rms",
         "norms of queries and keys": config.qk_norm,
@@ -139,8 +138,10 @@ def _step(
 ) -> tuple[jax.Array, KVCache]:
     config, batch = model.config, len(tokens)
     layers, first_scale = _layers(model)
+    act = rectifier(config.activation, config.activation_threshold)
+    why = f"the activation is {config.activation}" if act is None else None
     selection = dispatch.select(
-        dispatch.Case(batch, config.d_ff, config.gated, kernels.name, None, _not_relu(config)),
+        dispatch.Case(batch, config.d_ff, config.gated, kernels.name, None, why),
         dispatch.Request(config.ffn_implementation),
     )
     cos, sin = rope_table(cache.length - cache.padding[:, None], config)
@@ -150,17 +151,13 @@ def _step(
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
     counts = in_place.mutable(jnp.zeros((config.layers, len(x) + 1), jnp.int32))
     is_sparse = selection.rule.algorithm == "few_tokens"
-    layer = partial(_layer, kernels=kernels, config=config, is_sparse=is_sparse)
+    layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
     length = cache.length[None]
     for number in np.arange(config.layers, dtype=np.int32)[:, None]:
         stream = layer(stream, layers, number, k, v, counts, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
     return logits, extended.advance(1)
-
-
-def _not_relu(config: ModelConfig) -> str | None:
-    return None if config.activation == "relu" else f"the activation is {config.activation}"
 
 
 def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
@@ -188,9 +185,10 @@ def _array(parameter: Any) -> jax.Array:
     return parameter[...]
 
 
-@partial(jax.jit, static_argnames=("kernels", "config", "is_sparse"))  # traced once for all layers
+# Traced once for all layers.
+@partial(jax.jit, static_argnames=("kernels", "config", "act", "is_sparse"))
 def _layer(
-    stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, is_sparse
+    stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, act, is_sparse
 ):
     eps, batch = config.norm_eps, len(padding)
     qkv = kernels.project(stream, layers.qkv, number, k_axis=1, eps=eps, bias=layers.qkv_bias)
@@ -202,13 +200,13 @@ def _layer(
     )
     mlp = layers.mlp
     if not is_sparse:
-        h = kernels.dense_hidden(stream, mlp.inner, number, eps=eps, activation=config.activation)
+        h = kernels.dense_hidden(stream, mlp.inner, number, eps=eps, rectifier=act)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
     norm, used = (stream.squares, eps), (*mlp.inner[1:], mlp.down)
     gate = kernels.gate(
-        stream.scaled, mlp.activated, number, counts, batch=batch, norm=norm, prefetch=used
+        stream.scaled, mlp.activated, number, counts, act, batch=batch, norm=norm, prefetch=used
     )
-    return kernels.add_ffn(gate, stream, mlp, number, counts, after, batch=batch, eps=eps)
+    return kernels.add_ffn(gate, stream, mlp, number, counts, after, act, batch=batch, eps=eps)
 
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.device import simt
+from pallas_kernels.layouts.rectifiers import Rectifier
 
 _LANES = 128  # of a warpgroup
 _LANE_COLUMNS = 8  # columns in a 16-byte access
@@ -42,7 +43,7 @@ def row_layout(d: int):
     return plgpu.Layout.WG_STRIDED((row_width(d),), vec_size=_LANE_COLUMNS)
 
 
-def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
+def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref, rectifier: Rectifier):
     """Sums `h_i w_down[n_i]` over the first `count` entries (n_i, g_i), h_i = g_i (x . w_up[n_i]).
 
     The weights of the next entries are loaded while the current ones are multiplied. The order of
@@ -57,6 +58,7 @@ def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
       w_down_ref: GMEM `[H, D]`, the same dtype, which is also that of g.
       sums_ref: SMEM, float32 `[>= 2, batch, 4]`, workspace; `batch` entries are loaded at a time.
         Other lanes may still read the first two elements afterwards.
+      rectifier: what made the gate; it may pass `x . w_up[n_i]` through a ReLU.
 
     Returns:
       The sum, a float32 row, and the float32 scalar `sum_i |h_i|`.
@@ -82,7 +84,7 @@ def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref):
             products = [x * widen(row) for row in up]
             up = fetch(w_up_ref, following)
             sums = sum_rows(products, sums_ref.at[i % 2])
-            h = [g * s for g, s in zip(h, sums, strict=True)]
+            h = [g * rectifier.linear(s) for g, s in zip(h, sums, strict=True)]
         for e, row in enumerate(down):
             h_e = jnp.where(first + e < count, h[e], 0.0)
             y += h_e * widen(row)

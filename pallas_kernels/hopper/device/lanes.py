@@ -7,22 +7,40 @@ register holds one such pair of columns; registers alternate between upper and l
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.device.simt import const
+from pallas_kernels.layouts.rectifiers import Rectifier
 
-RELU = {
-    jnp.dtype(jnp.bfloat16): "cvt.rn.relu.bf16x2.f32 $0, $1, $2;",
-    jnp.dtype(jnp.float16): "cvt.rn.relu.f16x2.f32 $0, $1, $2;",
-}
-"""PTX by dtype: ReLU of the two `elements`, rounded to 16 bits, the odd one high. Keeps NaN."""
+_PAIR = {jnp.dtype(jnp.bfloat16): "bf16x2", jnp.dtype(jnp.float16): "f16x2"}
 
 
 def elements(register: ir.Value) -> list[ir.Value]:
     """The odd and the even column of a register that holds two float32."""
     return [vector.extract(register, [], [i]) for i in (1, 0)]
+
+
+def gate_pair(rectifier: Rectifier, dtype: jnp.dtype, odd: ir.Value, even: ir.Value) -> ir.Value:
+    """`rectifier.gate` of two `elements`, rounded to 16 bits, the odd one high. Keeps NaN."""
+    kind = _PAIR[dtype]
+    if rectifier.threshold:
+        code = f"""{{.reg .b32 z, limit, opens; cvt.rn.{kind}.f32 z, $1, $2;
+            mov.b32 limit, {0x00010001 * _largest_at_most(rectifier.threshold, dtype)};
+            set.gtu.u32.{kind} opens, z, limit; and.b32 $0, z, opens;}}"""
+    else:
+        code = f"cvt.rn.relu.{kind}.f32 $0, $1, $2;"
+    pair = ptx(code, odd, even)
+    return ptx(f"mul.rn.{kind} $0, $1, $1;", pair) if rectifier.squared else pair
+
+
+def _largest_at_most(threshold: float, dtype: jnp.dtype) -> int:
+    """The bits of the largest 16-bit value that is not above `threshold`, which is above 0."""
+    limit = np.float32(min(threshold, float(jnp.finfo(dtype).max)))  # as `Rectifier.opens` has it
+    nearest = limit.astype(dtype)
+    return int(nearest.view(np.uint16)) - int(nearest.astype(np.float32) > limit)
 
 
 def nonzero(x: ir.Value) -> ir.Value:

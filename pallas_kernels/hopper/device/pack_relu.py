@@ -1,4 +1,4 @@
-"""The TwELL epilogue: packs `relu` of an accumulator, lane by lane."""
+"""The TwELL epilogue: packs the gate of an accumulator, lane by lane."""
 
 import functools
 
@@ -12,6 +12,7 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.hopper.device import lanes, simt
 from pallas_kernels.hopper.device.simt import const
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.rectifiers import Rectifier
 
 PACKED_TRANSFORMS = (plgpu.SwizzleTransform(128),)
 """Transforms of the SMEM reference that `pack_relu` fills."""
@@ -43,8 +44,10 @@ _APPEND = f"""{{
 }}"""
 
 
-def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> None:
-    """Packs 64 rows of one TwELL tile of `relu(acc)`, rounded to `dtype`, into shared memory.
+def pack_relu(
+    acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref, rectifier: Rectifier
+) -> None:
+    """Packs 64 rows of one TwELL tile of the gate, rounded to `dtype`, into shared memory.
 
     Every lane counts its non-zeros in both of its rows, an exclusive scan over the quad turns the
     counts into the lane's first free words, and each value is then stored under its own predicate.
@@ -56,6 +59,7 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
       tile: int32 scalar, the index of the tile; its first column is `256 * tile`.
       packed_ref: SMEM reference, uint32 `[64, 32]`, with `PACKED_TRANSFORMS`. Words past a row's
         count keep what they held; a row that overflows holds any 31 of its entries.
+      rectifier: what makes the gate of `acc`.
     """
 
     @plgpu.inline_mgpu(
@@ -67,7 +71,7 @@ def pack_relu(acc: jax.Array, dtype: jnp.dtype, tile: jax.Array, packed_ref) -> 
     )
     def step(_, acc, tile, packed_ref):
         pairs = [
-            lanes.ptx(lanes.RELU[dtype], *lanes.elements(register))
+            lanes.gate_pair(rectifier, dtype, *lanes.elements(register))
             for register in acc.registers.flat
         ]
         upper, lower = pairs[0::2], pairs[1::2]

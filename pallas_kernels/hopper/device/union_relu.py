@@ -1,4 +1,4 @@
-"""The tile-union epilogue: describes `relu` of an accumulator, lane by lane."""
+"""The tile-union epilogue: describes the gate of an accumulator, lane by lane."""
 
 import functools
 
@@ -11,6 +11,7 @@ from jax.extend.mlir.dialects import arith, scf
 
 from pallas_kernels.hopper.device import lanes, simt
 from pallas_kernels.hopper.device.simt import const
+from pallas_kernels.layouts.rectifiers import Rectifier
 
 _WARP_WORDS = 64  # of a warp's counts: one byte for each of 256 columns
 UNION_WORDS = 5 * _WARP_WORDS
@@ -27,9 +28,10 @@ def union_relu(
     counts_ref,
     words_ref,
     *,
+    rectifier: Rectifier,
     threshold: int,
 ) -> None:
-    """Writes `relu(acc)` as tile unions hold it: 64 neurons, one per row, and 256 tokens.
+    """Writes the gate of `acc` as tile unions hold it: 64 neurons, one per row, and 256 tokens.
 
     A transposing butterfly adds up the counts of a warp's 16 rows as bytes; the counts of the four
     warps are added in shared memory. Only if a token is outlying, which is rare, are the rows
@@ -45,6 +47,7 @@ def union_relu(
       counts_ref: GMEM, uint8 `[256]`, non-zeros of each column, plus 128 where the first row is not
         finite.
       words_ref: SMEM, uint32 `[UNION_WORDS]`, workspace.
+      rectifier: what makes the gate of `acc`.
       threshold: from 0 to 63.
     """
     dtype = jnp.dtype(gate_ref.dtype)
@@ -55,7 +58,7 @@ def union_relu(
         lane, warp = simt.lane_and_warp()
         quad, quad_lane = arith.divui(lane, const(4)), arith.remui(lane, const(4))
         values = [lanes.elements(register) for register in acc.registers.flat]
-        pairs = [lanes.ptx(lanes.RELU[dtype], *value) for value in values]
+        pairs = [lanes.gate_pair(rectifier, dtype, *value) for value in values]
         upper, lower = pairs[0::2], pairs[1::2]
 
         words = simt.smem_address(words_ref)

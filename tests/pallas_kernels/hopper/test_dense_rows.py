@@ -12,9 +12,11 @@ from pallas_kernels.hopper import dense_rows, place_rows
 from pallas_kernels.hopper.device import scalars
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.rectified import EVERYTHING, SQUARED, gate_of, linear_of
 
 CASES = [  # M, D, H, number of listed rows
     (1, 128, 128, 1),
@@ -57,18 +59,19 @@ def jitted(function):
     return run
 
 
-def assert_matches(out, heavy, weights, y):
+def assert_matches(out, heavy, weights, y, act=RELU):
     count, dtype = int(heavy.count[0]), y.dtype
     rows, x = np.asarray(heavy.rows)[:count], np.asarray(heavy.x, np.float64)[:count]
     first, *second = (np.asarray(w, np.float64) for w in weights.inner)
     product = x @ first.T
-    gate = np.maximum(product, 0)
-    h = gate * (x @ second[0].T) if second else gate
+    gate = gate_of(act, product, dtype)
+    h = gate * linear_of(act, x @ second[0].T) if second else gate
     y, l1, fired = jax.device_get(out)
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
-    sure = (np.abs(product) > 1e-4).all(axis=0)  # whatever the rounding
-    np.testing.assert_array_equal(fired[sure], (product > 0).any(axis=0)[sure])
+    margin = 1e-2 if act.threshold else 1e-4
+    sure = (np.abs(product - act.threshold) > margin).all(axis=0)  # whatever the rounding
+    np.testing.assert_array_equal(fired[sure], (gate > 0).any(axis=0)[sure])
     np.testing.assert_allclose(l1, np.abs(h).sum(), rtol=1e-2)
     if count:
         ref = h @ np.asarray(weights.down, np.float64)
@@ -103,20 +106,21 @@ def interpreted(rows_in_jax, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("case", "gated"),
+    ("case", "gated", "act"),
     [
-        (CASES[0], True),
-        (CASES[1], True),
-        (CASES[2], True),
-        (CASES[3], False),
-        (CASES[4], True),
-        (CASES[5], False),
+        (CASES[0], True, RELU),
+        (CASES[1], True, RELU),
+        (CASES[2], True, EVERYTHING),
+        (CASES[3], False, RELU),
+        (CASES[4], True, RELU),
+        (CASES[5], False, SQUARED),
     ],
 )
-def test_interpreted(interpreted, case, gated):
+def test_interpreted(interpreted, case, gated, act):
     operands = draw(*case, gated, jnp.bfloat16)
     with interpreted():
-        assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+        out = run(functools.partial(HOPPER.dense_rows, rectifier=act), *operands)
+        assert_matches(out, *operands, act)
 
 
 def assert_rows_keep_apart(kernels, case, dtype):
@@ -153,21 +157,21 @@ def test_interpreted_keeps_rows_apart(interpreted):
 
 
 @pytest.mark.parametrize(
-    ("shape", "gated", "dtype"),
+    ("shape", "gated", "dtype", "act"),
     [
-        ((1, 128, 128), True, jnp.bfloat16),
-        ((1, 128, 128), False, jnp.float16),
-        ((1001, 2048, 5632), True, jnp.float16),
-        ((65, 8192, 65536), True, jnp.bfloat16),
-        ((65, 8192, 65536), False, jnp.bfloat16),
+        ((1, 128, 128), True, jnp.bfloat16, EVERYTHING),
+        ((1, 128, 128), False, jnp.float16, SQUARED),
+        ((1001, 2048, 5632), True, jnp.float16, RELU),
+        ((65, 8192, 65536), True, jnp.bfloat16, RELU),
+        ((65, 8192, 65536), False, jnp.bfloat16, RELU),
     ],
 )
-def test_lowers_without_a_gpu(lower, shape, gated, dtype):
+def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     m, d, h = shape
     w, rows = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m,), jnp.int32)
     x_rows = jax.ShapeDtypeStruct((-(-m // 8) * 8, d), dtype)
     one, y = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m, d), dtype)
-    call = functools.partial(run, HOPPER.dense_rows)
+    call = functools.partial(run, functools.partial(HOPPER.dense_rows, rectifier=act))
     text = lower(call, HeavyRows(one, rows, x_rows), Weights(w if gated else None, w, w), y)
     assert text.count("@mosaic_gpu") == 3 and "output_operand_alias" in text
 

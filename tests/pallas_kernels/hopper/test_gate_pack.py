@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,13 +7,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gate_pack as gate
-from pallas_kernels.hopper.device import pack_relu
+from pallas_kernels.hopper.device import lanes, pack_relu
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.rectifiers import RELU
 from tests import seeds
+from tests.pallas_kernels.rectified import ABOVE_TWO, EVERYTHING, SQUARED, gate_of
 
-gate_pack = jax.jit(gate.gate_pack)
+gate_pack = jax.jit(gate.gate_pack, static_argnums=2)
 DTYPES = [jnp.bfloat16, jnp.float16]
 CAPACITY = twell.TILE // twell.COMPRESSION - 1
 
@@ -29,10 +33,10 @@ def draw(m, d, h, density, dtype):
     return x, w, dense_gate(x, w)
 
 
-def dense_gate(x, w):
-    with np.errstate(invalid="ignore"):
-        g = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
-    return np.maximum(g, 0).astype(x.dtype)
+def dense_gate(x, w, act=RELU):
+    with np.errstate(invalid="ignore", over="ignore"):
+        z = (np.asarray(x, np.float32) @ np.asarray(w, np.float32).T).astype(x.dtype)
+        return gate_of(act, z.astype(np.float32), x.dtype).astype(x.dtype)
 
 
 def assert_packs(packed, g):
@@ -50,20 +54,36 @@ def assert_packs(packed, g):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h", "dtype"),
+    ("m", "d", "h", "dtype", "act"),
     [
-        (1, 128, 128, jnp.bfloat16),
-        (63, 192, 384, jnp.float16),
-        (1000, 8192, 5632, jnp.bfloat16),
-        (1000, 8192, 5632, jnp.float16),
-        (65, 512, 65536, jnp.bfloat16),
-        (16384, 2048, 5632, jnp.bfloat16),
-        (16384, 2048, 5632, jnp.float16),
+        (1, 128, 128, jnp.bfloat16, RELU),
+        (63, 192, 384, jnp.float16, EVERYTHING),
+        (1000, 8192, 5632, jnp.bfloat16, RELU),
+        (1000, 8192, 5632, jnp.float16, RELU),
+        (65, 512, 65536, jnp.bfloat16, EVERYTHING),
+        (16384, 2048, 5632, jnp.bfloat16, RELU),
+        (16384, 2048, 5632, jnp.float16, RELU),
     ],
 )
-def test_lowers_without_a_gpu(lower, m, d, h, dtype):
+def test_lowers_without_a_gpu(lower, m, d, h, dtype, act):
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
-    assert "mosaic_gpu" in lower(gate.gate_pack, x, w)
+    text = lower(functools.partial(gate.gate_pack, rectifier=act), x, w)
+    kind = {jnp.bfloat16: "bf16x2", jnp.float16: "f16x2"}[dtype]
+    assert "mosaic_gpu" in text and (f"set.gtu.u32.{kind}" in text) == (act is EVERYTHING)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_compared_with_a_threshold_has_16_bits(dtype):
+    rng = seeds.rng()
+    finite = np.arange(int(np.array(np.inf, dtype).view(np.uint16)), dtype=np.uint16).view(dtype)
+    finite = finite.astype(np.float32)  # all that are not negative
+    between = rng.uniform(finite[:-1], finite[1:])
+    some = rng.integers(len(between), size=200)
+    for threshold in (*between[some], *finite[1:][some], 1e-60, 0.01, 1e30, 1e300):
+        bits = lanes._largest_at_most(threshold, jnp.dtype(dtype))
+        above = np.arange(len(finite)) > bits
+        limit = np.float32(min(threshold, np.finfo(np.float32).max))
+        np.testing.assert_array_equal(above, finite > limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,9 +95,9 @@ def test_reference_packs_the_dense_gate(dtype):
     np.testing.assert_array_equal(unpack(packed, 384, dtype), g)
 
 
-def pack_relu_reference(acc, dtype, tile, packed_ref):
+def pack_relu_reference(acc, dtype, tile, packed_ref, rectifier):
     """What `pack_relu` does, for the interpreter."""
-    packed = twell.pack(jnp.maximum(acc, 0).astype(dtype))[:, 0]
+    packed = twell.pack(rectifier.gate(acc, dtype).astype(dtype))[:, 0]
     word = jnp.arange(packed.shape[1])
     is_entry = (word > 0) & (word <= packed[:, :1])
     packed_ref[...] = packed + jnp.where(is_entry, twell.TILE * tile, 0).astype(jnp.uint32)
@@ -171,9 +191,10 @@ def test_rows_at_and_over_capacity_on_the_gpu(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_inf_and_signed_zero_on_the_gpu(dtype):
+@pytest.mark.parametrize("act", [RELU, SQUARED, ABOVE_TWO])
+def test_nan_inf_and_signed_zero_on_the_gpu(act, dtype):
     x, w, _ = draw(70, 192, 384, 0.01, dtype)
     x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf).at[66, 9].set(-jnp.inf).at[68].set(-0.0)
     tiny = float(jnp.finfo(dtype).smallest_subnormal)
     x, w = x.at[10].set(0).at[10, 0].set(tiny), w.at[4, 0].set(1).at[200:204, 0].set(-0.25)
-    assert_packs(gate_pack(x, w), dense_gate(x, w))
+    assert_packs(gate_pack(x, w, act), dense_gate(x, w, act))

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,12 @@ from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 from tests import seeds
+from tests.pallas_kernels.rectified import ABOVE_TWO, SQUARED
 
-pack = jax.jit(tile_union.pack, static_argnums=1)
+pack = jax.jit(tile_union.pack, static_argnums=(1, 2))
 DTYPES = [jnp.bfloat16, jnp.float16]
 
 
@@ -28,12 +32,12 @@ def draw(m, d, h, density, dtype):
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
 
 
-def assert_unions(out, x, w):
+def assert_unions(out, x, w, act=RELU):
     """Every bit that the format specifies agrees with the product in float32."""
     with np.errstate(invalid="ignore"):
         z = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
     gate, masks, counts = jax.device_get(out)
-    expected = jax.device_get(pack(z, x.dtype))
+    expected = jax.device_get(pack(z, x.dtype, act))
     np.testing.assert_array_equal(masks, expected[1])
     np.testing.assert_array_equal(counts, expected[2])
     used = np.unpackbits(masks[0].view(np.uint8), axis=-1, bitorder="little").astype(bool)
@@ -44,26 +48,29 @@ def assert_unions(out, x, w):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h", "dtype"),
+    ("m", "d", "h", "dtype", "act", "instruction"),
     [
-        (1, 128, 128, jnp.float16),
-        (1000, 8192, 5632, jnp.bfloat16),
-        (65, 512, 65536, jnp.bfloat16),
-        (16384, 2048, 5632, jnp.bfloat16),
-        (16384, 2048, 5632, jnp.float16),
+        (1, 128, 128, jnp.float16, RELU, "cvt.rn.relu.f16x2"),
+        (1000, 8192, 5632, jnp.bfloat16, RELU, "cvt.rn.relu.bf16x2"),
+        (65, 512, 65536, jnp.bfloat16, SQUARED, "mul.rn.bf16x2"),
+        (16384, 2048, 5632, jnp.bfloat16, ABOVE_TWO, "set.gtu.u32.bf16x2"),
+        (16384, 2048, 5632, jnp.float16, ABOVE_TWO, "set.gtu.u32.f16x2"),
     ],
 )
-def test_lowers_without_a_gpu(lower, m, d, h, dtype):
+def test_lowers_without_a_gpu(lower, m, d, h, dtype, act, instruction):
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
-    assert "mosaic_gpu" in lower(gate_union.gate_union, x, w)
+    text = lower(functools.partial(gate_union.gate_union, rectifier=act), x, w)
+    assert "mosaic_gpu" in text and instruction in text
 
 
-def union_relu_reference(acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref, *, threshold):
+def union_relu_reference(
+    acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref, *, rectifier, threshold
+):
     """What `union_relu` does, for the interpreter."""
     assert threshold == OUTLYING_ABOVE
     # 64 neurons that never fire pad H to the multiple of 128 that `pack` takes.
     z = jnp.pad(acc.T, ((0, 0), (0, 128 - GROUP_NEURONS)), constant_values=-1)
-    gate, masks, counts = tile_union.pack(z, gate_ref.dtype)
+    gate, masks, counts = tile_union.pack(z, gate_ref.dtype, rectifier)
     gate_ref[...] = gate[0, :GROUP_NEURONS]
     used_ref[...], usual_ref[...] = masks[:, 0, :2]
     counts_ref[...] = counts[0]
@@ -95,13 +102,14 @@ def test_bad_shape_is_named(x, w, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", [RELU, SQUARED, ABOVE_TWO])
 @pytest.mark.parametrize("density", [0.005, 0.25, 1])
 @pytest.mark.parametrize(
     ("m", "d", "h"), [(1, 128, 128), (257, 192, 384), (65, 8192, 128), (1000, 2048, 5632)]
 )
-def test_every_bit_on_the_gpu(m, d, h, density, dtype):
+def test_every_bit_on_the_gpu(m, d, h, density, act, dtype):
     x, w = draw(m, d, h, density, dtype)
-    assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
+    assert_unions(jax.jit(functools.partial(gate_union.gate_union, rectifier=act))(x, w), x, w, act)
 
 
 @pytest.mark.gpu
@@ -121,9 +129,10 @@ def test_tokens_around_the_threshold_on_the_gpu(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_inf_and_signed_zero_on_the_gpu(dtype):
+@pytest.mark.parametrize("act", [RELU, SQUARED, ABOVE_TWO])
+def test_nan_inf_and_signed_zero_on_the_gpu(act, dtype):
     x, w = draw(TILE_TOKENS + 70, 192, 384, 0.01, dtype)
     x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf).at[266, 9].set(-jnp.inf).at[68].set(-0.0)
     tiny = float(jnp.finfo(dtype).smallest_subnormal)
     x, w = x.at[10].set(0).at[10, 0].set(tiny), w.at[4, 0].set(1).at[200:204, 0].set(-0.25)
-    assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
+    assert_unions(jax.jit(functools.partial(gate_union.gate_union, rectifier=act))(x, w), x, w, act)

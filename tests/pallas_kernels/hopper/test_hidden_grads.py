@@ -15,17 +15,19 @@ from pallas_kernels.hopper.union_down import union_down
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
+from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.planned import planned
+from tests.pallas_kernels.rectified import EVERYTHING, SQUARED, linear_of
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 L1_GRAD = 0.3
 
 make_lists = jax.jit(neuron_lists, static_argnums=(1, 2))
 slots_of = jax.jit(NeuronLists.slots)
-union_up = jax.jit(REFERENCE.union_up, static_argnames="with_gate")
+union_up = jax.jit(REFERENCE.union_up, static_argnames=("rectifier", "with_gate"))
 
 CASES = [  # M, D, H, density
     (1, 128, 128, 0.1),
@@ -35,7 +37,7 @@ CASES = [  # M, D, H, density
 ]
 
 
-def draw(m, d, h, density, gated, dtype):
+def draw(m, d, h, density, gated, dtype, act=RELU):
     """`(dy, w_down, h, plan, lists, weights that x meets)` and the dense factors of h."""
     rng = seeds.rng()
     z = rng.uniform(0.1, 3, (m, h)).astype(np.float32)
@@ -46,7 +48,7 @@ def draw(m, d, h, density, gated, dtype):
     gate, counts, plan, heavy = planned(z, x)
     lists, fits = make_lists(counts, m, counts.size + 64)
     assert fits
-    hidden, _ = union_up(x, gate, w_up if gated else None, plan, with_gate=True)
+    hidden, _ = union_up(x, gate, w_up if gated else None, plan, act, with_gate=True)
     dense = [np.maximum(z, 0).astype(dtype).astype(np.float64)]
     dense[0][heavy] = 0  # they leave the unions
     if gated:
@@ -66,12 +68,15 @@ def run(grads, down, dy, w_down, hidden, plan, lists, weights):
     return run(dy, w_down, hidden, plan, lists, weights)
 
 
-def dense_grads(dense, dy, w_down):
-    """h, dg and, in the gated form, du, each `[M, H]`."""
+def dense_grads(dense, dy, w_down, act=RELU):
+    """h, dz and, in the gated form, du, each `[M, H]`."""
     gate, *up = dense
-    h = gate * up[0] if up else gate
+    linear = linear_of(act, up[0]) if up else 1
+    h = gate * linear
     dh = np.asarray(dy, np.float64) @ np.asarray(w_down, np.float64).T + L1_GRAD * np.sign(h)
-    return h, np.where(gate != 0, dh * up[0] if up else dh, 0), *(dh * gate for _ in up)
+    slope = 2 * gate**0.5 if act.squared else gate != 0
+    passes = (up[0] > 0) | (not act.both) if up else 1
+    return h, dh * linear * slope, *(dh * gate * passes for _ in up)
 
 
 def assert_close(out, ref):
@@ -106,31 +111,34 @@ def test_reference(case, gated):
 
 
 @pytest.mark.parametrize(
-    ("case", "gated", "down"),  # test_union_ffn.py interprets union_down with a single weight
-    [(CASES[1], True, union_down), (CASES[3], False, REFERENCE.union_down)],
+    ("case", "gated", "act", "down"),  # test_union_ffn.py: union_down with a single weight
+    [
+        (CASES[1], True, EVERYTHING, union_down),
+        (CASES[3], False, SQUARED, REFERENCE.union_down),
+    ],
 )
-def test_interpreted_but_for_the_lists(case, gated, down, interpreted, monkeypatch):
+def test_interpreted_but_for_the_lists(case, gated, act, down, interpreted, monkeypatch):
     monkeypatch.setattr(module, "_load_neurons", lambda ref: ref[...])
     monkeypatch.setattr(module, "_load_list_words", lambda *_: None)
     monkeypatch.setattr(module, "_scatter", lambda *_: None)
     monkeypatch.setattr(module, "sm_count", lambda: 2)
-    operands, dense = draw(*case, gated, jnp.bfloat16)
+    operands, dense = draw(*case, gated, jnp.bfloat16, act)
     dy, w_down, *_, weights = operands
     with interpreted():
-        entries, dx = run(hidden_grads, down, *operands)
-    assert_grad_of_x(dx, dense_grads(dense, dy, w_down), dy, weights)
+        entries, dx = run(functools.partial(hidden_grads, rectifier=act), down, *operands)
+    assert_grad_of_x(dx, dense_grads(dense, dy, w_down, act), dy, weights)
     assert not any(np.any(entry[:GROUP_NEURONS]) for entry in jax.device_get(entries))
 
 
 @pytest.mark.parametrize(
-    ("shape", "gated", "dtype"),
+    ("shape", "gated", "dtype", "act"),
     [
-        ((1, 128, 128), True, jnp.float16),
-        ((1001, 2048, 5632), False, jnp.float16),
-        ((65, 8192, 65536), True, jnp.bfloat16),
+        ((1, 128, 128), True, jnp.float16, EVERYTHING),
+        ((1001, 2048, 5632), False, jnp.float16, SQUARED),
+        ((65, 8192, 65536), True, jnp.bfloat16, RELU),
     ],
 )
-def test_lowers_without_a_gpu(lower, shape, gated, dtype):
+def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     m, d, h = shape
     tiles, capacity = -(-m // TILE_TOKENS), 6400
     w, x = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m, d), dtype)
@@ -139,7 +147,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     lists = [(capacity,), (h // 64,), (h // 64,), (h // 64, 8 * tiles, 2)]
     hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TILE_TOKENS), dtype)
     plan, lists = tile_union.Plan(*map(ints, plan)), NeuronLists(*map(ints, lists))
-    call = functools.partial(run, hidden_grads, union_down)
+    call = functools.partial(run, functools.partial(hidden_grads, rectifier=act), union_down)
     text = lower(call, x, w, hidden, plan, lists, (w, w) if gated else (w,))
     assert text.count("@mosaic_gpu") == 3
 

@@ -13,6 +13,7 @@ from pallas_kernels.hopper import support, token_ffn
 from pallas_kernels.hopper.device import cluster, grid, open_gates, token_columns, warpgroup
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
@@ -95,17 +96,26 @@ def test_logits_are_not_rounded(kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu", "drelu", "silu"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("m", "d", "h"), [(8, 192, 128), (64, 2048, 384)])
 def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
     x, scale = normal(m, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
     weights = tuple(weight(jnp.bfloat16, 2, h, d) for _ in range(1 + gated))
     stream = stream_of(x, scale)
-    out = run(kernels.dense_hidden, stream, weights, LAYER, eps=EPS, activation=activation)
+    act = rectifier(activation, 0.5 if activation == "fatrelu" else 0.0)
+    out = run(kernels.dense_hidden, stream, weights, LAYER, eps=EPS, rectifier=act)
     g, *up = (normed(x, scale) @ wide(w[1])[0].T for w in weights)
-    g = np.maximum(g, 0) if activation == "relu" else g / (1 + np.exp(-g))
-    assert relative_error(out, g * up[0] if gated else g) < 3 * ROUNDING
+    functions = {
+        "relu2": lambda z: np.maximum(z, 0) ** 2,
+        "fatrelu": lambda z: np.where(z > 0.5, z, 0),
+        "silu": lambda z: z / (1 + np.exp(-z)),
+    }
+    h = functions.get(activation, lambda z: np.maximum(z, 0))(g)
+    for u in up:
+        h = h * (np.maximum(u, 0) if activation == "drelu" else u)
+    sure = np.abs(g - 0.5) > 0.02 if activation == "fatrelu" else 1  # whatever the rounding
+    assert relative_error(wide(out)[0] * sure, h * sure) < 3 * ROUNDING
 
 
 def gate_and_counts(kernels, x, weight, layer, prefetch=(), norm=None, *, batch):
@@ -240,7 +250,7 @@ def test_lowers_without_a_gpu(lower):
         layer, scale = shape((1,), jnp.int32), shape((3, 2048), jnp.bfloat16)
         project = functools.partial(HOPPER.project, k_axis=2, eps=EPS)
         assert "token_project" in lower(project, stream, (w, w), layer)
-        dense = functools.partial(HOPPER.dense_hidden, eps=EPS, activation="silu")
+        dense = functools.partial(HOPPER.dense_hidden, eps=EPS, rectifier=None)
         assert "token_hidden_dense" in lower(dense, stream, (w, w), layer)
         gate = functools.partial(gate_and_counts, HOPPER, batch=m)
         assert "token_gate" in lower(gate, x, w, layer, (w, w))
@@ -346,7 +356,7 @@ def test_interpreted(interpreted, m, k):
 
     weights = tuple(weight(jnp.bfloat16, 2, 64, k) for _ in range(2))
     with interpreted():
-        h = HOPPER.dense_hidden(stream, weights, layer, eps=EPS, activation="silu")
+        h = HOPPER.dense_hidden(stream, weights, layer, eps=EPS, rectifier=None)
     g, up = (exact @ wide(w[1])[0].T for w in weights)
     assert relative_error(h, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
 

@@ -12,10 +12,12 @@ from pallas_kernels.hopper.union_down import union_down
 from pallas_kernels.hopper.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.planned import planned, pre_activations
+from tests.pallas_kernels.rectified import EVERYTHING, linear_of
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 CASES = [  # M, D, H, density
@@ -61,10 +63,10 @@ def run(up, down, *operands):
     return program(up, down)(*operands)
 
 
-def assert_matches(out, g, x, gate, w_up, w_down, plan):
+def assert_matches(out, g, x, gate, w_up, w_down, plan, act=RELU):
     ref = g
     if w_up is not None:
-        ref = ref * (np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
+        ref = ref * linear_of(act, np.asarray(x, np.float64) @ np.asarray(w_up, np.float64).T)
     blocks, gates = (blocks_of(a, plan) for a in (ref, g))
     hidden, y = jax.device_get(out)
     assert len(hidden) == (1 if w_up is None else 2)
@@ -97,20 +99,26 @@ def test_reference(case, gated):
     assert_matches(run(REFERENCE.union_up, REFERENCE.union_down, *operands), g, *operands)
 
 
-@pytest.mark.parametrize("few_tiles", [0, 2])  # jobs of whole tiles, or of half of them
+# Jobs of whole tiles, or of half of them.
+@pytest.mark.parametrize(("few_tiles", "act"), [(0, RELU), (2, EVERYTHING)])
 @pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[3], False)])
-def test_interpreted(case, gated, few_tiles, interpreted, monkeypatch):
+def test_interpreted(case, gated, few_tiles, act, interpreted, monkeypatch):
     monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
     operands, g = draw(*case, gated, jnp.bfloat16)
     with interpreted():
-        assert_matches(run(union_up, union_down, *operands), g, *operands)
+        out = run(functools.partial(union_up, rectifier=act), union_down, *operands)
+        assert_matches(out, g, *operands, act)
 
 
 @pytest.mark.parametrize(
-    ("shape", "gated", "dtype"),
-    [((1, 128, 128), False, jnp.bfloat16), ((65, 8192, 65536), True, jnp.float16)],
+    ("shape", "gated", "dtype", "act"),
+    [
+        ((1, 128, 128), False, jnp.bfloat16, RELU),
+        ((1, 128, 128), True, jnp.bfloat16, EVERYTHING),
+        ((65, 8192, 65536), True, jnp.float16, RELU),
+    ],
 )
-def test_lowers_without_a_gpu(lower, shape, gated, dtype):
+def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     m, d, h = shape
     tiles, i32 = -(-m // TILE_TOKENS), jnp.int32
     w = jax.ShapeDtypeStruct((h, d), dtype)
@@ -118,7 +126,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype):
     plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
     x = jax.ShapeDtypeStruct((m, d), dtype)
     gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype)
-    call = functools.partial(run, union_up, union_down)
+    call = functools.partial(run, functools.partial(union_up, rectifier=act), union_down)
     text = lower(call, x, gate, w if gated else None, w, plan)
     assert text.count("@mosaic_gpu") == (3 if gated else 2)
 

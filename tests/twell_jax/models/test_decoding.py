@@ -25,6 +25,7 @@ WIDE = {"dtype": "float32", "param_dtype": "float32"}
 CASES = {
     "sparse": {"ffn_implementation": "mosaic"},
     "sparse, not gated": {"ffn_implementation": "mosaic", "gated": False},
+    "sparse, drelu": {"ffn_implementation": "mosaic", "activation": "drelu"},
     "relu": {
         "kv_heads": 2, "vocab_size": 321,
         "rope_scaling": {
@@ -137,7 +138,6 @@ def test_five_launches_a_layer(case, monkeypatch):
         ({"heads": 8, "head_size": 32}, 1, 16, "64 or 128 features"),
         ({"heads": 12, "kv_heads": 1}, 1, 16, "at most 8 may share"),
         ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
-        ({"activation": "drelu"}, 1, 16, "no kernels for drelu of the feed-forward blocks"),
         ({"sliding_window": 15}, 1, 16, "has 16 tokens, not to a window"),
         ({"mlp_bias": True}, 1, 16, "no kernels for biases of the feed-forward blocks"),
         ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "layer norms and a rotation of some"),
