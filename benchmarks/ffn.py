@@ -36,7 +36,7 @@ GOALS = [  # the cases for which the project has goals
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
 ]
-WITH_PEERS = [  # the cases in which dense blocks of others are measured
+WITH_PEERS = [  # the cases in which blocks of others are measured
     {"m": 16384, "pattern": "recorded", "peers": True},
     {"m": 16384, "pattern": "skewed", "nnz": 29, "peers": True},
 ]
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--quick", action="store_true", help="only the cases of the goals")
-    choice.add_argument("--peers", action="store_true", help="only those with dense FP8 and torch")
+    choice.add_argument("--peers", action="store_true", help="only those with blocks of others")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     rows, path = [], record.new_path("ffn", args.out)
@@ -94,7 +94,7 @@ def measure(
     """Yields a row for each implementation of a case; the first is the baseline.
 
     If `pruned` is not 0, this fraction of the neurons never fires, and the kernels compute the
-    layer without them. With `peers` the dense blocks of PEERS stand beside unions.
+    layer without them. With `peers` the blocks of PEERS stand beside unions.
     """
     x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated, pruned or patterns.DEAD)
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
@@ -217,7 +217,7 @@ BLOCKS: dict[str, dict[str, Any]] = {  # the arguments of `sparse_ffn` for each
 
 # Dense blocks that others take, for each the module that measures it and its options. "fast" is
 # accumulation in fewer bits than float32 has.
-PEERS: dict[str, tuple[str, dict[str, bool]]] = {
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xla, fp8 rows": ("xla_fp8", {"rows": True, "fast": False}),
     "xla, fp8 rows, fast": ("xla_fp8", {"rows": True, "fast": True}),
     "xla, fp8 tensors": ("xla_fp8", {"rows": False, "fast": False}),
@@ -227,6 +227,8 @@ PEERS: dict[str, tuple[str, dict[str, bool]]] = {
     "torch, fp8 rows, fast": ("torch_ffn", {"fp8": True, "rows": True, "fast": True}),
     "torch, fp8 tensors": ("torch_ffn", {"fp8": True, "rows": False, "fast": False}),
     "torch, fp8 tensors, fast": ("torch_ffn", {"fp8": True, "rows": False, "fast": True}),
+    "ellpack": ("sparse_peers", {"name": "ellpack"}),
+    "bcoo": ("sparse_peers", {"name": "bcoo"}),
 }
 
 

@@ -197,7 +197,9 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=tuple(
-            _pick(_GENERATION, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu")
+            _pick(
+                _GENERATION, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu"
+            )
             for direction, batch in (
                 ("decode", 1),
                 ("decode", 8),

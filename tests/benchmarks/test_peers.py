@@ -1,11 +1,12 @@
-"""The dense blocks of others, which the feed-forward benchmark measures beside ours."""
+"""The blocks of others, which the feed-forward benchmark measures beside ours."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ffn, xla_fp8
+from benchmarks import ffn, record, sparse_peers, xla_fp8
 from tests import seeds
+from tests.conformance.cases import draw
 from tests.errors import ROUNDING, relative_error
 
 M, D, H = 24, 48, 80
@@ -56,7 +57,8 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_k
     }
     assert list(rows) == ["xla", "mosaic", *ffn.PEERS]
     assert rows["mosaic"]["packing"] == "unions" and rows["mosaic"]["error"] < 1e-2
-    for name in ffn.PEERS:
+    assert all(rows[name]["error"] < 1e-2 for name in sparse_peers.FORMATS)
+    for name in set(ffn.PEERS) - set(sparse_peers.FORMATS):
         assert "ms" not in rows[name] and "\n" not in rows[name]["failed"]
     assert xla_fp8.CALL in rows["xla, fp8 rows"]["failed"]
 
@@ -72,3 +74,29 @@ def test_torch_multiplies_quantised_operands():
     for rows in (True, False):
         q = torch_ffn.quantised(x, rows=rows)
         check_rounding(q.values.float(), q.scale, x.float())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", sparse_peers.FORMATS)
+def test_sparse_formats_compute_the_block(name, gated):
+    x, *weights = draw(37, 64, 128, gated=gated, dtype=np.float32, threshold=1)
+    x[3, -1], x[4, -1] = -1000, 1000  # all neurons fire, and none
+    w_gate, w_up, w_down = weights
+    g = np.maximum(x @ (w_gate if gated else w_up).T, 0)
+    expected = (g * (x @ w_up.T) if gated else g) @ w_down
+    for y in sparse_peers.runner(name, x, weights)(x, 2 * [weights]):
+        assert record.relative_error(y, expected) < 1e-5
+
+
+def test_formats_without_room_say_so(monkeypatch):
+    x, layers = jnp.ones((8, 16)), [3 * (jnp.ones((32, 16)),)]
+    for name in sparse_peers.FORMATS:
+        short = sparse_peers.Room(width=31, entries=8 * 32 - 1)
+        (y,) = sparse_peers.stack(x, layers, name=name, room=short)
+        assert np.isnan(y).all()
+    monkeypatch.setattr(sparse_peers, "MAX_WIDTH", 31)
+    monkeypatch.setattr(sparse_peers, "MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match="ellpack would be 32 wide, more than 31"):
+        sparse_peers.runner("ellpack", x, layers[0])
+    with pytest.raises(ValueError, match=r"bcoo would gather .* more than 1000"):
+        sparse_peers.runner("bcoo", x, layers[0])
