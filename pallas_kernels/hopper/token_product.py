@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import cluster, open_gates, token_columns
+from pallas_kernels.hopper.device import cluster, open_gates, token_columns, versions
 from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
@@ -238,6 +238,8 @@ class _Call:
     waits_first: bool = False
 
     def __call__(self, x, weights, layer, operands, outs):
+        read = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights]  # of one layer
+        flops = 2 * len(x) * sum(w.size for w in read)
         kernel = plgpu.kernel(
             functools.partial(_kernel, call=self, counts=(len(weights), len(operands))),
             out_type=outs,
@@ -247,6 +249,7 @@ class _Call:
             cluster=(PARTS,),
             cluster_names=("part",),
             kernel_name=self.name,
+            **versions.cost(flops, (x, *read, *outs)),
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
             ),

@@ -1,10 +1,16 @@
 """What differs for the kernels between JAX 0.11.2 and 0.12: the only place that knows versions."""
 
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 from jax import numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _HAS_STORE = hasattr(plgpu, "store")  # from 0.12 on
+_TAKES_COST = "cost_estimate" in inspect.signature(plgpu.kernel).parameters  # likewise
 
 
 def store(ref, value: jax.Array) -> None:
@@ -25,3 +31,19 @@ def first_block() -> int | jax.Array:
     From 0.12 on, a literal 0 is an error there; an index that is computed is not.
     """
     return jnp.int32(0) if _HAS_STORE else 0
+
+
+def cost(flops: int, arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """Arguments of `plgpu.kernel` that tell XLA what a kernel costs; none before 0.12.
+
+    Only kernels whose work follows from shapes say it. Others would have to name the most that they
+    may do, of which a sparse pattern leaves little.
+
+    Args:
+      flops: floating-point operations.
+      arrays: what is read or written, each once.
+    """
+    if not _TAKES_COST:
+        return {}
+    size = sum(a.size * jnp.dtype(a.dtype).itemsize for a in arrays)
+    return {"cost_estimate": pl.CostEstimate(flops, transcendentals=0, bytes_accessed=size)}

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.device import versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
 from pallas_kernels.hopper.support import sm_count
 
@@ -71,6 +72,7 @@ def gate_matmul(
       The outputs.
     """
     d = a.shape[1]
+    cost = versions.cost(2 * d * len(a) * len(b), (a, b, *jax.tree.leaves(out_type)))
     stages = min(config.stages, d // STAGE_K)
     blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(b.shape[0], ACC_COLUMNS)
     a, b = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, b))  # for the tiling below
@@ -91,6 +93,7 @@ def gate_matmul(
         grid_names=("sm",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
+        **cost,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return kernel(a, b)
