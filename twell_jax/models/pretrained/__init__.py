@@ -15,7 +15,6 @@ from flax import nnx
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation, quantise_mlps
 from twell_jax.ffn.quantised import quantised_projections
-from twell_jax.models import sharding
 from twell_jax.models.pretrained import config, hub, quantisation, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.config import PretrainedError
@@ -48,7 +47,7 @@ def from_pretrained(
       ffn_implementation: see `sparse_ffn`.
       quantise: "fp8" makes 8-bit floats of the gates and up projections (`quantise_mlps`) once they
         are loaded. Those that the files hold in 8 bits are so in any case.
-      mesh: from `sharding.make_mesh`; None takes the first device.
+      mesh: from `sharding.make_mesh`; None takes JAX's default device.
 
     Raises:
       PretrainedError: there is no such model, or the hub cannot be asked; a file is missing or
@@ -61,7 +60,6 @@ def from_pretrained(
     source = name if isinstance(name, hub.Source) else hub.find(name, revision)
     settings, stored = config.read(source.directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
-    mesh = mesh or sharding.make_mesh((1, 1), jax.devices()[:1])
     hub.fetch_weights(source)
     params = weights.load(source.directory, settings, mesh, stored)
     model = nnx.merge(graphdef(settings, stored.quantised), params)

@@ -102,9 +102,9 @@ class _Layout:
 
 
 def load(
-    directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh, stored: Stored
+    directory: Path, config: ModelConfig, mesh: jax.sharding.Mesh | None, stored: Stored
 ) -> nnx.State:
-    """Loads parameters in `config.param_dtype`, sharded over the mesh.
+    """Loads parameters in `config.param_dtype`, sharded over the mesh, if there is one.
 
     Raises:
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
@@ -140,15 +140,22 @@ def load(
                 f"{_EMBED}; write tie_word_embeddings=false to use both, or remove the former"
             )
 
-        def read(path, leaf, placement):
+        def read(path, leaf, placement=None):
             layout = layouts.get(_name(path))
             if layout is None:
-                return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), placement)
-            return jax.make_array_from_callback(
-                leaf.shape, placement, lambda index: layout.part(tensors, index, leaf.dtype)
-            )
+                return jnp.zeros(leaf.shape, leaf.dtype, device=placement)
 
-        return jax.tree.map_with_path(read, abstract, sharding.of_params(abstract, mesh))
+            def part(index):
+                return layout.part(tensors, index, leaf.dtype)
+
+            if placement is None:
+                return jnp.array(part((slice(None),) * leaf.ndim))
+            return jax.make_array_from_callback(leaf.shape, placement, part)
+
+        # Without a mesh, arrays are bound to no device, as those of a new model and of an optimizer
+        # are. Where these differ, the first step on both binds all, and the second compiles anew.
+        placements = () if mesh is None else (sharding.of_params(abstract, mesh),)
+        return jax.tree.map_with_path(read, abstract, *placements)
 
 
 def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -338,3 +339,18 @@ def test_what_cannot_be_saved(saved, tmp_path):
     with pytest.raises(PretrainedError, match=r"dtype must be .* got 'float16'"):
         save_pretrained(tmp_path / "new", model, ByteTokenizer(), dtype="float16")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_step_on_a_loaded_model_is_compiled_once(tmp_path, caplog):
+    save_pretrained(tmp_path, make(layers=1), ByteTokenizer())
+    model = from_pretrained(tmp_path)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def counted_step(model, optimizer, tokens):
+        optimizer.update(model, nnx.grad(lambda model: model(tokens)[0].mean())(model))
+
+    with jax.log_compiles():
+        for _ in range(3):
+            counted_step(model, optimizer, np.zeros((2, 5), np.int32))
+    assert caplog.text.count("Compiling jit(counted_step)") == 1
