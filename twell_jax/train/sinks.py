@@ -1,6 +1,8 @@
 """Programs that show a run's metrics: TensorBoard and Weights & Biases."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +60,8 @@ def _wandb(directory: Path, step: int) -> Sink:
     # A continued run goes on under its id. Steps that were logged before are ignored there.
     stored = directory / "wandb" / "id"
     run_id = stored.read_text() if stored.exists() else None
+    while run_id and _has_session_of_this_second(stored.parent, run_id):
+        time.sleep(0.05)
     try:
         run = wandb.init(dir=directory, name=directory.name, id=run_id, resume="allow")
     except wandb.Error as error:
@@ -66,6 +70,14 @@ def _wandb(directory: Path, step: int) -> Sink:
     stored.parent.mkdir(exist_ok=True)
     stored.write_text(run.id)
     return Sink(lambda numbers, step: run.log(dict(numbers), step=step), run.finish)
+
+
+def _has_session_of_this_second(directory: Path, run_id: str) -> bool:
+    """Whether W&B would write into the directory of an earlier session, over what that wrote.
+
+    It names a session's directory by the second in which it starts, and the run's id.
+    """
+    return any(directory.glob(f"*run-{datetime.now():%Y%m%d_%H%M%S}-{run_id}"))
 
 
 # By the key of a configuration that asks for it, which is also the name of its extra.

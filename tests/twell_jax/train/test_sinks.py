@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,19 @@ def test_a_continued_run_keeps_its_id_at_weights_and_biases(tmp_path, monkeypatc
         with metrics.Log(tmp_path / "metrics.jsonl", step, ["wandb"]):
             pass
     assert asked == [None, "of its own"]
+
+
+def test_sessions_that_start_in_the_same_second_write_apart(tmp_path, monkeypatch):
+    def init(*, dir, id, **_):  # as W&B names its directories
+        id = id or "abc"
+        (dir / "wandb" / f"offline-run-{datetime.now():%Y%m%d_%H%M%S}-{id}").mkdir(parents=True)
+        return SimpleNamespace(id=id, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=RuntimeError))
+    for step in (0, 5):
+        with metrics.Log(tmp_path / "metrics.jsonl", step, ["wandb"]):
+            pass
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
 def test_what_weights_and_biases_refuses_is_one_line(tmp_path, monkeypatch):
