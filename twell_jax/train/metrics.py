@@ -1,6 +1,7 @@
 """Fetches a run's metrics from the device a step late; checks, shows and stores them."""
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +17,10 @@ from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.sinks import Sink, open_sinks
+from twell_jax.train.sparsity_control import out_of_reach
 from twell_jax.train.trainer import StepMetrics
+
+log = logging.getLogger(__name__)
 
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
 _OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
@@ -138,6 +142,7 @@ class Recorder:
         self._clock: tuple[int, float, float | None] | None = None  # a step, when it ended, joules
         self._tokens_per_second = 0.0
         self._joules_per_token: float | None = None
+        self._has_warned = False
 
     def add(self, step: int, measured: StepMetrics, plan: GradientPlan | None = None) -> None:
         """Takes the metrics of `step`, which may still be running, and handles the step before.
@@ -179,6 +184,7 @@ class Recorder:
         record |= {name: np.asarray(value).tolist() for name, value in values.items()}
         if self._config.sparsity_target is not None:
             record["sparsity_target"] = self._config.sparsity_target
+            self._warn_if_out_of_reach(record)
         if self._plan:
             record["sparse_gradients"] = list(self._plan.sparse)
             record["gradient_room"] = list(self._plan.rooms)
@@ -189,6 +195,14 @@ class Recorder:
         self._show(record, logged)
         if logged:
             self._log.write(record)
+
+    def _warn_if_out_of_reach(self, record: dict[str, Any]) -> None:
+        """Warns once that a sparsity target cannot be reached."""
+        nnz, coefficient = float(np.mean(record["nnz"])), record["l1_coefficient"]
+        why = out_of_reach(self._config, record["step"] - 1, coefficient, nnz)
+        if why and not self._has_warned and jax.process_index() == 0:
+            log.warning("step %d: %s", record["step"], why)
+            self._has_warned = True
 
     def _measured_pace(self, step: int, logged: bool) -> dict[str, float | None]:
         """Rates since the clock was set, which is set anew if the step is logged."""

@@ -103,6 +103,31 @@ def update(
     return jax.tree.map(lambda new, old: jnp.where(measured, new, old), following, control)
 
 
+def out_of_reach(config: Config, step: int, coefficient: float, nnz: float) -> str | None:
+    """Why the run cannot reach its `sparsity_target`, in a line; None as long as it may.
+
+    Args:
+      config: a run with a `sparsity_target`.
+      step: number of steps taken before the one that measured.
+      coefficient: the L1 coefficient of the step.
+      nnz: mean non-zeros per token in the step, over all layers.
+    """
+    target = config.sparsity_target
+    assert target is not None
+    if step < config.sparsity_control_start:
+        return None
+    if coefficient >= 0.999 * MOST and nnz > target:
+        bound, still, other = MOST, "still", "larger"
+    elif coefficient <= 1.001 * LEAST and nnz < target:
+        bound, still, other = LEAST, "only", "smaller"
+    else:
+        return None
+    return (
+        f"sparsity_target: the L1 coefficient has reached its bound {bound:g}, and {still} "
+        f"{nnz:.1f} neurons fire for a token, not {target:g}; start again with a {other} target"
+    )
+
+
 def _moved(average: jax.Array, value: jax.Array, steps: float) -> jax.Array:
     """The moving average over so many steps, after one more value."""
     return average + (value - average) / max(steps, 1)

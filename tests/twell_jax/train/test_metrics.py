@@ -7,7 +7,7 @@ from rich.console import Console
 
 from twell_jax import config
 from twell_jax.config import ConfigError
-from twell_jax.train import metrics
+from twell_jax.train import metrics, sparsity_control
 from twell_jax.train import progress as display
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.trainer import StepMetrics
@@ -74,6 +74,22 @@ def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, c
     assert " sparse │" in console.export_text()
     kinds = " room 0.5 ", " dense ", " 50% sparse "
     assert all(part in text for part in (*kinds, " 40% ", " 90% ", " 65% ", " 30% ", " 55% "))
+
+
+def test_a_target_out_of_reach_is_a_warning_once(tmp_path, caplog):
+    settings = config.load("configs/tiny.yaml", ["sparsity_target=5", "l1_warmup=[0, 0]"])
+    start, bound = settings.sparsity_control_start, jnp.float32(sparsity_control.MOST)
+    many = jnp.full(2, 9.0)
+    with metrics.Log(tmp_path / "metrics.jsonl", start) as log:
+        recorder = metrics.Recorder(settings, log, lambda *_: None, None)
+        for step, coefficient in enumerate([1.0, bound, bound, bound], start=start + 1):
+            recorder.add(
+                step,
+                dataclasses.replace(measured(), nnz=many, l1_coefficient=jnp.float32(coefficient)),
+            )
+        recorder.flush()
+    (warning,) = caplog.messages
+    assert warning.startswith(f"step {start + 2}: sparsity_target: the L1 coefficient has reached")
 
 
 def test_a_cut_last_line_is_left_out_and_another_bad_line_named(tmp_path):

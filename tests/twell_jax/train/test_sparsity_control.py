@@ -5,6 +5,7 @@ A plant stands for the model: its non-zeros follow the coefficient late, and wit
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from twell_jax.train.sparsity_control import (
     MOST_MULTIPLIER,
     SparsityControl,
     first_control,
+    out_of_reach,
     update,
 )
 
@@ -169,3 +171,21 @@ def test_neither_spikes_nor_lost_statistics_carry_it_away():
     for nnz in non_zeros(lag=20.0, slope=1.0, spikes=spikes):
         np.testing.assert_allclose(nnz[STEPS * 6 // 10 :], TARGET, rtol=0.2)
         np.testing.assert_allclose(nnz[-50:], TARGET, rtol=0.1)
+
+
+@pytest.mark.parametrize(("nnz", "bound", "says"), [
+    (D_FF / 2, MOST, "its bound 10, and still 256.0 neurons fire for a token, not 20; .* larger"),
+    (1.0, LEAST, "its bound 1e-08, and only 1.0 neurons fire for a token, not 20; .* smaller"),
+])  # fmt: skip
+def test_a_target_out_of_reach_is_named_once_the_coefficient_is_at_its_bound(nnz, bound, says):
+    run = settings(l1_warmup=[0, 10])
+    control, step = first_control(run), 0
+    layers = jnp.full(LAYERS, nnz)
+    while out_of_reach(run, step, coefficient(control), nnz) is None:
+        assert step < 5000
+        control, step = compiled(10)(control, layers, layers, step), step + 1
+    why = out_of_reach(run, step, coefficient(control), nnz)
+    assert re.search(says, why) and "\n" not in why
+    np.testing.assert_allclose(coefficient(control), bound, rtol=2e-3)
+    assert out_of_reach(run, step, coefficient(control), TARGET) is None
+    assert out_of_reach(run, 9, coefficient(control), nnz) is None  # while warming up
