@@ -36,12 +36,7 @@ class LanguageModel:
     stop_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        size = max([self.tokenizer.size, *(i + 1 for i in self.prefix)])
-        if size > self.model.config.vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {size} ids, the model only {self.model.config.vocab_size}; "
-                "take the model's own tokenizer, or enlarge the model's embedding"
-            )
+        _require_ids(self.model.config.vocab_size, self.tokenizer, self.prefix)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text to continue; end-of-text if there are none."""
@@ -67,10 +62,13 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     directory = source.directory
     if (directory / "config.json").exists():
         subwords = pretrained_tokenizer.load(directory)
+        prefix = tuple(pretrained_tokenizer.prefix(subwords))
+        settings, _ = pretrained_config.read(directory, None, None)
+        _require_ids(settings.vocab_size, subwords, prefix)  # before weights are fetched and read
         return LanguageModel(
             in_compute_dtype(from_pretrained(source, ffn_implementation=ffn_implementation)),
             subwords,
-            tuple(pretrained_tokenizer.prefix(subwords)),
+            prefix,
             pretrained_config.stop_ids(directory) or (subwords.eot_id,),
         )
     if not RunPaths(directory).config.exists():
@@ -79,6 +77,15 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
     model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
+
+
+def _require_ids(vocab_size: int, tokenizer: Tokenizer, prefix: tuple[int, ...]) -> None:
+    size = max([tokenizer.size, *(i + 1 for i in prefix)])
+    if size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {size} ids, the model only {vocab_size}; take the model's own "
+            "tokenizer, or enlarge the model's embedding"
+        )
 
 
 def in_compute_dtype(model: Transformer) -> Transformer:
