@@ -75,8 +75,10 @@ def measure(run_dir: str, sequences: int | None) -> Iterator[dict[str, Any]]:
         made = variant(model, dtype, projections)
         return firing_patterns(made, held_out, batch=config.micro_batch, document_end=end)
 
-    for name, (dtype, projections) in ({"bfloat16": ("bfloat16", ())} | VARIANTS).items():
-        pairs = zip(patterns("bfloat16", ()), patterns(dtype, projections), strict=True)
+    baseline = list(patterns("bfloat16", ()))
+    yield {"implementation": "bfloat16", **size, **compare(zip(baseline, baseline, strict=True))}
+    for name, (dtype, projections) in VARIANTS.items():
+        pairs = zip(baseline, patterns(dtype, projections), strict=True)
         yield {"implementation": name, **size, **compare(pairs)}
 
 

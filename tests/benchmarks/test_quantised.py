@@ -34,8 +34,9 @@ def test_differences_are_counted_over_sequences_and_activations():
     assert same["increase"] == same["changed"] == 0
 
 
+@pytest.mark.slow
 def test_a_record_of_a_run(tmp_path, monkeypatch):
-    shape = dict(vocab_size=257, context=8, d_model=32, layers=2, heads=2, d_ff=48, init_scale=0.3)
+    shape = dict(vocab_size=257, context=8, d_model=32, layers=1, heads=2, d_ff=48, init_scale=0.3)
     model = drawn.transformer(**shape, dtype="float32")
     config = config_lib.from_dict(
         {"run_dir": "x", "steps": 1, "batch_tokens": 16, "micro_batch": 2, "model": shape}
