@@ -62,7 +62,8 @@ def sparse_ffn(
         gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
-        "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves.
+        "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves. The
+        default takes kernels for "relu" alone.
       threshold: of "fatrelu", above 0.
       implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
@@ -241,6 +242,7 @@ def _select(
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
+        unmeasured=dispatch.unmeasured(activation),
     )
     return dispatch.select(case, request)
 

@@ -23,6 +23,12 @@ MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 
 
+def unmeasured(activation: str) -> str | None:
+    """What `Case.unmeasured` says of an activation."""
+    known = activation in ("relu", "silu")
+    return None if known else f"the activation {activation}"
+
+
 class CannotServe(ValueError):
     """The implementation, packing or gradients asked for cannot serve these inputs here."""
 
@@ -38,6 +44,8 @@ class Case:
       back_end: the name of the kernels that can serve these weights here; None if none can.
       expected_nnz: mean non-zeros per token; None if unknown.
       unsupported: why kernels cannot serve these inputs here; None if they can.
+      unmeasured: what of the call no record knows, in words; kernels then serve it only if they are
+        asked for. None if there is nothing.
     """
 
     tokens: int
@@ -46,6 +54,7 @@ class Case:
     back_end: str | None = None
     expected_nnz: float | None = None
     unsupported: str | None = None
+    unmeasured: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,8 @@ class Rule:
             return f"gradients={request.gradients!r} was asked for"
         if offer.implementation == "mosaic" and case.unsupported:
             return case.unsupported
+        if offer.implementation == "mosaic" and self.record and case.unmeasured:
+            return f"not measured with {case.unmeasured}"
         if self.back_end not in (None, case.back_end):
             return f"measured for {self.back_end} alone"
         if not least <= case.tokens <= most:

@@ -79,6 +79,8 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
         why = why or "it has no kernels for quantised weights"
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
+    if wanted is None:
+        why = why or dispatch.unmeasured(model.config.activation)
     if kernels is None or why:
         return model.decode(tokens, cache)
     by_kernels = partial(_step, kernels, model)

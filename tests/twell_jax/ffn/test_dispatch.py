@@ -82,6 +82,14 @@ def test_what_a_caller_names(tokens, named, expected):
         assert algorithm(Case(tokens, H, True, "Hopper", nnz), **named) == expected
 
 
+def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
+    case = Case(16384, H, True, "Hopper", unmeasured=dispatch.unmeasured("relu2"))
+    assert algorithm(case) == "dense"
+    assert algorithm(case, implementation="mosaic") == "unions"
+    assert "not measured with the activation relu2" in str(select(case, Request()))
+    assert dispatch.unmeasured("relu") is None
+
+
 def test_rules_measured_on_one_back_end_do_not_hold_for_another():
     assert algorithm(Case(16384, H, True, "another")) == "dense"
     assert algorithm(Case(16384, H, True, "another"), implementation="mosaic") == "unions"
