@@ -82,7 +82,7 @@ def test_what_is_compared_with_a_threshold_has_16_bits(dtype):
     for threshold in (*between[some], *finite[1:][some], 1e-60, 0.01, 1e30, 1e300):
         bits = lanes._largest_at_most(threshold, jnp.dtype(dtype))
         above = np.arange(len(finite)) > bits
-        limit = np.float32(min(threshold, np.finfo(np.float32).max))
+        limit = np.float32(min(threshold, float(np.finfo(np.float32).max)))
         np.testing.assert_array_equal(above, finite > limit)
 
 
