@@ -204,7 +204,6 @@ SUMMARIES: dict[str, Summary] = {
                 ("decode", 1),
                 ("decode", 8),
                 ("decode", 32),
-                ("prefill", 1),
                 ("prefill", 8),
             )
         ),

@@ -40,7 +40,7 @@ def test_performance_is_a_page_for_a_person():
     text = (DOCS / "performance.md").read_text()
     assert len(text) < 10_000
     names = re.findall(r"<!-- table: (\w+) -->", text)
-    assert names == ["forward", "gradients", "models"]
+    assert names == ["forward", "gradients", "models", "generation"]
     assert all(len(SUMMARIES[name].picks) <= 8 for name in names)
 
 
