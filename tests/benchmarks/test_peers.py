@@ -52,7 +52,8 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_k
     monkeypatch.setattr(ffn, "D", 128)
     monkeypatch.setattr(ffn, "H", 256)
     monkeypatch.setattr(ffn, "LAYERS", 1)
-    peers = {name: ffn.PEERS[name] for name in ("xla, fp8 rows", "torch, fp8 rows")}
+    names = ("xla, fp8 rows", "torch, fp8 rows", *sparse_peers.FORMATS)
+    peers = {name: ffn.PEERS[name] for name in names}
     monkeypatch.setattr(ffn, "PEERS", peers)
     rows = {
         row["implementation"]: row
