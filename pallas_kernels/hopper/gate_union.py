@@ -23,7 +23,9 @@ from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 _CONFIG = GateConfig(grid_tile_width=7)
 
 
-def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gate_union(
+    x: jax.Array, w_gate: jax.Array, live: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `g = relu(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
 
     Sums in float32, rounds to the dtype of the inputs and propagates NaN.
@@ -31,6 +33,8 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+      live: int32 `[1]`: neurons from this number on have gates of zero, and are not computed, but
+        for those in the last block of 128. None: all are computed.
 
     Returns:
       gate: `[R, H, 256]` in the dtype of the inputs, R = ceil(M / 256); rows of neurons that are
@@ -42,9 +46,10 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
       ValueError: if a shape or dtype is not as above.
     """
     support.check_tokens(x, w_gate)
+    support.check_array("live", live, (1,), jnp.int32)
     m, h = x.shape[0], w_gate.shape[0]
     tiles = pl.cdiv(m, TILE_TOKENS)
-    return gate_matmul.gate_matmul(
+    gate, masks, counts = gate_matmul.gate_matmul(
         w_gate,
         x,
         _write_union,
@@ -57,7 +62,12 @@ def gate_union(x: jax.Array, w_gate: jax.Array) -> tuple[jax.Array, jax.Array, j
             words=plgpu.SMEM((CONSUMERS, union_relu.UNION_WORDS), jnp.uint32),
         ),
         config=_CONFIG,
+        rows=live,
     )
+    if live is not None:  # what describes blocks that were not computed is unspecified
+        masks = jnp.where(jnp.arange(0, h, 32) < live, masks, 0)
+        counts = jnp.where(jnp.arange(0, h, GROUP_NEURONS)[:, None] < live, counts, 0)
+    return gate, masks, counts
 
 
 def _write_union(acc, group, tile, gate, masks, counts, *, words):

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import cluster, open_gates, token_columns
-from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Product, TokenRing
 from pallas_kernels.layouts.stream import Stream
 
 
@@ -77,6 +77,7 @@ def hidden(
     *,
     eps: float,
     activation: str,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """The hidden activation of a dense block, `act(norm(x) @ w_0^T)`, times `norm(x) @ w_1^T`.
 
@@ -87,6 +88,8 @@ def hidden(
       layer: int32 `[1]`.
       eps: of the norm.
       activation: "relu" or "silu".
+      live: int32 `[layers]`; a layer's neurons from this number on have a hidden activation of
+        zero, and whole tiles of 64 of them are not computed. None: all are.
 
     Returns:
       `[M, H]`.
@@ -95,21 +98,21 @@ def hidden(
     out = jax.ShapeDtypeStruct((tokens, weights[0].shape[1]), stream.x.dtype)
 
     def finish(refs, outs, number, first):
-        del number
         scale = token_columns.inverse_rms(refs[0], d, eps)
+        only_live = _only_live(refs[1], number, first, tokens)
 
         def store(values):
             g, *up = (v * scale for v in values)
             h = jnp.maximum(g, 0.0) if activation == "relu" else g / (1 + jnp.exp(-g))
             for u in up:
                 h *= u
-            token_columns.store(outs[0], first, h)
+            token_columns.store(outs[0], first, only_live(h))
 
         return store
 
     ring = TokenRing.of(stream.scaled, weights, k_axis=2, side_by_side=False)
-    call = _Call("token_hidden_dense", ring, finish)
-    return call(stream.scaled, weights, layer, [stream.squares], [out])[0]
+    call = _Call("token_hidden_dense", ring, finish, live=1)
+    return call(stream.scaled, weights, layer, [stream.squares, live], [out])[0]
 
 
 def gate(
@@ -121,6 +124,7 @@ def gate(
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
     prefetch: tuple[jax.Array, ...] = (),
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """The gate of a sparse block, `relu(x @ w^T)`; counts the open gates of each token.
 
@@ -136,6 +140,8 @@ def gate(
       batch: the first so many tokens are counted, the others are padding.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
       prefetch: `[layers, H, D]` each; rows of open gates are prefetched into L2.
+      live: int32 `[layers]`; a layer's gates from this number on are zero, and whole tiles of 64 of
+        them are not computed. None: all are.
 
     Returns:
       `[M, H]`. What it holds for padding is undefined.
@@ -145,12 +151,14 @@ def gate(
     out = jax.ShapeDtypeStruct((tokens, weight.shape[1]), x.dtype)
 
     def finish(refs, outs, number, first):
-        counts, squares, *rows = refs
+        counts, squares, live, *rows = refs
+        only_live = _only_live(live, number, first, tokens)
         scale = 1.0 if squares is None else token_columns.inverse_rms(squares, d, eps)
 
         def store(values):
             before = values[0] * scale
-            g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0)).astype(x.dtype)
+            g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0))
+            g = only_live(g).astype(x.dtype)
             token_columns.store(outs[0], first, g)
             g = g.astype(jnp.float32)
             open_gates.count(g, batch, counts.at[number])
@@ -159,9 +167,11 @@ def gate(
 
         return store
 
-    call = _Call("token_gate", TokenRing.of(x, (weight,), k_axis=2), finish)
-    x, weight, layer, squares, prefetch = in_place.barrier((x, weight, layer, squares, prefetch))
-    return in_place.barrier(call(x, (weight,), layer, [counts, squares, *prefetch], [out])[0])
+    call = _Call("token_gate", TokenRing.of(x, (weight,), k_axis=2), finish, live=2)
+    operands = x, weight, layer, squares, live, prefetch
+    x, weight, layer, squares, live, prefetch = in_place.barrier(operands)
+    further = [counts, squares, live, *prefetch]
+    return in_place.barrier(call(x, (weight,), layer, further, [out])[0])
 
 
 def add_product(
@@ -223,17 +233,19 @@ class _Call:
       finish: called with references to the further operands and to the results, the layer, and the
         first of the block's 16 columns, while the products are on their way. It returns what is
         called with the finished sums: for each matrix of a block an array of `token_columns`.
+      live: index of the further operand that says how many columns of each layer's matrices are
+        multiplied, in whole tiles; the result is zero for other tiles. None if there is none; the
+        operand may be None, too.
     """
 
     name: str
     ring: TokenRing
     finish: Callable
+    live: int | None = None
 
     def __call__(self, x, weights, layer, operands, outs):
         kernel = plgpu.kernel(
-            functools.partial(
-                _kernel, ring=self.ring, counts=(len(weights), len(operands)), finish=self.finish
-            ),
+            functools.partial(_kernel, counts=(len(weights), len(operands)), plan=self),
             out_type=outs,
             scratch_types=dict(smem=self.ring.scratch(x.dtype)),
             grid=(self.ring.tiles,),
@@ -248,16 +260,37 @@ class _Call:
         return kernel(x, layer, *weights, *operands)
 
 
-def _kernel(x, layer, *refs, smem, ring, counts, finish):
+def _only_live(live, number, first, tokens):
+    """A function that sets those of 16 columns from `first` on to zero that are not live."""
+    if live is None:
+        return lambda values: values
+    is_live = token_columns.are_before(live[number], first, tokens)
+    return lambda values: jnp.where(is_live, values, 0.0)
+
+
+def _kernel(x, layer, *refs, smem, counts, plan):
     ws, operands, outs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
     number = layer[0]
-    product = Product(ring, x, ws, number, lax.axis_index("tile"), smem)
+    product = Product(plan.ring, x, ws, number, lax.axis_index("tile"), smem)
     cluster.prepare(smem["arrived"])
-    product.expect()
-    product.fetch_matrices()
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
-    product.fetch_tokens()
-    store = finish(operands, outs, number, product.first_column)
-    product.send()
-    store(product.receive())
+    live = None if plan.live is None else operands[plan.live]
+
+    def multiply():
+        product.expect()
+        product.fetch_matrices()
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+        product.fetch_tokens()
+        store = plan.finish(operands, outs, number, product.first_column)
+        product.send()
+        store(product.receive())
+
+    def leave_out():
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+        token_columns.store(outs[0], product.first_column, token_columns.zeros(x.shape[0]))
+
+    if live is None:
+        multiply()
+    else:
+        lax.cond(product.tile * COLUMNS < live[number], multiply, leave_out)

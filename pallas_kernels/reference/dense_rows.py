@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts.weights import Weights, only_live
 
 
 def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.Array, jax.Array]:
@@ -14,10 +14,10 @@ def dense_rows(heavy: HeavyRows, weights: Weights, y_ref: jax.Ref) -> tuple[jax.
     m, dtype = y_ref.shape[0], y_ref.dtype
     product = functools.partial(jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32)
     x, is_listed = heavy.x[:m], jnp.arange(m) < heavy.count[0]
-    gate = jax.nn.relu(product(x, weights.activated)).astype(dtype)
+    gate = only_live(jax.nn.relu(product(x, weights.activated)).astype(dtype), weights.live)
     h = gate.astype(jnp.float32)
     if weights.linear is not None:
-        h *= product(x, weights.linear)
+        h = only_live(h * product(x, weights.linear), weights.live)
     y = jnp.dot(h.astype(dtype), weights.down, preferred_element_type=jnp.float32)
     place = jnp.where(is_listed, heavy.rows, m)
     y_ref[...] = y_ref[...].at[place].set(y.astype(dtype), mode="drop")

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.weights import only_live
 
 
-def gate_union(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gate_union(
+    x: jax.Array, w: jax.Array, live: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`relu(x @ w^T)` as (gate, masks, counts); all of gate is specified."""
     z = jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32)
-    return tile_union.pack(z, x.dtype)
+    return tile_union.pack(only_live(z, live), x.dtype)

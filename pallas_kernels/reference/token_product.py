@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import only_live
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu}
 
@@ -33,6 +34,7 @@ def hidden(
     *,
     eps: float,
     activation: str,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Rounds once, at the end."""
     inverse_rms = stream.inverse_rms(eps)
@@ -40,7 +42,7 @@ def hidden(
     h = _ACTIVATIONS[activation](g)
     for u in up:
         h *= u
-    return h.astype(stream.x.dtype)
+    return _of_live(h, live, layer).astype(stream.x.dtype)
 
 
 def gate(
@@ -52,6 +54,7 @@ def gate(
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
     prefetch: tuple[jax.Array, ...] = (),
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Padding is zero."""
     del prefetch  # which concerns speed alone
@@ -60,7 +63,7 @@ def gate(
         squares, eps = norm
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     g = jnp.where(before == -jnp.inf, -0.0, jnp.maximum(before, 0.0)).astype(x.dtype)
-    g = jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0)
+    g = _of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), live, layer)
     counts[layer[0], :-1] = counts[layer[0], :-1] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     return g
 
@@ -79,6 +82,10 @@ def add_product(
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
     return Stream.of(y.astype(x.dtype), scale[layer[0]])
+
+
+def _of_live(values, live, layer):
+    return only_live(values, None if live is None else live[layer])
 
 
 def _product(x, w, k_axis):

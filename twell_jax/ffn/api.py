@@ -12,10 +12,12 @@ tested against; `dispatch` chooses which one serves a call.
 
 import inspect
 import os
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels.layouts.weights import Weights
@@ -38,6 +40,7 @@ def sparse_ffn(
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
+    live: ArrayLike | None = None,
     activation: Activation = "relu",
     threshold: float = 0.0,
     implementation: Implementation | None = None,
@@ -56,6 +59,10 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
+      live: an integer from 0 to H, which may be on the device: neurons from this number on are
+        taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
+        then leave out the gates of these neurons, in whole tiles. A larger number on the device is
+        like H, a negative one like 0. None: any neuron may fire.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
         "drelu", ReLU on both factors; or "silu" for the dense twin. Kernels serve "relu" alone.
       threshold: of "fatrelu", above 0.
@@ -103,6 +110,9 @@ def sparse_ffn(
     weights = Weights(*map(_array, (w_gate, w_up, w_down)))
     biases = Biases(*map(_array, (b_gate, b_up, b_down)))
     _check_operands(x, weights, biases)
+    check_live(live, len(weights.down))
+    if live is not None:
+        weights = replace(weights, live=jnp.asarray(live, jnp.int32)[None])
     check_activation(activation, threshold, weights.gate is not None)
     check_options(len(weights.down), expected_nnz, gradient_capacity)
 
@@ -142,10 +152,11 @@ def explain(*operands: Any, **options: Any) -> str:
     call.apply_defaults()
     given = call.arguments
     x, activation, expected_nnz = given["x"], given["activation"], given["expected_nnz"]
-    weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down")))
+    weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down", "live")))
     biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
     request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
     _check_operands(x, weights, biases)
+    check_live(weights.live, len(weights.down))
     check_activation(activation, given["threshold"], weights.gate is not None)
     check_options(len(weights.down), expected_nnz, given["gradient_capacity"])
     return str(_select(x, weights, biases, activation, expected_nnz, request))
@@ -179,6 +190,18 @@ def check_options(h: int, expected_nnz: float | None, gradient_capacity: float) 
         raise ValueError(
             f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
         )
+
+
+def check_live(live: Any, h: int) -> None:
+    """Raises ValueError if `live` is no number of live neurons among H; one on the device is not
+    read."""
+    if live is None:
+        return
+    number = live if hasattr(live, "shape") else np.asarray(live)
+    if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ValueError(f"live must be one integer, got {number.dtype} {list(number.shape)}")
+    if isinstance(live, int | np.integer | np.ndarray) and not 0 <= live <= h:
+        raise ValueError(f"live must be from 0 to {h}, got {live}")
 
 
 def check_dtype(name: str, dtype: Any) -> None:
@@ -231,6 +254,7 @@ def _select(
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
+        has_live=weights.live is not None,
     )
     return dispatch.select(case, request)
 

@@ -38,6 +38,7 @@ class Case:
       back_end: the name of the kernels that can serve these weights here; None if none can.
       expected_nnz: mean non-zeros per token; None if unknown.
       unsupported: why kernels cannot serve these inputs here; None if they can.
+      has_live: whether neurons from a number on the device on never fire.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class Case:
     back_end: str | None = None
     expected_nnz: float | None = None
     unsupported: str | None = None
+    has_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Offer:
-    """The implementation that an algorithm belongs to, and the packings and gradients it serves."""
+    """The implementation that an algorithm belongs to, the packings and gradients that it serves,
+    and whether it serves a number of live neurons."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
     gradients: tuple[Gradients, ...]
+    live: bool = True
 
 
 OFFERS: dict[Algorithm, Offer] = {
     "dense": Offer("xla", (None,), ("dense",)),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
     "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
-    "twell": Offer("mosaic", (None, "twell"), ("dense",)),
+    "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
     "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse")),
 }
+
+
+_ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,8 @@ class Rule:
             return f"gradients={request.gradients!r} was asked for"
         if offer.implementation == "mosaic" and case.unsupported:
             return case.unsupported
+        if case.has_live and not offer.live:
+            return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
             return f"measured for {self.back_end} alone"
         if not least <= case.tokens <= most:
@@ -219,7 +228,7 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported}")
+    raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or _ALL_NEURONS}")
 
 
 def back_end(w_down: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts.weights import Weights, only_live
 from twell_jax.ffn import activations, stats
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.stats import FFNStats
@@ -32,7 +32,8 @@ def ffn(
     """`sparse_ffn` without its checks."""
     up = _affine(x, weights.up, biases.up)
     gate = None if weights.gate is None else _affine(x, weights.gate, biases.gate)
-    h, active = activations.hidden(activation, threshold, gate, up)
+    hidden = activations.hidden(activation, threshold, gate, up)
+    h, active = (only_live(a, weights.live) for a in hidden)
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
     # the time of forward and backward on an H100 (docs/design/0013).
