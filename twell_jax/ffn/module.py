@@ -15,6 +15,12 @@ from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
 from twell_jax.ffn.stats import FFNStats, no_stats
 
+
+class LiveWidth(nnx.Variable):
+    """The variable type of the number of live neurons of a `SparseMLP`, int32 `[]`; stacked
+    modules have `[layers]`. It is no parameter: optimizers leave it alone."""
+
+
 _FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
 _FROM_D_FF = nnx.initializers.lecun_normal(in_axis=0, out_axis=1)
 
@@ -47,6 +53,9 @@ class SparseMLP(nnx.Module):
       up_init: initialiser of `w_gate` and `w_up`, for the shape `[H, D]`.
       down_init: initialiser of `w_down`, for the shape `[H, D]`.
       implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
+      live: number of live neurons, from 0 to H: those from this number on never fire (see
+        `sparse_ffn`). It is held as the variable `live`, a `LiveWidth`, beside the weights, so that
+        it can be changed, and layers in a scan have their own. None: no variable, any may fire.
       keep_stats: hold the `FFNStats` of the last call as the variable `stats`, a `SownStats`. For
         `nnx.bridge.to_linen`, which knows no `nnx.capture`: `Module.apply` returns them if
         "SownStats" is mutable, and `collect_stats` takes them.
@@ -74,6 +83,7 @@ class SparseMLP(nnx.Module):
         gradients: Gradients | None = None,
         expected_nnz: float | None = None,
         gradient_capacity: float = 0.5,
+        live: int | None = None,
         keep_stats: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -82,6 +92,7 @@ class SparseMLP(nnx.Module):
         api.check_words(implementation, packing, gradients)
         api.check_activation(activation, threshold, gated)
         api.check_options(d_ff, expected_nnz, gradient_capacity)
+        api.check_live(live, d_ff)
         if dtype is not None:
             api.check_dtype("dtype", dtype)
         if not _is_floating(param_dtype):
@@ -99,6 +110,7 @@ class SparseMLP(nnx.Module):
         self.b_gate = param(zeros, (d_ff,), ("mlp",)) if use_bias and gated else nnx.data(None)
         self.b_up = param(zeros, (d_ff,), ("mlp",)) if use_bias else nnx.data(None)
         self.b_down = param(zeros, (d_model,), ("embed",)) if use_bias else nnx.data(None)
+        self.live = nnx.data(None) if live is None else LiveWidth(jnp.int32(live))
         # There from the start, because a scan over layers may not add variables to them.
         self.stats = SownStats(no_stats(d_ff)) if keep_stats else nnx.data(None)
         self.activation = activation
@@ -151,6 +163,7 @@ class SparseMLP(nnx.Module):
             b_gate=cast(self.b_gate),
             b_up=cast(self.b_up),
             b_down=cast(self.b_down),
+            live=None if self.live is None else self.live[...],
             activation=self.activation,
             threshold=self.threshold,
             implementation=self.implementation,

@@ -7,7 +7,7 @@ from flax import nnx
 
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn import Implementation
+from twell_jax.ffn import Implementation, LiveWidth
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.pretrained import from_pretrained, hub
@@ -87,5 +87,6 @@ def in_compute_dtype(model: Transformer) -> Transformer:
     """
     dtype = model.config.dtype
     settings = model.config.model_copy(update={"param_dtype": dtype})
-    state = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model))
-    return nnx.merge(graphdef(settings), state)
+    params, live = nnx.state(model, nnx.Param, LiveWidth)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return nnx.merge(graphdef(settings), params, live)

@@ -41,7 +41,7 @@ class Layers(NamedTuple):
       qkv_bias: `[layers, sum of N]`, or None.
       out: `[layers, heads * head_dim, D]`.
       out_bias: `[layers, D]`, or None.
-      mlp: of the feed-forward blocks, each `[layers, H, D]`.
+      mlp: of the feed-forward blocks, each `[layers, H, D]`, and their live neurons.
       scales: of the norms, `[layers, D]` each: before the feed-forward block of a layer, and after
         it, which is the next layer's first or the last of the model.
     """
@@ -176,6 +176,7 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
             _array(mlp.w_gate) if model.config.gated else None,
             _array(mlp.w_up),
             _array(mlp.w_down),
+            _array(mlp.live) if model.config.live_width else None,
         ),
         scales=(_array(model.blocks.mlp_norm.scale), following),
     ), first[0]
@@ -199,12 +200,12 @@ def _layer(
     )
     mlp = layers.mlp
     if not is_sparse:
-        h = kernels.dense_hidden(stream, mlp.inner, number, eps=eps, activation=config.activation)
+        options = dict(eps=eps, activation=config.activation, live=mlp.live)
+        h = kernels.dense_hidden(stream, mlp.inner, number, **options)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
     norm, used = (stream.squares, eps), (*mlp.inner[1:], mlp.down)
-    gate = kernels.gate(
-        stream.scaled, mlp.activated, number, counts, batch=batch, norm=norm, prefetch=used
-    )
+    options = dict(batch=batch, norm=norm, prefetch=used, live=mlp.live)
+    gate = kernels.gate(stream.scaled, mlp.activated, number, counts, **options)
     return kernels.add_ffn(gate, stream, mlp, number, counts, after, batch=batch, eps=eps)
 
 

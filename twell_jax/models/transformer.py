@@ -271,6 +271,7 @@ class Block(nnx.Module):
             implementation=config.ffn_implementation,
             gradients=config.ffn_gradients,
             gradient_capacity=config.ffn_gradient_capacity,
+            live=config.d_ff if config.live_width else None,
             rngs=rngs,
         )
 

@@ -19,7 +19,7 @@ from twell_jax.ffn import FFNStats, Gradients
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import Transformer, graphdef
-from twell_jax.train.optimizer import learning_rate, make_optimizer
+from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.reinit import reinitialise
 from twell_jax.train.sparsity_control import SparsityControl, first_control, update
 
@@ -236,12 +236,15 @@ class Trainer:
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
+        def loss(changing: nnx.State, *operands: Any) -> Any:
+            return self._loss(nnx.merge_state(params, changing), *operands)
+
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
-            operands = params, tokens, l1_coefficient, l1_multipliers, ffn_gradients
-            grads, aux = jax.grad(self._loss, has_aux=True)(*operands)
+            operands = tokens, l1_coefficient, l1_multipliers, ffn_gradients
+            grads, aux = jax.grad(loss, has_aux=True)(trained(params), *operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = jax.tree.map(jnp.zeros_like, trained(params))
         grads, aux = jax.lax.scan(accumulate, zeros, batch)
         return jax.tree.map(lambda g: g[None], grads), aux
 
@@ -266,8 +269,9 @@ class Trainer:
             check_vma=False,
         )(state.params, batch, l1_coefficient, multipliers)
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        before = trained(state.params)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
+        params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
         stats = _over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
@@ -304,7 +308,7 @@ class Trainer:
 def init_state(config: Config) -> TrainState:
     """The state before the first step, with parameters drawn from the seed."""
     params = nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
-    opt_state = make_optimizer(config.optimizer, config.steps).init(params)
+    opt_state = make_optimizer(config.optimizer, config.steps).init(trained(params))
     idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, opt_state, idle, first_control(config))

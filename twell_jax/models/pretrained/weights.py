@@ -33,6 +33,8 @@ _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 _BASE = "model."  # before all names but the head's, except in the files of a base model
 _EMBED, _HEAD = f"{_BASE}embed_tokens.weight", "lm_head.weight"
 _DOWN = "blocks.mlp.w_down"
+_LIVE = "blocks.mlp.live"  # not in tensors, but in config.json
+_SHUT = ("blocks.mlp.w_gate", "blocks.mlp.b_gate")  # saved as zeros where a neuron is not live
 _ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
@@ -117,7 +119,7 @@ def load(
         layouts = {
             name: _layout(name, leaf, names, stored.scale_offset)
             for name, leaf in leaves.items()
-            if name not in stored.absent
+            if name not in (*stored.absent, _LIVE)
         }
         if not config.tie_embeddings and _HEAD not in tensors:
             raise PretrainedError(
@@ -135,6 +137,8 @@ def load(
 
         def read(path, leaf, placement):
             layout = layouts.get(_name(path))
+            if _name(path) == _LIVE:
+                return jax.device_put(jnp.array(stored.live, leaf.dtype), placement)
             if layout is None:
                 return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), placement)
             return jax.make_array_from_callback(
@@ -147,8 +151,12 @@ def load(
 def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) -> None:
     """Writes model.safetensors, or shards and their index, with parameters as `dtype`."""
     params = {}
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
+    live = np.asarray(model.blocks.mlp.live) if model.config.live_width else None
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
         layout = _layout(_name(path), leaf, _NAMES)
+        if live is not None and _name(path) in _SHUT:
+            is_live = np.arange(model.config.d_ff) < live[:, None]
+            leaf = np.where(is_live.reshape(*is_live.shape, *(leaf.ndim - 2) * [1]), leaf, 0)
         for i, name in enumerate(layout.names):
             params[name] = layout, leaf, i
     itemsize = jnp.dtype(dtype).itemsize
