@@ -11,7 +11,7 @@ from flax import nnx
 
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import THROUGH_XLA
-from twell_jax.ffn import CannotServe, Gradients, SparseMLP, sparse_ffn
+from twell_jax.ffn import CannotServe, SparseMLP, sparse_ffn
 from twell_jax.models import Transformer, graphdef
 
 TOKENS = 16384  # in a call; enough to fill a GPU
@@ -165,7 +165,7 @@ class _InputRecorder(nnx.Module):
         self.mlp = mlp
 
     def __call__(
-        self, x: jax.Array, *, gradients: Gradients | None = None, return_stats: bool = False
+        self, x: jax.Array, *, return_stats: bool = False, **options: Any
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        y = self.mlp(x, gradients=gradients)
+        y = self.mlp(x, **options)
         return (y, x) if return_stats else y

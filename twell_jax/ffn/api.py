@@ -24,6 +24,7 @@ from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
+from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
 from twell_jax.ffn.xla import Biases
 
@@ -48,6 +49,7 @@ def sparse_ffn(
     gradients: Gradients | None = None,
     expected_nnz: float | None = None,
     gradient_capacity: float = 0.5,
+    windows: Windows | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
 
@@ -82,6 +84,8 @@ def sparse_ffn(
         64 neurons. Otherwise the gradients are computed densely: they are exact, but slower than
         without the kernels, and `FFNStats.overflow` is 1. `twell_jax.ffn.RESIDUALS` names what the
         forward keeps, for policies of `jax.checkpoint`.
+      windows: `twell_jax.ffn.Windows` of consecutive tokens, for which `FFNStats.lasso` is wanted;
+        `[T]` or `[..., T]` are the leading axes of x. Dense XLA alone computes it.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One
@@ -116,10 +120,15 @@ def sparse_ffn(
     check_activation(activation, threshold, weights.gate is not None)
     check_options(len(weights.down), expected_nnz, gradient_capacity)
 
-    def serve(x: jax.Array, weights: Weights, biases: Biases) -> tuple[jax.Array, FFNStats]:
-        algorithm = _select(x, weights, biases, activation, expected_nnz, request).rule.algorithm
+    def serve(
+        x: jax.Array, weights: Weights, biases: Biases, windows: Windows | None
+    ) -> tuple[jax.Array, FFNStats]:
+        selection = _select(x, weights, biases, activation, expected_nnz, request, windows)
+        algorithm = selection.rule.algorithm
         if algorithm == "dense":
-            return xla.ffn(x, weights, biases, activation=activation, threshold=threshold)
+            return xla.ffn(
+                x, weights, biases, activation=activation, threshold=threshold, windows=windows
+            )
         kernels, why = dispatch.back_end(weights.down)
         assert kernels is not None, why  # the rule would have been excluded
         if algorithm == "unions" and gradients == "sparse":
@@ -130,7 +139,7 @@ def sparse_ffn(
         y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
         return y.reshape(x.shape), stats
 
-    return partition.left_to_xla(serve, x, weights, biases)
+    return partition.left_to_xla(serve, x, weights, biases, windows)
 
 
 def explain(*operands: Any, **options: Any) -> str:
@@ -159,7 +168,8 @@ def explain(*operands: Any, **options: Any) -> str:
     check_live(weights.live, len(weights.down))
     check_activation(activation, given["threshold"], weights.gate is not None)
     check_options(len(weights.down), expected_nnz, given["gradient_capacity"])
-    return str(_select(x, weights, biases, activation, expected_nnz, request))
+    windows = given["windows"]
+    return str(_select(x, weights, biases, activation, expected_nnz, request, windows))
 
 
 def check_words(
@@ -239,6 +249,7 @@ def _select(
     activation: Activation,
     expected_nnz: float | None,
     request: Request,
+    windows: Windows | None,
 ) -> Selection:
     """The rule for these operands."""
     kernels, unsupported = dispatch.back_end(weights.down)
@@ -247,6 +258,8 @@ def _select(
         unsupported = f"the activation must be relu, got {activation}"
     elif any(b is not None for b in biases):
         unsupported = "the kernels add no biases"
+    elif windows is not None:
+        unsupported = "the kernels compute no lasso over windows"
     case = Case(
         tokens=max(1, tokens // partition.devices()[0]),  # where they do not divide, XLA pads
         neurons=neurons,

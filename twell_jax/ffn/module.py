@@ -13,6 +13,7 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
+from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats, no_stats
 
 
@@ -124,16 +125,31 @@ class SparseMLP(nnx.Module):
 
     @overload
     def __call__(
-        self, x: ArrayLike, *, return_stats: Literal[False] = ..., gradients: Gradients | None = ...
+        self,
+        x: ArrayLike,
+        *,
+        return_stats: Literal[False] = ...,
+        gradients: Gradients | None = ...,
+        windows: Windows | None = ...,
     ) -> jax.Array: ...
 
     @overload
     def __call__(
-        self, x: ArrayLike, *, return_stats: Literal[True], gradients: Gradients | None = ...
+        self,
+        x: ArrayLike,
+        *,
+        return_stats: Literal[True],
+        gradients: Gradients | None = ...,
+        windows: Windows | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
 
     def __call__(
-        self, x: ArrayLike, *, return_stats: bool = False, gradients: Gradients | None = None
+        self,
+        x: ArrayLike,
+        *,
+        return_stats: bool = False,
+        gradients: Gradients | None = None,
+        windows: Windows | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
         """Applies the block.
 
@@ -141,6 +157,7 @@ class SparseMLP(nnx.Module):
           x: `[..., D]`, anything that `jnp.asarray` takes.
           return_stats: return the statistics, too.
           gradients: overrides the module's own `gradients`; None does not.
+          windows: those of `FFNStats.lasso`, if it is wanted; see `sparse_ffn`.
 
         Returns:
           y: `[..., D]`, or the pair of y and the `FFNStats`.
@@ -171,6 +188,7 @@ class SparseMLP(nnx.Module):
             gradients=gradients or self.gradients,
             expected_nnz=self.expected_nnz,
             gradient_capacity=self.gradient_capacity,
+            windows=windows,
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
         if self.stats is not None:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from twell_jax.ffn.lasso import Windows, tile_lasso
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class FFNStats:
       fired: bool [H], whether a neuron was non-zero for any token.
       overflow: float32 [], 1 if sparse gradients were asked for, but their pattern exceeded
         `gradient_capacity`, so that they are computed densely; else 0.
+      lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
     """
 
     l1: jax.Array
@@ -27,6 +30,7 @@ class FFNStats:
     max_nnz: jax.Array
     fired: jax.Array
     overflow: jax.Array
+    lasso: jax.Array | None = None
 
 
 def no_stats(d_ff: int) -> FFNStats:
@@ -66,12 +70,13 @@ class Output(NamedTuple):
         )
 
 
-def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
+def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) -> FFNStats:
     """The statistics of dense activations.
 
     Args:
       h: `[..., H]`, the hidden activations, which y is made of.
       active: `[..., H]`, the output of the activation function (see `activations.hidden`).
+      windows: those of the tile lasso, if it is wanted.
     """
     nonzero = active != 0
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
@@ -81,4 +86,5 @@ def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
         max_nnz=jnp.max(nnz),
         fired=jnp.any(nonzero, axis=tuple(range(h.ndim - 1))),
         overflow=jnp.zeros((), jnp.float32),
+        lasso=None if windows is None else tile_lasso(h, windows),
     )

@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.layouts.weights import Weights, only_live
 from twell_jax.ffn import activations, stats
 from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
 
 
@@ -28,6 +29,7 @@ def ffn(
     *,
     activation: Activation = "relu",
     threshold: float = 0.0,
+    windows: Windows | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` without its checks."""
     up = _affine(x, weights.up, biases.up)
@@ -38,7 +40,7 @@ def ffn(
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
     # the time of forward and backward on an H100 (docs/design/0013).
     y = h @ weights.down
-    return (y if biases.down is None else y + biases.down), stats.of_dense(h, active)
+    return (y if biases.down is None else y + biases.down), stats.of_dense(h, active, windows)
 
 
 def _affine(x, w, b):

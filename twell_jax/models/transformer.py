@@ -1,6 +1,7 @@
 """A decoder whose feed-forward blocks are sparse: norms, RoPE, causal attention."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP
+from twell_jax.ffn import RESIDUALS, FFNStats, Gradients, SownStats, SparseMLP, Windows
 from twell_jax.models.attention import (
     Attention,
     in_window,
@@ -110,6 +111,7 @@ class Transformer(nnx.Module):
         document_end: int | None = None,
         per_token_stats: bool = False,
         ffn_gradients: tuple[Gradients | None, ...] | None = None,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         """Computes what `logits` and `head` take, for losses that need no logits of all tokens.
 
@@ -123,6 +125,8 @@ class Transformer(nnx.Module):
           ffn_gradients: for each layer, how its feed-forward block computes gradients (see
             `sparse_ffn`); None takes the config's. Consecutive layers with the same value run in
             one loop; each loop is compiled separately.
+          windows: those of `FFNStats.lasso`, if it is wanted; with `document_end` they end where
+            documents do.
 
         Returns:
           `[B, T, D]` in the compute dtype, normed, and the `FFNStats` with leading axes `[layers]`,
@@ -135,12 +139,16 @@ class Transformer(nnx.Module):
         positions, mask = jnp.arange(tokens.shape[1])[None], None
         if document_end is not None:
             positions, mask = split_documents(tokens, document_end)
+            if windows is not None:
+                documents = jnp.cumsum(positions == 0, axis=1, dtype=jnp.int32)
+                windows = replace(windows, documents=documents)
         x, stats, _ = self._run_blocks(
             tokens,
             positions,
             mask,
             per_token_stats=per_token_stats,
             ffn_gradients=ffn_gradients,
+            windows=windows,
         )
         return x, stats
 
@@ -188,6 +196,7 @@ class Transformer(nnx.Module):
         *,
         per_token_stats: bool = False,
         ffn_gradients: tuple[Gradients | None, ...] | None = None,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Embeds tokens and runs the layers on them.
 
@@ -211,9 +220,8 @@ class Transformer(nnx.Module):
         def block(gradients, carry, layer):
             x, cache = carry
             index, params = layer
-            x, stats, cache = nnx.merge(graph, params)(
-                x, rope, mask, cache, index, gradients=gradients, per_token_stats=per_token_stats
-            )
+            options = dict(gradients=gradients, per_token_stats=per_token_stats, windows=windows)
+            x, stats, cache = nnx.merge(graph, params)(x, rope, mask, cache, index, **options)
             return (split_batch(x), cache), stats
 
         every = jnp.arange(layers), params
@@ -285,13 +293,14 @@ class Block(nnx.Module):
         *,
         gradients: Gradients | None = None,
         per_token_stats: bool = False,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
         x = x + scaled(attended, self.residual_scale)
 
         def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
-            return self.mlp(x, gradients=gradients, return_stats=True)
+            return self.mlp(x, gradients=gradients, return_stats=True, windows=windows)
 
         per_token = jax.vmap(jax.vmap(mlp))
         y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))

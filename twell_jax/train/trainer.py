@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
-from twell_jax.ffn import FFNStats, Gradients
+from twell_jax.ffn import FFNStats, Gradients, Windows
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import Transformer, graphdef
@@ -65,6 +65,7 @@ class StepMetrics:
         from 0 to 1; see `FFNStats`.
       l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
         without a `sparsity_target`.
+      lasso: float32 [], tile lasso of h, mean over layers; None without a `lasso_share`.
     """
 
     ce: jax.Array
@@ -77,6 +78,7 @@ class StepMetrics:
     dead: jax.Array
     overflow: jax.Array
     l1_multipliers: jax.Array | None = None
+    lasso: jax.Array | None = None
 
 
 class Trainer:
@@ -206,10 +208,14 @@ class Trainer:
         params: nnx.State,
         tokens: jax.Array,
         ffn_gradients: LayerGradients | None = None,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         model = nnx.merge(self._graph, params)
         x, stats = model.hidden(
-            tokens[:, :-1], document_end=self._document_end, ffn_gradients=ffn_gradients
+            tokens[:, :-1],
+            document_end=self._document_end,
+            ffn_gradients=ffn_gradients,
+            windows=windows,
         )
         x, unembedding = model.head(x)
         return kind(x, unembedding, tokens[:, 1:]), stats
@@ -220,10 +226,14 @@ class Trainer:
         tokens: jax.Array,
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
+        windows: Windows | None,
         ffn_gradients: LayerGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
-        ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients)
-        l1 = stats.l1 if l1_multipliers is None else l1_multipliers * stats.l1
+        ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients, windows)
+        l1, share = stats.l1, self._config.lasso_share
+        if stats.lasso is not None:
+            l1 = (1 - share) * l1 + share * stats.lasso
+        l1 = l1 if l1_multipliers is None else l1_multipliers * l1
         return ce + l1_coefficient * jnp.mean(l1), (ce, stats)
 
     def _gradients(
@@ -233,6 +243,7 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
+        windows: Windows | None,
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
@@ -240,7 +251,7 @@ class Trainer:
             return self._loss(nnx.merge_state(params, changing), *operands)
 
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
-            operands = tokens, l1_coefficient, l1_multipliers, ffn_gradients
+            operands = tokens, l1_coefficient, l1_multipliers, windows, ffn_gradients
             grads, aux = jax.grad(loss, has_aux=True)(trained(params), *operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
@@ -263,11 +274,11 @@ class Trainer:
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
             mesh=self.mesh,
-            in_specs=(P(), P(None, "data"), P(), P()),
+            in_specs=(P(), P(None, "data"), P(), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(state.params, batch, l1_coefficient, multipliers)
+        )(state.params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
         before = trained(state.params)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
@@ -286,6 +297,7 @@ class Trainer:
             dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
             l1_multipliers=multipliers,
+            lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if control is not None:
             control = update(control, stats.nnz, stats.l1, state.step, self._config)
@@ -303,6 +315,16 @@ class Trainer:
         )
         idle = jnp.where(dead, 0, state.idle_steps)
         return TrainState(state.step, params, opt_state, idle, state.control)
+
+
+def lasso_windows(config: Config, step: jax.Array) -> Windows | None:
+    """The windows of a step, whose grid begins at random; None without a `lasso_share`."""
+    if not config.lasso_share:
+        return None
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    key, _ = jax.random.split(key)  # not the key of `reinitialise`
+    offset = jax.random.randint(key, (), 0, config.lasso_window)
+    return Windows(offset, length=config.lasso_window)
 
 
 def init_state(config: Config) -> TrainState:
@@ -332,4 +354,5 @@ def _over_micro_batches(stats: FFNStats) -> FFNStats:
         max_nnz=jnp.max(stats.max_nnz, axis=0),
         fired=jnp.any(stats.fired, axis=0),
         overflow=jnp.mean(stats.overflow, axis=0),
+        lasso=None if stats.lasso is None else jnp.mean(stats.lasso, axis=0),
     )
