@@ -32,6 +32,12 @@ def _tokens_of_mesh(row: Row) -> str:
     return f"{row['tokens_per_second']:,.0f}{share}"
 
 
+def _common_settings(rows: list[Row]) -> str:
+    """The overrides that all variants share."""
+    shared = [s for s in rows[0]["settings"] if all(s in row["settings"] for row in rows)]
+    return f"All variants: `{' '.join(shared)}`." if shared else ""
+
+
 TABLES: dict[str, Table] = {
     "ffn": Table(
         title="Feed-forward block, forward",
@@ -131,6 +137,21 @@ TABLES: dict[str, Table] = {
             "over the run": lambda row: f"{plots.sparse_share(row).mean():.0%}",
         },
         plots={"": plots.losses},
+    ),
+    "lasso": Table(
+        title="L1 and the tile lasso",
+        about="The same data and one seed, so small differences mean nothing. CE is held out, in "
+        "nats per token; the others are means over layers on the same text. U is the share of the "
+        "neurons that 256 consecutive tokens use between them.",
+        columns={
+            "variant": number("variant", "{}"),
+            "held-out CE": number("held_out_ce", "{:.3f}"),
+            "U": number("union", "{:.2f}"),
+            "mean nnz": number("nnz_mean", "{:.1f}"),
+            "dead": number("dead", "{:.0%}"),
+            "U by layer": lambda row: ", ".join(f"{share:.2f}" for share in row["union_by_layer"]),
+        },
+        notes=_common_settings,
     ),
     "training": Table(
         title="Whole training steps",
