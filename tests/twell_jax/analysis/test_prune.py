@@ -64,8 +64,8 @@ def prune(model, usage, **options):
 
 def kept_mask(model, report):
     mask = np.zeros((model.config.layers, model.config.d_ff), bool)
-    for layer, (neurons, live) in enumerate(zip(report.neurons, report.live, strict=True)):
-        mask[layer, neurons[:live]] = True
+    for layer, (neurons, kept) in enumerate(zip(report.neurons, report.kept, strict=True)):
+        mask[layer, neurons[:kept]] = True
     return mask
 
 
@@ -124,7 +124,8 @@ def test_all_that_fired_remain_from_the_most_used_on():
     before = jax.tree.map(np.array, nnx.state(model))
     pruned, report = prune(model, usage, multiple=8)
     assert pruned.config == model.config.model_copy(update={"d_ff": 24, "live_width": True})
-    np.testing.assert_array_equal(pruned.blocks.mlp.live[...], [5, 17, 11])
+    np.testing.assert_array_equal(report.kept, [8, 24, 16])
+    np.testing.assert_array_equal(pruned.blocks.mlp.live[...], report.kept)
     np.testing.assert_array_equal(report.live, [5, 17, 11])
     for layer, neurons in enumerate(report.neurons):
         assert len(set(neurons.tolist())) == 24
@@ -147,8 +148,8 @@ def test_the_width_is_a_multiple_within_the_model(live, multiple, width):
 def test_neurons_that_a_layer_does_not_need_never_fire():
     model = make(d_ff=40)
     usage = seeds.rng().integers(1, 9, (3, 40)) * (np.arange(40) < np.array([[9], [40], [0]]))
-    pruned, report = prune(model, usage)
-    np.testing.assert_array_equal(report.live, [9, 40, 0])
+    pruned, report = prune(model, usage, multiple=1)
+    np.testing.assert_array_equal(report.kept, [9, 40, 0])
     _, stats = nnx.jit(lambda model, tokens: model(tokens))(pruned, draw_sequences(20)[:, :-1])
     assert not any(stats.fired[layer, live:].any() for layer, live in enumerate(report.live))
     assert stats.fired[1].any() and not stats.nnz[2]
@@ -157,6 +158,8 @@ def test_neurons_that_a_layer_does_not_need_never_fire():
 def test_a_pruned_model_can_be_pruned_again():
     model = make(d_ff=40)
     first, report = prune(model, np.arange(40) < np.array([[9], [30], [20]]), multiple=1)
+    rounded, _ = prune(first, np.arange(30) < np.array([[9], [13], [5]]), multiple=8)
+    np.testing.assert_array_equal(rounded.blocks.mlp.live[...], [9, 16, 8])  # none revives
     again, second = prune(first, np.arange(30) < np.array([[4], [7], [5]]), multiple=1)
     assert again.config.d_ff == 7
     np.testing.assert_array_equal(again.blocks.mlp.live[...], [4, 7, 5])
@@ -179,9 +182,10 @@ def test_a_module_of_its_own_gets_smaller(live, multiple, width, gated):
     expected, stats = mlp(x, return_stats=True)
     assert int(stats.fired.sum()) == live
     neurons = prune_mlp(mlp, np.asarray(stats.fired) * rng.integers(1, 9, 40), multiple=multiple)
-    assert mlp.w_up.shape == mlp.w_down.shape == (width, 8) and mlp.live[...] == live
+    assert mlp.w_up.shape == mlp.w_down.shape == (width, 8)
+    assert mlp.live[...] == (width if live else 0)
     np.testing.assert_allclose(mlp(x), expected, rtol=1e-4, atol=1e-4)
-    assert set(neurons[:live]) == set(order[:live])
+    assert set(neurons[:live]) == set(order[:live]) and len(neurons) == width
 
 
 def test_modules_that_cannot_be_pruned_alone_are_named():
