@@ -68,8 +68,8 @@ def sparse_ffn(
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
         taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
-        then leave out the gates of these neurons, in whole tiles. A larger number on the device is
-        like H, a negative one like 0. None: any neuron may fire.
+        then leave out the gates of these neurons, in whole tiles; they serve only if they are asked
+        for. A larger number on the device is like H, a negative one like 0. None: any may fire.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
         "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves. The
         default takes kernels for "relu" alone.
