@@ -32,6 +32,12 @@ def _tokens_of_mesh(row: Row) -> str:
     return f"{row['tokens_per_second']:,.0f}{share}"
 
 
+def _common_settings(rows: list[Row]) -> str:
+    """The overrides that all variants share."""
+    shared = [s for s in rows[0]["settings"] if all(s in row["settings"] for row in rows)]
+    return f"All variants: `{' '.join(shared)}`." if shared else ""
+
+
 TABLES: dict[str, Table] = {
     "ffn": Table(
         title="Feed-forward block, forward",
@@ -119,6 +125,20 @@ TABLES: dict[str, Table] = {
             "largest error": number("worst", "{:.2f}"),
         },
     ),
+    "live": Table(
+        title="Live width",
+        about="D = 2048, H = 5632, bfloat16, skewed pattern with a mean of 29 non-zeros; four "
+        "layers in one loop, the last neurons of each are dead. Each line is one case, measured in "
+        'one process; in brackets the speed-up over dense XLA. "live" are the same kernels with '
+        'the number of live neurons of each layer on the device; "gain" is the time without this '
+        "number over the time with it.",
+        columns={
+            "M": number("m", "{}"),
+            "dead by layer": lambda row: ", ".join(f"{share:.0%}" for share in row["dead"]),
+        },
+        spread=_milliseconds,
+        joined={"gain": number("gain", "{:.2f}"), "error": number("error", "{:.1e}")},
+    ),
     "losses": Table(
         title="Losses of one run, computed in several ways",
         about="The same data and seed. Differences are absolute ones of the training cross-entropy "
@@ -134,6 +154,21 @@ TABLES: dict[str, Table] = {
             "over the run": lambda row: f"{plots.sparse_share(row).mean():.0%}",
         },
         plots={"": plots.losses},
+    ),
+    "lasso": Table(
+        title="L1 and the tile lasso",
+        about="The same data and one seed, so small differences mean nothing. CE is held out, in "
+        "nats per token; the others are means over layers on the same text. U is the share of the "
+        "neurons that 256 consecutive tokens use between them.",
+        columns={
+            "variant": number("variant", "{}"),
+            "held-out CE": number("held_out_ce", "{:.3f}"),
+            "U": number("union", "{:.2f}"),
+            "mean nnz": number("nnz_mean", "{:.1f}"),
+            "dead": number("dead", "{:.0%}"),
+            "U by layer": lambda row: ", ".join(f"{share:.2f}" for share in row["union_by_layer"]),
+        },
+        notes=_common_settings,
     ),
     "training": Table(
         title="Whole training steps",

@@ -1,8 +1,10 @@
 """Makes a smaller model from the neurons that fire: python examples/prune.py RUN_DIR
 
 No layer loses a neuron that fired. So the width is their number in the layer with the most, rounded
-up to a multiple of 128. In each sequence, outputs are the same up to rounding until a token fires a
-removed neuron.
+up to a multiple of 128. Beside its weights each layer has its own number of live neurons, rounded
+up likewise; kernels leave out the others. In each sequence, outputs are the same up to rounding
+until a token fires a removed neuron. For a model that holds its layers apart, see
+`twell_jax.analysis.prune.prune_mlp`.
 """
 
 import sys

@@ -35,8 +35,8 @@ class Kernels(NamedTuple):
       gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
       fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
       dense_rows: sets the listed rows of y to those of the dense block -> l1, fired.
-      gate_union: the gate projection -> the gate as tile unions (`layouts.tile_union`), in three
-        arrays: gate, masks, counts.
+      gate_union: the gate projection of the live neurons -> the gate as tile unions
+        (`layouts.tile_union`), in three arrays: gate, masks, counts.
       union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows.
       union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
       union_down: sums blocks times gathered weights over the unions -> y, or dx.
@@ -58,7 +58,7 @@ class Kernels(NamedTuple):
     gate_pack: Callable[[jax.Array, jax.Array, Rectifier], jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
     dense_rows: Callable[[HeavyRows, Weights, jax.Ref, Rectifier], Arrays]
-    gate_union: Callable[[jax.Array, jax.Array, Rectifier], Arrays]
+    gate_union: Callable[[jax.Array, jax.Array, Rectifier, jax.Array | None], Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]

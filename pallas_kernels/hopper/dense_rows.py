@@ -12,10 +12,9 @@ fetches its weights into L2. Only the third changes an array in place, so that X
 of a layer out of stacked ones (docs/design/0014).
 
 Few rows cost the time in which the weights are read, if enough SMs read. Up to 64 rows are
-therefore computed in blocks of half the size: twice as many SMs read the weights, and each reads
-fewer rows, of which most would be padding. The columns of y are too few even so. There, the two
-thread blocks of a cluster share the sum over H: their four warpgroups write what they have summed
-to GMEM, and each adds the four parts for a quarter of the rows.
+therefore computed in blocks of half the size, by twice as many SMs. The columns of y are too few
+even so. There, the two thread blocks of a cluster share the sum over H: their four warpgroups write
+what they have summed to GMEM, and each adds the four parts for a quarter of the rows.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import place_rows, support
 from pallas_kernels.hopper.device import cluster, gather, lists, scalars, versions
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
 from pallas_kernels.hopper.frames import accumulate
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -54,8 +53,7 @@ def dense_rows(
     non-gated form is `act(x_i w_up^T) w_down`. Sums are float32; the gate, h and y are rounded.
 
     Args:
-      heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64 from 128 to
-        8192.
+      heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64, 128 to 8192.
       weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
       y_ref: mutable `[M, D]` of the same dtype.
       rectifier: act, which may pass `x_i w_up^T` through a ReLU.
@@ -68,8 +66,7 @@ def dense_rows(
       ValueError: if a shape or dtype is not as above.
     """
     support.check_weight("w_down", weights.down)
-    (h, d), dtype = weights.down.shape, weights.down.dtype
-    m = y_ref.shape[0]
+    (h, d), dtype, m = weights.down.shape, weights.down.dtype, y_ref.shape[0]
     support.check_array("w_gate", weights.gate, (h, d), dtype)
     support.check_array("w_up", weights.up, (h, d), dtype)
     support.check_array("heavy.x", heavy.x, (-(-m // 8) * 8, d), dtype)
@@ -78,23 +75,22 @@ def dense_rows(
     support.check_array("heavy.count", heavy.count, (1,), jnp.int32)
 
     row_blocks = pl.cdiv(m, _BLOCK)
-    rows = row_blocks * _BLOCK
     stats = jax.ShapeDtypeStruct((max(row_blocks, CONSUMERS), h), jnp.float32)
     hidden, l1, largest = _call(
         _hidden_kernel,
         rectifier,
         len(heavy.pending),
-        out_type=(jax.ShapeDtypeStruct((h, rows), dtype), stats, stats),
+        out_type=(jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype), stats, stats),
         scratch_types=dict(
             h_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _BLOCK), dtype, transforms=TILED)
         ),
         grid=(sm_count(),),
         grid_names=("sm",),
-    )(*heavy.pending, heavy.count, heavy.x, *weights.inner)
+    )(weights.live, *heavy.pending, heavy.count, heavy.x, *weights.inner)
     y_rows, count, _ = _call(
         _down_kernel,
         out_type=(
-            jax.ShapeDtypeStruct((rows, d), dtype),
+            jax.ShapeDtypeStruct((row_blocks * _BLOCK, d), dtype),
             jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((d // _FEW, _PARTS, _FEW, _FEW), jnp.float32),
         ),
@@ -126,7 +122,7 @@ def _call(body, *static, **kwargs):
     )
 
 
-def _hidden_kernel(rectifier, pending, *refs, h_smem):
+def _hidden_kernel(rectifier, pending, live, *refs, h_smem):
     count_ref, x_rows, *weights, hidden, l1, largest = refs[pending:]
     h, _ = weights[0].shape
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
@@ -136,7 +132,7 @@ def _hidden_kernel(rectifier, pending, *refs, h_smem):
         plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
     count = scalars.read(count_ref)
-    work = _Hidden(count, x_rows, weights, hidden, l1, largest, h_smem, rectifier)
+    work = _Hidden(count, live, x_rows, weights, hidden, l1, largest, h_smem, rectifier)
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
@@ -150,6 +146,7 @@ class _Hidden:
 
     Attributes:
       count: int32 scalar, the length of the list.
+      live: GMEM, int32 `[1]`, neurons that may fire, from the first on; None: all may.
       x_rows: GMEM `[rows, D]`.
       weights: GMEM, gate and up or one of them, each `[H, D]`.
       hidden: GMEM `[H, rows]`, to be filled.
@@ -161,6 +158,7 @@ class _Hidden:
     """
 
     count: jax.Array
+    live: jax.Ref | None
     x_rows: jax.Ref
     weights: list[jax.Ref]
     hidden: jax.Ref
@@ -232,6 +230,8 @@ class _Hidden:
         gate, *up = accs
         row = plgpu.broadcasted_iota(jnp.int32, gate.shape, 1, layout=plgpu.Layout.WGMMA)
         is_listed, dtype = row < self.count - first_row, self.hidden.dtype
+        if self.live is not None:
+            is_listed &= are_before(scalars.read(self.live) - neurons.start, gate.shape)
         gate = jnp.where(is_listed & self.rectifier.opens(gate, dtype), gate, 0.0)
         gate = value = self.rectifier.power(gate, dtype).astype(dtype).astype(jnp.float32)
         for u in up:

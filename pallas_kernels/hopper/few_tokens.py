@@ -5,6 +5,8 @@ open gates; if many gates are open, it multiplies densely instead, as their numb
 device. It is launched while the first still runs (docs/design/0008-few-tokens.md).
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -48,15 +50,18 @@ def few_tokens_ffn(
         raise ValueError(f"x must be [M, D] with M from 1 to {MAX_TOKENS}, got {list(x.shape)}")
     m = x.shape[0]
     support.check_array("x", x, (m, d), weights.up.dtype)
+    support.check_array("live", weights.live, (1,), jnp.int32)
     support.check_array("w_gate", weights.gate, (h, d), weights.up.dtype)
     support.check_array("w_down", weights.down, (h, d), weights.up.dtype)
 
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
-    weights = jax.tree.map(lambda w: w[None], weights)
+    live = weights.live  # also that of a stack of one layer
+    weights = jax.tree.map(lambda w: w[None], replace(weights, live=None))
     counts = in_place.mutable(jnp.zeros((1, len(x) + 1), jnp.int32))
     only, used = jnp.zeros(1, jnp.int32), (*weights.inner[1:], weights.down)
-    activated = weights.activated
-    gate = token_product.gate(x, activated, only, counts, rectifier, batch=m, prefetch=used)
+    gate = token_product.gate(
+        x, weights.activated, only, counts, rectifier, batch=m, prefetch=used, live=live
+    )
     y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
     nnz = in_place.contents(counts)[0, :m]
     l1 = gate.astype(jnp.float32) if l1 is None else l1

@@ -27,7 +27,10 @@ _CONFIG = GateConfig(grid_tile_width=7)
 
 
 def gate_union(
-    x: jax.Array, w_gate: jax.Array, rectifier: Rectifier = RELU
+    x: jax.Array,
+    w_gate: jax.Array,
+    rectifier: Rectifier = RELU,
+    live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `g = act(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
 
@@ -37,6 +40,8 @@ def gate_union(
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
       rectifier: act.
+      live: int32 `[1]`: neurons from this number on have gates of zero, and are not computed, but
+        for those in the last block of 128. None: all are computed.
 
     Returns:
       gate: `[R, H, 256]` in the dtype of the inputs, R = ceil(M / 256); rows of neurons that are
@@ -48,9 +53,10 @@ def gate_union(
       ValueError: if a shape or dtype is not as above.
     """
     support.check_tokens(x, w_gate)
+    support.check_array("live", live, (1,), jnp.int32)
     m, h = x.shape[0], w_gate.shape[0]
     tiles = pl.cdiv(m, TILE_TOKENS)
-    return gate_matmul.gate_matmul(
+    gate, masks, counts = gate_matmul.gate_matmul(
         w_gate,
         x,
         functools.partial(_write_union, rectifier),
@@ -63,7 +69,12 @@ def gate_union(
             words=plgpu.SMEM((CONSUMERS, union_relu.UNION_WORDS), jnp.uint32),
         ),
         config=_CONFIG,
+        rows=live,
     )
+    if live is not None:  # what describes blocks that were not computed is unspecified
+        masks = jnp.where(jnp.arange(0, h, 32) < live, masks, 0)
+        counts = jnp.where(jnp.arange(0, h, GROUP_NEURONS)[:, None] < live, counts, 0)
+    return gate, masks, counts
 
 
 def _write_union(rectifier, acc, group, tile, gate, masks, counts, *, words):

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import cluster, open_gates, token_columns, versions
-from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Product, TokenRing
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 
@@ -79,6 +79,7 @@ def hidden(
     *,
     eps: float,
     rectifier: Rectifier | None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """The hidden activation of a dense block, `act(norm(x) @ w_0^T)`, times `norm(x) @ w_1^T`.
 
@@ -89,6 +90,8 @@ def hidden(
       layer: int32 `[1]`.
       eps: of the norm.
       rectifier: act, which may pass the second product through a ReLU; None for SiLU.
+      live: int32 `[layers]`; a layer's neurons from this number on have a hidden activation of
+        zero, and whole tiles of 64 of them are not computed. None: all are.
 
     Returns:
       `[M, H]`.
@@ -97,21 +100,21 @@ def hidden(
     out = jax.ShapeDtypeStruct((tokens, weights[0].shape[1]), stream.x.dtype)
 
     def finish(refs, outs, number, first):
-        del number
         scale = token_columns.inverse_rms(refs[0], d, eps)
+        only_live = _only_live(refs[1], number, first, tokens)
 
         def store(values):
             g, *up = (v * scale for v in values)
             h = g / (1 + jnp.exp(-g)) if rectifier is None else rectifier.gate(g, stream.x.dtype)
             for u in up:
                 h *= u if rectifier is None else rectifier.linear(u)
-            token_columns.store(outs[0], first, h)
+            token_columns.store(outs[0], first, only_live(h))
 
         return store
 
     ring = TokenRing.of(stream.scaled, weights, k_axis=2, side_by_side=False)
-    call = _Call("token_hidden_dense", ring, finish)
-    return call(stream.scaled, weights, layer, [stream.squares], [out])[0]
+    call = _Call("token_hidden_dense", ring, finish, live=1)
+    return call(stream.scaled, weights, layer, [stream.squares, live], [out])[0]
 
 
 def gate(
@@ -124,6 +127,7 @@ def gate(
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
     prefetch: tuple[jax.Array, ...] = (),
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
 
@@ -140,6 +144,8 @@ def gate(
       batch: the first so many tokens are counted, the others are padding.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
       prefetch: `[layers, H, D]` each; rows of open gates are prefetched into L2.
+      live: int32 `[layers]`; a layer's gates from this number on are zero, and whole tiles of 64 of
+        them are not computed. None: all are.
 
     Returns:
       `[M, H]`. What it holds for padding is undefined.
@@ -149,13 +155,14 @@ def gate(
     out = jax.ShapeDtypeStruct((tokens, weight.shape[1]), x.dtype)
 
     def finish(refs, outs, number, first):
-        counts, squares, *rows = refs
+        counts, squares, live, *rows = refs
+        only_live = _only_live(live, number, first, tokens)
         scale = 1.0 if squares is None else token_columns.inverse_rms(squares, d, eps)
 
         def store(values):
             before = values[0] * scale
             g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype))
-            g = g.astype(x.dtype)
+            g = only_live(g).astype(x.dtype)
             token_columns.store(outs[0], first, g)
             g = g.astype(jnp.float32)
             open_gates.count(g, batch, counts.at[number])
@@ -164,9 +171,12 @@ def gate(
 
         return store
 
-    call = _Call("token_gate", TokenRing.of(x, (weight,), k_axis=2), finish, waits_first=True)
-    x, weight, layer, squares, prefetch = in_place.barrier((x, weight, layer, squares, prefetch))
-    return in_place.barrier(call(x, (weight,), layer, [counts, squares, *prefetch], [out])[0])
+    ring = TokenRing.of(x, (weight,), k_axis=2)
+    call = _Call("token_gate", ring, finish, waits_first=True, live=2)
+    operands = x, weight, layer, squares, live, prefetch
+    x, weight, layer, squares, live, prefetch = in_place.barrier(operands)
+    further = [counts, squares, live, *prefetch]
+    return in_place.barrier(call(x, (weight,), layer, further, [out])[0])
 
 
 def add_product(
@@ -230,12 +240,16 @@ class _Call:
         called with the finished sums: for each matrix of a block an array of `token_columns`.
       waits_first: whether the next kernel starts only after this one has waited for the kernel
         before, so that it can read that one's results at once.
+      live: index of the further operand that says how many columns of each layer's matrices are
+        multiplied, in whole tiles; the result is zero for other tiles. None if there is none; the
+        operand may be None, too.
     """
 
     name: str
     ring: TokenRing
     finish: Callable
     waits_first: bool = False
+    live: int | None = None
 
     def __call__(self, x, weights, layer, operands, outs):
         read = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights]  # of one layer
@@ -257,19 +271,42 @@ class _Call:
         return kernel(x, layer, *weights, *operands)
 
 
+def _only_live(live, number, first, tokens):
+    """A function that sets those of 16 columns from `first` on to zero that are not live."""
+    if live is None:
+        return lambda values: values
+    is_live = token_columns.are_before(live[number], first, tokens)
+    return lambda values: jnp.where(is_live, values, 0.0)
+
+
 def _kernel(x, layer, *refs, smem, call, counts):
     ws, operands, outs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
     number = layer[0]
     product = Product(call.ring, x, ws, number, lax.axis_index("tile"), smem)
     cluster.prepare(smem["arrived"])
-    product.expect()
-    product.fetch_matrices()
-    if not call.waits_first:
-        plgpu.griddepcontrol_launch_dependents()
-    plgpu.griddepcontrol_wait()
-    if call.waits_first:
-        plgpu.griddepcontrol_launch_dependents()
-    product.fetch_tokens()
-    store = call.finish(operands, outs, number, product.first_column)
-    product.send()
-    store(product.receive())
+    live = None if call.live is None else operands[call.live]
+
+    def begin():
+        if not call.waits_first:
+            plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        if call.waits_first:
+            plgpu.griddepcontrol_launch_dependents()
+
+    def multiply():
+        product.expect()
+        product.fetch_matrices()
+        begin()
+        product.fetch_tokens()
+        store = call.finish(operands, outs, number, product.first_column)
+        product.send()
+        store(product.receive())
+
+    def leave_out():
+        begin()
+        token_columns.store(outs[0], product.first_column, token_columns.zeros(x.shape[0]))
+
+    if live is None:
+        multiply()
+    else:
+        lax.cond(product.tile * COLUMNS < live[number], multiply, leave_out)

@@ -1,8 +1,9 @@
 """The weights of a feed-forward block, gated or not, as one value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -15,11 +16,15 @@ class Weights:
     Attributes:
       gate: `[H, D]`, or None for the non-gated block.
       up, down: `[H, D]`.
+      live: int32 `[1]`: neurons from this number on never fire, whatever their weights. More than
+        H is like H, a negative number like 0. None: any may. Stacked weights, `[layers, H, D]`,
+        have `[layers]`.
     """
 
     gate: jax.Array | None
     up: jax.Array
     down: jax.Array
+    live: jax.Array | None = None
 
     @property
     def activated(self) -> jax.Array:
@@ -36,3 +41,20 @@ class Weights:
     def inner(self) -> tuple[jax.Array, ...]:
         """The projections of x: (gate, up), or (up,) for the non-gated block."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    def live_in_parts(self, parts: int) -> "Weights":
+        """These weights with `live` `[parts]`, a number for each of so many parts of the neurons.
+
+        The parts are equal and follow each other, as devices or loops take them.
+        """
+        if self.live is None or parts == 1:
+            return self
+        size = len(self.down) // parts
+        return replace(self, live=jnp.clip(self.live - size * jnp.arange(parts), 0, size))
+
+
+def only_live(values: jax.Array, live: jax.Array | None) -> jax.Array:
+    """`values: [..., H]`, but 0 for the neurons from `live: int32 [1]` on; None keeps all."""
+    if live is None:
+        return values
+    return jnp.where(jnp.arange(values.shape[-1]) < live, values, 0)

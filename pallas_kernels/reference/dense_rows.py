@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts.weights import Weights, only_live
 
 
 def dense_rows(
@@ -18,9 +18,10 @@ def dense_rows(
     product = functools.partial(jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32)
     x, is_listed = heavy.x[:m], jnp.arange(m) < heavy.count[0]
     gate = rectifier.gate(product(x, weights.activated), dtype).astype(dtype)
+    gate = only_live(gate, weights.live)
     h = gate.astype(jnp.float32)
     if weights.linear is not None:
-        h *= rectifier.linear(product(x, weights.linear))
+        h = only_live(h * rectifier.linear(product(x, weights.linear)), weights.live)
     y = jnp.dot(h.astype(dtype), weights.down, preferred_element_type=jnp.float32)
     place = jnp.where(is_listed, heavy.rows, m)
     y_ref[...] = y_ref[...].at[place].set(y.astype(dtype), mode="drop")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts.weights import Weights, only_live
 
 
 def few_tokens_ffn(
@@ -17,6 +17,7 @@ def few_tokens_ffn(
         jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
     )
     g = rectifier.gate(product(x, weights.activated), x.dtype).astype(x.dtype)
+    g = only_live(g, weights.live)
     u = 1.0 if weights.linear is None else rectifier.linear(product(x, weights.linear))
     h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
     fired = jnp.any(g != 0, axis=0)
@@ -25,6 +26,7 @@ def few_tokens_ffn(
     nnz = jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     l1 = jnp.sum(jnp.abs(h), axis=1)
     if weights.linear is not None:  # 0 * inf: an up projection meets a gate of zero
-        is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < g.shape[1])
+        most = g.shape[1] if weights.live is None else weights.live
+        is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < most)
         y, l1 = jnp.where(is_nan[:, None], jnp.nan, y), jnp.where(is_nan, jnp.nan, l1)
     return y.astype(x.dtype), nnz, l1, fired

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import only_live
 
 
 def project(
@@ -32,6 +33,7 @@ def hidden(
     *,
     eps: float,
     rectifier: Rectifier | None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Rounds once, at the end."""
     inverse_rms = stream.inverse_rms(eps)
@@ -39,7 +41,7 @@ def hidden(
     h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
     for u in up:
         h *= u if rectifier is None else rectifier.linear(u)
-    return h.astype(stream.x.dtype)
+    return _of_live(h, live, layer).astype(stream.x.dtype)
 
 
 def gate(
@@ -52,6 +54,7 @@ def gate(
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
     prefetch: tuple[jax.Array, ...] = (),
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Padding is zero."""
     del prefetch  # which concerns speed alone
@@ -60,7 +63,7 @@ def gate(
         squares, eps = norm
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
-    g = jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0)
+    g = _of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), live, layer)
     counts[layer[0], :-1] = counts[layer[0], :-1] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     return g
 
@@ -79,6 +82,10 @@ def add_product(
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
     return Stream.of(y.astype(x.dtype), scale[layer[0]])
+
+
+def _of_live(values, live, layer):
+    return only_live(values, None if live is None else live[layer])
 
 
 def _product(x, w, k_axis):

@@ -6,6 +6,7 @@ from flax import nnx
 
 from tests import seeds
 from twell_jax.config import ModelConfig
+from twell_jax.ffn import LiveWidth
 from twell_jax.models import Transformer
 
 
@@ -21,4 +22,6 @@ def transformer(**settings) -> Transformer:
             scale = config.init_scale / np.sqrt(2 * config.layers if residual else 1)
             values = scale * rng.standard_normal(leaf.shape)
         leaf.set_value(jnp.asarray(values, leaf.dtype))
+    for _, leaf in nnx.to_flat_state(nnx.state(model, LiveWidth)):
+        leaf.set_value(jnp.asarray(rng.integers(1, config.d_ff, leaf.shape), leaf.dtype))
     return model

@@ -1,6 +1,7 @@
 """Removes dead neurons from a trained model, for inference."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import nnx
 
 from twell_jax.analysis.activity import firing_patterns
 from twell_jax.config import ModelConfig
+from twell_jax.ffn import LiveWidth, SparseMLP
 from twell_jax.models import Transformer
 
 
@@ -18,11 +20,14 @@ class PruneReport:
 
     Attributes:
       live: int [layers], number of neurons that had fired. All of them remain.
+      kept: int [layers], number of neurons that can still fire: `live` rounded up, as kernels
+        compute whole tiles of neurons anyway.
       neurons: int [layers, width], the former index of each remaining neuron, from the most used to
-        the least. A layer with fewer live neurons than the width ends in dead ones.
+        the least. Those from `kept` on no longer fire.
     """
 
     live: np.ndarray
+    kept: np.ndarray
     neurons: np.ndarray
 
 
@@ -31,8 +36,9 @@ def prune_dead(
 ) -> tuple[nnx.State, ModelConfig, PruneReport]:
     """Removes neurons that never fired and sorts the others by usage.
 
-    All layers keep the same number of neurons, the width. It is the number of live neurons of the
-    layer that has the most, rounded up.
+    All layers keep the same number of neurons, the width, as they are stacked. It is the number of
+    live neurons of the layer that has the most, rounded up. Beside the weights, each layer has its
+    own number of neurons that can fire, rounded up likewise, and kernels leave out the others.
 
     The output for a token stays the same, up to rounding in the dtype of the computation, if
     neither this token nor one before it in its sequence fires a removed neuron:
@@ -46,10 +52,11 @@ def prune_dead(
       params: the parameters of a `Transformer`.
       config: its configuration.
       usage: `[layers, d_ff]`, how often each neuron fired (`Activity.usage`), or whether it did.
-      multiple: the width is rounded up to a multiple of it, but not beyond d_ff.
+      multiple: widths are rounded up to a multiple of it, but not beyond d_ff.
 
     Returns:
-      The new parameters, their configuration (whose d_ff is the width), and a report.
+      The new parameters, their configuration (whose d_ff is the width, and whose live_width is
+        true), and a report.
 
     Raises:
       ValueError: usage does not have the shape of the model, or multiple < 1.
@@ -57,11 +64,9 @@ def prune_dead(
     shape = (config.layers, config.d_ff)
     if usage.shape != shape:
         raise ValueError(f"usage must be [layers, d_ff] = {list(shape)}, got {list(usage.shape)}")
-    if multiple < 1:
-        raise ValueError(f"multiple must be at least 1, got {multiple}")
-    live = np.count_nonzero(usage, axis=1)
-    width = min(max(1, -(-live.max() // multiple)) * multiple, config.d_ff)
-    neurons = np.argsort(-usage.astype(np.int64), axis=1, kind="stable")[:, :width]
+    before = params["blocks"]["mlp"]
+    report = _most_used(usage, multiple, before["live"][...] if "live" in before else config.d_ff)
+    neurons = report.neurons
 
     def keep(path, weights):  # [layers, d_ff, d_model], or biases [layers, d_ff]
         if path[0].key == "b_down":
@@ -69,9 +74,65 @@ def prune_dead(
         which = neurons if weights.ndim == 2 else neurons[:, :, None]
         return jnp.take_along_axis(weights, which, axis=1)
 
-    mlp = jax.tree_util.tree_map_with_path(keep, params["blocks"]["mlp"])
+    mlp = jax.tree_util.tree_map_with_path(keep, nnx.filter_state(before, nnx.Param))
+    mlp["live"] = LiveWidth(jnp.asarray(report.kept, jnp.int32))
     params = nnx.merge_state(params, nnx.State({"blocks": {"mlp": mlp}}))
-    return params, config.model_copy(update={"d_ff": int(width)}), PruneReport(live, neurons)
+    changes = {"d_ff": neurons.shape[1], "live_width": True}
+    return params, config.model_copy(update=changes), report
+
+
+def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.ndarray:
+    """Removes neurons that never fired from one module, in place, and sorts the others by usage.
+
+    For models that hold their layers apart: each gets its own width, so that it takes less memory.
+    Optimizers must be made after this.
+
+    Args:
+      mlp: the module; its weights are not stacked over layers.
+      usage: `[d_ff]`, how often each neuron fired, or whether it did.
+      multiple: the width is the number of neurons that fired, rounded up to a multiple of it, but
+        not beyond d_ff.
+
+    Returns:
+      int [width], the former index of each remaining neuron.
+
+    Raises:
+      ValueError: the module is stacked, usage does not have its shape, or multiple < 1.
+    """
+    if mlp.w_up.ndim != 2:
+        raise ValueError(
+            f"the weights of mlp are stacked, {list(mlp.w_up.shape)}, and need one width; prune a "
+            "Transformer by prune_dead, other models before they are stacked"
+        )
+    if usage.shape != mlp.w_up.shape[:1]:
+        raise ValueError(f"usage must be [{mlp.w_up.shape[0]}], got {list(usage.shape)}")
+    before = len(usage) if mlp.live is None else mlp.live[...]
+    report = _most_used(usage[None], multiple, before)
+    (neurons,) = report.neurons
+    for param in (mlp.w_gate, mlp.w_up, mlp.w_down, mlp.b_gate, mlp.b_up):
+        if param is not None:
+            param.set_value(param[...][neurons])
+    mlp.live = LiveWidth(jnp.int32(report.kept[0]))
+    return neurons
+
+
+def _most_used(usage: np.ndarray, multiple: int, before: Any) -> PruneReport:
+    """What to keep of layers whose neurons fired so often, `usage: [layers, d_ff]`.
+
+    `before` is how many could fire, `[layers]` or one number: none of the others comes to life.
+
+    Raises:
+      ValueError: multiple < 1.
+    """
+    if multiple < 1:
+        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    live = np.count_nonzero(usage, axis=1)
+    d_ff = usage.shape[1]
+    rounded = np.minimum(-(-live // multiple) * multiple, d_ff)
+    kept = np.minimum(rounded, np.asarray(before))
+    width = max(rounded.max(), min(multiple, d_ff))
+    neurons = np.argsort(-usage.astype(np.int64), axis=1, kind="stable")[:, :width]
+    return PruneReport(live, kept, neurons)
 
 
 def fires_removed(
@@ -97,7 +158,8 @@ def fires_removed(
       ValueError: there are no sequences.
     """
     removed = np.ones((model.config.layers, model.config.d_ff), bool)
-    np.put_along_axis(removed, report.neurons, False, axis=1)
+    is_dead = np.arange(report.neurons.shape[1]) >= report.kept[:, None]
+    np.put_along_axis(removed, report.neurons, is_dead, axis=1)
     if not len(sequences):
         raise ValueError("sequences: there are none")
     patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)

@@ -82,10 +82,14 @@ def measure_speedup(
         stacked = (mlp.w_gate, mlp.w_up, mlp.w_down)
         return [None if w is None else w[layer].astype(config.dtype) for w in stacked]
 
-    def block(x, *weights, implementation):
+    def live(layer):
+        return mlp.live[layer] if config.live_width else None
+
+    def block(x, live, *weights, implementation):
         return sparse_ffn(
             x,
             *weights,
+            live=live,
             activation=config.activation,
             threshold=config.activation_threshold,
             implementation=implementation,
@@ -93,7 +97,7 @@ def measure_speedup(
 
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
     x = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
-    jax.eval_shape(partial(block, implementation="mosaic"), x, *weights(0))  # raises CannotServe
+    jax.eval_shape(partial(block, implementation="mosaic"), x, live(0), *weights(0))  # CannotServe
     inputs = ffn_inputs(model, tokens, document_end=document_end)
     layers = list(enumerate(inputs.reshape(config.layers, *x.shape)))
     statistics = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
@@ -103,7 +107,7 @@ def measure_speedup(
         output = jax.jit(lambda *operands: block(*operands, implementation=implementation)[0])
         ms, errors = [], []
         for layer, x in layers:
-            operands = x, *weights(layer)
+            operands = x, live(layer), *weights(layer)
             ms.append(timing.milliseconds(output, *operands, calls=20))
             errors.append(error(output(*operands), *operands))
         return np.array(ms), np.array(errors, np.float64)
@@ -113,7 +117,7 @@ def measure_speedup(
     return Speedup(
         device=jax.devices()[0].device_kind,
         tokens=tokens.size,
-        nnz=np.array([statistics(x, *weights(i)).nnz for i, x in layers], np.float64),
+        nnz=np.array([statistics(x, live(i), *weights(i)).nnz for i, x in layers], np.float64),
         xla_ms=xla_ms,
         mosaic_ms=mosaic_ms,
         xla_error=xla_error,
@@ -121,11 +125,12 @@ def measure_speedup(
     )
 
 
-def _relative_error(y, x, *weights):
+def _relative_error(y, x, live, *weights):
     def squares(pair):
         y, *operands = (None if a is None else a.astype(jnp.float32) for a in (*pair, *weights))
         with jax.default_matmul_precision("highest"):
-            reference, _ = sparse_ffn(*operands, implementation="xla")  # ReLU, as kernels serve
+            # ReLU, as kernels serve
+            reference, _ = sparse_ffn(*operands, live=live, implementation="xla")
         return jnp.sum((y - reference) ** 2), jnp.sum(reference**2)
 
     difference, norm = jax.lax.map(squares, (y, x), batch_size=_REFERENCE_TOKENS)

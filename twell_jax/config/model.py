@@ -100,6 +100,11 @@ class ModelConfig(Section):
     activation_threshold: float = Field(0.0, ge=0, description="threshold of fatrelu; else 0")
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
     mlp_bias: bool = Field(False, description="add biases in the feed-forward blocks; no kernels")
+    live_width: bool = Field(
+        False,
+        description="beside its weights, each layer has a number of live neurons, which pruning "
+        "sets; neurons from it on never fire",
+    )
     tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
     rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(

@@ -160,6 +160,16 @@ class Config(Section):
         "coefficient, from l1_coefficient (0: from 1e-5), until so many neurons fire; null: "
         "l1_coefficient holds",
     )
+    lasso_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the L1 term that becomes a group lasso over windows of tokens, "
+        "which asks for neurons that fire for few windows; 1: all of it; XLA only",
+    )
+    lasso_window: int = Field(
+        256, gt=0, le=_MOST, description="consecutive tokens of a window of the lasso"
+    )
     l1_warmup: tuple[int, int] = Field(
         (0, 0),
         description="steps between which the L1 coefficient rises linearly from zero; null: none",
@@ -237,6 +247,8 @@ class Config(Section):
                     "sparsity_target: no activation of model.activation=silu becomes zero; write "
                     "model.activation=relu, or sparsity_target=null"
                 )
+        if self.lasso_share:
+            self._check_lasso()
         start, end = self.l1_warmup
         if not 0 <= start <= end:
             raise ValueError(f"l1_warmup: needs 0 <= start <= end, got [{start}, {end}]")
@@ -246,6 +258,19 @@ class Config(Section):
                 "l1_warmup"
             )
         return self
+
+    def _check_lasso(self) -> None:
+        wants_kernels = {
+            "model.ffn_implementation": self.model.ffn_implementation == "mosaic",
+            "model.ffn_gradients": self.model.ffn_gradients == "sparse",
+            "sparse_gradients_every": bool(self.sparse_gradients_every),
+        }
+        for key in [key for key, wants in wants_kernels.items() if wants]:
+            default = "0" if key == "sparse_gradients_every" else "null"
+            raise ValueError(
+                f"lasso_share: the kernels compute no lasso; write {key}={default}, or "
+                "lasso_share=0"
+            )
 
     @property
     def sparsity_control_start(self) -> int:

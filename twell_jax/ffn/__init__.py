@@ -6,7 +6,8 @@ from twell_jax.ffn.api import explain, sparse_ffn
 from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_stats
 from twell_jax.ffn.dispatch import CannotServe, Gradients, Implementation, Packing
 from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
-from twell_jax.ffn.module import SparseMLP
+from twell_jax.ffn.lasso import Windows
+from twell_jax.ffn.module import LiveWidth, SparseMLP
 from twell_jax.ffn.mosaic import RESIDUALS
 from twell_jax.ffn.quantised import quantise_mlps
 from twell_jax.ffn.stats import FFNStats
@@ -18,6 +19,7 @@ __all__ = [
     "FFNStats",
     "Gradients",
     "Implementation",
+    "LiveWidth",
     "ModelStats",
     "Packing",
     "Quantised",
@@ -25,6 +27,7 @@ __all__ = [
     "SparseMLP",
     "TileUnions",
     "TwELL",
+    "Windows",
     "capture_stats",
     "collect_stats",
     "explain",

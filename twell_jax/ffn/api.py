@@ -12,10 +12,12 @@ tested against; `dispatch` chooses which one serves a call.
 
 import inspect
 import os
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels.layouts.quantised import E4M3, Quantised
@@ -24,6 +26,7 @@ from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
+from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
 from twell_jax.ffn.xla import Biases
 
@@ -40,6 +43,7 @@ def sparse_ffn(
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
+    live: ArrayLike | None = None,
     activation: Activation = "relu",
     threshold: float = 0.0,
     implementation: Implementation | None = None,
@@ -47,6 +51,7 @@ def sparse_ffn(
     gradients: Gradients | None = None,
     expected_nnz: float | None = None,
     gradient_capacity: float = 1.0,
+    windows: Windows | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
 
@@ -61,6 +66,10 @@ def sparse_ffn(
         two is what the block means (`layouts.quantised.product`). XLA computes it, and there are no
         gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
+      live: an integer from 0 to H, which may be on the device: neurons from this number on are
+        taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
+        then leave out the gates of these neurons, in whole tiles; they serve only if they are asked
+        for. A larger number on the device is like H, a negative one like 0. None: any may fire.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
         "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves. The
         default takes kernels for "relu" alone.
@@ -81,6 +90,8 @@ def sparse_ffn(
         gradients are computed densely: they are exact, but take twice the time of gradients
         without kernels (docs/performance.md), and `FFNStats.overflow` is 1.
         `twell_jax.ffn.RESIDUALS` names what the forward keeps, for policies of `jax.checkpoint`.
+      windows: `twell_jax.ffn.Windows` of consecutive tokens, for which `FFNStats.lasso` is wanted;
+        `[T]` or `[..., T]` are the leading axes of x. Dense XLA alone computes it.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One
@@ -109,13 +120,21 @@ def sparse_ffn(
     weights = Weights(*map(_array, (w_gate, w_up, w_down)))
     biases = Biases(*map(_array, (b_gate, b_up, b_down)))
     _check_operands(x, weights, biases)
+    check_live(live, len(weights.down))
+    if live is not None:
+        weights = replace(weights, live=jnp.asarray(live, jnp.int32)[None])
     check_activation(activation, threshold, weights.gate is not None)
     check_options(len(weights.down), expected_nnz, gradient_capacity)
 
-    def serve(x: jax.Array, weights: Weights, biases: Biases) -> tuple[jax.Array, FFNStats]:
-        algorithm = _select(x, weights, biases, activation, expected_nnz, request).rule.algorithm
+    def serve(
+        x: jax.Array, weights: Weights, biases: Biases, windows: Windows | None
+    ) -> tuple[jax.Array, FFNStats]:
+        selection = _select(x, weights, biases, activation, expected_nnz, request, windows)
+        algorithm = selection.rule.algorithm
         if algorithm == "dense":
-            return xla.ffn(x, weights, biases, activation=activation, threshold=threshold)
+            return xla.ffn(
+                x, weights, biases, activation=activation, threshold=threshold, windows=windows
+            )
         kernels, why = dispatch.back_end(weights.down)
         assert kernels is not None, why  # the rule would have been excluded
         if algorithm == "unions" and gradients == "sparse":
@@ -129,7 +148,7 @@ def sparse_ffn(
         y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
         return y.reshape(x.shape), stats
 
-    return partition.left_to_xla(serve, x, weights, biases)
+    return partition.left_to_xla(serve, x, weights, biases, windows)
 
 
 def explain(*operands: Any, **options: Any) -> str:
@@ -151,13 +170,15 @@ def explain(*operands: Any, **options: Any) -> str:
     call.apply_defaults()
     given = call.arguments
     x, activation, expected_nnz = given["x"], given["activation"], given["expected_nnz"]
-    weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down")))
+    weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down", "live")))
     biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
     request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
     _check_operands(x, weights, biases)
+    check_live(weights.live, len(weights.down))
     check_activation(activation, given["threshold"], weights.gate is not None)
     check_options(len(weights.down), expected_nnz, given["gradient_capacity"])
-    return str(_select(x, weights, biases, activation, expected_nnz, request))
+    windows = given["windows"]
+    return str(_select(x, weights, biases, activation, expected_nnz, request, windows))
 
 
 def check_words(
@@ -188,6 +209,18 @@ def check_options(h: int, expected_nnz: float | None, gradient_capacity: float) 
         raise ValueError(
             f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
         )
+
+
+def check_live(live: Any, h: int) -> None:
+    """Raises ValueError if `live` is no number of live neurons among H; one on the device is not
+    read."""
+    if live is None:
+        return
+    number = live if hasattr(live, "shape") else np.asarray(live)
+    if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ValueError(f"live must be one integer, got {number.dtype} {list(number.shape)}")
+    if isinstance(live, int | np.integer | np.ndarray) and not 0 <= live <= h:
+        raise ValueError(f"live must be from 0 to {h}, got {live}")
 
 
 def check_dtype(name: str, dtype: Any) -> None:
@@ -225,6 +258,7 @@ def _select(
     activation: Activation,
     expected_nnz: float | None,
     request: Request,
+    windows: Windows | None,
 ) -> Selection:
     """The rule for these operands."""
     kernels, unsupported = dispatch.back_end(weights.down)
@@ -235,6 +269,8 @@ def _select(
         unsupported = "the kernels add no biases"
     elif any(isinstance(w, Quantised) for w in (*weights.inner, weights.down)):
         unsupported = "the kernels take no Quantised weights"
+    elif windows is not None:
+        unsupported = "the kernels compute no lasso over windows"
     case = Case(
         tokens=max(1, tokens // partition.devices()[0]),  # where they do not divide, XLA pads
         neurons=neurons,
@@ -242,7 +278,8 @@ def _select(
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
-        unmeasured=dispatch.unmeasured(activation),
+        unmeasured=dispatch.unmeasured(activation, weights.live is not None),
+        has_live=weights.live is not None,
     )
     return dispatch.select(case, request)
 

@@ -23,10 +23,13 @@ MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 
 
-def unmeasured(activation: str) -> str | None:
-    """What `Case.unmeasured` says of an activation."""
-    known = activation in ("relu", "silu")
-    return None if known else f"the activation {activation}"
+def unmeasured(activation: str, has_live: bool) -> str | None:
+    """What `Case.unmeasured` says of an activation, and of a number of live neurons."""
+    parts = {
+        f"the activation {activation}": activation not in ("relu", "silu"),
+        "live neurons": has_live,
+    }
+    return " and ".join(part for part, is_there in parts.items() if is_there) or None
 
 
 class CannotServe(ValueError):
@@ -46,6 +49,7 @@ class Case:
       unsupported: why kernels cannot serve these inputs here; None if they can.
       unmeasured: what of the call no record knows, in words; kernels then serve it only if they are
         asked for. None if there is nothing.
+      has_live: whether neurons from a number on the device on never fire.
     """
 
     tokens: int
@@ -55,6 +59,7 @@ class Case:
     expected_nnz: float | None = None
     unsupported: str | None = None
     unmeasured: str | None = None
+    has_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,20 +103,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Offer:
-    """The implementation that an algorithm belongs to, and the packings and gradients it serves."""
+    """The implementation that an algorithm belongs to, the packings and gradients that it serves,
+    and whether it serves a number of live neurons."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
     gradients: tuple[Gradients, ...]
+    live: bool = True
 
 
 OFFERS: dict[Algorithm, Offer] = {
     "dense": Offer("xla", (None,), ("dense",)),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
     "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
-    "twell": Offer("mosaic", (None, "twell"), ("dense",)),
+    "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
     "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse")),
 }
+
+
+_ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,8 @@ class Rule:
             return case.unsupported
         if offer.implementation == "mosaic" and self.record and case.unmeasured:
             return f"not measured with {case.unmeasured}"
+        if case.has_live and not offer.live:
+            return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
             return f"measured for {self.back_end} alone"
         if not least <= case.tokens <= most:
@@ -230,7 +242,7 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported}")
+    raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or _ALL_NEURONS}")
 
 
 def back_end(w_down: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:

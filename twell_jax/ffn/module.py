@@ -14,7 +14,14 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
+from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats, no_stats
+
+
+class LiveWidth(nnx.Variable):
+    """The variable type of the number of live neurons of a `SparseMLP`, int32 `[]`; stacked
+    modules have `[layers]`. It is no parameter: optimizers leave it alone."""
+
 
 _FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
 _FROM_D_FF = nnx.initializers.lecun_normal(in_axis=0, out_axis=1)
@@ -48,6 +55,9 @@ class SparseMLP(nnx.Module):
       up_init: initialiser of `w_gate` and `w_up`, for the shape `[H, D]`.
       down_init: initialiser of `w_down`, for the shape `[H, D]`.
       implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
+      live: number of live neurons, from 0 to H: those from this number on never fire (see
+        `sparse_ffn`). It is held as the variable `live`, a `LiveWidth`, beside the weights, so that
+        it can be changed, and layers in a scan have their own. None: no variable, any may fire.
       keep_stats: hold the `FFNStats` of the last call as the variable `stats`, a `SownStats`. For
         `nnx.bridge.to_linen`, which knows no `nnx.capture`: `Module.apply` returns them if
         "SownStats" is mutable, and `collect_stats` takes them.
@@ -75,6 +85,7 @@ class SparseMLP(nnx.Module):
         gradients: Gradients | None = None,
         expected_nnz: float | None = None,
         gradient_capacity: float = 1.0,
+        live: int | None = None,
         keep_stats: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -83,6 +94,7 @@ class SparseMLP(nnx.Module):
         api.check_words(implementation, packing, gradients)
         api.check_activation(activation, threshold, gated)
         api.check_options(d_ff, expected_nnz, gradient_capacity)
+        api.check_live(live, d_ff)
         if dtype is not None:
             api.check_dtype("dtype", dtype)
         if not _is_floating(param_dtype):
@@ -100,6 +112,7 @@ class SparseMLP(nnx.Module):
         self.b_gate = param(zeros, (d_ff,), ("mlp",)) if use_bias and gated else nnx.data(None)
         self.b_up = param(zeros, (d_ff,), ("mlp",)) if use_bias else nnx.data(None)
         self.b_down = param(zeros, (d_model,), ("embed",)) if use_bias else nnx.data(None)
+        self.live = nnx.data(None) if live is None else LiveWidth(jnp.int32(live))
         # There from the start, because a scan over layers may not add variables to them.
         self.stats = SownStats(no_stats(d_ff)) if keep_stats else nnx.data(None)
         self.activation = activation
@@ -119,6 +132,7 @@ class SparseMLP(nnx.Module):
         return_stats: Literal[False] = ...,
         gradients: Gradients | None = ...,
         gradient_capacity: float | None = ...,
+        windows: Windows | None = ...,
     ) -> jax.Array: ...
 
     @overload
@@ -129,6 +143,7 @@ class SparseMLP(nnx.Module):
         return_stats: Literal[True],
         gradients: Gradients | None = ...,
         gradient_capacity: float | None = ...,
+        windows: Windows | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
 
     def __call__(
@@ -138,6 +153,7 @@ class SparseMLP(nnx.Module):
         return_stats: bool = False,
         gradients: Gradients | None = None,
         gradient_capacity: float | None = None,
+        windows: Windows | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
         """Applies the block.
 
@@ -145,6 +161,7 @@ class SparseMLP(nnx.Module):
           x: `[..., D]`, anything that `jnp.asarray` takes.
           return_stats: return the statistics, too.
           gradients, gradient_capacity: override those of the module; None does not.
+          windows: those of `FFNStats.lasso`, if it is wanted; see `sparse_ffn`.
 
         Returns:
           y: `[..., D]`, or the pair of y and the `FFNStats`.
@@ -168,6 +185,7 @@ class SparseMLP(nnx.Module):
             b_gate=cast(self.b_gate),
             b_up=cast(self.b_up),
             b_down=cast(self.b_down),
+            live=None if self.live is None else self.live[...],
             activation=self.activation,
             threshold=self.threshold,
             implementation=self.implementation,
@@ -177,6 +195,7 @@ class SparseMLP(nnx.Module):
             gradient_capacity=(
                 self.gradient_capacity if gradient_capacity is None else gradient_capacity
             ),
+            windows=windows,
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
         if self.stats is not None:

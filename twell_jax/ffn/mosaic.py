@@ -90,14 +90,14 @@ def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block
     )
 
     def forward(x, weights):
-        output, overflow, residuals = forward_on_device(x, weights)
+        output, overflow, residuals = forward_on_device(x, _by_device(weights))
         residuals = jax.tree.map(lambda a: checkpoint_name(a, RESIDUALS), residuals)
         return output.with_stats(overflow), (residuals, x, weights)
 
     def backward(kept, cotangent):
-        dy, stats = cotangent
+        (residuals, x, weights), (dy, stats) = kept, cotangent
         l1_grad = stats.l1 / dy.shape[0]  # l1 is a mean over tokens
-        return backward_on_device(*kept, dy, l1_grad)
+        return backward_on_device(residuals, x, _by_device(weights), dy, l1_grad)
 
     compute = jax.custom_vjp(_forward(kernels, act, "unions"))
     compute.defvjp(forward, backward)
@@ -108,9 +108,15 @@ def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
     forward = _on_devices(functools.partial(FORWARD[algorithm], kernels, act), _OPERANDS, _OUTPUT)
 
     def with_stats(x: jax.Array, weights: Weights) -> tuple[jax.Array, FFNStats]:
-        return forward(x, weights).with_stats()
+        return forward(x, _by_device(weights)).with_stats()
 
     return with_stats
+
+
+def _by_device(weights: Weights) -> Weights:
+    """The weights with a number of live neurons for each device that the neurons are split over."""
+    _, devices = partition.devices()
+    return weights.live_in_parts(devices)
 
 
 def _forward_for_gradients(kernels, act, capacity, x, weights):

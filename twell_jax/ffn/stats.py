@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import room
 from twell_jax.ffn import partition
+from twell_jax.ffn.lasso import Windows, tile_lasso
 
 NOT_MEASURED = -1.0  # rather than NaN, at which JAX can be told to stop
 
@@ -29,6 +30,7 @@ class FFNStats:
         do not count. The kernels for few tokens and for TwELL do not measure it: -1.
       listed: float32 [], the share of the groups of 64 neurons that a token uses, mean over tokens,
         in started lists of 64 tokens; -1 where `union` is.
+      lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
 
     Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
     `gradient_capacity` (`pallas_kernels.layouts.room`). On a mesh each device has its own tokens
@@ -42,6 +44,7 @@ class FFNStats:
     overflow: jax.Array
     union: jax.Array
     listed: jax.Array
+    lasso: jax.Array | None = None
 
 
 def no_stats(d_ff: int) -> FFNStats:
@@ -88,12 +91,13 @@ class Output(NamedTuple):
         )
 
 
-def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
+def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) -> FFNStats:
     """The statistics of dense activations.
 
     Args:
       h: `[..., H]`, the hidden activations, which y is made of.
       active: `[..., H]`, the output of the activation function (see `activations.hidden`).
+      windows: those of the tile lasso, if it is wanted.
     """
     nonzero = active != 0
     union, listed = room.of_dense(nonzero, devices=partition.devices()[0])
@@ -106,4 +110,5 @@ def of_dense(h: jax.Array, active: jax.Array) -> FFNStats:
         overflow=jnp.zeros((), jnp.float32),
         union=union,
         listed=listed,
+        lasso=None if windows is None else tile_lasso(h, windows),
     )

@@ -25,7 +25,7 @@ from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts.weights import Weights, only_live
 from twell_jax.ffn.stats import Output
 
 _PARTS = 16  # the dense backward takes this part of the tokens, or of the neurons, at a time
@@ -91,7 +91,7 @@ def _forward(
 ) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
     """The output, and (hidden, plan, heavy, counts); hidden has the gates if items are limited."""
     m = x.shape[0]
-    gate, masks, counts = kernels.gate_union(x, weights.activated, act)
+    gate, masks, counts = kernels.gate_union(x, weights.activated, act, weights.live)
     gate_ref = in_place.mutable(gate)
     keeps = max_items is not None
     plan, nnz, heavy = kernels.union_plan(
@@ -188,11 +188,11 @@ def dense_backward(
         return Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
 
     def in_parts(f, arrays):
-        parts = jax.tree.map(lambda a: a.reshape(_PARTS, -1, a.shape[1]), arrays)
+        parts = jax.tree.map(lambda a: a.reshape(_PARTS, -1, *a.shape[1:]), arrays)
         return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), lax.map(f, parts))
 
     dx = in_parts(dx_part, [jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)])
-    d_weights = in_parts(d_weights_part, weights)
+    d_weights = in_parts(d_weights_part, weights.live_in_parts(_PARTS))
     return dx[:m], d_weights
 
 
@@ -200,7 +200,8 @@ def _dense_hidden(act, x, weights, dy, l1_grad):
     """h and the gradients behind it, for some tokens and neurons, by XLA."""
     gate, *up = [_product(x, w.T) for w in weights.inner]
     gate = act.gate(gate, x.dtype).astype(x.dtype).astype(jnp.float32)
-    h = gate * act.linear(up[0]) if up else gate
+    gate = only_live(gate, weights.live)
+    h = only_live(gate * act.linear(up[0]), weights.live) if up else gate
     grads = act.gradients(_product(dy, weights.down.T), gate if up else None, h, l1_grad)
     return [a.astype(x.dtype) for a in (h, *grads)]
 

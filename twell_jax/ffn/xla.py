@@ -6,9 +6,10 @@ import jax
 
 from pallas_kernels.layouts import quantised
 from pallas_kernels.layouts.quantised import Quantised
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts.weights import Weights, only_live
 from twell_jax.ffn import activations, stats
 from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
 
 
@@ -30,15 +31,17 @@ def ffn(
     *,
     activation: Activation = "relu",
     threshold: float = 0.0,
+    windows: Windows | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` without its checks."""
     up = _affine(x, weights.up, -1, biases.up)
     gate = None if weights.gate is None else _affine(x, weights.gate, -1, biases.gate)
-    h, active = activations.hidden(activation, threshold, gate, up)
+    hidden = activations.hidden(activation, threshold, gate, up)
+    h, active = (only_live(a, weights.live) for a in hidden)
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
     # the time of forward and backward on an H100 (docs/design/0013).
-    return _affine(h, weights.down, -2, biases.down), stats.of_dense(h, active)
+    return _affine(h, weights.down, -2, biases.down), stats.of_dense(h, active, windows)
 
 
 def _affine(x, w, axis, b):

@@ -7,7 +7,7 @@ from flax import nnx
 
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn import Implementation
+from twell_jax.ffn import Implementation, LiveWidth
 from twell_jax.ffn.quantised import EightBits, quantised_projections
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
@@ -95,7 +95,7 @@ def in_compute_dtype(model: Transformer) -> Transformer:
     """
     dtype = model.config.dtype
     settings = model.config.model_copy(update={"param_dtype": dtype})
-    eight_bits, others = nnx.state(model, EightBits, ...)
+    eight_bits, live, others = nnx.state(model, EightBits, LiveWidth, ...)
     others = jax.tree.map(lambda leaf: leaf.astype(dtype), others)
     graph = graphdef(settings, quantised_projections(model.blocks.mlp))
-    return nnx.merge(graph, eight_bits, others)
+    return nnx.merge(graph, eight_bits, live, others)

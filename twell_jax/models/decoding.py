@@ -42,7 +42,7 @@ class Layers(NamedTuple):
       qkv_bias: `[layers, sum of N]`, or None.
       out: `[layers, heads * head_dim, D]`.
       out_bias: `[layers, D]`, or None.
-      mlp: of the feed-forward blocks, each `[layers, H, D]`.
+      mlp: of the feed-forward blocks, each `[layers, H, D]`, and their live neurons.
       scales: of the norms, `[layers, D]` each: before the feed-forward block of a layer, and after
         it, which is the next layer's first or the last of the model.
     """
@@ -80,7 +80,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     if wanted is None:
-        why = why or dispatch.unmeasured(model.config.activation)
+        why = why or dispatch.unmeasured(model.config.activation, model.config.live_width)
     if kernels is None or why:
         return model.decode(tokens, cache)
     by_kernels = partial(_step, kernels, model)
@@ -178,6 +178,7 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
             _array(mlp.w_gate) if model.config.gated else None,
             _array(mlp.w_up),
             _array(mlp.w_down),
+            _array(mlp.live) if model.config.live_width else None,
         ),
         scales=(_array(model.blocks.mlp_norm.scale), following),
     ), first[0]
@@ -202,12 +203,12 @@ def _layer(
     )
     mlp = layers.mlp
     if not is_sparse:
-        h = kernels.dense_hidden(stream, mlp.inner, number, eps=eps, rectifier=act)
+        options = dict(eps=eps, rectifier=act, live=mlp.live)
+        h = kernels.dense_hidden(stream, mlp.inner, number, **options)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
     norm, used = (stream.squares, eps), (*mlp.inner[1:], mlp.down)
-    gate = kernels.gate(
-        stream.scaled, mlp.activated, number, counts, act, batch=batch, norm=norm, prefetch=used
-    )
+    options = dict(batch=batch, norm=norm, prefetch=used, live=mlp.live)
+    gate = kernels.gate(stream.scaled, mlp.activated, number, counts, act, **options)
     return kernels.add_ffn(gate, stream, mlp, number, counts, after, act, batch=batch, eps=eps)
 
 

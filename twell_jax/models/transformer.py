@@ -1,6 +1,7 @@
 """A decoder whose feed-forward blocks are sparse: norms, RoPE, causal attention."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -16,6 +17,7 @@ from twell_jax.ffn import (
     Gradients,
     SownStats,
     SparseMLP,
+    Windows,
     quantise_mlps,
 )
 from twell_jax.ffn.quantised import Projection
@@ -120,6 +122,7 @@ class Transformer(nnx.Module):
         document_end: int | None = None,
         per_token_stats: bool = False,
         ffn_gradients: tuple[LayerGradients, ...] | None = None,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         """Computes what `logits` and `head` take, for losses that need no logits of all tokens.
 
@@ -134,6 +137,8 @@ class Transformer(nnx.Module):
             `sparse_ffn`); a number asks for sparse ones with this `gradient_capacity`, None takes
             the config's. Consecutive layers with the same value run in one loop; each loop is
             compiled separately.
+          windows: those of `FFNStats.lasso`, if it is wanted; with `document_end` they end where
+            documents do.
 
         Returns:
           `[B, T, D]` in the compute dtype, normed, and the `FFNStats` with leading axes `[layers]`,
@@ -146,12 +151,16 @@ class Transformer(nnx.Module):
         positions, mask = jnp.arange(tokens.shape[1])[None], None
         if document_end is not None:
             positions, mask = split_documents(tokens, document_end)
+            if windows is not None:
+                documents = jnp.cumsum(positions == 0, axis=1, dtype=jnp.int32)
+                windows = replace(windows, documents=documents)
         x, stats, _ = self._run_blocks(
             tokens,
             positions,
             mask,
             per_token_stats=per_token_stats,
             ffn_gradients=ffn_gradients,
+            windows=windows,
         )
         return x, stats
 
@@ -199,6 +208,7 @@ class Transformer(nnx.Module):
         *,
         per_token_stats: bool = False,
         ffn_gradients: tuple[LayerGradients, ...] | None = None,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Embeds tokens and runs the layers on them.
 
@@ -222,9 +232,8 @@ class Transformer(nnx.Module):
         def block(gradients, carry, layer):
             x, cache = carry
             index, params = layer
-            x, stats, cache = nnx.merge(graph, params)(
-                x, rope, mask, cache, index, gradients=gradients, per_token_stats=per_token_stats
-            )
+            options = dict(gradients=gradients, per_token_stats=per_token_stats, windows=windows)
+            x, stats, cache = nnx.merge(graph, params)(x, rope, mask, cache, index, **options)
             return (split_batch(x), cache), stats
 
         every = jnp.arange(layers), params
@@ -281,6 +290,7 @@ class Block(nnx.Module):
             down_init=residual_init(config),
             implementation=config.ffn_implementation,
             gradients=config.ffn_gradients,
+            live=config.d_ff if config.live_width else None,
             rngs=rngs,
         )
 
@@ -294,6 +304,7 @@ class Block(nnx.Module):
         *,
         gradients: LayerGradients = None,
         per_token_stats: bool = False,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
@@ -302,7 +313,8 @@ class Block(nnx.Module):
         kind, room = ("sparse", gradients) if isinstance(gradients, float) else (gradients, None)
 
         def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
-            return self.mlp(x, gradients=kind, gradient_capacity=room, return_stats=True)
+            options = dict(gradients=kind, gradient_capacity=room, windows=windows)
+            return self.mlp(x, return_stats=True, **options)
 
         per_token = jax.vmap(jax.vmap(mlp))
         y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 
 from twell_jax.config import Config, OptimizerConfig
 
@@ -47,6 +48,11 @@ def l1_coefficient(config: Config, step: int) -> float:
         rises = [start + round(i * (end - start) / stages) for i in range(stages)]
         return full * sum(step >= rise for rise in rises) / stages
     return full * max(step - start, 0) / max(end - start, 1)
+
+
+def trained(params: nnx.State) -> nnx.State:
+    """The parameters that have gradients and moments: all but numbers of live neurons."""
+    return nnx.filter_state(params, nnx.Param)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from twell_jax.train.optimizer import trained
+
 
 def reinitialise(
     params: nnx.State,
@@ -47,8 +49,8 @@ def reinitialise(
     def forget(moment: jax.Array, rows: jax.Array | bool) -> jax.Array:
         return moment if rows is False else jnp.where(rows, 0, moment)
 
-    rows = jax.tree_util.tree_map_with_path(rows_of, params)
+    rows = jax.tree_util.tree_map_with_path(rows_of, trained(params))
     return (
-        jax.tree.map(draw, params, rows),
+        nnx.merge_state(params, jax.tree.map(draw, trained(params), rows)),
         optax.tree_utils.tree_map_params(optimizer, forget, opt_state, rows),
     )

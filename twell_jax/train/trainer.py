@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
-from twell_jax.ffn import FFNStats
+from twell_jax.ffn import FFNStats, Windows
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import LayerGradients, Transformer, graphdef
-from twell_jax.train.optimizer import learning_rate, make_optimizer
+from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.reinit import reinitialise
 from twell_jax.train.sparsity_control import SparsityControl, first_control, update
 
@@ -68,6 +68,7 @@ class StepMetrics:
       union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
         largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
         layers would compute them for nothing.
+      lasso: float32 [], tile lasso of h, mean over layers; None without a `lasso_share`.
     """
 
     ce: jax.Array
@@ -82,6 +83,7 @@ class StepMetrics:
     l1_multipliers: jax.Array | None = None
     union: jax.Array | None = None
     listed: jax.Array | None = None
+    lasso: jax.Array | None = None
 
 
 class Trainer:
@@ -211,10 +213,14 @@ class Trainer:
         params: nnx.State,
         tokens: jax.Array,
         ffn_gradients: ModelGradients | None = None,
+        windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats]:
         model = nnx.merge(self._graph, params)
         x, stats = model.hidden(
-            tokens[:, :-1], document_end=self._document_end, ffn_gradients=ffn_gradients
+            tokens[:, :-1],
+            document_end=self._document_end,
+            ffn_gradients=ffn_gradients,
+            windows=windows,
         )
         x, unembedding = model.head(x)
         return kind(x, unembedding, tokens[:, 1:]), stats
@@ -225,10 +231,14 @@ class Trainer:
         tokens: jax.Array,
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
+        windows: Windows | None,
         ffn_gradients: ModelGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
-        ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients)
-        l1 = stats.l1 if l1_multipliers is None else l1_multipliers * stats.l1
+        ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients, windows)
+        l1, share = stats.l1, self._config.lasso_share
+        if stats.lasso is not None:
+            l1 = (1 - share) * l1 + share * stats.lasso
+        l1 = l1 if l1_multipliers is None else l1_multipliers * l1
         return ce + l1_coefficient * jnp.mean(l1), (ce, stats)
 
     def _gradients(
@@ -238,15 +248,19 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
+        windows: Windows | None,
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
+        def loss(changing: nnx.State, *operands: Any) -> Any:
+            return self._loss(nnx.merge_state(params, changing), *operands)
+
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
-            operands = params, tokens, l1_coefficient, l1_multipliers, ffn_gradients
-            grads, aux = jax.grad(self._loss, has_aux=True)(*operands)
+            operands = tokens, l1_coefficient, l1_multipliers, windows, ffn_gradients
+            grads, aux = jax.grad(loss, has_aux=True)(trained(params), *operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = jax.tree.map(jnp.zeros_like, trained(params))
         grads, aux = jax.lax.scan(accumulate, zeros, batch)
         return jax.tree.map(lambda g: g[None], grads), aux
 
@@ -265,14 +279,15 @@ class Trainer:
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
             mesh=self.mesh,
-            in_specs=(P(), P(None, "data"), P(), P()),
+            in_specs=(P(), P(None, "data"), P(), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(state.params, batch, l1_coefficient, multipliers)
+        )(state.params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        before = trained(state.params)
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
+        params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
         stats = _over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
@@ -287,6 +302,7 @@ class Trainer:
             dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
             l1_multipliers=multipliers,
+            lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if self._config.sparse_gradients_every:
             metrics = replace(metrics, union=stats.union, listed=stats.listed)
@@ -308,10 +324,20 @@ class Trainer:
         return TrainState(state.step, params, opt_state, idle, state.control)
 
 
+def lasso_windows(config: Config, step: jax.Array) -> Windows | None:
+    """The windows of a step, whose grid begins at random; None without a `lasso_share`."""
+    if not config.lasso_share:
+        return None
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    key, _ = jax.random.split(key)  # not the key of `reinitialise`
+    offset = jax.random.randint(key, (), 0, config.lasso_window)
+    return Windows(offset, length=config.lasso_window)
+
+
 def init_state(config: Config) -> TrainState:
     """The state before the first step, with parameters drawn from the seed."""
     params = nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
-    opt_state = make_optimizer(config.optimizer, config.steps).init(params)
+    opt_state = make_optimizer(config.optimizer, config.steps).init(trained(params))
     idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, opt_state, idle, first_control(config))
@@ -337,4 +363,5 @@ def _over_micro_batches(stats: FFNStats) -> FFNStats:
         overflow=jnp.mean(stats.overflow, axis=0),
         union=jnp.max(stats.union, axis=0),
         listed=jnp.max(stats.listed, axis=0),
+        lasso=None if stats.lasso is None else jnp.mean(stats.lasso, axis=0),
     )

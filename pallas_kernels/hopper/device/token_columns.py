@@ -28,6 +28,17 @@ def layout(tokens: int):
     return plgpu.Layout.WG_STRIDED((COLUMNS * tokens,), vec_size=1)
 
 
+def zeros(tokens: int) -> jax.Array:
+    """Zeros for the 16 columns."""
+    return plgpu.layout_cast(jnp.zeros(COLUMNS * tokens, jnp.float32), layout(tokens))
+
+
+def are_before(end: jax.Array, first: jax.Array, tokens: int) -> jax.Array:
+    """Whether each of the columns `first` to `first + 15` is before `end`, for all tokens."""
+    place = plgpu.broadcasted_iota(jnp.int32, (COLUMNS * tokens,), 0, layout=layout(tokens))
+    return first + place % COLUMNS < end
+
+
 def add_parts(parts_ref) -> jax.Array:
     """Adds up `parts_ref` (SMEM, float32 `[parts, 16 * tokens]`) over parts, in a fixed order."""
     parts, size = parts_ref.shape

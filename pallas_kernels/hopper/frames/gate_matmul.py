@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import versions
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
 from pallas_kernels.hopper.support import sm_count
 
 ACC_COLUMNS = 256  # columns of one consumer's accumulator
@@ -53,6 +53,7 @@ def gate_matmul(
     out_type,
     scratch_types: dict[str, plgpu.SMEM],
     config: GateConfig,
+    rows: jax.Array | None = None,
 ):
     """Multiplies `a @ b^T` and gives the result to `epilogue`, 64 x 256 at a time.
 
@@ -67,6 +68,9 @@ def gate_matmul(
       out_type: shapes and dtypes of the outputs, in GMEM.
       scratch_types: SMEM shared by the consumers; by convention indexed by `slab % CONSUMERS`.
       config: schedule.
+      rows: int32 `[1]`: only so many rows of `a`, the first, are multiplied, in whole blocks of
+        128. In the last of them the other rows are 0 for `epilogue`, which is not called
+        for further blocks. None: all.
 
     Returns:
       The outputs.
@@ -96,7 +100,7 @@ def gate_matmul(
         **cost,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(a, b)
+    return kernel(rows, a, b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +108,13 @@ class _Blocks:
     """The output blocks, in the order in which an SM goes through them.
 
     Attributes:
-      shape: row blocks and column tiles.
+      shape: row blocks, whose number may be known on the device alone, and column tiles.
       steps: stages that one block takes.
       stages: stages in the ring.
       config: schedule.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int | jax.Array, int]
     steps: int
     stages: int
     config: GateConfig
@@ -129,12 +133,17 @@ class _Blocks:
         return lax.rem(step, jnp.int32(self.stages))
 
 
-def _kernel(a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+def _kernel(rows, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+    limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
+    if limit is not None:
+        blocks = pl.cdiv(limit, _BLOCK_ROWS), blocks[1]
     blocks = _Blocks(blocks, a_gmem.shape[1] // STAGE_K, ring["a"].shape[0], config)
     warpgroup = lax.axis_index("warpgroup")
     is_first = warpgroup == 0
 
     def finish(acc, slab, tile):
+        if limit is not None:
+            acc = jnp.where(are_before(limit - slab * ACC_ROWS, acc.shape), acc, 0)
         epilogue(acc, slab, tile, *outs, **scratch)
 
     lax.cond(

@@ -8,8 +8,9 @@ from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
+from twell_jax import SparseMLP
 from twell_jax.analysis.activity import firing_patterns, measure_activity
-from twell_jax.analysis.prune import fires_removed, prune_dead
+from twell_jax.analysis.prune import fires_removed, prune_dead, prune_mlp
 from twell_jax.models import graphdef
 
 SMALL = {
@@ -63,8 +64,8 @@ def prune(model, usage, **options):
 
 def kept_mask(model, report):
     mask = np.zeros((model.config.layers, model.config.d_ff), bool)
-    for layer, neurons in enumerate(report.neurons):
-        mask[layer, neurons] = True
+    for layer, (neurons, kept) in enumerate(zip(report.neurons, report.kept, strict=True)):
+        mask[layer, neurons[:kept]] = True
     return mask
 
 
@@ -102,7 +103,7 @@ def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
     usage = usage_on(4, model)
     pruned, report = prune(model, usage)
     mask = kept_mask(model, report)
-    removed = [np.flatnonzero(~kept) for kept in mask]
+    removed = [np.setdiff1d(np.arange(512), neurons) for neurons in report.neurons]
     order = np.concatenate([report.neurons, removed], axis=1)
 
     def mask_and_sort(weights):
@@ -122,7 +123,9 @@ def test_all_that_fired_remain_from_the_most_used_on():
         usage[layer, rng.permutation(40)[live:]] = 0
     before = jax.tree.map(np.array, nnx.state(model))
     pruned, report = prune(model, usage, multiple=8)
-    assert pruned.config == model.config.model_copy(update={"d_ff": 24})
+    assert pruned.config == model.config.model_copy(update={"d_ff": 24, "live_width": True})
+    np.testing.assert_array_equal(report.kept, [8, 24, 16])
+    np.testing.assert_array_equal(pruned.blocks.mlp.live[...], report.kept)
     np.testing.assert_array_equal(report.live, [5, 17, 11])
     for layer, neurons in enumerate(report.neurons):
         assert len(set(neurons.tolist())) == 24
@@ -140,6 +143,57 @@ def test_the_width_is_a_multiple_within_the_model(live, multiple, width):
     pruned, report = prune(make(d_ff=40), usage, multiple=multiple)
     assert pruned.config.d_ff == width
     np.testing.assert_array_equal(report.live, [live, 0, live])
+
+
+def test_neurons_that_a_layer_does_not_need_never_fire():
+    model = make(d_ff=40)
+    usage = seeds.rng().integers(1, 9, (3, 40)) * (np.arange(40) < np.array([[9], [40], [0]]))
+    pruned, report = prune(model, usage, multiple=1)
+    np.testing.assert_array_equal(report.kept, [9, 40, 0])
+    _, stats = nnx.jit(lambda model, tokens: model(tokens))(pruned, draw_sequences(20)[:, :-1])
+    assert not any(stats.fired[layer, live:].any() for layer, live in enumerate(report.live))
+    assert stats.fired[1].any() and not stats.nnz[2]
+
+
+def test_a_pruned_model_can_be_pruned_again():
+    model = make(d_ff=40)
+    first, report = prune(model, np.arange(40) < np.array([[9], [30], [20]]), multiple=1)
+    rounded, _ = prune(first, np.arange(30) < np.array([[9], [13], [5]]), multiple=8)
+    np.testing.assert_array_equal(rounded.blocks.mlp.live[...], [9, 16, 8])  # none revives
+    again, second = prune(first, np.arange(30) < np.array([[4], [7], [5]]), multiple=1)
+    assert again.config.d_ff == 7
+    np.testing.assert_array_equal(again.blocks.mlp.live[...], [4, 7, 5])
+    for layer in range(3):
+        kept = report.neurons[layer][second.neurons[layer]]
+        np.testing.assert_array_equal(
+            again.blocks.mlp.w_up[layer], model.blocks.mlp.w_up[layer][kept]
+        )
+
+
+@pytest.mark.parametrize(("live", "multiple", "width"), [(9, 4, 12), (40, 128, 40), (0, 4, 4)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_module_of_its_own_gets_smaller(live, multiple, width, gated):
+    rng = seeds.rng()
+    mlp = SparseMLP(8, 40, gated=gated, use_bias=True, rngs=nnx.Rngs(seeds.integer()))
+    x = rng.standard_normal((30, 8), np.float32)
+    gate = mlp.b_gate if gated else mlp.b_up
+    order = rng.permutation(40)
+    gate[...] = jnp.asarray(np.where(np.isin(np.arange(40), order[:live]), 9.0, -99.0))
+    expected, stats = mlp(x, return_stats=True)
+    assert int(stats.fired.sum()) == live
+    neurons = prune_mlp(mlp, np.asarray(stats.fired) * rng.integers(1, 9, 40), multiple=multiple)
+    assert mlp.w_up.shape == mlp.w_down.shape == (width, 8)
+    assert mlp.live[...] == (width if live else 0)
+    np.testing.assert_allclose(mlp(x), expected, rtol=1e-4, atol=1e-4)
+    assert set(neurons[:live]) == set(order[:live]) and len(neurons) == width
+
+
+def test_modules_that_cannot_be_pruned_alone_are_named():
+    mlp = SparseMLP(8, 40, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"usage must be \[40\], got \[3, 40\]"):
+        prune_mlp(mlp, np.ones((3, 40)))
+    with pytest.raises(ValueError, match=r"stacked, \[3, 40, 64\].* prune_dead"):
+        prune_mlp(make(d_ff=40).blocks.mlp, np.ones(40))
 
 
 def test_biases_go_with_their_neurons():

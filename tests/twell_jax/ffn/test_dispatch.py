@@ -83,11 +83,17 @@ def test_what_a_caller_names(tokens, named, expected):
 
 
 def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
-    case = Case(16384, H, True, "Hopper", unmeasured=dispatch.unmeasured("relu2"))
-    assert algorithm(case) == "dense"
-    assert algorithm(case, implementation="mosaic") == "unions"
-    assert "not measured with the activation relu2" in str(select(case, Request()))
-    assert dispatch.unmeasured("relu") is None
+    for activation, has_live, expected in (
+        ("relu2", False, "the activation relu2"),
+        ("relu", True, "live neurons"),
+        ("drelu", True, "the activation drelu and live neurons"),
+    ):
+        why = dispatch.unmeasured(activation, has_live)
+        case = Case(16384, H, True, "Hopper", unmeasured=why, has_live=has_live)
+        assert algorithm(case) == "dense"
+        assert algorithm(case, implementation="mosaic") == "unions"
+        assert f"not measured with {expected}\n" in str(select(case, Request()))
+    assert dispatch.unmeasured("relu", has_live=False) is None
 
 
 def test_rules_measured_on_one_back_end_do_not_hold_for_another():

@@ -24,10 +24,10 @@ PROMPT, CAPACITY = 8, 16
 WIDE = {"dtype": "float32", "param_dtype": "float32"}
 CASES = {
     "sparse": {"ffn_implementation": "mosaic"},
-    "sparse, not gated": {"ffn_implementation": "mosaic", "gated": False},
+    "sparse, not gated": {"ffn_implementation": "mosaic", "gated": False, "live_width": True},
     "sparse, drelu": {"ffn_implementation": "mosaic", "activation": "drelu"},
     "relu": {
-        "kv_heads": 2, "vocab_size": 321,
+        "live_width": True, "kv_heads": 2, "vocab_size": 321,
         "rope_scaling": {
             "type": "yarn", "factor": 4, "original_context": 1000, "attention_factor": 1.05,
         },
@@ -47,10 +47,10 @@ def back_end(request, monkeypatch):
 
 def with_settings(model, **changes):
     """The model with other settings; parameters get the `param_dtype` that is among them."""
-    state = nnx.state(model)
+    params, live = nnx.state(model, nnx.Param, ...)
     if dtype := changes.get("param_dtype"):
-        state = jax.tree.map(lambda a: a.astype(dtype), state)
-    return nnx.merge(graphdef(model.config.model_copy(update=changes)), state)
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+    return nnx.merge(graphdef(model.config.model_copy(update=changes)), params, live)
 
 
 prefill = nnx.jit(lambda model, tokens, padding: model.prefill(tokens, CAPACITY, padding))

@@ -77,6 +77,9 @@ def save_pretrained(
 ) -> None:
     """Writes a model and its tokenizer for `transformers`; weights in 8 bits stay so.
 
+    If it has numbers of live neurons, config.json gets them as `live_neurons`, and the gates of the
+    other neurons are written as zeros, as `transformers` does not know this key.
+
     Args:
       directory: must be empty; created if missing. "~" is the home directory.
       model: the language model. Its feed-forward blocks must be gated.
@@ -90,7 +93,9 @@ def save_pretrained(
     """
     directory = Path(os.path.expanduser(directory))
     dtype = dtype or model.config.param_dtype
-    tree = config.to_dict(model.config, dtype, tokenizer.eot_id)
+    held = model.blocks.mlp.live
+    live = None if held is None else held[...].tolist()
+    tree = config.to_dict(model.config, dtype, tokenizer.eot_id, live)
     if quantised := quantised_projections(model.blocks.mlp):
         tree[quantisation.KEY] = quantisation.to_dict(quantised)
     if tokenizer.size > model.config.vocab_size:

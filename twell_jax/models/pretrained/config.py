@@ -37,6 +37,10 @@ _FIXED = {
     "sparse_config": (None,),
 }
 
+# A key of ours alone: for each layer the number of live neurons. What we save has weights of zero
+# for the others, so that whoever does not know the key computes the same.
+_LIVE = "live_neurons"
+
 # Keys of ours of which transformers' Llama has these values alone.
 _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "activation": ("relu", "relu2", "silu"),
@@ -61,6 +65,7 @@ class Stored:
       hybrid: whether a model saved them that multiplied by the publication's hybrid kernel.
       scale_offset: what is added to the scales of norms as they are in the files.
       quantised: the projections of the feed-forward blocks that are in 8 bits.
+      live: number of live neurons of each layer, if the model has such numbers.
     """
 
     absent: tuple[str, ...] = ()
@@ -68,6 +73,7 @@ class Stored:
     hybrid: bool = False
     scale_offset: float = 0.0
     quantised: tuple[Projection, ...] = ()
+    live: tuple[int, ...] | None = None
 
 
 def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[ModelConfig, Stored]:
@@ -113,7 +119,22 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         hybrid=bool(hybrid),
         scale_offset=1.0 if architecture.norm == "layer" else 0.0,
         quantised=quantisation.read(path, tree),
+        live=_live(path, tree, config),
     )
+
+
+def _live(path: Path, tree: dict[str, Any], config: ModelConfig) -> tuple[int, ...] | None:
+    """The number of live neurons of each layer; None if the model has no such numbers."""
+    if not config.live_width:
+        return None
+    numbers, layers, d_ff = tree[_LIVE], config.layers, config.d_ff
+    is_list = isinstance(numbers, list) and len(numbers) == layers
+    if not is_list or not all(type(n) is int and 0 <= n <= d_ff for n in numbers):
+        raise PretrainedError(
+            f"{path}: {_LIVE} must be {layers} integers from 0 to {d_ff}, one for each layer, "
+            f"got {numbers!r}"
+        )
+    return tuple(numbers)
 
 
 def _config(
@@ -138,6 +159,7 @@ def _config(
         activation_threshold=threshold,
         gated=given.get("sparsity_gated_mlp", architecture.gated),
         mlp_bias=given["mlp_bias"],
+        live_width=given.get(_LIVE) is not None,
         tie_embeddings=given["tie_word_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
@@ -182,8 +204,12 @@ def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
+def to_dict(
+    config: ModelConfig, dtype: str, eot_id: int, live: list[int] | None = None
+) -> dict[str, Any]:
     """The content of config.json for a model whose parameters are stored as `dtype`.
+
+    `live` is the number of live neurons of each layer, if it has such numbers.
 
     Raises:
       PretrainedError: transformers' Llama cannot express the model or the dtype.
@@ -197,7 +223,8 @@ def to_dict(config: ModelConfig, dtype: str, eot_id: int) -> dict[str, Any]:
     if dtype not in _DTYPES:
         raise PretrainedError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     scaling = config.rope_scaling
-    return {
+    own = {} if live is None else {_LIVE: live}
+    return own | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": config.activation,

@@ -31,6 +31,9 @@ _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
 _BASE = "model."  # before all names but the head's, except in the files of a base model
 _EMBED, _HEAD = f"{_BASE}embed_tokens.weight", "lm_head.weight"
 _DOWN = "blocks.mlp.w_down"
+_LIVE = "blocks.mlp.live"  # not in tensors, but in config.json
+# Saved as zeros where a neuron is not live.
+_SHUT = ("blocks.mlp.w_gate", "blocks.mlp.w_gate.values", "blocks.mlp.b_gate")
 _ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
@@ -124,7 +127,7 @@ def load(
         layouts = {
             name: _layout(name, leaf, names, stored.scale_offset)
             for name, leaf in leaves.items()
-            if name not in stored.absent
+            if name not in (*stored.absent, _LIVE)
         }
         if not config.tie_embeddings and _HEAD not in tensors:
             raise PretrainedError(
@@ -142,6 +145,8 @@ def load(
 
         def read(path, leaf, placement=None):
             layout = layouts.get(_name(path))
+            if _name(path) == _LIVE:
+                return jnp.array(stored.live, leaf.dtype, device=placement)
             if layout is None:
                 return jnp.zeros(leaf.shape, leaf.dtype, device=placement)
 
@@ -161,8 +166,13 @@ def load(
 def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) -> None:
     """Writes model.safetensors, or shards and their index, with parameters as `dtype`."""
     params = {}
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
+    live = np.asarray(model.blocks.mlp.live) if model.config.live_width else None
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
         layout = _layout(_name(path), leaf, _NAMES)
+        if live is not None and _name(path) in _SHUT:
+            is_live = np.arange(model.config.d_ff) < live[:, None]
+            is_live = is_live.reshape(*is_live.shape, *(leaf.ndim - 2) * [1])
+            leaf = np.where(is_live, np.asarray(leaf), np.zeros((), leaf.dtype))
         kept = leaf.dtype if _name(path) in _EIGHT_BITS | _SCALES else jnp.dtype(dtype)
         for i, name in enumerate(layout.names):
             params[name] = layout, leaf, i, kept

@@ -66,6 +66,33 @@ def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, changes, max_shard_
         assert sum(sizes) <= max_shard_bytes or len(sizes) == 1
 
 
+@pytest.mark.parametrize("changes", [{}, {"mlp_bias": True, "activation": "silu"}])
+def test_numbers_of_live_neurons_are_kept(tmp_path, changes):
+    model = make(live_width=True, **changes)
+    save_pretrained(tmp_path, model, ByteTokenizer())
+    loaded = from_pretrained(tmp_path)
+    assert loaded.config.live_width
+    live = model.blocks.mlp.live[...]
+    np.testing.assert_array_equal(loaded.blocks.mlp.live[...], live)
+    assert loaded.blocks.mlp.live[...].dtype == np.int32
+    tokens = np.arange(24).reshape(2, 12)
+    forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+    np.testing.assert_array_equal(forward(loaded, tokens), forward(model, tokens))
+
+    change_config(tmp_path, live_neurons="absent")  # a key that transformers does not know
+    as_llama = from_pretrained(tmp_path)
+    assert not as_llama.config.live_width
+    np.testing.assert_array_equal(forward(as_llama, tokens), forward(model, tokens))
+
+
+@pytest.mark.parametrize("numbers", [[3], [3, 25], [3, -1], [3, 2.0], 3, [True, 1]])
+def test_numbers_of_live_neurons_that_do_not_fit_are_named(saved, numbers):
+    _, directory = saved
+    change_config(directory, live_neurons=numbers)
+    with pytest.raises(PretrainedError, match=r"live_neurons must be 2 integers from 0 to 24, .*"):
+        from_pretrained(directory)
+
+
 def test_parameters_are_loaded_onto_a_mesh(saved):
     model, directory = saved
     mesh = sharding.make_mesh((2, 4), jax.devices("cpu")[:8])

@@ -60,6 +60,24 @@ def test_a_saved_model_is_read_bit_for_bit(tmp_path, projections):
     assert_same_parameters(from_pretrained(tmp_path, mesh=mesh), model)
 
 
+def test_numbers_of_live_neurons_are_kept(tmp_path):
+    model = make(live_width=True)
+    quantise_mlps(model)
+    save_pretrained(tmp_path, model, ByteTokenizer())
+    live = np.asarray(model.blocks.mlp.live[...])
+    loaded = from_pretrained(tmp_path)
+    np.testing.assert_array_equal(loaded.blocks.mlp.live[...], live)
+    tensors = stored(tmp_path / "model.safetensors")
+    for layer, number in enumerate(live):
+        gate = tensors[f"model.layers.{layer}.mlp.gate_proj.weight"].astype(np.float32)
+        np.testing.assert_array_equal(gate.any(axis=1), np.arange(len(gate)) < number)
+    tokens = np.arange(24).reshape(2, 12)
+    forward = nnx.jit(lambda model, tokens: model(tokens)[0])
+    np.testing.assert_array_equal(forward(loaded, tokens), forward(model, tokens))
+    rounded = language_model.in_compute_dtype(loaded)
+    assert rounded.blocks.mlp.live[...].dtype == np.int32
+
+
 def test_files_hold_values_and_scales_by_the_convention(tmp_path):
     model = make()
     exact = {name: np.asarray(getattr(model.blocks.mlp, name)[...]) for name in ("w_up", "w_down")}

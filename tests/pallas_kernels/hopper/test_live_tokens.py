@@ -1,0 +1,117 @@
+"""A number of live neurons in the kernels for few tokens, on memory that held NaN before."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper.device import token_columns
+from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.layouts.rectifiers import RELU
+from pallas_kernels.layouts.weights import Weights
+from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.hopper import test_token_product as tokens
+from tests.pallas_kernels.hopper.test_token_product import interpreted  # noqa: F401  # a fixture
+
+KERNELS = tokens.KERNELS
+AROUND_TILES = [0, 1, 63, 64, 65, 128, 200]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 192, 256), (64, 61, 1024, 256)])
+def test_gate_of_few_tokens(kernels, m, batch, d, h):
+    x, w = tokens.normal(m, d).astype(jnp.bfloat16), tokens.weight(jnp.bfloat16, 2, h, d)
+    for live in AROUND_TILES:
+        poisoned = w.copy()
+        poisoned[:, live:] = np.nan
+        function = functools.partial(gate_and_counts, kernels, batch=batch)
+        number = np.array([h, live], np.int32)
+        gate, counts = tokens.run(function, x, poisoned, tokens.LAYER, (), None, number)
+        (gate,) = tokens.wide(gate[:batch])
+        exact = np.maximum(tokens.wide(x)[0] @ tokens.wide(w[1])[0].T, 0)[:batch]
+        if live:
+            assert relative_error(gate[:, :live], exact[:, :live]) < ROUNDING
+        assert not gate[:, live:].any() and not np.signbit(gate[:, live:]).any()
+        np.testing.assert_array_equal(counts[1, :batch], 7 + np.count_nonzero(gate, axis=1))
+        assert (counts[0] == 7).all()
+
+
+def gate_and_counts(kernels, x, weight, layer, prefetch, norm, live, *, batch):
+    counts = jax.new_ref(jnp.full((2, len(x) + 1), 7, jnp.int32))
+    options = dict(batch=batch, norm=norm, prefetch=prefetch, live=live)
+    return kernels.gate(x, weight, layer, counts, **options), counts[...]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_gate_of_a_token_that_is_not_finite(kernels):
+    x, w = tokens.normal(8, 256).astype(jnp.bfloat16), tokens.weight(jnp.bfloat16, 2, 256, 256)
+    x[1, 3], x[2, 5] = np.inf, np.nan
+    stream = tokens.stream_of(x, np.ones(256, jnp.bfloat16))
+    function = functools.partial(gate_and_counts, kernels, batch=8)
+    norm, number = (stream.squares, tokens.EPS), np.array([256, 70], np.int32)
+    gate, _ = tokens.run(function, stream.scaled, w, tokens.LAYER, (), norm, number)
+    (gate,) = tokens.wide(gate)
+    assert np.isnan(gate[2, :70]).all() and not gate[:, 70:].any()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("act", [RELU, None], ids=["relu", "silu"])
+def test_dense_hidden_activation(kernels, act):
+    stream, weights, hidden = draw_hidden(kernels, 24, 256, 256, act)
+    whole = wide(tokens.run(hidden, stream, weights, tokens.LAYER))
+    for live in AROUND_TILES:
+        out = wide(tokens.run(hidden_of_live(hidden), stream, weights, tokens.LAYER, of(live)))
+        np.testing.assert_array_equal(out[:, :live], whole[:, :live])
+        assert not out[:, live:].any()
+
+
+# In the second case the last tile is left out.
+@pytest.mark.parametrize("live", [70, 64, 0])
+def test_dense_hidden_activation_in_the_interpreter(interpreted, live, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(token_columns, "are_before", columns_before)
+    monkeypatch.setattr(token_columns, "zeros", lambda count: jnp.zeros(16 * count))
+    stream, weights, hidden = draw_hidden(HOPPER, 8, 256, 128, RELU)
+    *_, reference = draw_hidden(REFERENCE, 8, 256, 128, RELU)
+    operands = stream, weights, jnp.asarray(tokens.LAYER), jnp.asarray([128, live], jnp.int32)
+    with interpreted():
+        out = wide(hidden_of_live(hidden)(*operands))
+    expected = wide(hidden_of_live(reference)(*operands))
+    if live:
+        assert relative_error(out, expected) < 2 * ROUNDING
+    assert not out[:, live:].any()
+
+
+def columns_before(end, first, count):
+    return jnp.tile(first + jnp.arange(16) < end, count)
+
+
+def draw_hidden(kernels, m, d, h, act):
+    x, scale = tokens.normal(m, d).astype(jnp.bfloat16), tokens.normal(d).astype(jnp.bfloat16)
+    weights = tuple(tokens.weight(jnp.bfloat16, 2, h, d) for _ in range(2))
+    hidden = functools.partial(kernels.dense_hidden, eps=tokens.EPS, rectifier=act)
+    return tokens.stream_of(x, scale), weights, hidden
+
+
+def hidden_of_live(hidden):
+    return lambda stream, weights, layer, live: hidden(stream, weights, layer, live=live)
+
+
+def of(live):
+    """The number for the second of two layers."""
+    return np.array([256, live], np.int32)
+
+
+def wide(array):
+    return np.asarray(array, np.float32)
+
+
+def test_lowers_without_a_gpu(lower):
+    shape, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
+    one, layers = shape((1,), jnp.int32), shape((3,), jnp.int32)
+    few, w = shape((8, 2048), bf16), shape((5632, 2048), bf16)
+    assert "token_gate" in lower(HOPPER.few_tokens_ffn, few, Weights(w, w, w, one))
+    stream, w = tokens.Stream(few, few, shape((8, 128), jnp.float32)), shape((3, *w.shape), bf16)
+    hidden = functools.partial(HOPPER.dense_hidden, eps=tokens.EPS, rectifier=RELU)
+    assert "token_hidden_dense" in lower(hidden_of_live(hidden), stream, (w, w), one, layers)
