@@ -43,7 +43,7 @@ def run(workspace, *arguments, **options):
 def records(run_dir):
     """Lines of metrics.jsonl, without what depends on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = {"tokens_per_second", "flops_utilisation", "joules_per_token"}
+    timed = {"tokens_per_second", "flops_utilisation", "joules_per_token", "seconds", "joules"}
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
 _OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
 _OF_STEPS = {"ce", "l1", "tokens_per_second"}
-_MAY_BE_NULL = {"flops_utilisation", "joules_per_token"}
+_MAY_BE_NULL = {"flops_utilisation", "joules_per_token", "seconds", "joules"}
 
 
 class NonFiniteLoss(RuntimeError):
@@ -42,18 +42,23 @@ class Log:
       step: the step at which the run starts or continues.
       sinks: the names of those in `sinks.SINKS` that get every number too.
 
+    Attributes:
+      last: the last record at the start; None without one, and in the other processes.
+
     Raises:
       ConfigError: see `open_sinks`, or the file is broken.
     """
 
     def __init__(self, path: Path, step: int, sinks: Iterable[str] = ()) -> None:
         self._file, self._sinks = None, list[Sink]()
+        self.last: dict[str, Any] | None = None
         if jax.process_index() > 0:
             return
         self._sinks = open_sinks(sinks, path.parent, step)
         kept = [record for record in read(path) if record["step"] <= step]
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
+        self.last = kept[-1] if kept else None
 
     def __enter__(self) -> "Log":
         return self
@@ -124,7 +129,8 @@ class Recorder:
 
     Args:
       config: the run.
-      log: receives every `log_every`-th record and all evaluations.
+      log: receives every `log_every`-th record and all evaluations, with the run's totals of
+        seconds and joules (`pace.Meter`).
       show: called with each record and whether it is logged.
       checkpoints: for the error message, which names the last good one.
     """
@@ -142,6 +148,7 @@ class Recorder:
         self._clock: tuple[int, float, float | None] | None = None  # a step, when it ended, joules
         self._tokens_per_second = 0.0
         self._joules_per_token: float | None = None
+        self._meter = pace.Meter(log.last)
         self._has_warned = False
 
     def add(self, step: int, measured: StepMetrics, plan: GradientPlan | None = None) -> None:
@@ -168,7 +175,8 @@ class Recorder:
         """
         self._clock = None  # the time for evaluating does not count
         self._require_finite(step, updates=step, held_out_ce=held_out_ce)
-        self._log.write({"step": step, "held_out_ce": held_out_ce, "unigram_ce": unigram_ce})
+        found = {"held_out_ce": held_out_ce, "unigram_ce": unigram_ce}
+        self._log.write({"step": step, **found, **self._meter.totals()})
 
     def flush(self) -> None:
         """Waits for the last step added; checks, shows and logs what it measured.
@@ -194,7 +202,7 @@ class Recorder:
         record |= self._measured_pace(step, logged)
         self._show(record, logged)
         if logged:
-            self._log.write(record)
+            self._log.write(record | self._meter.totals())
 
     def _warn_if_out_of_reach(self, record: dict[str, Any]) -> None:
         """Warns once that a sparsity target cannot be reached."""

@@ -2,7 +2,8 @@
 
 import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -63,7 +64,38 @@ def joules(devices: Sequence[jax.Device] | None = None) -> float | None:
 
 def joules_per_token(used: float, tokens: int) -> float:
     """From what `joules` says that a step used, and the tokens of all processes."""
-    return used * jax.device_count() / (tokens * jax.local_device_count())
+    return _of_all(used) / tokens
+
+
+def _of_all(used: float) -> float:
+    """What the devices of all processes used, if those of this one did so."""
+    return used * jax.device_count() / jax.local_device_count()
+
+
+class Meter:
+    """Adds up what a run has taken, over all the times that it was continued.
+
+    It counts from its creation, before the first step, so pauses to compile, evaluate and save
+    count. What starting a process takes does not.
+
+    Args:
+      last: the last record of `metrics.jsonl` that stays, from whose totals it goes on; None for a
+        new run. What came after that record is repeated, and only the repetition counts.
+    """
+
+    def __init__(self, last: Mapping[str, Any] | None) -> None:
+        before = {"seconds": 0.0, "joules": 0.0} if last is None else last
+        self._before = before.get("seconds"), before.get("joules")
+        self._start = time.monotonic(), joules()
+
+    def totals(self) -> dict[str, float | None]:
+        """`seconds`, and `joules` of the devices of all processes; None for what is not known."""
+        (began, counted), (seconds, used), now = self._start, self._before, joules()
+        if seconds is not None:
+            seconds += time.monotonic() - began
+        if used is None or counted is None or now is None:
+            return {"seconds": seconds, "joules": None}
+        return {"seconds": seconds, "joules": used + _of_all(now - counted)}
 
 
 @functools.cache

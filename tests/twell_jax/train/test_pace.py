@@ -101,6 +101,25 @@ def test_records_have_energy_and_utilisation_where_they_are_known(tmp_path, monk
     assert [record["flops_utilisation"] for record in steps] == 3 * [None]  # on a CPU
 
 
+@pytest.mark.parametrize(
+    ("last", "seconds", "joules"),
+    [
+        (None, 7.0, 4200.0),
+        ({"step": 3, "seconds": 90.0, "joules": 1000.0}, 97.0, 5200.0),
+        ({"step": 3, "seconds": 90.0, "joules": None}, 97.0, None),  # begun without a counter
+        ({"step": 3}, None, None),  # by a version that did not count
+    ],
+)
+def test_totals_go_on_from_the_last_record(monkeypatch, last, seconds, joules):
+    now = {"s": 50.0}
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now["s"])
+    monkeypatch.setattr(pace, "joules", lambda: 300 * now["s"])
+    devices(monkeypatch, "NVIDIA H200", 8, local=range(4))  # half of the devices
+    meter = pace.Meter(last)
+    now["s"] += 7
+    assert meter.totals() == {"seconds": seconds, "joules": joules}
+
+
 def steps(*rows):
     """Records of steps from their tokens per second and numbers of sparse layers, of four."""
     return [
