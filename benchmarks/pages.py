@@ -38,6 +38,16 @@ def _common_settings(rows: list[Row]) -> str:
     return f"All variants: `{' '.join(shared)}`." if shared else ""
 
 
+def _equal_ce(rows: list[Row]) -> str:
+    if "equal_ce" not in rows[0]:
+        return "Not all runs are there yet, so nothing is compared."
+    first = rows[0]
+    at = f"{first['equal_seconds']:.0f} s"
+    if "equal_joules" in first:
+        at += f", the equal energy {first['equal_joules'] / 1e3:.1f} kJ"
+    return f"The equal CE is {first['equal_ce']:.4f}, the equal time {at}."
+
+
 TABLES: dict[str, Table] = {
     "ffn": Table(
         title="Feed-forward block, forward",
@@ -169,6 +179,38 @@ TABLES: dict[str, Table] = {
             "U by layer": lambda row: ", ".join(f"{share:.2f}" for share in row["union_by_layer"]),
         },
         notes=_common_settings,
+    ),
+    "wallclock": Table(
+        title="Training over time",
+        about="One model on the same text, in the same order, as a sparse run and as its dense "
+        'twins by XLA, through train.py: "sparse" has L1 and sparse gradients, "relu" and "silu" '
+        "have neither. Every run starts with nothing compiled and is stopped at about the same "
+        "time. Seconds and the GPU's own count of energy include all pauses, to compile and to "
+        "evaluate, but not loading the text. The last columns compare the runs at the time at "
+        "which the first of them was last evaluated, and say when each reached the lowest "
+        "held-out CE that all reached; in brackets how many times sooner, or with how many times "
+        "less energy, than the first row.",
+        columns={
+            "run": number("variant", "{}"),
+            "seconds": number("seconds", "{:.0f}"),
+            "steps": number("steps", "{:,}"),
+            "tokens/s, with pauses": lambda row: f"{row['tokens'] / row['seconds']:,.0f}",
+            "tokens/s at the end": lambda row: f"{row['logged']['tokens_per_second'][-1]:,.0f}",
+            "last nnz": lambda row: f"{row['logged']['nnz'][-1]:.1f}",
+            "layers with sparse gradients": lambda row: f"{row['logged']['sparse_layers'][-1]}",
+            "mJ/token": lambda row: f"{1e3 * row['joules'] / row['tokens']:.2f}",
+            "last held-out CE": lambda row: f"{row['evaluated']['held_out_ce'][-1]:.4f}",
+            "at equal time": number("ce_at_equal_seconds", "{:.4f}"),
+            "at equal energy": number("ce_at_equal_joules", "{:.4f}"),
+            "s to equal CE": lambda row: (
+                f"{row['seconds_to_equal_ce']:.0f} ({row['seconds_gain']:.2f}x)"
+            ),
+            "kJ to equal CE": lambda row: (
+                f"{row['joules_to_equal_ce'] / 1e3:.1f} ({row['joules_gain']:.2f}x)"
+            ),
+        },
+        notes=_equal_ce,
+        plots={"": plots.wallclock},
     ),
     "training": Table(
         title="Whole training steps",

@@ -1,4 +1,4 @@
-"""Plots records: the block's speed-up, and the losses of a run computed in several ways."""
+"""Plots records: the block's speed-up, losses of one run computed in several ways, time."""
 
 from typing import Any
 
@@ -58,6 +58,38 @@ def losses(figure: Figure, record: dict[str, Any]) -> None:
     dense = record["rows"][0]["variant"]
     difference.set_ylabel(f"minus {dense!r}, mean of {record['window']} logged steps")
     sparse.set(xlabel="step", ylabel="sparse\ngradients (%)", ylim=(-5, 105))
+
+
+def wallclock(figure: Figure, record: dict[str, Any]) -> None:
+    """Held-out cross-entropy over time and energy, and the pace over time, pauses and all."""
+    rows = record["rows"]
+    clocks = {"seconds": 1, "joules": 1e-3}
+    known = [clock for clock in clocks if all(clock in row["evaluated"] for row in rows)]
+    figure.set_size_inches(7, 7)
+    panels = figure.subplot_mosaic([known, ["pace"] * len(known)], height_ratios=(2, 1))
+    for row in rows:
+        evaluated, logged = row["evaluated"], row["logged"]
+        for clock in known:
+            at = clocks[clock] * np.array(evaluated[clock])
+            panels[clock].plot(at, evaluated["held_out_ce"], "o-", ms=3, lw=1, label=row["variant"])
+        steps = np.diff([0, *logged["step"]])
+        tokens = steps * row["tokens"] / row["steps"]
+        rates = tokens / np.diff([0, *logged["seconds"]])
+        panels["pace"].step(logged["seconds"], rates / 1e3, lw=1)
+    for clock in known:
+        if "equal_ce" in rows[0]:
+            panels[clock].axhline(rows[0]["equal_ce"], color="gray", lw=1, ls="--")
+        # The first evaluations are far above the others, which shall be told apart.
+        later = [ce for row in rows for ce in row["evaluated"]["held_out_ce"][1:]]
+        panels[clock].set(xlim=(0, None), ylim=(None, 1.02 * max(later) if later else None))
+    panels["seconds"].set(xlabel="seconds of training", ylabel="held-out CE (nats/token)")
+    if "joules" in known:
+        panels["joules"].set(xlabel="energy of the GPU (kJ)")
+    panels["pace"].set(xlabel="seconds of training", ylabel="1000 tokens/s, with pauses")
+    panels["pace"].set(xlim=(0, None), ylim=(0, None))
+    panels["seconds"].set_title(f"{record['device']}, {record['date']}", loc="left")
+    handles, labels = panels["seconds"].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
 
 
 def sparse_share(row: Row) -> np.ndarray:

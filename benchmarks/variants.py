@@ -1,13 +1,21 @@
 """Trains variants of a configuration one after the other, by the same commands as users."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+from benchmarks import record
 from twell_jax import config as config_lib
+from twell_jax.config import ConfigError
+from twell_jax.train import metrics
+from twell_jax.train.run_directory import RunPaths
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def leave_memory() -> None:
@@ -15,19 +23,80 @@ def leave_memory() -> None:
     os.environ[_PREALLOCATE] = "false"
 
 
+def settings(config: Path, overrides: list[str]) -> dict[str, Any]:
+    """The settings that all variants share, by dotted key, without the directories."""
+    loaded = config_lib.load(config, overrides)
+    tree = loaded.model_dump(mode="json", exclude={"run_dir": True, "data": {"cache_dir"}})
+    return {
+        f"{section}.{key}" if key else section: value
+        for section, values in tree.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+
+
+def rows_so_far(
+    today: Path, resume: Path | None, base: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The rows with which a record starts, by variant: those of another record, and its own.
+
+    Args:
+      today: the record, if it is there already.
+      resume: a record of another day.
+      base: the settings of now, to compare with those of the records.
+      defaults: the same without overrides, for keys that are newer than a record.
+
+    Raises:
+      ConfigError: a record was measured on another device, or with other settings.
+      OSError: `resume` cannot be read.
+    """
+    paths = [resume] if resume else []
+    paths += [today] if today.exists() else []
+    return {k: row for path in paths for k, row in _rows(path, base, defaults).items()}
+
+
+def _rows(path: Path, base: dict[str, Any], defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    content = json.loads(path.read_text())
+    if content["device"] != record.device():
+        raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
+    for key, now in base.items():
+        if (before := content.get("base", {}).get(key, defaults[key])) != now:
+            raise ConfigError(
+                f"{key}: {path} was measured with {before!r}, now {now!r}; "
+                "give the old value, or start anew in another --out"
+            )
+    return {row["variant"]: row for row in content["rows"]}
+
+
 def train(
-    config: Path, overrides: list[str], variant: str, changes: list[str]
+    config: Path,
+    overrides: list[str],
+    variant: str,
+    changes: list[str],
+    *,
+    seconds: float | None = None,
 ) -> tuple[Path, list[str]]:
-    """Trains a variant to its end in a directory of its own, or continues it there.
+    """Trains a variant in a directory of its own, or continues it there.
+
+    Args:
+      config: the configuration of all variants.
+      overrides: those of all variants.
+      variant: its name, which names the directory, too.
+      changes: the variant's own overrides.
+      seconds: stops the run once `metrics.jsonl` counts so many. Such a run compiles everything
+        itself, so that its pauses are those of a person's first run. None trains to the end.
 
     Returns:
       The directory, which is inside the configuration's `run_dir`, and all overrides.
     """
     directory = Path(config_lib.load(config, overrides).run_dir)
     run_dir = directory / variant.replace(", ", "-").replace(" ", "-")
-    settings = [*overrides, *changes, f"run_dir={run_dir}"]
-    run("-m", "twell_jax.train", str(config), *settings, run_dir=run_dir)
-    return run_dir, settings
+    given = [*overrides, *changes, f"run_dir={run_dir}"]
+    command = "-m", "twell_jax.train", str(config), *given
+    if seconds is None:
+        run(*command, run_dir=run_dir)
+    else:
+        _run_for(seconds, *command, run_dir=run_dir)
+    return run_dir, given
 
 
 def run(*command: str, run_dir: Path) -> None:
@@ -36,8 +105,39 @@ def run(*command: str, run_dir: Path) -> None:
     Raises:
       subprocess.CalledProcessError: the command failed.
     """
-    environment = {k: v for k, v in os.environ.items() if k != _PREALLOCATE}
+    environment = _environment()
     # Most variants, and all their evaluations, run the same programs; a cache compiles them once.
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(run_dir.parent / "compiled"))
+    environment.setdefault(_CACHE, str(run_dir.parent / "compiled"))
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     subprocess.run([sys.executable, *command], check=True, env=environment)
+
+
+def _run_for(seconds: float, *command: str, run_dir: Path) -> None:
+    """Runs `python COMMAND` until it ends, or stops it once it has trained for so long.
+
+    Raises:
+      subprocess.CalledProcessError: the command failed.
+    """
+    if _trained_for(run_dir) >= seconds:
+        return
+    environment = _environment()
+    environment.pop(_CACHE, None)
+    with subprocess.Popen([sys.executable, *command], env=environment) as process:
+        while process.poll() is None:
+            if _trained_for(run_dir) >= seconds:
+                process.terminate()  # train.py then saves and ends with status 0
+                process.wait()
+            else:
+                time.sleep(0.5)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _trained_for(run_dir: Path) -> float:
+    """The seconds that a run counts in its metrics, pauses included; 0 before its first record."""
+    records = metrics.read(RunPaths(run_dir).metrics)
+    return records[-1]["seconds"] if records else 0.0
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != _PREALLOCATE}

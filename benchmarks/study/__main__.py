@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks import record, variants
-from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.train.run_directory import RunPaths
 
@@ -47,11 +46,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     variants.leave_memory()
-    today, rows = record.path_of_today("study", args.out), {}
+    today = record.path_of_today("study", args.out)
     try:
-        base = base_settings(args.overrides)
-        for path in (args.resume, today if today.exists() else None):
-            rows |= rows_of(path, base) if path else {}
+        base, defaults = (variants.settings(BASE, given) for given in (args.overrides, []))
+        rows = variants.rows_so_far(today, args.resume, base, defaults)
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     for name in args.only:
@@ -59,36 +57,6 @@ def main() -> None:
             rows[name] = measure(name, args.overrides)
             record.write("study", list(rows.values()), today, base=base)
             print(today, flush=True)
-
-
-def base_settings(overrides: list[str]) -> dict[str, Any]:
-    """The settings that all variants share, by dotted key, without the directories."""
-    config = config_lib.load(BASE, overrides)
-    tree = config.model_dump(mode="json", exclude={"run_dir": True, "data": {"cache_dir"}})
-    return {
-        f"{section}.{key}" if key else section: value
-        for section, values in tree.items()
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-    }
-
-
-def rows_of(path: Path, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a record, by variant.
-
-    Raises:
-      ConfigError: the record was measured on another device, or with other settings.
-    """
-    content = json.loads(path.read_text())
-    defaults = base_settings([])  # for keys that are newer than the record
-    if content["device"] != record.device():
-        raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
-    for key, now in base.items():
-        if (before := content.get("base", {}).get(key, defaults[key])) != now:
-            raise ConfigError(
-                f"{key}: {path} was measured with {before!r}, now {now!r}; "
-                "give the old value, or start anew in another --out"
-            )
-    return {row["variant"]: row for row in content["rows"]}
 
 
 def measure(name: str, overrides: list[str]) -> dict[str, Any]:

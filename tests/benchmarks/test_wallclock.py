@@ -1,0 +1,189 @@
+"""benchmarks.wallclock: three runs of one configuration on the same tokens, compared over time."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks import render, variants, wallclock
+from benchmarks.pages import TABLES
+from tests.commands import call
+from tests.small_run import SETTINGS
+from twell_jax import config as config_lib
+from twell_jax import data
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The first run goes to its end, in this process; to save time the others leave the same."""
+    trained = []
+
+    class Ended:
+        def __init__(self, command, env):
+            assert variants._CACHE not in env
+            run_dir = Path(command[-1].removeprefix("run_dir="))
+            if trained:
+                shutil.copytree(trained[0], run_dir)
+            else:
+                process = call(*command[1:])
+                assert process.returncode == 0, process.stderr
+            trained.append(run_dir)
+            self.returncode = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def poll(self):
+            return self.returncode
+
+    monkeypatch.setenv(variants._CACHE, "of the person who measures")
+    monkeypatch.setattr(variants, "subprocess", SimpleNamespace(Popen=Ended))
+
+
+def a_row(name, ce, seconds, joules, unigram_ce=6.5):
+    evaluated = {"step": [4, 8, 12], "held_out_ce": ce, "seconds": seconds, "joules": joules}
+    logged = {
+        "step": [6, 12], "seconds": [seconds[0], seconds[-1]], "ce": [3.0, 2.0],
+        "tokens_per_second": [50.0, 60.0], "nnz": [9.0, 5.25], "sparse_layers": [0, 2],
+    }  # fmt: skip
+    totals = {"steps": 12, "tokens": 1200, "seconds": seconds[-1], "joules": joules[-1]}
+    return {"variant": name, **totals, "unigram_ce": unigram_ce, "logged": logged,
+            "evaluated": evaluated}  # fmt: skip
+
+
+def three_rows(**changes):
+    return {
+        "sparse": a_row("sparse", [3.0, 2.0, 1.0], [10, 20, 30], [100, 200, 300], **changes),
+        "silu": a_row("silu", [4.0, 2.0, 1.5], [10, 30, 50], [200, 600, 1000]),
+        "relu": a_row("relu", [4.0, 1.5, 1.75], [20, 40, 60], [200, 500, 1000]),
+    }
+
+
+def test_runs_are_compared_at_equal_ce_and_at_equal_cost():
+    rows = wallclock.compare(three_rows())
+    assert [row["variant"] for row in rows] == ["silu", "relu", "sparse"]
+    assert all(row["equal_ce"] == 1.5 for row in rows)
+    # The sparse run falls from 2 to 1 between 20 and 30 s; relu rises again later.
+    assert [row["seconds_to_equal_ce"] for row in rows] == [50, 40, 25]
+    assert [row["seconds_gain"] for row in rows] == [1, 1.25, 2]
+    assert [row["joules_to_equal_ce"] for row in rows] == [1000, 500, 250]
+    assert all((row["equal_seconds"], row["equal_joules"]) == (30, 300) for row in rows)
+    assert [row["ce_at_equal_seconds"] for row in rows] == [2.0, 2.75, 1.0]
+    assert [row["ce_at_equal_joules"] for row in rows] == [3.5, pytest.approx(4 - 2.5 / 3), 1.0]
+    again = wallclock.compare({row["variant"]: row for row in rows})  # as read from a record
+    assert again == rows
+
+
+def test_what_is_missing_is_not_compared():
+    rows = three_rows()
+    for row in rows.values():
+        del row["joules"], row["evaluated"]["joules"]
+    compared = wallclock.compare(rows)
+    assert "seconds_gain" in compared[0] and "joules_gain" not in compared[0]
+    assert " kJ " not in TABLES["wallclock"].render(compared)
+    del rows["relu"]
+    compared = wallclock.compare(rows)
+    assert [row["variant"] for row in compared] == ["silu", "sparse"]
+    assert "equal_ce" not in compared[0]
+
+
+def test_runs_on_different_text_are_refused():
+    with pytest.raises(wallclock.ConfigError, match=r"different text.*silu 6.500000, .*sparse 6.4"):
+        wallclock.compare(three_rows(unigram_ce=6.4))
+
+
+def test_the_page_shows_clocks_and_gains(tmp_path, monkeypatch):
+    record = {"benchmark": "wallclock", "device": "abacus", "date": "today", "commit": None,
+              "versions": {"jax": "0"}, "rows": wallclock.compare(three_rows())}  # fmt: skip
+    path, out = tmp_path / "wallclock-abacus.json", tmp_path / "pages"
+    path.write_text(json.dumps(record))
+    monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(out)])
+    render.main()
+    text = (out / "wallclock.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert lines[1].startswith("| silu | 50 | 12 | 24 | 60 | 5.2 | 2 |")
+    assert lines[3].endswith("| 1.0000 | 1.0000 | 1.0000 | 25 (2.00x) | 0.2 (4.00x) |")
+    assert "The equal CE is 1.5000, the equal time 30 s, the equal energy 0.3 kJ." in text
+    assert (out / "wallclock-abacus.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_three_runs_see_the_same_tokens(text_settings):
+    seen = []
+    for changes in wallclock.RUNS.values():
+        config = config_lib.load(wallclock.BASE, [*SETTINGS, *text_settings, *changes,
+                                                  "data.tokenizer=byte"])  # fmt: skip
+        corpus = data.load(config)
+        batches = iter(corpus.train)
+        seen.append([*(next(batches)["tokens"] for _ in range(5)), corpus.held_out])
+        batches.close()
+    for others in zip(*seen, strict=True):
+        assert np.all([np.array_equal(others[0], other) for other in others[1:]])
+
+
+PROGRAM = """
+import json, signal, sys, time
+from pathlib import Path
+def stop(*_):
+    path.with_name("stopped").touch()
+    sys.exit(int(sys.argv[2]))
+signal.signal(signal.SIGTERM, stop)
+path = Path(sys.argv[1])
+for step in range(1, 400):
+    with path.open("a") as log:
+        log.write(json.dumps({"step": step, "seconds": 100.0 * step, "joules": None}) + "\\n")
+    time.sleep(0.1)
+"""
+
+
+def test_a_run_is_stopped_once_it_has_trained_for_so_long(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    variants._run_for(300, "-c", PROGRAM, str(path), "0", run_dir=tmp_path)
+    assert (tmp_path / "stopped").exists() and variants._trained_for(tmp_path) >= 300
+    trained = variants._trained_for(tmp_path)
+    variants._run_for(300, "-c", PROGRAM, str(path), "0", run_dir=tmp_path)  # has done so already
+    assert variants._trained_for(tmp_path) == trained
+    with pytest.raises(subprocess.CalledProcessError, match="status 7"):
+        variants._run_for(trained + 1, "-c", PROGRAM, str(path), "7", run_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_record_is_complete_once_all_runs_are_there(
+    tmp_path, monkeypatch, capsys, text_settings, reference_kernels, in_this_process
+):
+    small = [*SETTINGS, *text_settings, "data.tokenizer=byte", f"run_dir={tmp_path}/runs",
+             "log_every=1", "eval_every=2", "sparse_gradients_every=9"]  # fmt: skip
+
+    def run(*arguments):
+        out = ["--out", str(tmp_path), "--seconds", "900"]
+        monkeypatch.setattr("sys.argv", ["wallclock", *small, *out, *arguments])
+        wallclock.main()
+        (path,) = tmp_path.glob("wallclock-*.json")
+        return path, json.loads(path.read_text())
+
+    _, one = run("--run", "sparse")
+    assert not one["complete"] and "equal_ce" not in one["rows"][0]
+    path, content = run()
+    assert content["complete"] and content["base"]["seconds"] == 900
+    _, relu, sparse = content["rows"]
+    assert sparse["logged"] == one["rows"][0]["logged"]  # not trained again
+    assert [row["variant"] for row in content["rows"]] == ["silu", "relu", "sparse"]
+    for row in content["rows"]:
+        assert row["logged"]["step"] == [1, 2, 3] and row["evaluated"]["step"] == [2, 3]
+        assert row["tokens"] == 3 * 512 and "joules" not in row
+        clock = np.array(row["logged"]["seconds"])
+        assert clock[0] > 0 and np.all(np.diff(clock) > 0)
+        assert row["equal_seconds"] <= row["evaluated"]["seconds"][-1]
+    assert "l1_coefficient=0" in relu["settings"] and "l1_coefficient=0" not in sparse["settings"]
+    with pytest.raises(SystemExit, match=r"seconds: .* was measured with 900.0, now 30.0"):
+        run("--seconds", "30")
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["render", str(path)])
+    render.main()
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 3
