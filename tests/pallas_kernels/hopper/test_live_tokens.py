@@ -13,7 +13,9 @@ from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper import test_token_product as tokens
-from tests.pallas_kernels.hopper.test_token_product import interpreted  # noqa: F401  # a fixture
+from tests.pallas_kernels.hopper.test_token_product_interpreted import (
+    interpreted,  # noqa: F401  # a fixture
+)
 
 KERNELS = tokens.KERNELS
 AROUND_TILES = [0, 1, 63, 64, 65, 128, 200]

@@ -1,0 +1,164 @@
+"""Products of few tokens, and the dense block of them, in Pallas' interpreter."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import support, token_ffn
+from pallas_kernels.hopper.device import cluster, grid, open_gates, token_columns, warpgroup
+from pallas_kernels.hopper.frames import token_ring
+from pallas_kernels.kernels import HOPPER
+from pallas_kernels.layouts.weights import Weights
+from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.hopper.test_token_product import (
+    EPS,
+    LAYER,
+    add_ffn,
+    assert_consistent,
+    normal,
+    normed,
+    stream_of,
+    weight,
+    wide,
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch, capsys):
+    """`with interpreted():` runs products on the CPU and looks for races; pure JAX does what lanes
+    do."""
+    board, meeting = {}, threading.Barrier(4)
+
+    def exchange_columns(accs, block, parts_ref, _):
+        """Each block of a cluster gets 16 of the 64 columns of every block."""
+
+        def exchange(accs, block):
+            board[int(block)] = np.asarray(accs)
+            meeting.wait(timeout=60)  # all have sent
+            own = slice(16 * int(block), 16 * int(block) + 16)
+            parts = np.stack([board[sender][:, own] for sender in range(4)], axis=1)
+            meeting.wait(timeout=60)  # all have received
+            return np.swapaxes(parts, 2, 3).reshape(parts_ref.shape)
+
+        shape = jax.ShapeDtypeStruct(parts_ref.shape, jnp.float32)
+        parts_ref[...] = io_callback(exchange, shape, jnp.stack(accs), block)
+
+    def load(ref, first, tokens):
+        rows = jnp.broadcast_to(ref[...], (tokens, ref.shape[-1]))
+        return jax.lax.dynamic_slice_in_dim(rows, first, 16, 1).astype(jnp.float32).reshape(-1)
+
+    def store(ref, first, values):
+        ref[:, pl.ds(first, 16)] = values.astype(ref.dtype).reshape(-1, 16)
+
+    def inverse_rms(ref, columns, eps):
+        mean = jnp.sum(ref[...], axis=1) / columns
+        return jnp.repeat(jax.lax.rsqrt(mean + eps), 16)
+
+    def store_sums(ref, part, values):
+        ref[:, pl.ds(part, 1)] = jnp.sum(values.reshape(-1, 16), axis=1, keepdims=True)
+
+    for module, replaced in (
+        (
+            cluster,
+            {
+                "prepare": None,
+                "expect": None,
+                "exchange_columns": exchange_columns,
+                "wait_for_parts": None,
+            },
+        ),
+        (warpgroup, {"barrier": None}),
+        (support, {"sm_count": lambda: 132}),
+        (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
+        (
+            token_columns,
+            {
+                "load": load,
+                "store": store,
+                "inverse_rms": inverse_rms,
+                "store_sums": store_sums,
+                "add_parts": lambda ref: jnp.sum(ref[...], axis=0),
+            },
+        ),
+    ):
+        for name, function in replaced.items():
+            monkeypatch.setattr(module, name, function or (lambda *_: None))
+
+    def interpret(detect_races=True):
+        params = plgpu.InterpretGPUParams(detect_races=detect_races)
+        return plgpu.force_gpu_interpret_mode(params)
+
+    yield interpret
+    assert "RACE" not in capsys.readouterr().out
+
+
+# A ring that holds all stages, and one that is filled again.
+@pytest.mark.parametrize(("m", "k"), [(8, 256), (64, 1536)])
+def test_interpreted(interpreted, m, k):
+    x, scale = normal(m, k).astype(jnp.bfloat16), normal(1, k).astype(jnp.bfloat16)
+    stream, layer = stream_of(x, scale[0]), jnp.asarray(LAYER)
+    weights = tuple(weight(jnp.bfloat16, 2, k, n) for n in (64, 128))
+    exact = normed(x, scale)
+    with interpreted():
+        y = HOPPER.project(stream, weights, layer, k_axis=1, eps=EPS)
+    w = np.concatenate(wide(*(w[1] for w in weights)), axis=1)
+    assert relative_error(y, exact @ w) < 2 * ROUNDING
+
+    weights = tuple(weight(jnp.bfloat16, 2, 64, k) for _ in range(2))
+    with interpreted():
+        h = HOPPER.dense_hidden(stream, weights, layer, eps=EPS, rectifier=None)
+    g, up = (exact @ wide(w[1])[0].T for w in weights)
+    assert relative_error(h, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
+
+    residual, after = normal(m, 64).astype(jnp.bfloat16), normal(2, 64).astype(jnp.bfloat16)
+    w = weight(jnp.bfloat16, 2, k, 64)
+    with interpreted():
+        out = HOPPER.add_product(stream.x, w, layer, residual, after)
+    assert relative_error(out.x, wide(residual)[0] + wide(x)[0] @ wide(w[1])[0]) < ROUNDING
+    assert_consistent(out, after[1])
+
+
+# One cluster takes tiles of neurons or of columns one after the other; `meet` is no synchronisation
+# that the search for races knows.
+@pytest.mark.parametrize(("m", "gated", "d", "h"), [(8, True, 64, 128), (8, False, 192, 512)])
+def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
+    meeting = threading.Barrier(4)
+
+    def meet(arrived):
+        meeting.wait(timeout=60)
+        return np.int32(arrived)
+
+    def wait(arrivals, count):
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        arrivals[...] = io_callback(meet, shape, arrivals[...])  # keeps its place in the program
+
+    monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
+    monkeypatch.setattr(grid, "arrive", lambda _: None)
+    monkeypatch.setattr(grid, "wait", wait)
+    monkeypatch.setattr(open_gates, "load", lambda _: 0)
+    monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(False))
+    for name in ("_load_x", "_list"):
+        monkeypatch.setattr(token_ffn, name, lambda *_: jnp.int32(0))
+    monkeypatch.setattr(
+        token_ffn, "_sum_rows", lambda *_: (pl.ds(0, d // 4), jnp.zeros(d // 4), jnp.float32(0))
+    )
+    monkeypatch.setattr(token_ffn, "_wide", lambda ref: ref[...].astype(jnp.float32))
+    monkeypatch.setattr(token_columns, "store_total", lambda *_: None)
+
+    x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    gate = np.maximum(normal(m, h), 0).astype(jnp.bfloat16)
+    stream, counts = stream_of(x, after[0]), np.zeros((2, m + 1), np.int32)
+    used = weights if gated else Weights(None, weights.up, weights.down)
+    with interpreted(detect_races=not gated):
+        out = add_ffn(HOPPER, gate, stream, used, jnp.asarray(counts), after, batch=m)
+    up = normed(x, after[0]) @ wide(weights.up[1])[0].T if gated else 1.0
+    expected = wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0]
+    assert relative_error(out.x, expected) < 2 * ROUNDING
+    assert_consistent(out, after[1])
