@@ -313,8 +313,9 @@ class Block(nnx.Module):
         kind, room = ("sparse", gradients) if isinstance(gradients, float) else (gradients, None)
 
         def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
-            options = dict(gradients=kind, gradient_capacity=room, windows=windows)
-            return self.mlp(x, return_stats=True, **options)
+            return self.mlp(
+                x, return_stats=True, gradients=kind, gradient_capacity=room, windows=windows
+            )
 
         per_token = jax.vmap(jax.vmap(mlp))
         y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))
