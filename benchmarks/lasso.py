@@ -8,7 +8,6 @@ analyses them, by the commands that a user has; an interrupted variant continues
 repeat it: how far two seeds part is the measure for the differences.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", nargs="?", type=Path, default=BASE)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_intermixed_args()
+    args = variants.arguments(__doc__, BASE)
     variants.leave_memory()
     path = record.new_path("lasso", args.out)
     seed = config_lib.load(args.config, args.overrides).seed

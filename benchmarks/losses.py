@@ -8,7 +8,6 @@ that a user has; an interrupted variant continues. The variants differ in roundi
 training amplifies: how far two dense runs part is the measure for the others.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,7 @@ WINDOW = 10  # logged steps over which differences are averaged, so that no sing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", nargs="?", type=Path, default=BASE)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_intermixed_args()
+    args = variants.arguments(__doc__, BASE)
     variants.leave_memory()
     rows, path = [], record.new_path("losses", args.out)
     for name, changes in variants_of(config_lib.load(args.config, args.overrides)).items():

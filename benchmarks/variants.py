@@ -1,5 +1,6 @@
 """Trains variants of a configuration one after the other, by the same commands as users."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,6 +17,22 @@ from twell_jax.train.run_directory import RunPaths
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def arguments(description: str | None, base: Path) -> argparse.Namespace:
+    """The command line of a benchmark that trains variants: `config`, `overrides` and `out`.
+
+    Args:
+      description: what the benchmark does.
+      base: the configuration that is taken if none is given.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", type=Path, default=base)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    return parser.parse_intermixed_args()
 
 
 def leave_memory() -> None:
