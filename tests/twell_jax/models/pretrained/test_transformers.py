@@ -204,6 +204,8 @@ def test_the_tokenizer_is_loaded_by_transformers(tmp_path, kind, form):
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer.encode([TEXT])[0].tolist()
     assert peer(TEXT).input_ids == ids
+    special = tokenizer.encode([TEXT], special_tokens=True)[0].tolist()
+    assert peer(TEXT, split_special_tokens=False).input_ids == special != ids
     assert peer.decode(ids) == TEXT
     assert peer.eos_token_id == tokenizer.eot_id
     model_type = json.loads((tmp_path / "config.json").read_text())["model_type"]
