@@ -53,9 +53,15 @@ class Progress:
             f"nnz {nnz:.1f}",
             f"L1 {record['l1']:.2f}",
         ]
-        if "sparsity_target" in record:  # in place of the zeros, as the last ones may find no room
+        targets = []
+        if "sparsity_target" in record:
             measured.remove(f"nnz {nnz:.1f}")
-            measured[1] = f"nnz {nnz:.1f} -> {record['sparsity_target']:g}"
+            targets.append(f"nnz {nnz:.1f} -> {record['sparsity_target']:g}")
+        if "union_target" in record:
+            union = _mean(record["mean_union"])
+            targets.append(f"U {union:.1%} -> {record['union_target']:.1%}")
+        if targets:  # in place of the zeros, as the last ones may find no room
+            measured[1:2] = targets
             measured.append(f"L1 coefficient {record['l1_coefficient']:.2e}")
         if (utilisation := record["flops_utilisation"]) is not None:
             measured.append(f"MFU {utilisation:.0%}")
@@ -114,6 +120,8 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     }
     if "l1_multipliers" in record:
         columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)
+    if "mean_union" in record:
+        columns["U"] = (record["mean_union"], _mean, "{:.1%}".format)
     if "sparse_gradients" in record:
         columns["gradients"] = (_kinds_of_gradients(record), _share_of_sparse, str)
     if "union" in record:

@@ -36,8 +36,7 @@ class TrainState:
       params: the model's parameters.
       opt_state: moments and counters of the optimizer.
       idle_steps: int32 [layers, d_ff], number of steps since each neuron last fired.
-      control: of the L1 coefficient; None, which checkpoints do not hold, without a
-        `sparsity_target`.
+      control: of the L1 coefficient; None, which checkpoints do not hold, without a target.
     """
 
     step: jax.Array
@@ -64,7 +63,11 @@ class StepMetrics:
       overflow: float32 [layers], share of the calls in which dense gradients replaced sparse ones,
         from 0 to 1; see `FFNStats`.
       l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
-        without a `sparsity_target`.
+        without a target.
+      mean_union: float32 [layers], U: the share of neurons that 256 neighbouring tokens use between
+        them (`FFNStats.union`), mean over micro-batches and replicas. Each device has whole tiles,
+        so any mesh has the same ones; only of the tokens that may leave a union, each device has
+        a number of its own. None without a `union_target`.
       union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
         largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
         layers would compute them for nothing.
@@ -81,6 +84,7 @@ class StepMetrics:
     dead: jax.Array
     overflow: jax.Array
     l1_multipliers: jax.Array | None = None
+    mean_union: jax.Array | None = None
     union: jax.Array | None = None
     listed: jax.Array | None = None
     lasso: jax.Array | None = None
@@ -289,6 +293,9 @@ class Trainer:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
         params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
+        mean_union = None
+        if self._config.union_target is not None:
+            mean_union = jnp.mean(stats.union, axis=0)
         stats = _over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
         metrics = StepMetrics(
@@ -302,12 +309,14 @@ class Trainer:
             dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
             l1_multipliers=multipliers,
+            mean_union=mean_union,
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if self._config.sparse_gradients_every:
             metrics = replace(metrics, union=stats.union, listed=stats.listed)
         if control is not None:
-            control = update(control, stats.nnz, stats.l1, state.step, self._config)
+            measured = stats.nnz, mean_union, stats.l1
+            control = update(control, *measured, state.step, self._config)
         return TrainState(state.step + 1, params, opt_state, idle, control), metrics
 
     def _reinitialise(self, state: TrainState) -> TrainState:

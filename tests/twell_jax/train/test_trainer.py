@@ -222,7 +222,8 @@ def test_a_controller_weighs_the_layers_and_follows_their_means_over_all_devices
     np.testing.assert_allclose(measured.l1_multipliers, [0.5, 1.5], rtol=1e-5)
     norm = float(optax.tree.norm(grads))
     np.testing.assert_allclose(measured.grad_norm, norm, rtol=1e-5)
-    expected = update(control, stats.nnz, stats.l1, jnp.int32(0), settings(sparsity_target=2.0))
+    step, run = jnp.int32(0), settings(sparsity_target=2.0)
+    expected = update(control, stats.nnz, None, stats.l1, step, run)
     for found, of_reference in zip(*map(jax.tree.leaves, (state.control, expected)), strict=True):
         np.testing.assert_allclose(found, of_reference, rtol=1e-5)
 
