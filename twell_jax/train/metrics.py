@@ -18,7 +18,7 @@ from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.sinks import Sink, open_sinks
 from twell_jax.train.sparsity_control import out_of_reach
-from twell_jax.train.trainer import StepMetrics
+from twell_jax.train.state import StepMetrics
 
 log = logging.getLogger(__name__)
 

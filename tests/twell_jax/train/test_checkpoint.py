@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tests.seeds import rng
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
 from twell_jax.train.sparsity_control import SparsityControl
-from twell_jax.train.trainer import TrainState
+from twell_jax.train.state import TrainState
 
 
 def make_state(step, shape=(16, 8)):

@@ -10,7 +10,7 @@ from twell_jax.config import ConfigError
 from twell_jax.train import metrics, sparsity_control
 from twell_jax.train import progress as display
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.trainer import StepMetrics
+from twell_jax.train.state import StepMetrics
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.sparsity_control import update
-from twell_jax.train.trainer import Trainer, init_state
+from twell_jax.train.state import init_state
+from twell_jax.train.trainer import Trainer
 
 SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
 END = 60
