@@ -150,6 +150,25 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
             "write a larger micro_batch, or model.ffn_implementation=null",
         ),
         (
+            ["skip_dead_every=1"],
+            r"skip_dead_every: with 1 every step is at full width and .*; write 2 or more, or 0",
+        ),
+        (
+            ["skip_dead_every=5", "model.activation=silu"],
+            r"skip_dead_every: with model.activation=silu every neuron fires; write .*=relu, or "
+            "skip_dead_every=0",
+        ),
+        (
+            ["skip_dead_every=5", "model.live_width=true"],
+            r"skip_dead_every: the model has numbers .* \(model.live_width=true\); write "
+            "skip_dead_every=0",
+        ),
+        (
+            ["skip_dead_every=5", "dead_window_tokens=1000"],  # of 256 tokens a step
+            r"skip_dead_every: .* dead_window_tokens=1000 is dead, and must be looked at in these "
+            "4 steps, got 5; write a larger dead_window_tokens",
+        ),
+        (
             ["sparse_gradients_every=5", "model.ffn_implementation=xla"],
             r"sparse_gradients_every: .*model.ffn_implementation must be mosaic or null, got xla",
         ),

@@ -40,6 +40,12 @@ def doubts(config: Config) -> Iterator[str]:
             f"{config.sparsity_control_start} of {steps}, where l1_warmup and "
             "optimizer.warmup_steps end"
         )
+    wants_kernels = config.model.ffn_implementation == "mosaic" or config.sparse_gradients_every
+    if config.skip_dead_every and not (wants_kernels or config.model.ffn_gradients == "sparse"):
+        yield (
+            "skip_dead_every: gains nothing without kernels, which leave out neurons only if they "
+            "are asked for; write model.ffn_implementation=mosaic"
+        )
     if config.l1_coefficient and config.model.activation == "silu":
         yield (
             f"l1_coefficient: {config.l1_coefficient:g} makes activations of model.activation=silu "

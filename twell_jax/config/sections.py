@@ -197,6 +197,12 @@ class Config(Section):
     reinit_every: int = Field(
         0, ge=0, description="steps between re-initialisations of dead neurons' gates; 0: never"
     )
+    skip_dead_every: int = Field(
+        0,
+        ge=0,
+        description="steps from one at full width to the next; in those between, neurons that had "
+        "not fired for so many steps are skipped, which kernels leave out; 0: never",
+    )
     sparse_gradients_every: int = Field(
         0,
         ge=0,
@@ -248,6 +254,8 @@ class Config(Section):
                 f"model.ffn_gradients must be null, got {self.model.ffn_gradients}"
             )
         self._check_targets()
+        if self.skip_dead_every:
+            self._check_skipping()
         if self.lasso_share:
             self._check_lasso()
         start, end = self.l1_warmup
@@ -294,6 +302,30 @@ class Config(Section):
                 "model.ffn_implementation=null"
             )
 
+    def _check_skipping(self) -> None:
+        if self.skip_dead_every == 1:
+            raise ValueError(
+                "skip_dead_every: with 1 every step is at full width and skips nothing; write 2 or "
+                "more, or 0"
+            )
+        if self.model.activation == "silu":
+            raise ValueError(
+                "skip_dead_every: with model.activation=silu every neuron fires; write "
+                "model.activation=relu, or skip_dead_every=0"
+            )
+        if self.model.live_width:
+            raise ValueError(
+                "skip_dead_every: the model has numbers of live neurons of its own "
+                "(model.live_width=true); write skip_dead_every=0"
+            )
+        if self.skip_dead_every > self.dead_steps:
+            raise ValueError(
+                f"skip_dead_every: a neuron that has not fired for dead_window_tokens="
+                f"{self.dead_window_tokens} is dead, and must be looked at in these "
+                f"{self.dead_steps} steps, got {self.skip_dead_every}; write a larger "
+                "dead_window_tokens"
+            )
+
     def _check_lasso(self) -> None:
         wants_kernels = {
             "model.ffn_implementation": self.model.ffn_implementation == "mosaic",
@@ -320,6 +352,11 @@ class Config(Section):
         Before it, a model that barely learns does not show what the coefficient does.
         """
         return max(self.l1_warmup[1], self.optimizer.warmup_steps)
+
+    @property
+    def dead_steps(self) -> int:
+        """Number of steps that `dead_window_tokens` take."""
+        return -(-self.dead_window_tokens // self.batch_tokens)
 
     @property
     def batch_sequences(self) -> int:

@@ -84,6 +84,9 @@ def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int, target: float 
     axes.fill_between(at, nnz.min(1), nnz.max(1), alpha=0.2, lw=0, label="layers, range")
     label = f"layers, mean, last {last:.1f} ({1 - last / d_ff:.1%} zeros)"
     axes.plot(at, nnz.mean(1), label=label)
+    if "live" in steps[-1]:
+        live = _over_steps(steps, "live")[1].mean(1)
+        axes.plot(at, live, label=f"computed, mean, last {live[-1]:.0f}")
     if target is not None:
         axes.axhline(target, color=QUIET, lw=1, label=f"target {target:g}")
     scale_to_neurons(axes, "y", d_ff)

@@ -13,6 +13,7 @@ from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer
 from twell_jax.train.optimizer import make_optimizer, trained
+from twell_jax.train.skip_dead import Skipping, first_skipping
 from twell_jax.train.sparsity_control import SparsityControl, first_control
 
 
@@ -27,6 +28,7 @@ class TrainState:
       opt_state: moments and counters of the optimizer.
       idle_steps: int32 [layers, d_ff], number of steps since each neuron last fired.
       control: of the L1 coefficient; None, which checkpoints do not hold, without a target.
+      skipping: which neurons steps leave out; None likewise without `skip_dead_every`.
     """
 
     step: jax.Array
@@ -34,6 +36,7 @@ class TrainState:
     opt_state: optax.OptState
     idle_steps: jax.Array
     control: SparsityControl | None = None
+    skipping: Skipping | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +64,8 @@ class StepMetrics:
       union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
         largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
         layers would compute them for nothing.
+      live, missed: int32 [layers], number of neurons that the step computed, and of those that were
+        skipped before the last step at full width, but fired in it; None without `skip_dead_every`.
       lasso: float32 [], tile lasso of h, mean over layers; None without a `lasso_share`.
     """
 
@@ -77,6 +82,8 @@ class StepMetrics:
     mean_union: jax.Array | None = None
     union: jax.Array | None = None
     listed: jax.Array | None = None
+    live: jax.Array | None = None
+    missed: jax.Array | None = None
     lasso: jax.Array | None = None
 
 
@@ -86,7 +93,8 @@ def init_state(config: Config) -> TrainState:
     opt_state = make_optimizer(config.optimizer, config.steps).init(trained(params))
     idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
     step = jnp.zeros((), jnp.int32)
-    return TrainState(step, params, opt_state, idle, first_control(config))
+    control, skipping = first_control(config), first_skipping(config)
+    return TrainState(step, params, opt_state, idle, control, skipping)
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:

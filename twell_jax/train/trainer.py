@@ -19,6 +19,7 @@ from twell_jax.ffn import FFNStats, Windows
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import LayerGradients, graphdef
+from twell_jax.train import skip_dead
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.reinit import reinitialise
 from twell_jax.train.sparsity_control import update
@@ -49,6 +50,9 @@ class Trainer:
       init: () -> state.
       reinitialise: state -> state, with the gates of dead neurons drawn anew. It donates the given
         state.
+      sort_neurons: after a step at full width (`skip_dead.is_full_width`), state -> state, with the
+        neurons first that fired in it or in the `skip_dead_every` steps up to it. It donates the
+        given state.
       step: `step_with(None)`.
 
     Raises:
@@ -61,9 +65,11 @@ class Trainer:
         self._accumulation = config.accumulation_steps(mesh.size)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._learning_rate = learning_rate(config.optimizer, config.steps)
-        self._dead_steps = -(-config.dead_window_tokens // config.batch_tokens)
         self._document_end = document_end if config.data.mask_documents else None
         self._graph = graphdef(config.model)
+        if config.skip_dead_every:
+            model = config.model.model_copy(update={"live_width": True})
+            self._graph_with_live = graphdef(model)
 
         self.abstract_state = abstract_state(config, mesh)
         self.abstract_batch = jax.ShapeDtypeStruct(
@@ -83,6 +89,9 @@ class Trainer:
         )
         self.reinitialise: Callable[[TrainState], TrainState] = jax.jit(
             self._reinitialise, out_shardings=self._shardings, donate_argnums=0
+        )
+        self.sort_neurons: Callable[[TrainState], TrainState] = jax.jit(
+            self._sort_neurons, out_shardings=self._shardings, donate_argnums=0
         )
         self._sequence_ce = jax.jit(
             lambda params, tokens: jnp.mean(
@@ -162,7 +171,8 @@ class Trainer:
         ffn_gradients: ModelGradients | None = None,
         windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats]:
-        model = nnx.merge(self._graph, params)
+        skips = self._config.skip_dead_every and "live" in params["blocks"]["mlp"]
+        model = nnx.merge(self._graph_with_live if skips else self._graph, params)
         x, stats = model.hidden(
             tokens[:, :-1],
             document_end=self._document_end,
@@ -218,10 +228,14 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
     ) -> tuple[TrainState, StepMetrics]:
-        control, multipliers = state.control, None
+        control, skipping, multipliers = state.control, state.skipping, None
         if control is not None:
             l1_coefficient = l1_coefficient * jnp.exp(control.log_coefficient)
             multipliers = jnp.exp(control.log_multipliers)
+        params, live = state.params, None
+        if skipping is not None:
+            live = skip_dead.live_in(skipping, state.step, self._config)
+            params = skip_dead.with_live(params, live)
         # shard_map, because XLA would reduce gradients over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
@@ -230,7 +244,7 @@ class Trainer:
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(state.params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
+        )(params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
         before = trained(state.params)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
@@ -249,21 +263,27 @@ class Trainer:
             grad_norm=optax.tree.norm(grads),
             nnz=stats.nnz,
             max_nnz=stats.max_nnz,
-            dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
+            dead=jnp.mean(idle >= self._config.dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
             l1_multipliers=multipliers,
             mean_union=mean_union,
+            live=live,
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if self._config.sparse_gradients_every:
             metrics = replace(metrics, union=stats.union, listed=stats.listed)
+        if skipping is not None:
+            counted_in = stats.fired, state.idle_steps, state.step
+            skipping = skip_dead.counted(skipping, *counted_in, self._config)
+            metrics = replace(metrics, missed=skipping.missed)
         if control is not None:
             measured = stats.nnz, mean_union, stats.l1
             control = update(control, *measured, state.step, self._config)
-        return TrainState(state.step + 1, params, opt_state, idle, control), metrics
+        following = TrainState(state.step + 1, params, opt_state, idle, control, skipping)
+        return following, metrics
 
     def _reinitialise(self, state: TrainState) -> TrainState:
-        dead = state.idle_steps >= self._dead_steps
+        dead = state.idle_steps >= self._config.dead_steps
         params, opt_state = reinitialise(
             state.params,
             state.opt_state,
@@ -273,7 +293,22 @@ class Trainer:
             optimizer=self._optimizer,
         )
         idle = jnp.where(dead, 0, state.idle_steps)
-        return TrainState(state.step, params, opt_state, idle, state.control)
+        return replace(state, params=params, opt_state=opt_state, idle_steps=idle)
+
+    def _sort_neurons(self, state: TrainState) -> TrainState:
+        assert state.skipping is not None
+        idle = state.idle_steps
+        order, live = skip_dead.live_first(idle < self._config.skip_dead_every)
+        params, opt_state = skip_dead.sort_neurons(
+            state.params, state.opt_state, order, self._optimizer
+        )
+        return replace(
+            state,
+            params=params,
+            opt_state=opt_state,
+            idle_steps=jnp.take_along_axis(idle, order, axis=1),
+            skipping=replace(state.skipping, live=live),
+        )
 
 
 def lasso_windows(config: Config, step: jax.Array) -> Windows | None:

@@ -79,6 +79,11 @@ def test_a_target_of_u_stands_in_place_of_the_zeros_too():
     assert "CE 1.250  nnz 12.0 -> 16  U 45.0% -> 30.0%  12,345 tokens/s  dead 0.5%  L1" in line
 
 
+def test_skipped_and_missed_neurons_are_shown():
+    line = shown(100, terminal=False, live=[128, 256], missed=[0, 5], flops_utilisation=0.4)[1]
+    assert line == f"{WHOLE}  live 37.5%  missed 0.49%  MFU 40%"
+
+
 def test_on_a_terminal_an_evaluation_is_printed_above_the_bar():
     lines = shown(80, terminal=True)
     assert "step 20/400  ETA 0:19:00  held-out CE 1.500" in lines[:-1]
