@@ -225,3 +225,24 @@ def test_evaluation_is_at_full_width(trainer, skipped, at_full_width, batches):
     with jax.set_mesh(trainer.mesh):
         _, metrics = trainer.step(blind, trainer.put_batch(batches[0]), L1)
     assert not metrics.nnz.any() and abs(metrics.ce - ce) > 1e-3  # with no neuron
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", [None, "sparse"])
+def test_kernels_skip_the_same_neurons(gradients, dead):
+    changes = {"context": 64, "d_model": 128, "heads": 2, "dtype": "bfloat16"}
+    tokens = [seeds.rng().integers(0, 61, (16, 65)).astype(np.int32) for _ in range(EVERY + 1)]
+    found = []
+    for implementation in ("xla", "mosaic"):
+        model = MODEL | changes | {"ffn_implementation": implementation}
+        if implementation == "mosaic":
+            model |= {"ffn_gradients": gradients}
+        run = settings(**WIDE | {"model": model}, batch_tokens=16 * 64, skip_dead_every=EVERY)
+        trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices()[:1]))
+        found.append(train(trainer, tokens, dead)[1])
+    for xla, kernels in zip(*found, strict=True):
+        for name in ("ce", "l1", "nnz", "grad_norm"):
+            np.testing.assert_allclose(getattr(kernels, name), getattr(xla, name), rtol=1e-2)
+        np.testing.assert_array_equal(kernels.live, xla.live)
+        assert not kernels.missed.any()
+    assert (found[0][1].live < D_FF).all()
