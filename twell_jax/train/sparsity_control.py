@@ -94,7 +94,7 @@ def update(
     """The controller after a step.
 
     The coefficient is not raised, only lowered, until the warm-ups of the L1 coefficient and of the
-    learning rate have ended. If a statistic is not finite, nothing changes.
+    learning rate have ended. If a statistic is not finite or was not measured, nothing changes.
 
     Args:
       control: the controller before it.
@@ -110,8 +110,10 @@ def update(
     of_layers = {"sparsity_target": nnz}
     if union is not None:
         of_layers["union_target"] = union
-    now = jnp.stack([jnp.mean(of_layers[key]) for key in config.targets])
-    is_finite = jnp.all(jnp.isfinite(now)) & jnp.all(jnp.isfinite(nnz) & jnp.isfinite(l1))
+    found = jnp.stack([of_layers[key] for key in config.targets])
+    is_known = jnp.all(jnp.isfinite(found) & (found >= 0))  # `NOT_MEASURED` is below 0
+    is_known &= jnp.all(jnp.isfinite(nnz) & jnp.isfinite(l1))
+    now = jnp.mean(found, axis=1)
     now = jnp.clip(now, control.measured / _SPIKE, control.measured * _SPIKE)
     now = jnp.maximum(now, _DEAD * targets)
     smoothed = _moved(control.measured, now, _NOISE * horizon)
@@ -127,7 +129,7 @@ def update(
         smoothed,
         earlier,
     )
-    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), following, control)
+    return jax.tree.map(lambda new, old: jnp.where(is_known, new, old), following, control)
 
 
 def out_of_reach(
