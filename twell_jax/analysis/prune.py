@@ -10,7 +10,7 @@ from flax import nnx
 
 from twell_jax.analysis.activity import firing_patterns
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import LiveWidth, SparseMLP
+from twell_jax.ffn import BY_NEURON, LiveWidth, SparseMLP
 from twell_jax.ffn.quantised import EightBits
 from twell_jax.models import Transformer
 
@@ -72,7 +72,7 @@ def prune_dead(
     neurons = report.neurons
 
     def keep(path, weights):  # [layers, d_ff, d_model], or biases [layers, d_ff]
-        if path[0].key == "b_down":
+        if path[0].key not in BY_NEURON:
             return weights
         which = neurons if weights.ndim == 2 else neurons[:, :, None]
         return jnp.take_along_axis(weights, which, axis=1)
@@ -114,8 +114,8 @@ def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.n
     before = len(usage) if mlp.live is None else mlp.live[...]
     report = _most_used(usage[None], multiple, before)
     (neurons,) = report.neurons
-    for param in (mlp.w_gate, mlp.w_up, mlp.w_down, mlp.b_gate, mlp.b_up):
-        if param is not None:
+    for name in BY_NEURON:
+        if (param := getattr(mlp, name)) is not None:
             param.set_value(param[...][neurons])
     mlp.live = LiveWidth(jnp.int32(report.kept[0]))
     return neurons

@@ -22,7 +22,7 @@ from twell_jax.models.pretrained import save_pretrained
 from twell_jax.train import memory
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run, open_run
-from twell_jax.train.trainer import init_state
+from twell_jax.train.state import init_state
 
 MODEL = {
     "vocab_size": 257,
