@@ -271,14 +271,15 @@ def _select(
         unsupported = "the kernels take no Quantised weights"
     elif windows is not None:
         unsupported = "the kernels compute no lasso over windows"
+    here = max(1, tokens // partition.devices()[0])  # where they do not divide, XLA pads
     case = Case(
-        tokens=max(1, tokens // partition.devices()[0]),  # where they do not divide, XLA pads
+        tokens=here,
         neurons=neurons,
         gated=weights.gate is not None,
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
-        unmeasured=dispatch.unmeasured(activation, weights.live is not None),
+        unmeasured=dispatch.unmeasured(activation, weights.live is not None, here),
         has_live=weights.live is not None,
     )
     return dispatch.select(case, request)
