@@ -100,8 +100,10 @@ def test_reference(case, gated):
 
 
 # Jobs of whole tiles, or of half of them.
-@pytest.mark.parametrize(("few_tiles", "act"), [(0, RELU), (2, EVERYTHING)])
-@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[3], False)])
+@pytest.mark.parametrize(
+    ("case", "gated", "few_tiles", "act"),
+    [(CASES[1], True, 0, EVERYTHING), (CASES[1], True, 2, RELU), (CASES[3], False, 0, RELU)],
+)
 def test_interpreted(case, gated, few_tiles, act, interpreted, monkeypatch):
     monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
     operands, g = draw(*case, gated, jnp.bfloat16)
