@@ -49,6 +49,9 @@ class Quantised:
         return len(self.values)
 
 
+type Operand = jax.Array | Quantised
+
+
 def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
     """Rounds a weight to 8-bit floats.
 
@@ -91,6 +94,13 @@ def rounded(a: jax.Array, axis: int = -1) -> Quantised:
     return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
 
 
+def times(x: Operand, w: Operand) -> jax.Array:
+    """`x w^T` in float32 for `x: [M, D]` and `w: [H, D]`; both are `Quantised`, or neither."""
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return _scaled_sums(x, w, -1)
+    return jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def product(x: jax.Array, w: Quantised, axis: int) -> jax.Array:
     """x times a quantised matrix, with x quantised, too: a scale for each of its rows.
@@ -109,15 +119,18 @@ def product(x: jax.Array, w: Quantised, axis: int) -> jax.Array:
     Raises:
       ValueError: it is differentiated.
     """
-    q = rounded(x)
+    return _scaled_sums(rounded(x), w, axis).astype(x.dtype)
+
+
+def _scaled_sums(x, w, axis):
     sums = lax.dot_general(
-        q.values,
+        x.values,
         w.values,
         (((x.ndim - 1,), (axis % 2,)), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return (sums * q.scale * jnp.squeeze(w.scale, axis)).astype(x.dtype)
+    return sums * x.scale * jnp.squeeze(w.scale, axis)
 
 
 @product.defjvp

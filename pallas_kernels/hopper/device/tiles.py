@@ -6,8 +6,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2  # warpgroups that multiply, besides one that copies
 ACC_ROWS = 64  # rows of one consumer's accumulator
-STAGE_K = 64  # elements of the contracted axis in a stage: the 128 bytes of a swizzle
-TILED = (plgpu.TilingTransform((8, STAGE_K)), plgpu.SwizzleTransform(128))
+_SWIZZLE = 128  # bytes of the contracted axis in a stage
+
+
+def stage_k(dtype: jax.typing.DTypeLike) -> int:
+    """Elements of the contracted axis in a stage: 64 of 16 bits, or 128 of 8 bits."""
+    return _SWIZZLE // jnp.dtype(dtype).itemsize
+
+
+def tiled(dtype: jax.typing.DTypeLike) -> tuple:
+    """The transforms of operands of WGMMA in SMEM."""
+    return plgpu.TilingTransform((8, stage_k(dtype))), plgpu.SwizzleTransform(_SWIZZLE)
+
+
+STAGE_K = stage_k(jnp.bfloat16)
+TILED = tiled(jnp.bfloat16)
 
 
 def are_before(end: jax.Array, shape: tuple[int, int]) -> jax.Array:
