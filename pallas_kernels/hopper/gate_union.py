@@ -17,8 +17,8 @@ from pallas_kernels.hopper.device import union_relu
 from pallas_kernels.hopper.device.tiles import CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.hopper.frames.gate_matmul import GateConfig
-from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import Operand, Quantised
+from pallas_kernels.layouts import quantised, tile_union
+from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
@@ -60,14 +60,11 @@ def gate_union(
     support.check_tokens(x, w_gate)
     support.check_array("live", live, (1,), jnp.int32)
     m, h, dtype = x.shape[0], w_gate.shape[0], x.dtype if dtype is None else dtype
-    factors = None
-    if isinstance(x, Quantised) and isinstance(w_gate, Quantised):
-        factors = w_gate.scale[:, 0], x.scale[:, 0]
-        x, w_gate = x.values, w_gate.values
+    tokens, weight, scales = quantised.unscaled(x, w_gate)
     tiles = pl.cdiv(m, TILE_TOKENS)
     gate, masks, counts = gate_matmul.gate_matmul(
-        w_gate,
-        x,
+        weight,
+        tokens,
         functools.partial(_write_union, rectifier),
         out_type=(
             jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype),
@@ -79,7 +76,7 @@ def gate_union(
         ),
         config=_CONFIG,
         rows=live,
-        factors=factors,
+        scales=scales and scales[::-1],
     )
     if live is not None:  # what describes blocks that were not computed is unspecified
         masks = jnp.where(jnp.arange(0, h, 32) < live, masks, 0)

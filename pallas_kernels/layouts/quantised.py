@@ -50,6 +50,7 @@ class Quantised:
 
 
 type Operand = jax.Array | Quantised
+type Scales = tuple[jax.Array, jax.Array]
 
 
 def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
@@ -92,6 +93,19 @@ def rounded(a: jax.Array, axis: int = -1) -> Quantised:
     scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), _TINY), 1.0)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
+
+
+def unscaled[W: jax.Array | None](
+    x: Operand, w: W | Quantised
+) -> tuple[jax.Array, jax.Array | W, Scales | None]:
+    """What a kernel multiplies for `times`: two arrays, and the scales of the rows of each.
+
+    The scales are float32 `[M]` and `[H]`; None if neither is `Quantised`.
+    """
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return x.values, w.values, (x.scale[:, 0], w.scale[:, 0])
+    assert not isinstance(x, Quantised) and not isinstance(w, Quantised)
+    return x, w, None
 
 
 def times(x: Operand, w: Operand) -> jax.Array:

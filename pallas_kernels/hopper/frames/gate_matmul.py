@@ -19,10 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import scales, versions
+from pallas_kernels.hopper.device import versions
+from pallas_kernels.hopper.device.scales import of_columns, of_rows, padded
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, are_before, stage_k, tiled
 from pallas_kernels.hopper.frames import promote
 from pallas_kernels.hopper.support import sm_count
+from pallas_kernels.layouts.quantised import Scales
 
 ACC_COLUMNS = 256  # columns of one consumer's accumulator
 _BLOCK_ROWS = CONSUMERS * ACC_ROWS
@@ -55,7 +57,7 @@ def gate_matmul(
     scratch_types: dict[str, plgpu.SMEM],
     config: GateConfig,
     rows: jax.Array | None = None,
-    factors: tuple[jax.Array, jax.Array] | None = None,
+    scales: Scales | None = None,
 ):
     """Multiplies `a @ b^T` and gives the result to `epilogue`, 64 x 256 at a time.
 
@@ -73,7 +75,7 @@ def gate_matmul(
       rows: int32 `[1]`: only so many rows of `a`, the first, are multiplied, in whole blocks of
         128. In the last of them the other rows are 0 for `epilogue`, which is not called
         for further blocks. None: all.
-      factors: float32 `[rows]` and `[columns]`: the product is multiplied with those of its columns,
+      scales: float32 `[rows]` and `[columns]`: the product is multiplied with those of its columns,
         then with those of its rows. None: it is not.
 
     Returns:
@@ -85,8 +87,8 @@ def gate_matmul(
     stages = min(config.stages, d // step)
     blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(b.shape[0], ACC_COLUMNS)
     a, b = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, b))  # for the tiling below
-    if factors is not None:
-        factors = scales.padded(factors[0], _BLOCK_ROWS), scales.padded(factors[1], ACC_COLUMNS)
+    if scales is not None:
+        scales = padded(scales[0], _BLOCK_ROWS), padded(scales[1], ACC_COLUMNS)
     kernel = plgpu.kernel(
         functools.partial(_kernel, epilogue=epilogue, blocks=blocks, config=config),
         out_type=out_type,
@@ -107,7 +109,7 @@ def gate_matmul(
         **cost,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(rows, factors, a, b)
+    return kernel(rows, scales, a, b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ class _Blocks:
         return lax.rem(step, jnp.int32(self.stages))
 
 
-def _kernel(rows, factors, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+def _kernel(rows, scales, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
     limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
     if limit is not None:
         blocks = pl.cdiv(limit, _BLOCK_ROWS), blocks[1]
@@ -149,8 +151,9 @@ def _kernel(rows, factors, a_gmem, b_gmem, *outs, ring, scratch, epilogue, block
     is_first = warpgroup == 0
 
     def finish(acc, slab, tile):
-        if factors is not None:
-            acc = scales.multiplied(acc, *factors, slab * ACC_ROWS, tile * ACC_COLUMNS)
+        if scales is not None:
+            acc *= of_columns(scales[1], tile * ACC_COLUMNS, acc.shape)
+            acc *= of_rows(scales[0], slab * ACC_ROWS, acc.shape)
         if limit is not None:
             acc = jnp.where(are_before(limit - slab * ACC_ROWS, acc.shape), acc, 0)
         epilogue(acc, slab, tile, *outs, **scratch)
