@@ -4,6 +4,7 @@ A float8_e4m3fn holds 0, and from 2^-9 to 448 numbers with four significant bits
 So a matrix is stored as such values and float32 scales (Micikevicius et al., arXiv 2209.05433).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,6 +51,22 @@ class Quantised:
 
 
 type Operand = jax.Array | Quantised
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """x as the products with several weights take it, some of them `Quantised`.
+
+    Attributes:
+      exact: `[M, D]`; None if all weights are `Quantised`.
+      rounded: x in 8 bits, a scale for each token.
+    """
+
+    exact: jax.Array | None
+    rounded: Quantised
+
+
 type Scales = tuple[jax.Array, jax.Array]
 
 
@@ -93,6 +110,24 @@ def rounded(a: jax.Array, axis: int = -1) -> Quantised:
     scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), _TINY), 1.0)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
+
+
+def tokens(x: jax.Array, weights: Iterable[Operand]) -> jax.Array | Tokens:
+    """`x: [M, D]` as products with these weights take it, rounded once for all `Quantised` ones."""
+    are_quantised = [isinstance(w, Quantised) for w in weights]
+    if not any(are_quantised):
+        return x
+    return Tokens(None if all(are_quantised) else x, rounded(x))
+
+
+def for_product(x: jax.Array | Tokens, w: Operand) -> Operand:
+    """What of `tokens(x, ...)` a product with one of these weights takes."""
+    if not isinstance(x, Tokens):
+        return x
+    if isinstance(w, Quantised):
+        return x.rounded
+    assert x.exact is not None
+    return x.exact
 
 
 def unscaled[W: jax.Array | None](

@@ -79,6 +79,10 @@ def rows_in_jax(monkeypatch):
     def store_row(ref, row):
         ref[...] = row[: ref.shape[0]]
 
+    def copy_row(source_ref, target_ref):
+        target_ref[...] = source_ref[...]
+
+    monkeypatch.setattr(gather, "copy_row", copy_row)
     monkeypatch.setattr(gather, "load_row", load_row)
     monkeypatch.setattr(gather, "store_row", store_row)
     monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))

@@ -6,7 +6,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2  # warpgroups that multiply, besides one that copies
 ACC_ROWS = 64  # rows of one consumer's accumulator
-_SWIZZLE = 128  # bytes of the contracted axis in a stage
+_SWIZZLE = 128  # bytes of the contracted axis in a stage, at most
 
 
 def stage_k(dtype: jax.typing.DTypeLike) -> int:
@@ -14,9 +14,11 @@ def stage_k(dtype: jax.typing.DTypeLike) -> int:
     return _SWIZZLE // jnp.dtype(dtype).itemsize
 
 
-def tiled(dtype: jax.typing.DTypeLike) -> tuple:
-    """The transforms of operands of WGMMA in SMEM."""
-    return plgpu.TilingTransform((8, stage_k(dtype))), plgpu.SwizzleTransform(_SWIZZLE)
+def tiled(dtype: jax.typing.DTypeLike, columns: int | None = None) -> tuple:
+    """The transforms of operands of WGMMA in SMEM; a tile has so many columns, or 128 bytes."""
+    columns = stage_k(dtype) if columns is None else columns
+    swizzle = columns * jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
 STAGE_K = stage_k(jnp.bfloat16)

@@ -238,7 +238,7 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
 
         shape = ACC_ROWS, ACC_COLUMNS
         if promote.is_needed(ring["a"].dtype):
-            sums = lax.fori_loop(0, blocks.steps, add_stage, promote.zeros(shape))
+            sums = lax.fori_loop(0, blocks.steps, add_stage, promote.halves(ACC_COLUMNS))
             acc = promote.joined(sums)
         else:
             acc = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))

@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.device.tiles import ACC_ROWS
+
 EACH_STAGE = True  # otherwise the tensor cores sum up all stages
 _HALVES = 2
 
@@ -21,25 +23,31 @@ def is_needed(dtype: jax.typing.DTypeLike) -> bool:
     return EACH_STAGE and jnp.dtype(dtype).itemsize == 1
 
 
-def zeros(shape: tuple[int, int]) -> list[jax.Array]:
+def halves(columns: int) -> list[jax.Array]:
     """Sums of no stages, in two halves side by side; `joined` makes one array of them."""
-    half = jnp.zeros((shape[0], shape[1] // _HALVES), jnp.float32)
-    return [plgpu.layout_cast(half, plgpu.Layout.WGMMA) for _ in range(_HALVES)]
+    return [zeros(columns // _HALVES) for _ in range(_HALVES)]
+
+
+def zeros(columns: int) -> jax.Array:
+    """Zeros in the place of an accumulator."""
+    return plgpu.layout_cast(jnp.zeros((ACC_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def add_product(sums: list[jax.Array], a, b) -> list[jax.Array]:
     """`sums + a @ b^T` for a stage `a: [64, K]` and `b: [columns, K]` in SMEM."""
     width = b.shape[0] // _HALVES
+    return [total + product(a, b.at[pl.ds(half * width, width)]) for half, total in enumerate(sums)]
 
-    def part(half):
-        def multiply(acc):
-            plgpu.wgmma(acc, a, b.at[pl.ds(half * width, width)].T)
-            plgpu.wgmma_wait(0)
-            return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], width), jnp.float32))
+def product(a, b) -> jax.Array:
+    """`a @ b^T`, float32, for `a: [64, K]` and `b: [columns, K]` in SMEM."""
 
-    return [total + part(half) for half, total in enumerate(sums)]
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b.T)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def joined(sums: list[jax.Array]) -> jax.Array:

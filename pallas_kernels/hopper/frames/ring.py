@@ -205,7 +205,7 @@ class Ring:
             return sums
 
         used = jnp.where(is_needed, steps, 0)
-        sums = lax.fori_loop(0, used, add_stage, promote.zeros((ACC_ROWS, columns)))
+        sums = lax.fori_loop(0, used, add_stage, promote.halves(columns))
         self._skip(step + used, steps - used)
         return promote.joined(sums)
 

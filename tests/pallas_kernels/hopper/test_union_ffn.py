@@ -17,6 +17,7 @@ from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.eight_bits import in_float64
 from tests.pallas_kernels.planned import planned, pre_activations
 from tests.pallas_kernels.rectified import EVERYTHING, linear_of
 
@@ -54,12 +55,6 @@ def draw_8_bits(*case):
     (x, gate, w_up, w_down, plan), g = draw(*case, True, jnp.bfloat16)
     x, w_up = jax.device_get(jax.tree.map(rounded, (x, w_up)))
     return (x, gate, w_up, w_down, plan), g
-
-
-def in_float64(a):
-    if isinstance(a, Quantised):
-        return in_float64(a.values) * in_float64(a.scale)
-    return np.asarray(a, np.float64)
 
 
 def program(up, down):
