@@ -37,7 +37,8 @@ def gate_union(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `g = act(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
 
-    Sums in float32, rounds once and propagates NaN.
+    Sums in float32, those of 8-bit floats in fewer bits, as tensor cores do (docs/design/0029);
+    rounds once and propagates NaN.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.

@@ -101,8 +101,9 @@ def sparse_ffn(
     nothing asks for kernels, XLA maps calls of fewer than 1024 tokens.
 
     Returns:
-      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32. "xla"
-        rounds g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
+      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32, those of
+        8-bit operands by kernels in fewer bits (docs/design/0029-8-bit-weights.md). "xla" rounds
+        g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
 
     Raises:
       ValueError: shapes or dtypes do not agree, or an argument is out of its range.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.frames import gathered_matmul, promote
+from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.hopper.union_down import union_down
 from pallas_kernels.hopper.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
@@ -155,11 +155,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     assert text.count("@mosaic_gpu") == (3 if gated else 2)
 
 
-@pytest.mark.parametrize(
-    ("each_stage", "instruction"), [(True, "m64n128k32.f32.e4m3"), (False, "m64n256k32.f32.e4m3")]
-)
-def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_8_bits_lower_without_a_gpu(lower):
     m, d, h, tiles, i32 = 2000, 8192, 65536, 8, jnp.int32
     shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
     plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
@@ -168,11 +164,10 @@ def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch)
         for n in (m, h)
     )
     gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), jnp.float16)
-    assert instruction in lower(functools.partial(union_up), x, gate, w, plan)
+    assert "m64n256k32.f32.e4m3.e4m3" in lower(union_up, x, gate, w, plan)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("each_stage", [True, False])
 @pytest.mark.parametrize(
     "case",
     [
@@ -184,8 +179,7 @@ def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch)
         (300, 8192, 1408, 0.01),
     ],
 )
-def test_8_bits_on_the_gpu(case, each_stage, monkeypatch):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_8_bits_on_the_gpu(case):
     operands, g = draw_8_bits(*case)
     assert_matches(run(union_up, union_down, *operands), g, *operands)
 
