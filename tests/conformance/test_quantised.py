@@ -31,9 +31,12 @@ def draw_8_bits(m, d, h, chosen, *, gated=True):
 def in_wide(x, weights):
     """h and y in float64, without rounding but that of operands to 8 bits."""
 
+    # Quotients of XLA's are not exact on GPUs, where ties may go the other way.
+    with jax.default_device(jax.devices("cpu")[0]):
+        x_8_bits = rounded(jnp.asarray(x))
+
     def times(w):
-        is_8_bits = not isinstance(w, np.ndarray)
-        return in_float64(rounded(jnp.asarray(x)) if is_8_bits else x) @ in_float64(w).T
+        return in_float64(x if isinstance(w, np.ndarray) else x_8_bits) @ in_float64(w).T
 
     gate, up, down = weights
     h = np.maximum(times(up), 0) if gate is None else np.maximum(times(gate), 0) * times(up)
