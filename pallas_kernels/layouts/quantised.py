@@ -110,7 +110,9 @@ def rounded(a: jax.Array, axis: int = -1) -> Quantised:
     # GPUs decides ties (docs/design/0029).
     scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
+    values = (a.astype(jnp.float32) * (1 / scale)).astype(E4M3)
+    # With its "excess precision", XLA may leave out this conversion and one back.
+    return Quantised(lax.optimization_barrier(values), scale)
 
 
 def tokens(
