@@ -104,10 +104,13 @@ def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
 
 
 def rounded(a: jax.Array, axis: int = -1) -> Quantised:
-    """`quantise` without its checks, for `a: [..., D]`: rows with an inf or a NaN become NaN."""
+    """`quantise` without its checks, for `a: [..., D]`: rows with an inf or a NaN become NaN.
+
+    On GPUs XLA's reciprocals may be two units in the last place off. A number at the middle of two
+    values may then become the other one.
+    """
     largest = jnp.max(jnp.abs(a), axis=axis, keepdims=True).astype(jnp.float32)
-    # Products with reciprocals are cheap, and XLA rewrites quotients. Which reciprocal it takes on
-    # GPUs decides ties (docs/design/0029).
+    # Products with reciprocals are cheap, and XLA rewrites quotients.
     scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     values = (a.astype(jnp.float32) * (1 / scale)).astype(E4M3)
