@@ -31,7 +31,8 @@ from twell_jax.models import sharding
 from twell_jax.train import roofline
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.start import first_plan
-from twell_jax.train.trainer import ModelGradients, StepMetrics, Trainer
+from twell_jax.train.state import StepMetrics
+from twell_jax.train.trainer import ModelGradients, Trainer
 
 VARIANTS = {
     "xla, silu": ["model.ffn_implementation=xla", "model.activation=silu", "l1_coefficient=0"],

@@ -21,9 +21,9 @@ evaluate, draw plots. It leaves out what comes before: loading modules and token
 which only the first run does, and initial weights. Energy is the GPU's own counter.
 
 Overrides hold for all three runs, but those of L1 and sparse gradients (`l1_coefficient`,
-`sparsity_target`, `sparse_gradients_every`) for the sparse one alone. The text of wallclock.yaml is
-Python's standard library, of which such a run reads every token many times: name more with
-data.source=files and data.paths=[...].
+`sparsity_target`, `union_target`, `sparse_gradients_every`, `skip_dead_every`) for the sparse one
+alone. The text of wallclock.yaml is Python's standard library, of which such a run reads every
+token many times: name more with data.source=files and data.paths=[...].
 """
 
 import argparse
@@ -44,7 +44,9 @@ BASE = Path(__file__).with_suffix(".yaml")
 _DENSE = [
     "l1_coefficient=0",
     "sparsity_target=null",
+    "union_target=null",
     "sparse_gradients_every=0",
+    "skip_dead_every=0",
     "model.ffn_implementation=xla",
 ]
 # The others are compared with the first.

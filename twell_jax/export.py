@@ -1,4 +1,7 @@
-"""Writes a run for Hugging Face's transformers: python -m twell_jax.export RUN_DIR DIRECTORY"""
+"""Writes a run in Hugging Face's format: python -m twell_jax.export RUN_DIR DIRECTORY
+
+transformers loads it as a Llama, or as what the run is otherwise: see docs/huggingface.md.
+"""
 
 import argparse
 import sys
@@ -12,7 +15,9 @@ from twell_jax.train.run_directory import load_run
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", help="directory of a run, such as runs/tiny")
     parser.add_argument("directory", help="where to write; new or empty")
     parser.add_argument(

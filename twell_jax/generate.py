@@ -36,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--prompt", required=True, action="append", help="text to continue; may be repeated"
     )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="read special tokens that are written in a prompt, such as <|im_start|>, as tokens, "
+        "and add none: for prompts in the format of a chat",
+    )
     parser.add_argument("--max-tokens", type=at_least(0), default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--top-k", type=at_least(1), help="sample among the k most likely tokens")
@@ -66,7 +72,7 @@ def _check_length(model: Transformer, prompt: int, max_tokens: int, sequences: i
 def _print_continuations(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     lm = language_model.load(args.directory, args.implementation)
-    prompts = [lm.encode(prompt) for prompt in args.prompt]
+    prompts = [lm.encode(prompt, special_tokens=args.special_tokens) for prompt in args.prompt]
     _check_length(lm.model, max(map(len, prompts)), args.max_tokens, len(prompts))
     steps = partial(
         generate,

@@ -65,8 +65,12 @@ def drawn(path: Path, height: float = 4, title: str = "") -> Iterator[Figure]:
 
 def title_of_run(directory: Path, config: Config) -> str:
     """Two lines: the name of a run's directory, and its main settings."""
-    model, target = config.model, config.sparsity_target
-    l1 = f"L1 {config.l1_coefficient:g}" if target is None else f"target {target:g} non-zeros"
+    model, targets = config.model, []
+    if config.sparsity_target is not None:
+        targets.append(f"target {config.sparsity_target:g} non-zeros")
+    if config.union_target is not None:
+        targets.append(f"target U {config.union_target:.1%}")
+    l1 = ", ".join(targets) or f"L1 {config.l1_coefficient:g}"
     return (
         f"{directory.resolve().name}\n"
         f"{model.activation}, {l1}, {model.layers} layers of "

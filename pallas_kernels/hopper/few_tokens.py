@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper import support, token_ffn, token_product
+from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
@@ -57,12 +58,12 @@ def few_tokens_ffn(
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
     live = weights.live  # also that of a stack of one layer
     weights = jax.tree.map(lambda w: w[None], replace(weights, live=None))
-    counts = in_place.mutable(jnp.zeros((1, len(x) + 1), jnp.int32))
+    counts = in_place.mutable(open_counts.zeros(1, len(x)))
     only, used = jnp.zeros(1, jnp.int32), (*weights.inner[1:], weights.down)
     gate = token_product.gate(
         x, weights.activated, only, counts, rectifier, batch=m, prefetch=used, live=live
     )
     y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
-    nnz = in_place.contents(counts)[0, :m]
+    nnz = open_counts.of_tokens(in_place.contents(counts))[0, :m]
     l1 = gate.astype(jnp.float32) if l1 is None else l1
     return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate[:m] != 0, axis=0)

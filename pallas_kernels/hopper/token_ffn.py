@@ -86,7 +86,7 @@ def multiply(
       gate: `[M, H]`, not negative, from `token_product.gate`.
       x: `[M, D]`, M a multiple of 8 up to 64.
       weights: `[1, H, D]` each.
-      counts: int32 `[1, M + 1]`, of `token_product.gate`; its last column was zero.
+      counts: of one layer, from `token_product.gate`; its last column was zero.
       rectifier: what made the gate; it may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
 
@@ -139,7 +139,7 @@ def add(
       stream: of M tokens, a multiple of 8 up to 64; D a multiple of 1024.
       weights: `[layers, H, D]` each.
       layer: int32 `[1]`.
-      counts: int32 `[layers, M + 1]`, of `token_product.gate`; its last column was zero.
+      counts: from `token_product.gate`; its last column was zero.
       scale: `[layers, D]`, of the norm that comes next.
       rectifier: what made the gate; it may pass `norm(x) @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
@@ -253,7 +253,7 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
     x_row = None if plan.up is None else _load_x(operands, token, is_row, plan.eps)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
-    open_of_tokens = open_gates.load(counts.at[number, pl.ds(0, tokens)])
+    open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
     # While those are on their way, rows are prepared as if few gates were open.
     count = lax.cond(is_row, lambda: _list(operands, token, lists), lambda: jnp.int32(0))
     is_sparse = open_gates.are_few(open_of_tokens, MOST_OPEN, MOST_OPEN_OF_A_TOKEN)
@@ -268,7 +268,7 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
         shared = dict(parts=parts, arrived=arrived)
         rings = zip(memory[:-1], here, strict=True)
         smem = [dict(ring=ring, here=barriers, **shared) for ring, barriers in rings]
-        _multiply(operands, h, smem, counts.at[number, tokens], further, outs, plan)
+        _multiply(operands, h, smem, counts.at[number, 0, tokens], further, outs, plan)
 
 
 def _load_x(operands, token, is_row, eps):

@@ -138,8 +138,8 @@ def gate(
       x: `[M, D]`, M a multiple of 8 up to 64.
       weight: `[layers, H, D]` in the dtype of x, H a multiple of 64.
       layer: int32 `[1]`.
-      counts: mutable int32 `[layers, M + 1]`; at `layer`, the number of open gates of each token is
-        added.
+      counts: mutable, as in `layouts.open_counts`; at `layer`, the number of open gates of each
+        token is added.
       rectifier: act.
       batch: the first so many tokens are counted, the others are padding.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
@@ -165,7 +165,8 @@ def gate(
             g = only_live(g).astype(x.dtype)
             token_columns.store(outs[0], first, g)
             g = g.astype(jnp.float32)
-            open_gates.count(g, batch, counts.at[number])
+            row = first // COLUMNS % counts.shape[1]
+            open_gates.count(g, batch, counts.at[number, row])
             for w in rows:
                 token_columns.prefetch_rows(w.at[number], first, g, batch)
 

@@ -64,7 +64,8 @@ def gate(
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
     g = _of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), live, layer)
-    counts[layer[0], :-1] = counts[layer[0], :-1] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    here = layer[0], 0, slice(None, -1)
+    counts[here] = counts[here] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     return g
 
 

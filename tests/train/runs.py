@@ -12,7 +12,7 @@ import numpy as np
 from twell_jax import config
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.trainer import abstract_state
+from twell_jax.train.state import abstract_state
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60

@@ -53,6 +53,8 @@ VALID = {
         ("l1_coefficient=-1", "l1_coefficient", "greater than or equal to 0"),
         ("sparsity_target=0", "sparsity_target", "greater than or equal to 0.01"),
         ("sparsity_target=64", "sparsity_target", "less than model.d_ff=64, got 64"),
+        ("union_target=0", "union_target", "greater than 0"),
+        ("union_target=1", "union_target", "less than 1"),
         ("model.dtype=float64", "model.dtype", "'bfloat16' or 'float32'"),
         ("model.activation=gelu", "model.activation", "'relu', 'relu2', 'fatrelu', 'drelu' or "),
         ("model.activation=fatrelu", "model.activation", "needs a threshold above 0"),
@@ -121,6 +123,50 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
             ["sparsity_target=5", "model.activation=silu"],
             r"sparsity_target: no activation of model.activation=silu becomes zero; write "
             "model.activation=relu, or sparsity_target=null",
+        ),
+        (
+            ["union_target=0.5", "model.activation=silu"],
+            r"union_target: no activation of model.activation=silu becomes zero; write "
+            "model.activation=relu, or union_target=null",
+        ),
+        (
+            ["union_target=0.06", "model.d_ff=2000", "micro_batch=8"],
+            r"union_target: is counted in chunks of 128 neurons, so it must be at least 0.063 with "
+            r"model.d_ff=2000, got 0.06",
+        ),
+        (
+            ["union_target=0.5", "model.d_ff=2000", "micro_batch=4"],
+            r"union_target: is measured on 256 tokens, so micro_batch \* model.context must be a "
+            r"multiple of them, got 128",
+        ),
+        (
+            [
+                "union_target=0.5",
+                "model.d_ff=2000",
+                "micro_batch=8",
+                "model.ffn_implementation=mosaic",
+            ],
+            r"union_target: kernels measure it from micro_batch \* model.context=1024 on, got 256; "
+            "write a larger micro_batch, or model.ffn_implementation=null",
+        ),
+        (
+            ["skip_dead_every=1"],
+            r"skip_dead_every: with 1 every step is at full width and .*; write 2 or more, or 0",
+        ),
+        (
+            ["skip_dead_every=5", "model.activation=silu"],
+            r"skip_dead_every: with model.activation=silu every neuron fires; write .*=relu, or "
+            "skip_dead_every=0",
+        ),
+        (
+            ["skip_dead_every=5", "model.live_width=true"],
+            r"skip_dead_every: the model has numbers .* \(model.live_width=true\); write "
+            "skip_dead_every=0",
+        ),
+        (
+            ["skip_dead_every=5", "dead_window_tokens=1000"],  # of 256 tokens a step
+            r"skip_dead_every: .* dead_window_tokens=1000 is dead, and must be looked at in these "
+            "4 steps, got 5; write a larger dead_window_tokens",
         ),
         (
             ["sparse_gradients_every=5", "model.ffn_implementation=xla"],

@@ -143,6 +143,11 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
             ["sparsity_target=8", "l1_warmup=[0, 100]"],
             "sparsity_target: the L1 coefficient is not moved towards it before step 100 of 100",
         ),
+        (
+            ["union_target=0.5", "micro_batch=8", "model.d_ff=256", "l1_warmup=[0, 100]"],
+            "union_target: the L1 coefficient is not moved towards it before step 100 of 100",
+        ),
+        (["skip_dead_every=5"], "skip_dead_every: gains nothing without kernels"),
         (["optimizer.lr=3"], "optimizer.lr: 3 is far from what is usual, 1e-08 to 1"),
         (["optimizer.eps=1"], "optimizer.eps: 1 is far"),
         (["optimizer.clip_norm=1e-9"], "optimizer.clip_norm: 1e-09 is far"),
@@ -162,4 +167,6 @@ def test_usual_settings_are_not_doubted(path, caplog):
         config.load(file)
     config.load(path, ["optimizer.warmup_steps=99", "l1_coefficient=1", "l1_warmup=[0, 99]"])
     config.load(path, ["l1_warmup=[0, 1000]"])  # of no coefficient
+    config.load(path, ["skip_dead_every=5", "model.ffn_implementation=mosaic"])
+    config.load(path, ["skip_dead_every=5", "sparse_gradients_every=10"])
     assert not caplog.records

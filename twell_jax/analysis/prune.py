@@ -10,7 +10,8 @@ from flax import nnx
 
 from twell_jax.analysis.activity import firing_patterns
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import LiveWidth, SparseMLP
+from twell_jax.ffn import BY_NEURON, LiveWidth, SparseMLP
+from twell_jax.ffn.quantised import EightBits
 from twell_jax.models import Transformer
 
 
@@ -59,8 +60,10 @@ def prune_dead(
         true), and a report.
 
     Raises:
-      ValueError: usage does not have the shape of the model, or multiple < 1.
+      ValueError: weights are quantised, usage does not have the shape of the model, or
+        multiple < 1.
     """
+    _require_floats(params["blocks"]["mlp"])
     shape = (config.layers, config.d_ff)
     if usage.shape != shape:
         raise ValueError(f"usage must be [layers, d_ff] = {list(shape)}, got {list(usage.shape)}")
@@ -69,7 +72,7 @@ def prune_dead(
     neurons = report.neurons
 
     def keep(path, weights):  # [layers, d_ff, d_model], or biases [layers, d_ff]
-        if path[0].key == "b_down":
+        if path[0].key not in BY_NEURON:
             return weights
         which = neurons if weights.ndim == 2 else neurons[:, :, None]
         return jnp.take_along_axis(weights, which, axis=1)
@@ -97,8 +100,10 @@ def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.n
       int [width], the former index of each remaining neuron.
 
     Raises:
-      ValueError: the module is stacked, usage does not have its shape, or multiple < 1.
+      ValueError: weights are quantised or stacked, usage does not have the module's shape, or
+        multiple < 1.
     """
+    _require_floats(nnx.state(mlp))
     if mlp.w_up.ndim != 2:
         raise ValueError(
             f"the weights of mlp are stacked, {list(mlp.w_up.shape)}, and need one width; prune a "
@@ -109,11 +114,20 @@ def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.n
     before = len(usage) if mlp.live is None else mlp.live[...]
     report = _most_used(usage[None], multiple, before)
     (neurons,) = report.neurons
-    for param in (mlp.w_gate, mlp.w_up, mlp.w_down, mlp.b_gate, mlp.b_up):
-        if param is not None:
+    for name in BY_NEURON:
+        if (param := getattr(mlp, name)) is not None:
             param.set_value(param[...][neurons])
     mlp.live = LiveWidth(jnp.int32(report.kept[0]))
     return neurons
+
+
+def _require_floats(block: nnx.State) -> None:
+    """Raises ValueError if weights of a feed-forward block are quantised."""
+    if names := [*nnx.filter_state(block, EightBits)]:
+        raise ValueError(
+            f"the {' and '.join(names)} of a feed-forward block are quantised; prune the model "
+            "first, then call quantise_mlps"
+        )
 
 
 def _most_used(usage: np.ndarray, multiple: int, before: Any) -> PruneReport:

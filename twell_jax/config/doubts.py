@@ -29,16 +29,22 @@ def doubts(config: Config) -> Iterator[str]:
             f"reaches optimizer.lr={config.optimizer.lr:g}"
         )
     _, end = config.l1_warmup
-    if config.l1_coefficient and not config.sparsity_target and end >= steps:
+    if config.l1_coefficient and not config.targets and end >= steps:
         yield (
             f"l1_warmup: ends at step {end} of {steps}, so no step has the whole "
             f"l1_coefficient={config.l1_coefficient:g}"
         )
-    if config.sparsity_target and config.sparsity_control_start >= steps:
+    if config.targets and config.sparsity_control_start >= steps:
         yield (
-            f"sparsity_target: the L1 coefficient is not moved towards it before step "
+            f"{next(iter(config.targets))}: the L1 coefficient is not moved towards it before step "
             f"{config.sparsity_control_start} of {steps}, where l1_warmup and "
             "optimizer.warmup_steps end"
+        )
+    wants_kernels = config.model.ffn_implementation == "mosaic" or config.sparse_gradients_every
+    if config.skip_dead_every and not (wants_kernels or config.model.ffn_gradients == "sparse"):
+        yield (
+            "skip_dead_every: gains nothing without kernels, which leave out neurons only if they "
+            "are asked for; write model.ffn_implementation=mosaic"
         )
     if config.l1_coefficient and config.model.activation == "silu":
         yield (

@@ -3,12 +3,15 @@
 Those of the model are in `model`.
 """
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from twell_jax.config.model import ModelConfig
 from twell_jax.config.section import ConfigError, Section
+from twell_jax.ffn.dispatch import MANY_TOKENS
+from twell_jax.ffn.stats import UNION_NEURONS, UNION_TOKENS
 
 _MOST = 2**31 - 1  # steps and counts of them are int32 on the devices
 
@@ -151,7 +154,7 @@ class Config(Section):
         0.0,
         ge=0,
         description="times the mean over tokens and layers of sum_n |h_n|; with sparsity_target "
-        "where the search begins",
+        "or union_target where the search begins",
     )
     sparsity_target: float | None = Field(
         None,
@@ -159,6 +162,14 @@ class Config(Section):
         description="wanted non-zeros per token, mean over layers; the run then moves the L1 "
         "coefficient, from l1_coefficient (0: from 1e-5), until so many neurons fire; null: "
         "l1_coefficient holds",
+    )
+    union_target: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="wanted share of the neurons that 256 neighbouring tokens use between them, U, "
+        "mean over layers, which the time of kernels follows; reached like sparsity_target, and "
+        "with both neither is exceeded; null: none",
     )
     lasso_share: float = Field(
         0.0,
@@ -185,6 +196,12 @@ class Config(Section):
     )
     reinit_every: int = Field(
         0, ge=0, description="steps between re-initialisations of dead neurons' gates; 0: never"
+    )
+    skip_dead_every: int = Field(
+        0,
+        ge=0,
+        description="steps from one at full width to the next; in those between, neurons that had "
+        "not fired for so many steps are skipped, which kernels leave out; 0: never",
     )
     sparse_gradients_every: int = Field(
         0,
@@ -236,17 +253,9 @@ class Config(Section):
                 "sparse_gradients_every: the run plans the gradients of each layer, so "
                 f"model.ffn_gradients must be null, got {self.model.ffn_gradients}"
             )
-        if self.sparsity_target is not None:
-            if self.sparsity_target >= self.model.d_ff:
-                raise ValueError(
-                    f"sparsity_target: must be less than model.d_ff={self.model.d_ff}, "
-                    f"got {self.sparsity_target:g}"
-                )
-            if self.model.activation == "silu":
-                raise ValueError(
-                    "sparsity_target: no activation of model.activation=silu becomes zero; write "
-                    "model.activation=relu, or sparsity_target=null"
-                )
+        self._check_targets()
+        if self.skip_dead_every:
+            self._check_skipping()
         if self.lasso_share:
             self._check_lasso()
         start, end = self.l1_warmup
@@ -258,6 +267,64 @@ class Config(Section):
                 "l1_warmup"
             )
         return self
+
+    def _check_targets(self) -> None:
+        for key in self.targets:
+            if self.model.activation == "silu":
+                raise ValueError(
+                    f"{key}: no activation of model.activation=silu becomes zero; write "
+                    f"model.activation=relu, or {key}=null"
+                )
+        d_ff, tokens = self.model.d_ff, self.micro_batch * self.model.context
+        if self.sparsity_target is not None and self.sparsity_target >= d_ff:
+            raise ValueError(
+                f"sparsity_target: must be less than model.d_ff={d_ff}, "
+                f"got {self.sparsity_target:g}"
+            )
+        if self.union_target is None:
+            return
+        least = 1 / -(-d_ff // UNION_NEURONS)
+        if self.union_target < least:
+            raise ValueError(
+                f"union_target: is counted in chunks of {UNION_NEURONS} neurons, so it must be at "
+                f"least {math.ceil(1000 * least) / 1000:g} with model.d_ff={d_ff}, got "
+                f"{self.union_target:g}"
+            )
+        if tokens % UNION_TOKENS:
+            raise ValueError(
+                f"union_target: is measured on {UNION_TOKENS} tokens, so micro_batch * "
+                f"model.context must be a multiple of them, got {tokens}"
+            )
+        if self.model.ffn_implementation == "mosaic" and tokens < MANY_TOKENS:
+            raise ValueError(
+                f"union_target: kernels measure it from micro_batch * model.context="
+                f"{MANY_TOKENS} on, got {tokens}; write a larger micro_batch, or "
+                "model.ffn_implementation=null"
+            )
+
+    def _check_skipping(self) -> None:
+        if self.skip_dead_every == 1:
+            raise ValueError(
+                "skip_dead_every: with 1 every step is at full width and skips nothing; write 2 or "
+                "more, or 0"
+            )
+        if self.model.activation == "silu":
+            raise ValueError(
+                "skip_dead_every: with model.activation=silu every neuron fires; write "
+                "model.activation=relu, or skip_dead_every=0"
+            )
+        if self.model.live_width:
+            raise ValueError(
+                "skip_dead_every: the model has numbers of live neurons of its own "
+                "(model.live_width=true); write skip_dead_every=0"
+            )
+        if self.skip_dead_every > self.dead_steps:
+            raise ValueError(
+                f"skip_dead_every: a neuron that has not fired for dead_window_tokens="
+                f"{self.dead_window_tokens} is dead, and must be looked at in these "
+                f"{self.dead_steps} steps, got {self.skip_dead_every}; write a larger "
+                "dead_window_tokens"
+            )
 
     def _check_lasso(self) -> None:
         wants_kernels = {
@@ -273,12 +340,23 @@ class Config(Section):
             )
 
     @property
+    def targets(self) -> dict[str, float]:
+        """The targets that the L1 coefficient is moved towards, by their keys; empty without."""
+        given = {"sparsity_target": self.sparsity_target, "union_target": self.union_target}
+        return {key: target for key, target in given.items() if target is not None}
+
+    @property
     def sparsity_control_start(self) -> int:
-        """The step from which the L1 coefficient is moved towards `sparsity_target`.
+        """The step from which the L1 coefficient is moved towards the targets.
 
         Before it, a model that barely learns does not show what the coefficient does.
         """
         return max(self.l1_warmup[1], self.optimizer.warmup_steps)
+
+    @property
+    def dead_steps(self) -> int:
+        """Number of steps that `dead_window_tokens` take."""
+        return -(-self.dead_window_tokens // self.batch_tokens)
 
     @property
     def batch_sequences(self) -> int:

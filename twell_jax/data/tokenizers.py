@@ -27,10 +27,11 @@ class Tokenizer(Protocol):
     def eot_id(self) -> int:
         """The id that follows every document."""
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[np.ndarray]:
         """The ids of each text, 1-D of `token_dtype(size)`, without end-of-text.
 
-        All of it is plain text, even if it looks like a special token.
+        All of it is plain text, even if it looks like a special token; with `special_tokens` that
+        is read as the token.
         """
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -46,13 +47,23 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Takes UTF-8 bytes as ids 0-255, end-of-text as 256; lossless for any text."""
+    """Takes UTF-8 bytes as ids 0-255, end-of-text as 256; lossless for any text.
+
+    Its only special token is end-of-text, written <|endoftext|>.
+    """
 
     size: ClassVar[int] = 257
     eot_id: ClassVar[int] = 256
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[np.ndarray]:
+        if special_tokens:
+            return [self._with_ends(text.split(END_OF_TEXT[0])) for text in texts]
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
+
+    def _with_ends(self, parts: Sequence[str]) -> np.ndarray:
+        first, *others = self.encode(parts)
+        end = np.array([self.eot_id], np.uint16)
+        return np.concatenate([first, *(a for ids in others for a in (end, ids))])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
@@ -82,9 +93,17 @@ class SubwordTokenizer:
     def eot_id(self) -> int:
         return cast(int, self.backend.token_to_id(self.eot))  # it is in the vocabulary
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    @cached_property
+    def _reads_special_tokens(self) -> hf.Tokenizer:
+        """A copy of the backend, as whether it reads them is a state of it."""
+        backend = hf.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[np.ndarray]:
         dtype = token_dtype(self.size)
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        backend = self._reads_special_tokens if special_tokens else self.backend
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -7,12 +7,13 @@ from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_
 from twell_jax.ffn.dispatch import CannotServe, Gradients, Implementation, Packing
 from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.lasso import Windows
-from twell_jax.ffn.module import LiveWidth, SparseMLP
+from twell_jax.ffn.module import BY_NEURON, LiveWidth, SparseMLP
 from twell_jax.ffn.mosaic import RESIDUALS
 from twell_jax.ffn.quantised import quantise_mlps
 from twell_jax.ffn.stats import FFNStats
 
 __all__ = [
+    "BY_NEURON",
     "RESIDUALS",
     "Activation",
     "CannotServe",

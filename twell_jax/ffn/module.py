@@ -23,6 +23,9 @@ class LiveWidth(nnx.Variable):
     modules have `[layers]`. It is no parameter: optimizers leave it alone."""
 
 
+# The parameters of a `SparseMLP` that have a row or a value for each neuron.
+BY_NEURON = ("w_gate", "w_up", "w_down", "b_gate", "b_up")
+
 _FROM_D_MODEL = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
 _FROM_D_FF = nnx.initializers.lecun_normal(in_axis=0, out_axis=1)
 

@@ -6,10 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import room
+from pallas_kernels.layouts import room, tile_union
 from twell_jax.ffn import partition
 from twell_jax.ffn.lasso import Windows, tile_lasso
 
+UNION_TOKENS = tile_union.TILE_TOKENS  # `FFNStats.union` is of so many tokens,
+UNION_NEURONS = tile_union.CHUNK_NEURONS  # in started chunks of so many neurons
 NOT_MEASURED = -1.0  # rather than NaN, at which JAX can be told to stop
 
 

@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
 from twell_jax.inference.generation import ENDED, generate, padded_length
 from twell_jax.inference.language_model import LanguageModel
 from twell_jax.inference.sampling import Sampling
+from twell_jax.inference.stop_texts import StopTexts
 
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -210,6 +211,7 @@ class HarnessModel(TemplateLM):
                 f"max_gen_toks must be less than the context of {self.max_length}, got {max_tokens}"
             )
         ids: list[list[int]] = [[] for _ in contexts]
+        stops = [StopTexts(self.lm.tokenizer, until) for _ in contexts]
         for step in generate(
             self.lm.model,
             [self.lm.encode(context)[-room:] for context in contexts],
@@ -221,8 +223,7 @@ class HarnessModel(TemplateLM):
             for row, token in zip(ids, step.tolist(), strict=True):
                 if token != ENDED:
                     row.append(token)
-            texts = [self.lm.tokenizer.decode(row) for row in ids]
-            if all(any(stop in text for stop in until) for text in texts):
+            if all(stop.found_in(row) for stop, row in zip(stops, ids, strict=True)):
                 break
         return [_before(self.lm.tokenizer.decode(row), until) for row in ids]
 

@@ -38,10 +38,17 @@ class LanguageModel:
     def __post_init__(self) -> None:
         _require_ids(self.model.config.vocab_size, self.tokenizer, self.prefix)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text to continue; end-of-text if there are none."""
-        ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
-        return ids or [self.tokenizer.eot_id]
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """The ids of a text to continue; end-of-text if there are none.
+
+        Args:
+          text: plain text, even where it looks like a special token.
+          special_tokens: instead, special tokens in it are read as such, and `prefix` is not put
+            before it: for text in the format of a chat, which has all that the model expects.
+        """
+        prefix = () if special_tokens else self.prefix
+        encoded = self.tokenizer.encode([text], special_tokens=special_tokens)[0]
+        return [*prefix, *encoded.tolist()] or [self.tokenizer.eot_id]
 
 
 def load(name: str, ffn_implementation: Implementation | None = None) -> LanguageModel:

@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
+from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -151,7 +152,7 @@ def _step(
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    counts = in_place.mutable(jnp.zeros((config.layers, len(x) + 1), jnp.int32))
+    counts = in_place.mutable(open_counts.zeros(config.layers, len(x)))
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
     length = cache.length[None]

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from twell_jax.train import digest, noise
-from twell_jax.train.trainer import TrainState
+from twell_jax.train.state import TrainState
 
 log = logging.getLogger(__name__)
 

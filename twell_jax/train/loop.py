@@ -19,6 +19,7 @@ from twell_jax.train.progress import Progress
 from twell_jax.train.result import redraw, show_result
 from twell_jax.train.run_directory import open_run
 from twell_jax.train.sinks import SINKS
+from twell_jax.train.skip_dead import is_full_width
 from twell_jax.train.start import Measured, Run, Standing, start
 from twell_jax.train.trainer import Trainer
 
@@ -103,6 +104,8 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     step = trainer.prepared_step(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     recorder.add(now.step + 1, measured, plan)
+    if config.skip_dead_every and is_full_width(config, now.step):
+        state = trainer.sort_neurons(state)
     if plan is None:
         return Standing(now.step + 1, state, None, None)
     largest: Measured = measured.union, measured.listed, measured.overflow

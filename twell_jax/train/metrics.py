@@ -18,7 +18,7 @@ from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.sinks import Sink, open_sinks
 from twell_jax.train.sparsity_control import out_of_reach
-from twell_jax.train.trainer import StepMetrics
+from twell_jax.train.state import StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +190,8 @@ class Recorder:
         record: dict[str, Any] = {"step": step, "tokens": step * self._config.batch_tokens}
         values = {name: value for name, value in vars(measured).items() if value is not None}
         record |= {name: np.asarray(value).tolist() for name, value in values.items()}
-        if self._config.sparsity_target is not None:
-            record["sparsity_target"] = self._config.sparsity_target
+        if targets := self._config.targets:
+            record |= targets
             self._warn_if_out_of_reach(record)
         if self._plan:
             record["sparse_gradients"] = list(self._plan.sparse)
@@ -205,9 +205,10 @@ class Recorder:
             self._log.write(record | self._meter.totals())
 
     def _warn_if_out_of_reach(self, record: dict[str, Any]) -> None:
-        """Warns once that a sparsity target cannot be reached."""
-        nnz, coefficient = float(np.mean(record["nnz"])), record["l1_coefficient"]
-        why = out_of_reach(self._config, record["step"] - 1, coefficient, nnz)
+        """Warns once that a target cannot be reached."""
+        of_layers = {"sparsity_target": "nnz", "union_target": "mean_union"}
+        found = {key: float(np.mean(record[of_layers[key]])) for key in self._config.targets}
+        why = out_of_reach(self._config, record["step"] - 1, record["l1_coefficient"], found)
         if why and not self._has_warned and jax.process_index() == 0:
             log.warning("step %d: %s", record["step"], why)
             self._has_warned = True

@@ -33,7 +33,7 @@ def l1_coefficient(config: Config, step: int) -> float:
 
     It rises linearly, or in `l1_stages` stages of equal length by equal amounts; the last stage has
     the full coefficient. Stages are for dense models whose SiLU was just replaced (after ProSparse,
-    arXiv 2402.13516). With a `sparsity_target` it is the factor of the controller's coefficient
+    arXiv 2402.13516). With a target it is the factor of the controller's coefficient
     that rises in this way, to 1.
 
     Args:
@@ -41,7 +41,7 @@ def l1_coefficient(config: Config, step: int) -> float:
       step: number of steps taken.
     """
     start, end = config.l1_warmup
-    full = config.l1_coefficient if config.sparsity_target is None else 1.0
+    full = 1.0 if config.targets else config.l1_coefficient
     if step >= end:
         return full
     if stages := config.l1_stages:

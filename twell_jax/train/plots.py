@@ -25,7 +25,8 @@ from twell_jax.train.run_directory import RunPaths
 def plot_run(config: Config, paths: RunPaths) -> list[Path]:
     """Draws `training.png` (loss, nnz and speed over steps) and `layers.png` (nnz of each layer).
 
-    A run with a `sparsity_target` has one more panel in `training.png`, with the L1 coefficient.
+    A run with a target has one more panel in `training.png`, with the L1 coefficient, and one with
+    U if that has a target.
     The run may be going on: what its `metrics.jsonl` holds so far is drawn.
 
     Args:
@@ -47,15 +48,17 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
         )
     title, d_ff = title_of_run(paths.directory, config), config.model.d_ff
     training, layers = paths.directory / "training.png", paths.directory / "layers.png"
-    heights = [3, 3, 2] if config.sparsity_target is None else [3, 3, 3, 2]
+    controlled = [_plot_union] * (config.union_target is not None)
+    controlled += [_plot_coefficient] * bool(config.targets)
+    heights = [3, 3, *(3 for _ in controlled), 2]
     with drawn(training, height=1 + sum(heights), title=title) as figure:
-        loss, nnz, *coefficient, speed = figure.subplots(
+        loss, nnz, *others, speed = figure.subplots(
             len(heights), 1, sharex=True, height_ratios=heights
         )
         _plot_loss(loss, steps, [record for record in records if "held_out_ce" in record])
         _plot_nnz(nnz, steps, d_ff, config.sparsity_target)
-        for axes in coefficient:
-            _plot_coefficient(axes, steps)
+        for plot, axes in zip(controlled, others, strict=True):
+            plot(axes, steps)
         _plot_speed(speed, steps)
     with drawn_by_layer(layers, config.model.layers, d_ff, title) as axes:
         _plot_layers(axes, steps[-1], d_ff)
@@ -81,9 +84,23 @@ def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int, target: float 
     axes.fill_between(at, nnz.min(1), nnz.max(1), alpha=0.2, lw=0, label="layers, range")
     label = f"layers, mean, last {last:.1f} ({1 - last / d_ff:.1%} zeros)"
     axes.plot(at, nnz.mean(1), label=label)
+    if "live" in steps[-1]:
+        live = _over_steps(steps, "live")[1].mean(1)
+        axes.plot(at, live, label=f"computed, mean, last {live[-1]:.0f}")
     if target is not None:
         axes.axhline(target, color=QUIET, lw=1, label=f"target {target:g}")
     scale_to_neurons(axes, "y", d_ff)
+    legend_above(axes)
+
+
+def _plot_union(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    at, union = _over_steps(steps, "mean_union")
+    axes.fill_between(at, union.min(1), union.max(1), alpha=0.2, lw=0, label="layers, range")
+    axes.plot(at, union.mean(1), label=f"layers, mean, last {union[-1].mean():.1%}")
+    target = steps[-1]["union_target"]
+    axes.axhline(target, color=QUIET, lw=1, label=f"target {target:.1%}")
+    axes.set(ylabel="neurons that 256 tokens use", ylim=(0, 1.02))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
     legend_above(axes)
 
 

@@ -53,10 +53,19 @@ class Progress:
             f"nnz {nnz:.1f}",
             f"L1 {record['l1']:.2f}",
         ]
-        if "sparsity_target" in record:  # in place of the zeros, as the last ones may find no room
+        targets = []
+        if "sparsity_target" in record:
             measured.remove(f"nnz {nnz:.1f}")
-            measured[1] = f"nnz {nnz:.1f} -> {record['sparsity_target']:g}"
+            targets.append(f"nnz {nnz:.1f} -> {record['sparsity_target']:g}")
+        if "union_target" in record:
+            union = _mean(record["mean_union"])
+            targets.append(f"U {union:.1%} -> {record['union_target']:.1%}")
+        if targets:  # in place of the zeros, as the last ones may find no room
+            measured[1:2] = targets
             measured.append(f"L1 coefficient {record['l1_coefficient']:.2e}")
+        if "live" in record:
+            measured.append(f"live {_mean(record['live']) / self._d_ff:.1%}")
+            measured.append(f"missed {_mean(record['missed']) / self._d_ff:.2%}")
         if (utilisation := record["flops_utilisation"]) is not None:
             measured.append(f"MFU {utilisation:.0%}")
         self._bar.update(self._task, completed=record["step"], measured=measured)
@@ -114,6 +123,10 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
     }
     if "l1_multipliers" in record:
         columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)
+    if "mean_union" in record:
+        columns["U"] = (record["mean_union"], _mean, "{:.1%}".format)
+    if "live" in record:
+        columns |= {name: (record[name], _mean, "{:.0f}".format) for name in ("live", "missed")}
     if "sparse_gradients" in record:
         columns["gradients"] = (_kinds_of_gradients(record), _share_of_sparse, str)
     if "union" in record:

@@ -17,7 +17,7 @@ from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.trainer import abstract_state
+from twell_jax.train.state import abstract_state
 
 # Settings that may change when a run continues; all others affect its result.
 _MAY_CHANGE = {

@@ -14,7 +14,8 @@ from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.gradient_plan import ROOMS, GradientPlan
 from twell_jax.train.init_from import initial_params
 from twell_jax.train.run_directory import AnotherRun, RunPaths
-from twell_jax.train.trainer import Trainer, TrainState
+from twell_jax.train.state import TrainState
+from twell_jax.train.trainer import Trainer
 
 type Measured = tuple[jax.Array | np.ndarray, ...]
 

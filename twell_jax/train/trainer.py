@@ -1,8 +1,8 @@
-"""The state of a training run and the compiled functions that advance and evaluate it."""
+"""The compiled functions that advance and evaluate the state of a training run."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,72 +18,20 @@ from twell_jax.config import Config
 from twell_jax.ffn import FFNStats, Windows
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
-from twell_jax.models.transformer import LayerGradients, Transformer, graphdef
+from twell_jax.models.transformer import LayerGradients, graphdef
+from twell_jax.train import skip_dead
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.reinit import reinitialise
-from twell_jax.train.sparsity_control import SparsityControl, first_control, update
+from twell_jax.train.sparsity_control import update
+from twell_jax.train.state import (
+    StepMetrics,
+    TrainState,
+    abstract_state,
+    init_state,
+    over_micro_batches,
+)
 
 type ModelGradients = tuple[LayerGradients, ...]  # the argument `ffn_gradients` of `Transformer`
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything that a step changes.
-
-    Attributes:
-      step: int32 [], number of steps taken.
-      params: the model's parameters.
-      opt_state: moments and counters of the optimizer.
-      idle_steps: int32 [layers, d_ff], number of steps since each neuron last fired.
-      control: of the L1 coefficient; None, which checkpoints do not hold, without a
-        `sparsity_target`.
-    """
-
-    step: jax.Array
-    params: nnx.State
-    opt_state: optax.OptState
-    idle_steps: jax.Array
-    control: SparsityControl | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one step, before its update; means are over all tokens of the step.
-
-    Attributes:
-      ce: float32 [], cross-entropy in nats per token.
-      l1: float32 [], L1 norm of h, mean over tokens and layers.
-      l1_coefficient: float32 [], the coefficient of l1 in the loss, without multipliers.
-      lr: float32 [], the learning rate.
-      grad_norm: float32 [], the global norm of the gradient before clipping.
-      nnz: float32 [layers], mean number of non-zero activations per token.
-      max_nnz: int32 [layers], largest number of non-zero activations of a token.
-      dead: float32 [layers], fraction of neurons that have not fired for `dead_window_tokens`.
-      overflow: float32 [layers], share of the calls in which dense gradients replaced sparse ones,
-        from 0 to 1; see `FFNStats`.
-      l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
-        without a `sparsity_target`.
-      union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
-        largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
-        layers would compute them for nothing.
-      lasso: float32 [], tile lasso of h, mean over layers; None without a `lasso_share`.
-    """
-
-    ce: jax.Array
-    l1: jax.Array
-    l1_coefficient: jax.Array
-    lr: jax.Array
-    grad_norm: jax.Array
-    nnz: jax.Array
-    max_nnz: jax.Array
-    dead: jax.Array
-    overflow: jax.Array
-    l1_multipliers: jax.Array | None = None
-    union: jax.Array | None = None
-    listed: jax.Array | None = None
-    lasso: jax.Array | None = None
 
 
 class Trainer:
@@ -102,6 +50,9 @@ class Trainer:
       init: () -> state.
       reinitialise: state -> state, with the gates of dead neurons drawn anew. It donates the given
         state.
+      sort_neurons: after a step at full width (`skip_dead.is_full_width`), state -> state, with the
+        neurons first that fired in it or in the `skip_dead_every` steps up to it. It donates the
+        given state.
       step: `step_with(None)`.
 
     Raises:
@@ -114,9 +65,11 @@ class Trainer:
         self._accumulation = config.accumulation_steps(mesh.size)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._learning_rate = learning_rate(config.optimizer, config.steps)
-        self._dead_steps = -(-config.dead_window_tokens // config.batch_tokens)
         self._document_end = document_end if config.data.mask_documents else None
         self._graph = graphdef(config.model)
+        if config.skip_dead_every:
+            model = config.model.model_copy(update={"live_width": True})
+            self._graph_with_live = graphdef(model)
 
         self.abstract_state = abstract_state(config, mesh)
         self.abstract_batch = jax.ShapeDtypeStruct(
@@ -136,6 +89,9 @@ class Trainer:
         )
         self.reinitialise: Callable[[TrainState], TrainState] = jax.jit(
             self._reinitialise, out_shardings=self._shardings, donate_argnums=0
+        )
+        self.sort_neurons: Callable[[TrainState], TrainState] = jax.jit(
+            self._sort_neurons, out_shardings=self._shardings, donate_argnums=0
         )
         self._sequence_ce = jax.jit(
             lambda params, tokens: jnp.mean(
@@ -215,7 +171,8 @@ class Trainer:
         ffn_gradients: ModelGradients | None = None,
         windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats]:
-        model = nnx.merge(self._graph, params)
+        skips = self._config.skip_dead_every and "live" in params["blocks"]["mlp"]
+        model = nnx.merge(self._graph_with_live if skips else self._graph, params)
         x, stats = model.hidden(
             tokens[:, :-1],
             document_end=self._document_end,
@@ -271,10 +228,14 @@ class Trainer:
         batch: jax.Array,
         l1_coefficient: jax.Array,
     ) -> tuple[TrainState, StepMetrics]:
-        control, multipliers = state.control, None
+        control, skipping, multipliers = state.control, state.skipping, None
         if control is not None:
             l1_coefficient = l1_coefficient * jnp.exp(control.log_coefficient)
             multipliers = jnp.exp(control.log_multipliers)
+        params, live = state.params, None
+        if skipping is not None:
+            live = skip_dead.live_in(skipping, state.step, self._config)
+            params = skip_dead.with_live(params, live)
         # shard_map, because XLA would reduce gradients over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
@@ -283,13 +244,16 @@ class Trainer:
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(state.params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
+        )(params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
         before = trained(state.params)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
         params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
-        stats = _over_micro_batches(stats)
+        mean_union = None
+        if self._config.union_target is not None:
+            mean_union = jnp.mean(stats.union, axis=0)
+        stats = over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
         metrics = StepMetrics(
             ce=jnp.mean(ce),
@@ -299,19 +263,27 @@ class Trainer:
             grad_norm=optax.tree.norm(grads),
             nnz=stats.nnz,
             max_nnz=stats.max_nnz,
-            dead=jnp.mean(idle >= self._dead_steps, axis=-1, dtype=jnp.float32),
+            dead=jnp.mean(idle >= self._config.dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
             l1_multipliers=multipliers,
+            mean_union=mean_union,
+            live=live,
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if self._config.sparse_gradients_every:
             metrics = replace(metrics, union=stats.union, listed=stats.listed)
+        if skipping is not None:
+            counted_in = stats.fired, state.idle_steps, state.step
+            skipping = skip_dead.counted(skipping, *counted_in, self._config)
+            metrics = replace(metrics, missed=skipping.missed)
         if control is not None:
-            control = update(control, stats.nnz, stats.l1, state.step, self._config)
-        return TrainState(state.step + 1, params, opt_state, idle, control), metrics
+            measured = stats.nnz, mean_union, stats.l1
+            control = update(control, *measured, state.step, self._config)
+        following = TrainState(state.step + 1, params, opt_state, idle, control, skipping)
+        return following, metrics
 
     def _reinitialise(self, state: TrainState) -> TrainState:
-        dead = state.idle_steps >= self._dead_steps
+        dead = state.idle_steps >= self._config.dead_steps
         params, opt_state = reinitialise(
             state.params,
             state.opt_state,
@@ -321,7 +293,22 @@ class Trainer:
             optimizer=self._optimizer,
         )
         idle = jnp.where(dead, 0, state.idle_steps)
-        return TrainState(state.step, params, opt_state, idle, state.control)
+        return replace(state, params=params, opt_state=opt_state, idle_steps=idle)
+
+    def _sort_neurons(self, state: TrainState) -> TrainState:
+        assert state.skipping is not None
+        idle = state.idle_steps
+        order, live = skip_dead.live_first(idle < self._config.skip_dead_every)
+        params, opt_state = skip_dead.sort_neurons(
+            state.params, state.opt_state, order, self._optimizer
+        )
+        return replace(
+            state,
+            params=params,
+            opt_state=opt_state,
+            idle_steps=jnp.take_along_axis(idle, order, axis=1),
+            skipping=replace(state.skipping, live=live),
+        )
 
 
 def lasso_windows(config: Config, step: jax.Array) -> Windows | None:
@@ -332,36 +319,3 @@ def lasso_windows(config: Config, step: jax.Array) -> Windows | None:
     key, _ = jax.random.split(key)  # not the key of `reinitialise`
     offset = jax.random.randint(key, (), 0, config.lasso_window)
     return Windows(offset, length=config.lasso_window)
-
-
-def init_state(config: Config) -> TrainState:
-    """The state before the first step, with parameters drawn from the seed."""
-    params = nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
-    opt_state = make_optimizer(config.optimizer, config.steps).init(trained(params))
-    idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
-    step = jnp.zeros((), jnp.int32)
-    return TrainState(step, params, opt_state, idle, first_control(config))
-
-
-def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state, as `jax.ShapeDtypeStruct`s."""
-    state = jax.eval_shape(partial(init_state, config))
-    return jax.tree.map(
-        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
-        state,
-        sharding.of_params(state, mesh),
-    )
-
-
-def _over_micro_batches(stats: FFNStats) -> FFNStats:
-    """Combines stats over their leading axis, the micro-batches, which are equally large."""
-    return FFNStats(
-        l1=jnp.mean(stats.l1, axis=0),
-        nnz=jnp.mean(stats.nnz, axis=0),
-        max_nnz=jnp.max(stats.max_nnz, axis=0),
-        fired=jnp.any(stats.fired, axis=0),
-        overflow=jnp.mean(stats.overflow, axis=0),
-        union=jnp.max(stats.union, axis=0),
-        listed=jnp.max(stats.listed, axis=0),
-        lasso=None if stats.lasso is None else jnp.mean(stats.lasso, axis=0),
-    )

@@ -3,6 +3,8 @@
 The values of 16 neurons for all tokens are an array as in `token_columns`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,26 +56,29 @@ def count(values: jax.Array, tokens: int, counts_ref) -> None:
 
 
 def load(counts_ref) -> jax.Array:
-    """The counts in `counts_ref` (GMEM, int32 `[n]`, n at most 64) for `are_few`: two of them in
-    each lane of every warp."""
+    """The sums over rows of `counts_ref` (GMEM, int32 `[rows, n]`, n at most 64) for `are_few`: two
+    of them in each lane of every warp."""
     result = plgpu.ShapeDtypeStruct((256,), jnp.int32, layout=_COUNTS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, counts_ref):
         i32 = const(0).type
-        (size,) = ir.MemRefType(counts_ref.type).shape
+        rows, size = ir.MemRefType(counts_ref.type).shape
+        (width, _), _ = ir.MemRefType(counts_ref.type).get_strides_and_offset()
         lane, _ = simt.lane_and_warp()
         address = simt.gmem_address(counts_ref, arith.muli(lane, const(4)))
-        words = [
-            mgpu.utils.inline_ptx(
-                f"mov.b32 $0, 0; @$2 ld.global.b32 $0, [$1 + {4 * start}];",
+
+        def load_word(row, start):
+            return mgpu.utils.inline_ptx(
+                f"mov.b32 $0, 0; @$2 ld.global.b32 $0, [$1 + {4 * (row * width + start)}];",
                 address,
                 simt.less(lane, const(max(0, size - start))),
                 result_types=i32,
                 has_side_effects=True,
             )
-            for start in (0, 32)
-        ]
+
+        of_rows = [[load_word(row, start) for start in (0, 32)] for row in range(rows)]
+        words = [functools.reduce(arith.addi, words) for words in zip(*of_rows, strict=True)]
         pair = vector.from_elements(ir.VectorType.get((2,), i32), words)
         registers = np.array([pair], dtype=object)
         return mgpu.FragmentedArray(

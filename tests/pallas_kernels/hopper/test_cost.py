@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kernels import HOPPER
+from pallas_kernels.layouts import open_counts
 
 TAKEN = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 
@@ -31,7 +32,7 @@ def test_a_gate_reads_its_operands_and_writes_its_format(lower):
 
 def test_a_product_of_few_tokens_reads_the_matrix_of_one_layer(lower):
     def gate(x, w, layer):
-        counts = jax.new_ref(jnp.zeros((7, 9), jnp.int32))
+        counts = jax.new_ref(open_counts.zeros(7, 8))
         return HOPPER.gate(x, w, layer, counts, batch=8)
 
     x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)

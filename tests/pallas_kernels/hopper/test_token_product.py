@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -113,7 +114,7 @@ def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
 
 def gate_and_counts(kernels, x, weight, layer, prefetch=(), norm=None, *, batch):
     """The gate, and counts of open gates, which were 7 before."""
-    counts = jax.new_ref(jnp.full((2, len(x) + 1), 7, jnp.int32))
+    counts = jax.new_ref(open_counts.zeros(2, len(x)) + 7)
     gate = kernels.gate(x, weight, layer, counts, batch=batch, norm=norm, prefetch=prefetch)
     return gate, counts[...]
 
@@ -139,8 +140,9 @@ def test_gate(kernels, m, batch, d, h, share, has_norm):
         exact /= np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
     (gate,) = wide(gate[:batch])
     assert relative_error(gate, np.maximum(exact @ wide(w[1])[0].T, 0)[:batch]) < ROUNDING
-    assert (counts[0] == 7).all() and (counts[1, batch:] == 7).all()
-    np.testing.assert_array_equal(counts[1, :batch], 7 + np.count_nonzero(gate, axis=1))
+    assert (counts[0] == 7).all() and (counts[1, :, batch:] == 7).all()
+    added = open_counts.of_tokens(counts - 7)[1, :batch]
+    np.testing.assert_array_equal(added, np.count_nonzero(gate, axis=1))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -198,12 +200,14 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     gate = np.abs(normal(m, h)) * (seeds.rng().random((m, h)) < active)
     gate[0] = 0
     gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
-    counts = np.full((2, m + 1), 9999, np.int32)  # only speed may depend on them
+    counts = np.full(open_counts.zeros(2, m).shape, 9999, np.int32)  # only speed depends on them
     each = {"few": 3, "most": min(512, 8192 // m), "many together": 8192 // m + 1}
-    counts[1] = each.get(counted, 1)
+    counts[1] = 0
+    counts[1, -1] = each.get(counted, 1)
     if counted == "a token has many":
-        counts[1, -2] = 513
-    counts[:, -1] = 0
+        counts[1, 0, -2] = 256
+        counts[1, -1, -2] += 257
+    counts[..., -1] = 0
     stream = run(
         functools.partial(add_ffn, kernels, batch=batch),
         gate, stream_of(x, scale), used, counts, after,
@@ -224,8 +228,8 @@ def test_a_gate_of_minus_zero_is_not_ignored(kernels, counted):
     weights.up[:, 5], weights.up[:, 7] = np.inf, np.nan
     gate = np.zeros((m, h), jnp.bfloat16)
     gate[3, 5] = -0.0
-    counts = np.full((2, m + 1), counted, np.int32)
-    counts[:, -1] = 0
+    counts = np.full(open_counts.zeros(2, m).shape, counted, np.int32)
+    counts[..., -1] = 0
     x, scale = normal(m, d).astype(jnp.bfloat16), np.ones((2, d), jnp.bfloat16)
     stream = run(
         functools.partial(add_ffn, kernels, batch=m),
@@ -249,7 +253,8 @@ def test_lowers_without_a_gpu(lower):
         assert "token_gate" in lower(gate, x, w, layer, (w, w))
         h = shape((m, 5632), jnp.bfloat16)
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
-        ffn, counts = functools.partial(add_ffn, HOPPER, batch=m), shape((3, m + 1), jnp.int32)
+        ffn = functools.partial(add_ffn, HOPPER, batch=m)
+        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m))
         assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
 
 

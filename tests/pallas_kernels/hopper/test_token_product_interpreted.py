@@ -14,6 +14,7 @@ from pallas_kernels.hopper import support, token_ffn
 from pallas_kernels.hopper.device import cluster, grid, open_gates, token_columns, warpgroup
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.kernels import HOPPER
+from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper.test_token_product import (
@@ -154,10 +155,10 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
     weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
     gate = np.maximum(normal(m, h), 0).astype(jnp.bfloat16)
-    stream, counts = stream_of(x, after[0]), np.zeros((2, m + 1), np.int32)
+    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m)
     used = weights if gated else Weights(None, weights.up, weights.down)
     with interpreted(detect_races=not gated):
-        out = add_ffn(HOPPER, gate, stream, used, jnp.asarray(counts), after, batch=m)
+        out = add_ffn(HOPPER, gate, stream, used, counts, after, batch=m)
     up = normed(x, after[0]) @ wide(weights.up[1])[0].T if gated else 1.0
     expected = wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0]
     assert relative_error(out.x, expected) < 2 * ROUNDING

@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
-from twell_jax import SparseMLP
+from twell_jax import SparseMLP, quantise_mlps
 from twell_jax.analysis.activity import firing_patterns, measure_activity
 from twell_jax.analysis.prune import fires_removed, prune_dead, prune_mlp
 from twell_jax.models import graphdef
@@ -194,6 +194,23 @@ def test_modules_that_cannot_be_pruned_alone_are_named():
         prune_mlp(mlp, np.ones((3, 40)))
     with pytest.raises(ValueError, match=r"stacked, \[3, 40, 64\].* prune_dead"):
         prune_mlp(make(d_ff=40).blocks.mlp, np.ones(40))
+
+
+@pytest.mark.parametrize(
+    ("projections", "names"), [(("gate", "up"), "w_gate and w_up"), (("down",), "w_down")]
+)
+def test_quantised_blocks_are_refused_before_anything_changes(projections, names):
+    says = f"^the {names} of a feed-forward block are quantised; prune the model first, .*"
+    model = make(d_ff=40)
+    quantise_mlps(model, projections)
+    with pytest.raises(ValueError, match=says):
+        prune(model, np.ones((3, 40)))
+    mlp = SparseMLP(8, 40, rngs=nnx.Rngs(0))
+    quantise_mlps(mlp, projections)
+    with pytest.raises(ValueError, match=says) as error:
+        prune_mlp(mlp, np.arange(40))
+    assert "\n" not in str(error.value)
+    assert mlp.live is None and mlp.w_up.shape == (40, 8)
 
 
 def test_biases_go_with_their_neurons():

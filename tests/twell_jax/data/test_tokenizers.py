@@ -133,3 +133,28 @@ def test_stored_form_is_one_json_object(documents):
 def test_ids_are_as_small_as_they_can_be():
     assert tokenizers.token_dtype(2**16) == np.uint16
     assert tokenizers.token_dtype(2**16 + 1) == np.uint32
+
+
+def chat():
+    tokenizer = tokenizers.train_bpe([ODD_TEXT * 4], 260)
+    tokenizer.backend.add_special_tokens(["<|im_start|>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [ByteTokenizer, chat])
+def test_special_tokens_in_a_text_are_tokens_only_on_purpose(make):
+    tokenizer = make()
+    names = {"<|endoftext|>": tokenizer.eot_id}
+    if make is chat:
+        names["<|im_start|>"] = 260
+    text = "é "
+    expected = tokenizer.encode([text])[0].tolist()
+    for name, token in names.items():
+        text += f"{name}{name}user\n"
+        expected += [token, token, *tokenizer.encode(["user\n"])[0].tolist()]
+    for _ in range(2):  # neither changes how the other reads
+        (ids,) = tokenizer.encode([text], special_tokens=True)
+        assert ids.tolist() == expected and ids.dtype == tokenizers.token_dtype(tokenizer.size)
+        (ids,) = tokenizer.encode([text])
+        assert not set(ids.tolist()) & set(names.values()) and tokenizer.decode(ids) == text
+    assert tokenizer.encode(["", "a"], special_tokens=True)[0].size == 0

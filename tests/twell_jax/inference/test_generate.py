@@ -22,7 +22,7 @@ from twell_jax.models.pretrained import save_pretrained
 from twell_jax.train import memory
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run, open_run
-from twell_jax.train.trainer import init_state
+from twell_jax.train.state import init_state
 
 MODEL = {
     "vocab_size": 257,
@@ -112,6 +112,24 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
     exported = paths.directory / "exported"
     run(export, str(paths.directory), str(exported))
     assert continued(exported, "def ").out == first.out
+
+
+def test_special_tokens_of_a_prompt_are_read_on_purpose(run_dir, capsys):
+    save_checkpoint(*run_dir)
+    run, exported = run_dir[1].directory, run_dir[1].directory / "exported"
+    export.main([str(run), str(exported)])
+    backend = hf.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    backend.post_processor = hf.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    backend.save(str(exported / "tokenizer.json"))
+
+    def read(directory, *options):  # tokens of the prompt
+        generate.main([str(directory), "--prompt", "<|endoftext|>ab", *options, *OPTIONS])
+        return int(re.match(r"prefill: (\d+) tokens", capsys.readouterr().err)[1])
+
+    assert (read(run), read(exported)) == (15, 16)  # the latter begins with <|endoftext|>
+    assert (read(run, "--special-tokens"), read(exported, "--special-tokens")) == (3, 3)
 
 
 def test_a_tilde_is_the_home_directory(run_dir, monkeypatch):

@@ -166,6 +166,8 @@ def test_generation_ends_before_a_stop_text(lm):
     assert free == run(do_sample=False) == run(until=[""])  # the most likely tokens
     stop = max(free, key=len)[-1]
     assert run(until=[stop]) == [text.split(stop)[0] for text in free]
+    spanning = max(free, key=len)[4:7]  # three tokens
+    assert run(until=["absent", spanning]) == [text.split(spanning)[0] for text in free]
     assert run(do_sample=True, temperature=5.0) != free
     with pytest.raises(ValueError, match="cannot serve num_beams"):
         run(num_beams=3)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tests.seeds import rng
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
 from twell_jax.train.sparsity_control import SparsityControl
-from twell_jax.train.trainer import TrainState
+from twell_jax.train.state import TrainState
 
 
 def make_state(step, shape=(16, 8)):
@@ -89,7 +89,7 @@ def test_newest_step_is_restored_to_the_bit(directory):
 
 
 def test_the_controller_of_the_l1_coefficient_is_kept_if_there_is_one(tmp_path):
-    control = SparsityControl(*map(jnp.float32, (-7.3, [0.1, -0.2], 31.7, 33.3)))
+    control = SparsityControl(*map(jnp.float32, (-7.3, [0.1, -0.2], [31.7], [33.3])))
     saved = dataclasses.replace(make_state(6), control=control)
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         checkpoints.save(6, saved, {})

@@ -10,7 +10,7 @@ from twell_jax.config import ConfigError
 from twell_jax.train import metrics, sparsity_control
 from twell_jax.train import progress as display
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.trainer import StepMetrics
+from twell_jax.train.state import StepMetrics
 
 
 @pytest.fixture
@@ -91,6 +91,23 @@ def test_a_target_out_of_reach_is_a_warning_once(tmp_path, caplog):
         recorder.flush()
     (warning,) = caplog.messages
     assert warning.startswith(f"step {start + 2}: sparsity_target: the L1 coefficient has reached")
+
+
+def test_a_target_of_u_is_recorded_beside_what_it_is_for(tmp_path, caplog):
+    settings = config.load("configs/tiny.yaml", ["union_target=0.3", "l1_warmup=[0, 0]"])
+    step, records = settings.sparsity_control_start + 1, []
+    with metrics.Log(tmp_path / "metrics.jsonl", step) as log:
+        recorder = metrics.Recorder(settings, log, lambda record, _: records.append(record), None)
+        found = {"mean_union": jnp.array([0.25, 0.5]), "l1_coefficient": jnp.float32(10)}
+        recorder.add(step, dataclasses.replace(measured(), **found))
+        recorder.flush()
+    assert (records[0]["union_target"], records[0]["mean_union"]) == (0.3, [0.25, 0.5])
+    assert "sparsity_target" not in records[0]
+    assert "256 neighbouring tokens use 37.5% of the neurons, not 30.0%" in caplog.text
+    table = Console(record=True, width=120)
+    table.print(display.layer_table(records[0], 512))
+    text = table.export_text()
+    assert all(part in text for part in (" U ", " 25.0% ", " 50.0% ", " 37.5% "))
 
 
 def test_a_cut_last_line_is_left_out_and_another_bad_line_named(tmp_path):

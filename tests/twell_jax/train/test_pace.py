@@ -10,7 +10,7 @@ import pytest
 from twell_jax import config
 from twell_jax.train import metrics, pace
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.trainer import StepMetrics
+from twell_jax.train.state import StepMetrics
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,25 @@ def test_speed_is_drawn_with_the_share_of_sparse_layers(run_dir):
     assert not legends[0].get_window_extent().overlaps(legends[1].get_window_extent())
 
 
+def test_a_target_of_u_has_a_panel_beside_that_of_the_coefficient(run_dir):
+    changed = [f"run_dir={run_dir}", f"model.layers={LAYERS}", "union_target=0.3"]
+    (run_dir / "config.yaml").write_text(config.to_yaml(config.load("tiny", changed)))
+    path = run_dir / "metrics.jsonl"
+    *records, _ = map(json.loads, path.read_text().splitlines()[:3])
+    for record in records:
+        record |= {"mean_union": [0.5] * LAYERS, "union_target": 0.3, "l1_coefficient": 1e-3}
+        record["l1_multipliers"] = [1.0] * LAYERS
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with figures.seen() as drawn:
+        plot(run_dir)
+    assert "relu, target U 30.0%, 16 layers" in drawn[0].get_suptitle()
+    _, _, union, coefficient, _ = drawn[0].axes
+    shown = [text.get_text() for text in union.get_legend().get_texts()]
+    assert shown == ["layers, range", "layers, mean, last 50.0%", "target 30.0%"]
+    np.testing.assert_array_equal(union.get_lines()[0].get_ydata(), [0.5, 0.5])
+    assert coefficient.get_ylabel() == "L1 coefficient"
+
+
 def test_a_run_without_a_step_is_one_clear_line(run_dir, tmp_path):
     (run_dir / "metrics.jsonl").unlink()
     refused = plot(run_dir)

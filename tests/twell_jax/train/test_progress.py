@@ -71,6 +71,19 @@ def test_a_run_with_a_target_shows_it_and_the_coefficient():
     )
 
 
+def test_a_target_of_u_stands_in_place_of_the_zeros_too():
+    of_union = {"union_target": 0.3, "mean_union": [0.4, 0.5], "l1_coefficient": 2.5e-4}
+    line = shown(100, terminal=False, **of_union)[1]
+    assert "CE 1.250  U 45.0% -> 30.0%  12,345 tokens/s  dead 0.5%  nnz 12.0  L1 0.50  L1 c" in line
+    line = shown(100, terminal=False, sparsity_target=16.0, **of_union)[1]
+    assert "CE 1.250  nnz 12.0 -> 16  U 45.0% -> 30.0%  12,345 tokens/s  dead 0.5%  L1" in line
+
+
+def test_skipped_and_missed_neurons_are_shown():
+    line = shown(100, terminal=False, live=[128, 256], missed=[0, 5], flops_utilisation=0.4)[1]
+    assert line == f"{WHOLE}  live 37.5%  missed 0.49%  MFU 40%"
+
+
 def test_on_a_terminal_an_evaluation_is_printed_above_the_bar():
     lines = shown(80, terminal=True)
     assert "step 20/400  ETA 0:19:00  held-out CE 1.500" in lines[:-1]

@@ -1,8 +1,9 @@
 """The controller of the L1 coefficient: its bounds, what it does on bad statistics, and on plants.
 
-A plant stands for the model: its non-zeros follow the coefficient late, and with noise.
+A plant stands for the model: its non-zeros and its U follow the coefficient late, and with noise.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -27,59 +28,102 @@ from twell_jax.train.sparsity_control import (
 )
 
 LAYERS, D_FF, STEPS, TARGET = 4, 512, 600, 20.0
+TARGETS = (  # of non-zeros, of U, of both
+    {"sparsity_target": TARGET},
+    {"sparsity_target": None, "union_target": 0.3},
+    {"sparsity_target": TARGET, "union_target": 0.3},
+)
 
 
 def settings(**changes):
-    tree = {"run_dir": "unused", "steps": STEPS, "batch_tokens": 32, "micro_batch": 1}
-    tree |= {"sparsity_target": TARGET, "model": {"vocab_size": 257, "context": 32, "d_model": 32}}
+    tree = {"run_dir": "unused", "steps": STEPS, "batch_tokens": 256, "micro_batch": 1}
+    tree |= {"sparsity_target": TARGET, "model": {"vocab_size": 257, "context": 256, "d_model": 32}}
     tree["model"] |= {"layers": LAYERS, "heads": 4, "d_ff": D_FF}
     return config.from_dict(tree | changes)
 
 
 @functools.cache
+def with_unions(targets):
+    """The compiled update of a run with `TARGETS[targets]`."""
+    return jax.jit(functools.partial(update, config=settings(**TARGETS[targets])))
+
+
+@functools.cache
 def compiled(warm_up=0):
+    """The compiled update of a run with a target of non-zeros alone, without U."""
     run = settings(l1_warmup=[0, warm_up])
-    return jax.jit(functools.partial(update, config=run))
+    return jax.jit(lambda control, nnz, l1, step: update(control, nnz, None, l1, step, run))
 
 
 def arrays(*values):
     return [jnp.asarray(value, jnp.float32) for value in values]
 
 
-anything = st.floats(0, 1e6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
+anything = st.floats(0, 1e6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf, -1.0])
 of_layers = st.lists(anything, min_size=LAYERS, max_size=LAYERS)
-controls = st.builds(
-    lambda coefficient, multipliers, nnz, earlier: SparsityControl(
-        *arrays(coefficient, multipliers, nnz, earlier)
-    ),
-    st.floats(math.log(LEAST), math.log(MOST)),
-    st.lists(st.floats(-0.69, 0.69), min_size=LAYERS, max_size=LAYERS),
-    st.floats(1, D_FF),
-    st.floats(1, D_FF),
-)
+
+
+def controls(targets):
+    """Controllers of a run with `TARGETS[targets]`."""
+    statistics = st.tuples(*[(st.floats(1, D_FF), st.floats(0.01, 1))[i] for i in _WHICH[targets]])
+    return st.builds(
+        lambda *fields: SparsityControl(*arrays(*fields)),
+        st.floats(math.log(LEAST), math.log(MOST)),
+        st.lists(st.floats(-0.69, 0.69), min_size=LAYERS, max_size=LAYERS),
+        statistics,
+        statistics,
+    )
+
+
+_WHICH = [0], [1], [0, 1]
+runs = st.sampled_from(range(len(TARGETS)))
+shares = st.lists(st.floats(0, 1), min_size=LAYERS, max_size=LAYERS)
 
 
 def coefficient(control):
     return math.exp(control.log_coefficient)
 
 
-@given(controls, of_layers, of_layers)
-def test_whatever_was_measured_the_coefficient_moves_a_little_between_its_bounds(control, nnz, l1):
-    after = compiled()(control, *arrays(nnz, l1), 5)
+@given(st.data(), runs, of_layers, of_layers, of_layers)
+def test_whatever_was_measured_the_coefficient_moves_a_little_between_its_bounds(
+    data, targets, nnz, union, l1
+):
+    control = data.draw(controls(targets))
+    after = with_unions(targets)(control, *arrays(nnz, union, l1), 5)
     assert LEAST * 0.999 <= coefficient(after) <= MOST * 1.001
     assert 0.9 < coefficient(after) / coefficient(control) < 1.1
     multipliers = np.exp(after.log_multipliers)
     assert np.all((multipliers > 0.999 / MOST_MULTIPLIER) & (multipliers < 1.001 * MOST_MULTIPLIER))
-    if not np.isfinite([*nnz, *l1]).all():
+    found = [(nnz, union)[i] for i in _WHICH[targets]]
+    if not np.isfinite([nnz, l1, *found]).all() or np.less(found, 0).any():
         assert all(map(np.array_equal, jax.tree.leaves(after), jax.tree.leaves(control)))
 
 
-@given(controls, st.lists(st.floats(0, D_FF), min_size=LAYERS, max_size=LAYERS), st.floats(0, 99))
-def test_more_non_zeros_never_lower_the_coefficient(control, nnz, more):
+@given(st.data(), runs, shares, shares, st.floats(0, 0.2), st.floats(0, 0.2))
+def test_neither_more_non_zeros_nor_a_larger_union_lower_the_coefficient(
+    data, targets, open_gates, union, more_nnz, more_union
+):
+    control, gates = data.draw(controls(targets)), np.array(open_gates)
     fewer, many = (
-        compiled()(control, *arrays(n, nnz), 5) for n in (nnz, [*nnz[1:], nnz[0] + more])
+        with_unions(targets)(control, *arrays(D_FF * nnz, u, D_FF * gates), 5)
+        for nnz, u in ((gates, union), (gates + more_nnz, np.array(union) + more_union))
     )
     assert coefficient(many) >= coefficient(fewer)
+
+
+@given(st.data(), shares, shares)
+def test_of_two_targets_the_one_that_asks_for_the_larger_coefficient_is_followed(
+    data, open_gates, union
+):
+    control, nnz = data.draw(controls(targets=2)), D_FF * np.array(open_gates)
+    alone = []
+    for i in (0, 1):
+        of_one = dataclasses.replace(
+            control, measured=control.measured[i : i + 1], earlier=control.earlier[i : i + 1]
+        )
+        alone.append(coefficient(with_unions(i)(of_one, *arrays(nnz, union, nnz), 5)))
+    both = with_unions(2)(control, *arrays(nnz, union, nnz), 5)
+    assert coefficient(both) == pytest.approx(max(alone), rel=1e-5)
 
 
 @given(st.permutations([3.0, 11.0, 50.0, 200.0]))
@@ -134,10 +178,13 @@ def test_a_non_zero_costs_the_same_in_every_layer():
     assert multipliers[2] / multipliers[0] == pytest.approx(0.5, rel=1e-3)
 
 
-@jax.jit
-def on_a_plant(control, key, lag, slope, first, spikes):
-    """The non-zeros of all steps; they relax towards what falls with a power of the coefficient."""
-    shares = jnp.array([2.0, 0.3, 0.5, 1.2])
+@functools.partial(jax.jit, static_argnames="targets")
+def on_a_plant(control, key, lag, slope, first, spikes, targets=0):
+    """Non-zeros and U of all steps: they relax towards what falls with a power of the coefficient.
+
+    U grows with the non-zeros of a layer, and saturates at 1.
+    """
+    shares, run = jnp.array([2.0, 0.3, 0.5, 1.2]), settings(**TARGETS[targets])
 
     def step(carry, i):
         control, log_nnz = carry
@@ -145,30 +192,41 @@ def on_a_plant(control, key, lag, slope, first, spikes):
         log_nnz = log_nnz + (wanted - log_nnz) / lag
         noise = 0.05 * jax.random.normal(jax.random.fold_in(key, i))
         measured = shares * jnp.exp(log_nnz + noise) * spikes[i]
-        return (update(control, measured, measured, i, settings()), log_nnz), jnp.exp(log_nnz)
+        union = -jnp.expm1(-measured / 40)
+        control = update(control, measured, union, measured, i, run)
+        nnz = jnp.exp(log_nnz)
+        return (control, log_nnz), (nnz, jnp.mean(-jnp.expm1(-shares * nnz / 40)))
 
     carry = control, jnp.log(jnp.float32(D_FF / 2))
     return jax.lax.scan(step, carry, jnp.arange(STEPS))[1]
 
 
-def non_zeros(lag, slope, spikes):
+def non_zeros_and_unions(lag, slope, spikes, targets=0):
     key = jax.random.key(seeds.rng().integers(2**31))
     for first in (1e-5, 1e-4, 1e-3):
-        control = first_control(settings(l1_coefficient=first / 10))
-        yield np.asarray(on_a_plant(control, key, lag, slope, first, spikes))
+        control = first_control(settings(l1_coefficient=first / 10, **TARGETS[targets]))
+        yield map(np.asarray, on_a_plant(control, key, lag, slope, first, spikes, targets))
 
 
 @pytest.mark.parametrize("slope", [0.5, 1.0])
 @pytest.mark.parametrize("lag", [3.0, 20.0, 60.0])
 def test_it_reaches_the_target_within_a_tenth_and_holds_it(lag, slope):
-    for nnz in non_zeros(lag, slope, spikes=jnp.ones(STEPS)):
+    for nnz, _ in non_zeros_and_unions(lag, slope, spikes=jnp.ones(STEPS)):
         np.testing.assert_allclose(nnz[STEPS * 2 // 3 :], TARGET, rtol=0.1)
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("lag", [3.0, 20.0, 60.0])
+def test_a_union_is_reached_and_held_and_the_easier_target_undercut(lag, targets):
+    for nnz, union in non_zeros_and_unions(lag, 0.5, jnp.ones(STEPS), targets):
+        np.testing.assert_allclose(union[STEPS * 2 // 3 :], 0.3, rtol=0.1)
+        assert (nnz[STEPS * 2 // 3 :] < TARGET).all()
 
 
 def test_neither_spikes_nor_lost_statistics_carry_it_away():
     spikes = jnp.ones(STEPS).at[420:423].set([50, jnp.nan, 0])
     spikes = spikes.at[jnp.arange(520, 525)].set(jnp.inf)
-    for nnz in non_zeros(lag=20.0, slope=1.0, spikes=spikes):
+    for nnz, _ in non_zeros_and_unions(lag=20.0, slope=1.0, spikes=spikes):
         np.testing.assert_allclose(nnz[STEPS * 6 // 10 :], TARGET, rtol=0.2)
         np.testing.assert_allclose(nnz[-50:], TARGET, rtol=0.1)
 
@@ -179,13 +237,27 @@ def test_neither_spikes_nor_lost_statistics_carry_it_away():
 ])  # fmt: skip
 def test_a_target_out_of_reach_is_named_once_the_coefficient_is_at_its_bound(nnz, bound, says):
     run = settings(l1_warmup=[0, 10])
-    control, step = first_control(run), 0
+    control, step, found = first_control(run), 0, {"sparsity_target": nnz}
     layers = jnp.full(LAYERS, nnz)
-    while out_of_reach(run, step, coefficient(control), nnz) is None:
+    while out_of_reach(run, step, coefficient(control), found) is None:
         assert step < 5000
         control, step = compiled(10)(control, layers, layers, step), step + 1
-    why = out_of_reach(run, step, coefficient(control), nnz)
+    why = out_of_reach(run, step, coefficient(control), found)
     assert re.search(says, why) and "\n" not in why
     np.testing.assert_allclose(coefficient(control), bound, rtol=2e-3)
-    assert out_of_reach(run, step, coefficient(control), TARGET) is None
-    assert out_of_reach(run, 9, coefficient(control), nnz) is None  # while warming up
+    met = {"sparsity_target": TARGET}
+    assert out_of_reach(run, step, coefficient(control), met) is None
+    assert out_of_reach(run, 9, coefficient(control), found) is None  # while warming up
+
+
+def test_of_two_targets_the_one_that_is_out_of_reach_is_named():
+    run = settings(**TARGETS[2])
+    found = {"sparsity_target": 2.0, "union_target": 0.5}
+    assert out_of_reach(run, 0, LEAST, found) is None  # as U is exceeded
+    assert out_of_reach(run, 0, MOST, found) == (
+        "union_target: the L1 coefficient has reached its bound 10, and still 256 neighbouring "
+        "tokens use 50.0% of the neurons, not 30.0%; start again with a larger target"
+    )
+    found["union_target"] = 0.25
+    assert out_of_reach(run, 0, MOST, found) is None
+    assert out_of_reach(run, 0, LEAST, found).startswith("sparsity_target: the L1 coefficient")

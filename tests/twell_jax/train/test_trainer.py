@@ -20,7 +20,8 @@ from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.sparsity_control import update
-from twell_jax.train.trainer import Trainer, init_state
+from twell_jax.train.state import init_state
+from twell_jax.train.trainer import Trainer
 
 SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
 END = 60
@@ -222,7 +223,8 @@ def test_a_controller_weighs_the_layers_and_follows_their_means_over_all_devices
     np.testing.assert_allclose(measured.l1_multipliers, [0.5, 1.5], rtol=1e-5)
     norm = float(optax.tree.norm(grads))
     np.testing.assert_allclose(measured.grad_norm, norm, rtol=1e-5)
-    expected = update(control, stats.nnz, stats.l1, jnp.int32(0), settings(sparsity_target=2.0))
+    step, run = jnp.int32(0), settings(sparsity_target=2.0)
+    expected = update(control, stats.nnz, None, stats.l1, step, run)
     for found, of_reference in zip(*map(jax.tree.leaves, (state.control, expected)), strict=True):
         np.testing.assert_allclose(found, of_reference, rtol=1e-5)
 

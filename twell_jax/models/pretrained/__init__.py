@@ -1,10 +1,11 @@
 """Models in Hugging Face's format: config.json, safetensors, tokenizer.json. No torch, no pickle.
 
 `from_pretrained` reads the models of `architectures`, among them the sparse ones released with
-arXiv 2603.23198, whose `model_type` ends in "_sparse_relu". `transformers` loads what
-`save_pretrained` writes as a plain `LlamaForCausalLM`.
+arXiv 2603.23198, whose `model_type` ends in "_sparse_relu". `save_pretrained` writes a model in the
+form of an architecture that can express it, which `transformers` loads if it has its class.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -15,12 +16,15 @@ from flax import nnx
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation, quantise_mlps
 from twell_jax.ffn.quantised import quantised_projections
-from twell_jax.models.pretrained import config, hub, quantisation, weights
+from twell_jax.models.pretrained import config, forms, hub, quantisation, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
+from twell_jax.models.pretrained.architectures import ARCHITECTURES
 from twell_jax.models.pretrained.config import PretrainedError
 from twell_jax.models.transformer import Transformer, graphdef
 
 __all__ = ["PretrainedError", "from_pretrained", "save_pretrained"]
+
+log = logging.getLogger(__name__)
 
 
 def from_pretrained(
@@ -75,27 +79,34 @@ def save_pretrained(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model and its tokenizer for `transformers`; weights in 8 bits stay so.
+    """Writes a model and its tokenizer in Hugging Face's format; weights in 8 bits stay so.
 
-    If it has numbers of live neurons, config.json gets them as `live_neurons`, and the gates of the
-    other neurons are written as zeros, as `transformers` does not know this key.
+    The form is that of the first architecture in `architectures.WRITTEN` that can express the
+    model: a plain one becomes a Llama, one with a sliding window a Mistral. A warning says if
+    `transformers` has no class of it.
+
+    If it has numbers of live neurons, config.json gets them as `live_neurons`. The gates of the
+    other neurons (without a gate, their up projections) are written as zeros, as `transformers`
+    does not know this key.
 
     Args:
       directory: must be empty; created if missing. "~" is the home directory.
-      model: the language model. Its feed-forward blocks must be gated.
+      model: the language model.
       tokenizer: the one that the model was trained with. The written one adds no special tokens.
       dtype: dtype of the stored parameters, "bfloat16" or "float32"; None keeps theirs.
       max_shard_bytes: parameters are split over files of at most this size. A larger tensor gets a
         file of its own.
 
     Raises:
-      PretrainedError: the directory is not empty, or the format cannot express this model.
+      PretrainedError: the directory is not empty, or no architecture can express this model; the
+        line says what those need that come nearest.
     """
     directory = Path(os.path.expanduser(directory))
     dtype = dtype or model.config.param_dtype
     held = model.blocks.mlp.live
     live = None if held is None else held[...].tolist()
-    tree = config.to_dict(model.config, dtype, tokenizer.eot_id, live)
+    name = forms.choose(model, tokenizer)
+    tree = forms.to_dict(name, model.config, dtype, tokenizer.eot_id, live)
     if quantised := quantised_projections(model.blocks.mlp):
         tree[quantisation.KEY] = quantisation.to_dict(quantised)
     if tokenizer.size > model.config.vocab_size:
@@ -105,6 +116,13 @@ def save_pretrained(
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise PretrainedError(f"{directory}: not empty; choose a new directory")
-    weights.save(directory, model, dtype, max_shard_bytes)
+    weights.save(directory, model, ARCHITECTURES[name], dtype, max_shard_bytes)
     tokenizer_file.save(directory, tokenizer, model.config.context)
-    config.write(directory, tree)
+    forms.write(directory, tree)
+    if ARCHITECTURES[name].own_code:
+        log.warning(
+            "%s: is written as model_type=%s, whose class is no part of transformers; "
+            "twell_jax reads it",
+            directory,
+            name,
+        )

@@ -1,4 +1,4 @@
-"""The architectures that can be read: what each `model_type` of Hugging Face means.
+"""The architectures that can be read and written: what each `model_type` of Hugging Face means.
 
 A config.json leaves out what its class in transformers has as a default, and classes compute some
 things whatever config.json says. Both are here, and nowhere else.
@@ -27,6 +27,7 @@ class Architecture:
     """What a `model_type` says beyond the keys of its config.json.
 
     Attributes:
+      class_name: of its language model.
       defaults: the values of keys that config.json leaves out.
       always: the values of keys that it does not read, or not as they are.
       activations: ours for each `hidden_act` that is supported.
@@ -40,8 +41,12 @@ class Architecture:
       absent: names of our parameters that its files lack and that are zero.
       passed_over: parts of the names of tensors that are not read.
       has_threshold: whether its weights were trained for a FATReLU, whatever `hidden_act` says.
+      own_code: whether its class is code beside its weights and no part of transformers.
+      splitting: the regular expression by which transformers splits a text into words, whatever
+        tokenizer.json says; None if that decides.
     """
 
+    class_name: str
     defaults: Mapping[str, Any]
     always: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, Activation] = field(default_factory=lambda: _ACTIVATIONS)
@@ -55,6 +60,19 @@ class Architecture:
     absent: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     has_threshold: bool = False
+    own_code: bool = False
+    splitting: str | None = None
+
+    @property
+    def scale_offset(self) -> float:
+        """What is added to the scales of norms as they are in files."""
+        return 1.0 if self.norm == "layer" else 0.0
+
+    @property
+    def hidden_acts(self) -> dict[Activation, str]:
+        """The `hidden_act` of each activation that its class computes; transformers' lack one."""
+        found = {ours: theirs for theirs, ours in self.activations.items()}
+        return {key: found[key] for key in found if key != "fatrelu" or self.own_code}
 
 
 _COMMON = {
@@ -67,29 +85,42 @@ _COMMON = {
     "mlp_bias": False,
     "num_key_value_heads": None,
 }
-_LLAMA = Architecture(_COMMON | {"max_position_embeddings": 2048})
+_LLAMA = Architecture("LlamaForCausalLM", _COMMON | {"max_position_embeddings": 2048})
 _QWEN2 = Architecture(
+    "Qwen2ForCausalLM",
     _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     {"attention_bias": True, "mlp_bias": False},
     absent=(_OUT_BIAS,),
+    splitting=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _QWEN3 = Architecture(
+    "Qwen3ForCausalLM",
     _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
     {"mlp_bias": False},
     qk_norm=True,
 )
 _MISTRAL = Architecture(
+    "MistralForCausalLM",
     _COMMON | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     {"attention_bias": False, "mlp_bias": False},
     windowed=True,
 )
 # A Mistral with another block. Files of TurboSparse also hold predictors of which neurons fire.
-_BAMBOO = replace(_MISTRAL, activations={"relu": "drelu"}, passed_over=(".mlp.predictor.",))
+_BAMBOO = replace(
+    _MISTRAL,
+    class_name="BambooForCausalLM",
+    activations={"relu": "drelu"},
+    passed_over=(".mlp.predictor.",),
+    own_code=True,
+)
 _ARCEE = Architecture(
+    "ArceeForCausalLM",
     _COMMON | {"max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
     gated=False,
 )
 _NEMOTRON = Architecture(
+    "NemotronForCausalLM",
     _COMMON
     | {
         "max_position_embeddings": 4096,
@@ -106,10 +137,15 @@ _NEMOTRON = Architecture(
 # MiniCPM's class is code beside its weights, which is never run; later versions of transformers
 # have one of their own.
 _MINICPM = Architecture(
+    "MiniCPMForCausalLM",
     _COMMON | {"max_position_embeddings": 2048, "tie_word_embeddings": True},
     {"mlp_bias": False},
     scaled=True,
+    own_code=True,
 )
+
+# arXiv 2402.13516
+_PROSPARSE = replace(_LLAMA, class_name="SparseLlamaForCausalLM", has_threshold=True, own_code=True)
 
 # The checkpoints released with arXiv 2603.23198 have a model_type that ends like this. They keep
 # hidden_act="silu" and use ReLU regardless.
@@ -124,8 +160,14 @@ ARCHITECTURES = {
     "nemotron": _NEMOTRON,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
-    "sparsellama": replace(_LLAMA, has_threshold=True),  # ProSparse, arXiv 2402.13516
+    "sparsellama": _PROSPARSE,
 } | {
     f"{name}{SPARSE}": replace(released, always={**released.always, "hidden_act": "relu"})
     for name, released in (("llama", _LLAMA), ("qwen2", _QWEN2))
 }
+
+# A model is written as the first of these that can express it. A Qwen2 comes before a Llama, which
+# could express it, too: with a bias of zeros.
+WRITTEN = (
+    "qwen2", "llama", "mistral", "qwen3", "arcee", "nemotron", "sparsellama", "minicpm", "bamboo",
+)  # fmt: skip

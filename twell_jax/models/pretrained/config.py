@@ -1,6 +1,5 @@
-"""Converts config.json of Hugging Face models to `ModelConfig` and back."""
+"""Converts config.json of Hugging Face models to `ModelConfig`."""
 
-import json
 import logging
 import math
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from twell_jax.models.pretrained.json_file import (
 
 log = logging.getLogger(__name__)
 
-_DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32")
 # What a model of a dtype that we do not compute in is read as: 16 bits remain 16, which is what the
 # kernels take. bfloat16 holds the range of float16, so nothing overflows; its values are rounded.
 _READ_AS = {"float16": "bfloat16"}
@@ -39,20 +38,7 @@ _FIXED = {
 
 # A key of ours alone: for each layer the number of live neurons. What we save has weights of zero
 # for the others, so that whoever does not know the key computes the same.
-_LIVE = "live_neurons"
-
-# Keys of ours of which transformers' Llama has these values alone.
-_LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
-    "activation": ("relu", "relu2", "silu"),
-    "gated": (True,),
-    "qk_norm": (False,),
-    "sliding_window": (None,),
-    "rotary_fraction": (1.0,),
-    "norm": ("rms",),
-    "embed_scale": (1.0,),
-    "residual_scale": (1.0,),
-    "logit_scale": (1.0,),
-}
+LIVE = "live_neurons"
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
     if dtype is None:
         dtype = first(tree.get("dtype"), tree.get("torch_dtype"), "float32")
         dtype = _READ_AS.get(str(dtype), dtype)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise PretrainedError(f"{path}: dtype={dtype!r}; name bfloat16 or float32 to load it as")
     try:
         config = _config(path, architecture, given, dtype, param_dtype or dtype)
@@ -117,7 +103,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         absent=architecture.absent,
         passed_over=architecture.passed_over,
         hybrid=bool(hybrid),
-        scale_offset=1.0 if architecture.norm == "layer" else 0.0,
+        scale_offset=architecture.scale_offset,
         quantised=quantisation.read(path, tree),
         live=_live(path, tree, config),
     )
@@ -127,11 +113,11 @@ def _live(path: Path, tree: dict[str, Any], config: ModelConfig) -> tuple[int, .
     """The number of live neurons of each layer; None if the model has no such numbers."""
     if not config.live_width:
         return None
-    numbers, layers, d_ff = tree[_LIVE], config.layers, config.d_ff
+    numbers, layers, d_ff = tree[LIVE], config.layers, config.d_ff
     is_list = isinstance(numbers, list) and len(numbers) == layers
     if not is_list or not all(type(n) is int and 0 <= n <= d_ff for n in numbers):
         raise PretrainedError(
-            f"{path}: {_LIVE} must be {layers} integers from 0 to {d_ff}, one for each layer, "
+            f"{path}: {LIVE} must be {layers} integers from 0 to {d_ff}, one for each layer, "
             f"got {numbers!r}"
         )
     return tuple(numbers)
@@ -159,7 +145,7 @@ def _config(
         activation_threshold=threshold,
         gated=given.get("sparsity_gated_mlp", architecture.gated),
         mlp_bias=given["mlp_bias"],
-        live_width=given.get(_LIVE) is not None,
+        live_width=given.get(LIVE) is not None,
         tie_embeddings=given["tie_word_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
@@ -202,59 +188,6 @@ def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
         "residual_scale": depth / math.sqrt(layers),
         "logit_scale": base_width / width,
     }
-
-
-def to_dict(
-    config: ModelConfig, dtype: str, eot_id: int, live: list[int] | None = None
-) -> dict[str, Any]:
-    """The content of config.json for a model whose parameters are stored as `dtype`.
-
-    `live` is the number of live neurons of each layer, if it has such numbers.
-
-    Raises:
-      PretrainedError: transformers' Llama cannot express the model or the dtype.
-    """
-    for key, wanted in _LLAMA_ONLY.items():
-        if (value := getattr(config, key)) not in wanted:
-            raise PretrainedError(
-                f"{key}={value}: transformers' Llama cannot express it; it must be "
-                f"{' or '.join(map(str, wanted))}"
-            )
-    if dtype not in _DTYPES:
-        raise PretrainedError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    scaling = config.rope_scaling
-    own = {} if live is None else {_LIVE: live}
-    return own | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": config.activation,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "intermediate_size": config.d_ff,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else rope.to_dict(scaling),
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_scale,
-        "torch_dtype": dtype,
-        "bos_token_id": None,
-        "eos_token_id": eot_id,
-    }
-
-
-def write(directory: Path, tree: dict[str, Any]) -> None:
-    """Writes config.json, and generation_config.json with its special tokens."""
-    ends = {key: tree[key] for key in ("bos_token_id", "eos_token_id")}
-    ends["pad_token_id"] = tree["eos_token_id"]
-    for name, content in (("config", tree), ("generation_config", ends)):
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def stop_ids(directory: Path) -> tuple[int, ...]:

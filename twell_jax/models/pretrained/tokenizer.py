@@ -48,6 +48,23 @@ def prefix(tokenizer: SubwordTokenizer) -> list[int]:
     return []
 
 
+def splits_by(tokenizer: Tokenizer, pattern: str) -> bool:
+    """Whether a tokenizer splits texts in Unicode's form NFC by this regular expression alone.
+
+    Within words it is a byte-level BPE.
+    """
+    if not isinstance(tokenizer, SubwordTokenizer):
+        return False
+    tree = json.loads(tokenizer.backend.to_str())
+    steps = (tree["pre_tokenizer"] or {}).get("pretokenizers", [])
+    wanted = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ]
+    found = [{key: step[key] for key in step if key != "trim_offsets"} for step in steps]
+    return tree["normalizer"] == {"type": "NFC"} and found == wanted
+
+
 def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json.
 

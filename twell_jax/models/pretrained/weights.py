@@ -23,6 +23,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn.quantised import AXES, quantise_mlps
 from twell_jax.models import sharding
 from twell_jax.models.pretrained import files
+from twell_jax.models.pretrained.architectures import Architecture
 from twell_jax.models.pretrained.config import Stored
 from twell_jax.models.pretrained.json_file import PretrainedError
 from twell_jax.models.transformer import Transformer
@@ -32,8 +33,11 @@ _BASE = "model."  # before all names but the head's, except in the files of a ba
 _EMBED, _HEAD = f"{_BASE}embed_tokens.weight", "lm_head.weight"
 _DOWN = "blocks.mlp.w_down"
 _LIVE = "blocks.mlp.live"  # not in tensors, but in config.json
-# Saved as zeros where a neuron is not live.
-_SHUT = ("blocks.mlp.w_gate", "blocks.mlp.w_gate.values", "blocks.mlp.b_gate")
+# Saved as zeros where a neuron is not live: of a block with and without a gate.
+_SHUT = {
+    gated: tuple(f"blocks.mlp.{kind}" for kind in (f"w_{name}", f"w_{name}.values", f"b_{name}"))
+    for gated, name in ((True, "gate"), (False, "up"))
+}
 _ROWS = 4096  # of two matrices that are compared at a time, as all may be large
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
@@ -163,13 +167,21 @@ def load(
         return jax.tree.map_with_path(read, abstract, *placements)
 
 
-def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) -> None:
+def save(
+    directory: Path,
+    model: Transformer,
+    architecture: Architecture,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
     """Writes model.safetensors, or shards and their index, with parameters as `dtype`."""
     params = {}
     live = np.asarray(model.blocks.mlp.live) if model.config.live_width else None
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
-        layout = _layout(_name(path), leaf, _NAMES)
-        if live is not None and _name(path) in _SHUT:
+        if _name(path) in architecture.absent:
+            continue
+        layout = _layout(_name(path), leaf, _NAMES, architecture.scale_offset)
+        if live is not None and _name(path) in _SHUT[model.config.gated]:
             is_live = np.arange(model.config.d_ff) < live[:, None]
             is_live = is_live.reshape(*is_live.shape, *(leaf.ndim - 2) * [1])
             leaf = np.where(is_live, np.asarray(leaf), np.zeros((), leaf.dtype))
@@ -187,7 +199,10 @@ def save(directory: Path, model: Transformer, dtype: str, max_shard_bytes: int) 
         tensors = {}
         for name in names:
             layout, leaf, i, kept = params[name]
-            array = np.asarray(leaf[i] if layout.stacked else leaf).astype(kept)
+            array = np.asarray(leaf[i] if layout.stacked else leaf)
+            if layout.offset:
+                array = array.astype(np.float32) - layout.offset
+            array = array.astype(kept)
             tensors[name] = np.ascontiguousarray(array.T if layout.transposed else array)
         save_file(tensors, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(0o644)  # safetensors makes it readable by the owner only

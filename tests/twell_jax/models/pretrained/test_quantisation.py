@@ -60,8 +60,11 @@ def test_a_saved_model_is_read_bit_for_bit(tmp_path, projections):
     assert_same_parameters(from_pretrained(tmp_path, mesh=mesh), model)
 
 
-def test_numbers_of_live_neurons_are_kept(tmp_path):
-    model = make(live_width=True)
+@pytest.mark.parametrize(
+    ("changes", "gate"), [({}, "gate"), ({"gated": False, "norm": "layer"}, "up")]
+)
+def test_numbers_of_live_neurons_are_kept(tmp_path, changes, gate):
+    model = make(live_width=True, **changes)
     quantise_mlps(model)
     save_pretrained(tmp_path, model, ByteTokenizer())
     live = np.asarray(model.blocks.mlp.live[...])
@@ -69,8 +72,8 @@ def test_numbers_of_live_neurons_are_kept(tmp_path):
     np.testing.assert_array_equal(loaded.blocks.mlp.live[...], live)
     tensors = stored(tmp_path / "model.safetensors")
     for layer, number in enumerate(live):
-        gate = tensors[f"model.layers.{layer}.mlp.gate_proj.weight"].astype(np.float32)
-        np.testing.assert_array_equal(gate.any(axis=1), np.arange(len(gate)) < number)
+        weights = tensors[f"model.layers.{layer}.mlp.{gate}_proj.weight"].astype(np.float32)
+        np.testing.assert_array_equal(weights.any(axis=1), np.arange(len(weights)) < number)
     tokens = np.arange(24).reshape(2, 12)
     forward = nnx.jit(lambda model, tokens: model(tokens)[0])
     np.testing.assert_array_equal(forward(loaded, tokens), forward(model, tokens))

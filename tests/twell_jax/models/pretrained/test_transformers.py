@@ -1,16 +1,18 @@
 """Parity with Hugging Face's transformers, where it and torch are installed (extra "peers")."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as hf
 from flax import nnx
 
 from tests import seeds
-from twell_jax.config import ModelConfig
+from tests.twell_jax import drawn
 from twell_jax.data import tokenizers
-from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer
 from twell_jax.inference import GREEDY, generate
-from twell_jax.models import Transformer
 from twell_jax.models.pretrained import from_pretrained, save_pretrained
 
 torch = pytest.importorskip("torch")
@@ -71,6 +73,7 @@ THEIRS = {
         for rope in SCALED
     },
 }
+UNGATED = {"gated": False, "activation": "relu2"}
 OURS = {
     "default": {},
     "grouped, untied": {"kv_heads": 2, "tie_embeddings": False, "rope_theta": 1e6},
@@ -84,7 +87,18 @@ OURS = {
         "rope_theta": 100.0,
         "rope_scaling": {"type": "yarn", "factor": 4, "original_context": 16},
     },
+    "mistral": {"sliding_window": 5, "kv_heads": 2, "activation": "silu"},
+    "qwen2": {"attention_bias": True, "kv_heads": 2, "head_size": 12},
+    "qwen3": {"qk_norm": True, "kv_heads": 2, "head_size": 12, "attention_bias": True},
+    "arcee": UNGATED | {"mlp_bias": True, "attention_bias": True, "tie_embeddings": False},
+    "arcee, live": UNGATED | {"live_width": True, "mlp_bias": True},
+    "nemotron": UNGATED | {"norm": "layer", "rotary_fraction": 0.5, "kv_heads": 2},
+    "nemotron, all rotated, biases": UNGATED
+    | {"norm": "layer", "mlp_bias": True, "attention_bias": True, "rope_theta": 1e3},
 }
+
+
+TEXT = "for é in 漢字: don't  stop<|endoftext|> . !\n\t we'LL 123" * 20
 
 
 def prompts():
@@ -132,35 +146,68 @@ def test_a_model_of_transformers_is_loaded(tmp_path, name):
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_model_of_ours_is_loaded_by_transformers(tmp_path, name):
-    config = ModelConfig(
+    model = drawn.transformer(
         vocab_size=300, context=64, d_model=32, layers=2, heads=4, d_ff=40, dtype="float32",
         init_scale=0.3, **OURS[name],
     )  # fmt: skip
-    model = Transformer(config, rngs=nnx.Rngs(seeds.integer()))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        if path[-1] in ("scale", "bias", "b_gate", "b_up", "b_down"):
+        is_absent = name == "qwen2" and path[-2:] == ("out", "bias")
+        if path[-1] in ("scale", "bias", "b_gate", "b_up", "b_down") and not is_absent:
             leaf[...] += 0.5 * seeds.rng().standard_normal(leaf.shape)
-    save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=30000)
+    tokenizer = qwen2_tokenizer() if name == "qwen2" else ByteTokenizer()
+    save_pretrained(tmp_path, model, tokenizer, max_shard_bytes=30000)
     peer, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
-    assert type(peer) is transformers.LlamaForCausalLM
+    kind = name.split(",")[0]
+    assert peer.config.model_type == (kind if kind in THEIRS else "llama")
+    assert type(peer).__name__.lower() == f"{peer.config.model_type}forcausallm"
     assert not any(info.values())
     assert_agree(model, peer)
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
-@pytest.mark.parametrize("attention_bias", [False, True])
-def test_the_tokenizer_is_loaded_by_transformers(tmp_path, kind, attention_bias):
-    text = "for é in 漢字: don't  stop<|endoftext|> . !\n\t we'LL 123" * 20
-    tokenizer = ByteTokenizer() if kind == "byte" else tokenizers.train_bpe([text], 270)
-    config = ModelConfig(
-        vocab_size=270, context=64, d_model=8, layers=1, heads=1, d_ff=8,
-        attention_bias=attention_bias,
-    )  # fmt: skip
-    save_pretrained(tmp_path, Transformer(config, rngs=nnx.Rngs(0)), tokenizer)
+def qwen2_tokenizer():
+    """A small tokenizer that splits texts as those of Qwen2 do."""
+    backend = transformers.Qwen2Tokenizer().backend_tokenizer
+    backend.train_from_iterator(
+        [TEXT],
+        hf.trainers.BpeTrainer(
+            vocab_size=290,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return SubwordTokenizer(backend, "<|endoftext|>")
+
+
+TOKENIZERS = {
+    "byte": ByteTokenizer,
+    "bpe": lambda: tokenizers.train_bpe([TEXT], 290),
+    "qwen2": qwen2_tokenizer,
+}
+FORMS = {
+    "llama": {}, "mistral": {"sliding_window": 5}, "arcee": {"gated": False},
+    "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True},
+    "nemotron": {"gated": False, "norm": "layer"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tokenizer_is_loaded_by_transformers(tmp_path, kind, form):
+    tokenizer = TOKENIZERS[kind]()
+    model = drawn.transformer(
+        vocab_size=290, context=64, d_model=8, layers=1, heads=1, d_ff=8, **FORMS[form]
+    )
+    save_pretrained(tmp_path, model, tokenizer)
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = tokenizer.encode([text])[0].tolist()
-    assert peer(text).input_ids == ids
-    assert peer.decode(ids) == text
+    ids = tokenizer.encode([TEXT])[0].tolist()
+    assert peer(TEXT).input_ids == ids
+    special = tokenizer.encode([TEXT], special_tokens=True)[0].tolist()
+    assert peer(TEXT, split_special_tokens=False).input_ids == special != ids
+    assert peer.decode(ids) == TEXT
     assert peer.eos_token_id == tokenizer.eot_id
+    model_type = json.loads((tmp_path / "config.json").read_text())["model_type"]
+    # transformers gives each Qwen2 the splitting of its tokenizer; no other model is one, then.
+    assert model_type == ("llama" if form == "qwen2" and kind != "qwen2" else form)

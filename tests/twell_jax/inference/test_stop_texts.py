@@ -1,0 +1,99 @@
+"""Strings at which text stops, in the end of the tokens as in all of them."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers as hf
+
+from tests import seeds
+from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer
+from twell_jax.inference.stop_texts import StopTexts
+
+TEXT = (
+    "Q: é or 漢字? don't stop \U0001f600\U0001f600 now.\n\nA: naïve 字漢 \U0001f468‍\U0001f469! " * 6
+)
+
+
+def metaspace():
+    """Words have the space before them, but for the first; unknown characters are bytes."""
+    backend = hf.Tokenizer(hf.models.BPE())
+    backend.pre_tokenizer = hf.pre_tokenizers.Metaspace()
+    trainer = hf.trainers.BpeTrainer(vocab_size=70, special_tokens=["</s>"], show_progress=False)
+    backend.train_from_iterator([TEXT.encode("ascii", "ignore").decode()], trainer)
+    tree = json.loads(backend.to_str())
+    vocabulary = tree["model"]["vocab"]
+    size = len(vocabulary)
+    vocabulary |= {f"<0x{byte:02X}>": size + byte for byte in range(256)}
+    tree["model"]["byte_fallback"] = True
+    backend = hf.Tokenizer.from_str(json.dumps(tree))
+    steps = [hf.decoders.Replace("▁", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse()]
+    backend.decoder = hf.decoders.Sequence([*steps, hf.decoders.Strip(" ", 1, 0)])
+    return SubwordTokenizer(backend, "</s>")
+
+
+TOKENIZERS = {
+    "byte": ByteTokenizer,
+    "bpe": lambda: tokenizers.train_bpe([TEXT], 300),
+    "metaspace": metaspace,
+}
+
+
+def draw_ids(tokenizer):
+    """Ids of a text, between them some that are drawn, and end-of-text, which has no text."""
+    draw, ids = seeds.rng(), tokenizer.encode([TEXT])[0].tolist()
+    for _ in range(6):
+        place = draw.integers(len(ids))
+        ids[place:place] = draw.integers(0, tokenizer.size, 5).tolist()
+        place = draw.integers(len(ids))
+        ids[place:place] = [tokenizer.eot_id] * 60
+    return ids
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("length", [1, 2, 7, 40])
+def test_a_string_is_found_when_the_whole_text_contains_it(name, length):
+    tokenizer = TOKENIZERS[name]()
+    ids = draw_ids(tokenizer)
+    assert "漢字" in tokenizer.decode(ids) and max(np.unique_counts(ids).counts) >= 360
+    texts = [tokenizer.decode(ids[:count]) for count in range(len(ids) + 1)]
+    draw, found_at = seeds.rng(), set()
+    for _ in range(12):
+        strings = [texts[-1][start:][:length] for start in draw.integers(0, len(texts[-1]), 2)]
+        strings = [string for string in strings if string and "\ufffd" not in string]
+        stops, expected = StopTexts(tokenizer, [*strings, "absent"]), False
+        for count, text in enumerate(texts):
+            expected |= any(string in text for string in strings)
+            assert stops.found_in(ids[:count]) == expected
+            if expected:
+                found_at.add(count)
+                break
+    assert found_at
+
+
+def test_calls_may_leave_out_some_tokens():
+    tokenizer, ids = ByteTokenizer(), [*b"x" * 500, *b"stop", *b"x" * 500]
+    stops = StopTexts(tokenizer, ["stop"])
+    found = [stops.found_in(ids[:count]) for count in (0, 10, 400, 502, 900, 901)]
+    assert found == [False, False, False, False, True, True]
+
+
+def test_without_strings_nothing_is_found_or_decoded():
+    assert not StopTexts(None, []).found_in([1, 2])
+
+
+@pytest.mark.parametrize("character", ["x", "漢", "\U0001f600", "\xff"])
+def test_only_the_end_is_decoded(character):
+    decoded = []
+
+    class Recording(ByteTokenizer):
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    byte = character.encode() if character != "\xff" else b"\xff"  # no character at all
+    ids = np.tile(np.frombuffer(byte, np.uint8), 2000).tolist()
+    stops = StopTexts(Recording(), ["a string that never comes"])
+    assert not any(stops.found_in(ids[:count]) for count in range(len(ids)))
+    assert max(decoded) < 400 < len(ids)
