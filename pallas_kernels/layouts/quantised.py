@@ -4,6 +4,7 @@ A float8_e4m3fn holds 0, and from 2^-9 to 448 numbers with four significant bits
 So a matrix is stored as such values and float32 scales (Micikevicius et al., arXiv 2209.05433).
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,7 @@ from jax.typing import ArrayLike
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(E4M3).max)
-_TINY = float(jnp.finfo(jnp.float32).tiny)  # what is smaller may be taken for 0
+TINY = float(jnp.finfo(jnp.float32).tiny)  # what is smaller may be taken for 0
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +48,26 @@ class Quantised:
 
     def __len__(self) -> int:
         return len(self.values)
+
+
+type Operand = jax.Array | Quantised
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """x as the products with several weights take it, some of them `Quantised`.
+
+    Attributes:
+      exact: `[M, D]`; None if all weights are `Quantised`.
+      rounded: x in 8 bits, a scale for each token.
+    """
+
+    exact: jax.Array | None
+    rounded: Quantised
+
+
+type Scales = tuple[jax.Array, jax.Array]
 
 
 def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
@@ -83,12 +104,60 @@ def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
 
 
 def rounded(a: jax.Array, axis: int = -1) -> Quantised:
-    """`quantise` without its checks, for `a: [..., D]`: rows with an inf or a NaN become NaN."""
+    """`quantise` without its checks, for `a: [..., D]`: rows with an inf or a NaN become NaN.
+
+    On GPUs XLA's reciprocals may be two units in the last place off. A number at the middle of two
+    values may then become the other one.
+    """
     largest = jnp.max(jnp.abs(a), axis=axis, keepdims=True).astype(jnp.float32)
-    # Products with reciprocals are the same on every device and cheap; XLA rewrites quotients.
-    scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), _TINY), 1.0)
+    # Products with reciprocals are cheap, and XLA rewrites quotients.
+    scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
+    values = (a.astype(jnp.float32) * (1 / scale)).astype(E4M3)
+    # With its "excess precision", XLA may leave out this conversion and one back.
+    return Quantised(lax.optimization_barrier(values), scale)
+
+
+def tokens(
+    x: jax.Array,
+    weights: Iterable[Operand],
+    round_tokens: Callable[[jax.Array], Quantised] = rounded,
+) -> jax.Array | Tokens:
+    """`x: [M, D]` as products with these weights take it, rounded once for all `Quantised` ones."""
+    are_quantised = [isinstance(w, Quantised) for w in weights]
+    if not any(are_quantised):
+        return x
+    return Tokens(None if all(are_quantised) else x, round_tokens(x))
+
+
+def for_product(x: jax.Array | Tokens, w: Operand) -> Operand:
+    """What of `tokens(x, ...)` a product with one of these weights takes."""
+    if not isinstance(x, Tokens):
+        return x
+    if isinstance(w, Quantised):
+        return x.rounded
+    assert x.exact is not None
+    return x.exact
+
+
+def unscaled[W: jax.Array | None](
+    x: Operand, w: W | Quantised
+) -> tuple[jax.Array, jax.Array | W, Scales | None]:
+    """What a kernel multiplies for `times`: two arrays, and the scales of the rows of each.
+
+    The scales are float32 `[M]` and `[H]`; None if neither is `Quantised`.
+    """
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return x.values, w.values, (x.scale[:, 0], w.scale[:, 0])
+    assert not isinstance(x, Quantised) and not isinstance(w, Quantised)
+    return x, w, None
+
+
+def times(x: Operand, w: Operand) -> jax.Array:
+    """`x w^T` in float32 for `x: [M, D]` and `w: [H, D]`; both are `Quantised`, or neither."""
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return _scaled_sums(x, w, -1)
+    return jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -109,15 +178,18 @@ def product(x: jax.Array, w: Quantised, axis: int) -> jax.Array:
     Raises:
       ValueError: it is differentiated.
     """
-    q = rounded(x)
+    return _scaled_sums(rounded(x), w, axis).astype(x.dtype)
+
+
+def _scaled_sums(x, w, axis):
     sums = lax.dot_general(
-        q.values,
+        x.values,
         w.values,
         (((x.ndim - 1,), (axis % 2,)), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return (sums * q.scale * jnp.squeeze(w.scale, axis)).astype(x.dtype)
+    return sums * x.scale * jnp.squeeze(w.scale, axis)
 
 
 @product.defjvp

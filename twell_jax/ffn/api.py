@@ -63,8 +63,8 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
         multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
-        two is what the block means (`layouts.quantised.product`). XLA computes it, and there are no
-        gradients for either.
+        two is what the block means (`layouts.quantised.product`). Unions compute it, if they are
+        asked for, unless w_down is `Quantised`; else XLA does. There are no gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
         taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
@@ -101,8 +101,9 @@ def sparse_ffn(
     nothing asks for kernels, XLA maps calls of fewer than 1024 tokens.
 
     Returns:
-      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32. "xla"
-        rounds g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
+      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32, those of
+        8-bit operands by kernels in fewer bits (docs/design/0029-8-bit-weights.md). "xla" rounds
+        g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
 
     Raises:
       ValueError: shapes or dtypes do not agree, or an argument is out of its range.
@@ -263,12 +264,15 @@ def _select(
     """The rule for these operands."""
     kernels, unsupported = dispatch.back_end(weights.down)
     tokens, neurons = x.size // x.shape[-1], len(weights.down)
+    is_quantised = any(isinstance(w, Quantised) for w in weights.inner)
     if rectifier(activation, 0.0) is None:
         unsupported = f"the activation must be zero for most neurons, got {activation}"
     elif any(b is not None for b in biases):
         unsupported = "the kernels add no biases"
-    elif any(isinstance(w, Quantised) for w in (*weights.inner, weights.down)):
-        unsupported = "the kernels take no Quantised weights"
+    elif isinstance(weights.down, Quantised):
+        unsupported = "the kernels take no Quantised w_down"
+    elif is_quantised and x.shape[-1] % 128:
+        unsupported = "the kernels take Quantised weights only with D a multiple of 128"
     elif windows is not None:
         unsupported = "the kernels compute no lasso over windows"
     here = max(1, tokens // partition.devices()[0])  # where they do not divide, XLA pads
@@ -281,6 +285,7 @@ def _select(
         unsupported=unsupported or partition.unsupported(tokens, neurons),
         unmeasured=dispatch.unmeasured(activation, weights.live is not None, here),
         has_live=weights.live is not None,
+        quantised=is_quantised,
     )
     return dispatch.select(case, request)
 

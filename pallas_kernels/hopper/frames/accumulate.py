@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, TILED
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, tiled
 
 
-def operand(block, index_map):
+def operand(block, index_map, dtype=jnp.bfloat16):
     """An operand of `accumulate`, of which a stage holds `block`."""
-    return plgpu.BlockSpec(block, index_map, transforms=TILED, delay_release=1)
+    return plgpu.BlockSpec(block, index_map, transforms=tiled(dtype, STAGE_K), delay_release=1)
 
 
 def accumulate(multiply, finish, columns, stages, slots, in_specs):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import row_copies
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, STAGE_K
+from pallas_kernels.hopper.device.tiles import ACC_ROWS
 
 STAGES = 4
 _LAG = 2  # steps between filling a stage and handing it over
@@ -33,6 +33,8 @@ class Ring:
       indices: SMEM, int32 `[3, 64]`, the row indices for the next stages; None if all stages of a
         job gather the same rows.
       first: step of the job's first stage.
+      a_16: a again, as 16-bit arrays, if the products are of 8-bit floats; a stage is read as it
+        was filled.
     """
 
     a: jax.Ref
@@ -41,6 +43,11 @@ class Ring:
     free: jax.Ref
     indices: jax.Ref | None = None
     first: jax.Array | int = 0
+    a_16: jax.Ref | None = None
+
+    def in_16_bits(self) -> "Ring":
+        """The same ring for stages whose rows are of 16 bits, whatever the others are."""
+        return self if self.a_16 is None else dataclasses.replace(self, a=self.a_16)
 
     def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
         """Fills a stage by `fill(a, b, loaded)`.
@@ -93,16 +100,18 @@ class Ring:
           The next step.
         """
 
+        columns = self.b.shape[2]
+
         def put(k, step):
             def fill(a, b, loaded):
-                tokens = tokens_ref.at[pl.ds(first_token, b.shape[0]), pl.ds(k * STAGE_K, STAGE_K)]
-                plgpu.copy_gmem_to_smem(tokens, b, loaded)
-                row_copies.gather_rows(source_ref, indices, limit, k * STAGE_K, a)
+                mine = pl.ds(first_token, b.shape[0]), pl.ds(k * columns, columns)
+                plgpu.copy_gmem_to_smem(tokens_ref.at[mine], b, loaded)
+                row_copies.gather_rows(source_ref, indices, limit, k * columns, a)
 
             self.put(step, fill)
             return step + 1
 
-        return lax.fori_loop(0, tokens_ref.shape[1] // STAGE_K, put, step)
+        return lax.fori_loop(0, tokens_ref.shape[1] // columns, put, step)
 
     def finish(self, step: jax.Array) -> None:
         """Hands over the last stages of a job; `step` is the one after them."""
