@@ -215,9 +215,11 @@ BLOCKS: dict[str, dict[str, Any]] = {  # the arguments of `sparse_ffn` for each
     "unions": {"implementation": "mosaic", "packing": "unions"},
 }
 
-# Dense blocks that others take, for each the module that measures it and its options. "fast" is
-# accumulation in fewer bits than float32 has.
+# Unions with 8-bit weights and blocks that others take, for each the module that measures it and
+# its options. "fast" is accumulation in fewer bits than float32 has.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "unions, fp8 gate": ("fp8_unions", {"projections": 1}),
+    "unions, fp8 gate and up": ("fp8_unions", {"projections": 2}),
     "xla, fp8 rows": ("xla_fp8", {"rows": True, "fast": False}),
     "xla, fp8 rows, fast": ("xla_fp8", {"rows": True, "fast": True}),
     "xla, fp8 tensors": ("xla_fp8", {"rows": False, "fast": False}),

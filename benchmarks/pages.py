@@ -56,8 +56,9 @@ TABLES: dict[str, Table] = {
         'of the gate, "mosaic" are the kernels for few tokens. "copies" of the recorded pattern '
         'are superposed. "dense rows" are tokens that fire nearly every neuron. "pruned" is a '
         "share of neurons that never fire: the kernels compute the layer without them, XLA and "
-        'tokamax with them. "fp8" blocks quantise weights beforehand, x and h in the block, with '
-        'a scale for each row or for a tensor; "fast" sums in fewer bits than float32 has. '
+        'tokamax with them. "fp8" blocks quantise weights beforehand, x and (if dense) h in the '
+        'block, with a scale for each row or for a tensor; "fast" sums in fewer bits than float32 '
+        "has. "
         '"ellpack" and "bcoo" are other sparse formats, through XLA. "error" '
         "has the order of the columns.",
         columns={

@@ -58,7 +58,7 @@ class Kernels(NamedTuple):
     gate_pack: Callable[[jax.Array, jax.Array, Rectifier], jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
     dense_rows: Callable[[HeavyRows, Weights, jax.Ref, Rectifier], Arrays]
-    gate_union: Callable[[jax.Array, jax.Array, Rectifier, jax.Array | None], Arrays]
+    gate_union: Callable[..., Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]

@@ -27,11 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import place_rows, support
-from pallas_kernels.hopper.device import cluster, gather, lists, scalars, versions
+from pallas_kernels.hopper.device import cluster, gather, lists, scalars, scales, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
-from pallas_kernels.hopper.frames import accumulate
+from pallas_kernels.hopper.frames import accumulate, promote
 from pallas_kernels.hopper.support import sm_count
+from pallas_kernels.layouts import quantised
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.quantised import Quantised
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
@@ -54,7 +56,8 @@ def dense_rows(
 
     Args:
       heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64, 128 to 8192.
-      weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
+      weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536. gate and up may be
+        `Quantised`, with a scale for each row; x is then `Tokens`.
       y_ref: mutable `[M, D]` of the same dtype.
       rectifier: act, which may pass `x_i w_up^T` through a ReLU.
 
@@ -67,9 +70,11 @@ def dense_rows(
     """
     support.check_weight("w_down", weights.down)
     (h, d), dtype, m = weights.down.shape, weights.down.dtype, y_ref.shape[0]
-    support.check_array("w_gate", weights.gate, (h, d), dtype)
-    support.check_array("w_up", weights.up, (h, d), dtype)
-    support.check_array("heavy.x", heavy.x, (-(-m // 8) * 8, d), dtype)
+    for name, w in (("w_gate", weights.gate), ("w_up", weights.up)):
+        if w is not None:
+            support.check_operand(name, w, (h, d), w if isinstance(w, Quantised) else weights.down)
+            x = quantised.for_product(heavy.x, w)
+            support.check_operand("heavy.x", x, (-(-m // 8) * 8, d), w)
     support.check_array("y_ref", y_ref, (m, d), dtype)
     support.check_array("heavy.rows", heavy.rows, (m,), jnp.int32)
     support.check_array("heavy.count", heavy.count, (1,), jnp.int32)
@@ -86,7 +91,7 @@ def dense_rows(
         ),
         grid=(sm_count(),),
         grid_names=("sm",),
-    )(weights.live, *heavy.pending, heavy.count, heavy.x, *weights.inner)
+    )(weights.live, *heavy.pending, heavy.count, [_factors(heavy.x, w) for w in weights.inner])
     y_rows, count, _ = _call(
         _down_kernel,
         out_type=(
@@ -111,6 +116,12 @@ def dense_rows(
     return jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
 
 
+def _factors(x, w):
+    """The factors of a product, and the scales of their rows if they have some."""
+    x, w, factors = quantised.unscaled(quantised.for_product(x, w), w)
+    return x, w, factors and (scales.padded(factors[0], _BLOCK), factors[1])
+
+
 def _call(body, *static, **kwargs):
     return plgpu.kernel(
         functools.partial(body, *static),
@@ -123,8 +134,8 @@ def _call(body, *static, **kwargs):
 
 
 def _hidden_kernel(rectifier, pending, live, *refs, h_smem):
-    count_ref, x_rows, *weights, hidden, l1, largest = refs[pending:]
-    h, _ = weights[0].shape
+    count_ref, products, hidden, l1, largest = refs[pending:]
+    h, _ = hidden.shape
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
     if pending:
         lists.acquire()
@@ -132,7 +143,7 @@ def _hidden_kernel(rectifier, pending, live, *refs, h_smem):
         plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
     count = scalars.read(count_ref)
-    work = _Hidden(count, live, x_rows, weights, hidden, l1, largest, h_smem, rectifier)
+    work = _Hidden(count, live, products, hidden, l1, largest, h_smem, rectifier)
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
@@ -147,8 +158,8 @@ class _Hidden:
     Attributes:
       count: int32 scalar, the length of the list.
       live: GMEM, int32 `[1]`, neurons that may fire, from the first on; None: all may.
-      x_rows: GMEM `[rows, D]`.
-      weights: GMEM, gate and up or one of them, each `[H, D]`.
+      products: GMEM, for gate and up or one of them x `[rows, D]`, the weight `[H, D]` and None, or
+        in 8 bits the scales of the rows of both.
       hidden: GMEM `[H, rows]`, to be filled.
       l1, largest: GMEM, float32 `[parts, H]`, to be filled: for a neuron, of the rows of a block,
         the sum of |h| and whether the gate is ever non-zero (1 or 0). In a short list each
@@ -159,8 +170,7 @@ class _Hidden:
 
     count: jax.Array
     live: jax.Ref | None
-    x_rows: jax.Ref
-    weights: list[jax.Ref]
+    products: list[tuple[jax.Ref, jax.Ref, tuple[jax.Ref, jax.Ref] | None]]
     hidden: jax.Ref
     l1: jax.Ref
     largest: jax.Ref
@@ -169,7 +179,7 @@ class _Hidden:
 
     def block(self, index):
         """128 rows and 128 neurons, of which a warpgroup has 64."""
-        columns = self.weights[0].shape[0] // _BLOCK
+        columns = self.hidden.shape[0] // _BLOCK
         row_block, neuron_block = index // columns, index % columns
         warpgroup = lax.axis_index("warpgroup")
         mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
@@ -202,31 +212,42 @@ class _Hidden:
         """Calls `finish` with products, `[64, columns]` each, of neurons and rows.
 
         Args:
-          rows: a slice of `x_rows`; from `first_neuron` on there are as many neurons.
+          rows: a slice of x; from `first_neuron` on there are as many neurons.
           first_neuron: the first of the neurons.
           columns: rows of x that a warpgroup multiplies.
           operands: what a warpgroup takes of a stage of a weight and of x.
           finish: called with a list of float32 arrays, one for each weight.
         """
-        d, size, n = self.x_rows.shape[1], rows.size, len(self.weights)
+        size, n = rows.size, len(self.products)
+        xs = {x.dtype: x for x, _, _ in self.products}  # each only once
+        in_8_bits = any(factors is not None for *_, factors in self.products)
 
-        def multiply(_, x_smem, *w_smem_and_accs):
-            *w_smem, accs = w_smem_and_accs
-            for acc, w in zip(accs, w_smem, strict=True):
-                w, x = operands(w, x_smem)
+        def multiply(_, *smem_and_sums):
+            *smem, sums = smem_and_sums
+            x_smem = dict(zip(xs, smem, strict=False))
+            pairs = [operands(w, x_smem[w.dtype]) for w in smem[len(xs) :]]
+            if in_8_bits:
+                return [s + promote.product(*pair) for s, pair in zip(sums, pairs, strict=True)]
+            for acc, (w, x) in zip(sums, pairs, strict=True):
                 plgpu.wgmma(acc, w, x.T)
             plgpu.wgmma_wait(n)  # the step before has ended
-            return accs
+            return sums
 
         slots = _STAGES * _BLOCK // size  # the ring has the same size in either case
-        specs = (1 + n) * [accumulate.operand((size, STAGE_K), lambda k: (0, k))]
-        accumulate.accumulate(multiply, finish, n * [columns], d // STAGE_K, slots, specs)(
-            self.x_rows.at[rows],
-            *(w.at[pl.ds(first_neuron, size)] for w in self.weights),
-        )
+        neurons = pl.ds(first_neuron, size)
+        parts = [x.at[rows] for x in xs.values()] + [w.at[neurons] for _, w, _ in self.products]
+        specs = [accumulate.operand((size, STAGE_K), lambda k: (0, k), a.dtype) for a in parts]
+        stages = parts[0].shape[1] // STAGE_K
+        accumulate.accumulate(
+            multiply, finish, n * [columns], stages, slots, specs, in_registers=in_8_bits
+        )(*parts)
 
     def _activate(self, accs, first_row, neurons, part):
         """The hidden activation, rounded, for rows from `first_row` on; stores its statistics."""
+        for i, (*_, factors) in enumerate(self.products):
+            if factors is not None:
+                accs[i] *= scales.of_columns(factors[0], first_row, accs[i].shape)
+                accs[i] *= scales.of_rows(factors[1], neurons.start, accs[i].shape)
         gate, *up = accs
         row = plgpu.broadcasted_iota(jnp.int32, gate.shape, 1, layout=plgpu.Layout.WGMMA)
         is_listed, dtype = row < self.count - first_row, self.hidden.dtype

@@ -17,7 +17,8 @@ from pallas_kernels.hopper.device import union_relu
 from pallas_kernels.hopper.device.tiles import CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.hopper.frames.gate_matmul import GateConfig
-from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts import quantised, tile_union
+from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
@@ -27,24 +28,28 @@ _CONFIG = GateConfig(grid_tile_width=7)
 
 
 def gate_union(
-    x: jax.Array,
-    w_gate: jax.Array,
+    x: Operand,
+    w_gate: Operand,
     rectifier: Rectifier = RELU,
     live: jax.Array | None = None,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `g = act(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
 
-    Sums in float32, rounds to the dtype of the inputs and propagates NaN.
+    Sums in float32, rounds once and propagates NaN.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
-      w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+      w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536. Or both are `Quantised`,
+        with a scale for each row, and D is a multiple of 128.
       rectifier: act.
       live: int32 `[1]`: neurons from this number on have gates of zero, and are not computed, but
         for those in the last block of 128. None: all are computed.
+      dtype: bfloat16 or float16, that of the gate; None for that of x, if it is not `Quantised`.
 
     Returns:
-      gate: `[R, H, 256]` in the dtype of the inputs, R = ceil(M / 256); rows of neurons that are
+      gate: `[R, H, 256]`, R = ceil(M / 256); rows of neurons that are
         not in `masks[0]` are unspecified.
       masks: uint32 `[2, R, H / 32]`.
       counts: uint8 `[H / 64, R * 256]`.
@@ -54,14 +59,15 @@ def gate_union(
     """
     support.check_tokens(x, w_gate)
     support.check_array("live", live, (1,), jnp.int32)
-    m, h = x.shape[0], w_gate.shape[0]
+    m, h, dtype = x.shape[0], w_gate.shape[0], x.dtype if dtype is None else dtype
+    tokens, weight, scales = quantised.unscaled(x, w_gate)
     tiles = pl.cdiv(m, TILE_TOKENS)
     gate, masks, counts = gate_matmul.gate_matmul(
-        w_gate,
-        x,
+        weight,
+        tokens,
         functools.partial(_write_union, rectifier),
         out_type=(
-            jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype),
             jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
             jax.ShapeDtypeStruct((h // GROUP_NEURONS, tiles * TILE_TOKENS), jnp.uint8),
         ),
@@ -70,6 +76,7 @@ def gate_union(
         ),
         config=_CONFIG,
         rows=live,
+        scales=scales and scales[::-1],
     )
     if live is not None:  # what describes blocks that were not computed is unspecified
         masks = jnp.where(jnp.arange(0, h, 32) < live, masks, 0)

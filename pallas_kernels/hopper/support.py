@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.quantised import E4M3, Operand, Quantised
 
 _HOPPER = ("H100", "H20", "H800")  # in names of devices of compute capability 9.0; H20: H200, too
 
@@ -58,12 +59,34 @@ def check_weight(name: str, w: jax.Array | jax.ShapeDtypeStruct) -> None:
         )
 
 
-def check_tokens(x: jax.Array, w_gate: jax.Array) -> None:
+def check_quantised(name: str, w: Quantised, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `w` has this shape, `[rows, D]`, and the kernels take it."""
+    check_array(f"{name}.values", w.values, shape, E4M3)
+    check_array(f"{name}.scale", w.scale, (shape[0], 1), jnp.float32)
+    if shape[1] % 128:
+        raise ValueError(f"{name} must have D a multiple of 128, got {list(shape)}")
+
+
+def check_tokens(x: Operand, w_gate: Operand) -> None:
     """Raises ValueError unless the kernels take these two operands of a gate matmul."""
-    check_weight("w_gate", w_gate)
     if x.ndim != 2 or x.shape[0] < 1:
         raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
-    check_array("x", x, (x.shape[0], w_gate.shape[1]), w_gate.dtype)
+    if isinstance(w_gate, Quantised):
+        check_weight("w_gate", jax.ShapeDtypeStruct(w_gate.shape, jnp.bfloat16))
+        check_quantised("w_gate", w_gate, w_gate.shape)
+    else:
+        check_weight("w_gate", w_gate)
+    check_operand("x", x, (x.shape[0], w_gate.shape[1]), w_gate)
+
+
+def check_operand(name: str, x: Operand, shape: tuple[int, ...], w: Operand) -> None:
+    """Raises ValueError unless `x` has this shape, and what `w` needs for a product."""
+    if isinstance(x, Quantised) != isinstance(w, Quantised):
+        raise ValueError(f"{name} and the weight must both be Quantised, or neither")
+    if isinstance(x, Quantised):
+        check_quantised(name, x, shape)
+    else:
+        check_array(name, x, shape, w.dtype)
 
 
 def check_array(

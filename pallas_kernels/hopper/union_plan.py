@@ -14,11 +14,12 @@ from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import gather, lists
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.quantised import Tokens
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 
 
 def union_plan(
-    x: jax.Array,
+    x: jax.Array | Tokens,
     gate_ref: jax.Ref,
     masks: jax.Array,
     counts: jax.Array,
@@ -33,7 +34,7 @@ def union_plan(
     From the first tile whose items do not fit, all tokens leave.
 
     Args:
-      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192; or `Tokens`.
       gate_ref: mutable `[R, H, 256]` in the dtype of x; gates of tokens that leave are set to zero
         in the neurons of the plan's unions.
       masks: uint32 `[2, R, H / 32]`, R = ceil(M / 256), H a multiple of 128 up to 65536.
@@ -49,10 +50,13 @@ def union_plan(
     Raises:
       ValueError: if a shape, a dtype or `max_items` is not as above.
     """
-    m, d = x.shape
+    parts = jax.tree.leaves(x)  # the first has all columns
+    m, d = parts[0].shape
     tiles, h = pl.cdiv(m, TILE_TOKENS), 32 * masks.shape[-1]
-    support.check_weight("a weight to go with x and masks", jax.ShapeDtypeStruct((h, d), x.dtype))
-    support.check_array("gate_ref", gate_ref, (tiles, h, TILE_TOKENS), x.dtype)
+    dtype, exact = gate_ref.dtype, x.exact if isinstance(x, Tokens) else x
+    support.check_array("x", exact, (m, d), dtype)
+    support.check_weight("a weight to go with x and masks", jax.ShapeDtypeStruct((h, d), dtype))
+    support.check_array("gate_ref", gate_ref, (tiles, h, TILE_TOKENS), dtype)
     support.check_array("masks", masks, (2, tiles, h // 32), jnp.uint32)
     support.check_array("counts", counts, (h // GROUP_NEURONS, tiles * TILE_TOKENS), jnp.uint8)
     all_items = tiles * h // CHUNK_NEURONS
@@ -69,7 +73,7 @@ def union_plan(
             jax.ShapeDtypeStruct((max_items,), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m,), jnp.int32),
-            jax.ShapeDtypeStruct((padded_m, d), x.dtype),
+            [jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype) for a in parts],
         ),
         scratch_types=dict(scratch=plgpu.SMEM((1,), jnp.int32)),
         grid=(tiles,),
@@ -79,11 +83,12 @@ def union_plan(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    arrays = in_place.barrier((union, sizes, heavy, x))
+    arrays = in_place.barrier((union, sizes, heavy, parts))
     neurons, items, firsts, rows, x_rows = in_place.barrier(
         kernel(*arrays, gate_ref, item_count, heavy_count)
     )
     plan = Plan(neurons, sizes, items, in_place.contents(item_count), firsts)
+    x_rows = jax.tree.unflatten(jax.tree.structure(x), x_rows)
     return plan, nnz, HeavyRows(in_place.contents(heavy_count), rows, x_rows)
 
 
@@ -123,7 +128,11 @@ def _kernel(
         row = tile * TILE_TOKENS + token
         place = lists.append(heavy_count, jnp.int32(1), scratch)
         rows[place] = row
-        gather.store_row(x_rows.at[place], gather.load_row(x.at[row], jnp.bool(True)))
+        for part, part_rows in zip(x, x_rows, strict=True):
+            if part.shape[1] == 1:  # a scale
+                part_rows[place, 0] = part[row, 0]
+            else:
+                gather.copy_row(part.at[row], part_rows.at[place])
         lists.clear(gate.at[tile], neurons.at[tile], sizes[tile], token)
 
     @pl.loop(0, TILE_TOKENS // 32)

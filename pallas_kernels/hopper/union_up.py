@@ -14,17 +14,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import row_copies
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
+from pallas_kernels.hopper.device import row_copies, scales
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, stage_k
 from pallas_kernels.hopper.frames import gathered_matmul
+from pallas_kernels.layouts import quantised
+from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 
 
 def union_up(
-    x: jax.Array,
+    x: Operand,
     gate: jax.Array,
-    w_up: jax.Array | None,
+    w_up: Operand | None,
     plan: Plan,
     rectifier: Rectifier = RELU,
     *,
@@ -37,7 +39,8 @@ def union_up(
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       gate: `[R, H, 256]` as `gate_union` returns it, R = ceil(M / 256).
-      w_up: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form.
+      w_up: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form. If it is
+        `Quantised`, with a scale for each row, x is, too, and D is a multiple of 128.
       plan: the unions.
       rectifier: what made the gate; it may pass `x . w_up[n]` through a ReLU.
       with_gate: return the gates, too, for gradients.
@@ -53,11 +56,15 @@ def union_up(
     """
     m, h = x.shape[0], plan.neurons.shape[1]
     support.check_weight(
-        "a weight to go with x and plan", jax.ShapeDtypeStruct((h, x.shape[1]), x.dtype)
+        "a weight to go with x and plan", jax.ShapeDtypeStruct((h, x.shape[1]), gate.dtype)
     )
-    support.check_array("w_up", w_up, (h, x.shape[1]), x.dtype)
-    support.check_array("gate", gate, (pl.cdiv(m, TILE_TOKENS), h, TILE_TOKENS), x.dtype)
-    x = jnp.pad(x, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
+    if w_up is not None:
+        support.check_operand("w_up", w_up, (h, x.shape[1]), x)
+    support.check_array("gate", gate, (pl.cdiv(m, TILE_TOKENS), h, TILE_TOKENS), gate.dtype)
+    left, right, scale = quantised.unscaled(x, w_up)
+    left = jnp.pad(left, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
+    if scale is not None:
+        scale = scales.padded(scale[0], TILE_TOKENS), scale[1]
     (items,) = plan.items.shape
     rows = 2 * CHUNK_NEURONS if with_gate and w_up is not None else CHUNK_NEURONS
     tokens = gathered_matmul.job_tokens(len(plan.sizes))
@@ -70,14 +77,16 @@ def union_up(
         plan.items,
         plan.neurons,
         plan.sizes,
-        x,
-        w_up,
+        scale,
+        left,
+        right,
         gate,
         jobs=lambda item_count, *_: shares * item_count[0],
-        a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
-        b_shape=(tokens, STAGE_K),
+        a_shape=(CONSUMERS * ACC_ROWS, stage_k(left.dtype)),
+        b_shape=(tokens, stage_k(left.dtype)),
+        dtype=left.dtype,
         out_type=(
-            jax.ShapeDtypeStruct((items, rows, TILE_TOKENS), x.dtype),
+            jax.ShapeDtypeStruct((items, rows, TILE_TOKENS), gate.dtype),
             jax.ShapeDtypeStruct((shares * items, CHUNK_NEURONS), jnp.float32),
         ),
         name="union_up",
@@ -104,7 +113,7 @@ def _item_and_first_token(i, tokens):
     return i // shares, i % shares * tokens
 
 
-def _produce(tokens, job, ring, step, _, items, neurons, sizes, x, w_up, gate, *out):
+def _produce(tokens, job, ring, step, _, items, neurons, sizes, scale, x, w_up, gate, *out):
     i, tile, first, limit = job
     _, first_token = _item_and_first_token(i, tokens)
     indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
@@ -115,7 +124,7 @@ def _produce(tokens, job, ring, step, _, items, neurons, sizes, x, w_up, gate, *
             column = first_token + part * ACC_ROWS
             row_copies.gather_rows(gate.at[tile], indices, limit, column, a)
 
-        ring.put(step, fill)
+        ring.in_16_bits().put(step, fill)
         return step + 1
 
     if w_up is not None:
@@ -125,17 +134,21 @@ def _produce(tokens, job, ring, step, _, items, neurons, sizes, x, w_up, gate, *
 
 
 def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, *refs):
-    i, _, _, limit = job
+    i, tile, first, limit = job
     item, first_token = _item_and_first_token(i, tokens)
-    _, _, _, _, x, w_up, _, hidden, l1 = refs
+    _, _, neurons, _, scale, x, w_up, _, hidden, l1 = refs
     mine, parts = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), tokens // ACC_ROWS
     if w_up is not None:
-        steps = x.shape[1] // STAGE_K
+        steps = x.shape[1] // ring.b.shape[2]
         products = ring.multiply_product(step, steps, warpgroup, limit)
         step += steps
+    if scale is not None:
+        listed = neurons.at[tile, pl.ds(first + mine.start, ACC_ROWS)]
+        products *= scales.of_columns(scale[0], tile * TILE_TOKENS + first_token, products.shape)
+        products *= scales.of_listed_rows(scale[1], listed, products.shape)
     sums, writes = [], 0
     for part in range(parts):
-        a, _ = ring.take(step + part)
+        a, _ = ring.in_16_bits().take(step + part)
         gates = a[mine]
         ring.release(step + part)
         value = gates.astype(jnp.float32)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels.layouts.quantised import Tokens
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class HeavyRows:
     Attributes:
       count: int32 `[1]`, the length of the list, from 0 to M.
       rows: int32 `[M]` or longer, distinct row indices; unspecified from `count` on.
-      x: `[M rounded up to a multiple of 8, D]`, these rows of x; unspecified from `count` on.
+      x: `[M rounded up to a multiple of 8, D]`, these rows of x, or the `Tokens` of these rows;
+        unspecified from `count` on.
       pending: what the kernel before `dense_rows` may still read or write when that starts, if it
         lets it start before it ends, but not before the list is complete. `dense_rows` takes these
         arrays so that XLA does not use their memory for something else.
@@ -25,5 +28,5 @@ class HeavyRows:
 
     count: jax.Array
     rows: jax.Array
-    x: jax.Array
+    x: jax.Array | Tokens
     pending: tuple[jax.Array, ...] = ()

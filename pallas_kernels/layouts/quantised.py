@@ -4,6 +4,7 @@ A float8_e4m3fn holds 0, and from 2^-9 to 448 numbers with four significant bits
 So a matrix is stored as such values and float32 scales (Micikevicius et al., arXiv 2209.05433).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +50,26 @@ class Quantised:
         return len(self.values)
 
 
+type Operand = jax.Array | Quantised
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """x as the products with several weights take it, some of them `Quantised`.
+
+    Attributes:
+      exact: `[M, D]`; None if all weights are `Quantised`.
+      rounded: x in 8 bits, a scale for each token.
+    """
+
+    exact: jax.Array | None
+    rounded: Quantised
+
+
+type Scales = tuple[jax.Array, jax.Array]
+
+
 def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
     """Rounds a weight to 8-bit floats.
 
@@ -91,6 +112,44 @@ def rounded(a: jax.Array, axis: int = -1) -> Quantised:
     return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
 
 
+def tokens(x: jax.Array, weights: Iterable[Operand]) -> jax.Array | Tokens:
+    """`x: [M, D]` as products with these weights take it, rounded once for all `Quantised` ones."""
+    are_quantised = [isinstance(w, Quantised) for w in weights]
+    if not any(are_quantised):
+        return x
+    return Tokens(None if all(are_quantised) else x, rounded(x))
+
+
+def for_product(x: jax.Array | Tokens, w: Operand) -> Operand:
+    """What of `tokens(x, ...)` a product with one of these weights takes."""
+    if not isinstance(x, Tokens):
+        return x
+    if isinstance(w, Quantised):
+        return x.rounded
+    assert x.exact is not None
+    return x.exact
+
+
+def unscaled[W: jax.Array | None](
+    x: Operand, w: W | Quantised
+) -> tuple[jax.Array, jax.Array | W, Scales | None]:
+    """What a kernel multiplies for `times`: two arrays, and the scales of the rows of each.
+
+    The scales are float32 `[M]` and `[H]`; None if neither is `Quantised`.
+    """
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return x.values, w.values, (x.scale[:, 0], w.scale[:, 0])
+    assert not isinstance(x, Quantised) and not isinstance(w, Quantised)
+    return x, w, None
+
+
+def times(x: Operand, w: Operand) -> jax.Array:
+    """`x w^T` in float32 for `x: [M, D]` and `w: [H, D]`; both are `Quantised`, or neither."""
+    if isinstance(x, Quantised) and isinstance(w, Quantised):
+        return _scaled_sums(x, w, -1)
+    return jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def product(x: jax.Array, w: Quantised, axis: int) -> jax.Array:
     """x times a quantised matrix, with x quantised, too: a scale for each of its rows.
@@ -109,15 +168,18 @@ def product(x: jax.Array, w: Quantised, axis: int) -> jax.Array:
     Raises:
       ValueError: it is differentiated.
     """
-    q = rounded(x)
+    return _scaled_sums(rounded(x), w, axis).astype(x.dtype)
+
+
+def _scaled_sums(x, w, axis):
     sums = lax.dot_general(
-        q.values,
+        x.values,
         w.values,
         (((x.ndim - 1,), (axis % 2,)), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return (sums * q.scale * jnp.squeeze(w.scale, axis)).astype(x.dtype)
+    return sums * x.scale * jnp.squeeze(w.scale, axis)
 
 
 @product.defjvp

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 class Weights:
     """The weights of a feed-forward block; row n of each belongs to neuron n.
 
-    Any of them may be `Quantised` for XLA; kernels take arrays alone.
+    Any of them may be `Quantised` for XLA; the kernels of unions take such in place of gate and up,
+    others do not.
 
     Attributes:
       gate: `[H, D]`, or None for the non-gated block.

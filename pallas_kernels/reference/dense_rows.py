@@ -1,10 +1,9 @@
 """Meaning of `dense_rows`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts import quantised
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights, only_live
@@ -15,13 +14,16 @@ def dense_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes all M rows of `heavy.x` densely, and uses those on the list."""
     m, dtype = y_ref.shape[0], y_ref.dtype
-    product = functools.partial(jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32)
-    x, is_listed = heavy.x[:m], jnp.arange(m) < heavy.count[0]
-    gate = rectifier.gate(product(x, weights.activated), dtype).astype(dtype)
+    is_listed = jnp.arange(m) < heavy.count[0]
+
+    def product(w):
+        return quantised.times(quantised.for_product(heavy.x, w), w)[:m]
+
+    gate = rectifier.gate(product(weights.activated), dtype).astype(dtype)
     gate = only_live(gate, weights.live)
     h = gate.astype(jnp.float32)
     if weights.linear is not None:
-        h = only_live(h * rectifier.linear(product(x, weights.linear)), weights.live)
+        h = only_live(h * rectifier.linear(product(weights.linear)), weights.live)
     y = jnp.dot(h.astype(dtype), weights.down, preferred_element_type=jnp.float32)
     place = jnp.where(is_listed, heavy.rows, m)
     y_ref[...] = y_ref[...].at[place].set(y.astype(dtype), mode="drop")

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.quantised import Tokens
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, Plan
 from pallas_kernels.reference.places import places
 
 
 def union_plan(
-    x: jax.Array,
+    x: jax.Array | Tokens,
     gate_ref: jax.Ref,
     masks: jax.Array,
     counts: jax.Array,
@@ -19,7 +20,7 @@ def union_plan(
     max_heavy: int | None = None,
 ) -> tuple[Plan, jax.Array, HeavyRows]:
     """Makes the plan, with all lists in ascending order."""
-    m, h = x.shape[0], 32 * masks.shape[2]
+    m, h = len(jax.tree.leaves(x)[0]), 32 * masks.shape[2]
     max_items = len(gate_ref) * h // CHUNK_NEURONS if max_items is None else max_items
     union, sizes, heavy_bits, nnz = tile_union.decide(masks, counts, m, max_items, max_heavy)
     heavy = tile_union.to_bits(heavy_bits)
@@ -32,5 +33,5 @@ def union_plan(
     plan = Plan(neurons, sizes, items, ends[-1:], ends - chunk_counts)
     padded_m = -(-m // 8) * 8
     rows = places(heavy.reshape(-1)[:padded_m])
-    x_rows = jnp.pad(x, ((0, padded_m - m), (0, 0)))[rows]
+    x_rows = jax.tree.map(lambda a: jnp.pad(a, ((0, padded_m - m), (0, 0)))[rows], x)
     return plan, nnz, HeavyRows(jnp.sum(heavy, dtype=jnp.int32)[None], rows, x_rows)

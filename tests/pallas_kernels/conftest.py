@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import gather, row_copies
+from pallas_kernels.hopper.device import gather, row_copies, scales
 from pallas_kernels.hopper.frames import gathered_matmul, job_queue
 
 
@@ -42,18 +42,23 @@ def interpreted(monkeypatch, capsys):
     def read(ref):
         return ref[...]
 
+    def gather_scales(scale_ref, indices_ref):
+        return scale_ref[...].at[indices_ref[...]].get(mode="clip")
+
     @contextlib.contextmanager
-    def run():
+    def run(detect_races=True):
         monkeypatch.setattr(row_copies, "gather_rows", gather_rows)
         monkeypatch.setattr(row_copies, "await_rows", lambda *, lag: None)
         monkeypatch.setattr(row_copies, "load_indices", read)
         monkeypatch.setattr(row_copies, "fetch_indices", fetch_indices)
         monkeypatch.setattr(row_copies, "read_indices", read)
+        monkeypatch.setattr(scales, "gather", gather_scales)
         monkeypatch.setattr(job_queue, "_take", take)
         monkeypatch.setattr(job_queue, "_broadcast_first", lambda value, scratch_ref: value)
         monkeypatch.setattr(gathered_matmul, "sm_count", lambda: 3)
         monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        params = plgpu.InterpretGPUParams(detect_races=detect_races)
+        with plgpu.force_gpu_interpret_mode(params):
             yield
         assert "RACE" not in capsys.readouterr().out
         for counts in questions:  # the counter is 0 again
@@ -74,6 +79,10 @@ def rows_in_jax(monkeypatch):
     def store_row(ref, row):
         ref[...] = row[: ref.shape[0]]
 
+    def copy_row(source_ref, target_ref):
+        target_ref[...] = source_ref[...]
+
+    monkeypatch.setattr(gather, "copy_row", copy_row)
     monkeypatch.setattr(gather, "load_row", load_row)
     monkeypatch.setattr(gather, "store_row", store_row)
     monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))

@@ -63,8 +63,8 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
         multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
-        two is what the block means (`layouts.quantised.product`). XLA computes it, and there are no
-        gradients for either.
+        two is what the block means (`layouts.quantised.product`). Unions compute it, if they are
+        asked for, unless w_down is `Quantised`; else XLA does. There are no gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
         taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
@@ -263,12 +263,15 @@ def _select(
     """The rule for these operands."""
     kernels, unsupported = dispatch.back_end(weights.down)
     tokens, neurons = x.size // x.shape[-1], len(weights.down)
+    is_quantised = any(isinstance(w, Quantised) for w in weights.inner)
     if rectifier(activation, 0.0) is None:
         unsupported = f"the activation must be zero for most neurons, got {activation}"
     elif any(b is not None for b in biases):
         unsupported = "the kernels add no biases"
-    elif any(isinstance(w, Quantised) for w in (*weights.inner, weights.down)):
-        unsupported = "the kernels take no Quantised weights"
+    elif isinstance(weights.down, Quantised):
+        unsupported = "the kernels take no Quantised w_down"
+    elif is_quantised and x.shape[-1] % 128:
+        unsupported = "the kernels take Quantised weights only with D a multiple of 128"
     elif windows is not None:
         unsupported = "the kernels compute no lasso over windows"
     case = Case(
@@ -278,8 +281,9 @@ def _select(
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
-        unmeasured=dispatch.unmeasured(activation, weights.live is not None),
+        unmeasured=dispatch.unmeasured(activation, weights.live is not None, is_quantised),
         has_live=weights.live is not None,
+        quantised=is_quantised,
     )
     return dispatch.select(case, request)
 

@@ -23,11 +23,12 @@ MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 
 
-def unmeasured(activation: str, has_live: bool) -> str | None:
-    """What `Case.unmeasured` says of an activation, and of a number of live neurons."""
+def unmeasured(activation: str, has_live: bool, quantised: bool = False) -> str | None:
+    """What `Case.unmeasured` says of an activation, of live neurons and of `Quantised` weights."""
     parts = {
         f"the activation {activation}": activation not in ("relu", "silu"),
         "live neurons": has_live,
+        "Quantised weights": quantised,
     }
     return " and ".join(part for part, is_there in parts.items() if is_there) or None
 
@@ -50,6 +51,7 @@ class Case:
       unmeasured: what of the call no record knows, in words; kernels then serve it only if they are
         asked for. None if there is nothing.
       has_live: whether neurons from a number on the device on never fire.
+      quantised: whether w_gate or w_up is `Quantised`.
     """
 
     tokens: int
@@ -60,6 +62,7 @@ class Case:
     unsupported: str | None = None
     unmeasured: str | None = None
     has_live: bool = False
+    quantised: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,24 +107,27 @@ class Request:
 @dataclass(frozen=True)
 class Offer:
     """The implementation that an algorithm belongs to, the packings and gradients that it serves,
-    and whether it serves a number of live neurons."""
+    and whether it serves a number of live neurons, and `Quantised` weights."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
     gradients: tuple[Gradients, ...]
     live: bool = True
+    quantised: bool = False
 
 
 OFFERS: dict[Algorithm, Offer] = {
-    "dense": Offer("xla", (None,), ("dense",)),
+    "dense": Offer("xla", (None,), ("dense",), quantised=True),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
     "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
     "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
-    "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse")),
+    "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse"), quantised=True),
 }
 
 
 _ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
+_ONLY_UNIONS = "of the kernels only unions take Quantised weights: write packing='unions'"
+_NO_GRADIENTS = "Quantised weights have no gradients: leave gradients out"
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,10 @@ class Rule:
             return case.unsupported
         if offer.implementation == "mosaic" and self.record and case.unmeasured:
             return f"not measured with {case.unmeasured}"
+        if case.quantised and request.gradients == "sparse":
+            return _NO_GRADIENTS
+        if case.quantised and not offer.quantised:
+            return _ONLY_UNIONS
         if case.has_live and not offer.live:
             return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
@@ -242,7 +252,9 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or _ALL_NEURONS}")
+    refusals = _NO_GRADIENTS, _ONLY_UNIONS, _ALL_NEURONS
+    refused = next((why for _, why in passed_over if why in refusals), None)
+    raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or refused}")
 
 
 def back_end(w_down: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:

@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import room, tile_union
+from pallas_kernels.layouts import quantised, room, tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.rectifiers import Rectifier
@@ -90,15 +90,19 @@ def _forward(
     kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, max_items: int | None
 ) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
     """The output, and (hidden, plan, heavy, counts); hidden has the gates if items are limited."""
-    m = x.shape[0]
-    gate, masks, counts = kernels.gate_union(x, weights.activated, act, weights.live)
+    m, activated, linear = x.shape[0], weights.activated, weights.linear
+    tokens = quantised.tokens(x, weights.inner)
+    gate, masks, counts = kernels.gate_union(
+        quantised.for_product(tokens, activated), activated, act, weights.live, dtype=x.dtype
+    )
     gate_ref = in_place.mutable(gate)
     keeps = max_items is not None
     plan, nnz, heavy = kernels.union_plan(
-        x, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
+        tokens, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
     )
     gate = in_place.contents(gate_ref)
-    hidden, l1 = kernels.union_up(x, gate, weights.linear, plan, act, with_gate=keeps)
+    x_up = x if linear is None else quantised.for_product(tokens, linear)
+    hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
     y = kernels.union_down(hidden, (weights.down,), plan, m)
     # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
     # starts while union_down still works on its last jobs.

@@ -22,6 +22,7 @@ from pallas_kernels.hopper.device import simt
 from pallas_kernels.layouts.rectifiers import Rectifier
 
 _LANES = 128  # of a warpgroup
+_CHUNK = 16  # bytes of an access
 _LANE_COLUMNS = 8  # columns in a 16-byte access
 _PASS_COLUMNS = _LANES * _LANE_COLUMNS
 
@@ -120,14 +121,37 @@ def store_row(ref, row: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), row_layout(ref.shape[0])))
     def step(_, ref, row):
         for (address, offset, inside), chunk in zip(_chunks(ref), row.registers, strict=True):
-            mgpu.utils.inline_ptx(
-                f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
-                address,
-                *elements(chunk, ir.IntegerType.get_signless(32)),
-                predicate=inside,
-            )
+            words = elements(chunk, ir.IntegerType.get_signless(32))
+            _store_words(address, offset, words, inside)
 
     step(ref, row)
+
+
+def copy_row(source_ref, target_ref) -> None:
+    """Copies a row `[D]` from GMEM to GMEM, of any dtype in which it has a multiple of 16 bytes."""
+    size = source_ref.shape[0] * jnp.dtype(source_ref.dtype).itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def step(_, source_ref, target_ref):
+        lane = _lane()
+        source, target = (
+            simt.gmem_address(ref, arith.muli(lane, simt.const(_CHUNK)))
+            for ref in (source_ref, target_ref)
+        )
+        chunks = []
+        for offset in range(0, size, _LANES * _CHUNK):
+            inside = simt.less(lane, simt.const((size - offset) // _CHUNK))
+            chunks.append((offset, inside, simt.load_words(source, offset, inside)))
+        for offset, inside, words in chunks:
+            _store_words(target, offset, words, inside)
+
+    step(source_ref, target_ref)
+
+
+def _store_words(address, offset, words, inside):
+    mgpu.utils.inline_ptx(
+        f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};", address, *words, predicate=inside
+    )
 
 
 def prefetch_rows(ref, first: jax.Array, n: int) -> None:

@@ -15,11 +15,12 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.hopper.device import simt
 from pallas_kernels.hopper.device.gather import SCALAR
 from pallas_kernels.hopper.device.simt import const
-from pallas_kernels.hopper.device.tiles import STAGE_K, TILED
+from pallas_kernels.hopper.device.tiles import tiled
 
 _LANES = 128
-_LANE_COLUMNS = 8  # 16-bit columns in the 16 bytes that a lane copies at a time
-_LANE_ROWS = 8  # rows of a stage that a lane copies from: those of one tile of `TILED`
+_CHUNK = 16  # bytes that a lane copies at a time
+_TILE_CHUNKS = 8  # chunks in a row of a tile of `tiled`
+_LANE_ROWS = 8  # rows of a stage that a lane copies from: those of one tile
 _INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
 
 
@@ -32,7 +33,7 @@ def load_indices(indices_ref) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
-        group, _ = _group_and_chunk(STAGE_K)
+        group, _ = _group_and_chunk(_TILE_CHUNKS)
         address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
         # Neither .nc nor pure: the load must start here, not later, where an index is first used,
         # nor earlier, before the last fence, which would wait for it.
@@ -80,7 +81,7 @@ def read_indices(indices_ref) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, indices_ref):
-        group, _ = _group_and_chunk(2 * STAGE_K)
+        group, _ = _group_and_chunk(2 * _TILE_CHUNKS)
         address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(32)))
         _warp_barrier()  # other lanes' copies have to be visible
         return _indices("ld.shared", address)
@@ -99,28 +100,33 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
     zeros.
 
     Args:
-      source_ref: GMEM `[H, D]`, 16-bit, D a multiple of 8.
+      source_ref: GMEM `[H, D]`, 16-bit or 8-bit, rows of a multiple of 16 bytes.
       indices: from `load_indices` or `read_indices`; anything from limit on.
       limit: int32 scalar.
-      column: int32 scalar, a multiple of 8.
-      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]`, with transforms `TILED`.
+      column: int32 scalar, the first of 16 bytes.
+      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]` of 16-bit or `[128, 128]` of 8-bit
+        elements, with transforms `tiled`.
     """
-    target_columns = target_ref.shape[1]
-    width = min(target_columns, 128)  # columns that the warpgroup copies in one pass
+    size = jnp.dtype(source_ref.dtype).itemsize
+    chunks = target_ref.shape[1] * size // _CHUNK
+    width = min(chunks, 2 * _TILE_CHUNKS)  # chunks of a row that the warpgroup copies in one pass
     d = source_ref.shape[1]
+    target_type = plgpu.RefType(tiled(target_ref.dtype))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, plgpu.RefType(TILED)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, target_type))
     def step(_, source_ref, indices, limit, column, target_ref):
         group, first_chunk = _group_and_chunk(width)
-        for part in range(0, target_columns, width):
-            chunk = arith.addi(first_chunk, const(part // _LANE_COLUMNS))
-            # The target consists of 8 x 64 tiles in row-major order; chunks of a row are swizzled.
-            tile = arith.muli(group, const(target_columns // 64))
-            tile = arith.addi(tile, arith.divui(chunk, const(8)))
+        for part in range(0, chunks, width):
+            chunk = arith.addi(first_chunk, const(part))
+            # The target consists of tiles in row-major order; chunks of a row are swizzled.
+            tile = arith.muli(group, const(chunks // _TILE_CHUNKS))
+            tile = arith.addi(tile, arith.divui(chunk, const(_TILE_CHUNKS)))
             tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
-            chunk_in_tile = arith.remui(chunk, const(8))
-            my_column = arith.addi(column.registers.item(), arith.muli(chunk, const(_LANE_COLUMNS)))
-            source = simt.gmem_address(source_ref, arith.muli(my_column, const(2)))
+            chunk_in_tile = arith.remui(chunk, const(_TILE_CHUNKS))
+            my_column = arith.addi(
+                column.registers.item(), arith.muli(chunk, const(_CHUNK // size))
+            )
+            source = simt.gmem_address(source_ref, arith.muli(my_column, const(size)))
             is_column = simt.less(my_column, const(d))
             my_limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
             for i, index in enumerate(indices.registers):
@@ -130,7 +136,7 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
                     f"""{{.reg .b32 index, bytes; .reg .b64 address;
                         selp.b32 bytes, 16, 0, $3;
                         selp.b32 index, $2, 0, $3;
-                        mad.wide.u32 address, index, {2 * d}, $1;
+                        mad.wide.u32 address, index, {size * d}, $1;
                         cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
                     arith.addi(tile, place),
                     source,
@@ -143,11 +149,10 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
 
 
 def _group_and_chunk(width: int):
-    """The group of 8 rows that this lane copies from, and its 16-byte chunk of each row."""
+    """The group of 8 rows that this lane copies from, and its chunk of `width` of each row."""
     lane, warp = simt.lane_and_warp()
     thread = arith.addi(arith.muli(warp, const(32)), lane)
-    chunks = const(width // _LANE_COLUMNS)
-    return arith.divui(thread, chunks), arith.remui(thread, chunks)
+    return arith.divui(thread, const(width)), arith.remui(thread, const(width))
 
 
 def await_rows(*, lag: int) -> None:

@@ -6,8 +6,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2  # warpgroups that multiply, besides one that copies
 ACC_ROWS = 64  # rows of one consumer's accumulator
-STAGE_K = 64  # elements of the contracted axis in a stage: the 128 bytes of a swizzle
-TILED = (plgpu.TilingTransform((8, STAGE_K)), plgpu.SwizzleTransform(128))
+_SWIZZLE = 128  # bytes of the contracted axis in a stage, at most
+
+
+def stage_k(dtype: jax.typing.DTypeLike) -> int:
+    """Elements of the contracted axis in a stage: 64 of 16 bits, or 128 of 8 bits."""
+    return _SWIZZLE // jnp.dtype(dtype).itemsize
+
+
+def tiled(dtype: jax.typing.DTypeLike, columns: int | None = None) -> tuple:
+    """The transforms of operands of WGMMA in SMEM; a tile has so many columns, or 128 bytes."""
+    columns = stage_k(dtype) if columns is None else columns
+    swizzle = columns * jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
+
+
+STAGE_K = stage_k(jnp.bfloat16)
+TILED = tiled(jnp.bfloat16)
 
 
 def are_before(end: jax.Array, shape: tuple[int, int]) -> jax.Array:

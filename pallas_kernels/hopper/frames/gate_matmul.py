@@ -20,8 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import versions
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
+from pallas_kernels.hopper.device.scales import of_columns, of_rows, padded
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, are_before, stage_k, tiled
+from pallas_kernels.hopper.frames import promote
 from pallas_kernels.hopper.support import sm_count
+from pallas_kernels.layouts.quantised import Scales
 
 ACC_COLUMNS = 256  # columns of one consumer's accumulator
 _BLOCK_ROWS = CONSUMERS * ACC_ROWS
@@ -54,11 +57,12 @@ def gate_matmul(
     scratch_types: dict[str, plgpu.SMEM],
     config: GateConfig,
     rows: jax.Array | None = None,
+    scales: Scales | None = None,
 ):
     """Multiplies `a @ b^T` and gives the result to `epilogue`, 64 x 256 at a time.
 
     Args:
-      a: `[rows, D]`, bfloat16 or float16, D a multiple of 64.
+      a: `[rows, D]`, bfloat16 or float16, D a multiple of 64; or float8_e4m3fn, of 128.
       b: `[columns, D]` of the same dtype.
       epilogue: called by each consumer as `epilogue(acc, slab, tile, *out_refs, **scratch_refs)`
         with float32 `acc: [64, 256]`, rows from 64 * slab and columns from 256 * tile on. Rows and
@@ -71,22 +75,27 @@ def gate_matmul(
       rows: int32 `[1]`: only so many rows of `a`, the first, are multiplied, in whole blocks of
         128. In the last of them the other rows are 0 for `epilogue`, which is not called
         for further blocks. None: all.
+      scales: float32 `[rows]` and `[columns]`: the product is multiplied with those of its columns,
+        then with those of its rows. None: it is not.
 
     Returns:
       The outputs.
     """
     d = a.shape[1]
     cost = versions.cost(2 * d * len(a) * len(b), (a, b, *jax.tree.leaves(out_type)))
-    stages = min(config.stages, d // STAGE_K)
+    step = stage_k(a.dtype)
+    stages = min(config.stages, d // step)
     blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(b.shape[0], ACC_COLUMNS)
     a, b = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, b))  # for the tiling below
+    if scales is not None:
+        scales = padded(scales[0], _BLOCK_ROWS), padded(scales[1], ACC_COLUMNS)
     kernel = plgpu.kernel(
         functools.partial(_kernel, epilogue=epilogue, blocks=blocks, config=config),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
-                a=plgpu.SMEM((stages, _BLOCK_ROWS, STAGE_K), a.dtype, transforms=TILED),
-                b=plgpu.SMEM((stages, ACC_COLUMNS, STAGE_K), b.dtype, transforms=TILED),
+                a=plgpu.SMEM((stages, _BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype)),
+                b=plgpu.SMEM((stages, ACC_COLUMNS, step), b.dtype, transforms=tiled(b.dtype)),
                 loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one per operand
                 handed=plgpu.Barrier(num_barriers=stages),
                 free=plgpu.Barrier(num_barriers=stages),
@@ -100,7 +109,7 @@ def gate_matmul(
         **cost,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(rows, a, b)
+    return kernel(rows, scales, a, b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +142,18 @@ class _Blocks:
         return lax.rem(step, jnp.int32(self.stages))
 
 
-def _kernel(rows, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+def _kernel(rows, scales, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
     limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
     if limit is not None:
         blocks = pl.cdiv(limit, _BLOCK_ROWS), blocks[1]
-    blocks = _Blocks(blocks, a_gmem.shape[1] // STAGE_K, ring["a"].shape[0], config)
+    blocks = _Blocks(blocks, a_gmem.shape[1] // ring["a"].shape[2], ring["a"].shape[0], config)
     warpgroup = lax.axis_index("warpgroup")
     is_first = warpgroup == 0
 
     def finish(acc, slab, tile):
+        if scales is not None:
+            acc *= of_columns(scales[1], tile * ACC_COLUMNS, acc.shape)
+            acc *= of_rows(scales[0], slab * ACC_ROWS, acc.shape)
         if limit is not None:
             acc = jnp.where(are_before(limit - slab * ACC_ROWS, acc.shape), acc, 0)
         epilogue(acc, slab, tile, *outs, **scratch)
@@ -162,7 +174,8 @@ def _produce(blocks, ring, a_gmem, b_gmem):
         def _(k):
             s = blocks.stage(before + k)
             plgpu.barrier_wait(ring["free"].at[s])
-            columns = pl.ds(k * STAGE_K, STAGE_K)
+            step = ring["a"].shape[2]
+            columns = pl.ds(k * step, step)
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[pl.ds(block * _BLOCK_ROWS, _BLOCK_ROWS), columns],
                 ring["a"].at[s],
@@ -192,14 +205,18 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
 
     @blocks.for_each
     def _(block, tile, before):
-        def multiply(acc, k):
+        def take(k):
             s = blocks.stage(before + k)
             lax.cond(
                 is_first,
                 lambda: plgpu.barrier_wait(loaded.at[s]),
                 lambda: plgpu.barrier_wait(handed.at[s]),
             )
-            plgpu.wgmma(acc, ring["a"].at[s, my_rows], ring["b"].at[s].T)
+            return ring["a"].at[s, my_rows], ring["b"].at[s]
+
+        def multiply(acc, k):
+            a, b = take(k)
+            plgpu.wgmma(acc, a, b.T)
 
         def accumulate(acc):
             multiply(acc, 0)
@@ -214,7 +231,17 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
             pass_on(blocks.stage(before + blocks.steps - 1))
             return acc[...]
 
-        acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, ACC_COLUMNS), jnp.float32))
+        def add_stage(k, sums):
+            sums = promote.add_product(sums, *take(k))
+            pass_on(blocks.stage(before + k))
+            return sums
+
+        shape = ACC_ROWS, ACC_COLUMNS
+        if promote.is_needed(ring["a"].dtype):
+            sums = lax.fori_loop(0, blocks.steps, add_stage, promote.halves(ACC_COLUMNS))
+            acc = promote.joined(sums)
+        else:
+            acc = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         finish(acc, CONSUMERS * block + warpgroup, tile)
 

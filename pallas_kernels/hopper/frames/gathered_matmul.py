@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, tiled
 from pallas_kernels.hopper.frames import job_queue
 from pallas_kernels.hopper.frames.job_queue import JobQueue
 from pallas_kernels.hopper.frames.ring import AHEAD, STAGES, Ring
@@ -38,6 +38,7 @@ def gathered_matmul(
     a_shape: tuple[int, int],
     b_shape: tuple[int, int],
     b_copies: int = 1,
+    dtype: jax.typing.DTypeLike | None = None,
     out_type,
     name: str,
 ):
@@ -50,29 +51,35 @@ def gathered_matmul(
         and the next step of the ring. Returns the step after the last one that it filled.
       consume: both consumers call it as `consume(job, ring, step, warpgroup, buffers, *refs)`;
         `buffers` are for `write`. Returns the same step as `produce`.
-      *operands: arrays; the last one's dtype is that of the stages.
+      *operands: arrays; the last one's dtype is that of the results.
       jobs: `jobs(*refs)` returns the number of jobs, int32.
-      a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `TILED`;
+      a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `tiled`;
         `Ring.put_lists` needs a of 64 rows.
       b_copies: number of TMA copies that fill b in a stage.
+      dtype: that of the stages; None for that of the results. If it differs, a stage's a may also
+        hold as many rows of 64 elements of the results' dtype.
       out_type: shapes and dtypes of the outputs, which are returned.
       name: the kernel's name.
     """
-    dtype = operands[-1].dtype
+    out_dtype = operands[-1].dtype
+    dtype = out_dtype if dtype is None else dtype
+    a = plgpu.SMEM((STAGES, *a_shape), dtype, transforms=tiled(dtype))
+    a_16 = plgpu.SMEM((STAGES, a_shape[0], STAGE_K), out_dtype, transforms=TILED)
+    rows = {"a": a} if dtype == out_dtype else {"views_of_a": plgpu.RefUnion(a, a_16)}
     indices = {"indices": plgpu.SMEM((AHEAD, STAGE_K), jnp.int32)} if a_shape[0] == STAGE_K else {}
     kernel = plgpu.kernel(
         functools.partial(_kernel, describe=describe, produce=produce, consume=consume, jobs=jobs),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
-                a=plgpu.SMEM((STAGES, *a_shape), dtype, transforms=TILED),
-                b=plgpu.SMEM((STAGES, *b_shape), dtype, transforms=TILED),
+                **rows,
+                b=plgpu.SMEM((STAGES, *b_shape), dtype, transforms=tiled(dtype)),
                 loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=STAGES),
                 free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
                 **indices,
             ),
             queue=job_queue.scratch_types(CONSUMERS),
-            buffers=plgpu.SMEM((CONSUMERS, 2, ACC_ROWS, ACC_ROWS), dtype, transforms=TILED),
+            buffers=plgpu.SMEM((CONSUMERS, 2, ACC_ROWS, ACC_ROWS), out_dtype, transforms=TILED),
         ),
         grid=(sm_count(),),
         grid_names=("sm",),
@@ -92,6 +99,8 @@ def gathered_matmul(
 
 
 def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs):
+    if "views_of_a" in ring:
+        ring["a"], ring["a_16"] = ring.pop("views_of_a")
     ring, queue = Ring(**ring), JobQueue(taken, **queue)
     warpgroup = lax.axis_index("warpgroup")
     plgpu.griddepcontrol_launch_dependents()  # `dense_rows` takes SMs that have no more jobs

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import row_copies
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, STAGE_K
+from pallas_kernels.hopper.device.tiles import ACC_ROWS
+from pallas_kernels.hopper.frames import promote
 
 STAGES = 4
 _LAG = 2  # steps between filling a stage and handing it over
@@ -33,6 +34,8 @@ class Ring:
       indices: SMEM, int32 `[3, 64]`, the row indices for the next stages; None if all stages of a
         job gather the same rows.
       first: step of the job's first stage.
+      a_16: a again, as 16-bit arrays, if the products are of 8-bit floats; a stage is read as it
+        was filled.
     """
 
     a: jax.Ref
@@ -41,6 +44,11 @@ class Ring:
     free: jax.Ref
     indices: jax.Ref | None = None
     first: jax.Array | int = 0
+    a_16: jax.Ref | None = None
+
+    def in_16_bits(self) -> "Ring":
+        """The same ring for stages whose rows are of 16 bits, whatever the others are."""
+        return self if self.a_16 is None else dataclasses.replace(self, a=self.a_16)
 
     def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
         """Fills a stage by `fill(a, b, loaded)`.
@@ -93,16 +101,18 @@ class Ring:
           The next step.
         """
 
+        columns = self.b.shape[2]
+
         def put(k, step):
             def fill(a, b, loaded):
-                tokens = tokens_ref.at[pl.ds(first_token, b.shape[0]), pl.ds(k * STAGE_K, STAGE_K)]
-                plgpu.copy_gmem_to_smem(tokens, b, loaded)
-                row_copies.gather_rows(source_ref, indices, limit, k * STAGE_K, a)
+                mine = pl.ds(first_token, b.shape[0]), pl.ds(k * columns, columns)
+                plgpu.copy_gmem_to_smem(tokens_ref.at[mine], b, loaded)
+                row_copies.gather_rows(source_ref, indices, limit, k * columns, a)
 
             self.put(step, fill)
             return step + 1
 
-        return lax.fori_loop(0, tokens_ref.shape[1] // STAGE_K, put, step)
+        return lax.fori_loop(0, tokens_ref.shape[1] // columns, put, step)
 
     def finish(self, step: jax.Array) -> None:
         """Hands over the last stages of a job; `step` is the one after them."""
@@ -163,26 +173,41 @@ class Ring:
             self.release(step + used - 1, predicate=used > 0)
             return acc[...]
 
-        @pl.loop(used, steps)
+        self._skip(step + used, steps - used)
+        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+
+    def _skip(self, step, steps):
+        @pl.loop(0, steps)
         def _(k):
             self.take(step + k)
             self.release(step + k)
-
-        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
 
     def multiply_product(self, step, steps, warpgroup, limit):
         """This consumer's 64 rows of the product from `put_product`, float32 `[64, tokens]`.
 
         They are 0, and not computed, if none of them is below `limit`.
         """
-        mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
-        return self.multiply(
-            step,
-            steps,
-            lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
-            columns=self.b.shape[1],
-            is_needed=limit > warpgroup * ACC_ROWS,
-        )
+        mine, columns = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), self.b.shape[1]
+        is_needed = limit > warpgroup * ACC_ROWS
+        if not promote.is_needed(self.a.dtype):
+            return self.multiply(
+                step,
+                steps,
+                lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+                columns=columns,
+                is_needed=is_needed,
+            )
+
+        def add_stage(k, sums):
+            a, b = self.take(step + k)
+            sums = promote.add_product(sums, a.at[mine], b)
+            self.release(step + k)
+            return sums
+
+        used = jnp.where(is_needed, steps, 0)
+        sums = lax.fori_loop(0, used, add_stage, promote.halves(columns))
+        self._skip(step + used, steps - used)
+        return promote.joined(sums)
 
 
 def _stage(step):

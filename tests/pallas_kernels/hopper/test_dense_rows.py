@@ -12,10 +12,12 @@ from pallas_kernels.hopper import dense_rows, place_rows
 from pallas_kernels.hopper.device import scalars
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.quantised import for_product, rounded, tokens
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.eight_bits import in_float64
 from tests.pallas_kernels.rectified import EVERYTHING, SQUARED, gate_of, linear_of
 
 CASES = [  # M, D, H, number of listed rows
@@ -42,6 +44,16 @@ def draw(m, d, h, count, gated, dtype):
     return heavy, Weights(w_gate if gated else None, w_up, w_down), y
 
 
+def draw_8_bits(m, d, h, count, names):
+    """`draw` with these weights in 8 bits; without one of the gate, the block is not gated."""
+    heavy, weights, y = draw(m, d, h, count, "gate" in names, jnp.bfloat16)
+    made = {name: jax.device_get(rounded(getattr(weights, name))) for name in names}
+    weights = dataclasses.replace(weights, **made)
+    with np.errstate(invalid="ignore"):
+        x = jax.device_get(tokens(jnp.asarray(heavy.x), weights.inner))
+    return dataclasses.replace(heavy, x=x), weights, y
+
+
 def run(function, *operands):
     return jitted(function)(*operands)
 
@@ -61,11 +73,12 @@ def jitted(function):
 
 def assert_matches(out, heavy, weights, y, act=RELU):
     count, dtype = int(heavy.count[0]), y.dtype
-    rows, x = np.asarray(heavy.rows)[:count], np.asarray(heavy.x, np.float64)[:count]
-    first, *second = (np.asarray(w, np.float64) for w in weights.inner)
-    product = x @ first.T
+    rows = np.asarray(heavy.rows)[:count]
+    product, *second = (
+        (in_float64(for_product(heavy.x, w)) @ in_float64(w).T)[:count] for w in weights.inner
+    )
     gate = gate_of(act, product, dtype)
-    h = gate * linear_of(act, x @ second[0].T) if second else gate
+    h = gate * linear_of(act, second[0]) if second else gate
     y, l1, fired = jax.device_get(out)
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
@@ -83,6 +96,19 @@ def assert_matches(out, heavy, weights, y, act=RELU):
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
     operands = draw(*case, gated, jnp.bfloat16)
+    assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
+
+
+EIGHT_BITS = [  # the lists are short and long
+    ((70, 128, 256, 66), ["gate", "up"]),
+    ((70, 256, 256, 9), ["gate"]),
+    ((129, 128, 384, 64), ["up"]),
+]
+
+
+@pytest.mark.parametrize(("case", "names"), EIGHT_BITS)
+def test_reference_with_8_bits(case, names):
+    operands = draw_8_bits(*case, names)
     assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
 
 
@@ -121,6 +147,13 @@ def test_interpreted(interpreted, case, gated, act):
     with interpreted():
         out = run(functools.partial(HOPPER.dense_rows, rectifier=act), *operands)
         assert_matches(out, *operands, act)
+
+
+@pytest.mark.parametrize(("case", "names"), EIGHT_BITS[:2])
+def test_8_bits_interpreted(interpreted, case, names):
+    operands = draw_8_bits(*case, names)
+    with interpreted():
+        assert_matches(run(HOPPER.dense_rows, *operands), *operands)
 
 
 def assert_rows_keep_apart(kernels, case, dtype):
@@ -176,6 +209,14 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     assert text.count("@mosaic_gpu") == 3 and "output_operand_alias" in text
 
 
+@pytest.mark.parametrize("names", [["gate", "up"], ["gate"]])
+def test_8_bits_lower_without_a_gpu(lower, names):
+    operands = jax.tree.map(jnp.asarray, draw_8_bits(1, 128, 128, 1, names))
+    text = lower(functools.partial(run, HOPPER.dense_rows), *operands)
+    assert "n128k32.f32.e4m3.e4m3" in text and "n32k32.f32.e4m3.e4m3" in text
+    assert ("n128k16.f32.bf16.bf16" in text.split("down_kernel")[0]) == (names == ["gate"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -213,6 +254,14 @@ def with_changes(operand, change):
 )
 def test_on_the_gpu(case, gated, dtype):
     operands = draw(*case, gated, dtype)
+    assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [["gate", "up"], ["gate"], ["up"]])
+@pytest.mark.parametrize("count", [0, 7, 64, 65, 129])
+def test_8_bits_on_the_gpu(count, names):
+    operands = draw_8_bits(1000, 2048, 5632, count, names)
     assert_matches(run(HOPPER.dense_rows, *operands), *operands)
 
 

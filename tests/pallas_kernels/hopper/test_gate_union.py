@@ -8,8 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
-from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.hopper.frames import gate_matmul, promote
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.quantised import E4M3, Quantised
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 from tests import seeds
@@ -27,24 +28,37 @@ def draw(m, d, h, density, dtype):
     rng = seeds.rng()
     x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((m, d), (h, d)))
     x[:, -1], w[:, -1] = 1, 0
-    w[:, -1] = -max(1, np.quantile(x @ w.T, 1 - density))
+    w[:, -1] = -np.clip(np.quantile(x @ w.T, 1 - density), 1, 448)
     x[rng.integers(m), -1] = -4
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+
+
+def scaled(x, w):
+    """8-bit x and w with scales that lose no bits."""
+    rng = seeds.rng()
+    scales = (2.0 ** rng.integers(-9, 9, (len(a), 1)).astype(np.float32) for a in (x, w))
+    return tuple(Quantised(*pair) for pair in zip((x, w), map(jnp.asarray, scales), strict=True))
 
 
 def assert_unions(out, x, w, act=RELU, live=None):
     """Every bit that the format specifies agrees with the product in float32, with zeros from
     neuron `live` on."""
+    dtype, factors = x.dtype, None
+    if isinstance(x, Quantised):
+        dtype, factors = jnp.bfloat16, np.asarray(x.scale) * np.asarray(w.scale).T
+        x, w = x.values, w.values
     with np.errstate(invalid="ignore"):
         z = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T
+    if factors is not None:
+        z *= factors
     if live is not None:
         z[:, live:] = 0
     gate, masks, counts = jax.device_get(out)
-    expected = jax.device_get(pack(z, x.dtype, act))
+    expected = jax.device_get(pack(z, dtype, act))
     np.testing.assert_array_equal(masks, expected[1])
     np.testing.assert_array_equal(counts, expected[2])
     used = np.unpackbits(masks[0].view(np.uint8), axis=-1, bitorder="little").astype(bool)
-    assert gate.shape == expected[0].shape and gate.dtype == x.dtype
+    assert gate.shape == expected[0].shape and gate.dtype == dtype
     np.testing.assert_array_equal(
         gate[used].astype(np.float32), expected[0][used].astype(np.float32)
     )
@@ -64,6 +78,19 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype, act, instruction):
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
     text = lower(functools.partial(gate_union.gate_union, rectifier=act), x, w)
     assert "mosaic_gpu" in text and instruction in text
+
+
+@pytest.mark.parametrize(
+    ("each_stage", "instruction"), [(True, "m64n128k32.f32.e4m3"), (False, "m64n256k32.f32.e4m3")]
+)
+def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch):
+    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+    x, w = (
+        Quantised(jax.ShapeDtypeStruct((n, 2048), E4M3), jax.ShapeDtypeStruct((n, 1), jnp.float32))
+        for n in (1000, 5632)
+    )
+    text = lower(functools.partial(gate_union.gate_union, dtype=jnp.float16), x, w)
+    assert instruction in text and "cvt.rn.relu.f16x2" in text
 
 
 def union_relu_reference(
@@ -90,6 +117,18 @@ def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("each_stage", [True, False])
+def test_8_bits_in_the_interpreter(each_stage, monkeypatch, capsys):
+    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+    monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
+    monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
+    x, w = draw(300, 384, 384, 0.1, E4M3)
+    x, w = scaled(x.at[150].set(jnp.nan), w)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        assert_unions(gate_union.gate_union(x, w, dtype=jnp.bfloat16), x, w)
+    assert "RACE" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("x", "w", "message"),
     [
@@ -113,6 +152,18 @@ def test_bad_shape_is_named(x, w, message):
 def test_every_bit_on_the_gpu(m, d, h, density, act, dtype):
     x, w = draw(m, d, h, density, dtype)
     assert_unions(jax.jit(functools.partial(gate_union.gate_union, rectifier=act))(x, w), x, w, act)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each_stage", [True, False])
+@pytest.mark.parametrize("density", [0.005, 0.25, 1])
+@pytest.mark.parametrize(
+    ("m", "d", "h"), [(1, 128, 128), (257, 384, 384), (65, 8192, 128), (1000, 2048, 5632)]
+)
+def test_every_bit_of_8_bit_products_on_the_gpu(m, d, h, density, each_stage, monkeypatch):
+    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+    x, w = scaled(*draw(m, d, h, density, E4M3))
+    assert_unions(jax.jit(functools.partial(gate_union.gate_union, dtype=jnp.bfloat16))(x, w), x, w)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from pallas_kernels.hopper.device import gather, lists
 from pallas_kernels.hopper.union_plan import union_plan
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.quantised import E4M3, Quantised, Tokens, rounded
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.pallas_kernels.planned import pre_activations
@@ -41,13 +42,15 @@ def make(planner, z, **options):
     (m, h), fires = z.shape, z > 0
     x = seeds.rng().standard_normal((m, 128)).astype(jnp.bfloat16)
     before, masks, counts = jax.device_get(pack(z, x.dtype))
+    x = jax.device_get(Tokens(x, rounded(x)))
     out = run(planner, x, before, masks, counts, **options)
     gate, (plan, nnz, listed_rows) = jax.device_get(out)
     np.testing.assert_array_equal(nnz, fires.sum(axis=1))
 
     (count,) = listed_rows.count
     rows = listed_rows.rows[:count]
-    np.testing.assert_array_equal(listed_rows.x[:count], x[rows])
+    for listed, all_rows in zip(jax.tree.leaves(listed_rows.x), jax.tree.leaves(x), strict=True):
+        np.testing.assert_array_equal(listed[:count], all_rows[rows])
     heavy = np.zeros(m, bool)
     heavy[rows] = True
     assert heavy.sum() == count
@@ -147,8 +150,7 @@ def test_interpreted(m, h, density, monkeypatch):
     monkeypatch.setattr(lists, "append", append_reference)
     monkeypatch.setattr(lists, "append_bits", append_bits_reference)
     monkeypatch.setattr(lists, "clear", clear_reference)
-    monkeypatch.setattr(gather, "load_row", lambda ref, _: ref[...])
-    monkeypatch.setattr(gather, "store_row", lambda ref, row: ref.__setitem__(..., row))
+    monkeypatch.setattr(gather, "copy_row", lambda ref, target: target.__setitem__(..., ref[...]))
     z = pre_activations(m, h, density)
     z[[3, 256]] = np.abs(z[[3, 256]])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
@@ -157,11 +159,15 @@ def test_interpreted(m, h, density, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (1000, 8192, 65536)])
-def test_lowers_without_a_gpu(lower, m, d, h, dtype):
+@pytest.mark.parametrize(
+    ("m", "d", "h", "in_8_bits"), [(1, 128, 128, False), (1000, 8192, 65536, True)]
+)
+def test_lowers_without_a_gpu(lower, m, d, h, in_8_bits, dtype):
     tiles = -(-m // TILE_TOKENS)
+    x = jax.ShapeDtypeStruct((m, d), dtype)
+    values, scale = jax.ShapeDtypeStruct((m, d), E4M3), jax.ShapeDtypeStruct((m, 1), jnp.float32)
     operands = (
-        jax.ShapeDtypeStruct((m, d), dtype),
+        Tokens(None, Quantised(values, scale)) if in_8_bits else x,
         jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype),
         jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
         jax.ShapeDtypeStruct((h // 64, tiles * TILE_TOKENS), jnp.uint8),

@@ -111,11 +111,35 @@ def test_bad_weights_are_refused_in_one_line():
     with pytest.raises(ValueError, match=r"w_up must have .*, got float8_e5m2"):
         wrong = Quantised(up.values.astype(jnp.float8_e5m2), up.scale)
         sparse_ffn(x, gate, wrong, weights["down"])
-    with pytest.raises(CannotServe, match="the kernels take no Quantised weights"):
-        sparse_ffn(x, gate, up, weights["down"], implementation="mosaic")
-    assert "not unions: the kernels take no Quantised" in explain(
-        np.ones((2000, D), np.float32), gate, up, weights["down"]
-    )
+
+
+def test_of_the_kernels_only_unions_take_them_if_asked_for(reference_kernels):
+    x = jax.ShapeDtypeStruct((2000, 128), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+    gate = jax.eval_shape(quantise, w)
+    text = explain(x, gate, w, w)
+    assert "not unions: not measured with Quantised weights" in text
+    assert text.splitlines()[-1].startswith("  dense")
+    for options in ({"implementation": "mosaic"}, {"packing": "unions"}):
+        assert explain(x, gate, w, w, **options).splitlines()[-1].startswith("  unions")
+    few = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16)
+    assert explain(few, w, gate, w, implementation="mosaic").splitlines()[-1].startswith("  unions")
+    with pytest.raises(CannotServe, match="only unions take Quantised weights"):
+        explain(x, gate, w, w, packing="twell")
+    with pytest.raises(CannotServe, match="Quantised weights have no gradients: leave"):
+        explain(x, gate, w, w, gradients="sparse")
+    down = jax.eval_shape(lambda w: quantise(w, axis=-2), w)
+    with pytest.raises(CannotServe, match="the kernels take no Quantised w_down"):
+        explain(x, gate, w, down, packing="unions")
+    narrow = jax.ShapeDtypeStruct((256, 192), jnp.bfloat16)
+    with pytest.raises(CannotServe, match="only with D a multiple of 128"):
+        explain(
+            jax.ShapeDtypeStruct((2000, 192), jnp.bfloat16),
+            jax.eval_shape(quantise, narrow),
+            narrow,
+            narrow,
+            packing="unions",
+        )
 
 
 def test_gradients_are_refused_in_one_line():

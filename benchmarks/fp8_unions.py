@@ -1,0 +1,43 @@
+"""The sparse block on unions with 8-bit weights, beside dense blocks with FP8 operands."""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from pallas_kernels.layouts.quantised import quantise
+from twell_jax import sparse_ffn
+from twell_jax.analysis import timing
+
+
+def measure(
+    x: jax.Array, layers: list, calls: int, *, projections: int
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Times the block with each layer's weights in turn.
+
+    Args:
+      x: bfloat16 `[M, D]`; each layer quantises it anew.
+      layers: triples of bfloat16 `[H, D]`.
+      calls: how many calls are queued at a time.
+      projections: how many weights are quantised beforehand: 1 for the gate, 2 for gate and up.
+
+    Returns:
+      y of the first layer; "ms" per layer.
+    """
+    prepared = [
+        (*(quantise(w) for w in layer[:projections]), *layer[projections:]) for layer in layers
+    ]
+    ms = timing.milliseconds(stack, x, prepared, calls=calls)
+    return stack(x, prepared[:1])[0], {"ms": ms / len(layers)}
+
+
+@jax.jit
+def stack(x: jax.Array, layers: list) -> list[jax.Array]:
+    """The block with each layer's weights in turn, all on the same x."""
+    results, block = [], partial(sparse_ffn, packing="unions")
+    for layer in layers:
+        y, _ = block(x, *layer)
+        x, y = lax.optimization_barrier((x, y))  # or one quantised x would serve all layers
+        results.append(y)
+    return results
