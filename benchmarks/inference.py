@@ -4,13 +4,15 @@
     python -m benchmarks.inference --checkpoint DIRECTORY --text FILE
 
 "forward" scores 64 sequences of 2048 tokens; if they do not fit for every variant, half of them, a
-quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
-of them. Without a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say.
-"error" compares cross-entropies or logits with those of the dense model of the same function and
-weights. "decode" also lets `generate` write, greedily and, where kernels decode, at a temperature;
-the tokens per second that it reports stand beside those of the step alone. Energy needs the package
-nvidia-ml-py. Where torch with CUDA is installed, "torch, silu" is a dense decoder in torch; it
-lives in the memory that JAX leaves free, 25 % of the GPU's by default.
+quarter, and so on. It also measures the models with 8-bit weights of `fp8_models`. "prefill" reads
+the prompts of a few sequences, "decode" appends a token to each of them. Without a checkpoint,
+weights are random and each layer fires as `NNZ` and `PROFILE` say. "error" compares cross-entropies
+or logits with those of the dense bfloat16 model of the same function and weights, "logits_error"
+the logits after the sequences that "forward" scores. "decode" also lets `generate` write, greedily
+and, where kernels decode, at a temperature; the tokens per second that it reports stand beside
+those of the step alone. Energy needs the package nvidia-ml-py. Where torch with CUDA is installed,
+"torch, silu" is a dense decoder in torch; it lives in the memory that JAX leaves free, 25 % of the
+GPU's by default.
 """
 
 import argparse
@@ -31,7 +33,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks import patterns, record
+from benchmarks import fp8_models, patterns, record
 from twell_jax import config as config_lib
 from twell_jax import models
 from twell_jax.analysis import timing
@@ -169,6 +171,7 @@ class Call:
       peak_bytes: the device memory that it needs.
       wait: waits for a result of `run` and returns it as what NumPy can read.
       milliseconds: the time of `run(calls=...)`, as by `timing.milliseconds`.
+      details: further entries of its row.
     """
 
     run: Callable[[], Any]
@@ -176,6 +179,7 @@ class Call:
     peak_bytes: int
     wait: Callable[[Any], Any] = jax.block_until_ready
     milliseconds: Callable[..., float] = field(default_factory=lambda: timing.milliseconds)
+    details: Mapping[str, Any] = MappingProxyType({})
 
 
 def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -183,18 +187,25 @@ def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
     def score(graph, params, tokens):
         logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        ce = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return {"error": ce, "logits_error": logits[:, -1]}
 
     batch, rows = len(tokens), []
     while not rows:
         part = jnp.asarray(tokens[:batch])
 
-        def prepare(graph, part=part):
+        def prepare(graph, params=params, part=part):
             compiled = jax.jit(partial(score, graph)).lower(params, part).compile()
-            return Call(partial(compiled, params, part), part[:, 1:].size, _peak(compiled))
+            details = fp8_models.details(graph, params, compiled)
+            run, peak = partial(compiled, params, part), _peak(compiled)
+            return Call(run, part[:, 1:].size, peak, details=details)
+
+        def in_8_bits(name, prepare=prepare):
+            return prepare(*fp8_models.quantised(name, config, params))
 
         try:
-            rows = compare(config, prepare)
+            others = {name: partial(in_8_bits, name) for name in fp8_models.VARIANTS}
+            rows = compare(config, prepare, others)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or batch == 1:
                 raise
@@ -322,7 +333,7 @@ def compare(
             if name in DENSE:
                 references[activation] = out
             else:
-                measured["error"] = record.relative_error(out, references[activation])
+                measured |= jax.tree.map(record.relative_error, out, references[activation])
         except Exception as problem:
             if name in DENSE or "RESOURCE_EXHAUSTED" in str(problem):
                 raise
@@ -338,17 +349,22 @@ def compare(
     return rows
 
 
-def measure(call: Call) -> tuple[dict[str, Any], np.ndarray]:
-    """A row with time, peak memory and, if it can be read, energy; and the result of the call."""
-    out = np.asarray(call.wait(call.run()))
+def measure(call: Call) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A row with time, peak memory and, if it can be read, energy; and the result of the call.
+
+    What is compared of the result is by the names of its errors.
+    """
+    out = call.wait(call.run())
+    out = jax.tree.map(np.asarray, out if isinstance(out, dict) else {"error": out})
     start = time.perf_counter()
     call.wait(call.run())
-    calls = max(2, min(50, math.ceil(0.5 / (time.perf_counter() - start))))
+    calls = max(1, min(50, math.ceil(0.5 / (time.perf_counter() - start))))
     ms = call.milliseconds(call.run, calls=calls)
     row = {
         "ms": ms,
         "tokens_per_second": call.tokens / ms * 1e3,
         "peak_bytes": call.peak_bytes,
+        **call.details,
     }
     if (before := joules()) is not None:
         calls = math.ceil(ENERGY_SECONDS / ms * 1e3)

@@ -254,9 +254,10 @@ TABLES: dict[str, Table] = {
         title="Trained models with 8-bit weights",
         about="Held-out text of the run that trained the model, read densely by XLA in bfloat16, "
         'but for "float32". Weights of the named projections are e4m3 with a scale for each '
-        "output, and what they are multiplied with is quantised token by token. In brackets is the "
-        'standard error over sequences. "changed" are the activations that fire in one of the two '
-        "models alone, as a share of those that fire in bfloat16.",
+        "output, and what they are multiplied with is quantised token by token; "
+        '"all" are those of attention and of the feed-forward blocks, and the head. In brackets '
+        'is the standard error over sequences. "changed" are the activations that fire in one of '
+        "the two models alone, as a share of those that fire in bfloat16.",
         columns={
             "run": number("run", "{}"),
             "weights": number("implementation", "{}"),

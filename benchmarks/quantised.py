@@ -22,17 +22,20 @@ from twell_jax import config as config_lib
 from twell_jax import data
 from twell_jax.analysis.activity import firing_patterns
 from twell_jax.config import ConfigError
-from twell_jax.ffn import quantise_mlps
 from twell_jax.inference.language_model import in_compute_dtype
 from twell_jax.models import Transformer, graphdef
+from twell_jax.models.quantised import ATTENTION, COVERED, PARTS, Part
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import load_run
 
-VARIANTS = {  # the dtype, and the projections in 8 bits
+VARIANTS: dict[str, tuple[str, tuple[Part, ...]]] = {  # the dtype, and the parts in 8 bits
     "float32": ("float32", ()),
     "fp8 gate": ("bfloat16", ("gate",)),
     "fp8 gate and up": ("bfloat16", ("gate", "up")),
     "fp8 gate, up and down": ("bfloat16", ("gate", "up", "down")),
+    "fp8 gate, up and attention": ("bfloat16", ("gate", "up", *ATTENTION)),
+    "fp8 all but down": ("bfloat16", COVERED["fp8-all-but-down"]),
+    "fp8 all": ("bfloat16", PARTS),
 }
 
 
@@ -71,22 +74,22 @@ def measure(run_dir: str, sequences: int | None) -> Iterator[dict[str, Any]]:
     end = tokenizer.eot_id if config.data.mask_documents else None
     size = {"sequences": len(held_out), "tokens": int(held_out[:, 1:].size)}
 
-    def patterns(dtype, projections):
-        made = variant(model, dtype, projections)
+    def patterns(dtype, parts):
+        made = variant(model, dtype, parts)
         return firing_patterns(made, held_out, batch=config.micro_batch, document_end=end)
 
     baseline = list(patterns("bfloat16", ()))
     yield {"implementation": "bfloat16", **size, **compare(zip(baseline, baseline, strict=True))}
-    for name, (dtype, projections) in VARIANTS.items():
-        pairs = zip(baseline, patterns(dtype, projections), strict=True)
+    for name, (dtype, parts) in VARIANTS.items():
+        pairs = zip(baseline, patterns(dtype, parts), strict=True)
         yield {"implementation": name, **size, **compare(pairs)}
 
 
-def variant(model: Transformer, dtype: str, projections: tuple[str, ...]) -> Transformer:
-    """The model in a dtype, with projections of its blocks in 8 bits."""
+def variant(model: Transformer, dtype: str, parts: tuple[Part, ...]) -> Transformer:
+    """The model in a dtype, with parts of it in 8 bits."""
     settings = model.config.model_copy(update={"dtype": dtype})
     made = nnx.merge(graphdef(settings), nnx.state(model))
-    quantise_mlps(made, projections)
+    made.quantise(parts)
     return in_compute_dtype(made)
 
 

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import inference
+from benchmarks import fp8_models, inference
 from benchmarks.pages import TABLES
+from tests import seeds
+from tests.errors import relative_error
+from twell_jax import SparseMLP
 from twell_jax import config as config_lib
 from twell_jax.analysis import timing
 from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.ffn import quantise_mlps
 from twell_jax.inference import generation
 from twell_jax.models import KVCache, Transformer, graphdef
 from twell_jax.models.pretrained import save_pretrained
@@ -50,8 +54,14 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     found = [(row["direction"], row["batch"], row["implementation"]) for row in rows]
     sizes = [("forward", 2), *((d, b) for d in ("prefill", "decode") for b in (1, 2))]
-    assert found == [(*size, name) for size in sizes for name in inference.VARIANTS]
+    expected = [(*size, name) for size in sizes for name in inference.VARIANTS]
+    dense_fp8, *others = fp8_models.VARIANTS
+    expected[3:3] = [("forward", 2, name) for name in (dense_fp8, *others)]
+    assert found == expected
     for row in rows:
+        if row["implementation"] == dense_fp8:
+            assert "has no __cublas$lt$matmul$f8" in row["failed"]
+            continue
         if row["implementation"].startswith("mosaic"):
             assert "needs a Hopper GPU" in row["failed"] and "speedup" not in row
             continue
@@ -75,9 +85,40 @@ def test_errors_are_those_against_the_dense_model_with_the_same_function(directi
         monkeypatch.setitem(inference.VARIANTS, f"mosaic, {activation}", changes)
     monkeypatch.setitem(inference.VARIANTS, "wrong, silu", xla | {"activation": "relu"})
     rows = inference.DIRECTIONS[direction](*inference.random("2b"))
-    errors = {row["implementation"]: row["error"] for row in rows if "error" in row}
-    assert errors.keys() == {"mosaic, relu", "mosaic, silu", "wrong, silu"}
-    assert errors["mosaic, relu"] == errors["mosaic, silu"] == 0 < errors["wrong, silu"]
+    names = ("error", "logits_error") if direction == "forward" else ("error",)
+    rows = {row["implementation"]: row for row in rows if "error" in row}
+    assert rows.keys() == {"mosaic, relu", "mosaic, silu", "wrong, silu"}
+    for name in names:
+        assert rows["mosaic, relu"][name] == rows["mosaic, silu"][name] == 0
+        assert rows["wrong, silu"][name] > 0
+
+
+def test_models_with_8_bit_weights_are_scored(monkeypatch):
+    eight_bits = {name.replace("mosaic", "xla"): f for name, f in fp8_models.VARIANTS.items()}
+    monkeypatch.setattr(fp8_models, "VARIANTS", eight_bits)
+    monkeypatch.setattr(fp8_models, "details", lambda *_: {"fp8_matmuls": 5})  # no cuBLASLt here
+    monkeypatch.setattr(inference, "VARIANTS", {n: inference.VARIANTS[n] for n in inference.DENSE})
+    config, params, tokens = inference.random("2b")
+    before = jax.tree.map(np.asarray, params)
+    rows = {row["implementation"]: row for row in inference.forward(config, params, tokens)}
+    assert list(rows) == [*inference.DENSE, *eight_bits]
+    for name in eight_bits:
+        assert "failed" not in rows[name]
+        assert 1e-4 < rows[name]["error"] < 0.1 and 1e-3 < rows[name]["logits_error"] < 0.1
+        assert rows[name]["fp8_matmuls"] == 5
+    errors = [rows[name]["logits_error"] for name in eight_bits]
+    assert errors[1] < min(errors[0], errors[2])  # gate and up alone
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
+def test_the_dense_fp8_block_is_that_of_the_quantised_weights():
+    mlp = SparseMLP(40, 72, dtype=jnp.float32, rngs=nnx.Rngs(seeds.integer()))
+    x = jnp.asarray(seeds.rng().standard_normal((3, 5, 40)), jnp.float32)
+    y, stats = fp8_models.DenseBlock(mlp)(x, return_stats=True)
+    quantise_mlps(mlp, ("gate", "up", "down"))
+    # An h that lies at the middle of two 8-bit floats may go to the other one.
+    assert y.shape == x.shape and relative_error(y, mlp(x)) < 0.01
+    assert stats.fired.shape == (72,)
 
 
 def test_generation_is_measured_around_the_cache_of_the_step(monkeypatch):
@@ -160,8 +201,8 @@ def test_random_weights_fire_as_stated():
 def test_the_batch_is_halved_until_it_fits(monkeypatch):
     tried = []
 
-    def compare(config, prepare):
-        tried.append(prepare.__defaults__[0].shape[0])
+    def compare(config, prepare, others):
+        tried.append(prepare.__defaults__[1].shape[0])
         if tried[-1] > 1:
             raise inference.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return [{"ms": 1.0}]

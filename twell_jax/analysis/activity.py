@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.models import Transformer, graphdef
 
 # Changes to a ModelConfig for measuring: XLA runs anywhere and can give statistics by token.
@@ -55,7 +54,7 @@ def firing_patterns(
       neuron fired for each token, bool [layers, b, T, d_ff].
     """
     settings = model.config.model_copy(update=THROUGH_XLA)
-    graph = graphdef(settings, quantised_projections(model.blocks.mlp))
+    graph = graphdef(settings, model.quantised())
 
     @jax.jit
     def run(params, tokens):

@@ -8,7 +8,7 @@ from flax import nnx
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation, LiveWidth
-from twell_jax.ffn.quantised import EightBits, quantised_projections
+from twell_jax.ffn.quantised import EightBits
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.pretrained import from_pretrained, hub
@@ -104,5 +104,5 @@ def in_compute_dtype(model: Transformer) -> Transformer:
     settings = model.config.model_copy(update={"param_dtype": dtype})
     eight_bits, live, others = nnx.state(model, EightBits, LiveWidth, ...)
     others = jax.tree.map(lambda leaf: leaf.astype(dtype), others)
-    graph = graphdef(settings, quantised_projections(model.blocks.mlp))
+    graph = graphdef(settings, model.quantised())
     return nnx.merge(graph, eight_bits, live, others)

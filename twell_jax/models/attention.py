@@ -1,5 +1,6 @@
 """Causal attention with rotary positions and grouped key/value heads."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import head_norm, linear, residual_init
+from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear, project, transposed
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
 
@@ -61,13 +63,14 @@ class Attention(nnx.Module):
           `[B, T, D]`, and the cache with this layer's new keys and values.
         """
 
-        def heads(projection, norm=None):
-            split = projection(x).reshape(*x.shape[:2], -1, self.config.head_dim)
+        def heads(projected, norm=None):
+            split = projected.reshape(*x.shape[:2], -1, self.config.head_dim)
             return split if norm is None else norm(split)
 
-        q = rotate(heads(self.query, self.query_norm), rope)
-        k = rotate(heads(self.key, self.key_norm), rope)
-        v = heads(self.value)
+        query, key, value = project(x, self.query, self.key, self.value)
+        q = rotate(heads(query, self.query_norm), rope)
+        k = rotate(heads(key, self.key_norm), rope)
+        v = heads(value)
         if cache is not None:
             assert layer is not None
             cache = cache.write(layer, k, v)
@@ -75,6 +78,17 @@ class Attention(nnx.Module):
                 k, v = cache.read(layer)
         attended = on_shares(_attend, q, k, v, mask)
         return self.out(attended.reshape(*x.shape[:2], -1)), cache
+
+    def quantise(self, parts: Sequence[Part]) -> None:
+        """Makes 8-bit floats of the weights of those projections that are among `parts`."""
+        for name in ATTENTION:
+            layer = getattr(self, name)
+            if name in parts and isinstance(layer, nnx.Linear):
+                setattr(self, name, QuantisedLinear(transposed(layer.kernel), layer.bias))
+
+    def quantised(self) -> list[Part]:
+        """The projections whose weights are 8-bit floats."""
+        return [name for name in ATTENTION if isinstance(getattr(self, name), QuantisedLinear)]
 
 
 def _attend(q, k, v, mask):

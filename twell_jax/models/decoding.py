@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
@@ -23,7 +24,6 @@ from pallas_kernels.layouts.weights import Weights
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.partition import auto_axes
-from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.models.cache import KVCache
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
@@ -75,9 +75,9 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
         return model.decode(tokens, cache)
     shape = model.blocks.mlp.w_down.shape[1:]
     kernels, why = dispatch.back_end(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    if quantised := model.quantised():
+        why = why or f"it has no kernels for 8-bit weights ({', '.join(quantised)})"
     why = why or _unsupported(model.config, cache)
-    if quantised_projections(model.blocks.mlp):
-        why = why or "it has no kernels for quantised weights"
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     if wanted is None:
@@ -215,8 +215,9 @@ def _layer(
 
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:
-    weight = _array(model.embed.embedding if model.unembed is None else model.unembed.kernel)
-    k_axis = 2 if model.unembed is None else 1
+    weight, k_axis = _array(model.embed.embedding), 2
+    if isinstance(model.unembed, nnx.Linear):
+        weight, k_axis = _array(model.unembed.kernel), 1
     if model.config.vocab_size % _COLUMNS:
         return model.logits(model.norm(stream.x))
     only = np.zeros(1, np.int32)

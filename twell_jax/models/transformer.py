@@ -20,7 +20,7 @@ from twell_jax.ffn import (
     Windows,
     quantise_mlps,
 )
-from twell_jax.ffn.quantised import Projection
+from twell_jax.ffn.quantised import AXES, quantised_projections
 from twell_jax.models.attention import (
     Attention,
     in_window,
@@ -29,6 +29,7 @@ from twell_jax.models.attention import (
 )
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, norm, residual_init, scaled
+from twell_jax.models.quantised import PARTS, Part, QuantisedLinear, transposed
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
@@ -85,7 +86,7 @@ class Transformer(nnx.Module):
         )
         self.blocks = layers(rngs.split(config.layers))
         self.norm = norm(config, rngs)
-        self.unembed = nnx.data(None)
+        self.unembed: nnx.Linear | QuantisedLinear | None = nnx.data(None)
         if not config.tie_embeddings:
             shape = (config.d_model, config.vocab_size)
             self.unembed = linear(config, shape, ("embed", "vocab"), rngs=rngs)
@@ -253,6 +254,8 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits of `x: [..., D]`, which the last norm has normed: float32 `[..., vocab]`."""
+        if isinstance(self.unembed, QuantisedLinear):
+            return self.unembed(scaled(x, self.config.logit_scale)).astype(jnp.float32)
         x, unembedding = self.head(x)
         return jnp.dot(x, unembedding.astype(x.dtype).T).astype(jnp.float32)
 
@@ -261,12 +264,44 @@ class Transformer(nnx.Module):
 
         Returns:
           `[..., D]` in the compute dtype; the unembedding `[vocab, D]` in that of the parameters.
+
+        Raises:
+          ValueError: the head is quantised.
         """
+        if isinstance(self.unembed, QuantisedLinear):
+            raise ValueError("the head has 8-bit weights, which only `logits` multiplies")
         if self.unembed is None:
             unembedding = self.embed.embedding[...]
         else:
             unembedding = self.unembed.kernel[...].T
         return scaled(x, self.config.logit_scale), unembedding
+
+    def quantise(self, parts: Sequence[Part]) -> None:
+        """Makes 8-bit floats of weights, in place; see `quantise_mlps`, which does so for blocks.
+
+        What is quantised already stays. A head that is the embedding becomes a matrix of its own,
+        as tokens are embedded exactly: `config.tie_embeddings` is False from then on.
+
+        Args:
+          parts: which of `PARTS`; `quantised.COVERED` has usual ones.
+
+        Raises:
+          ValueError: there is no such part, or a weight holds an inf or a NaN.
+        """
+        if unknown := [part for part in parts if part not in PARTS]:
+            raise ValueError(f"parts must be of {[*PARTS]}, got {unknown}")
+        quantise_mlps(self, [name for name in AXES if name in parts])
+        self.blocks.attention.quantise(parts)
+        if "head" in parts and self.unembed is None:
+            self.unembed = QuantisedLinear(self.embed.embedding)
+            self.config = self.config.model_copy(update={"tie_embeddings": False})
+        elif "head" in parts and isinstance(self.unembed, nnx.Linear):
+            self.unembed = QuantisedLinear(transposed(self.unembed.kernel))
+
+    def quantised(self) -> tuple[Part, ...]:
+        """The parts whose weights are 8-bit floats."""
+        of_blocks = *quantised_projections(self.blocks.mlp), *self.blocks.attention.quantised()
+        return (*of_blocks, "head") if isinstance(self.unembed, QuantisedLinear) else of_blocks
 
 
 class Block(nnx.Module):
@@ -322,17 +357,17 @@ class Block(nnx.Module):
         return x + scaled(y, self.residual_scale), stats, cache
 
 
-def graphdef(config: ModelConfig, quantised: Sequence[Projection] = ()) -> nnx.GraphDef:
+def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDef:
     """The structure of a `Transformer`; `nnx.merge` combines it with parameters into a model.
 
     Args:
       config: the model's.
-      quantised: the projections of its feed-forward blocks that are quantised (`quantise_mlps`).
+      quantised: the parts that are quantised (`Transformer.quantise`).
     """
 
     def make() -> Transformer:
         model = Transformer(config, rngs=nnx.Rngs(0))
-        quantise_mlps(model, quantised)
+        model.quantise(quantised)
         return model
 
     with nnx.logical_axis_rules(LOGICAL_AXES):

@@ -1,0 +1,126 @@
+"""Weights of a `Transformer` as 8-bit floats, for inference: which, and their linear layers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from pallas_kernels.layouts.quantised import Quantised, rounded
+from twell_jax.ffn.quantised import AXES, Projection, QuantisedParam
+
+type Part = Projection | Literal["query", "key", "value", "out", "head"]
+type Quantise = Literal["fp8", "fp8-all-but-down"]
+
+ATTENTION: tuple[Part, ...] = ("query", "key", "value", "out")
+PARTS: tuple[Part, ...] = (*AXES, *ATTENTION, "head")
+
+# What becomes 8-bit floats by a value of `quantise`. No kernel takes a `w_down` in 8 bits.
+COVERED: dict[Quantise, tuple[Part, ...]] = {
+    "fp8": ("gate", "up"),
+    "fp8-all-but-down": ("gate", "up", *ATTENTION, "head"),
+}
+
+
+def covered(quantise: str | None) -> tuple[Part, ...]:
+    """The parts that a value of `quantise` names; None names none.
+
+    Raises:
+      ValueError: there is no such value.
+    """
+    if quantise is None:
+        return ()
+    if quantise not in COVERED:
+        known = " or ".join(map(repr, COVERED))
+        raise ValueError(f"quantise must be {known} or None, got {quantise!r}")
+    return COVERED[quantise]
+
+
+class QuantisedLinear(nnx.Module):
+    """A linear layer with a weight of 8-bit floats, in the place of an `nnx.Linear`.
+
+    Attributes:
+      weight: `[out, in]` with a scale for each output. Rows lie along the sum, unlike those of the
+        kernel of an `nnx.Linear`, as cuBLASLt takes no other operands of 8 bits.
+      bias: `[out]`, or None.
+
+    Args:
+      weight: a parameter of floats `[..., out, in]`.
+      bias: a parameter `[..., out]`, or None.
+
+    Raises:
+      ValueError: see `quantise`.
+    """
+
+    def __init__(self, weight: nnx.Variable, bias: nnx.Variable | None = None):
+        self.weight = QuantisedParam(weight, -1)
+        self.bias = nnx.data(bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `x: [..., in]` to `[..., out]` in its dtype; see `products`."""
+        return project(x, self)[0]
+
+
+def transposed(kernel: nnx.Variable) -> nnx.Variable:
+    """A parameter `[..., in, out]` as one `[..., out, in]`, with its logical axes."""
+    metadata = dict(kernel.get_metadata())
+    if axes := metadata.get("out_sharding"):
+        metadata["out_sharding"] = (*axes[:-2], axes[-1], axes[-2])
+    return nnx.Param.from_metadata(jnp.swapaxes(kernel[...], -1, -2), metadata)
+
+
+def project(x: jax.Array, *layers: nnx.Linear | QuantisedLinear) -> list[jax.Array]:
+    """`[layer(x) for layer in layers]`; x is quantised once for all that are."""
+    weights = [layer.weight[...] for layer in layers if isinstance(layer, QuantisedLinear)]
+    found = iter(products(x, weights) if weights else ())
+    return [
+        _with_bias(next(found), layer.bias) if isinstance(layer, QuantisedLinear) else layer(x)
+        for layer in layers
+    ]
+
+
+def _with_bias(y: jax.Array, bias: nnx.Variable | None) -> jax.Array:
+    return y if bias is None else y + bias[...].astype(y.dtype)
+
+
+@jax.custom_jvp
+def products(x: jax.Array, weights: Sequence[Quantised]) -> list[jax.Array]:
+    """x times several quantised matrices, with x quantised, too: a scale for each of its rows.
+
+    On Hopper XLA leaves them to cuBLASLt. Its tensor cores sum in fewer bits than float32 has (fast
+    accumulation). Sums are rounded to the dtype of x, multiplied with the scales in float32, and
+    rounded again. Elsewhere sums are those of float32.
+
+    Args:
+      x: `[..., K]`, usually tokens.
+      weights: each `[N, K]` with a scale for each row.
+
+    Returns:
+      `[..., N]` in the dtype of x for each weight.
+
+    Raises:
+      ValueError: it is differentiated.
+    """
+    rows = rounded(x.reshape(-1, x.shape[-1]))
+    return [_product(rows, w, x.dtype).reshape(*x.shape[:-1], -1) for w in weights]
+
+
+def _product(x: Quantised, w: Quantised, dtype: jnp.dtype) -> jax.Array:
+    # XLA's GemmRewriter takes bare matrices of 8 bits with one contracted axis.
+    sums = lax.dot_general(
+        x.values,
+        w.values,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=dtype,
+    )
+    return (sums.astype(jnp.float32) * x.scale * w.scale[:, 0]).astype(dtype)
+
+
+@products.defjvp
+def _refuse(primals, tangents):
+    raise ValueError(
+        "a linear layer with 8-bit weights has no gradients; train the model, and quantise it then"
+    )
