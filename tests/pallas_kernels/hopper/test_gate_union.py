@@ -10,7 +10,7 @@ from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import E4M3, Quantised
+from pallas_kernels.layouts.quantised import E4M3, Quantised, rounded
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 from tests import seeds
@@ -134,6 +134,20 @@ def test_8_bits_in_the_interpreter(monkeypatch, capsys):
 def test_bad_shape_is_named(x, w, message):
     with pytest.raises(ValueError, match=message):
         gate_union.gate_union(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
+
+
+def test_bad_8_bit_operands_are_named():
+    x, w = (jnp.ones((n, 128), jnp.bfloat16) for n in (4, 256))
+    x8, w8 = rounded(x), rounded(w)
+    with pytest.raises(ValueError, match="x and the weight must both be Quantised, or neither"):
+        gate_union.gate_union(x, w8)
+    with pytest.raises(ValueError, match=r"w_gate.scale must be float32 \[256, 1\]"):
+        gate_union.gate_union(x8, rounded(w, -2), dtype=x.dtype)
+    with pytest.raises(ValueError, match="must be bfloat16 or float16, got float8_e4m3fn"):
+        gate_union.gate_union(x8, w8)
+    x8, w8 = (rounded(jnp.ones((n, 192), jnp.bfloat16)) for n in (4, 256))
+    with pytest.raises(ValueError, match=r"w_gate must have D a multiple of 128, got \[256, 192\]"):
+        gate_union.gate_union(x8, w8, dtype=x.dtype)
 
 
 @pytest.mark.gpu
