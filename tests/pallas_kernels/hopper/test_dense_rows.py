@@ -82,15 +82,16 @@ def assert_matches(out, heavy, weights, y, act=RELU):
     y, l1, fired = jax.device_get(out)
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
-    margin = 1e-2 if act.threshold else 1e-4
+    in_8_bits = any(isinstance(w, Quantised) for w in weights.inner)
+    bound = lost(y.shape[1]) if in_8_bits else 0
+    size = np.sqrt(np.mean(np.square(product))) if count else 0
+    margin = (1e-2 if act.threshold else 1e-4) + bound * size
     sure = (np.abs(product - act.threshold) > margin).all(axis=0)  # whatever the rounding
     np.testing.assert_array_equal(fired[sure], (gate > 0).any(axis=0)[sure])
     np.testing.assert_allclose(l1, np.abs(h).sum(), rtol=1e-2)
     if count:
         ref = h @ np.asarray(weights.down, np.float64)
         out = np.asarray(y, np.float64)[rows]
-        in_8_bits = any(isinstance(w, Quantised) for w in weights.inner)
-        bound = lost(y.shape[1]) if in_8_bits else 0
         assert relative_error(out, ref) < 3 * ROUNDING + bound  # of the gate, of h and of y
 
 

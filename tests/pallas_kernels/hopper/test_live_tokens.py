@@ -31,7 +31,7 @@ def test_gate_of_few_tokens(kernels, m, batch, d, h):
         poisoned[:, live:] = np.nan
         function = functools.partial(gate_and_counts, kernels, batch=batch)
         number = np.array([h, live], np.int32)
-        gate, counts = tokens.run(function, x, poisoned, tokens.LAYER, (), None, number)
+        gate, counts = tokens.run(function, x, poisoned, tokens.LAYER, number)
         (gate,) = tokens.wide(gate[:batch])
         exact = np.maximum(tokens.wide(x)[0] @ tokens.wide(w[1])[0].T, 0)[:batch]
         if live:
@@ -42,9 +42,10 @@ def test_gate_of_few_tokens(kernels, m, batch, d, h):
         assert (counts[0] == 7).all()
 
 
-def gate_and_counts(kernels, x, weight, layer, prefetch, norm, live, *, batch):
+def gate_and_counts(kernels, x, weight, layer, live, squares=None, *, batch):
     counts = jax.new_ref(open_counts.zeros(2, len(x)) + 7)
-    options = dict(batch=batch, norm=norm, prefetch=prefetch, live=live)
+    norm = None if squares is None else (squares, tokens.EPS)
+    options = dict(batch=batch, norm=norm, live=live)
     return kernels.gate(x, weight, layer, counts, **options), counts[...]
 
 
@@ -54,8 +55,8 @@ def test_gate_of_a_token_that_is_not_finite(kernels):
     x[1, 3], x[2, 5] = np.inf, np.nan
     stream = tokens.stream_of(x, np.ones(256, jnp.bfloat16))
     function = functools.partial(gate_and_counts, kernels, batch=8)
-    norm, number = (stream.squares, tokens.EPS), np.array([256, 70], np.int32)
-    gate, _ = tokens.run(function, stream.scaled, w, tokens.LAYER, (), norm, number)
+    number = np.array([256, 70], np.int32)
+    gate, _ = tokens.run(function, stream.scaled, w, tokens.LAYER, number, stream.squares)
     (gate,) = tokens.wide(gate)
     assert np.isnan(gate[2, :70]).all() and not gate[:, 70:].any()
 
