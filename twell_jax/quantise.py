@@ -1,8 +1,8 @@
 """Writes a model with 8-bit weights: python -m twell_jax.quantise DIRECTORY OUT
 
 Gates and up projections of the feed-forward blocks become float8_e4m3fn with a scale for each row,
-by the convention of compressed-tensors; with `--quantise fp8-all-but-down` all other projections
-do, too, but down, and the head. Everything else stays as it is.
+by the convention of compressed-tensors. `--quantise fp8-all-but-down` adds the projections of
+attention and the head. Everything else stays as it is.
 """
 
 import argparse

@@ -49,8 +49,8 @@ def from_pretrained(
         rounded to it; float32 holds float16 and bfloat16 exactly.
       ffn_implementation: see `sparse_ffn`.
       quantise: what becomes 8-bit floats once it is loaded (`Transformer.quantise`): by "fp8" gates
-        and up projections, by "fp8-all-but-down" all projections but down, and the head. What the
-        files hold in 8 bits is so in any case.
+        and up projections, by "fp8-all-but-down" also the projections of attention and the head.
+        What the files hold in 8 bits is so in any case.
       mesh: from `sharding.make_mesh`; None takes JAX's default device.
 
     Raises:

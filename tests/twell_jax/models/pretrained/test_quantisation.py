@@ -133,6 +133,11 @@ def test_loading_can_quantise(saved):
     for quantise, parts in COVERED.items():
         model.quantise(parts)
         assert_same_parameters(from_pretrained(directory, quantise=quantise), model)
+    mesh = sharding.make_mesh((2, 4))
+    loaded = from_pretrained(directory, quantise="fp8-all-but-down", mesh=mesh)
+    assert_same_parameters(loaded, model)
+    head = loaded.unembed.weight[...].values
+    assert head.addressable_shards[0].data.shape == (257, 4)  # D over fsdp, as the embedding's
     with pytest.raises(ValueError, match=r"quantise must be 'fp8' .* or None, got 'int4'"):
         from_pretrained(directory, quantise="int4")
 
