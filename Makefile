@@ -15,20 +15,24 @@ define check_style_and_types
 	$(1)/bin/mypy
 endef
 
-# There is a worker for each core; a BLAS with threads of its own would only wait actively beside them.
+# There is a worker for each logical core ("auto" would count two threads of a core once); a BLAS with
+# threads of its own would only wait actively beside them.
 define run_tests
-	OPENBLAS_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses auto --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses logical --dist worksteal
 endef
 
-.PHONY: demo test test-oldest docs clean
+.PHONY: demo test test-oldest style-and-types docs clean
 
 demo: .venv/installed
 	bash .ci/demo
 
 test: .venv/installed-dev
-	$(call check_style_and_types,.venv)
-	$(MAKE) docs
+	$(MAKE) .venv/installed-docs
+	$(MAKE) --jobs=2 style-and-types docs  # either computes on one core
 	$(call run_tests,.venv)
+
+style-and-types: .venv/installed-dev
+	$(call check_style_and_types,.venv)
 
 test-oldest: .venv-oldest/installed-dev
 	$(call check_style_and_types,.venv-oldest)

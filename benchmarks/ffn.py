@@ -1,6 +1,6 @@
 """Feed-forward block, forward: every implementation against jitted dense XLA in the same process.
 
-    python -m benchmarks.ffn [--quick | --peers] [--out DIRECTORY]
+    python -m benchmarks.ffn [--quick | --peers | --activations] [--out DIRECTORY]
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
 so that weights come from memory and launch gaps count. Times are per layer.
@@ -20,6 +20,7 @@ from benchmarks import patterns, record
 from pallas_kernels.kernels import MAX_FEW_TOKENS
 from twell_jax import FFNStats, sparse_ffn
 from twell_jax.analysis import timing
+from twell_jax.ffn.activations import Activation
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 
@@ -40,9 +41,18 @@ WITH_PEERS = [  # the cases in which blocks of others are measured
     {"m": 16384, "pattern": "recorded", "peers": True},
     {"m": 16384, "pattern": "skewed", "nnz": 29, "peers": True},
 ]
+WITH_ACTIVATIONS = [  # those that are not ReLU; "relu2" is what blocks without a gate use
+    *(
+        {"m": m, "pattern": pattern, "nnz": nnz, "activation": activation}
+        for m, pattern, nnz in ((16384, "recorded", 0), (32, "skewed", 29), (1, "skewed", 29))
+        for activation in ("relu2", "fatrelu", "drelu")
+    ),
+    {"m": 16384, "pattern": "recorded", "activation": "relu2", "gated": False},
+]
 CASES = [
     *GOALS,
     *WITH_PEERS,
+    *WITH_ACTIVATIONS,
     *({"m": 16384, "pattern": "skewed", "nnz": 29, "pruned": dead} for dead in (0.3, 0.5)),
     *(
         {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
@@ -69,10 +79,12 @@ def main() -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--quick", action="store_true", help="only the cases of the goals")
     choice.add_argument("--peers", action="store_true", help="only those with blocks of others")
+    choice.add_argument("--activations", action="store_true", help="only those without ReLU")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     rows, path = [], record.new_path("ffn", args.out)
-    for case in GOALS if args.quick else WITH_PEERS if args.peers else CASES:
+    chosen = GOALS if args.quick else WITH_PEERS if args.peers else CASES
+    for case in WITH_ACTIVATIONS if args.activations else chosen:
         for row in measure(**case):
             rows.append(row)
             record.write("ffn", rows, path)  # an interrupted run keeps its rows
@@ -90,6 +102,7 @@ def measure(
     gated: bool = True,
     pruned: float = 0.0,
     peers: bool = False,
+    activation: Activation = "relu",
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each implementation of a case; the first is the baseline.
 
@@ -99,20 +112,25 @@ def measure(
     x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated, pruned or patterns.DEAD)
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
     with jax.default_matmul_precision("highest"):
-        reference, stats = jax.jit(sparse_ffn)(*float32)
+        block = partial(sparse_ffn, **options(activation))
+        reference, stats = jax.jit(block)(*float32)
     case = describe("forward", m, pattern, heavy_every, gated, stats) | {
         "nnz_max": int(stats.max_nnz),
         "superposed": superposed,
         "pruned": pruned,
+        "activation": activation,
     }
     baseline_ms = None
     ours = ("mosaic",) if m <= MAX_FEW_TOKENS else ("twell", "unions")
-    others = ("unions", *PEERS) if peers else (*ours, *(("tokamax",) if gated else ()))
+    if activation != "relu":
+        others = ours
+    else:
+        others = ("unions", *PEERS) if peers else (*ours, *(("tokamax",) if gated else ()))
     for name in ("xla", *others):
         named = BLOCKS.get(name, {"implementation": name})
         try:
             calls = max(2, min(50, 2**17 // m))
-            out, measured = timed(name, x, layers, calls, without=bool(pruned))
+            out, measured = timed(name, x, layers, calls, activation, without=bool(pruned))
             error = record.relative_error(out, reference)
         except Exception as problem:  # the row says so, and the others are still measured
             if baseline_ms is None:
@@ -130,7 +148,7 @@ def measure(
 
 
 def timed(
-    name: str, x: jax.Array, layers: list, calls: int, *, without: bool
+    name: str, x: jax.Array, layers: list, calls: int, activation: Activation, *, without: bool
 ) -> tuple[Any, dict[str, Any]]:
     """y of the first layer, and what was measured per layer, "ms" and more.
 
@@ -140,7 +158,7 @@ def timed(
         module, options = PEERS[name]
         peer = importlib.import_module(f"benchmarks.{module}")  # torch need not be there
         return peer.measure(x, layers, calls, **options)
-    run = partial(stack, name=name)
+    run = partial(stack, name=name, activation=activation)
     if name == "tokamax":
         layers = jax.tree.map(jnp.transpose, layers)
     elif name != "xla" and without:
@@ -234,12 +252,18 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@partial(jax.jit, static_argnames="name")
-def stack(x: jax.Array, layers: list, *, name: str) -> list[jax.Array]:
+def options(activation: Activation) -> dict[str, Any]:
+    """The arguments of `sparse_ffn` for an activation."""
+    return {"activation": activation, "threshold": 0.01 if activation == "fatrelu" else 0.0}
+
+
+@partial(jax.jit, static_argnames=("name", "activation"))
+def stack(x: jax.Array, layers: list, *, name: str, activation: Activation) -> list[jax.Array]:
     """The block with each layer's weights in turn, all on the same x."""
     if name == "tokamax":
         return [tokamax_ffn(x, *weights) for weights in layers]
-    return [sparse_ffn(x, *weights, **BLOCKS[name])[0] for weights in layers]
+    chosen = BLOCKS[name] | options(activation)
+    return [sparse_ffn(x, *weights, **chosen)[0] for weights in layers]
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ TABLES: dict[str, Table] = {
             "pattern": number("pattern", "{}"),
             "copies": number("superposed", "{}"),
             "gated": yes("gated"),
+            "activation": lambda row: row["activation"] if row["activation"] != "relu" else UNKNOWN,
             "pruned": lambda row: f"{row['pruned']:.0%}" if row["pruned"] else UNKNOWN,
             "mean nnz": number("nnz_mean", "{:.1f}"),
             "dense rows": number("heavy_rows", "{}"),

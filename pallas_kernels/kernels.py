@@ -14,6 +14,7 @@ import jax
 from pallas_kernels import hopper, reference
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.quantised import Quantised
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
@@ -35,6 +36,7 @@ class Kernels(NamedTuple):
       gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
       fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
       dense_rows: sets the listed rows of y to those of the dense block -> l1, fired.
+      round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
       gate_union: the gate projection of the live neurons -> the gate as tile unions
         (`layouts.tile_union`), in three arrays: gate, masks, counts.
       union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows.
@@ -58,6 +60,7 @@ class Kernels(NamedTuple):
     gate_pack: Callable[[jax.Array, jax.Array, Rectifier], jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
     dense_rows: Callable[[HeavyRows, Weights, jax.Ref, Rectifier], Arrays]
+    round_tokens: Callable[[jax.Array], Quantised]
     gate_union: Callable[..., Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
@@ -81,6 +84,7 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         gate_pack=folder.gate_pack.gate_pack,
         fused_ffn=folder.fused_ffn.fused_ffn,
         dense_rows=folder.dense_rows.dense_rows,
+        round_tokens=folder.round_tokens.round_tokens,
         gate_union=folder.gate_union.gate_union,
         union_plan=folder.union_plan.union_plan,
         union_up=folder.union_up.union_up,

@@ -89,7 +89,12 @@ def lower():
     return lower
 
 
+def pytest_configure():
+    gc.disable()  # until all test modules are imported
+
+
 def pytest_collection_finish():
+    gc.enable()
     gc.freeze()  # what is imported stays: collections need not look at it again and again
     gc.set_threshold(50_000)
 

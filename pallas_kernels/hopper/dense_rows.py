@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import place_rows, support
 from pallas_kernels.hopper.device import cluster, gather, lists, scalars, scales, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
-from pallas_kernels.hopper.frames import accumulate, promote
+from pallas_kernels.hopper.frames import accumulate
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts import quantised
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -52,7 +52,8 @@ def dense_rows(
     """Sets the listed rows of y to those of the dense block.
 
     For each i < count, row `rows[i]` becomes `(act(x_i w_gate^T) * (x_i w_up^T)) w_down`. The
-    non-gated form is `act(x_i w_up^T) w_down`. Sums are float32; the gate, h and y are rounded.
+    non-gated form is `act(x_i w_up^T) w_down`. Sums are those of `gate_union`; the gate, h and y
+    are rounded.
 
     Args:
       heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64, 128 to 8192.
@@ -220,27 +221,22 @@ class _Hidden:
         """
         size, n = rows.size, len(self.products)
         xs = {x.dtype: x for x, _, _ in self.products}  # each only once
-        in_8_bits = any(factors is not None for *_, factors in self.products)
 
-        def multiply(_, *smem_and_sums):
-            *smem, sums = smem_and_sums
+        def multiply(_, *smem_and_accs):
+            *smem, accs = smem_and_accs
             x_smem = dict(zip(xs, smem, strict=False))
-            pairs = [operands(w, x_smem[w.dtype]) for w in smem[len(xs) :]]
-            if in_8_bits:
-                return [s + promote.product(*pair) for s, pair in zip(sums, pairs, strict=True)]
-            for acc, (w, x) in zip(sums, pairs, strict=True):
+            for acc, w in zip(accs, smem[len(xs) :], strict=True):
+                w, x = operands(w, x_smem[w.dtype])
                 plgpu.wgmma(acc, w, x.T)
             plgpu.wgmma_wait(n)  # the step before has ended
-            return sums
+            return accs
 
         slots = _STAGES * _BLOCK // size  # the ring has the same size in either case
         neurons = pl.ds(first_neuron, size)
         parts = [x.at[rows] for x in xs.values()] + [w.at[neurons] for _, w, _ in self.products]
         specs = [accumulate.operand((size, STAGE_K), lambda k: (0, k), a.dtype) for a in parts]
         stages = parts[0].shape[1] // STAGE_K
-        accumulate.accumulate(
-            multiply, finish, n * [columns], stages, slots, specs, in_registers=in_8_bits
-        )(*parts)
+        accumulate.accumulate(multiply, finish, n * [columns], stages, slots, specs)(*parts)
 
     def _activate(self, accs, first_row, neurons, part):
         """The hidden activation, rounded, for rows from `first_row` on; stores its statistics."""

@@ -21,6 +21,7 @@ from pallas_kernels.layouts import quantised, tile_union
 from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
+from pallas_kernels.layouts.twell import DTYPES
 
 # With a width of 8, a quarter of the SMs would get the first tokens of all sequences, which fire
 # most (docs/design/0003-gate-matmuls.md).
@@ -37,7 +38,8 @@ def gate_union(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `g = act(x @ w_gate^T)` as unions over row tiles; `tile_union` defines the format.
 
-    Sums in float32, rounds once and propagates NaN.
+    Sums in float32, those of 8-bit floats in fewer bits, as tensor cores do (docs/design/0029);
+    rounds once and propagates NaN.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
@@ -59,7 +61,9 @@ def gate_union(
     """
     support.check_tokens(x, w_gate)
     support.check_array("live", live, (1,), jnp.int32)
-    m, h, dtype = x.shape[0], w_gate.shape[0], x.dtype if dtype is None else dtype
+    m, h, dtype = x.shape[0], w_gate.shape[0], jnp.dtype(x.dtype if dtype is None else dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype, that of the gate, must be bfloat16 or float16, got {dtype}")
     tokens, weight, scales = quantised.unscaled(x, w_gate)
     tiles = pl.cdiv(m, TILE_TOKENS)
     gate, masks, counts = gate_matmul.gate_matmul(

@@ -34,7 +34,7 @@ def union_up(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes h, the gates times `x . w_up[n]`, for the neurons n in each tile's union.
 
-    In the non-gated form h is the gate. Sums in float32 and rounds once.
+    In the non-gated form h is the gate. Sums as `gate_union` does, and rounds once.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.

@@ -4,7 +4,7 @@ A float8_e4m3fn holds 0, and from 2^-9 to 448 numbers with four significant bits
 So a matrix is stored as such values and float32 scales (Micikevicius et al., arXiv 2209.05433).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(E4M3).max)
-_TINY = float(jnp.finfo(jnp.float32).tiny)  # what is smaller may be taken for 0
+TINY = float(jnp.finfo(jnp.float32).tiny)  # what is smaller may be taken for 0
 
 
 @jax.tree_util.register_dataclass
@@ -104,20 +104,30 @@ def quantise(weight: ArrayLike, axis: int = -1) -> Quantised:
 
 
 def rounded(a: jax.Array, axis: int = -1) -> Quantised:
-    """`quantise` without its checks, for `a: [..., D]`: rows with an inf or a NaN become NaN."""
+    """`quantise` without its checks, for `a: [..., D]`: rows with an inf or a NaN become NaN.
+
+    On GPUs XLA's reciprocals may be two units in the last place off. A number at the middle of two
+    values may then become the other one.
+    """
     largest = jnp.max(jnp.abs(a), axis=axis, keepdims=True).astype(jnp.float32)
-    # Products with reciprocals are the same on every device and cheap; XLA rewrites quotients.
-    scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), _TINY), 1.0)
+    # Products with reciprocals are cheap, and XLA rewrites quotients.
+    scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    return Quantised((a.astype(jnp.float32) * (1 / scale)).astype(E4M3), scale)
+    values = (a.astype(jnp.float32) * (1 / scale)).astype(E4M3)
+    # With its "excess precision", XLA may leave out this conversion and one back.
+    return Quantised(lax.optimization_barrier(values), scale)
 
 
-def tokens(x: jax.Array, weights: Iterable[Operand]) -> jax.Array | Tokens:
+def tokens(
+    x: jax.Array,
+    weights: Iterable[Operand],
+    round_tokens: Callable[[jax.Array], Quantised] = rounded,
+) -> jax.Array | Tokens:
     """`x: [M, D]` as products with these weights take it, rounded once for all `Quantised` ones."""
     are_quantised = [isinstance(w, Quantised) for w in weights]
     if not any(are_quantised):
         return x
-    return Tokens(None if all(are_quantised) else x, rounded(x))
+    return Tokens(None if all(are_quantised) else x, round_tokens(x))
 
 
 def for_product(x: jax.Array | Tokens, w: Operand) -> Operand:

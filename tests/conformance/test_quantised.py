@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.layouts.quantised import quantise, rounded
 from tests.conformance.cases import by, draw, run, xla
 from tests.errors import ROUNDING, relative_error
-from tests.pallas_kernels.eight_bits import in_float64
+from tests.pallas_kernels.eight_bits import in_float64, lost
 
 NAMES = ("gate", "up", "down")
 CHOSEN = [("gate",), ("gate", "up"), ("up",)]
@@ -31,9 +31,12 @@ def draw_8_bits(m, d, h, chosen, *, gated=True):
 def in_wide(x, weights):
     """h and y in float64, without rounding but that of operands to 8 bits."""
 
+    # Quotients of XLA's are not exact on GPUs, where ties may go the other way.
+    with jax.default_device(jax.devices("cpu")[0]):
+        x_8_bits = rounded(jnp.asarray(x))
+
     def times(w):
-        is_8_bits = not isinstance(w, np.ndarray)
-        return in_float64(rounded(jnp.asarray(x)) if is_8_bits else x) @ in_float64(w).T
+        return in_float64(x if isinstance(w, np.ndarray) else x_8_bits) @ in_float64(w).T
 
     gate, up, down = weights
     h = np.maximum(times(up), 0) if gate is None else np.maximum(times(gate), 0) * times(up)
@@ -47,12 +50,12 @@ def test_unions_take_8_bit_weights(back_end, chosen, gated):
     x, weights = draw_8_bits(700, 256, 384, chosen, gated=gated)
     h, exact = in_wide(x, weights)
     y, stats = jax.device_get(run("unions", x, *weights))
-    assert relative_error(y, exact) < 2 * ROUNDING
+    assert relative_error(y, exact) < 2 * ROUNDING + lost(256)
     assert y.dtype == x.dtype and not y[-1].any()
     assert stats.l1 == pytest.approx(np.abs(h).sum(axis=1).mean(), rel=1e-2)
     assert stats.nnz == pytest.approx(np.count_nonzero(h, axis=1).mean(), rel=1e-2)
     dense, of_dense = jax.device_get(xla(x, *weights))
-    assert relative_error(y, dense) < 3 * ROUNDING
+    assert relative_error(y, dense) < 3 * ROUNDING + lost(256)
     np.testing.assert_allclose(stats.nnz, of_dense.nnz, rtol=1e-2)
     assert np.mean(stats.fired != of_dense.fired) < 0.01
 

@@ -13,14 +13,14 @@ from twell_jax.train import distributed, loop
 
 pytestmark = pytest.mark.slow
 
-STEPS, D_FF = 40, 384
+STEPS, D_FF = 24, 384
 
 
 def settings(workspace, run_dir):
-    """Its L1 term kills most neurons, and from step 20 on every tenth step draws gates anew."""
+    """Its L1 term kills most neurons, and every seventh step draws gates anew."""
     return [
         workspace / "config.yaml", f"run_dir={run_dir}", f"steps={STEPS}", f"model.d_ff={D_FF}",
-        "skip_dead_every=4", "reinit_every=10", "union_target=0.4", "micro_batch=8",
+        "skip_dead_every=4", "reinit_every=7", "union_target=0.4", "micro_batch=8",
         "l1_coefficient=1", "l1_warmup=[0, 0]", "optimizer.lr=0.03", "log_every=1",
         "eval_every=1000", "checkpoint_every=1000",
     ]  # fmt: skip
@@ -39,7 +39,7 @@ def test_lines_records_and_plots_show_what_is_computed_and_missed(run):
     directory, text = run
     steps = [line for line in records(directory) if "ce" in line]
     live, missed = (np.array([line[name] for line in steps]) for name in ("live", "missed"))
-    full = (np.arange(STEPS) % 4 == 0) | (np.arange(STEPS) % 10 == 0)
+    full = (np.arange(STEPS) % 4 == 0) | (np.arange(STEPS) % 7 == 0)
     assert (live[full] == D_FF).all() and (live[-1] < D_FF).all()
     assert set(live[~full].flat) <= {0, 128, 256, 384}
     assert (missed[~full] == missed[np.flatnonzero(~full) - 1]).all()
@@ -54,7 +54,7 @@ def test_lines_records_and_plots_show_what_is_computed_and_missed(run):
 def test_a_run_that_was_stopped_while_it_skips_ends_with_the_same_bits(run, workspace, monkeypatch):
     directory = workspace / "skipping-in-parts"
     with as_in_a_new_process(), monkeypatch.context() as patch:
-        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 27))
+        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 14))
         path, *changes = map(str, settings(workspace, directory))
         loop.train(config.load(path, changes))
     assert (np.array(records(directory)[-1]["live"]) < D_FF).any()

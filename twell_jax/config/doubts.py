@@ -40,11 +40,10 @@ def doubts(config: Config) -> Iterator[str]:
             f"{config.sparsity_control_start} of {steps}, where l1_warmup and "
             "optimizer.warmup_steps end"
         )
-    wants_kernels = config.model.ffn_implementation == "mosaic" or config.sparse_gradients_every
-    if config.skip_dead_every and not (wants_kernels or config.model.ffn_gradients == "sparse"):
+    if config.skip_dead_every and config.model.ffn_implementation == "xla":
         yield (
-            "skip_dead_every: gains nothing without kernels, which leave out neurons only if they "
-            "are asked for; write model.ffn_implementation=mosaic"
+            "skip_dead_every: gains nothing with model.ffn_implementation=xla, which computes all "
+            "neurons; leave it out, and kernels serve where they can"
         )
     if config.l1_coefficient and config.model.activation == "silu":
         yield (

@@ -101,8 +101,9 @@ def sparse_ffn(
     nothing asks for kernels, XLA maps calls of fewer than 1024 tokens.
 
     Returns:
-      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32. "xla"
-        rounds g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
+      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32, those of
+        8-bit operands by kernels in fewer bits (docs/design/0029-8-bit-weights.md). "xla" rounds
+        g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
 
     Raises:
       ValueError: shapes or dtypes do not agree, or an argument is out of its range.
@@ -274,14 +275,15 @@ def _select(
         unsupported = "the kernels take Quantised weights only with D a multiple of 128"
     elif windows is not None:
         unsupported = "the kernels compute no lasso over windows"
+    here = max(1, tokens // partition.devices()[0])  # where they do not divide, XLA pads
     case = Case(
-        tokens=max(1, tokens // partition.devices()[0]),  # where they do not divide, XLA pads
+        tokens=here,
         neurons=neurons,
         gated=weights.gate is not None,
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
-        unmeasured=dispatch.unmeasured(activation, weights.live is not None, is_quantised),
+        unmeasured=dispatch.unmeasured(activation, weights.live is not None, here),
         has_live=weights.live is not None,
         quantised=is_quantised,
     )

@@ -23,12 +23,14 @@ MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 
 
-def unmeasured(activation: str, has_live: bool, quantised: bool = False) -> str | None:
-    """What `Case.unmeasured` says of an activation, of live neurons and of `Quantised` weights."""
+def unmeasured(activation: str, has_live: bool, tokens: int) -> str | None:
+    """What `Case.unmeasured` says of an activation, and of live neurons for so many tokens.
+
+    Live neurons were measured with many tokens (benchmarks/results/live-nvidia-h200-20261123.json).
+    """
     parts = {
         f"the activation {activation}": activation not in ("relu", "silu"),
-        "live neurons": has_live,
-        "Quantised weights": quantised,
+        f"live neurons for fewer than {MANY_TOKENS} tokens": has_live and tokens < MANY_TOKENS,
     }
     return " and ".join(part for part, is_there in parts.items() if is_there) or None
 

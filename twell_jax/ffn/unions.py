@@ -91,7 +91,7 @@ def _forward(
 ) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
     """The output, and (hidden, plan, heavy, counts); hidden has the gates if items are limited."""
     m, activated, linear = x.shape[0], weights.activated, weights.linear
-    tokens = quantised.tokens(x, weights.inner)
+    tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)
     gate, masks, counts = kernels.gate_union(
         quantised.for_product(tokens, activated), activated, act, weights.live, dtype=x.dtype
     )

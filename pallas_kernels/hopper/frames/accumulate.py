@@ -5,7 +5,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, tiled
-from pallas_kernels.hopper.frames import promote
 
 
 def operand(block, index_map, dtype=jnp.bfloat16):
@@ -13,11 +12,10 @@ def operand(block, index_map, dtype=jnp.bfloat16):
     return plgpu.BlockSpec(block, index_map, transforms=tiled(dtype, STAGE_K), delay_release=1)
 
 
-def accumulate(multiply, finish, columns, stages, slots, in_specs, *, in_registers=False):
+def accumulate(multiply, finish, columns, stages, slots, in_specs):
     """A pipeline of `stages`, for which shared memory has `slots`.
 
     `multiply` adds to accumulators `[64, c]`, one for each c of `columns`. `finish` gets the sums.
-    In registers, they are arrays in the layout of accumulators, and `multiply` returns new ones.
     """
 
     def compute(pipeline):
@@ -25,11 +23,7 @@ def accumulate(multiply, finish, columns, stages, slots, in_specs, *, in_registe
             pipeline(accs)
             return [acc[...] for acc in accs]
 
-        if in_registers:
-            finish(pipeline([promote.zeros(c) for c in columns]))
-        else:
-            accs = [plgpu.ACC((ACC_ROWS, c), jnp.float32) for c in columns]
-            finish(pl.run_scoped(accumulate, *accs))
+        finish(pl.run_scoped(accumulate, *(plgpu.ACC((ACC_ROWS, c), jnp.float32) for c in columns)))
 
     return plgpu.emit_pipeline_warp_specialized(
         multiply,

@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.device import versions
 from pallas_kernels.hopper.device.scales import of_columns, of_rows, padded
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, are_before, stage_k, tiled
-from pallas_kernels.hopper.frames import promote
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.quantised import Scales
 
@@ -205,18 +204,14 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
 
     @blocks.for_each
     def _(block, tile, before):
-        def take(k):
+        def multiply(acc, k):
             s = blocks.stage(before + k)
             lax.cond(
                 is_first,
                 lambda: plgpu.barrier_wait(loaded.at[s]),
                 lambda: plgpu.barrier_wait(handed.at[s]),
             )
-            return ring["a"].at[s, my_rows], ring["b"].at[s]
-
-        def multiply(acc, k):
-            a, b = take(k)
-            plgpu.wgmma(acc, a, b.T)
+            plgpu.wgmma(acc, ring["a"].at[s, my_rows], ring["b"].at[s].T)
 
         def accumulate(acc):
             multiply(acc, 0)
@@ -231,17 +226,7 @@ def _consume(blocks, ring, warpgroup, is_first, finish):
             pass_on(blocks.stage(before + blocks.steps - 1))
             return acc[...]
 
-        def add_stage(k, sums):
-            sums = promote.add_product(sums, *take(k))
-            pass_on(blocks.stage(before + k))
-            return sums
-
-        shape = ACC_ROWS, ACC_COLUMNS
-        if promote.is_needed(ring["a"].dtype):
-            sums = lax.fori_loop(0, blocks.steps, add_stage, promote.halves(ACC_COLUMNS))
-            acc = promote.joined(sums)
-        else:
-            acc = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+        acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, ACC_COLUMNS), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         finish(acc, CONSUMERS * block + warpgroup, tile)
 

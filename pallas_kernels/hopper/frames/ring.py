@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import row_copies
 from pallas_kernels.hopper.device.tiles import ACC_ROWS
-from pallas_kernels.hopper.frames import promote
 
 STAGES = 4
 _LAG = 2  # steps between filling a stage and handing it over
@@ -173,41 +172,26 @@ class Ring:
             self.release(step + used - 1, predicate=used > 0)
             return acc[...]
 
-        self._skip(step + used, steps - used)
-        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
-
-    def _skip(self, step, steps):
-        @pl.loop(0, steps)
+        @pl.loop(used, steps)
         def _(k):
             self.take(step + k)
             self.release(step + k)
+
+        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
 
     def multiply_product(self, step, steps, warpgroup, limit):
         """This consumer's 64 rows of the product from `put_product`, float32 `[64, tokens]`.
 
         They are 0, and not computed, if none of them is below `limit`.
         """
-        mine, columns = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), self.b.shape[1]
-        is_needed = limit > warpgroup * ACC_ROWS
-        if not promote.is_needed(self.a.dtype):
-            return self.multiply(
-                step,
-                steps,
-                lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
-                columns=columns,
-                is_needed=is_needed,
-            )
-
-        def add_stage(k, sums):
-            a, b = self.take(step + k)
-            sums = promote.add_product(sums, a.at[mine], b)
-            self.release(step + k)
-            return sums
-
-        used = jnp.where(is_needed, steps, 0)
-        sums = lax.fori_loop(0, used, add_stage, promote.halves(columns))
-        self._skip(step + used, steps - used)
-        return promote.joined(sums)
+        mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+        return self.multiply(
+            step,
+            steps,
+            lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+            columns=self.b.shape[1],
+            is_needed=limit > warpgroup * ACC_ROWS,
+        )
 
 
 def _stage(step):

@@ -8,9 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
-from pallas_kernels.hopper.frames import gate_matmul, promote
+from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import E4M3, Quantised
+from pallas_kernels.layouts.quantised import E4M3, Quantised, rounded
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 from tests import seeds
@@ -80,17 +80,13 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype, act, instruction):
     assert "mosaic_gpu" in text and instruction in text
 
 
-@pytest.mark.parametrize(
-    ("each_stage", "instruction"), [(True, "m64n128k32.f32.e4m3"), (False, "m64n256k32.f32.e4m3")]
-)
-def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_8_bits_lower_without_a_gpu(lower):
     x, w = (
         Quantised(jax.ShapeDtypeStruct((n, 2048), E4M3), jax.ShapeDtypeStruct((n, 1), jnp.float32))
         for n in (1000, 5632)
     )
     text = lower(functools.partial(gate_union.gate_union, dtype=jnp.float16), x, w)
-    assert instruction in text and "cvt.rn.relu.f16x2" in text
+    assert "m64n256k32.f32.e4m3.e4m3" in text and "cvt.rn.relu.f16x2" in text
 
 
 def union_relu_reference(
@@ -117,9 +113,7 @@ def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("each_stage", [True, False])
-def test_8_bits_in_the_interpreter(each_stage, monkeypatch, capsys):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_8_bits_in_the_interpreter(monkeypatch, capsys):
     monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
     monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
     x, w = draw(300, 384, 384, 0.1, E4M3)
@@ -142,6 +136,20 @@ def test_bad_shape_is_named(x, w, message):
         gate_union.gate_union(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
 
 
+def test_bad_8_bit_operands_are_named():
+    x, w = (jnp.ones((n, 128), jnp.bfloat16) for n in (4, 256))
+    x8, w8 = rounded(x), rounded(w)
+    with pytest.raises(ValueError, match="x and the weight must both be Quantised, or neither"):
+        gate_union.gate_union(x, w8)
+    with pytest.raises(ValueError, match=r"w_gate.scale must be float32 \[256, 1\]"):
+        gate_union.gate_union(x8, rounded(w, -2), dtype=x.dtype)
+    with pytest.raises(ValueError, match="must be bfloat16 or float16, got float8_e4m3fn"):
+        gate_union.gate_union(x8, w8)
+    x8, w8 = (rounded(jnp.ones((n, 192), jnp.bfloat16)) for n in (4, 256))
+    with pytest.raises(ValueError, match=r"w_gate must have D a multiple of 128, got \[256, 192\]"):
+        gate_union.gate_union(x8, w8, dtype=x.dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", [RELU, SQUARED, ABOVE_TWO])
@@ -155,13 +163,11 @@ def test_every_bit_on_the_gpu(m, d, h, density, act, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("each_stage", [True, False])
 @pytest.mark.parametrize("density", [0.005, 0.25, 1])
 @pytest.mark.parametrize(
     ("m", "d", "h"), [(1, 128, 128), (257, 384, 384), (65, 8192, 128), (1000, 2048, 5632)]
 )
-def test_every_bit_of_8_bit_products_on_the_gpu(m, d, h, density, each_stage, monkeypatch):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_every_bit_of_8_bit_products_on_the_gpu(m, d, h, density):
     x, w = scaled(*draw(m, d, h, density, E4M3))
     assert_unions(jax.jit(functools.partial(gate_union.gate_union, dtype=jnp.bfloat16))(x, w), x, w)
 

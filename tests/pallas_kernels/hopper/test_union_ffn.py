@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.frames import gathered_matmul, promote
+from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.hopper.union_down import union_down
 from pallas_kernels.hopper.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
@@ -17,7 +17,7 @@ from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
-from tests.pallas_kernels.eight_bits import in_float64
+from tests.pallas_kernels.eight_bits import in_float64, lost
 from tests.pallas_kernels.planned import planned, pre_activations
 from tests.pallas_kernels.rectified import EVERYTHING, linear_of
 
@@ -78,18 +78,19 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan, act=RELU):
     if w_up is not None:
         ref = ref * linear_of(act, in_float64(x) @ in_float64(w_up).T)
     blocks, gates = (blocks_of(a, plan) for a in (ref, g))
+    bound = lost(x.shape[1]) if isinstance(x, Quantised) else 0
     hidden, y = jax.device_get(out)
     assert len(hidden) == (1 if w_up is None else 2)
     for with_gate, (h, l1) in enumerate(hidden):
-        np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4)
+        np.testing.assert_allclose(l1, np.abs(ref).sum(), rtol=1e-4 + bound)
         *above, h = np.split(h[: len(blocks)], h.shape[1] // CHUNK_NEURONS, axis=1)
-        np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(h, blocks, rtol=1e-2, atol=1e-2 + bound * np.max(g))
         assert len(above) == with_gate
         for array in above:
             np.testing.assert_array_equal(array, gates)
     assert y.dtype == gate.dtype and y.shape == (-(-len(x) // 8) * 8, x.shape[1])
     ref_y = ref @ np.asarray(w_down, np.float64)
-    assert relative_error(y[: len(x)], ref_y) <= 2 * ROUNDING  # of h and of y
+    assert relative_error(y[: len(x)], ref_y) <= 2 * ROUNDING + bound  # of h and of y
 
 
 def blocks_of(dense, plan):
@@ -123,8 +124,10 @@ def test_8_bits_interpreted(interpreted):
 
 
 # Jobs of whole tiles, or of half of them.
-@pytest.mark.parametrize(("few_tiles", "act"), [(0, RELU), (2, EVERYTHING)])
-@pytest.mark.parametrize(("case", "gated"), [(CASES[1], True), (CASES[3], False)])
+@pytest.mark.parametrize(
+    ("case", "gated", "few_tiles", "act"),
+    [(CASES[1], True, 0, EVERYTHING), (CASES[1], True, 2, RELU), (CASES[3], False, 0, RELU)],
+)
 def test_interpreted(case, gated, few_tiles, act, interpreted, monkeypatch):
     monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
     operands, g = draw(*case, gated, jnp.bfloat16)
@@ -154,11 +157,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     assert text.count("@mosaic_gpu") == (3 if gated else 2)
 
 
-@pytest.mark.parametrize(
-    ("each_stage", "instruction"), [(True, "m64n128k32.f32.e4m3"), (False, "m64n256k32.f32.e4m3")]
-)
-def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_8_bits_lower_without_a_gpu(lower):
     m, d, h, tiles, i32 = 2000, 8192, 65536, 8, jnp.int32
     shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
     plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
@@ -167,11 +166,10 @@ def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch)
         for n in (m, h)
     )
     gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), jnp.float16)
-    assert instruction in lower(functools.partial(union_up), x, gate, w, plan)
+    assert "m64n256k32.f32.e4m3.e4m3" in lower(union_up, x, gate, w, plan)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("each_stage", [True, False])
 @pytest.mark.parametrize(
     "case",
     [
@@ -183,8 +181,7 @@ def test_8_bits_lower_without_a_gpu(lower, each_stage, instruction, monkeypatch)
         (300, 8192, 1408, 0.01),
     ],
 )
-def test_8_bits_on_the_gpu(case, each_stage, monkeypatch):
-    monkeypatch.setattr(promote, "EACH_STAGE", each_stage)
+def test_8_bits_on_the_gpu(case):
     operands, g = draw_8_bits(*case)
     assert_matches(run(union_up, union_down, *operands), g, *operands)
 

@@ -83,17 +83,25 @@ def test_what_a_caller_names(tokens, named, expected):
 
 
 def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
-    for activation, has_live, expected in (
-        ("relu2", False, "the activation relu2"),
-        ("relu", True, "live neurons"),
-        ("drelu", True, "the activation drelu and live neurons"),
+    few = "live neurons for fewer than 1024 tokens"
+    for activation, has_live, tokens, expected in (
+        ("relu2", False, 16384, "the activation relu2"),
+        ("relu", True, 8, few),
+        ("drelu", True, 1023, f"the activation drelu and {few}"),
     ):
-        why = dispatch.unmeasured(activation, has_live)
-        case = Case(16384, H, True, "Hopper", unmeasured=why, has_live=has_live)
+        why = dispatch.unmeasured(activation, has_live, tokens)
+        case = Case(tokens, H, True, "Hopper", unmeasured=why, has_live=has_live)
         assert algorithm(case) == "dense"
-        assert algorithm(case, implementation="mosaic") == "unions"
+        assert algorithm(case, implementation="mosaic") != "dense"
         assert f"not measured with {expected}\n" in str(select(case, Request()))
-    assert dispatch.unmeasured("relu", has_live=False) is None
+    assert dispatch.unmeasured("relu", has_live=False, tokens=8) is None
+    assert dispatch.unmeasured("relu", has_live=True, tokens=1024) is None
+    assert algorithm(Case(1024, H, True, "Hopper", has_live=True)) == "unions"
+
+
+def test_quantised_weights_take_unions_alone():
+    assert algorithm(Case(16384, H, True, "Hopper", quantised=True)) == "unions"
+    assert algorithm(Case(8, H, True, "Hopper", quantised=True)) == "dense"
 
 
 def test_rules_measured_on_one_back_end_do_not_hold_for_another():

@@ -45,13 +45,19 @@ def test_it_follows_the_mean_over_all_tiles_of_all_devices(tokens):
         params, control = jax.device_get((state.params, state.control))
         state, measured = trainer.step(state, trainer.put_batch(tokens), 1e-3)
     model = nnx.merge(graphdef(run.model), params)
-    stats = jax.jit(lambda tokens: model.hidden(tokens, per_token_stats=True)[1])(tokens[:, :-1])
-    fired = np.asarray(stats.fired).reshape(2, -1, D_FF)
+
+    @jax.jit
+    def of_tokens(tokens):
+        _, stats = model.hidden(tokens, per_token_stats=True)
+        return stats.fired, stats.l1
+
+    fired, l1 = map(np.asarray, of_tokens(tokens[:, :-1]))
+    fired = fired.reshape(2, -1, D_FF)
     unions = np.array([room.shares(layer)[0] for layer in fired])
     assert 0.2 < unions[1] < 0.45 < unions[0] < 0.7  # of 640 neurons, and tiles differ
     np.testing.assert_allclose(measured.mean_union, unions, rtol=1e-2)
     assert measured.union is None and measured.listed is None
-    l1 = np.mean(stats.l1, axis=(1, 2))
-    expected = update(control, fired.sum(2).mean(1), unions, l1, np.int32(0), run)
+    statistics = fired.sum(2).mean(1), unions, l1.mean((1, 2))
+    expected = update(control, *statistics, np.int32(0), run)
     for found, of_reference in zip(*map(jax.tree.leaves, (state.control, expected)), strict=True):
         np.testing.assert_allclose(found, of_reference, rtol=1e-2, atol=1e-3)
