@@ -1,7 +1,8 @@
 """Writes a model with 8-bit weights: python -m twell_jax.quantise DIRECTORY OUT
 
 Gates and up projections of the feed-forward blocks become float8_e4m3fn with a scale for each row,
-by the convention of compressed-tensors. Everything else stays as it is.
+by the convention of compressed-tensors. `--quantise fp8-all-but-down` adds the projections of
+attention and the head. Everything else stays as it is.
 """
 
 import argparse
@@ -9,21 +10,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from twell_jax.ffn import quantise_mlps
 from twell_jax.inference import arguments
 from twell_jax.models.pretrained import PretrainedError, hub, quantisation, save_pretrained
 from twell_jax.models.pretrained import config as pretrained_config
+from twell_jax.models.quantised import COVERED, Part
 from twell_jax.train import interrupt
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import RunPaths, load_run
 
 
-def quantise(name: str, directory: Path) -> None:
+def quantise(name: str, directory: Path, parts: Sequence[Part]) -> None:
     """Writes the model of a run, or one in Hugging Face's format, with 8-bit weights.
 
     Args:
       name: the `run_dir` of a run, a directory with a config.json, or a name on the hub.
       directory: where to write; new or empty.
+      parts: the parts to quantise, as in `Transformer.quantise`.
 
     Raises:
       PretrainedError: there is no such model, it is not supported or quantised already, or the
@@ -33,14 +35,14 @@ def quantise(name: str, directory: Path) -> None:
     """
     source = hub.find(name)
     if (source.directory / "config.json").exists():
-        pretrained_config.read(source.directory, None, None)
+        config, _ = pretrained_config.read(source.directory, None, None)
         hub.fetch_weights(source)
-        quantisation.quantise_files(source.directory, directory)
+        quantisation.quantise_files(source.directory, directory, parts, config.tie_embeddings)
         return
     if not RunPaths(source.directory).config.exists():
         raise PretrainedError(f"{name}: is not the directory of a run and holds no config.json")
     _, tokenizer, model = load_run(name)
-    quantise_mlps(model, quantisation.PROJECTIONS)
+    model.quantise(parts)
     save_pretrained(directory, model, tokenizer)
 
 
@@ -51,10 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("directory", help=arguments.DIRECTORY)
     parser.add_argument("out", type=arguments.path, help="where to write; new or empty")
+    parser.add_argument(
+        "--quantise", choices=COVERED, default="fp8", help="what becomes 8-bit floats (%(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
         with interrupt.at_once():
-            quantise(args.directory, args.out)
+            quantise(args.directory, args.out, COVERED[args.quantise])
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"model: {args.out}")

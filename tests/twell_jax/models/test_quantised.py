@@ -174,3 +174,22 @@ def test_what_is_no_part_is_refused():
     model.embed.embedding[...] = model.embed.embedding[...].at[3, 3].set(jnp.inf)
     with pytest.raises(ValueError, match="1 elements that are inf or NaN"):
         model.quantise(["head"])
+
+
+@pytest.mark.gpu
+def test_cublaslt_multiplies_in_fp8():
+    shape = {"vocab_size": 256, "d_model": 128, "d_ff": 256, "dtype": "bfloat16"}
+    model = drawn.transformer(**MODEL | shape)
+    tokens = jnp.asarray(seeds.rng().integers(0, 256, (8, 64)))
+    exact, _ = model(tokens)
+    model.quantise((*ATTENTION, "head"))
+    graph, params = nnx.split(model)
+    call = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)[0])
+    compiled = call.lower(params, tokens).compile()
+    # Those of a loop over layers are there once.
+    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') >= 5
+    assert 1e-3 < relative_error(compiled(params, tokens), exact) < 0.2
+    layer, x = linears()[0], jnp.asarray(tokens_of(64), jnp.bfloat16)
+    y = jax.jit(lambda x: project(x, QuantisedLinear(transposed(layer.kernel)))[0])(x)
+    expected = in_e4m3(x, -1) @ in_e4m3(layer.kernel[...], 0)
+    assert relative_error(y[:, 1:], expected[:, 1:]) < 3 * ROUNDING

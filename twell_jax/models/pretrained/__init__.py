@@ -8,18 +8,17 @@ form of an architecture that can express it, which `transformers` loads if it ha
 import logging
 import os
 from pathlib import Path
-from typing import Literal
 
 import jax
 from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn import Implementation, quantise_mlps
-from twell_jax.ffn.quantised import quantised_projections
+from twell_jax.ffn import Implementation
 from twell_jax.models.pretrained import config, forms, hub, quantisation, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.architectures import ARCHITECTURES
 from twell_jax.models.pretrained.config import PretrainedError
+from twell_jax.models.quantised import Quantise, covered
 from twell_jax.models.transformer import Transformer, graphdef
 
 __all__ = ["PretrainedError", "from_pretrained", "save_pretrained"]
@@ -34,7 +33,7 @@ def from_pretrained(
     dtype: str | None = None,
     param_dtype: str | None = None,
     ffn_implementation: Implementation | None = None,
-    quantise: Literal["fp8"] | None = None,
+    quantise: Quantise | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Transformer:
     """Loads a model. Files are memory-mapped, and each device reads only its part of them.
@@ -49,8 +48,9 @@ def from_pretrained(
       param_dtype: dtype of the parameters, likewise; None takes `dtype`. Those in the files are
         rounded to it; float32 holds float16 and bfloat16 exactly.
       ffn_implementation: see `sparse_ffn`.
-      quantise: "fp8" makes 8-bit floats of the gates and up projections (`quantise_mlps`) once they
-        are loaded. Those that the files hold in 8 bits are so in any case.
+      quantise: what becomes 8-bit floats once it is loaded (`Transformer.quantise`): by "fp8" gates
+        and up projections, by "fp8-all-but-down" also the projections of attention and the head.
+        What the files hold in 8 bits is so in any case.
       mesh: from `sharding.make_mesh`; None takes JAX's default device.
 
     Raises:
@@ -59,15 +59,14 @@ def from_pretrained(
         missing, unknown or of a wrong shape. The message names it.
       ValueError: `quantise` is another word, or a weight to quantise holds an inf or a NaN.
     """
-    if quantise not in (None, "fp8"):
-        raise ValueError(f"quantise must be 'fp8' or None, got {quantise!r}")
+    parts = covered(quantise)
     source = name if isinstance(name, hub.Source) else hub.find(name, revision)
     settings, stored = config.read(source.directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
     hub.fetch_weights(source)
     params = weights.load(source.directory, settings, mesh, stored)
     model = nnx.merge(graphdef(settings, stored.quantised), params)
-    quantise_mlps(model, quantisation.PROJECTIONS if quantise else ())
+    model.quantise(parts)
     return model
 
 
@@ -107,7 +106,7 @@ def save_pretrained(
     live = None if held is None else held[...].tolist()
     name = forms.choose(model, tokenizer)
     tree = forms.to_dict(name, model.config, dtype, tokenizer.eot_id, live)
-    if quantised := quantised_projections(model.blocks.mlp):
+    if quantised := model.quantised():
         tree[quantisation.KEY] = quantisation.to_dict(quantised)
     if tokenizer.size > model.config.vocab_size:
         raise PretrainedError(

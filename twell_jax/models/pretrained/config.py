@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import Activation
-from twell_jax.ffn.quantised import Projection
 from twell_jax.models.pretrained import quantisation, rope
 from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE, Architecture
 from twell_jax.models.pretrained.json_file import (
@@ -20,6 +19,7 @@ from twell_jax.models.pretrained.json_file import (
     read_json,
     unsupported,
 )
+from twell_jax.models.quantised import Part
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Stored:
       passed_over: parts of the names of tensors that are not read.
       hybrid: whether a model saved them that multiplied by the publication's hybrid kernel.
       scale_offset: what is added to the scales of norms as they are in the files.
-      quantised: the projections of the feed-forward blocks that are in 8 bits.
+      quantised: the parts that are in 8 bits.
       live: number of live neurons of each layer, if the model has such numbers.
     """
 
@@ -58,7 +58,7 @@ class Stored:
     passed_over: tuple[str, ...] = ()
     hybrid: bool = False
     scale_offset: float = 0.0
-    quantised: tuple[Projection, ...] = ()
+    quantised: tuple[Part, ...] = ()
     live: tuple[int, ...] | None = None
 
 
@@ -104,7 +104,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         passed_over=architecture.passed_over,
         hybrid=bool(hybrid),
         scale_offset=architecture.scale_offset,
-        quantised=quantisation.read(path, tree),
+        quantised=quantisation.read(path, tree, config.tie_embeddings),
         live=_live(path, tree, config),
     )
 

@@ -18,12 +18,24 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pallas_kernels.layouts.quantised import quantise
-from twell_jax.ffn.quantised import AXES, Projection
 from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json, unsupported
+from twell_jax.models.quantised import PARTS, Part
 
 KEY = "quantization_config"
-PROJECTIONS: tuple[Projection, ...] = ("gate", "up")  # that `quantise_files` and "fp8" mean
+
+# The name of each part: in its layer, or in the model.
+_HEAD = "lm_head"
+_NAMES: dict[Part, str] = {
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "head": _HEAD,
+}
 
 # The values that are supported; the first of each is written.
 _TOP: dict[str, tuple[Any, ...]] = {
@@ -46,13 +58,12 @@ _PARTS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # What a key that is absent means; for all others that is None.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
-_WEIGHT = re.compile(rf"(?:^|\.)layers\.\d+\.mlp\.(?:{'|'.join(PROJECTIONS)})_proj\.weight$")
+_WEIGHT = re.compile(r"(?:(?:.*\.)?layers\.\d+\.)?(.+)\.weight")
 
 
-def to_dict(projections: Sequence[Projection]) -> dict[str, Any]:
-    """The `quantization_config` of a model whose blocks have these projections in 8 bits."""
-    others = [rf"re:.*\.{name}_proj$" for name in AXES if name not in projections]
+def to_dict(parts: Sequence[Part]) -> dict[str, Any]:
+    """The `quantization_config` of a model with these parts in 8 bits."""
+    others = [_NAMES[part].split(".") for part in PARTS if part not in parts]
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -66,12 +77,17 @@ def to_dict(projections: Sequence[Projection]) -> dict[str, Any]:
                 "output_activations": None,
             }
         },
-        "ignore": ["lm_head", r"re:.*\.self_attn\..*", *others],
+        "ignore": [rf"re:.*\.{name[-1]}$" if name[1:] else name[0] for name in others],
     }
 
 
-def read(path: Path, tree: Mapping[str, Any]) -> tuple[Projection, ...]:
-    """The projections of the feed-forward blocks that are in 8 bits, by the tree of a config.json.
+def read(path: Path, tree: Mapping[str, Any], is_tied: bool) -> tuple[Part, ...]:
+    """The parts that are in 8 bits, by the tree of a config.json.
+
+    Args:
+      path: of that file, for messages.
+      tree: its contents.
+      is_tied: whether the embedding is the head.
 
     Raises:
       PretrainedError: it asks for what is not supported; the message names the key.
@@ -99,24 +115,27 @@ def read(path: Path, tree: Mapping[str, Any]) -> tuple[Projection, ...]:
     if len(found) > 1:
         raise PretrainedError(f"{path}: {KEY} must say the same of all layers")
     (names,) = found
-    if more := [name for name in names if name in _ATTENTION]:
+    if not _is_target(_HEAD, targets, ignored):
+        return names
+    if is_tied:
         raise PretrainedError(
-            f"{path}: {KEY} has {', '.join(more)} in 8 bits, which is not supported; only "
-            f"{', '.join(f'mlp.{name}_proj' for name in AXES)} are"
+            f"{path}: {KEY} has {_HEAD} in 8 bits, but tie_word_embeddings=true makes it the "
+            f"embedding, which is not; add {_HEAD} to ignore, or write tie_word_embeddings=false"
         )
-    if _is_target("lm_head", targets, ignored):
-        raise PretrainedError(f"{path}: {KEY} has lm_head in 8 bits, which is not supported")
-    return tuple(name for name in AXES if f"mlp.{name}_proj" in names)
+    return (*names, "head")
 
 
-def quantise_files(source: Path, directory: Path) -> None:
-    """Writes a model's files anew, with the gates and up projections of its blocks in 8 bits.
+def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied: bool) -> None:
+    """Writes a model's files anew, with parts of it in 8 bits.
 
-    All other tensors and files are copied as they are. Shards are read one after the other.
+    All other tensors and files are copied as they are. Shards are read one after the other. If the
+    head is among the parts and is the embedding, it becomes a matrix of its own.
 
     Args:
       source: holds config.json, which `config.read` takes, and safetensors.
       directory: empty, or to be created.
+      parts: which are to be in 8 bits; a model without gates has none.
+      is_tied: whether the embedding is the head.
 
     Raises:
       PretrainedError: a file cannot be read, the weights are in 8 bits already or hold an inf or a
@@ -128,11 +147,12 @@ def quantise_files(source: Path, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise PretrainedError(f"{directory}: not empty; choose a new directory")
+    copies_head = is_tied and "head" in parts
     names = files.names(source)
     places: dict[str, str] = {}
     total = 0
     for name in names:
-        tensors = _quantised(source / name)
+        tensors = _quantised(source / name, [_NAMES[part] for part in parts], copies_head)
         save_file(tensors, directory / name, metadata={"format": "pt"})
         (directory / name).chmod(0o644)  # safetensors makes it readable by the owner only
         places |= dict.fromkeys(tensors, name)
@@ -143,23 +163,36 @@ def quantise_files(source: Path, directory: Path) -> None:
         if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != files.INDEX:
             shutil.copyfile(path, directory / path.name)
     gated = any(".gate_proj." in name for name in places)
-    tree[KEY] = to_dict([name for name in PROJECTIONS if gated or name != "gate"])
+    tree[KEY] = to_dict([part for part in parts if gated or part != "gate"])
+    if copies_head:
+        tree["tie_word_embeddings"] = False
     (directory / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
 
 
-def _quantised(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, with the weights that `_WEIGHT` names in 8 bits, and their scales."""
+def _quantised(path: Path, names: Sequence[str], copies_head: bool) -> dict[str, np.ndarray]:
+    """The tensors of a file, with the weights of these names in 8 bits, and their scales.
+
+    `copies_head` makes the head of the embedding, whatever head there was.
+    """
     tensors: dict[str, np.ndarray] = {}
     with files.opened(path) as stored:
         for name in stored.keys():  # noqa: SIM118
+            if copies_head and name == f"{_HEAD}.weight":
+                continue
             tensors[name] = stored.get_tensor(name)
-            if _WEIGHT.search(name):
-                try:
-                    made = jax.device_get(quantise(tensors[name]))
-                except ValueError as error:
-                    raise PretrainedError(f"{path}: {name}: {error}") from None
-                tensors |= {name: made.values, f"{name}_scale": made.scale}
+            if copies_head and name.endswith("embed_tokens.weight"):
+                tensors |= _in_8_bits(path, f"{_HEAD}.weight", tensors[name])
+            elif (found := _WEIGHT.fullmatch(name)) and found[1] in names:
+                tensors |= _in_8_bits(path, name, tensors[name])
     return tensors
+
+
+def _in_8_bits(path: Path, name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    try:
+        made = jax.device_get(quantise(tensor))
+    except ValueError as error:
+        raise PretrainedError(f"{path}: {name}: {error}") from None
+    return {name: made.values, f"{name}_scale": made.scale}
 
 
 def _check(path: Path, where: str, tree: Any, keys: Mapping[str, tuple[Any, ...]]) -> None:
@@ -170,10 +203,10 @@ def _check(path: Path, where: str, tree: Any, keys: Mapping[str, tuple[Any, ...]
             raise unsupported(path, f"{where}.{key}", value, values)
 
 
-def _targeted(layer: str, targets: Any, ignored: Any) -> list[str]:
-    """The linear layers of a layer that are in 8 bits, as compressed-tensors decides it."""
-    names = (*_ATTENTION, *(f"mlp.{name}_proj" for name in AXES))
-    return [name for name in names if _is_target(f"{layer}.{name}", targets, ignored)]
+def _targeted(layer: str, targets: Any, ignored: Any) -> list[Part]:
+    """The parts of a layer that are in 8 bits, as compressed-tensors decides it."""
+    names = {part: f"{layer}.{name}" for part, name in _NAMES.items() if name != _HEAD}
+    return [part for part in names if _is_target(names[part], targets, ignored)]
 
 
 def _is_target(name: str, targets: Any, ignored: Any) -> bool:

@@ -20,12 +20,13 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn.quantised import AXES, quantise_mlps
+from twell_jax.ffn.quantised import AXES
 from twell_jax.models import sharding
 from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.architectures import Architecture
 from twell_jax.models.pretrained.config import Stored
 from twell_jax.models.pretrained.json_file import PretrainedError
+from twell_jax.models.quantised import ATTENTION
 from twell_jax.models.transformer import Transformer
 
 _DERIVED = "rotary_emb.inv_freq"  # in old files; it follows from config.json
@@ -67,8 +68,11 @@ _NAMES = {
     "blocks.mlp.b_down": ("mlp.down_proj.bias", False),
     _DOWN: ("mlp.down_proj.weight", True),
 }
-# Those of blocks with 8-bit weights.
-_EIGHT_BITS = {f"blocks.mlp.w_{name}.values": _NAMES[f"blocks.mlp.w_{name}"] for name in AXES}
+# Those of 8-bit weights. Those of linear layers lie as in files.
+_LINEAR = ("unembed", *(f"blocks.attention.{name}" for name in ATTENTION))
+_EIGHT_BITS = {f"blocks.mlp.w_{name}.values": _NAMES[f"blocks.mlp.w_{name}"] for name in AXES} | {
+    f"{name}.weight.values": (_NAMES[f"{name}.kernel"][0], False) for name in _LINEAR
+}
 _SCALES = {
     f"{ours.removesuffix('.values')}.scale": (f"{theirs}_scale", transposed)
     for ours, (theirs, transposed) in _EIGHT_BITS.items()
@@ -212,9 +216,9 @@ def save(
 
 
 def _parameters(config: ModelConfig, stored: Stored) -> nnx.State:
-    """Initial parameters of a model whose blocks are quantised as the files are."""
+    """Initial parameters of a model that is quantised as the files are."""
     model = Transformer(config, rngs=nnx.Rngs(0))
-    quantise_mlps(model, stored.quantised)
+    model.quantise(stored.quantised)
     return nnx.state(model)
 
 
@@ -272,7 +276,8 @@ def _with_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors by the names of a whole model, also those of a base model (LlamaModel)."""
     if _EMBED.removeprefix(_BASE) not in tensors:
         return tensors
-    return {name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()}
+    of_head = _HEAD, f"{_HEAD}_scale"
+    return {name if name in of_head else _BASE + name: tensor for name, tensor in tensors.items()}
 
 
 def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout]) -> None:

@@ -21,13 +21,19 @@ from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.ffn import quantise_mlps
-from twell_jax.ffn.quantised import quantised_projections
 from twell_jax.inference import language_model
 from twell_jax.models import sharding
-from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
+from twell_jax.models.pretrained import (
+    PretrainedError,
+    from_pretrained,
+    quantisation,
+    save_pretrained,
+)
+from twell_jax.models.quantised import COVERED, PARTS
 from twell_jax.train import init_from
 
-SUBSETS = [("gate", "up"), ("up",), ("gate", "up", "down")]
+SUBSETS = [("gate", "up"), ("up",), ("key", "down"), PARTS]
+MOST = COVERED["fp8-all-but-down"]
 
 
 def stored(path):
@@ -50,11 +56,11 @@ def config_of(directory):
 
 @pytest.mark.parametrize("projections", SUBSETS, ids="+".join)
 def test_a_saved_model_is_read_bit_for_bit(tmp_path, projections):
-    model = make()
-    quantise_mlps(model, projections)
+    model = make(attention_bias=True)
+    model.quantise(projections)
     save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=9000)
     again = from_pretrained(tmp_path)
-    assert quantised_projections(again.blocks.mlp) == list(projections)
+    assert again.quantised() == tuple(part for part in PARTS if part in projections)
     assert_same_parameters(again, model)
     mesh = sharding.make_mesh((2, 4))
     assert_same_parameters(from_pretrained(tmp_path, mesh=mesh), model)
@@ -107,12 +113,12 @@ def test_files_hold_values_and_scales_by_the_convention(tmp_path):
     assert inputs.items() <= group["input_activations"].items()
 
 
-@pytest.mark.parametrize("projections", SUBSETS[::2], ids="+".join)
+@pytest.mark.parametrize("projections", [SUBSETS[0], MOST, PARTS], ids="+".join)
 def test_transformers_and_compressed_tensors_compute_the_same(tmp_path, projections):
     pytest.importorskip("compressed_tensors")
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
     model, tokens = make(), seeds.rng().integers(0, 257, (2, 16))
-    quantise_mlps(model, projections)
+    model.quantise(projections)
     save_pretrained(tmp_path, model, ByteTokenizer())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     gate = theirs.model.layers[0].mlp.gate_proj
@@ -124,9 +130,15 @@ def test_transformers_and_compressed_tensors_compute_the_same(tmp_path, projecti
 
 def test_loading_can_quantise(saved):
     model, directory = saved
-    quantise_mlps(model)
-    assert_same_parameters(from_pretrained(directory, quantise="fp8"), model)
-    with pytest.raises(ValueError, match="quantise must be 'fp8' or None, got 'int4'"):
+    for quantise, parts in COVERED.items():
+        model.quantise(parts)
+        assert_same_parameters(from_pretrained(directory, quantise=quantise), model)
+    mesh = sharding.make_mesh((2, 4))
+    loaded = from_pretrained(directory, quantise="fp8-all-but-down", mesh=mesh)
+    assert_same_parameters(loaded, model)
+    head = loaded.unembed.weight[...].values
+    assert head.addressable_shards[0].data.shape == (257, 4)  # D over fsdp, as the embedding's
+    with pytest.raises(ValueError, match=r"quantise must be 'fp8' .* or None, got 'int4'"):
         from_pretrained(directory, quantise="int4")
 
 
@@ -150,6 +162,35 @@ def test_the_command_quantises_files(tmp_path, max_shard_bytes):
     assert again.returncode == 1 and "is quantised already" in again.stderr
     full = call("-m", "twell_jax.quantise", source, out)
     assert full.returncode == 1 and "not empty; choose a new directory" in full.stderr
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_embeddings": False}, {"gated": False, "norm": "layer"}]
+)
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 5000])
+def test_the_command_quantises_attention_and_the_head(tmp_path, changes, max_shard_bytes):
+    model, source, out = make(**changes), tmp_path / "from", tmp_path / "to"
+    save_pretrained(source, model, ByteTokenizer(), max_shard_bytes=max_shard_bytes)
+    ran = call("-m", "twell_jax.quantise", source, out, "--quantise", "fp8-all-but-down")
+    assert ran.returncode == 0, ran.stderr
+    model.quantise(MOST)
+    loaded = from_pretrained(out)
+    assert_same_parameters(loaded, model)
+    assert loaded.config.tie_embeddings is False
+    assert config_of(out)["quantization_config"]["ignore"][-1] == r"re:.*\.down_proj$"
+
+
+def test_a_base_models_files_are_quantised(saved, tmp_path):
+    model, directory = saved
+
+    def change(tensors):  # as LlamaModel saves them
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    change_tensors(directory, change)
+    quantisation.quantise_files(directory, tmp_path / "out", MOST, is_tied=True)
+    model.quantise(MOST)
+    assert_same_parameters(from_pretrained(tmp_path / "out"), model)
 
 
 def test_a_quantised_model_generates(saved, tmp_path):
@@ -182,8 +223,8 @@ def eight_bits(saved, tmp_path):
         ((), {"quant_method": "fp8"}, "quant_method='fp8' is not supported; it must be 'compress"),
         ((), {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme={'num_bits': 8}"),
         ((), {"config_groups": {}}, "config_groups must be one group, got {}"),
-        ((), {"ignore": ["lm_head"]}, "self_attn.o_proj in 8 bits, which is not supported; only"),
-        ((), {"ignore": ["re:.*self_attn.*"]}, "has lm_head in 8 bits"),
+        ((), {"ignore": ["lm_head"]}, r"10 missing: .*k_proj\.weight_scale"),
+        ((), {"ignore": ["re:.*self_attn.*"]}, "has lm_head in 8 bits, but tie_word_embeddings"),
         ((), {"ignore": ["lm_head", "re:.*s.1..*", "re:.*attn.*"]}, "the same of all layers"),
         (("weights",), {"num_bits": 4}, r"weights\.num_bits=4 is not supported; it must be 8"),
         (("weights",), {"type": "absent"}, r"weights\.type='int' is not supported"),
