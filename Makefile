@@ -1,6 +1,7 @@
 # make demo         sets up .venv, trains the default model and its dense twin on the CPU, and compares them
 # make test         sets up .venv with the test tools, checks style and types, builds the documentation
-#                   and runs all tests
+#                   and runs the tests, but for those that train or measure from end to end ("slow")
+# make test-all     the same with all tests
 # make test-oldest  sets up .venv-oldest with the oldest JAX that pyproject.toml allows, checks style and
 #                   types and runs all tests
 # make docs         sets up .venv with Sphinx and builds the documentation site in docs/_build/html
@@ -18,18 +19,23 @@ endef
 # There is a worker for each logical core ("auto" would count two threads of a core once); a BLAS with
 # threads of its own would only wait actively beside them.
 define run_tests
-	OPENBLAS_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses logical --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses logical --dist worksteal $(2)
 endef
 
-.PHONY: demo test test-oldest style-and-types docs clean
+.PHONY: demo test test-all test-oldest checks style-and-types docs clean
 
 demo: .venv/installed
 	bash .ci/demo
 
-test: .venv/installed-dev
+test: checks
+	$(call run_tests,.venv,-m "not slow")
+
+test-all: checks
+	$(call run_tests,.venv)
+
+checks: .venv/installed-dev
 	$(MAKE) .venv/installed-docs
 	$(MAKE) --jobs=2 style-and-types docs  # either computes on one core
-	$(call run_tests,.venv)
 
 style-and-types: .venv/installed-dev
 	$(call check_style_and_types,.venv)

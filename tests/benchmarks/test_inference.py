@@ -47,6 +47,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(inference, "ENERGY_SECONDS", 0.01)
 
 
+@pytest.mark.slow
 def test_a_record_of_all_directions(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["inference", "--shapes", "2b", "--out", str(tmp_path)])
     inference.main()
@@ -93,6 +94,7 @@ def test_errors_are_those_against_the_dense_model_with_the_same_function(directi
         assert rows["wrong, silu"][name] > 0
 
 
+@pytest.mark.slow
 def test_models_with_8_bit_weights_are_scored(monkeypatch):
     eight_bits = {name.replace("mosaic", "xla"): f for name, f in fp8_models.VARIANTS.items()}
     monkeypatch.setattr(fp8_models, "VARIANTS", eight_bits)

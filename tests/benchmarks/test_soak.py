@@ -14,6 +14,7 @@ FEW = soak.Case(33, 128, 256, True, soak.FEW)
 UNIONS = soak.Case(301, 128, 256, True, soak.UNIONS)
 
 
+@pytest.mark.slow
 def test_no_row_is_wrong_in_any_family():
     (rows,) = soak.soak([FEW, UNIONS], rows=1, seed=3)
     assert {row["family"] for row in rows} == set(soak.FAMILIES)

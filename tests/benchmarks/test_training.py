@@ -46,6 +46,7 @@ def held():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_record_of_several_meshes(small, measured):
     before = held()
     one, data, fsdp = rows = measured(small, "--devices", "1", "2", "--only", "xla, relu")

@@ -246,6 +246,7 @@ def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, axes, shape
     assert sorted(map(int, rows)) == sorted(y_and_dx + dw)
 
 
+@pytest.mark.slow
 def test_layers_train_with_sparse_gradients(reference_kernels):
     devices, fsdp = 4, 2
     run = config.from_dict(

@@ -48,6 +48,7 @@ def continuations(printed: str) -> list[str]:
     return [ast.literal_eval(line) for line in printed.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("name", ["nnx_model", "linen_model", "equinox_model"])
 def test_a_model_learns_to_add_with_few_neurons(run, name):
@@ -59,6 +60,7 @@ def test_a_model_learns_to_add_with_few_neurons(run, name):
         assert 0 < after < before / 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_plain_jax_learns_the_facts_with_few_neurons(run):
     (_, fired_at_first), *_, (error, fired) = steps(run("plain_jax"))
@@ -66,6 +68,7 @@ def test_plain_jax_learns_the_facts_with_few_neurons(run):
     assert 0 < fired < fired_at_first / 4
 
 
+@pytest.mark.slow
 def test_fine_tuning_lowers_the_loss_and_closes_gates_and_its_model_writes_text(run):
     printed = run("finetune")
     (cross_entropy_at_first, fired_at_first), *_, (cross_entropy, fired) = steps(printed)

@@ -80,7 +80,6 @@ def assert_same_result(run_dir, expected_dir):
     assert not list(run_dir.rglob("*tmp*"))
 
 
-@pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrupted, tmp_path):
     run_dir = tmp_path / "killed"
     points = [

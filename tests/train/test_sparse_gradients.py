@@ -46,6 +46,7 @@ def train_until(stop, settings, monkeypatch):
         loop.train(settings)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch, capsys):
     loop.train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
