@@ -48,6 +48,7 @@ def test_the_recorded_pattern_comes_out_of_the_gate():
     np.testing.assert_array_equal(active, expected.astype(bool))
 
 
+@pytest.mark.slow
 def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(ffn, "D", 128)
     monkeypatch.setattr(ffn, "H", 256)

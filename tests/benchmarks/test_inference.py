@@ -174,6 +174,7 @@ def decoder_in_place_of_torch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["prefill", "decode"])
 def test_torch_has_a_row_where_it_is_installed(direction, monkeypatch):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))

@@ -60,6 +60,7 @@ def load(path, *overrides, training=True):
     return config_lib.load(path, overrides, partial(filled, training=training))
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_sparsified_continued_exported_and_generated_from(
     llama, recipe, tmp_path, monkeypatch
 ):

@@ -68,6 +68,7 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settings, tmp_path):
     every_layer = ["steps=1", "sparse_gradients_every=0", "model.ffn_gradients=sparse"]
     loop.train(settings(tmp_path / "run", *every_layer))
@@ -78,6 +79,7 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
     assert (run.model.ffn_gradients, model.config.ffn_gradients) == ("sparse", None)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     train_until(3, settings(run_dir), monkeypatch)  # sparse layers are announced

@@ -68,6 +68,7 @@ def continued(model, prompts=PROMPTS):
     return np.array(list(generate(model, prompts, max_tokens=TOKENS, sampling=GREEDY)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ffn", ["mosaic", "xla"])
 def test_text_is_that_of_the_dense_model_in_float32(trained, back_end, ffn):
     expected = continued(trained)
