@@ -82,14 +82,9 @@ def main() -> None:
     choice.add_argument("--activations", action="store_true", help="only those without ReLU")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows, path = [], record.new_path("ffn", args.out)
     chosen = GOALS if args.quick else WITH_PEERS if args.peers else CASES
-    for case in WITH_ACTIVATIONS if args.activations else chosen:
-        for row in measure(**case):
-            rows.append(row)
-            record.write("ffn", rows, path)  # an interrupted run keeps its rows
-            print(record.line(row), flush=True)
-    print(path)
+    cases = WITH_ACTIVATIONS if args.activations else chosen
+    record.write_as_they_come("ffn", (row for case in cases for row in measure(**case)), args.out)
 
 
 def measure(

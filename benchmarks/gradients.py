@@ -44,13 +44,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows, path = [], record.new_path("gradients", args.out)
-    for case in CASES:
-        for row in measure(**case):
-            rows.append(row)
-            record.write("gradients", rows, path)
-            print(record.line(row), flush=True)
-    print(path)
+    rows = (row for case in CASES for row in measure(**case))
+    record.write_as_they_come("gradients", rows, args.out)
 
 
 def measure(

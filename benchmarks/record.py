@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_as_they_come(benchmark: str, rows: Iterable[dict[str, Any]], directory: Path) -> None:
+    """Writes and prints each row once it is measured, so that an interrupted run keeps its rows."""
+    measured, path = [], new_path(benchmark, directory)
+    for row in rows:
+        measured.append(row)
+        write(benchmark, measured, path)
+        print(line(row), flush=True)
+    print(path)
 
 
 def new_path(benchmark: str, directory: Path) -> Path:

@@ -30,13 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows, path = [], record.new_path("tune", args.out)
-    for d, h in SHAPES:
-        for row in measure(d, h):
-            rows.append(row)
-            record.write("tune", rows, path)
-            print(record.line(row), flush=True)
-    print(path)
+    rows = (row for shape in SHAPES for row in measure(*shape))
+    record.write_as_they_come("tune", rows, args.out)
 
 
 def measure(d: int, h: int) -> Iterator[dict[str, Any]]:
