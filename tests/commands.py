@@ -59,3 +59,10 @@ def as_in_a_new_process() -> Iterator[pytest.MonkeyPatch]:
             yield patch
         finally:
             signal.signal(signal.SIGINT, on_interrupt)
+
+
+def finished(directory, settings) -> tuple:
+    """The directory of a run with these settings, and what it printed."""
+    process = call("train.py", *settings)
+    assert process.returncode == 0, process.stderr
+    return directory, process.stdout

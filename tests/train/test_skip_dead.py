@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import figures
-from tests.commands import as_in_a_new_process, call
+from tests.commands import as_in_a_new_process, call, finished
 from tests.train.runs import final_state, records
 from twell_jax import config
 from twell_jax.train import distributed, loop
@@ -30,9 +30,7 @@ def settings(workspace, run_dir):
 def run(workspace):
     """The directory of a run and what it printed."""
     directory = workspace / "skipping"
-    process = call("train.py", *settings(workspace, directory))
-    assert process.returncode == 0, process.stderr
-    return directory, process.stdout
+    return finished(directory, settings(workspace, directory))
 
 
 def test_lines_records_and_plots_show_what_is_computed_and_missed(run):

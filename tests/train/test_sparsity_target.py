@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import figures
-from tests.commands import as_in_a_new_process, call
+from tests.commands import as_in_a_new_process, call, finished
 from tests.train.runs import final_state, records
 from twell_jax import config
 from twell_jax.train import distributed, loop
@@ -28,9 +28,7 @@ def settings(workspace, run_dir, *changes):
 def run(workspace):
     """The directory of a run and what it printed."""
     directory = workspace / "targeted"
-    process = call("train.py", *settings(workspace, directory))
-    assert process.returncode == 0, process.stderr
-    return directory, process.stdout
+    return finished(directory, settings(workspace, directory))
 
 
 def test_the_target_is_reached_within_a_tenth_and_held(run):
