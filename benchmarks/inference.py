@@ -40,7 +40,14 @@ from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
 from twell_jax.inference import GREEDY, Sampling, generate, language_model
 from twell_jax.inference.rates import Timed
-from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, graphdef
+from twell_jax.models import (
+    DECODE_OPTIONS,
+    PREFILL_OPTIONS,
+    QUANTISED_OPTIONS,
+    KVCache,
+    Transformer,
+    graphdef,
+)
 from twell_jax.train import pace
 
 try:
@@ -194,14 +201,14 @@ def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
     while not rows:
         part = jnp.asarray(tokens[:batch])
 
-        def prepare(graph, params=params, part=part):
-            compiled = jax.jit(partial(score, graph)).lower(params, part).compile()
+        def prepare(graph, params=params, part=part, options=None):
+            compiled = jax.jit(partial(score, graph)).lower(params, part).compile(options)
             details = fp8_models.details(graph, params, compiled)
             run, peak = partial(compiled, params, part), _peak(compiled)
             return Call(run, part[:, 1:].size, peak, details=details)
 
         def in_8_bits(name, prepare=prepare):
-            return prepare(*fp8_models.quantised(name, config, params))
+            return prepare(*fp8_models.quantised(name, config, params), options=QUANTISED_OPTIONS)
 
         try:
             others = {name: partial(in_8_bits, name) for name in fp8_models.VARIANTS}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import in_place
 from pallas_kernels.hopper import support, token_ffn, token_product
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.quantised import Quantised
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
@@ -33,7 +34,8 @@ def few_tokens_ffn(
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M from 1 to 64, D a multiple of 64 from 128 to 8192.
-      weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536.
+      weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536. Gate and up may be
+        `Quantised`, D a multiple of 128; x is then rounded to 8-bit floats for them.
       rectifier: act, which may pass `x @ w_up^T` through a ReLU.
 
     Returns:
@@ -45,15 +47,18 @@ def few_tokens_ffn(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    support.check_weight("w_up", weights.up)
-    h, d = weights.up.shape
+    support.check_weight("w_down", weights.down)
+    h, d = weights.down.shape
     if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
         raise ValueError(f"x must be [M, D] with M from 1 to {MAX_TOKENS}, got {list(x.shape)}")
     m = x.shape[0]
-    support.check_array("x", x, (m, d), weights.up.dtype)
+    support.check_array("x", x, (m, d), weights.down.dtype)
     support.check_array("live", weights.live, (1,), jnp.int32)
-    support.check_array("w_gate", weights.gate, (h, d), weights.up.dtype)
-    support.check_array("w_down", weights.down, (h, d), weights.up.dtype)
+    for name, weight in (("w_gate", weights.gate), ("w_up", weights.up)):
+        if isinstance(weight, Quantised):
+            support.check_quantised(name, weight, (h, d))
+        else:
+            support.check_array(name, weight, (h, d), weights.down.dtype)
 
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
     live = weights.live  # also that of a stack of one layer

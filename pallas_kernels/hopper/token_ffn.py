@@ -21,9 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, shares, token_columns
+from pallas_kernels.hopper.device import (
+    cluster,
+    gather,
+    grid,
+    open_gates,
+    round_tokens,
+    shares,
+    token_columns,
+)
 from pallas_kernels.hopper.frames import token_ring
-from pallas_kernels.hopper.frames.token_ring import PARTS, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import PARTS, Matrices, Product, TokenRing
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -42,16 +50,17 @@ class Operands(NamedTuple):
     Attributes:
       gate: `[M, H]`, M a multiple of 8 up to 64.
       x: `[M, D]`; the gate's kernel has waited for it.
-      up: `[layers, H, D]`; None without a gate projection, where the gate is the activation.
-      down: `[layers, H, D]`.
+      up: one matrix, `[layers, H, D]`; None without a gate projection, where the gate is the
+        activation.
+      down: one matrix, `[layers, H, D]`, of 16 bits.
       layer: int32 `[1]`.
       squares: of `Stream`, if x is the scaled stream of a norm.
     """
 
     gate: Any
     x: Any
-    up: Any
-    down: Any
+    up: Matrices | None
+    down: Matrices
     layer: Any
     squares: Any
 
@@ -85,7 +94,7 @@ def multiply(
     Args:
       gate: `[M, H]`, not negative, from `token_product.gate`.
       x: `[M, D]`, M a multiple of 8 up to 64.
-      weights: `[1, H, D]` each.
+      weights: `[1, H, D]` each; up may be `Quantised`, and x is then rounded to 8-bit floats, too.
       counts: of one layer, from `token_product.gate`; its last column was zero.
       rectifier: what made the gate; it may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
@@ -114,7 +123,7 @@ def multiply(
     def hidden(_, outs, first, h):
         token_columns.store_sums(outs[1], first // token_columns.COLUMNS, jnp.abs(h))
 
-    operands = Operands(gate, x, weights.linear, weights.down, jnp.zeros(1, jnp.int32), None)
+    operands = gate, x, weights, jnp.zeros(1, jnp.int32), None
     stores = _Stores(row, columns, hidden)
     y, *l1 = _call("token_ffn", operands, counts, (), outs, batch, 0.0, stores, rectifier)
     return y, l1[0] if l1 else None
@@ -137,7 +146,8 @@ def add(
     Args:
       gate: `[M, H]`, not negative, from `token_product.gate`.
       stream: of M tokens, a multiple of 8 up to 64; D a multiple of 1024.
-      weights: `[layers, H, D]` each.
+      weights: `[layers, H, D]` each; up may be `Quantised`, and the scaled stream is then rounded
+        to 8-bit floats, too.
       layer: int32 `[1]`.
       counts: from `token_product.gate`; its last column was zero.
       scale: `[layers, D]`, of the norm that comes next.
@@ -170,7 +180,7 @@ def add(
         outs[1][token, columns] = (after * factor).astype(x.dtype)
         token_columns.store_total(outs[2].at[token], lax.axis_index("part"), jnp.sum(after * after))
 
-    operands = Operands(gate, stream.scaled, weights.linear, weights.down, layer, stream.squares)
+    operands = gate, stream.scaled, weights, layer, stream.squares
     further, stores = (stream.x, scale), _Stores(row, columns)
     y = _call("token_add_ffn", operands, counts, further, outs, batch, eps, stores, rectifier)
     return Stream(*y)
@@ -202,7 +212,7 @@ class _Plan:
 
 
 def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
-    gate, x, w_up, w_down = operands[:4]
+    gate, x, weights, layer, squares = operands
     (_, h), d = gate.shape, x.shape[1]
     rows = max(1, _ROW_LOADS // gather.row_steps(d))
     lists = dict(
@@ -215,11 +225,12 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
         l1_parts=plgpu.SMEM((PARTS,), jnp.float32),
     )
     options = dict(on_sm=_ON_SM, reserved=token_ring.size(lists))
-    up = None if w_up is None else TokenRing.of(x, (w_up,), k_axis=2, **options)
-    down = TokenRing.of(gate, (w_down,), k_axis=1, **options)
+    linear = None if weights.linear is None else (weights.linear,)
+    up = None if linear is None else TokenRing.of(x, linear, k_axis=2, **options)
+    down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
     rings = [r for r in (up, down) if r is not None]
     memory = dict(
-        memory=plgpu.RefUnion(*(r.memory(x.dtype) for r in rings), sums_of_rows),
+        memory=plgpu.RefUnion(*(r.memory() for r in rings), sums_of_rows),
         lists=lists,
         parts=down.parts(),
         arrived=plgpu.SMEM((4,), jnp.uint32),
@@ -239,6 +250,8 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
+    matrices = [None if w is None else Matrices.of(w) for w in (linear, (weights.down,))]
+    operands = Operands(gate, x, *matrices, layer, squares)
     operands, further = in_place.barrier((operands, further))
     *outs, _ = in_place.barrier(kernel(operands, counts, *further))
     return outs
@@ -250,7 +263,7 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
     tokens, is_row = operands.gate.shape[0], tile < plan.batch
     token = jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
-    x_row = None if plan.up is None else _load_x(operands, token, is_row, plan.eps)
+    x_row = None if plan.up is None else _load_x(operands, token, is_row, lists["sums"], plan)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
     open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
@@ -271,13 +284,15 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
         _multiply(operands, h, smem, counts.at[number, 0, tokens], further, outs, plan)
 
 
-def _load_x(operands, token, is_row, eps):
+def _load_x(operands, token, is_row, scratch, plan):
     """The normed x of a token, a float32 row."""
-    x_row = gather.widen(gather.load_row(operands.x.at[token], is_row))
+    x_row = gather.load_row(operands.x.at[token], is_row)
+    is_8_bits = plan.up.is_8_bits
+    x_row = round_tokens.round_row(x_row, scratch.at[0, 0]) if is_8_bits else gather.widen(x_row)
     if operands.squares is None:
         return x_row
     squares, d = operands.squares.at[token], operands.x.shape[1]
-    return x_row * token_columns.inverse_rms_of_one(squares, d, eps)
+    return x_row * token_columns.inverse_rms_of_one(squares, d, plan.eps)
 
 
 def _list(operands, token, lists):
@@ -292,10 +307,13 @@ def _sum_rows(x_row, operands, count, lists, memory, arrived, rectifier):
     number, part = operands.layer[0], lax.axis_index("part")
     y_parts, l1_parts = memory["y_parts"], memory["l1_parts"]
     cluster.expect(4 * (y_parts.size + l1_parts.size), arrived)
-    w_up = None if operands.up is None else operands.up.at[number]
-    w_down = operands.down.at[number]
+    w_up = up_scale = None
+    if operands.up is not None:
+        w_up = operands.up.values[0].at[number]
+        up_scale = operands.up.scales and operands.up.scales[0].at[number]
+    w_down = operands.down.values[0].at[number]
     entries, scratch = lists["entries"], lists["sums"]
-    sums = gather.gather_ffn(x_row, entries, count, w_up, w_down, scratch, rectifier)
+    sums = gather.gather_ffn(x_row, entries, count, w_up, w_down, scratch, rectifier, up_scale)
     cluster.send_parts(*sums, part, y_parts, l1_parts, arrived)
     cluster.wait_for_parts(arrived)
     y = functools.reduce(jnp.add, [_wide(y_parts.at[p]) for p in range(PARTS)])
@@ -307,7 +325,7 @@ def _multiply(operands, h, smem, arrivals, further, outs, plan):
     """The whole block densely: every `dense_clusters`-th tile of neurons, then of columns."""
     number, tile, stride = operands.layer[0], lax.axis_index("tile"), plan.dense_clusters
     activation = operands.gate if plan.up is None else h
-    down = Product(plan.down, activation, (operands.down,), number, tile, smem[-1])
+    down = Product(plan.down, activation, operands.down, number, tile, smem[-1])
 
     def fetch_down():
         pl.when(tile < plan.down.tiles)(down.fetch_matrices)
@@ -318,8 +336,9 @@ def _multiply(operands, h, smem, arrivals, further, outs, plan):
     if plan.up is None:
         fetch_down()
     else:
-        up = Product(plan.up, operands.x, (operands.up,), number, tile, smem[0])
+        up = Product(plan.up, operands.x, operands.up, number, tile, smem[0])
         pl.when(tile < plan.up.tiles)(up.fetch_matrices)
+        up = up.with_scales()
         store_hidden = _hidden(operands, h, further, outs, plan)
         token_ring.multiply_tiles(up, stride, store_hidden, fetch_down)
         grid.arrive(arrivals)

@@ -20,14 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import cluster, open_gates, token_columns, versions
-from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
+from pallas_kernels.layouts.quantised import Operand, Quantised
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 
 
 def project(
     stream: Stream,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Operand, ...],
     layer: jax.Array,
     *,
     k_axis: int,
@@ -40,7 +41,8 @@ def project(
     Args:
       stream: of at most 64 tokens, a multiple of 8.
       weights: each `[layers, D, N_i]` (`k_axis` 1) or `[layers, N_i, D]` (2), in the dtype of the
-        stream; D a multiple of 256, N_i of 64.
+        stream; D a multiple of 256, N_i of 64. Or all are `Quantised` (2); then the scaled stream
+        is rounded to 8-bit floats, too.
       layer: int32 `[1]`, the matrices' index.
       k_axis: the axis of D.
       eps: of the norm.
@@ -74,7 +76,7 @@ def project(
 
 def hidden(
     stream: Stream,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Operand, ...],
     layer: jax.Array,
     *,
     eps: float,
@@ -86,7 +88,7 @@ def hidden(
     Args:
       stream: of at most 64 tokens, a multiple of 8.
       weights: (gate, up) or (up,), each `[layers, H, D]` in the dtype of the stream, H a multiple
-        of 64.
+        of 64. Or both are `Quantised`, as in `project`.
       layer: int32 `[1]`.
       eps: of the norm.
       rectifier: act, which may pass the second product through a ReLU; None for SiLU.
@@ -119,14 +121,14 @@ def hidden(
 
 def gate(
     x: jax.Array,
-    weight: jax.Array,
+    weight: Operand,
     layer: jax.Array,
     counts: jax.Ref,
     rectifier: Rectifier = RELU,
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
-    prefetch: tuple[jax.Array, ...] = (),
+    prefetch: tuple[Operand, ...] = (),
     live: jax.Array | None = None,
 ) -> jax.Array:
     """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
@@ -136,7 +138,8 @@ def gate(
 
     Args:
       x: `[M, D]`, M a multiple of 8 up to 64.
-      weight: `[layers, H, D]` in the dtype of x, H a multiple of 64.
+      weight: `[layers, H, D]` in the dtype of x, or `Quantised`, as in `project`; H a multiple of
+        64.
       layer: int32 `[1]`.
       counts: mutable, as in `layouts.open_counts`; at `layer`, the number of open gates of each
         token is added.
@@ -174,6 +177,7 @@ def gate(
 
     ring = TokenRing.of(x, (weight,), k_axis=2)
     call = _Call("token_gate", ring, finish, waits_first=True, live=2)
+    prefetch = tuple(w.values if isinstance(w, Quantised) else w for w in prefetch)
     operands = x, weight, layer, squares, live, prefetch
     x, weight, layer, squares, live, prefetch = in_place.barrier(operands)
     further = [counts, squares, live, *prefetch]
@@ -182,7 +186,7 @@ def gate(
 
 def add_product(
     h: jax.Array,
-    weight: jax.Array,
+    weight: Operand,
     layer: jax.Array,
     x: jax.Array,
     scale: jax.Array,
@@ -192,8 +196,9 @@ def add_product(
     """Adds a product to the residual stream: `x + h @ weight[layer] + bias[layer]`.
 
     Args:
-      h: `[M, K]`, M at most 64 and a multiple of 8, any K that is a multiple of 8.
-      weight: `[layers, K, D]`, D a multiple of 64.
+      h: `[M, K]`, M at most 64 and a multiple of 8, K a multiple of 64.
+      weight: `[layers, K, D]`, D a multiple of 64. Or `Quantised` `[layers, D, K]`, K a multiple of
+        128; then h is rounded to 8-bit floats, too.
       layer: int32 `[1]`.
       x: `[M, D]`.
       scale: `[layers, D]`, of the norm that comes next.
@@ -224,7 +229,8 @@ def add_product(
 
         return store
 
-    call = _Call("token_add_product", TokenRing.of(h, (weight,), k_axis=1), finish)
+    k_axis = 2 if isinstance(weight, Quantised) else 1
+    call = _Call("token_add_product", TokenRing.of(h, (weight,), k_axis=k_axis), finish)
     operands = [x, scale] + ([] if bias is None else [bias])
     return Stream(*call(h, (weight,), layer, operands, outs))
 
@@ -253,12 +259,13 @@ class _Call:
     live: int | None = None
 
     def __call__(self, x, weights, layer, operands, outs):
+        matrices = Matrices.of(weights, side_by_side=self.ring.side_by_side)
         read = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights]  # of one layer
         flops = 2 * len(x) * sum(w.size for w in read)
         kernel = plgpu.kernel(
-            functools.partial(_kernel, call=self, counts=(len(weights), len(operands))),
+            functools.partial(_kernel, call=self, count=len(operands)),
             out_type=outs,
-            scratch_types=dict(smem=self.ring.scratch(x.dtype)),
+            scratch_types=dict(smem=self.ring.scratch()),
             grid=(self.ring.tiles,),
             grid_names=("tile",),
             cluster=(PARTS,),
@@ -269,7 +276,7 @@ class _Call:
                 lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
             ),
         )
-        return kernel(x, layer, *weights, *operands)
+        return kernel(x, layer, matrices, *operands)
 
 
 def _only_live(live, number, first, tokens):
@@ -280,10 +287,9 @@ def _only_live(live, number, first, tokens):
     return lambda values: jnp.where(is_live, values, 0.0)
 
 
-def _kernel(x, layer, *refs, smem, call, counts):
-    ws, operands, outs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
-    number = layer[0]
-    product = Product(call.ring, x, ws, number, lax.axis_index("tile"), smem)
+def _kernel(x, layer, matrices, *refs, smem, call, count):
+    (operands, outs), number = (refs[:count], refs[count:]), layer[0]
+    product = Product(call.ring, x, matrices, number, lax.axis_index("tile"), smem)
     cluster.prepare(smem["arrived"])
     live = None if call.live is None else operands[call.live]
 
@@ -295,13 +301,14 @@ def _kernel(x, layer, *refs, smem, call, counts):
             plgpu.griddepcontrol_launch_dependents()
 
     def multiply():
-        product.expect()
         product.fetch_matrices()
         begin()
-        product.fetch_tokens()
+        scaled = product.with_scales()
+        scaled.expect()
+        scaled.fetch_tokens()
         store = call.finish(operands, outs, number, product.first_column)
-        product.send()
-        store(product.receive())
+        scaled.send()
+        store(scaled.receive())
 
     def leave_out():
         begin()

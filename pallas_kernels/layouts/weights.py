@@ -11,8 +11,8 @@ import jax.numpy as jnp
 class Weights:
     """The weights of a feed-forward block; row n of each belongs to neuron n.
 
-    Any of them may be `Quantised` for XLA; the kernels of unions take such in place of gate and up,
-    others do not.
+    Any of them may be `Quantised` for XLA. The kernels for unions and for few tokens take such in
+    place of gate and up; those for TwELL do not.
 
     Attributes:
       gate: `[H, D]`, or None for the non-gated block.

@@ -1,10 +1,9 @@
 """Meaning of `few_tokens_ffn`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.quantised import for_product, times, tokens
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights, only_live
 
@@ -13,12 +12,14 @@ def few_tokens_ffn(
     x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The dense block, but ignores weights of neurons that do not fire, even inf and NaN."""
-    product = functools.partial(
-        jnp.einsum, "md,hd->mh", preferred_element_type=jnp.float32, precision="highest"
-    )
-    g = rectifier.gate(product(x, weights.activated), x.dtype).astype(x.dtype)
+    given = tokens(x, weights.inner)
+
+    def product(w):
+        return times(for_product(given, w), w)
+
+    g = rectifier.gate(product(weights.activated), x.dtype).astype(x.dtype)
     g = only_live(g, weights.live)
-    u = 1.0 if weights.linear is None else rectifier.linear(product(x, weights.linear))
+    u = 1.0 if weights.linear is None else rectifier.linear(product(weights.linear))
     h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
     fired = jnp.any(g != 0, axis=0)
     used = jnp.where(fired[:, None], weights.down, 0).astype(jnp.float32)

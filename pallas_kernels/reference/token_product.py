@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.quantised import Operand, Quantised, rounded, times
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import only_live
@@ -10,7 +11,7 @@ from pallas_kernels.layouts.weights import only_live
 
 def project(
     stream: Stream,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Operand, ...],
     layer: jax.Array,
     *,
     k_axis: int,
@@ -19,7 +20,7 @@ def project(
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Rounds once, at the end."""
-    y = jnp.concatenate([_product(stream.scaled, w[layer[0]], k_axis) for w in weights], axis=1)
+    y = jnp.concatenate([_product(stream.scaled, w, layer, k_axis) for w in weights], axis=1)
     y *= stream.inverse_rms(eps)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
@@ -28,7 +29,7 @@ def project(
 
 def hidden(
     stream: Stream,
-    weights: tuple[jax.Array, ...],
+    weights: tuple[Operand, ...],
     layer: jax.Array,
     *,
     eps: float,
@@ -37,7 +38,7 @@ def hidden(
 ) -> jax.Array:
     """Rounds once, at the end."""
     inverse_rms = stream.inverse_rms(eps)
-    g, *up = (_product(stream.scaled, w[layer[0]], 2) * inverse_rms for w in weights)
+    g, *up = (_product(stream.scaled, w, layer, 2) * inverse_rms for w in weights)
     h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
     for u in up:
         h *= u if rectifier is None else rectifier.linear(u)
@@ -46,19 +47,19 @@ def hidden(
 
 def gate(
     x: jax.Array,
-    weight: jax.Array,
+    weight: Operand,
     layer: jax.Array,
     counts: jax.Ref,
     rectifier: Rectifier = RELU,
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
-    prefetch: tuple[jax.Array, ...] = (),
+    prefetch: tuple[Operand, ...] = (),
     live: jax.Array | None = None,
 ) -> jax.Array:
     """Padding is zero."""
     del prefetch  # which concerns speed alone
-    before = _product(x, weight[layer[0]], 2)
+    before = _product(x, weight, layer, 2)
     if norm is not None:
         squares, eps = norm
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
@@ -71,7 +72,7 @@ def gate(
 
 def add_product(
     h: jax.Array,
-    weight: jax.Array,
+    weight: Operand,
     layer: jax.Array,
     x: jax.Array,
     scale: jax.Array,
@@ -79,7 +80,7 @@ def add_product(
     bias: jax.Array | None = None,
 ) -> Stream:
     """Rounds the sum of product and stream once."""
-    y = x.astype(jnp.float32) + _product(h, weight[layer[0]], 1)
+    y = x.astype(jnp.float32) + _product(h, weight, layer, 1)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
     return Stream.of(y.astype(x.dtype), scale[layer[0]])
@@ -89,11 +90,13 @@ def _of_live(values, live, layer):
     return only_live(values, None if live is None else live[layer])
 
 
-def _product(x, w, k_axis):
+def _product(x, w, layer, k_axis):
+    if isinstance(w, Quantised):
+        return times(rounded(x), jax.tree.map(lambda a: a[layer[0]], w))
     return jnp.einsum(
         "mk,kn->mn" if k_axis == 1 else "mk,nk->mn",
         x,
-        w,
+        w[layer[0]],
         preferred_element_type=jnp.float32,
         precision="highest",
     )

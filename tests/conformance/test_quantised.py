@@ -1,4 +1,4 @@
-"""Unions with 8-bit weights, against dense XLA and against the quantised operands in float64."""
+"""Kernels with 8-bit weights, against dense XLA and against the quantised operands in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +46,11 @@ def in_wide(x, weights):
 @pytest.mark.parametrize(
     ("chosen", "gated"), [*((chosen, True) for chosen in CHOSEN), (("up",), False)]
 )
-def test_unions_take_8_bit_weights(back_end, chosen, gated):
-    x, weights = draw_8_bits(700, 256, 384, chosen, gated=gated)
+@pytest.mark.parametrize(("algorithm", "m"), [("unions", 700), ("few_tokens", 60)])
+def test_kernels_take_8_bit_weights(back_end, algorithm, m, chosen, gated):
+    x, weights = draw_8_bits(m, 256, 384, chosen, gated=gated)
     h, exact = in_wide(x, weights)
-    y, stats = jax.device_get(run("unions", x, *weights))
+    y, stats = jax.device_get(run(algorithm, x, *weights))
     assert relative_error(y, exact) < 2 * ROUNDING + lost(256)
     assert y.dtype == x.dtype and not y[-1].any()
     assert stats.l1 == pytest.approx(np.abs(h).sum(axis=1).mean(), rel=1e-2)
@@ -60,12 +61,13 @@ def test_unions_take_8_bit_weights(back_end, chosen, gated):
     assert np.mean(stats.fired != of_dense.fired) < 0.01
 
 
-def test_what_is_not_finite_stays_in_its_token(back_end):
-    x, weights = draw_8_bits(300, 128, 256, ("gate", "up"))
-    x[7, 5], x[290, 3] = np.nan, np.inf
-    y, _ = run("unions", x, *weights)
+@pytest.mark.parametrize(("algorithm", "m"), [("unions", 300), ("few_tokens", 23)])
+def test_what_is_not_finite_stays_in_its_token(back_end, algorithm, m):
+    x, weights = draw_8_bits(m, 128, 256, ("gate", "up"))
+    x[7, 5], x[m - 10, 3] = np.nan, np.inf
+    y, _ = run(algorithm, x, *weights)
     is_finite = np.isfinite(np.asarray(y, np.float32)).all(axis=1)
-    np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, 290])
+    np.testing.assert_array_equal(np.flatnonzero(~is_finite), [7, m - 10])
 
 
 def test_gradients_are_refused(back_end):

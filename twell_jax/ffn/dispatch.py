@@ -121,14 +121,14 @@ class Offer:
 OFFERS: dict[Algorithm, Offer] = {
     "dense": Offer("xla", (None,), ("dense",), quantised=True),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
-    "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
+    "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse"), quantised=True),
     "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
     "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse"), quantised=True),
 }
 
 
 _ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
-_ONLY_UNIONS = "of the kernels only unions take Quantised weights: write packing='unions'"
+_NOT_IN_8_BITS = "TwELL takes no Quantised weights: write packing='unions'"
 _NO_GRADIENTS = "Quantised weights have no gradients: leave gradients out"
 
 
@@ -170,7 +170,7 @@ class Rule:
         if case.quantised and request.gradients == "sparse":
             return _NO_GRADIENTS
         if case.quantised and not offer.quantised:
-            return _ONLY_UNIONS
+            return _NOT_IN_8_BITS
         if case.has_live and not offer.live:
             return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
@@ -254,7 +254,7 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    refusals = _NO_GRADIENTS, _ONLY_UNIONS, _ALL_NEURONS
+    refusals = _NO_GRADIENTS, _NOT_IN_8_BITS, _ALL_NEURONS
     refused = next((why for _, why in passed_over if why in refusals), None)
     raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or refused}")
 

@@ -3,7 +3,6 @@
 import difflib
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from twell_jax.inference.generation import ENDED, generate, padded_length
 from twell_jax.inference.language_model import LanguageModel
 from twell_jax.inference.sampling import Sampling
 from twell_jax.inference.stop_texts import StopTexts
+from twell_jax.models import QUANTISED_OPTIONS
 
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -149,6 +149,7 @@ class HarnessModel(TemplateLM):
         # The last token of a row is only predicted, never read, so one more token fits.
         rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]
         graph, params = nnx.split(self.lm.model)
+        score = _SCORE[bool(self.lm.model.quantised())]
         results: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         for start in range(0, len(order), self.batch):
@@ -160,7 +161,7 @@ class HarnessModel(TemplateLM):
                 ids, count = rows[i]
                 tokens[row, : len(ids)] = ids
                 scored[row, len(ids) - 1 - count : len(ids) - 1] = True
-            sums, greedy = jax.device_get(_score(graph, params, tokens, scored))
+            sums, greedy = jax.device_get(score(graph, params, tokens, scored))
             for row, i in enumerate(chosen):
                 results[i] = float(sums[row]), bool(greedy[row])
         return [results[i] for i in range(len(rows))]
@@ -228,7 +229,6 @@ class HarnessModel(TemplateLM):
         return [_before(self.lm.tokenizer.decode(row), until) for row in ids]
 
 
-@partial(jax.jit, static_argnames="graph")
 def _score(graph, params, tokens, scored):
     """Scores the targets of each row that `scored: bool [B, T]` marks.
 
@@ -239,6 +239,12 @@ def _score(graph, params, tokens, scored):
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     greedy = jnp.argmax(logits, axis=-1) == targets
     return -jnp.sum(loss, axis=-1, where=scored), jnp.all(greedy, axis=-1, where=scored)
+
+
+_SCORE = {  # by whether weights are 8-bit floats
+    in_8_bits: jax.jit(_score, static_argnames="graph", compiler_options=options)
+    for in_8_bits, options in ((False, None), (True, QUANTISED_OPTIONS))
+}
 
 
 def _before(text: str, until: Sequence[str]) -> str:

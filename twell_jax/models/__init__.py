@@ -6,6 +6,15 @@ in Hugging Face's format; `sharding` distributes parameters and batches over a m
 
 from twell_jax.models.cache import KVCache
 from twell_jax.models.decoding import DECODE_OPTIONS, decode
+from twell_jax.models.quantised import QUANTISED_OPTIONS
 from twell_jax.models.transformer import PREFILL_OPTIONS, Transformer, graphdef
 
-__all__ = ["DECODE_OPTIONS", "PREFILL_OPTIONS", "KVCache", "Transformer", "decode", "graphdef"]
+__all__ = [
+    "DECODE_OPTIONS",
+    "PREFILL_OPTIONS",
+    "QUANTISED_OPTIONS",
+    "KVCache",
+    "Transformer",
+    "decode",
+    "graphdef",
+]

@@ -18,6 +18,7 @@ from flax import nnx
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.quantised import Operand, Quantised
 from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -25,6 +26,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
+from twell_jax.models.quantised import QuantisedLinear
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
 
@@ -39,18 +41,19 @@ class Layers(NamedTuple):
     """What the kernels read, stacked over layers.
 
     Attributes:
-      qkv: the kernels of the query, key and value projections, each `[layers, D, N]`.
+      qkv: the kernels of the query, key and value projections, each `[layers, D, N]`; or all are
+        `Quantised`, `[layers, N, D]`.
       qkv_bias: `[layers, sum of N]`, or None.
-      out: `[layers, heads * head_dim, D]`.
+      out: `[layers, heads * head_dim, D]`; `Quantised`, `[layers, D, heads * head_dim]`.
       out_bias: `[layers, D]`, or None.
       mlp: of the feed-forward blocks, each `[layers, H, D]`, and their live neurons.
       scales: of the norms, `[layers, D]` each: before the feed-forward block of a layer, and after
         it, which is the next layer's first or the last of the model.
     """
 
-    qkv: tuple[jax.Array, ...]
+    qkv: tuple[Operand, ...]
     qkv_bias: jax.Array | None
-    out: jax.Array
+    out: Operand
     out_bias: jax.Array | None
     mlp: Weights
     scales: tuple[jax.Array, jax.Array]
@@ -75,9 +78,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
         return model.decode(tokens, cache)
     shape = model.blocks.mlp.w_down.shape[1:]
     kernels, why = dispatch.back_end(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    if quantised := model.quantised():
-        why = why or f"it has no kernels for 8-bit weights ({', '.join(quantised)})"
-    why = why or _unsupported(model.config, cache)
+    why = why or _unsupported(model.config, cache) or _mixed(model.quantised())
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     if wanted is None:
@@ -137,6 +138,16 @@ def _unknown(config: ModelConfig) -> str | None:
     return f"it has no kernels for {' and '.join(unknown)}" if unknown else None
 
 
+def _mixed(quantised: tuple[str, ...]) -> str | None:
+    """Why kernels cannot serve these parts in 8 bits; None if they can."""
+    if "down" in quantised:
+        return "it has no kernels for a w_down of 8-bit weights"
+    for parts in (("gate", "up"), ("query", "key", "value")):
+        if 0 < len(set(parts) & set(quantised)) < len(parts):
+            return f"{', '.join(parts)} must all have 8-bit weights, or none, got {quantised}"
+    return None
+
+
 def _step(
     kernels: Kernels, model: Transformer, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
@@ -172,9 +183,9 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
     first = _array(model.blocks.attention_norm.scale)
     following = jnp.concatenate([first[1:], _array(model.norm.scale)[None]])
     return Layers(
-        qkv=tuple(_array(projection.kernel) for projection in qkv),
+        qkv=tuple(_matrix(projection) for projection in qkv),
         qkv_bias=jnp.concatenate(biases[:3], axis=1) if biases else None,
-        out=_array(attention.out.kernel),
+        out=_matrix(attention.out),
         out_bias=biases[3] if biases else None,
         mlp=Weights(
             _array(mlp.w_gate) if model.config.gated else None,
@@ -186,8 +197,17 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
     ), first[0]
 
 
-def _array(parameter: Any) -> jax.Array:
+def _array(parameter: Any) -> Any:
     return parameter[...]
+
+
+def _matrix(layer: nnx.Linear | QuantisedLinear) -> Operand:
+    return _array(layer.weight if isinstance(layer, QuantisedLinear) else layer.kernel)
+
+
+def _k_axis(matrix: Operand) -> int:
+    """The axis of its inputs in a stack of such matrices."""
+    return 2 if isinstance(matrix, Quantised) else 1
 
 
 # Traced once for all layers.
@@ -196,7 +216,8 @@ def _layer(
     stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, act, is_sparse
 ):
     eps, batch = config.norm_eps, len(padding)
-    qkv = kernels.project(stream, layers.qkv, number, k_axis=1, eps=eps, bias=layers.qkv_bias)
+    k_axis = _k_axis(layers.qkv[0])
+    qkv = kernels.project(stream, layers.qkv, number, k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
     heads = dict(heads=config.heads, kv_heads=config.num_kv_heads)
     attended = kernels.decode_attention(qkv, rope, k, v, number, length, padding, **heads)
     before, after = layers.scales
@@ -216,10 +237,11 @@ def _layer(
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:
     weight, k_axis = _array(model.embed.embedding), 2
-    if isinstance(model.unembed, nnx.Linear):
-        weight, k_axis = _array(model.unembed.kernel), 1
+    if model.unembed is not None:
+        weight = _matrix(model.unembed)
+        k_axis = _k_axis(weight)
     if model.config.vocab_size % _COLUMNS:
         return model.logits(model.norm(stream.x))
     only = np.zeros(1, np.int32)
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)
-    return project(stream, (weight[None],), only, k_axis=k_axis)
+    return project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)

@@ -160,6 +160,41 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
     step(accs, block, parts_ref, arrived_ref)
 
 
+def send_words(
+    words: list[ir.Value],
+    address: ir.Value,
+    stride: int,
+    receiver: ir.Value,
+    arrived_ref: ir.Value,
+    predicate: ir.Value,
+) -> None:
+    """Sends float32 words of this lane to a block, inside `plgpu.inline_mgpu`.
+
+    Args:
+      words: what is sent.
+      address: of the first word in this block's shared memory; it goes to the receiver's.
+      stride: bytes from one word to the next.
+      receiver: the block's rank in the cluster, i32.
+      arrived_ref: as in `expect`.
+      predicate: whether this lane sends, i1.
+    """
+    ptx, i32 = mgpu.utils.inline_ptx, ir.IntegerType.get_signless(32)
+    ptx("barrier.cluster.wait.aligned;", convergent=True)  # all blocks expect words
+    address, barrier = (
+        ptx("mapa.shared::cluster.u32 $0, $1, $2;", a, receiver, result_types=i32)
+        for a in (address, simt.smem_address(arrived_ref))
+    )
+    for i, word in enumerate(words):
+        ptx(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 "
+            f"[$0 + {i * stride}], $1, [$2];",
+            address,
+            word,
+            barrier,
+            predicate=predicate,
+        )
+
+
 def wait_for_parts(arrived_ref) -> None:
     """Waits until every block of the cluster has sent its parts to this one."""
 

@@ -1,9 +1,9 @@
 """The row-wise inner loop: one token against a gathered list of neurons.
 
 One warpgroup of 128 lanes holds a row of D columns in registers, padded with zeros to a multiple of
-1024 columns, in the strided layout: lane t has columns 1024 s + 8 t + {0, ..., 7}, one 16-byte
-access for every s. The `inline_mgpu` steps supply what the Pallas language lacks: predicated
-accesses, and one barrier for the sums of several rows.
+1024 columns, in the strided layout: lane t has columns 1024 s + 8 t + {0, ..., 7}, one access for
+every s, of 16 bytes (8 for 8-bit floats). The `inline_mgpu` steps supply what the Pallas language
+lacks: predicated accesses, and one barrier for the sums of several rows.
 """
 
 import functools
@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device import eight_bits, simt
+from pallas_kernels.layouts.quantised import E4M3
 from pallas_kernels.layouts.rectifiers import Rectifier
 
 _LANES = 128  # of a warpgroup
@@ -44,7 +45,9 @@ def row_layout(d: int):
     return plgpu.Layout.WG_STRIDED((row_width(d),), vec_size=_LANE_COLUMNS)
 
 
-def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref, rectifier: Rectifier):
+def gather_ffn(
+    x, entries_ref, count, w_up_ref, w_down_ref, sums_ref, rectifier: Rectifier, up_scale_ref=None
+):
     """Sums `h_i w_down[n_i]` over the first `count` entries (n_i, g_i), h_i = g_i (x . w_up[n_i]).
 
     The weights of the next entries are loaded while the current ones are multiplied. The order of
@@ -55,11 +58,12 @@ def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref, rectifier:
       entries_ref: SMEM, uint32, words `n_i | bits(g_i) << 16`. Up to 2 * batch words past `count`
         are read and not used.
       count: int32 scalar.
-      w_up_ref: GMEM `[H, D]`, bfloat16 or float16; None if `x` is None.
-      w_down_ref: GMEM `[H, D]`, the same dtype, which is also that of g.
+      w_up_ref: GMEM `[H, D]`, as w_down or float8_e4m3fn; None if `x` is None.
+      w_down_ref: GMEM `[H, D]`, bfloat16 or float16, which is also the dtype of g.
       sums_ref: SMEM, float32 `[>= 2, batch, 4]`, workspace; `batch` entries are loaded at a time.
         Other lanes may still read the first two elements afterwards.
       rectifier: what made the gate; it may pass `x . w_up[n_i]` through a ReLU.
+      up_scale_ref: GMEM, float32 `[H]`, the scales of w_up's rows; None if it has none.
 
     Returns:
       The sum, a float32 row, and the float32 scalar `sum_i |h_i|`.
@@ -67,50 +71,64 @@ def gather_ffn(x, entries_ref, count, w_up_ref, w_down_ref, sums_ref, rectifier:
     batch = sums_ref.shape[1]
     d = w_down_ref.shape[1]
 
+    def neurons(first):
+        return [(entries_ref[first + e] & 0xFFFF).astype(jnp.int32) for e in range(batch)]
+
     def fetch(w_ref, first):
         if w_ref is None:
             return []
-        columns = [(entries_ref[first + e] & 0xFFFF).astype(jnp.int32) for e in range(batch)]
-        return [load_row(w_ref.at[n], first + e < count) for e, n in enumerate(columns)]
+        return [load_row(w_ref.at[n], first + e < count) for e, n in enumerate(neurons(first))]
+
+    def scales(first):
+        if up_scale_ref is None:
+            return []
+        # Words past `count` may hold anything.
+        h = up_scale_ref.shape[0]
+        return [up_scale_ref[jnp.minimum(n, h - 1)] for n in neurons(first)]
 
     def gate(i):
         bits = (entries_ref[i] >> 16).astype(jnp.uint16)
         return lax.bitcast_convert_type(bits, w_down_ref.dtype).astype(jnp.float32)
 
     def body(i, carry):
-        up, down, y, l1 = carry
+        up, up_scales, down, y, l1 = carry
         first, following = i * batch, (i + 1) * batch
         h = [gate(first + e) for e in range(batch)]
         if up:
             products = [x * widen(row) for row in up]
             up = fetch(w_up_ref, following)
             sums = sum_rows(products, sums_ref.at[i % 2])
+            if up_scales:
+                sums = [s * scale for s, scale in zip(sums, up_scales, strict=True)]
+                up_scales = scales(following)
             h = [g * rectifier.linear(s) for g, s in zip(h, sums, strict=True)]
         for e, row in enumerate(down):
             h_e = jnp.where(first + e < count, h[e], 0.0)
             y += h_e * widen(row)
             l1 += jnp.abs(h_e)
-        return up, fetch(w_down_ref, following), y, l1
+        return up, up_scales, fetch(w_down_ref, following), y, l1
 
     zeros = plgpu.layout_cast(jnp.zeros(row_width(d), jnp.float32), row_layout(d))
-    start = fetch(w_up_ref, 0), fetch(w_down_ref, 0), zeros, jnp.float32(0)
-    _, _, y, l1 = lax.fori_loop(0, pl.cdiv(count, batch), body, start)
+    start = fetch(w_up_ref, 0), scales(0), fetch(w_down_ref, 0), zeros, jnp.float32(0)
+    *_, y, l1 = lax.fori_loop(0, pl.cdiv(count, batch), body, start)
     return y, l1
 
 
 def load_row(ref, active: jax.Array) -> jax.Array:
-    """Loads the row `ref: [D]` (GMEM, 16-bit); if not `active`, returns zeros without an access."""
-    (d,) = ref.shape
-    row = plgpu.ShapeDtypeStruct((row_width(d),), ref.dtype, layout=row_layout(d))
+    """Loads the row `ref: [D]` (GMEM, 16-bit or float8_e4m3fn, whose bits it returns as uint8); if
+    not `active`, returns zeros without an access."""
+    (d,), dtype = ref.shape, jnp.uint8 if ref.dtype == E4M3 else ref.dtype
+    words = _LANE_COLUMNS * jnp.dtype(dtype).itemsize // 4
+    row = plgpu.ShapeDtypeStruct((row_width(d),), dtype, layout=row_layout(d))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=row)
     def step(_, ref, active):
-        dtype = ir.MemRefType(ref.type).element_type
         chunks = []
         for address, offset, inside in _chunks(ref):
             inside = arith.andi(active.registers.item(), inside)
-            chunks.append(_vector(simt.load_words(address, offset, inside), dtype))
-        return _row(chunks, d)
+            loaded = simt.load_words(address, offset, inside, words)
+            chunks.append(vector_of(loaded, mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))))
+        return row_of(chunks, d, is_signed=False if dtype == jnp.uint8 else None)
 
     return step(ref, active)
 
@@ -176,9 +194,10 @@ def prefetch_rows(ref, first: jax.Array, n: int) -> None:
 
 
 def widen(row: jax.Array) -> jax.Array:
-    """Converts a 16-bit row to float32."""
-    if row.dtype != jnp.bfloat16:
+    """Converts a row of `load_row` to float32."""
+    if row.dtype == jnp.float16:
         return row.astype(jnp.float32)
+    is_8_bits = row.dtype == jnp.uint8
     (d,) = row.shape
     wide = plgpu.ShapeDtypeStruct(row.shape, jnp.float32, layout=row_layout(d))
 
@@ -189,11 +208,14 @@ def widen(row: jax.Array) -> jax.Array:
         chunks = []
         for chunk in row.registers:
             values = []
-            for pair in elements(chunk, i32):
-                values.append(arith.shli(pair, simt.const(16)))
-                values.append(arith.andi(pair, simt.const(-1 << 16)))
-            chunks.append(_vector(values, ir.F32Type.get()))
-        return _row(chunks, d)
+            for word in elements(chunk, i32):
+                if is_8_bits:
+                    values += [mgpu.utils.bitcast(v, i32) for v in eight_bits.from_e4m3(word)]
+                else:
+                    values.append(arith.shli(word, simt.const(16)))
+                    values.append(arith.andi(word, simt.const(-1 << 16)))
+            chunks.append(vector_of(values, ir.F32Type.get()))
+        return row_of(chunks, d)
 
     return step(row)
 
@@ -265,11 +287,11 @@ def elements(x: ir.Value, dtype: ir.Type) -> list[ir.Value]:
 def _chunks(ref: ir.Value):
     """Yields, for each of this lane's chunks of `ref: [D]`, an address, the chunk's offset from it
     in bytes, and whether the chunk lies inside the row."""
-    (d,) = ir.MemRefType(ref.type).shape
-    lane = _lane()
-    address = simt.gmem_address(ref, arith.muli(lane, simt.const(2 * _LANE_COLUMNS)))
+    kind, lane = ir.MemRefType(ref.type), _lane()
+    (d,), size = kind.shape, mgpu.bitwidth(kind.element_type) // 8
+    address = simt.gmem_address(ref, arith.muli(lane, simt.const(size * _LANE_COLUMNS)))
     for start in range(0, d, _PASS_COLUMNS):
-        yield address, 2 * start, simt.less(lane, simt.const((d - start) // _LANE_COLUMNS))
+        yield address, size * start, simt.less(lane, simt.const((d - start) // _LANE_COLUMNS))
 
 
 def _lane() -> ir.Value:
@@ -277,16 +299,19 @@ def _lane() -> ir.Value:
     return arith.andi(mgpu.thread_idx(), simt.const(_LANES - 1))
 
 
-def _row(chunks: list[ir.Value], d: int) -> mgpu.FragmentedArray:
+def row_of(
+    chunks: list[ir.Value], d: int, *, is_signed: bool | None = None
+) -> mgpu.FragmentedArray:
+    """The row of `d` columns whose registers, in this lane, are `chunks`."""
     return mgpu.FragmentedArray(
         _registers=np.array(chunks, dtype=object),
         _layout=row_layout(d).to_mgpu(),
-        _is_signed=None,
+        _is_signed=is_signed,
     )
 
 
-def _vector(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
-    """Concatenates 32-bit words into a vector of `dtype`."""
+def vector_of(words: list[ir.Value], dtype: ir.Type) -> ir.Value:
+    """Concatenates words of 32 bits into a vector of `dtype`."""
     i32 = ir.IntegerType.get_signless(32)
     n = len(words) * 32 // mgpu.bitwidth(dtype)
     words = vector.from_elements(ir.VectorType.get((len(words),), i32), words)

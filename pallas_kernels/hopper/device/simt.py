@@ -74,11 +74,11 @@ def smem_address(ref: ir.Value) -> ir.Value:
 
 
 def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> list[ir.Value]:
-    """Loads `n` (1 or 4) 32-bit words from GMEM at `address + offset` (bytes); if not `active`,
+    """Loads `n` (1, 2 or 4) 32-bit words from GMEM at `address + offset` (bytes); if not `active`,
     returns zeros without an access. Nothing may write these words while the kernel runs."""
     results = [f"${i}" for i in range(n)]
     zero = " ".join(f"mov.b32 {result}, 0;" for result in results)
-    load = "ld.global.nc.v4.b32" if n == 4 else "ld.global.nc.b32"
+    load = "ld.global.nc.b32" if n == 1 else f"ld.global.nc.v{n}.b32"
     words = mgpu.utils.inline_ptx(
         f"{zero} @${n + 1} {load} {{{', '.join(results)}}}, [${n} + {offset}];",
         address,

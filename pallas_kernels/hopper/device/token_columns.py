@@ -50,8 +50,8 @@ def add_parts(parts_ref) -> jax.Array:
 
 
 def load(ref, first: jax.Array, tokens: int) -> jax.Array:
-    """Columns `first` to `first + 15` of `ref` (GMEM, 16-bit): `[tokens, N]`, or one row `[N]`
-    for all tokens."""
+    """Columns `first` to `first + 15` of `ref` (GMEM, floats of 16 or 32 bits): `[tokens, N]`, or
+    one row `[N]` for all tokens."""
     return _load(ref, first, tokens, 0 if len(ref.shape) == 1 else ref.shape[1])
 
 
@@ -61,17 +61,19 @@ def _load(ref, first, tokens, row_columns):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
     def step(_, ref, first):
         dtype = ir.MemRefType(ref.type).element_type
-        i16, f32 = ir.IntegerType.get_signless(16), ir.F32Type.get()
+        width, f32 = mgpu.bitwidth(dtype), ir.F32Type.get()
         values = []
-        for address, offset in _addresses(ref, first.registers.item(), tokens, row_columns, 2):
+        addresses = _addresses(ref, first.registers.item(), tokens, row_columns, width // 8)
+        for address, offset in addresses:
             bits = mgpu.utils.inline_ptx(
-                f"ld.global.b16 $0, [$1 + {offset}];",
+                f"ld.global.b{width} $0, [$1 + {offset}];",
                 address,
-                result_types=i16,
+                result_types=ir.IntegerType.get_signless(width),
                 has_side_effects=True,  # it must stay behind `griddepcontrol_wait`
             )
-            values.append(arith.extf(f32, mgpu.utils.bitcast(bits, dtype)))
-        return _array(values)
+            value = mgpu.utils.bitcast(bits, dtype)
+            values.append(value if width == 32 else arith.extf(f32, value))
+        return array(values)
 
     return step(ref, first)
 
@@ -120,7 +122,7 @@ def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
                 is_part = simt.less(column, const(parts - start))
                 total = arith.addf(total, _load_f32(address, offset + 4 * start, is_part))
             sums.append(_sum_over_columns(total))
-        return _array(sums)
+        return array(sums)
 
     return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
 
@@ -147,9 +149,9 @@ def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
 
 
 def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> None:
-    """Prefetches into L2 row `first + c` of `w_ref` (GMEM `[H, D]`, 16-bit) for each of the 16
-    columns c that has a value above zero for one of the first `tokens` tokens."""
-    how = layout(values.size // COLUMNS)
+    """Prefetches into L2 row `first + c` of `w_ref` (GMEM `[H, D]`) for each of the 16 columns c
+    that has a value above zero for one of the first `tokens` tokens."""
+    how, item = layout(values.size // COLUMNS), jnp.dtype(w_ref.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how))
     def step(_, w_ref, first, values):
@@ -163,7 +165,7 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
             is_token = simt.less(token, const(max(0, tokens - _LANE_TOKENS * i)))
             fires = arith.ori(fires, arith.extui(const(0).type, arith.andi(is_above, is_token)))
         fires = arith.ori(fires, mgpu.utils.shfl_bfly(fires, 16))  # the lane of the same column
-        size = 2 * ir.MemRefType(w_ref.type).shape[1]
+        size = item * ir.MemRefType(w_ref.type).shape[1]
         row = arith.extui(i64, arith.addi(first.registers.item(), column))
         address = arith.addi(simt.gmem_address(w_ref, const(0)), arith.muli(row, mgpu.c(size, i64)))
         mgpu.utils.inline_ptx(
@@ -262,7 +264,7 @@ def element(register: ir.Value) -> ir.Value:
     return vector.extract(register, [], [0])
 
 
-def _array(values: list[ir.Value]) -> mgpu.FragmentedArray:
+def array(values: list[ir.Value]) -> mgpu.FragmentedArray:
     one = ir.VectorType.get((1,), ir.F32Type.get())
     registers = np.array([vector.from_elements(one, [v]) for v in values], dtype=object)
     how = layout(_LANE_TOKENS * len(values))

@@ -3,13 +3,15 @@
 A cluster of four blocks computes 64 columns. Each block multiplies a quarter of K by WGMMA, with
 the matrix as the operand of 64 rows, through a ring of stages in shared memory. The blocks then
 send each other their sums, 16 columns to each, which adds them in a fixed order.
+
+Matrices of 8-bit floats are multiplied with tokens that the blocks round, too.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import cluster, token_columns, warpgroup
+from pallas_kernels.hopper.device import cluster, round_tokens, token_columns, warpgroup
+from pallas_kernels.hopper.device.tiles import tiled
+from pallas_kernels.layouts.quantised import E4M3, Operand, Quantised
 
 PARTS = 4  # blocks of a cluster
 COLUMNS = PARTS * token_columns.COLUMNS  # of a cluster: the rows of a WGMMA
 _SM_BYTES = 228 * 1024  # shared memory of an SM
 _ALIGNMENT = 1024  # of an array in shared memory
 _OVERHEAD = 2048  # bytes of shared memory of a block besides its arrays: the system's and barriers
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+class Matrices(NamedTuple):
+    """What a kernel reads of matrices that are multiplied.
+
+    Attributes:
+      values: each `[layers, K, N]` or `[layers, N, K]`.
+      scales: float32 `[layers, N]` for each matrix that a block multiplies, with all columns if
+        those of several follow each other. None for matrices of 16 bits.
+    """
+
+    values: tuple[Any, ...]
+    scales: tuple[Any, ...] | None
+
+    @classmethod
+    def of(cls, weights: tuple[Operand, ...], *, side_by_side: bool = True) -> "Matrices":
+        """For stacked matrices, all of them `Quantised` or none."""
+        quantised = [w for w in weights if isinstance(w, Quantised)]
+        if not quantised:
+            return cls(weights, None)
+        scales = [w.scale[..., 0] for w in quantised]
+        if side_by_side:
+            scales = [jnp.concatenate(scales, axis=1)]
+        return cls(tuple(w.values for w in quantised), tuple(scales))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +63,9 @@ class TokenRing:
       tokens: a multiple of 8, at most 64.
       k: columns of the tokens.
       columns: of each matrix.
-      k_axis: the axis of the matrices, `[layers, K, N]` or `[layers, N, K]`, that is summed over.
+      k_axis: the axis of the matrices, `[layers, K, N]` or `[layers, N, K]`, that is summed over;
+        2 for 8-bit floats.
+      dtype: of the matrices.
       side_by_side: whether the matrices' columns follow each other; else each cluster multiplies
         its columns of all of them.
       on_sm: blocks that are to share an SM. Three are faster than one with a deeper ring, even
@@ -49,6 +78,7 @@ class TokenRing:
     k: int
     columns: tuple[int, ...]
     k_axis: int
+    dtype: Any
     side_by_side: bool = True
     on_sm: int = 3
     reserved: int = 0
@@ -56,8 +86,9 @@ class TokenRing:
     @classmethod
     def of(cls, x, weights, *, k_axis: int, **options) -> "TokenRing":
         """For `x: [tokens, K]` and matrices `[layers, K, N]` (`k_axis` 1) or `[layers, N, K]`."""
-        tokens, k = x.shape
-        ring = cls(tokens, k, tuple(w.shape[3 - k_axis] for w in weights), k_axis, **options)
+        (tokens, k), dtype = x.shape, weights[0].dtype
+        columns = tuple(w.shape[3 - k_axis] for w in weights)
+        ring = cls(tokens, k, columns, k_axis, jnp.dtype(dtype), **options)
         if "on_sm" not in options and _clusters_at_once(3) < ring.tiles <= _clusters_at_once(4):
             return dataclasses.replace(ring, on_sm=4)  # all are on the GPU at once
         return ring
@@ -73,8 +104,15 @@ class TokenRing:
         return 1 if self.side_by_side else len(self.columns)
 
     @property
+    def is_8_bits(self) -> bool:
+        """Whether matrices, and tokens in shared memory, are 8-bit floats."""
+        return self.dtype == E4M3
+
+    @property
     def stage_k(self) -> int:
         """Rows of K in a stage."""
+        if self.is_8_bits:
+            return round_tokens.STAGE
         return 128 if self.k % (PARTS * 128) == 0 and self._fitting(128) >= 3 else 64
 
     @property
@@ -90,17 +128,15 @@ class TokenRing:
     def _fitting(self, stage_k: int) -> int:
         """Stages of so many rows of K that fit into a block's share of the shared memory."""
         taken = self.reserved + _OVERHEAD + size((self.parts(), _arrived()))
-        return (_SM_BYTES // self.on_sm - taken) // (
-            2 * stage_k * (self.sums * COLUMNS + self.tokens)
-        )
+        stage = self.dtype.itemsize * stage_k * (self.sums * COLUMNS + self.tokens)
+        return (_SM_BYTES // self.on_sm - taken) // stage
 
-    def memory(self, dtype) -> tuple[Any, Any]:
+    def memory(self) -> tuple[Any, Any]:
         """The shared memory in which stages of the matrices and of x lie."""
         w_tile = (self.stage_k, COLUMNS) if self.k_axis == 1 else (COLUMNS, self.stage_k)
-        return (
-            plgpu.SMEM((self.slots, self.sums, *w_tile), dtype, transforms=_TILED),
-            plgpu.SMEM((self.slots, self.tokens, self.stage_k), dtype, transforms=_TILED),
-        )
+        shapes = (self.slots, self.sums, *w_tile), (self.slots, self.tokens, self.stage_k)
+        w, x = (plgpu.SMEM(s, self.dtype, transforms=tiled(self.dtype)) for s in shapes)
+        return w, x
 
     def parts(self) -> Any:
         """The shared memory in which sums arrive."""
@@ -109,12 +145,13 @@ class TokenRing:
 
     def barriers(self) -> Any:
         """The barriers of the stages."""
-        return plgpu.Barrier(num_arrivals=1 + self.sums, num_barriers=self.slots)
+        copies = self.sums if self.is_8_bits else 1 + self.sums
+        return plgpu.Barrier(num_arrivals=copies, num_barriers=self.slots)
 
-    def scratch(self, dtype) -> dict[str, Any]:
+    def scratch(self) -> dict[str, Any]:
         """All that a `Product` takes."""
         return dict(
-            ring=self.memory(dtype),
+            ring=self.memory(),
             here=self.barriers(),
             parts=self.parts(),
             arrived=_arrived(),
@@ -127,19 +164,21 @@ class Product:
 
     Attributes:
       ring: how it is cut.
-      x: GMEM `[tokens, K]`.
-      ws: GMEM, the matrices of all layers.
+      x: GMEM `[tokens, K]`, 16-bit.
+      matrices: GMEM, of all layers.
       number: int32 scalar, the layer.
       tile: int32 scalar, of the cluster.
       smem: what `TokenRing.scratch` asks for; `cluster.prepare` has prepared `arrived`.
+      scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
     """
 
     ring: TokenRing
     x: Any
-    ws: tuple[Any, ...]
+    matrices: Matrices
     number: jax.Array
     tile: jax.Array
     smem: dict[str, Any]
+    scales: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def first_column(self) -> jax.Array:
@@ -155,6 +194,20 @@ class Product:
         for stage in range(self.ring.slots):
             self._fetch_matrices(stage)
 
+    def with_scales(self) -> "Product":
+        """In 8 bits, with the scales of the tokens, which the blocks of the cluster find together.
+
+        It is called behind what x comes from, and before `expect`. In 16 bits nothing is to do.
+        """
+        ring, part = self.ring, lax.axis_index("part")
+        if not ring.is_8_bits:
+            return self
+        columns = ring.stages * ring.stage_k
+        largest = round_tokens.largest(self.x, part * columns, columns)
+        sums, arrived = self.smem["parts"], self.smem["arrived"]
+        found = round_tokens.scales(largest, part, sums.at[0, 0], arrived)
+        return dataclasses.replace(self, scales=found)
+
     def fetch_tokens(self) -> None:
         """Fills the ring with x."""
         for stage in range(self.ring.slots):
@@ -169,8 +222,15 @@ class Product:
 
     def receive(self) -> list[jax.Array]:
         """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
+        factors = [
+            token_columns.load(scale.at[self.number], self.first_column, self.ring.tokens)
+            for scale in self.matrices.scales or ()
+        ]
         cluster.wait_for_parts(self.smem["arrived"])
-        return [token_columns.add_parts(self.smem["parts"].at[i]) for i in range(self.ring.sums)]
+        sums = [token_columns.add_parts(self.smem["parts"].at[i]) for i in range(self.ring.sums)]
+        if self.scales is None:
+            return sums
+        return [s * self.scales[0] * factor for s, factor in zip(sums, factors, strict=True)]
 
     def _accumulate(self, *accs):
         ring, (w_smem, x_smem) = self.ring, self.smem["ring"]
@@ -195,8 +255,11 @@ class Product:
 
     def _fetch_tokens(self, stage):
         slot = stage % self.ring.slots
-        target, here = self.smem["ring"][1].at[slot], self.smem["here"].at[slot]
-        plgpu.copy_gmem_to_smem(self.x.at[:, self._k(stage)], target, here)
+        target, here, k = self.smem["ring"][1].at[slot], self.smem["here"].at[slot], self._k(stage)
+        if self.scales is not None:
+            round_tokens.store(self.x, k.start, self.scales[1], target)
+        else:
+            plgpu.copy_gmem_to_smem(self.x.at[:, k], target, here)
 
     def _fetch_matrices(self, stage):
         ring, tile, slot = self.ring, self.tile, stage % self.ring.slots
@@ -208,8 +271,8 @@ class Product:
             plgpu.copy_gmem_to_smem(w.at[self.number, *where], target, here)
 
         first = 0
-        for i, w in enumerate(self.ws):
-            if not ring.side_by_side or len(self.ws) == 1:
+        for i, w in enumerate(self.matrices.values):
+            if not ring.side_by_side or len(ring.columns) == 1:
                 fetch(w, i, tile)
                 continue
             tiles = ring.columns[i] // COLUMNS

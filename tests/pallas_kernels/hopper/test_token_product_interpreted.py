@@ -11,7 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import support, token_ffn
-from pallas_kernels.hopper.device import cluster, grid, open_gates, token_columns, warpgroup
+from pallas_kernels.hopper.device import (
+    cluster,
+    grid,
+    open_gates,
+    round_tokens,
+    token_columns,
+    warpgroup,
+)
 from pallas_kernels.hopper.frames import token_ring
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
@@ -28,6 +35,7 @@ from tests.pallas_kernels.hopper.test_token_product import (
     weight,
     wide,
 )
+from tests.pallas_kernels.hopper.test_token_product_8_bits import in_8_bits, inverse_rms, product
 
 
 @pytest.fixture
@@ -49,6 +57,31 @@ def interpreted(monkeypatch, capsys):
 
         shape = jax.ShapeDtypeStruct(parts_ref.shape, jnp.float32)
         parts_ref[...] = io_callback(exchange, shape, jnp.stack(accs), block)
+
+    def largest(x_ref, first, columns):
+        part = jax.lax.dynamic_slice_in_dim(padded(x_ref, columns), first, columns, 1)
+        return jnp.repeat(jnp.max(jnp.abs(part), axis=1).astype(jnp.float32), 16)
+
+    def scales(parts, block, *_):
+        """The blocks of a cluster tell each other their `parts`."""
+
+        def exchange(parts, block):
+            board[int(block)] = np.asarray(parts)
+            meeting.wait(timeout=60)
+            top = np.max([board[sender] for sender in range(4)], axis=0)
+            meeting.wait(timeout=60)
+            return top
+
+        top = io_callback(exchange, jax.ShapeDtypeStruct(parts.shape, jnp.float32), parts, block)
+        return top * np.float32(1 / 448), 1 / (top * np.float32(1 / 448))
+
+    def store_rounded(x_ref, first, reciprocal, target_ref):
+        stage = jax.lax.dynamic_slice_in_dim(padded(x_ref, 128), first, 128, 1)
+        values = stage.astype(jnp.float32) * reciprocal[::16, None]
+        target_ref[...] = values.astype(target_ref.dtype)
+
+    def padded(x_ref, columns):
+        return jnp.pad(x_ref[...], ((0, 0), (0, 4 * columns)))
 
     def load(ref, first, tokens):
         rows = jnp.broadcast_to(ref[...], (tokens, ref.shape[-1]))
@@ -74,6 +107,7 @@ def interpreted(monkeypatch, capsys):
                 "wait_for_parts": None,
             },
         ),
+        (round_tokens, {"largest": largest, "scales": scales, "store": store_rounded}),
         (warpgroup, {"barrier": None}),
         (support, {"sm_count": lambda: 132}),
         (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
@@ -123,6 +157,20 @@ def test_interpreted(interpreted, m, k):
         out = HOPPER.add_product(stream.x, w, layer, residual, after)
     assert relative_error(out.x, wide(residual)[0] + wide(x)[0] @ wide(w[1])[0]) < ROUNDING
     assert_consistent(out, after[1])
+
+
+# With 128 columns in a stage, the last block of the second case has none before K ends.
+@pytest.mark.parametrize(("m", "k"), [(8, 512), (64, 640)])
+def test_8_bits_interpreted(interpreted, m, k):
+    x, residual = normal(m, k).astype(jnp.bfloat16), normal(m, 64).astype(jnp.bfloat16)
+    weights, layer = tuple(in_8_bits(2, n, k) for n in (64, 128)), jnp.asarray(LAYER)
+    stream, ones = stream_of(x, np.ones(k, jnp.bfloat16)), np.ones((2, 64), jnp.bfloat16)
+    with interpreted():
+        y = HOPPER.project(stream, weights, layer, k_axis=2, eps=EPS, dtype=jnp.float32)
+        out = HOPPER.add_product(x, weights[0], layer, residual, ones)
+    exact = np.concatenate([product(x, w) for w in weights], axis=1)
+    assert relative_error(y, exact * inverse_rms(x)) < 1e-5
+    assert relative_error(out.x, wide(residual)[0] + exact[:, :64]) < ROUNDING
 
 
 # One cluster takes tiles of neurons or of columns one after the other; `meet` is no synchronisation

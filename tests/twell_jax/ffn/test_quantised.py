@@ -121,7 +121,7 @@ def test_of_the_kernels_only_unions_take_them(reference_kernels):
         assert explain(x, gate, w, w, **options).splitlines()[-1].startswith("  unions")
     few = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16)
     assert explain(few, w, gate, w, implementation="mosaic").splitlines()[-1].startswith("  unions")
-    with pytest.raises(CannotServe, match="only unions take Quantised weights"):
+    with pytest.raises(CannotServe, match="TwELL takes no Quantised weights"):
         explain(x, gate, w, w, packing="twell")
     with pytest.raises(CannotServe, match="Quantised weights have no gradients: leave"):
         explain(x, gate, w, w, gradients="sparse")

@@ -15,6 +15,7 @@ from tests.twell_jax import drawn
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe, dispatch
 from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, decode, graphdef
+from twell_jax.models.quantised import ATTENTION, COVERED
 
 MODEL = {
     "vocab_size": 320, "context": 32, "d_model": 1024, "layers": 2, "heads": 4, "head_size": 64,
@@ -37,6 +38,12 @@ CASES = {
         "attention_bias": True, "sliding_window": CAPACITY,
     },
 }  # fmt: skip
+IN_8_BITS = {  # the parts with 8-bit weights, and the case
+    "sparse, all but down": (COVERED["fp8-all-but-down"], "sparse"),
+    "sparse, block": (COVERED["fp8"], "sparse"),
+    "silu, all but down": (COVERED["fp8-all-but-down"], "silu"),
+    "relu, attention": (ATTENTION, "relu"),
+}
 
 
 @pytest.fixture(params=["reference", pytest.param("hopper", marks=pytest.mark.gpu)])
@@ -45,12 +52,15 @@ def back_end(request, monkeypatch):
     monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
 
 
-def with_settings(model, **changes):
-    """The model with other settings; parameters get the `param_dtype` that is among them."""
+def with_settings(model, quantise=(), **changes):
+    """The model with other settings; parameters get the `param_dtype` that is among them, and
+    those parts 8-bit floats."""
     params, live = nnx.state(model, nnx.Param, ...)
     if dtype := changes.get("param_dtype"):
         params = jax.tree.map(lambda a: a.astype(dtype), params)
-    return nnx.merge(graphdef(model.config.model_copy(update=changes)), params, live)
+    model = nnx.merge(graphdef(model.config.model_copy(update=changes)), params, live)
+    model.quantise(quantise)
+    return model
 
 
 prefill = nnx.jit(lambda model, tokens, padding: model.prefill(tokens, CAPACITY, padding))
@@ -75,14 +85,30 @@ def decoded(model, tokens, padding, cache):
 @pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES)
 def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch):
-    changes = CASES[case]
+    errors, caches = errors_and_caches(CASES[case], batch)
+    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.05
+    for ours, theirs in zip(*(jax.tree.leaves(cache) for cache in caches.values()), strict=True):
+        assert relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32)) < 0.03
+
+
+@pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", IN_8_BITS)
+def test_as_exact_as_xla_with_8_bit_weights(back_end, case, batch):
+    parts, settings = IN_8_BITS[case]
+    errors, _ = errors_and_caches(CASES[settings], batch, parts)
+    # Where 16 bits round a token, its 8-bit values may change, each by up to an eighth.
+    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.3
+
+
+def errors_and_caches(changes, batch, quantise=()):
+    """By implementation: the logits' error against whole sequences in float32, and the cache."""
     model = drawn.transformer(**MODEL | changes | {"ffn_implementation": "xla"})
     tokens = seeds.rng().integers(0, 320, (batch, CAPACITY), dtype=np.int32)
     padding = seeds.rng().integers(0, PROMPT, batch, dtype=np.int32)
     padding[0] = 0
     alone = [np.roll(row, -start) for row, start in zip(tokens, padding, strict=True)]
     expected, _ = nnx.jit(lambda model, tokens: model(tokens))(
-        with_settings(model, **WIDE), np.array(alone)
+        with_settings(model, quantise, **WIDE), np.array(alone)
     )
     places = np.arange(PROMPT, CAPACITY) - padding[:, None]
     expected = np.take_along_axis(np.asarray(expected), places[..., None], axis=1)
@@ -91,39 +117,45 @@ def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch):
     for implementation in ("xla", "mosaic"):
         ffn = changes.get("ffn_implementation", "xla") if implementation == "mosaic" else "xla"
         choice = {"decode_implementation": implementation, "ffn_implementation": ffn}
-        decoder = with_settings(model, **choice)
-        _, cache = prefill(model, tokens[:, :PROMPT], padding)
+        decoder = with_settings(model, quantise, **choice)
+        prompted = with_settings(model, quantise)
+        _, cache = prefill(prompted, tokens[:, :PROMPT], padding)
         logits, caches[implementation] = decoded(decoder, tokens, padding, cache)
         errors[implementation] = relative_error(logits, expected)
-    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.05
-    for ours, theirs in zip(*(jax.tree.leaves(cache) for cache in caches.values()), strict=True):
-        assert relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32)) < 0.03
+    return errors, caches
 
 
-def abstract(**settings):
+def abstract(quantise=(), **settings):
     """A config, and abstract parameters of its model."""
     config = ModelConfig(**MODEL | settings)
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    return config, nnx.state(model)
+    return config, nnx.state(nnx.eval_shape(lambda: made(config, quantise)))
 
 
-def one_step(config, batch, capacity):
+def made(config, quantise):
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    model.quantise(quantise)
+    return model
+
+
+def one_step(config, batch, capacity, quantise=()):
     """A function that decodes a token of each sequence, of parameters and a cache; such a cache."""
 
     def step(params, cache):
         tokens = jnp.zeros((batch, 1), jnp.int32)
-        return decode(nnx.merge(graphdef(config), params), tokens, cache)
+        return decode(nnx.merge(graphdef(config, quantise), params), tokens, cache)
 
     return step, jax.eval_shape(lambda: KVCache.empty(config, batch, capacity))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_five_launches_a_layer(case, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "quantise"), [*((case, ()) for case in CASES), ("sparse", COVERED["fp8-all-but-down"])]
+)
+def test_five_launches_a_layer(case, quantise, monkeypatch):
     hopper = HOPPER._replace(unsupported=lambda w: None)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (hopper,))
     monkeypatch.setattr(support, "sm_count", lambda: 132)
-    config, params = abstract(**CASES[case], decode_implementation="mosaic")
-    step, cache = one_step(config, 2, CAPACITY)
+    config, params = abstract(quantise, **CASES[case], decode_implementation="mosaic")
+    step, cache = one_step(config, 2, CAPACITY, quantise)
     head = config.vocab_size % 64 == 0
     assert kernel_calls(step, params, cache) == 5 * config.layers + head
 
@@ -161,4 +193,20 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
     config, params = abstract(**changes, decode_implementation="mosaic")
     step, cache = one_step(config, batch, capacity)
     with pytest.raises(CannotServe, match=f"decode_implementation='mosaic' .*{message}"):
+        jax.eval_shape(step, params, cache)
+
+
+@pytest.mark.parametrize(
+    ("quantise", "message"),
+    [
+        (["down"], "no kernels for a w_down of 8-bit weights"),
+        (["gate"], r"gate, up must all have 8-bit weights, or none, got \('gate',\)"),
+        (["key", "value"], "query, key, value must all have 8-bit weights, or none, got"),
+    ],
+)
+def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(quantise, message, monkeypatch):
+    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
+    config, params = abstract(quantise, decode_implementation="mosaic")
+    step, cache = one_step(config, 1, 16, quantise)
+    with pytest.raises(CannotServe, match=message):
         jax.eval_shape(step, params, cache)

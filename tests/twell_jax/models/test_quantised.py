@@ -14,8 +14,7 @@ from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.twell_jax import drawn
 from tests.twell_jax.ffn.test_quantised import in_e4m3
-from twell_jax import CannotServe
-from twell_jax.models import KVCache, decode, graphdef, sharding
+from twell_jax.models import KVCache, graphdef, sharding
 from twell_jax.models.quantised import (
     ATTENTION,
     COVERED,
@@ -155,15 +154,6 @@ def test_scales_are_where_the_parts_of_their_rows_are():
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("part", [*ATTENTION, "head"])
-def test_decoding_kernels_pass_quantised_weights_over(part, reference_kernels):
-    model = drawn.transformer(**MODEL | {"d_ff": 128}, decode_implementation="mosaic")
-    model.quantise([part])
-    cache = KVCache.empty(model.config, 2, 8)
-    with pytest.raises(CannotServe, match=rf"no kernels for 8-bit weights \({part}\)$"):
-        decode(model, np.zeros((2, 1), int), cache)
-
-
 def test_what_is_no_part_is_refused():
     with pytest.raises(ValueError, match=r"parts must be of \['gate', .*'head'\], got \['norm'\]"):
         drawn.transformer(**MODEL).quantise(["norm", "up"])
@@ -185,7 +175,8 @@ def test_cublaslt_multiplies_in_fp8():
     model.quantise((*ATTENTION, "head"))
     graph, params = nnx.split(model)
     call = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)[0])
-    compiled = call.lower(params, tokens).compile()
+    options = {"xla_gpu_enable_triton_gemm": False}  # else XLA takes what is faster
+    compiled = call.lower(params, tokens).compile(options)
     # Those of a loop over layers are there once.
     assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') >= 5
     assert 1e-3 < relative_error(compiled(params, tokens), exact) < 0.2
