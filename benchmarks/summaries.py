@@ -62,7 +62,8 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_GRADIENTS = f"gradients-{_H100}"
+_GRADIENTS = "gradients-nvidia-h200-20261123"
+_FP8_MODELS = "inference-fp8-nvidia-h200-20261123"
 _GENERATION = "inference-nvidia-h200-20261123"
 _WORK = {
     "forward": "scoring",
@@ -116,6 +117,16 @@ def _sequences(row: Row) -> str:
     return f"{row['micro_batch']} x {row['batch_tokens'] // row['micro_batch']}"
 
 
+def _named(row: Row) -> str:
+    """The model, and which of its weights have 8 bits."""
+    _, _, in_8_bits = row["implementation"].partition("fp8")
+    return (row.get("model") or row["config"]) + (in_8_bits and f", FP8{in_8_bits}")
+
+
+def _on_h200(ours: str) -> Pick:
+    return _pick(_FP8_MODELS, ours, {"direction": "forward"}, "xla, relu")
+
+
 SUMMARIES: dict[str, Summary] = {
     "forward": Summary(
         columns={
@@ -144,26 +155,25 @@ SUMMARIES: dict[str, Summary] = {
         columns={
             "pattern": _ours(number("pattern", "{}")),
             "mean nnz of 5632": _ours(number("nnz_mean", "{:.0f}")),
-            "dense rows": _ours(number("heavy_rows", "{}")),
             "gated": _ours(yes("gated")),
-            "dense XLA, ms": _baseline(number("ms", "{:.2f}")),
-            "sparse gradients, ms": _ours(number("ms", "{:.2f}")),
-            "speed-up": _speedup,
-            "peak memory": lambda ours, dense: f"{ours['peak_bytes'] / dense['peak_bytes']:.0%}",
+            "union": _ours(number("union", "{:.2f}")),
+            "listed": _ours(number("listed", "{:.2f}")),
+            "dense XLA, ms": _ours(number("baseline_ms", "{:.2f}")),
+            "room 0.5": _ours(number("speedup", "{:.2f}x")),
+            "room 1.0": _baseline(number("speedup", "{:.2f}x")),
         },
         picks=tuple(
-            Pick(
-                _GRADIENTS,
-                {**case, "implementation": "unions", "gradient_capacity": 0.5},
-                {**case, "implementation": "xla"},
-            )
+            Pick(_GRADIENTS, {**case, "gradient_capacity": 0.5}, {**case, "gradient_capacity": 1.0})
             for case in (
                 {"pattern": pattern, "nnz_mean": nnz, "gated": gated}
                 for pattern, nnz, gated in (
                     ("recorded", 20.0, True),
-                    ("recorded", 25.4, True),
                     ("skewed", 29.0, True),
                     ("skewed", 60.1, True),
+                    ("skewed", 120.1, True),
+                    ("skewed", 299.6, True),
+                    ("uniform", 29.3, True),
+                    ("uniform", 1497.0, True),
                     ("skewed", 29.0, False),
                 )
             )
@@ -172,7 +182,7 @@ SUMMARIES: dict[str, Summary] = {
     "models": Summary(
         columns={
             "work": _ours(lambda row: _WORK[row.get("direction", "training")]),
-            "model": _ours(lambda row: row.get("model") or row["config"]),
+            "model": _ours(_named),
             "sequences": _ours(_sequences),
             "dense XLA, tokens/s": _baseline(number("tokens_per_second", "{:,.0f}")),
             "kernels, tokens/s": _ours(number("tokens_per_second", "{:,.0f}")),
@@ -180,7 +190,9 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=(
-            _model("inference", model="2b", direction="forward"),
+            _on_h200("mosaic, relu"),
+            _on_h200("mosaic, relu, fp8 gate and up"),
+            _on_h200("mosaic, relu, fp8 all but down"),
             _model("inference-1p5b", model="1p5b", direction="forward"),
             _model("inference", model="0p5b", direction="forward"),
             _step("0p5b"),

@@ -301,10 +301,14 @@ def _kernel(x, layer, matrices, *refs, smem, call, count):
             plgpu.griddepcontrol_launch_dependents()
 
     def multiply():
+        is_8_bits = call.ring.is_8_bits
+        (product.expect_scales if is_8_bits else product.expect)()
         product.fetch_matrices()
         begin()
-        scaled = product.with_scales()
-        scaled.expect()
+        scaled = product
+        if is_8_bits:
+            scaled = product.with_scales()
+            scaled.expect()
         scaled.fetch_tokens()
         store = call.finish(operands, outs, number, product.first_column)
         scaled.send()

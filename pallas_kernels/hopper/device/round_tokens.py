@@ -65,11 +65,9 @@ def scales(
       parts: from `largest`, of this block's columns.
       block: int32 scalar, this block's rank in the cluster of four.
       parts_ref: SMEM, float32, at least `4 * tokens`, workspace.
-      arrived_ref: of `cluster.prepare`; no exchange has been expected that has not ended.
+      arrived_ref: of `cluster.expect`, with the bytes of these.
     """
-    tokens = parts.size // token_columns.COLUMNS
-    blocks = 4
-    cluster.expect(4 * blocks * tokens, arrived_ref)
+    tokens, blocks = parts.size // token_columns.COLUMNS, 4
     how = token_columns.layout(tokens)
 
     @plgpu.inline_mgpu(arg_types=(how, SCALAR, plgpu.RefType(), plgpu.RefType()))
@@ -101,15 +99,15 @@ def scales(
 
 
 def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
-    """Rounds 128 columns of each token into shared memory, for the products that follow.
+    """Rounds columns of each token into shared memory, for the products that follow.
 
     Args:
       x_ref: GMEM `[tokens, K]`, 16-bit, K a multiple of 8. Columns past K become zeros.
       first: int32 scalar, the first of the columns.
       reciprocal: of the scales, from `scales`.
-      target_ref: SMEM, float8_e4m3fn `[tokens, 128]` with the transforms `tiles.tiled`.
+      target_ref: SMEM, float8_e4m3fn `[stages, tokens, 128]` with the transforms `tiles.tiled`.
     """
-    tokens, k = x_ref.shape
+    (tokens, k), columns = x_ref.shape, target_ref.shape[0] * STAGE
     dtype, how = jnp.dtype(x_ref.dtype), token_columns.layout(tokens)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how, plgpu.RefType(tiled(E4M3))))
@@ -120,19 +118,22 @@ def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
         half = arith.muli(arith.andi(lane, const(1)), const(8))
         place = arith.addi(arith.muli(row, const(STAGE)), arith.addi(chunk, half))
         place = arith.addi(simt.smem_address(target_ref), place)
-        loads = [
-            simt.load_chunk(*chunk)
-            for token in range(0, tokens, _TOKENS)
-            for chunk in _chunks(x_ref, first, token, STAGE, k)
+        factors = [token_columns.element(register) for register in reciprocal.registers.flat]
+        chunks = [
+            (tokens * STAGE * stage + STAGE * token, factor, chunk)
+            for token, factor in zip(range(0, tokens, _TOKENS), factors, strict=True)
+            for stage, chunk in enumerate(_chunks(x_ref, first, token, columns, k))
         ]
-        for tile, (words, factor) in enumerate(zip(loads, reciprocal.registers.flat, strict=True)):
-            factor = token_columns.element(factor)
-            mgpu.utils.inline_ptx(
-                f"st.shared.v2.b32 [$0 + {tile * _TOKENS * STAGE}], {{$1, $2}};",
-                place,
-                *(eight_bits.rounded(words[i : i + 2], factor, dtype) for i in (0, 2)),
-                has_side_effects=True,
-            )
+        for start in range(0, len(chunks), _IN_FLIGHT):
+            part = chunks[start : start + _IN_FLIGHT]
+            loads = [simt.load_chunk(*chunk) for *_, chunk in part]
+            for (offset, factor, _), words in zip(part, loads, strict=True):
+                mgpu.utils.inline_ptx(
+                    f"st.shared.v2.b32 [$0 + {offset}], {{$1, $2}};",
+                    place,
+                    *(eight_bits.rounded(words[i : i + 2], factor, dtype) for i in (0, 2)),
+                    has_side_effects=True,
+                )
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
         mgpu.warpgroup_barrier()
 

@@ -127,7 +127,8 @@ def test_reference_is_non_finite_where_dense_is(gated):
         (dict(x=np.zeros((4, 384), jnp.bfloat16)), r"x must be bfloat16 \[4, 192\]"),
         (dict(x=np.zeros((4, 192), jnp.float32)), "x must be bfloat16"),
         (dict(w_gate=np.zeros((192, 384), jnp.bfloat16)), "w_gate must be"),
-        (dict(w_up=np.zeros((384, 96), jnp.bfloat16)), "w_up must be .* a multiple of 64"),
+        (dict(w_up=np.zeros((384, 96), jnp.bfloat16)), r"w_up must be bfloat16 \[384, 192\]"),
+        (dict(w_down=np.zeros((384, 96), jnp.bfloat16)), "w_down must be .* a multiple of 64"),
         (dict(w_down=np.zeros((192, 384), jnp.bfloat16)), "w_down must be"),
     ],
 )

@@ -177,8 +177,9 @@ def test_cublaslt_multiplies_in_fp8():
     call = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)[0])
     options = {"xla_gpu_enable_triton_gemm": False}  # else XLA takes what is faster
     compiled = call.lower(params, tokens).compile(options)
-    # Those of a loop over layers are there once.
-    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') >= 5
+    # Those of a loop over layers are there once, and XLA merges small ones of the same tokens:
+    # query, key and value; the output; the head.
+    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') >= 3
     assert 1e-3 < relative_error(compiled(params, tokens), exact) < 0.2
     layer, x = linears()[0], jnp.asarray(tokens_of(64), jnp.bfloat16)
     y = jax.jit(lambda x: project(x, QuantisedLinear(transposed(layer.kernel)))[0])(x)
