@@ -51,6 +51,8 @@ VARIANTS: dict[str, Callable[[Transformer], None]] = {
     "mosaic, relu, fp8 all but down": lambda model: model.quantise(COVERED["fp8-all-but-down"]),
 }
 
+SPARSE = tuple(name for name in VARIANTS if name.startswith("mosaic"))
+
 
 def quantised(name: str, config: ModelConfig, params: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
     """The model of VARIANTS with this name, made of a model's parameters."""

@@ -4,24 +4,22 @@
     python -m benchmarks.inference --checkpoint DIRECTORY --text FILE
 
 "forward" scores 64 sequences of 2048 tokens; if they do not fit for every variant, half of them, a
-quarter, and so on. It also measures the models with 8-bit weights of `fp8_models`. "prefill" reads
-the prompts of a few sequences, "decode" appends a token to each of them. Without a checkpoint,
-weights are random and each layer fires as `NNZ` and `PROFILE` say. "error" compares cross-entropies
-or logits with those of the dense bfloat16 model of the same function and weights, "logits_error"
-the logits after the sequences that "forward" scores. "decode" also lets `generate` write, greedily
-and, where kernels decode, at a temperature; the tokens per second that it reports stand beside
-those of the step alone. Energy needs the package nvidia-ml-py. Where torch with CUDA is installed,
-"torch, silu" is a dense decoder in torch; it lives in the memory that JAX leaves free, 25 % of the
-GPU's by default.
+quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
+of them. "forward" and "decode" also measure the models with 8-bit weights of `fp8_models`. Without
+a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say. "error" compares
+cross-entropies or logits with those of the dense bfloat16 model of the same function and weights,
+"logits_error" the logits after the sequences that "forward" scores. "decode" also lets `generate`
+write, greedily and, where kernels decode, at a temperature; the tokens per second that it reports
+stand beside those of the step alone. Energy needs the package nvidia-ml-py. Where torch with CUDA
+is installed, "torch, silu" is a dense decoder in torch; it lives in the memory that JAX leaves
+free, 25 % of the GPU's by default.
 """
 
 import argparse
 import itertools
-import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -34,9 +32,9 @@ import optax
 from flax import nnx
 
 from benchmarks import fp8_models, patterns, record
+from benchmarks.calls import Call, measure, peak_bytes
 from twell_jax import config as config_lib
 from twell_jax import models
-from twell_jax.analysis import timing
 from twell_jax.config import ModelConfig
 from twell_jax.inference import GREEDY, Sampling, generate, language_model
 from twell_jax.inference.rates import Timed
@@ -48,7 +46,6 @@ from twell_jax.models import (
     Transformer,
     graphdef,
 )
-from twell_jax.train import pace
 
 try:
     from benchmarks import torch_decoder
@@ -75,7 +72,6 @@ BATCH, CONTEXT = 64, 2048
 DECODE_BATCHES, PROMPT, CAPACITY = (1, 8, 32), 512, 1024
 GENERATED = 128  # steps of `generate`, around a cache with PROMPT tokens
 SAMPLED = Sampling(temperature=0.8)  # as the command does by default
-ENERGY_SECONDS = 5.0  # NVML's counter advances in steps of up to 0.1 s
 
 
 def main() -> None:
@@ -168,27 +164,6 @@ def pattern(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> dict[
     }
 
 
-@dataclass(frozen=True)
-class Call:
-    """A compiled call to measure.
-
-    Attributes:
-      run: enqueues the call and returns its result, which is always the same.
-      tokens: number of tokens that it reads or writes.
-      peak_bytes: the device memory that it needs.
-      wait: waits for a result of `run` and returns it as what NumPy can read.
-      milliseconds: the time of `run(calls=...)`, as by `timing.milliseconds`.
-      details: further entries of its row.
-    """
-
-    run: Callable[[], Any]
-    tokens: int
-    peak_bytes: int
-    wait: Callable[[Any], Any] = jax.block_until_ready
-    milliseconds: Callable[..., float] = field(default_factory=lambda: timing.milliseconds)
-    details: Mapping[str, Any] = MappingProxyType({})
-
-
 def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
     """Scores sequences: computes the cross-entropy of every token."""
 
@@ -204,7 +179,7 @@ def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
         def prepare(graph, params=params, part=part, options=None):
             compiled = jax.jit(partial(score, graph)).lower(params, part).compile(options)
             details = fp8_models.details(graph, params, compiled)
-            run, peak = partial(compiled, params, part), _peak(compiled)
+            run, peak = partial(compiled, params, part), peak_bytes(compiled)
             return Call(run, part[:, 1:].size, peak, details=details)
 
         def in_8_bits(name, prepare=prepare):
@@ -234,7 +209,7 @@ def prefill(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
             call = jax.jit(partial(read, graph), compiler_options=PREFILL_OPTIONS)
             compiled = call.lower(params, part).compile()
             # Drops the cache, as the caches of all queued calls would not fit into memory.
-            return Call(lambda: compiled(params, part)[0], part.size, _peak(compiled))
+            return Call(lambda: compiled(params, part)[0], part.size, peak_bytes(compiled))
 
         for row in compare(config, prepare, torch_call(config, params, part, 0)):
             yield {"batch": batch, "context": PROMPT} | row
@@ -250,7 +225,7 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
     for batch in DECODE_BATCHES:
         token = jnp.asarray(tokens[:batch, PROMPT])
 
-        def prepare(graph, token=token):
+        def prepare(graph, params=params, token=token):
             cache = KVCache.empty(config, len(token), CAPACITY)
             cache = replace(cache, length=jnp.int32(PROMPT))
             step = partial(extend, graph)
@@ -262,9 +237,14 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
                 logits, cache = compiled(params, token, cache)
                 return logits
 
-            return Call(run, len(token), _peak(compiled))
+            return Call(run, len(token), peak_bytes(compiled))
 
-        for row in compare(config, prepare, torch_call(config, params, token[:, None], PROMPT)):
+        def in_8_bits(name, prepare=prepare):
+            return prepare(*fp8_models.quantised(name, config, params))
+
+        others = {name: partial(in_8_bits, name) for name in fp8_models.SPARSE}
+        others |= torch_call(config, params, token[:, None], PROMPT)
+        for row in compare(config, prepare, others):
             if "ms" in row and (changes := VARIANTS.get(row["implementation"])):
                 model = nnx.merge(graphdef(config.model_copy(update=changes)), params)
                 row["generate_greedy"] = generated(model, tokens[:batch], GREEDY)
@@ -354,41 +334,6 @@ def compare(
         if "joules_per_token" in row:
             row["energy"] = row["joules_per_token"] / baseline["joules_per_token"]
     return rows
-
-
-def measure(call: Call) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A row with time, peak memory and, if it can be read, energy; and the result of the call.
-
-    What is compared of the result is by the names of its errors.
-    """
-    out = call.wait(call.run())
-    out = jax.tree.map(np.asarray, out if isinstance(out, dict) else {"error": out})
-    start = time.perf_counter()
-    call.wait(call.run())
-    calls = max(1, min(50, math.ceil(0.5 / (time.perf_counter() - start))))
-    ms = call.milliseconds(call.run, calls=calls)
-    row = {
-        "ms": ms,
-        "tokens_per_second": call.tokens / ms * 1e3,
-        "peak_bytes": call.peak_bytes,
-        **call.details,
-    }
-    if (before := joules()) is not None:
-        calls = math.ceil(ENERGY_SECONDS / ms * 1e3)
-        for _ in range(calls):
-            result = call.run()
-        call.wait(result)
-        row["joules_per_token"] = (joules() - before) / (calls * call.tokens)
-    return row, out
-
-
-def joules() -> float | None:
-    """Energy in joules that the GPU which computes has used, or None; see `pace.joules`."""
-    return pace.joules(jax.devices()[:1])
-
-
-def _peak(compiled) -> int:
-    return compiled.memory_analysis().peak_memory_in_bytes
 
 
 if __name__ == "__main__":
