@@ -63,13 +63,14 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
         multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
-        two is what the block means (`layouts.quantised.product`). Unions compute it, if they are
-        asked for, unless w_down is `Quantised`; else XLA does. There are no gradients for either.
+        two is what the block means (`layouts.quantised.product`). The kernels, but for TwELL,
+        compute it unless w_down is `Quantised`; else XLA does. There are no gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
         taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
-        then leave out the gates of these neurons, in whole tiles; they serve only if they are asked
-        for. A larger number on the device is like H, a negative one like 0. None: any may fire.
+        then leave out the gates of these neurons, in whole tiles; for fewer than 1024 tokens they
+        serve only if they are asked for. A larger number on the device is like H, a negative one
+        like 0. None: any may fire.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
         "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves. The
         default takes kernels for "relu" alone.

@@ -8,6 +8,7 @@ bytes each, which become a row of a tile in shared memory (`tiles.tiled`).
 """
 
 from collections.abc import Iterator
+from itertools import batched
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from pallas_kernels.layouts.quantised import E4M3
 STAGE = 128  # columns that are rounded at a time
 _TOKENS = 8  # whose rows the lanes read at a time, and a tile has
 _CHUNK = 8  # columns of a lane
-_IN_FLIGHT = 8  # chunks that a lane loads before it looks at them
+_IN_FLIGHT = 16  # chunks that a lane loads before it looks at them
 
 
 def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
@@ -41,14 +42,17 @@ def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_of_tokens(tokens))
     def step(_, x_ref, first):
-        tops = []
-        for token in range(0, tokens, _TOKENS):
-            chunks = list(_chunks(x_ref, first, token, columns, k))
-            tops.append(const(0))
-            for start in range(0, len(chunks), _IN_FLIGHT):
-                loads = [simt.load_chunk(*chunk) for chunk in chunks[start : start + _IN_FLIGHT]]
-                words = [tops[-1], *(word for load in loads for word in load)]
-                tops[-1] = eight_bits.larger(words)
+        groups = range(tokens // _TOKENS)
+        tops = [const(0) for _ in groups]
+        chunks = [
+            (group, chunk)
+            for group in groups
+            for chunk in _chunks(x_ref, first, group * _TOKENS, columns, k)
+        ]
+        for part in batched(chunks, _IN_FLIGHT):
+            loads = [simt.load_chunk(*chunk) for _, chunk in part]
+            for (group, _), words in zip(part, loads, strict=True):
+                tops[group] = eight_bits.larger([tops[group], *words])
         return token_columns.array(
             [eight_bits.largest([top], dtype, lanes=token_columns.COLUMNS) for top in tops]
         )
@@ -124,8 +128,7 @@ def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
             for token, factor in zip(range(0, tokens, _TOKENS), factors, strict=True)
             for stage, chunk in enumerate(_chunks(x_ref, first, token, columns, k))
         ]
-        for start in range(0, len(chunks), _IN_FLIGHT):
-            part = chunks[start : start + _IN_FLIGHT]
+        for part in batched(chunks, _IN_FLIGHT):
             loads = [simt.load_chunk(*chunk) for *_, chunk in part]
             for (offset, factor, _), words in zip(part, loads, strict=True):
                 mgpu.utils.inline_ptx(
