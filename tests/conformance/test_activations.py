@@ -149,7 +149,8 @@ def test_sparse_gradients(back_end, case):
         operands = operands_of(case, 600, 128, 256, threshold=shift)
         operands[0][3::100, -1] = last_feature
         assert_exact_gradients(case, operands)
-    assert_exact_gradients(case, operands, capacity=0.5, overflow=1)  # computed densely
+    if case in ("relu2-plain", "drelu"):  # with one factor and with two of which either may be 0
+        assert_exact_gradients(case, operands, capacity=0.5, overflow=1)  # computed densely
 
 
 @gpu

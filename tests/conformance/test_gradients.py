@@ -229,7 +229,7 @@ def test_sparse_gradients_over_a_mesh(reference_kernels, axis_type):
 @pytest.mark.parametrize(
     ("axes", "shape", "gated"),
     [
-        (("data", "tensor"), (2, 2), False),
+        # Of "data" first, test_live has one.
         (("tensor", "data"), (2, 2), True),
         (("tensor",), (4,), False),
     ],

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.layouts.quantised import quantise
 from tests import seeds
+from tests.conformance import test_activations as activations
 from tests.conformance.cases import ALGORITHMS, SPARSE, draw, either_form, gradients
 from tests.errors import ROUNDING, relative_error
 from twell_jax import CannotServe, explain, sparse_ffn
@@ -123,12 +124,9 @@ def test_gradients(back_end, capacity, gated):
 def test_other_activations_and_their_gradients(back_end, activation):
     operands = draw(300, 128, H)
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
-    act = {"activation": activation, "threshold": 0.1 if activation == "fatrelu" else 0.0}
+    act = activations.options(activation)
     cut = [operands[0], *(w[:130] for w in operands[1:])]
-    with jax.default_matmul_precision("highest"):
-        dense = functools.partial(sparse_ffn, implementation="xla", **act)
-        reference = jax.jit(functools.partial(gradients, dense))
-        wide, (y_ref, _) = reference([a.astype(np.float32) for a in cut], dy)
+    y_ref, _, _, wide = activations.by_hand(activation, *cut, dy=dy)
     # Where the pattern does not fit, gradients are dense: by XLA, as in `test_gradients`.
     for capacity in (1.0, 0.01) if activation == "drelu" else (1.0,):
         ffn = functools.partial(sparse_ffn, **SPARSE, **act, gradient_capacity=capacity)
@@ -144,11 +142,12 @@ def test_other_activations_and_their_gradients(back_end, activation):
 def test_weights_of_8_bits():
     x, *weights = draw(40, 128, H)
     axes = (-1, -1, -2)
-    whole = [quantise(jnp.asarray(w), axis) for w, axis in zip(weights, axes, strict=True)]
-    y, stats = sparse_ffn(x, *whole, live=130)
+    in_8_bits = jax.jit(quantise, static_argnums=1)
+    whole = [in_8_bits(w, axis) for w, axis in zip(weights, axes, strict=True)]
+    y, stats = run("xla", [x, *whole], 130)
     zeros = [np.where(np.arange(H)[:, None] < 130, w, 0) for w in weights[:2]]
-    shut = [quantise(jnp.asarray(w), -1) for w in zeros]
-    expected, of_zeros = sparse_ffn(x, *shut, whole[2])
+    shut = [in_8_bits(w, -1) for w in zeros]
+    expected, of_zeros = jax.jit(sparse_ffn)(x, *shut, whole[2])
     np.testing.assert_array_equal(y, expected)
     assert stats.nnz == of_zeros.nnz > 0 and not stats.fired[130:].any()
 
@@ -167,7 +166,8 @@ def test_stacked_layers_in_a_loop_have_their_own(back_end):
 
         return jax.lax.scan(layer, 0.0, (*stacked, live))
 
-    grads, (ys, stats) = jax.jit(jax.grad(loss, has_aux=True))(stacked, live)
+    call = jax.jit(jax.grad(loss, has_aux=True))
+    grads, (ys, stats) = jax.device_get(call(stacked, live))
     for i, operands in enumerate(layers):
         y_ref, nnz, _, _ = truncated(operands, live[i])
         assert relative_error(ys[i], y_ref) < 5e-3 if live[i] else not np.any(ys[i])

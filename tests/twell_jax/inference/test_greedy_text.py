@@ -77,6 +77,7 @@ def test_text_is_that_of_the_dense_model_in_float32(trained, back_end, ffn):
     np.testing.assert_array_equal(continued(by_kernels(trained, ffn)), expected)
 
 
+@pytest.mark.slow
 def test_a_text_does_not_depend_on_the_prompts_beside_it(trained, back_end):
     model = by_kernels(trained, "mosaic")
     together = continued(model)

@@ -369,7 +369,7 @@ def test_the_gradients_are_those_of_the_config_unless_the_call_names_others():
 
 def assert_kernels_serve_a_model():
     """Scoring, a prompt into a cache and a next token, by kernels and densely."""
-    common = {"vocab_size": 512, "context": 512, "d_model": 256, "layers": 3, "d_ff": 768}
+    common = {"vocab_size": 512, "context": 512, "d_model": 128, "layers": 3, "d_ff": 384}
     dense = make(**common, dtype="bfloat16", init_scale=0.1, ffn_implementation="xla")
     settings = dense.config.model_copy(update={"ffn_implementation": "mosaic"})
     sparse = nnx.merge(graphdef(settings), nnx.state(dense))

@@ -197,7 +197,7 @@ def test_no_flipped_bit_is_restored(tmp_path):
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         for path in files:
             whole = path.read_bytes()
-            for _ in range(60 if path == arrays else 12):
+            for _ in range(30 if path == arrays else 6):
                 damaged = bytearray(whole)
                 damaged[rng().integers(len(whole))] ^= 1 << rng().integers(8)
                 path.write_bytes(damaged)
@@ -210,8 +210,8 @@ def test_no_flipped_bit_is_restored(tmp_path):
                     assert position == {"next_index": 6}
                 flips += 1
             path.write_bytes(whole)
-    assert flips > 200
-    assert noticed[arrays] > 50  # the others fall on fields that nothing reads
+    assert flips > 100
+    assert noticed[arrays] > 25  # the others fall on fields that nothing reads
     assert noticed[tmp_path / "6/data/metadata"] and noticed[tmp_path / "6/digests/metadata"]
 
 
