@@ -99,9 +99,11 @@ def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
     assert algorithm(Case(1024, H, True, "Hopper", has_live=True)) == "unions"
 
 
-def test_quantised_weights_take_unions_alone():
-    assert algorithm(Case(16384, H, True, "Hopper", quantised=True)) == "unions"
-    assert algorithm(Case(8, H, True, "Hopper", quantised=True)) == "dense"
+def test_quantised_weights_take_kernels_but_those_for_twell():
+    for tokens, expected in ((8, "few_tokens"), (512, "dense"), (16384, "unions")):
+        assert algorithm(Case(tokens, H, True, "Hopper", quantised=True)) == expected
+    with pytest.raises(CannotServe, match="TwELL takes no Quantised weights"):
+        select(Case(512, H, True, "Hopper", quantised=True), Request(packing="twell"))
 
 
 def test_rules_measured_on_one_back_end_do_not_hold_for_another():
