@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from benchmarks import ffn, gradients, record
 from benchmarks.pages import TABLES
 
 
+@pytest.mark.slow
 def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(ffn, "D", 128)
     monkeypatch.setattr(ffn, "H", 256)

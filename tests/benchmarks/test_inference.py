@@ -78,7 +78,9 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
     assert lines[2].startswith("| 2b | forward | 2 x 32 | ") and "| 32,000 (1.00x) | " in lines[2]
 
 
-@pytest.mark.parametrize("direction", inference.DIRECTIONS)
+@pytest.mark.parametrize(
+    "direction", [pytest.param("forward", marks=pytest.mark.slow), "prefill", "decode"]
+)
 def test_errors_are_those_against_the_dense_model_with_the_same_function(direction, monkeypatch):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
     monkeypatch.setattr(fp8_models, "VARIANTS", {})

@@ -68,6 +68,7 @@ def test_a_record_of_several_meshes(small, measured):
     assert "(100 %) | " in lines[2]
 
 
+@pytest.mark.slow
 def test_the_row_of_what_cannot_be_served_says_why(small, measured):
     (row,) = measured(small, "--devices", "1", "--only", "sparse, relu")
     assert "needs a Hopper GPU" in row["failed"]

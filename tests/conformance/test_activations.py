@@ -143,7 +143,7 @@ def assert_exact_gradients(case, operands, capacity=1.0, overflow=0):
             assert relative_error(ours, ref) < 3 * ROUNDING
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "fatrelu-plain"])  # on a GPU
+@pytest.mark.parametrize("case", ["drelu", "relu2-plain"])  # others on a GPU
 def test_sparse_gradients(back_end, case):
     for shift, last_feature in ((1.5, -3), (1000, 1), (-9, 1)):  # mixed, all zero, all dense
         operands = operands_of(case, 600, 128, 256, threshold=shift)

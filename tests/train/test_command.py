@@ -88,6 +88,7 @@ def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
     assert contents(workspace / "run") == before
 
 
+@pytest.mark.slow
 def test_a_dense_run_is_sparsified(workspace, tmp_path, monkeypatch):
     configuration = workspace / "config.yaml"
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"

@@ -19,6 +19,7 @@ def run_dir(workspace, uninterrupted, tmp_path):
     return shutil.copytree(workspace / "run", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_continues(workspace, run_dir, monkeypatch):
     checkpoints = run_dir / "checkpoints"
     shutil.rmtree(checkpoints / "60")

@@ -80,16 +80,21 @@ def assert_same_result(run_dir, expected_dir):
     assert not list(run_dir.rglob("*tmp*"))
 
 
-def test_killed_again_and_again_it_ends_with_the_same_bits(workspace, uninterrupted, tmp_path):
+POINTS = [
+    "pathlib:Path:replace*0",  # its config.yaml is written, but not yet named so
+    "twell_jax.train.checkpoint:ocp:CheckpointManager:save*0",  # at the first: there is none
+    "twell_jax.train.metrics:Log:write*4",  # after a checkpoint, in the middle of a line
+    "twell_jax.train.metrics:Recorder:add_evaluation*1",  # step 50: logged, not evaluated
+    "os:rename*2",  # a checkpoint is written, but not yet named so
+    "twell_jax.train.loop:show_result*0",  # trained, but nothing shown
+]
+
+
+@pytest.mark.parametrize("points", [POINTS[::2], pytest.param(POINTS, marks=pytest.mark.slow)])
+def test_killed_again_and_again_it_ends_with_the_same_bits(
+    workspace, uninterrupted, tmp_path, points
+):
     run_dir = tmp_path / "killed"
-    points = [
-        "pathlib:Path:replace*0",  # its config.yaml is written, but not yet named so
-        "twell_jax.train.checkpoint:ocp:CheckpointManager:save*0",  # at the first: there is none
-        "twell_jax.train.metrics:Log:write*4",  # after a checkpoint, in the middle of a line
-        "twell_jax.train.metrics:Recorder:add_evaluation*1",  # step 50: logged, not evaluated
-        "os:rename*2",  # a checkpoint is written, but not yet named so
-        "twell_jax.train.loop:show_result*0",  # trained, but nothing shown
-    ]
     before = "-c", KILL_AT, *points, "train.py"
     process = run(workspace, f"run_dir={run_dir}", before=before)
     assert process.returncode == 0, process.stderr

@@ -12,6 +12,7 @@ from twell_jax.train.result import redraw
 from twell_jax.train.run_directory import RunPaths
 
 
+@pytest.mark.slow
 def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, monkeypatch):
     evaluated = []
 

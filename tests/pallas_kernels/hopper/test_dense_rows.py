@@ -138,10 +138,10 @@ def interpreted(rows_in_jax, monkeypatch, capsys):
     ("case", "gated", "act"),
     [
         (CASES[0], True, RELU),
-        (CASES[1], True, RELU),
+        pytest.param(CASES[1], True, RELU, marks=pytest.mark.slow),
         (CASES[2], True, EVERYTHING),
-        (CASES[3], False, RELU),  # CASES[4] is behind a kernel that still runs
-        (CASES[5], False, SQUARED),
+        pytest.param(CASES[3], False, RELU, marks=pytest.mark.slow),
+        (CASES[5], False, SQUARED),  # CASES[4] is behind a kernel that still runs
     ],
 )
 def test_interpreted(interpreted, case, gated, act):

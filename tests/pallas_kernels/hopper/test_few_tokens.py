@@ -65,7 +65,6 @@ def shapes(m, d, h, dtype, gated=True):
         (1, 2048, 5632, jnp.bfloat16),
         (7, 192, 384, jnp.float16),
         (33, 8192, 128, jnp.bfloat16),
-        (64, 128, 65536, jnp.bfloat16),
     ],
 )
 def test_lowers_without_a_gpu(lower, m, d, h, dtype):

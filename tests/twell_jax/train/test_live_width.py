@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from tests.twell_jax.train.test_trainer import D_FF, END, draw, settings
 from twell_jax.models import sharding
@@ -21,6 +22,7 @@ def with_live(state):
     return state
 
 
+@pytest.mark.slow
 def test_training_leaves_it_alone_and_checkpoints_keep_it(tmp_path):
     run, batch = settings(), draw()
     model = run.model.model_copy(update={"live_width": True})
