@@ -1,6 +1,6 @@
 # make demo         sets up .venv, trains the default model and its dense twin on the CPU, and compares them
 # make test         sets up .venv with the test tools, checks style and types, builds the documentation
-#                   and runs the tests, but for those that train or measure from end to end ("slow")
+#                   and runs the tests, but for those that train or measure from end to end, and further cases ("slow")
 # make test-all     the same with all tests
 # make test-oldest  sets up .venv-oldest with the oldest JAX that pyproject.toml allows, checks style and
 #                   types and runs all tests

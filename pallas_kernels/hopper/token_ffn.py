@@ -338,9 +338,7 @@ def _multiply(operands, h, smem, arrivals, further, outs, plan):
     else:
         up = Product(plan.up, operands.x, operands.up, number, tile, smem[0])
         pl.when(tile < plan.up.tiles)(up.fetch_matrices)
-        if plan.up.is_8_bits:
-            up.expect_scales()
-            up = up.with_scales()
+        up = up.with_scales()
         store_hidden = _hidden(operands, h, further, outs, plan)
         token_ring.multiply_tiles(up, stride, store_hidden, fetch_down)
         grid.arrive(arrivals)

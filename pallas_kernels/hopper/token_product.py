@@ -302,12 +302,12 @@ def _kernel(x, layer, matrices, *refs, smem, call, count):
 
     def multiply():
         is_8_bits = call.ring.is_8_bits
-        (product.expect_scales if is_8_bits else product.expect)()
+        if not is_8_bits:  # else the exchange of scales comes first
+            product.expect()
         product.fetch_matrices()
         begin()
-        scaled = product
+        scaled = product.with_scales()
         if is_8_bits:
-            scaled = product.with_scales()
             scaled.expect()
         scaled.fetch_tokens()
         store = call.finish(operands, outs, number, product.first_column)

@@ -143,14 +143,13 @@ def assert_exact_gradients(case, operands, capacity=1.0, overflow=0):
             assert relative_error(ours, ref) < 3 * ROUNDING
 
 
-@pytest.mark.parametrize("case", ["drelu", "relu2-plain"])  # others on a GPU
+@pytest.mark.parametrize("case", ["drelu", "relu2-plain"])  # all on a GPU
 def test_sparse_gradients(back_end, case):
     for shift, last_feature in ((1.5, -3), (1000, 1), (-9, 1)):  # mixed, all zero, all dense
         operands = operands_of(case, 600, 128, 256, threshold=shift)
         operands[0][3::100, -1] = last_feature
         assert_exact_gradients(case, operands)
-    if case in ("relu2-plain", "drelu"):  # with one factor and with two of which either may be 0
-        assert_exact_gradients(case, operands, capacity=0.5, overflow=1)  # computed densely
+    assert_exact_gradients(case, operands, capacity=0.5, overflow=1)  # computed densely
 
 
 @gpu

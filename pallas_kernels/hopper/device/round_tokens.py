@@ -8,7 +8,6 @@ bytes each, which become a row of a tile in shared memory (`tiles.tiled`).
 """
 
 from collections.abc import Iterator
-from itertools import batched
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from pallas_kernels.layouts.quantised import E4M3
 STAGE = 128  # columns that are rounded at a time
 _TOKENS = 8  # whose rows the lanes read at a time, and a tile has
 _CHUNK = 8  # columns of a lane
-_IN_FLIGHT = 16  # chunks that a lane loads before it looks at them
+_IN_FLIGHT = 8  # chunks that a lane loads before it looks at them
 
 
 def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
@@ -42,17 +41,14 @@ def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_of_tokens(tokens))
     def step(_, x_ref, first):
-        groups = range(tokens // _TOKENS)
-        tops = [const(0) for _ in groups]
-        chunks = [
-            (group, chunk)
-            for group in groups
-            for chunk in _chunks(x_ref, first, group * _TOKENS, columns, k)
-        ]
-        for part in batched(chunks, _IN_FLIGHT):
-            loads = [simt.load_chunk(*chunk) for _, chunk in part]
-            for (group, _), words in zip(part, loads, strict=True):
-                tops[group] = eight_bits.larger([tops[group], *words])
+        tops = []
+        for token in range(0, tokens, _TOKENS):
+            chunks = list(_chunks(x_ref, first, token, columns, k))
+            tops.append(const(0))
+            for start in range(0, len(chunks), _IN_FLIGHT):
+                loads = [simt.load_chunk(*chunk) for chunk in chunks[start : start + _IN_FLIGHT]]
+                words = [tops[-1], *(word for load in loads for word in load)]
+                tops[-1] = eight_bits.larger(words)
         return token_columns.array(
             [eight_bits.largest([top], dtype, lanes=token_columns.COLUMNS) for top in tops]
         )
@@ -69,9 +65,11 @@ def scales(
       parts: from `largest`, of this block's columns.
       block: int32 scalar, this block's rank in the cluster of four.
       parts_ref: SMEM, float32, at least `4 * tokens`, workspace.
-      arrived_ref: of `cluster.expect`, with the bytes of these.
+      arrived_ref: of `cluster.prepare`; no exchange has been expected that has not ended.
     """
-    tokens, blocks = parts.size // token_columns.COLUMNS, 4
+    tokens = parts.size // token_columns.COLUMNS
+    blocks = 4
+    cluster.expect(4 * blocks * tokens, arrived_ref)
     how = token_columns.layout(tokens)
 
     @plgpu.inline_mgpu(arg_types=(how, SCALAR, plgpu.RefType(), plgpu.RefType()))
@@ -103,15 +101,15 @@ def scales(
 
 
 def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
-    """Rounds columns of each token into shared memory, for the products that follow.
+    """Rounds 128 columns of each token into shared memory, for the products that follow.
 
     Args:
       x_ref: GMEM `[tokens, K]`, 16-bit, K a multiple of 8. Columns past K become zeros.
       first: int32 scalar, the first of the columns.
       reciprocal: of the scales, from `scales`.
-      target_ref: SMEM, float8_e4m3fn `[stages, tokens, 128]` with the transforms `tiles.tiled`.
+      target_ref: SMEM, float8_e4m3fn `[tokens, 128]` with the transforms `tiles.tiled`.
     """
-    (tokens, k), columns = x_ref.shape, target_ref.shape[0] * STAGE
+    tokens, k = x_ref.shape
     dtype, how = jnp.dtype(x_ref.dtype), token_columns.layout(tokens)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how, plgpu.RefType(tiled(E4M3))))
@@ -122,21 +120,19 @@ def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
         half = arith.muli(arith.andi(lane, const(1)), const(8))
         place = arith.addi(arith.muli(row, const(STAGE)), arith.addi(chunk, half))
         place = arith.addi(simt.smem_address(target_ref), place)
-        factors = [token_columns.element(register) for register in reciprocal.registers.flat]
-        chunks = [
-            (tokens * STAGE * stage + STAGE * token, factor, chunk)
-            for token, factor in zip(range(0, tokens, _TOKENS), factors, strict=True)
-            for stage, chunk in enumerate(_chunks(x_ref, first, token, columns, k))
+        loads = [
+            simt.load_chunk(*chunk)
+            for token in range(0, tokens, _TOKENS)
+            for chunk in _chunks(x_ref, first, token, STAGE, k)
         ]
-        for part in batched(chunks, _IN_FLIGHT):
-            loads = [simt.load_chunk(*chunk) for *_, chunk in part]
-            for (offset, factor, _), words in zip(part, loads, strict=True):
-                mgpu.utils.inline_ptx(
-                    f"st.shared.v2.b32 [$0 + {offset}], {{$1, $2}};",
-                    place,
-                    *(eight_bits.rounded(words[i : i + 2], factor, dtype) for i in (0, 2)),
-                    has_side_effects=True,
-                )
+        for tile, (words, factor) in enumerate(zip(loads, reciprocal.registers.flat, strict=True)):
+            factor = token_columns.element(factor)
+            mgpu.utils.inline_ptx(
+                f"st.shared.v2.b32 [$0 + {tile * _TOKENS * STAGE}], {{$1, $2}};",
+                place,
+                *(eight_bits.rounded(words[i : i + 2], factor, dtype) for i in (0, 2)),
+                has_side_effects=True,
+            )
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
         mgpu.warpgroup_barrier()
 

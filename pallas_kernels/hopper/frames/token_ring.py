@@ -194,15 +194,13 @@ class Product:
         for stage in range(self.ring.slots):
             self._fetch_matrices(stage)
 
-    def expect_scales(self) -> None:
-        """Expects the scales of the tokens in 8 bits, as `expect` does the sums."""
-        cluster.expect(4 * PARTS * self.ring.tokens, self.smem["arrived"])
-
     def with_scales(self) -> "Product":
-        """With the scales of the tokens in 8 bits, which the blocks of the cluster find together.
+        """In 8 bits, with the scales of the tokens, which the blocks of the cluster find together.
 
-        It is called behind `expect_scales` and what x comes from, and before `expect`.
+        It is called behind what x comes from, and before `expect`. In 16 bits nothing is to do.
         """
+        if not self.ring.is_8_bits:
+            return self
         part, columns = lax.axis_index("part"), self.ring.stages * self.ring.stage_k
         largest = round_tokens.largest(self.x, part * columns, columns)
         sums, arrived = self.smem["parts"], self.smem["arrived"]
@@ -211,7 +209,8 @@ class Product:
 
     def fetch_tokens(self) -> None:
         """Fills the ring with x."""
-        self._fetch_tokens(0, self.ring.slots)
+        for stage in range(self.ring.slots):
+            self._fetch_tokens(stage)
 
     def send(self) -> None:
         """Multiplies, and sends the sums; then the ring is free."""
@@ -245,7 +244,7 @@ class Product:
                 plgpu.wgmma_wait(len(accs))
                 warpgroup.barrier()
                 self._fetch_matrices(following)
-                self._fetch_tokens(following, 1)
+                self._fetch_tokens(following)
         plgpu.wgmma_wait(0)
         return [acc[...] for acc in accs]
 
@@ -253,17 +252,13 @@ class Product:
         ring = self.ring
         return pl.ds((lax.axis_index("part") * ring.stages + stage) * ring.stage_k, ring.stage_k)
 
-    def _fetch_tokens(self, first, count):
-        """Fetches so many stages, which follow each other in the ring."""
-        ring, target = self.ring, self.smem["ring"][1]
-        slot = first % ring.slots
+    def _fetch_tokens(self, stage):
+        slot = stage % self.ring.slots
+        target, here, k = self.smem["ring"][1].at[slot], self.smem["here"].at[slot], self._k(stage)
         if self.scales is not None:
-            stages = target.at[pl.ds(slot, count)]
-            round_tokens.store(self.x, self._k(first).start, self.scales[1], stages)
-            return
-        for i in range(count):
-            x, here = self.x.at[:, self._k(first + i)], self.smem["here"].at[slot + i]
-            plgpu.copy_gmem_to_smem(x, target.at[slot + i], here)
+            round_tokens.store(self.x, k.start, self.scales[1], target)
+        else:
+            plgpu.copy_gmem_to_smem(self.x.at[:, k], target, here)
 
     def _fetch_matrices(self, stage):
         ring, tile, slot = self.ring, self.tile, stage % self.ring.slots

@@ -140,6 +140,12 @@ def test_gate(kernels, m, batch, d, h, share, has_norm):
         exact /= np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
     (gate,) = wide(gate[:batch])
     assert relative_error(gate, np.maximum(exact @ wide(w[1])[0].T, 0)[:batch]) < ROUNDING
+    assert_counted(counts, gate)
+
+
+def assert_counted(counts, gate):
+    """The second layer's counts are larger by the open gates of the tokens that are no padding."""
+    batch = len(gate)
     assert (counts[0] == 7).all() and (counts[1, :, batch:] == 7).all()
     added = open_counts.of_tokens(counts - 7)[1, :batch]
     np.testing.assert_array_equal(added, np.count_nonzero(gate, axis=1))
