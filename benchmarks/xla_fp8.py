@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from twell_jax.analysis import timing
+from twell_jax.models import QUANTISED_OPTIONS
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(E4M3).max)  # what is larger becomes NaN
@@ -45,7 +46,7 @@ def measure(
       NotImplementedError: XLA left none of the matmuls to cuBLASLt's FP8.
     """
     prepared = [prepare(layer, rows=rows) for layer in layers]
-    run = stack.lower(x, prepared, rows=rows, fast=fast).compile()
+    run = stack.lower(x, prepared, rows=rows, fast=fast).compile(QUANTISED_OPTIONS)
     matmuls = run.as_text().count(f'custom_call_target="{CALL}"')
     if not matmuls:
         raise NotImplementedError(f"XLA's compiled text has no {CALL}")
