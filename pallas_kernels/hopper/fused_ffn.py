@@ -22,8 +22,9 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import gather, lists, simt
-from pallas_kernels.layouts import twell
+from pallas_kernels.layouts import quantised, twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
+from pallas_kernels.layouts.quantised import Operand, Tokens
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 
 
@@ -48,9 +49,9 @@ _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchma
 
 
 def fused_ffn(
-    x: jax.Array,
+    x: jax.Array | Tokens,
     packed: jax.Array,
-    w_up: jax.Array | None,
+    w_up: Operand | None,
     w_down: jax.Array,
     rectifier: Rectifier = RELU,
     *,
@@ -65,10 +66,12 @@ def fused_ffn(
     128, are listed, not computed.
 
     Args:
-      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192; or `Tokens`, if
+        a weight is `Quantised`.
       packed: uint32 `[M, ceil(H / 256), 32]`, the gate in TwELL (see `twell`), values in the dtype
         of the weights.
-      w_up: `[H, D]`, H a multiple of 128 up to 65536. None in the non-gated form.
+      w_up: `[H, D]`, H a multiple of 128 up to 65536; if it is `Quantised`, with a scale for each
+        row, D is a multiple of 128. None in the non-gated form.
       w_down: `[H, D]`.
       rectifier: what made the gate; it may pass `x[m] . w_up[n]` through a ReLU.
       config: schedule; None for the one that suits D and H.
@@ -88,8 +91,14 @@ def fused_ffn(
     m, (h, d) = packed.shape[0], w_down.shape
     _, tiles, words = shape = twell.packed_shape(m, h)
     support.check_array("packed", packed, shape, jnp.uint32)
-    support.check_array("x", x, (m, d), w_down.dtype)
-    support.check_array("w_up", w_up, (h, d), w_down.dtype)
+    exact = x.exact if isinstance(x, Tokens) else x
+    support.check_array("x", exact, (m, d), w_down.dtype)
+    x_up = up = scales = None
+    if w_up is not None:
+        x_up = quantised.for_product(x, w_up)
+        support.check_operand("w_up", w_up, (h, d), w_down if x_up is exact else x_up)
+        x_up, up, scales = quantised.unscaled(x_up, w_up)
+    parts = jax.tree.leaves(x)
 
     config = config or _TUNED.get((d, h), FusedFFNConfig())
     steps = gather.row_steps(d)
@@ -103,7 +112,7 @@ def fused_ffn(
             jax.ShapeDtypeStruct((m,), jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((m,), jnp.int32),
-            jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), x.dtype),
+            [jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, a.shape[1]), a.dtype) for a in parts],
         ),
         scratch_types=dict(
             looked=plgpu.Barrier(num_arrivals=rows),
@@ -122,14 +131,16 @@ def fused_ffn(
     # To XLA the counters are a constant; see `frames.gathered_matmul`. A number besides zeros keeps
     # XLA from filling them in for each call, by a kernel.
     counters = jnp.array([0, 0, 1], jnp.int32)
-    *out, count, rows, x_rows = kernel(counters, x, packed, w_up, w_down)
-    return *out, HeavyRows(count, rows, x_rows, pending=(x, *out))
+    *out, count, rows, x_rows = kernel(counters, parts, packed, (x_up, up, scales), w_down)
+    x_rows = jax.tree.unflatten(jax.tree.structure(x), x_rows)
+    return *out, HeavyRows(count, rows, x_rows, pending=(*parts, *out))
 
 
 def _kernel(
-    rectifier, counters, x, packed, w_up, w_down, y, nnz, l1, heavy_count, heavy_rows, heavy_x,
+    rectifier, counters, parts, packed, up, w_down, y, nnz, l1, heavy_count, heavy_rows, heavy_x,
     *, looked, entries, sums,
 ):  # fmt: skip
+    x, w_up, scales = up
     warpgroup = lax.axis_index("warpgroup")
     row = lax.axis_index("block") * entries.shape[0] + warpgroup
     is_row = row < packed.shape[0]
@@ -148,19 +159,23 @@ def _kernel(
     @pl.when(is_row)
     def _():
         mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
-        x_row = gather.load_row(x.at[row], jnp.bool(True))
+        x_row = None if w_up is None else gather.load_row(x.at[row], jnp.bool(True))
         count = collect_entries(packed.at[row], mine)
 
         @pl.when(count < 0)
         def _():
             place = lists.append(counters.at[pl.ds(0, 1)], jnp.int32(1), my_sums)
             heavy_rows[place] = row
-            gather.store_row(heavy_x.at[place], x_row)
+            gather.copy_token(parts, row, heavy_x, place)
 
         let_next_start()
         wide = None if w_up is None else gather.widen(x_row)
+        up_scale = None
+        if scales is not None:
+            x_scale, up_scale = scales
+            wide *= x_scale[row]
         y_row, row_l1 = gather.gather_ffn(
-            wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums, rectifier
+            wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums, rectifier, up_scale
         )
         if w_up is not None:
             # A slower warp may still read the sums of the last batch, in one of the other two.

@@ -16,7 +16,8 @@ from pallas_kernels.hopper.device import pack_relu
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.hopper.frames.gate_matmul import GateConfig
-from pallas_kernels.layouts import twell
+from pallas_kernels.layouts import quantised, twell
+from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 
 _WORDS = twell.TILE // twell.COMPRESSION
@@ -27,21 +28,24 @@ _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchma
 
 
 def gate_pack(
-    x: jax.Array,
-    w_gate: jax.Array,
+    x: Operand,
+    w_gate: Operand,
     rectifier: Rectifier = RELU,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     config: GateConfig | None = None,
 ) -> jax.Array:
     """Computes `g = act(x @ w_gate^T)` in TwELL (arXiv 2603.23198); `twell` defines the format.
 
-    Sums in float32, rounds to the dtype of the inputs and propagates NaN. The order of a tile's
-    entries and the words past a row's count are unspecified.
+    Sums as `gate_union` does, rounds once and propagates NaN. The order of a tile's entries and the
+    words past a row's count are unspecified.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
-      w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536.
+      w_gate: `[H, D]` of the same dtype, H a multiple of 128 up to 65536. Or both are `Quantised`,
+        with a scale for each row, and D is a multiple of 128.
       rectifier: act.
+      dtype: bfloat16 or float16, that of the gate; None for that of x, if it is not `Quantised`.
       config: schedule; None for the one that suits D and H.
 
     Returns:
@@ -51,13 +55,14 @@ def gate_pack(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    support.check_tokens(x, w_gate)
+    dtype = support.check_gate_matmul(x, w_gate, dtype)
     m, (h, d) = x.shape[0], w_gate.shape
     tiles = pl.cdiv(h, twell.TILE)
+    tokens, weight, scales = quantised.unscaled(x, w_gate)
     packed = gate_matmul.gate_matmul(
-        x,
-        w_gate,
-        functools.partial(_pack, h=h, dtype=x.dtype, rectifier=rectifier),
+        tokens,
+        weight,
+        functools.partial(_pack, h=h, dtype=dtype, rectifier=rectifier),
         out_type=jax.ShapeDtypeStruct((m, tiles * _WORDS), jnp.uint32),
         scratch_types=dict(
             packed_smem=plgpu.SMEM(
@@ -65,6 +70,7 @@ def gate_pack(
             )
         ),
         config=config or _TUNED.get((d, h), GateConfig()),
+        scales=scales,
     )
     return packed.reshape(m, tiles, _WORDS)
 

@@ -21,7 +21,6 @@ from pallas_kernels.layouts import quantised, tile_union
 from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
-from pallas_kernels.layouts.twell import DTYPES
 
 # With a width of 8, a quarter of the SMs would get the first tokens of all sequences, which fire
 # most (docs/design/0003-gate-matmuls.md).
@@ -59,11 +58,9 @@ def gate_union(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    support.check_tokens(x, w_gate)
+    dtype = support.check_gate_matmul(x, w_gate, dtype)
     support.check_array("live", live, (1,), jnp.int32)
-    m, h, dtype = x.shape[0], w_gate.shape[0], jnp.dtype(x.dtype if dtype is None else dtype)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype, that of the gate, must be bfloat16 or float16, got {dtype}")
+    m, h = x.shape[0], w_gate.shape[0]
     tokens, weight, scales = quantised.unscaled(x, w_gate)
     tiles = pl.cdiv(m, TILE_TOKENS)
     gate, masks, counts = gate_matmul.gate_matmul(

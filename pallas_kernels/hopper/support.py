@@ -67,8 +67,12 @@ def check_quantised(name: str, w: Quantised, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have D a multiple of 128, got {list(shape)}")
 
 
-def check_tokens(x: Operand, w_gate: Operand) -> None:
-    """Raises ValueError unless the kernels take these two operands of a gate matmul."""
+def check_gate_matmul(x: Operand, w_gate: Operand, dtype: jax.typing.DTypeLike | None) -> jnp.dtype:
+    """The dtype of a gate: the one given, or that of x.
+
+    Raises:
+      ValueError: kernels do not take these two operands of its matmul, or it has no 16-bit dtype.
+    """
     if x.ndim != 2 or x.shape[0] < 1:
         raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
     if isinstance(w_gate, Quantised):
@@ -77,6 +81,10 @@ def check_tokens(x: Operand, w_gate: Operand) -> None:
     else:
         check_weight("w_gate", w_gate)
     check_operand("x", x, (x.shape[0], w_gate.shape[1]), w_gate)
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if dtype not in twell.DTYPES:
+        raise ValueError(f"dtype, that of the gate, must be bfloat16 or float16, got {dtype}")
+    return dtype
 
 
 def check_operand(name: str, x: Operand, shape: tuple[int, ...], w: Operand) -> None:

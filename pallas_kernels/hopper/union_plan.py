@@ -128,11 +128,7 @@ def _kernel(
         row = tile * TILE_TOKENS + token
         place = lists.append(heavy_count, jnp.int32(1), scratch)
         rows[place] = row
-        for part, part_rows in zip(x, x_rows, strict=True):
-            if part.shape[1] == 1:  # a scale
-                part_rows[place, 0] = part[row, 0]
-            else:
-                gather.copy_row(part.at[row], part_rows.at[place])
+        gather.copy_token(x, row, x_rows, place)
         lists.clear(gate.at[tile], neurons.at[tile], sizes[tile], token)
 
     @pl.loop(0, TILE_TOKENS // 32)

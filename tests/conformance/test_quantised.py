@@ -46,7 +46,7 @@ def in_wide(x, weights):
 @pytest.mark.parametrize(
     ("chosen", "gated"), [*((chosen, True) for chosen in CHOSEN), (("up",), False)]
 )
-@pytest.mark.parametrize(("algorithm", "m"), [("unions", 700), ("few_tokens", 60)])
+@pytest.mark.parametrize(("algorithm", "m"), [("unions", 700), ("twell", 100), ("few_tokens", 60)])
 def test_kernels_take_8_bit_weights(back_end, algorithm, m, chosen, gated):
     x, weights = draw_8_bits(m, 256, 384, chosen, gated=gated)
     h, exact = in_wide(x, weights)
@@ -61,7 +61,7 @@ def test_kernels_take_8_bit_weights(back_end, algorithm, m, chosen, gated):
     assert np.mean(stats.fired != of_dense.fired) < 0.01
 
 
-@pytest.mark.parametrize(("algorithm", "m"), [("unions", 300), ("few_tokens", 23)])
+@pytest.mark.parametrize(("algorithm", "m"), [("unions", 300), ("twell", 100), ("few_tokens", 23)])
 def test_what_is_not_finite_stays_in_its_token(back_end, algorithm, m):
     x, weights = draw_8_bits(m, 128, 256, ("gate", "up"))
     x[7, 5], x[m - 10, 3] = np.nan, np.inf

@@ -1,8 +1,24 @@
-"""What 8-bit operands of kernels stand for."""
+"""8-bit operands of kernels, and what they stand for."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts.quantised import Quantised
+from pallas_kernels.layouts.quantised import E4M3, Quantised
+from tests import seeds
+
+
+def shapes(rows: int, d: int) -> Quantised:
+    """The shapes of a `Quantised` with a scale for each row."""
+    scale = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
+    return Quantised(jax.ShapeDtypeStruct((rows, d), E4M3), scale)
+
+
+def scaled(*values: jax.Array) -> list[Quantised]:
+    """Matrices of e4m3 with scales that lose no bits."""
+    rng = seeds.rng()
+    scales = (2.0 ** rng.integers(-9, 9, (len(a), 1)).astype(np.float32) for a in values)
+    return [Quantised(a, jnp.asarray(scale)) for a, scale in zip(values, scales, strict=True)]
 
 
 def in_float64(a):

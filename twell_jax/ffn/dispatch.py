@@ -109,26 +109,24 @@ class Request:
 @dataclass(frozen=True)
 class Offer:
     """The implementation that an algorithm belongs to, the packings and gradients that it serves,
-    and whether it serves a number of live neurons, and `Quantised` weights."""
+    and whether it serves a number of live neurons."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
     gradients: tuple[Gradients, ...]
     live: bool = True
-    quantised: bool = False
 
 
 OFFERS: dict[Algorithm, Offer] = {
-    "dense": Offer("xla", (None,), ("dense",), quantised=True),
+    "dense": Offer("xla", (None,), ("dense",)),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
-    "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse"), quantised=True),
+    "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
     "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
-    "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse"), quantised=True),
+    "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse")),
 }
 
 
 _ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
-_NOT_IN_8_BITS = "TwELL takes no Quantised weights: write packing='unions'"
 _NO_GRADIENTS = "Quantised weights have no gradients: leave gradients out"
 
 
@@ -169,8 +167,6 @@ class Rule:
             return f"not measured with {case.unmeasured}"
         if case.quantised and request.gradients == "sparse":
             return _NO_GRADIENTS
-        if case.quantised and not offer.quantised:
-            return _NOT_IN_8_BITS
         if case.has_live and not offer.live:
             return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
@@ -254,7 +250,7 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    refusals = _NO_GRADIENTS, _NOT_IN_8_BITS, _ALL_NEURONS
+    refusals = _NO_GRADIENTS, _ALL_NEURONS
     refused = next((why for _, why in passed_over if why in refusals), None)
     raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or refused}")
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import twell
+from pallas_kernels.layouts import quantised, twell
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.weights import Weights
 from twell_jax.ffn.stats import Output
@@ -13,8 +13,11 @@ from twell_jax.ffn.stats import Output
 
 def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`."""
-    packed = kernels.gate_pack(x, weights.activated, act)
-    y, nnz, l1, heavy = kernels.fused_ffn(x, packed, weights.linear, weights.down, act)
+    activated = weights.activated
+    tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)
+    x_gate = quantised.for_product(tokens, activated)
+    packed = kernels.gate_pack(x_gate, activated, act, dtype=x.dtype)
+    y, nnz, l1, heavy = kernels.fused_ffn(tokens, packed, weights.linear, weights.down, act)
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
     # XLA would put the sums of these between the two kernels, which then could not overlap.

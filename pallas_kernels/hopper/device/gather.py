@@ -166,6 +166,15 @@ def copy_row(source_ref, target_ref) -> None:
     step(source_ref, target_ref)
 
 
+def copy_token(parts, row: jax.Array, target_parts, target_row: jax.Array) -> None:
+    """Copies a row of each part of tokens, `[M, D]` or scales `[M, 1]`, from GMEM to GMEM."""
+    for part, target in zip(parts, target_parts, strict=True):
+        if part.shape[1] == 1:
+            target[target_row, 0] = part[row, 0]
+        else:
+            copy_row(part.at[row], target.at[target_row])
+
+
 def _store_words(address, offset, words, inside):
     mgpu.utils.inline_ptx(
         f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};", address, *words, predicate=inside

@@ -14,8 +14,11 @@ from pallas_kernels.hopper import fused_ffn as fused
 from pallas_kernels.hopper.device import lists
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.quantised import Tokens, rounded
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels import eight_bits
+from tests.pallas_kernels.eight_bits import in_float64
 
 pack = jax.jit(twell.pack)
 reference = jax.jit(REFERENCE.fused_ffn)
@@ -32,9 +35,17 @@ def draw(m, d, h, nnz, dtype):
     return [a.astype(dtype) for a in (x, gate, w_up, w_down)]
 
 
+def in_8_bits(x, w_up):
+    """`Tokens` and a w_up in 8 bits, on the host."""
+    with jax.default_device(jax.devices("cpu")[0]):  # quotients of XLA's are not exact on GPUs
+        x_8_bits, w_up = (jax.device_get(rounded(jnp.asarray(a))) for a in (x, w_up))
+    return Tokens(None, x_8_bits), w_up
+
+
 def dense(x, gate, w_up, w_down):
     """(y, nnz, l1) of the dense block, float64 on the host, and l1 of the sums' magnitudes."""
-    x, g, w_up, w_down = (np.asarray(a, np.float64) for a in (x, gate, w_up, w_down))
+    x = x.rounded if isinstance(x, Tokens) else x
+    x, g, w_up, w_down = (in_float64(a) for a in (x, gate, w_up, w_down))
     h, magnitudes = g * (x @ w_up.T), np.abs(g) * (np.abs(x) @ np.abs(w_up).T)
     return h @ w_down, np.sum(g != 0, axis=1), np.sum(np.abs(h), axis=1), np.sum(magnitudes, axis=1)
 
@@ -51,9 +62,11 @@ def assert_matches(out, x, gate, w_up, w_down):
 def assert_lists(heavy, rows, x):
     """`heavy` lists `rows` (given in ascending order) in any order, with their rows of x."""
     assert int(heavy.count[0]) == len(rows)
-    listed, x_rows = (np.asarray(a)[: len(rows)] for a in (heavy.rows, heavy.x))
+    listed = np.asarray(heavy.rows)[: len(rows)]
     np.testing.assert_array_equal(np.sort(listed), rows)
-    np.testing.assert_array_equal(x_rows.view(np.uint16), np.asarray(x)[listed].view(np.uint16))
+    for x_rows, part in zip(*map(jax.tree.leaves, (heavy.x, x)), strict=True):
+        bits = (np.ascontiguousarray(a).view(np.uint8) for a in (x_rows[: len(rows)], part[listed]))
+        np.testing.assert_array_equal(*bits)
 
 
 def shapes(m, d, h, dtype, gated=True):
@@ -81,11 +94,17 @@ def test_lowers_without_a_gpu_non_gated(lower):
     assert "mosaic_gpu" in lower(fused.fused_ffn, *operands)
 
 
+def test_8_bits_lower_without_a_gpu(lower):
+    _, packed, _, w_down = shapes(65, 2048, 5632, jnp.bfloat16)
+    x, w_up = (eight_bits.shapes(rows, 2048) for rows in (65, 5632))
+    assert "cvt.rn.f16x2.e4m3x2" in lower(fused.fused_ffn, Tokens(None, x), packed, w_up, w_down)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reference_matches_dense(dtype):
     x, gate, w_up, w_down = draw(8, 192, 384, 9, dtype)
-    out = reference(x, pack(gate), w_up, w_down)
-    assert_matches(out, x, gate, w_up, w_down)
+    for x_up, up in ((x, w_up), in_8_bits(x, w_up)):
+        assert_matches(reference(x_up, pack(gate), up, w_down), x_up, gate, up, w_down)
 
 
 def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
@@ -136,12 +155,15 @@ def list_on_host(monkeypatch):
     monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_interpreted(rows_in_jax, list_on_host, monkeypatch, gated):
+@pytest.mark.parametrize(("d", "form"), [(192, "gated"), (256, "8 bits"), (192, "plain")])
+def test_interpreted(rows_in_jax, list_on_host, monkeypatch, d, form):
     monkeypatch.setattr(fused, "collect_entries", collect_entries)
-    x, gate, w_up, w_down = draw(8, 192, 384, 7, jnp.bfloat16)
+    gated = form != "plain"
+    x, gate, w_up, w_down = draw(8, d, 384, 7, jnp.bfloat16)
     gate[2], gate[3, 256 : 256 + CAPACITY + 1] = 0, 1
     x[5, 17], x[3, 190] = np.inf, np.nan
+    if form == "8 bits":
+        x, w_up = in_8_bits(x, w_up)
     if not gated:
         w_up = None
     packed = pack(gate)
@@ -208,6 +230,22 @@ def test_matches_dense(m, d, h, nnz, dtype):
     packed = pack(gate)
     assert not np.any(twell.overflowed(packed))
     assert_matches(run(x, packed, w_up, w_down), x, gate, w_up, w_down)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "d", "h", "nnz"), [(1, 128, 128, 3), (65, 384, 5632, 29), (7, 8192, 384, 9)]
+)
+def test_8_bits_match_dense(m, d, h, nnz):
+    x, gate, w_up, w_down = draw(m, d, h, nnz, jnp.bfloat16)
+    heavy = np.arange(m) % 3 == 1
+    gate[heavy] = 1
+    x, w_up = in_8_bits(x, w_up)
+    *out, listed = run(x, pack(gate), w_up, w_down)
+    assert_lists(listed, np.flatnonzero(heavy), x)
+    assert not np.asarray(out[0], np.float32)[heavy].any()
+    exact = Tokens(None, jax.tree.map(lambda a: a[~heavy], x.rounded))
+    assert_matches([a[~heavy] for a in out], exact, gate[~heavy], w_up, w_down)
 
 
 @pytest.mark.gpu

@@ -11,8 +11,10 @@ from pallas_kernels.hopper.device import lanes, pack_relu
 from pallas_kernels.hopper.frames import gate_matmul
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
+from pallas_kernels.layouts.quantised import E4M3, Quantised
 from pallas_kernels.layouts.rectifiers import RELU
 from tests import seeds
+from tests.pallas_kernels.eight_bits import in_float64, scaled, shapes
 from tests.pallas_kernels.rectified import ABOVE_TWO, EVERYTHING, SQUARED, gate_of
 
 gate_pack = jax.jit(gate.gate_pack, static_argnums=2)
@@ -28,15 +30,18 @@ def draw(m, d, h, density, dtype):
     rng = seeds.rng()
     x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((m, d), (h, d)))
     x[:, -1], w[:, -1] = 1, 0
-    w[:, -1] = -np.quantile(x @ w.T, 1 - density)
+    w[:, -1] = -np.clip(np.quantile(x @ w.T, 1 - density), -448, 448)
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    if dtype == E4M3:
+        x, w = scaled(x, w)
     return x, w, dense_gate(x, w)
 
 
 def dense_gate(x, w, act=RELU):
+    dtype = jnp.bfloat16 if isinstance(x, Quantised) else x.dtype
     with np.errstate(invalid="ignore", over="ignore"):
-        z = (np.asarray(x, np.float32) @ np.asarray(w, np.float32).T).astype(x.dtype)
-        return gate_of(act, z.astype(np.float32), x.dtype).astype(x.dtype)
+        z = (in_float64(x) @ in_float64(w).T).astype(np.float32).astype(dtype)
+        return gate_of(act, z.astype(np.float32), dtype).astype(dtype)
 
 
 def assert_packs(packed, g):
@@ -72,6 +77,12 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype, act):
     assert "mosaic_gpu" in text and (f"set.gtu.u32.{kind}" in text) == (act is EVERYTHING)
 
 
+def test_8_bits_lower_without_a_gpu(lower):
+    x, w = (shapes(rows, 2048) for rows in (1000, 5632))
+    text = lower(functools.partial(gate.gate_pack, dtype=jnp.float16), x, w)
+    assert "m64n256k32.f32.e4m3.e4m3" in text
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_compared_with_a_threshold_has_16_bits(dtype):
     rng = seeds.rng()
@@ -86,13 +97,13 @@ def test_what_is_compared_with_a_threshold_has_16_bits(dtype):
         np.testing.assert_array_equal(above, finite > limit)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, E4M3])
 def test_reference_packs_the_dense_gate(dtype):
     x, w, g = draw(33, 192, 384, 0.04, dtype)
-    packed = jax.jit(REFERENCE.gate_pack)(x, w)
+    packed = jax.jit(functools.partial(REFERENCE.gate_pack, dtype=g.dtype))(x, w)
     assert_packs(packed, g)
     unpack = jax.jit(twell.unpack, static_argnums=(1, 2))
-    np.testing.assert_array_equal(unpack(packed, 384, dtype), g)
+    np.testing.assert_array_equal(unpack(packed, 384, g.dtype), g)
 
 
 def pack_relu_reference(acc, dtype, tile, packed_ref, rectifier):
@@ -103,14 +114,18 @@ def pack_relu_reference(acc, dtype, tile, packed_ref, rectifier):
     packed_ref[...] = packed + jnp.where(is_entry, twell.TILE * tile, 0).astype(jnp.uint32)
 
 
-@pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (130, 320, 384)])
-def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("m", "d", "h", "dtype"),
+    [(1, 128, 128, jnp.bfloat16), (130, 320, 384, jnp.bfloat16), (70, 256, 384, E4M3)],
+)
+def test_pipeline_in_the_interpreter(m, d, h, dtype, monkeypatch, capsys):
     monkeypatch.setattr(pack_relu, "pack_relu", pack_relu_reference)
     monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
-    x, w, g = draw(m, d, h, 0.1, jnp.bfloat16)
-    x, g = x.at[0].set(jnp.nan), np.concatenate([np.full((1, h), np.nan, g.dtype), g[1:]])
+    x, w, g = draw(m, d, h, 0.1, dtype)
+    x = jax.tree.map(lambda a: a.at[0].set(jnp.nan), x)
+    g = np.concatenate([np.full((1, h), np.nan, g.dtype), g[1:]])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        assert_packs(gate.gate_pack(x, w), g)
+        assert_packs(gate.gate_pack(x, w, dtype=g.dtype), g)
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -171,6 +186,16 @@ def test_every_bit_on_the_gpu(m, d, h, density, dtype):
     fits = ~np.asarray(twell.overflowed(packed))
     dense = np.asarray(twell.unpack(packed, h, dtype))
     np.testing.assert_array_equal(dense[fits], g[fits])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("density", [0.005, 0.12, 1])
+@pytest.mark.parametrize(
+    ("m", "d", "h"), [(1, 128, 128), (65, 8192, 128), (129, 384, 384), (1000, 2048, 5632)]
+)
+def test_every_bit_of_8_bit_products_on_the_gpu(m, d, h, density):
+    x, w, g = draw(m, d, h, density, E4M3)
+    assert_packs(jax.jit(functools.partial(gate.gate_pack, dtype=g.dtype))(x, w), g)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from pallas_kernels.layouts.quantised import E4M3, Quantised, rounded
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 from tests import seeds
+from tests.pallas_kernels.eight_bits import scaled, shapes
 from tests.pallas_kernels.rectified import ABOVE_TWO, SQUARED
 
 pack = jax.jit(tile_union.pack, static_argnums=(1, 2))
@@ -31,13 +32,6 @@ def draw(m, d, h, density, dtype):
     w[:, -1] = -np.clip(np.quantile(x @ w.T, 1 - density), 1, 448)
     x[rng.integers(m), -1] = -4
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
-
-
-def scaled(x, w):
-    """8-bit x and w with scales that lose no bits."""
-    rng = seeds.rng()
-    scales = (2.0 ** rng.integers(-9, 9, (len(a), 1)).astype(np.float32) for a in (x, w))
-    return tuple(Quantised(*pair) for pair in zip((x, w), map(jnp.asarray, scales), strict=True))
 
 
 def assert_unions(out, x, w, act=RELU, live=None):
@@ -83,10 +77,7 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype, act, instruction):
 
 
 def test_8_bits_lower_without_a_gpu(lower):
-    x, w = (
-        Quantised(jax.ShapeDtypeStruct((n, 2048), E4M3), jax.ShapeDtypeStruct((n, 1), jnp.float32))
-        for n in (1000, 5632)
-    )
+    x, w = (shapes(rows, 2048) for rows in (1000, 5632))
     text = lower(functools.partial(gate_union.gate_union, dtype=jnp.float16), x, w)
     assert "m64n256k32.f32.e4m3.e4m3" in text and "cvt.rn.relu.f16x2" in text
 

@@ -12,12 +12,12 @@ from pallas_kernels.hopper.union_down import union_down
 from pallas_kernels.hopper.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import E4M3, Quantised, rounded
+from pallas_kernels.layouts.quantised import Quantised, rounded
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
-from tests.pallas_kernels.eight_bits import in_float64, lost
+from tests.pallas_kernels.eight_bits import in_float64, lost, shapes
 from tests.pallas_kernels.planned import planned, pre_activations
 from tests.pallas_kernels.rectified import EVERYTHING, linear_of
 
@@ -160,12 +160,9 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
 
 def test_8_bits_lower_without_a_gpu(lower):
     m, d, h, tiles, i32 = 2000, 8192, 65536, 8, jnp.int32
-    shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
-    plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
-    x, w = (
-        Quantised(jax.ShapeDtypeStruct((n, d), E4M3), jax.ShapeDtypeStruct((n, 1), jnp.float32))
-        for n in (m, h)
-    )
+    lists = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
+    plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in lists))
+    x, w = (shapes(rows, d) for rows in (m, h))
     gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), jnp.float16)
     assert "m64n256k32.f32.e4m3.e4m3" in lower(union_up, x, gate, w, plan)
 

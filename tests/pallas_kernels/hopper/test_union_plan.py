@@ -10,9 +10,10 @@ from pallas_kernels.hopper.device import gather, lists
 from pallas_kernels.hopper.union_plan import union_plan
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import E4M3, Quantised, Tokens, rounded
+from pallas_kernels.layouts.quantised import Tokens, rounded
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
+from tests.pallas_kernels.eight_bits import shapes
 from tests.pallas_kernels.planned import pre_activations
 
 pack = jax.jit(tile_union.pack, static_argnums=1)
@@ -165,9 +166,8 @@ def test_interpreted(m, h, density, monkeypatch):
 def test_lowers_without_a_gpu(lower, m, d, h, in_8_bits, dtype):
     tiles = -(-m // TILE_TOKENS)
     x = jax.ShapeDtypeStruct((m, d), dtype)
-    values, scale = jax.ShapeDtypeStruct((m, d), E4M3), jax.ShapeDtypeStruct((m, 1), jnp.float32)
     operands = (
-        Tokens(None, Quantised(values, scale)) if in_8_bits else x,
+        Tokens(None, shapes(m, d)) if in_8_bits else x,
         jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype),
         jax.ShapeDtypeStruct((2, tiles, h // 32), jnp.uint32),
         jax.ShapeDtypeStruct((h // 64, tiles * TILE_TOKENS), jnp.uint8),

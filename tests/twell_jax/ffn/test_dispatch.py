@@ -99,11 +99,10 @@ def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
     assert algorithm(Case(1024, H, True, "Hopper", has_live=True)) == "unions"
 
 
-def test_quantised_weights_take_kernels_but_those_for_twell():
+def test_quantised_weights_take_kernels():
     for tokens, expected in ((8, "few_tokens"), (512, "dense"), (16384, "unions")):
         assert algorithm(Case(tokens, H, True, "Hopper", quantised=True)) == expected
-    with pytest.raises(CannotServe, match="TwELL takes no Quantised weights"):
-        select(Case(512, H, True, "Hopper", quantised=True), Request(packing="twell"))
+    assert algorithm(Case(512, H, True, "Hopper", quantised=True), packing="twell") == "twell"
 
 
 def test_rules_measured_on_one_back_end_do_not_hold_for_another():

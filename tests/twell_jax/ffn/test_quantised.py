@@ -113,17 +113,19 @@ def test_bad_weights_are_refused_in_one_line():
         sparse_ffn(x, gate, wrong, weights["down"])
 
 
-def test_kernels_but_those_for_twell_take_them(reference_kernels):
+def test_kernels_take_them(reference_kernels):
     x = jax.ShapeDtypeStruct((2000, 128), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
     gate = jax.eval_shape(quantise, w)
-    for options in ({"implementation": "mosaic"}, {"packing": "unions"}):
-        assert explain(x, gate, w, w, **options).splitlines()[-1].startswith("  unions")
+    for options, served in (
+        ({"implementation": "mosaic"}, "  unions"),
+        ({"packing": "unions"}, "  unions"),
+        ({"packing": "twell"}, "  twell"),
+    ):
+        assert explain(x, gate, w, w, **options).splitlines()[-1].startswith(served)
     few = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16)
     served = explain(few, w, gate, w, implementation="mosaic").splitlines()[-1]
     assert served.startswith("  few_tokens")
-    with pytest.raises(CannotServe, match="TwELL takes no Quantised weights"):
-        explain(x, gate, w, w, packing="twell")
     with pytest.raises(CannotServe, match="Quantised weights have no gradients: leave"):
         explain(x, gate, w, w, gradients="sparse")
     down = jax.eval_shape(lambda w: quantise(w, axis=-2), w)
