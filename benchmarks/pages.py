@@ -295,6 +295,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
     "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
+    "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
+    "after 1000 steps of 32,768 tokens.",
     f"training-0p5b-{_H100}": _LARGEST.format(4),
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),

@@ -64,7 +64,10 @@ _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
 _GRADIENTS = "gradients-nvidia-h200-20261123"
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123"
-_GENERATION = "inference-nvidia-h200-20261123"
+_GENERATION = {
+    "decode": "inference-decode-nvidia-h200-20261123",
+    "prefill": "inference-nvidia-h200-20261123",
+}
 _WORK = {
     "forward": "scoring",
     "prefill": "prefill",
@@ -210,7 +213,10 @@ SUMMARIES: dict[str, Summary] = {
         },
         picks=tuple(
             _pick(
-                _GENERATION, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu"
+                _GENERATION[direction],
+                "mosaic, relu",
+                {"direction": direction, "batch": batch},
+                "xla, relu",
             )
             for direction, batch in (
                 ("decode", 1),
