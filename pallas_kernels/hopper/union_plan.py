@@ -1,7 +1,10 @@
 """Decides which tokens leave the tile unions, and lists the work for the others.
 
-XLA decides, from small arrays; a kernel writes the lists, which would take XLA many more steps.
+One kernel counts tile by tile (`tile_stats`). In the other, each block goes through what was
+counted for its tile and those before, decides, and knows where its part of every list begins.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import gather, lists
-from pallas_kernels.layouts import tile_union
+from pallas_kernels.hopper import support, tile_stats
+from pallas_kernels.hopper.device import gather, lists, tile_counts, warpgroup
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.quantised import Tokens
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
@@ -63,19 +65,22 @@ def union_plan(
     max_items = all_items if max_items is None else max_items
     if not 1 <= max_items <= all_items:
         raise ValueError(f"max_items must be from 1 to {all_items}, got {max_items}")
-    union, sizes, heavy, nnz = tile_union.decide(masks, counts, m, max_items, max_heavy)
+    masks, counts, parts = in_place.barrier((masks, counts, parts))
+    stats, bits, nnz = in_place.barrier(tile_stats.tile_stats(masks, counts, m))
     padded_m = pl.cdiv(m, 8) * 8
-    item_count, heavy_count = (in_place.mutable(jnp.zeros(1, jnp.int32)) for _ in range(2))
+    limits = dict(m=m, h=h, max_items=max_items, max_heavy=max_heavy)
     kernel = plgpu.kernel(
-        _kernel,
+        functools.partial(_kernel, limits),
         out_type=(
             jax.ShapeDtypeStruct((tiles, h), jnp.int32),
-            jax.ShapeDtypeStruct((max_items,), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
+            jax.ShapeDtypeStruct((max_items,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((tiles,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m,), jnp.int32),
             [jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype) for a in parts],
         ),
-        scratch_types=dict(scratch=plgpu.SMEM((1,), jnp.int32)),
         grid=(tiles,),
         grid_names=("tile",),
         kernel_name="union_plan",
@@ -83,60 +88,71 @@ def union_plan(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    arrays = in_place.barrier((union, sizes, heavy, parts))
-    neurons, items, firsts, rows, x_rows = in_place.barrier(
-        kernel(*arrays, gate_ref, item_count, heavy_count)
-    )
-    plan = Plan(neurons, sizes, items, in_place.contents(item_count), firsts)
+    *plan, count, rows, x_rows = in_place.barrier(kernel(masks, stats, bits, parts, gate_ref))
     x_rows = jax.tree.unflatten(jax.tree.structure(x), x_rows)
-    return plan, nnz, HeavyRows(in_place.contents(heavy_count), rows, x_rows)
+    return Plan(*plan), nnz[:m], HeavyRows(count, rows, x_rows)
 
 
 def _kernel(
-    union,
-    sizes,
-    heavy,
+    limits,
+    masks,
+    stats,
+    bits,
     x,
     gate,
-    item_count,
-    heavy_count,
     neurons,
+    sizes,
     items,
+    item_count,
     firsts,
+    heavy_count,
     rows,
     x_rows,
-    *,
-    scratch,
 ):
     tile = lax.axis_index("tile")
-    words = union.shape[1]
+    words = masks.shape[2]
+    mine = tile_counts.decide(stats, tile, **limits)
+    union = masks.at[mine.leave, tile]
 
     def append_words(i, length):
-        return lists.append_bits(union.at[tile], i * 32, neurons.at[tile], length)
+        return lists.append_bits(union, i * 32, neurons.at[tile], length)
 
-    lax.fori_loop(0, pl.cdiv(words, 32), append_words, jnp.int32(0))
+    lax.fori_loop(0, mine.fits * pl.cdiv(words, 32), append_words, jnp.int32(0))
+    sizes[tile] = mine.size
+    firsts[tile] = first = mine.items - mine.own_items
 
-    chunks = pl.cdiv(sizes[tile], CHUNK_NEURONS)
-    place = lists.append(item_count, chunks, scratch)
-    firsts[tile] = place
-
-    @pl.loop(0, chunks)
+    @pl.loop(0, mine.own_items)
     def _(chunk):
-        items[place + chunk] = tile * (32 * words // CHUNK_NEURONS) + chunk
+        items[first + chunk] = tile * (32 * words // CHUNK_NEURONS) + chunk
 
-    def leave(token):
+    def leave(token, place):
         row = tile * TILE_TOKENS + token
-        place = lists.append(heavy_count, jnp.int32(1), scratch)
         rows[place] = row
         gather.copy_token(x, row, x_rows, place)
-        lists.clear(gate.at[tile], neurons.at[tile], sizes[tile], token)
+        lists.clear(gate.at[tile], neurons.at[tile], mine.size, token)
+        return place + 1
 
-    @pl.loop(0, TILE_TOKENS // 32)
-    def _(i):
-        word = heavy[tile, i]
+    def leave_word(i, place):
+        outlying, not_finite = bits[tile, 0, i], bits[tile, 1, i]
+        some = jnp.where(mine.leave > 0, outlying, jnp.uint32(0)) | not_finite
+        word = jnp.where(mine.fits > 0, some, _ones(limits["m"] - tile * TILE_TOKENS - i * 32))
 
-        @pl.when(word != 0)
-        def _():
-            @pl.loop(0, 32)
-            def _(bit):
-                pl.when((word >> bit.astype(jnp.uint32)) & 1 != 0)(lambda: leave(i * 32 + bit))
+        def leave_bit(bit, place):
+            leaves = (word >> bit.astype(jnp.uint32)) & 1 != 0
+            return lax.cond(leaves, lambda: leave(i * 32 + bit, place), lambda: place)
+
+        leave_bits = functools.partial(lax.fori_loop, 0, 32, leave_bit)
+        return lax.cond(word != 0, lambda: leave_bits(place), lambda: place)
+
+    warpgroup.barrier()  # before other warps' part of the neurons is read
+    lax.fori_loop(0, TILE_TOKENS // 32, leave_word, mine.heavy - mine.own_heavy)
+
+    @pl.when(tile == lax.axis_size("tile") - 1)
+    def _():
+        item_count[0], heavy_count[0] = mine.items, mine.heavy
+
+
+def _ones(n: jax.Array) -> jax.Array:
+    """A word whose first n bits are set, all if n is 32 or more, and none if it is not above 0."""
+    high = (32 - jnp.clip(n, 1, 32)).astype(jnp.uint32)
+    return jnp.where(n > 0, jnp.uint32(0xFFFFFFFF) >> high, jnp.uint32(0))

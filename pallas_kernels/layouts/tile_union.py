@@ -23,6 +23,7 @@ the work list in the `Plan`.
 """
 
 import dataclasses
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ GROUP_NEURONS = 64  # neurons among which a token's non-zeros are counted
 CHUNK_NEURONS = 128  # neurons of a work item
 OUTLYING_ABOVE = 16  # non-zeros in a group: 1.5 times the most seen at nnz of up to 300 of 5632
 MAX_HEAVY = 256  # the most tokens outside the unions for which sparse gradients have room
-_DENSE_COST = 1.5  # a token takes three matmuls if computed densely, two on a union
+DENSE_COST = Fraction(3, 2)  # a token takes three matmuls if computed densely, two on a union
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +48,7 @@ class Plan:
     Attributes:
       neurons: int32 `[R, H]`, the union of each tile in ascending order; unspecified past its size.
       sizes: int32 `[R]`, neurons in each union.
-      items: int32 `[max_items]`, the work list, tiles in any order: `tile * (H / 128) + chunk` for
+      items: int32 `[max_items]`, the work list, tile by tile: `tile * (H / 128) + chunk` for
         each chunk of 128 neurons of a union, the last one maybe partial; unspecified from
         `item_count` on.
       item_count: int32 `[1]`, the number of items.
@@ -161,7 +162,8 @@ def who_leaves(
       max_heavy: the most tokens that may leave all tiles; None for any number. From the tile on in
         which they become more, they stay.
     """
-    leave = TILE_TOKENS * (every - usual) > _DENSE_COST * h * outlying
+    saved = TILE_TOKENS * DENSE_COST.denominator * (every - usual)
+    leave = saved > DENSE_COST.numerator * h * outlying
     if max_heavy is None:
         return leave
     return leave & (jnp.cumsum(jnp.where(leave, outlying, 0)) <= max_heavy)

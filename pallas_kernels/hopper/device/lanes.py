@@ -59,6 +59,11 @@ def ballot(x: ir.Value) -> ir.Value:
     )
 
 
+def popcount(word: ir.Value) -> ir.Value:
+    """How many bits of an i32 are set."""
+    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", word, result_types=word.type)
+
+
 def ptx(code: str, *operands: ir.Value) -> ir.Value:
     """The i32 result of PTX `code`, which the compiler neither moves nor removes."""
     i32 = ir.IntegerType.get_signless(32)

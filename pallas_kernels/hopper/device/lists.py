@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
-from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device import lanes, simt
 from pallas_kernels.hopper.device.gather import SCALAR
 from pallas_kernels.hopper.device.simt import const
 
@@ -101,14 +101,16 @@ def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) ->
         mine = arith.addi(first_word, lane)
         address = simt.gmem_address(bits_ref, arith.muli(mine, const(4)))
         (word,) = simt.load_words(address, 0, simt.less(mine, const(n)), n=1)
-        count = _popcount(word)
+        count = lanes.popcount(word)
         end = arith.addi(length, simt.inclusive_sum(count, lane))
         start = arith.subi(end, count)
         below = arith.subi(arith.shli(const(1), lane), const(1))
         for i in range(8):  # each warp takes every fourth word, each lane a bit of it
             source = arith.addi(warp, const(4 * i))
-            bits = _from_lane(word, source)
-            rank = arith.addi(_from_lane(start, source), _popcount(arith.andi(bits, below)))
+            bits = simt.from_lane(word, source)
+            rank = arith.addi(
+                simt.from_lane(start, source), lanes.popcount(arith.andi(bits, below))
+            )
             place = arith.addi(arith.muli(arith.addi(first_word, source), const(32)), lane)
             is_set = arith.andi(arith.shrui(bits, lane), const(1))
             mgpu.utils.inline_ptx(
@@ -117,7 +119,7 @@ def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) ->
                 place,
                 predicate=arith.cmpi(arith.CmpIPredicate.ne, is_set, const(0)),
             )
-        return mgpu.FragmentedArray.splat(_from_lane(end, const(31)), (), is_signed=True)
+        return mgpu.FragmentedArray.splat(simt.from_lane(end, const(31)), (), is_signed=True)
 
     return step(bits_ref, first_word, list_ref, length)
 
@@ -155,17 +157,3 @@ def clear(rows_ref, list_ref, length: jax.Array, column: jax.Array) -> None:
             scf.YieldOp([])
 
     step(rows_ref, list_ref, length, column)
-
-
-def _popcount(word: ir.Value) -> ir.Value:
-    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", word, result_types=word.type)
-
-
-def _from_lane(word: ir.Value, lane: ir.Value) -> ir.Value:
-    return mgpu.utils.inline_ptx(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
-        word,
-        lane,
-        result_types=word.type,
-        convergent=True,
-    )

@@ -110,6 +110,17 @@ def int_array(words: list[ir.Value], layout) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
 
+def from_lane(word: ir.Value, lane: ir.Value) -> ir.Value:
+    """What `word` (i32) is in another lane of the warp."""
+    return mgpu.utils.inline_ptx(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        word,
+        lane,
+        result_types=word.type,
+        convergent=True,
+    )
+
+
 def inclusive_sum(x: ir.Value, lane: ir.Value) -> ir.Value:
     """Sum of `x` (i32) over the lanes of the warp up to this one."""
     for distance in (1, 2, 4, 8, 16):

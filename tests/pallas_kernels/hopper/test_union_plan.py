@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import gather, lists
+from pallas_kernels.hopper.device import gather, lists, tile_counts, warpgroup
 from pallas_kernels.hopper.union_plan import union_plan
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
@@ -126,10 +127,30 @@ def test_tokens_that_are_not_finite_always_leave(value, planner):
     assert (plan.sizes == z.shape[1]).all()
 
 
-def append_reference(length_ref, n, _):
-    length = length_ref[0]
-    length_ref[0] = length + n
-    return length
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_only_so_many_tokens_may_leave_and_later_ones_stay(planner):
+    z = pre_activations(*SHAPE, 0.001)
+    few = [3, 200, 300, 800]
+    z[few] = np.abs(z[few])
+    for most, leave in ((4, 4), (3, 3), (2, 2), (1, 0), (0, 0)):
+        _, heavy = make(planner, z, max_heavy=most)
+        np.testing.assert_array_equal(heavy, few[:leave])
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_many_tiles(planner):
+    m, h = 70 * TILE_TOKENS + 9, 256
+    z = pre_activations(m, h, 0.001)
+    leaving = np.arange(5, m, 3 * TILE_TOKENS)
+    z[leaving] = np.abs(z[leaving])
+    plan, heavy = make(planner, z)
+    np.testing.assert_array_equal(heavy, leaving)
+    _, heavy = make(planner, z, max_heavy=len(leaving) - 5)
+    np.testing.assert_array_equal(heavy, leaving[:-5])
+    items = int(plan.item_count[0])
+    z[40 * TILE_TOKENS : 41 * TILE_TOKENS, :200] = 1  # one item more than before
+    plan, heavy = make(planner, z, max_items=items)
+    np.testing.assert_array_equal(heavy, [*leaving, *range(70 * TILE_TOKENS, m)])
 
 
 def append_bits_reference(bits_ref, first_word, list_ref, length):
@@ -146,17 +167,51 @@ def clear_reference(rows_ref, list_ref, length, column):
     rows_ref[...] = rows_ref[...].at[rows, column].set(0, mode="drop")
 
 
-@pytest.mark.parametrize(("m", "h", "density"), [(257, 384, 0.01), (300, 1280, 0.001)])
-def test_interpreted(m, h, density, monkeypatch):
-    monkeypatch.setattr(lists, "append", append_reference)
+def describe_reference(masks_ref, counts_ref, tile, m, stats_ref, bits_ref, nnz_ref, _):
+    masks, counts = masks_ref[...], counts_ref[...]
+    every, usual, *tokens = tile_union.tokens_of_tiles(masks, counts, m)
+    sums = (jnp.sum(some[tile], dtype=jnp.int32) for some in tokens)
+    stats_ref[tile] = jnp.stack([every[tile], usual[tile], *sums])
+    bits_ref[tile] = tile_union.to_words(jnp.stack([some[tile] for some in tokens]))
+    nnz = jnp.sum(counts & 127, axis=0, dtype=jnp.int32)
+    first = tile * TILE_TOKENS
+    nnz_ref[pl.ds(first, TILE_TOKENS)] = jax.lax.dynamic_slice(nnz, (first,), (TILE_TOKENS,))
+
+
+def decide_reference(stats_ref, tile, m, h, max_items, max_heavy):
+    every, usual, outlying, not_finite = stats_ref[...].T
+    leave = tile_union.who_leaves(every, usual, outlying, h, max_heavy)
+    sizes = jnp.where(leave, usual, every)
+    chunks = -(-sizes // tile_union.CHUNK_NEURONS)
+    fits = jnp.cumsum(chunks) <= max_items
+    tokens = jnp.minimum(TILE_TOKENS, m - TILE_TOKENS * jnp.arange(len(every)))
+    items = jnp.where(fits, chunks, 0)
+    heavy = jnp.where(fits, jnp.where(leave, outlying, 0) + not_finite, tokens)
+    own = leave, fits, jnp.where(fits, sizes, 0), items, heavy, jnp.cumsum(items), jnp.cumsum(heavy)
+    return tile_counts.Decision(*(a[tile].astype(jnp.int32) for a in own))
+
+
+@pytest.mark.parametrize(
+    ("m", "h", "density", "options", "expected"),
+    [
+        (257, 384, 0.01, {}, [3, 256]),
+        (300, 1280, 0.001, {}, [3, 256]),
+        (300, 1280, 0.001, {"max_heavy": 1}, [3]),
+        (300, 1280, 0.001, {"max_items": 3}, [3, *range(256, 300)]),
+    ],
+)
+def test_interpreted(m, h, density, options, expected, monkeypatch):
+    monkeypatch.setattr(tile_counts, "describe", describe_reference)
+    monkeypatch.setattr(tile_counts, "decide", decide_reference)
     monkeypatch.setattr(lists, "append_bits", append_bits_reference)
     monkeypatch.setattr(lists, "clear", clear_reference)
+    monkeypatch.setattr(warpgroup, "barrier", lambda: None)
     monkeypatch.setattr(gather, "copy_row", lambda ref, target: target.__setitem__(..., ref[...]))
     z = pre_activations(m, h, density)
     z[[3, 256]] = np.abs(z[[3, 256]])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        _, heavy = make(union_plan, z)
-    np.testing.assert_array_equal(heavy, [3, 256])
+        _, heavy = make(union_plan, z, **options)
+    np.testing.assert_array_equal(heavy, expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
