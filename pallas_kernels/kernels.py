@@ -39,7 +39,8 @@ class Kernels(NamedTuple):
       round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
       gate_union: the gate projection of the live neurons -> the gate as tile unions
         (`layouts.tile_union`), in three arrays: gate, masks, counts.
-      union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows.
+      union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows, statistics
+        of the tiles.
       union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
       union_down: sums blocks times gathered weights over the unions -> y, or dx.
       hidden_grads: the gradients behind h, in place -> h and these on the neuron lists.
@@ -62,7 +63,7 @@ class Kernels(NamedTuple):
     dense_rows: Callable[[HeavyRows, Weights, jax.Ref, Rectifier], Arrays]
     round_tokens: Callable[[jax.Array], Quantised]
     gate_union: Callable[..., Arrays]
-    union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows]]
+    union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
     hidden_grads: Callable[..., Arrays]

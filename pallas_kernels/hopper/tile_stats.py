@@ -21,8 +21,8 @@ def tile_stats(
       m: number of tokens.
 
     Returns:
-      stats: int32 `[R, 4]`: neurons that any token uses, neurons that any does that is not
-        outlying, outlying tokens, tokens that are not finite.
+      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`: neurons that any token uses, neurons
+        that any does that is not outlying, outlying tokens, tokens that are not finite.
       bits: uint32 `[R, 2, 8]`, bits of these tokens.
       nnz: int32 `[R * 256]`; past m, anything.
     """

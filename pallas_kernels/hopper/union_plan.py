@@ -28,7 +28,7 @@ def union_plan(
     *,
     max_items: int | None = None,
     max_heavy: int | None = None,
-) -> tuple[Plan, jax.Array, HeavyRows]:
+) -> tuple[Plan, jax.Array, HeavyRows, jax.Array]:
     """Decides for each row tile whether its outlying tokens stay in its union, and lists the work.
 
     They leave, to be computed densely, if that takes fewer operations. A token with pre-activations
@@ -48,6 +48,7 @@ def union_plan(
       plan: for the tokens that stay.
       nnz: int32 `[M]`, non-zeros of each token.
       heavy: the tokens that leave; rows `[M rounded up to a multiple of 8]`.
+      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`.
 
     Raises:
       ValueError: if a shape, a dtype or `max_items` is not as above.
@@ -90,7 +91,7 @@ def union_plan(
     )
     *plan, count, rows, x_rows = in_place.barrier(kernel(masks, stats, bits, parts, gate_ref))
     x_rows = jax.tree.unflatten(jax.tree.structure(x), x_rows)
-    return Plan(*plan), nnz[:m], HeavyRows(count, rows, x_rows)
+    return Plan(*plan), nnz[:m], HeavyRows(count, rows, x_rows), stats
 
 
 def _kernel(

@@ -24,19 +24,18 @@ from pallas_kernels.layouts.tile_union import (
 )
 
 
-def of_packed(masks: jax.Array, counts: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+def of_packed(stats: jax.Array, counts: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """(union, listed), float32 [], of a gate that `gate_union` describes; see `tile_union.decide`.
 
     Args:
-      masks: uint32 `[2, R, H / 32]`.
+      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`.
       counts: uint8 `[H / 64, R * 256]`.
       m: number of tokens.
     """
-    every, usual, outlying, _ = tile_union.tokens_of_tiles(masks, counts, m)
+    every, usual, outlying, _ = stats.T
     is_listed = (counts & 127 != 0) & (jnp.arange(counts.shape[1]) < m)
     lengths = jnp.sum(is_listed, axis=1, dtype=jnp.int32)
-    h = 32 * masks.shape[2]
-    return _shares(every, usual, jnp.sum(outlying, axis=1), lengths, h, MAX_HEAVY)
+    return _shares(every, usual, outlying, lengths, GROUP_NEURONS * len(counts), MAX_HEAVY)
 
 
 def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]:

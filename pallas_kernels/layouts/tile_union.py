@@ -202,6 +202,13 @@ def decide(
     return union, jnp.where(fits[:, 0], sizes, 0), to_words(heavy), nnz[:m]
 
 
+def stats_of_tiles(masks: jax.Array, counts: jax.Array, m: int) -> jax.Array:
+    """int32 `[R, 4]`, for each tile how many of what `tokens_of_tiles` returns there are."""
+    every, usual, *tokens = tokens_of_tiles(masks, counts, m)
+    sums = (jnp.sum(some, axis=1, dtype=jnp.int32) for some in tokens)
+    return jnp.stack([every, usual, *sums], axis=1)
+
+
 def tokens_of_tiles(
     masks: jax.Array, counts: jax.Array, m: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

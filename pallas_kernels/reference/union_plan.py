@@ -18,7 +18,7 @@ def union_plan(
     *,
     max_items: int | None = None,
     max_heavy: int | None = None,
-) -> tuple[Plan, jax.Array, HeavyRows]:
+) -> tuple[Plan, jax.Array, HeavyRows, jax.Array]:
     """Makes the plan, with all lists in ascending order."""
     m, h = len(jax.tree.leaves(x)[0]), 32 * masks.shape[2]
     max_items = len(gate_ref) * h // CHUNK_NEURONS if max_items is None else max_items
@@ -34,4 +34,5 @@ def union_plan(
     padded_m = -(-m // 8) * 8
     rows = places(heavy.reshape(-1)[:padded_m])
     x_rows = jax.tree.map(lambda a: jnp.pad(a, ((0, padded_m - m), (0, 0)))[rows], x)
-    return plan, nnz, HeavyRows(jnp.sum(heavy, dtype=jnp.int32)[None], rows, x_rows)
+    heavy_rows = HeavyRows(jnp.sum(heavy, dtype=jnp.int32)[None], rows, x_rows)
+    return plan, nnz, heavy_rows, tile_union.stats_of_tiles(masks, counts, m)

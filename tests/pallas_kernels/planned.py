@@ -22,7 +22,7 @@ def pre_activations(m, h, density) -> np.ndarray:
 def _plan(z, x):
     gate, masks, counts = tile_union.pack(z, x.dtype)
     gate_ref = jax.new_ref(gate)
-    plan, _, heavy = REFERENCE.union_plan(x, gate_ref, masks, counts)
+    plan, _, heavy, _ = REFERENCE.union_plan(x, gate_ref, masks, counts)
     return gate_ref[...], counts, plan, heavy
 
 

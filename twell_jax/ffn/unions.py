@@ -97,7 +97,7 @@ def _forward(
     )
     gate_ref = in_place.mutable(gate)
     keeps = max_items is not None
-    plan, nnz, heavy = kernels.union_plan(
+    plan, nnz, heavy, stats = kernels.union_plan(
         tokens, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
     )
     gate = in_place.contents(gate_ref)
@@ -112,8 +112,8 @@ def _forward(
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
     # XLA would put this between kernels, which then could not overlap. heavy_l1 is never negative.
-    late_masks, late_counts = (jnp.where(heavy_l1 < 0, 0, a) for a in (masks, counts))
-    shares = room.of_packed(late_masks, late_counts, m)
+    stats, late_counts = (jnp.where(heavy_l1 < 0, 0, a) for a in (stats, counts))
+    shares = room.of_packed(stats, late_counts, m)
     output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired, *shares)
     return output, (hidden, plan, heavy, counts)
 

@@ -35,6 +35,19 @@ def run(planner, x, gate, masks, counts, **options):
     return run(x, gate, masks, counts)
 
 
+def stats_of(fires):
+    """What `tile_union.stats_of_tiles` says of finite pre-activations; `fires`: bool `[m, h]`."""
+    rows = []
+    for first in range(0, len(fires), TILE_TOKENS):
+        used = fires[first : first + TILE_TOKENS]
+        counts = used.reshape(len(used), -1, tile_union.GROUP_NEURONS).sum(axis=2)
+        is_usual = np.repeat(counts <= tile_union.OUTLYING_ABOVE, tile_union.GROUP_NEURONS, axis=1)
+        outlying = (counts > tile_union.OUTLYING_ABOVE).any(axis=1)
+        usual = (used & is_usual).any(axis=0)
+        rows.append([used.any(axis=0).sum(), usual.sum(), outlying.sum(), 0])
+    return rows
+
+
 def make(planner, z, **options):
     """(plan, heavy) for pre-activations z, after checking them.
 
@@ -46,8 +59,9 @@ def make(planner, z, **options):
     before, masks, counts = jax.device_get(pack(z, x.dtype))
     x = jax.device_get(Tokens(x, rounded(x)))
     out = run(planner, x, before, masks, counts, **options)
-    gate, (plan, nnz, listed_rows) = jax.device_get(out)
+    gate, (plan, nnz, listed_rows, stats) = jax.device_get(out)
     np.testing.assert_array_equal(nnz, fires.sum(axis=1))
+    np.testing.assert_array_equal(stats, stats_of(fires))
 
     (count,) = listed_rows.count
     rows = listed_rows.rows[:count]
@@ -121,7 +135,8 @@ def test_tokens_that_are_not_finite_always_leave(value, planner):
     z = np.abs(pre_activations(*SHAPE, 1))
     z[[7, 299]] = value
     x = np.ones((len(z), 128), jnp.bfloat16)
-    gate, (plan, _, heavy) = jax.device_get(run(planner, x, *pack(z, x.dtype)))
+    gate, (plan, _, heavy, stats) = jax.device_get(run(planner, x, *pack(z, x.dtype)))
+    np.testing.assert_array_equal(stats[:, 3], [1, 1, 0, 0])
     assert not np.concatenate(gate, axis=1)[:, [7, 299]].any()
     np.testing.assert_array_equal(np.sort(heavy.rows[: heavy.count[0]]), [7, 299])
     assert (plan.sizes == z.shape[1]).all()
@@ -169,9 +184,8 @@ def clear_reference(rows_ref, list_ref, length, column):
 
 def describe_reference(masks_ref, counts_ref, tile, m, stats_ref, bits_ref, nnz_ref, _):
     masks, counts = masks_ref[...], counts_ref[...]
-    every, usual, *tokens = tile_union.tokens_of_tiles(masks, counts, m)
-    sums = (jnp.sum(some[tile], dtype=jnp.int32) for some in tokens)
-    stats_ref[tile] = jnp.stack([every[tile], usual[tile], *sums])
+    _, _, *tokens = tile_union.tokens_of_tiles(masks, counts, m)
+    stats_ref[tile] = tile_union.stats_of_tiles(masks, counts, m)[tile]
     bits_ref[tile] = tile_union.to_words(jnp.stack([some[tile] for some in tokens]))
     nnz = jnp.sum(counts & 127, axis=0, dtype=jnp.int32)
     first = tile * TILE_TOKENS

@@ -16,7 +16,8 @@ of_dense = jax.jit(room.of_dense, static_argnums=1)
 def both(gate):
     """By the packed form, and by the dense one."""
     _, masks, counts = tile_union.describe(gate, jnp.isfinite(gate[:, ::64]))
-    return room.of_packed(masks, counts, len(gate)), room.of_dense(gate)
+    stats = tile_union.stats_of_tiles(masks, counts, len(gate))
+    return room.of_packed(stats, counts, len(gate)), room.of_dense(gate)
 
 
 def draw(m, h, density, heavy_every=None):
