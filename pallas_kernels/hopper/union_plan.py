@@ -60,8 +60,7 @@ def union_plan(
     support.check_array("masks", masks, (2, tiles, h // 32), jnp.uint32)
     support.check_array("counts", counts, (h // GROUP_NEURONS, tiles * TILE_TOKENS), jnp.uint8)
     all_items = tiles * h // CHUNK_NEURONS
-    max_items = all_items if max_items is None else max_items
-    if not 1 <= max_items <= all_items:
+    if max_items is not None and not 1 <= max_items <= all_items:
         raise ValueError(f"max_items must be from 1 to {all_items}, got {max_items}")
     union, sizes, heavy, nnz = tile_union.decide(masks, counts, m, max_items, max_heavy)
     padded_m = pl.cdiv(m, 8) * 8
@@ -70,7 +69,7 @@ def union_plan(
         _kernel,
         out_type=(
             jax.ShapeDtypeStruct((tiles, h), jnp.int32),
-            jax.ShapeDtypeStruct((max_items,), jnp.int32),
+            jax.ShapeDtypeStruct((max_items or all_items,), jnp.int32),
             jax.ShapeDtypeStruct((tiles,), jnp.int32),
             jax.ShapeDtypeStruct((padded_m,), jnp.int32),
             [jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype) for a in parts],

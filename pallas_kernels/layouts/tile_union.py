@@ -168,7 +168,11 @@ def who_leaves(
 
 
 def decide(
-    masks: jax.Array, counts: jax.Array, m: int, max_items: int, max_heavy: int | None = None
+    masks: jax.Array,
+    counts: jax.Array,
+    m: int,
+    max_items: int | None = None,
+    max_heavy: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Decides which tokens leave the unions, to save operations, for lack of room or as not finite.
 
@@ -177,7 +181,7 @@ def decide(
       counts: uint8 `[H / 64, R * 256]`.
       m: number of tokens.
       max_items: length of the work list. From the first tile whose items do not fit, all tokens
-        leave.
+        leave. None if all fit.
       max_heavy: see `who_leaves`.
 
     Returns:
@@ -192,12 +196,14 @@ def decide(
     every_size, usual_size, outlying, not_finite = tokens_of_tiles(masks, counts, m)
     leave = who_leaves(every_size, usual_size, jnp.sum(outlying, axis=1), h, max_heavy)
     sizes = jnp.where(leave, usual_size, every_size)
-    fits = (jnp.cumsum(-(-sizes // CHUNK_NEURONS)) <= max_items)[:, None]
-    union = jnp.where(fits, jnp.where(leave[:, None], masks[1], masks[0]), 0)
+    union = jnp.where(leave[:, None], masks[1], masks[0])
     heavy = (outlying & leave[:, None]) | not_finite
-    is_token = jnp.arange(tiles * TILE_TOKENS) < m
-    heavy |= is_token.reshape(tiles, TILE_TOKENS) & ~fits
-    return union, jnp.where(fits[:, 0], sizes, 0), to_words(heavy), nnz[:m]
+    if max_items is not None:
+        fits = jnp.cumsum(-(-sizes // CHUNK_NEURONS)) <= max_items
+        sizes, union = jnp.where(fits, sizes, 0), jnp.where(fits[:, None], union, 0)
+        is_token = jnp.arange(tiles * TILE_TOKENS) < m
+        heavy |= is_token.reshape(tiles, TILE_TOKENS) & ~fits[:, None]
+    return union, sizes, to_words(heavy), nnz[:m]
 
 
 def tokens_of_tiles(

@@ -21,7 +21,6 @@ def union_plan(
 ) -> tuple[Plan, jax.Array, HeavyRows]:
     """Makes the plan, with all lists in ascending order."""
     m, h = len(jax.tree.leaves(x)[0]), 32 * masks.shape[2]
-    max_items = len(gate_ref) * h // CHUNK_NEURONS if max_items is None else max_items
     union, sizes, heavy_bits, nnz = tile_union.decide(masks, counts, m, max_items, max_heavy)
     heavy = tile_union.to_bits(heavy_bits)
     gate_ref[...] = jnp.where(heavy[:, None], 0, gate_ref[...])
