@@ -53,8 +53,8 @@ def settings(config: Path, overrides: list[str]) -> dict[str, Any]:
 
 def rows_so_far(
     today: Path, resume: Path | None, base: dict[str, Any], defaults: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """The rows with which a record starts, by variant: those of another record, and its own.
+) -> list[dict[str, Any]]:
+    """The rows with which a record starts: those of another record, then its own.
 
     Args:
       today: the record, if it is there already.
@@ -68,10 +68,10 @@ def rows_so_far(
     """
     paths = [resume] if resume else []
     paths += [today] if today.exists() else []
-    return {k: row for path in paths for k, row in _rows(path, base, defaults).items()}
+    return [row for path in paths for row in _rows(path, base, defaults)]
 
 
-def _rows(path: Path, base: dict[str, Any], defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _rows(path: Path, base: dict[str, Any], defaults: dict[str, Any]) -> list[dict[str, Any]]:
     content = json.loads(path.read_text())
     if content["device"] != record.device():
         raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
@@ -81,7 +81,7 @@ def _rows(path: Path, base: dict[str, Any], defaults: dict[str, Any]) -> dict[st
                 f"{key}: {path} was measured with {before!r}, now {now!r}; "
                 "give the old value, or start anew in another --out"
             )
-    return {row["variant"]: row for row in content["rows"]}
+    return content["rows"]
 
 
 def train(
