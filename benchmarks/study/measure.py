@@ -1,7 +1,8 @@
 """Measures a run of the study in one process: python -m benchmarks.study.measure RUN_DIR FILE
 
-Writes FILE, JSON: what the neurons do on held-out text, the times of the layers and of the whole
-model, those of the layers without the neurons that never fired, and how fast the run trained.
+Writes FILE, JSON: what the neurons do on held-out text, how many questions about it the model
+answers, the times of the layers and of the whole model, those of the layers without the neurons
+that never fired, and how fast the run trained.
 """
 
 import json
@@ -18,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import record
+from benchmarks.study import downstream
 from twell_jax import data
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import measure_activity, summarise
@@ -44,6 +46,7 @@ def main() -> None:
     activity = measure_activity(model, held_out, batch=config.micro_batch, **text)
     found = over_position_ranges(summarise(activity))
     found["tokens_per_second"] = pace(run_dir)
+    found["downstream"] = downstream.scores(model, tokenizer, held_out)
     found |= times(model, activity.usage, held_out, config.micro_batch, **text)
     path.write_text(json.dumps(found) + "\n")
 
