@@ -58,7 +58,7 @@ def scores(
       sequences: int [n, T + 1], held-out text, of which the questions are made.
 
     Returns:
-      For each of `TASKS`; `accuracy` is None if the text gives no item.
+      For each of `TASKS`; no `accuracy` if the text gives no item.
     """
     texts = documents(tokenizer, sequences)
     items = {name: task_items(task, texts, tokenizer) for name, task in TASKS.items()}
@@ -67,7 +67,7 @@ def scores(
     found = {}
     for name, of_task in items.items():
         right = [is_right([next(scored)[0] for _ in item.answers]) for item in of_task]
-        found[name] = {"items": len(right), "accuracy": float(np.mean(right)) if right else None}
+        found[name] = {"items": len(right)} | ({"accuracy": float(np.mean(right))} if right else {})
     return found
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks import render
 from benchmarks.study import __main__ as study
-from benchmarks.study import measure, report
+from benchmarks.study import downstream, measure, report
+from benchmarks.study.runs import VARIANTS
 from tests.small_run import SETTINGS
+from twell_jax.plotting import drawn
 
 
 @pytest.fixture
@@ -143,6 +145,54 @@ def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeyp
         assert (out / f"study-{plot}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def a_run(variant, seed, ce, factor, **more):
+    """A row of three layers that take 2 ms by XLA and 2 / factor by the kernels."""
+    factors = [factor + 0.1, factor, factor]
+    ms = {"xla_ms": [2.0] * 3, "mosaic_ms": [2.0 / factor] * 3, "factor": factors}
+    return a_row(variant, [5, 6, 9], [0.1, 0.2, 0.3], [1.0] * 3) | {
+        "method": VARIANTS[variant].method, "seed": seed, "held_out_ce": ce,
+        "speedup": ms | {"nnz": [5, 6, 9]},
+        "training": ms | {"factor": [factor / 2] * 3}, "pruned": ms | {"mosaic_ms": [0.5] * 3},
+        "model": {"forward": {"xla": 3.0, "mosaic": 2.0}, "training": {"xla": 9.0, "mosaic": 6.0}},
+        "downstream": {task: {"items": 9, "accuracy": seed / 10} for task in downstream.TASKS},
+    } | more  # fmt: skip
+
+
+def test_the_report_shows_the_seeds_of_a_variant_together(tmp_path):
+    unmeasured = {part: None for part in ("speedup", "training", "pruned", "model")}
+    rows = [
+        a_run("l1 3.0e-3", 0, 2.0, 1.5),
+        a_run(
+            "lasso 1.0e-3",
+            0,
+            2.0,
+            1.5,
+            downstream={task: {"items": 0} for task in downstream.TASKS},
+        ),
+        a_run("l1 3.0e-3", 1, 1.9, 1.7),
+        a_run("l1 1.0e-3", 2, 1.8, 1.25),
+        a_run("silu", 0, 1.7, 1.0, **unmeasured),
+    ]
+    lines = report.TABLE.render(rows).splitlines()
+    assert [line.split(" | ")[:3] for line in lines[2:]] == [
+        ["| silu", "1", "1.700"],
+        ["| l1 1.0e-3", "1", "1.800"],
+        ["| l1 3.0e-3", "2", "1.950 (1.900-2.000)"],
+        ["| lasso 1.0e-3", "1", "2.000"],
+    ]
+    assert lines[2].endswith("| - | - | - | - | - |")
+    assert lines[4].endswith("| 1.60x (1.50x-1.70x) | 4.00x (4.00x-4.00x) | 1.60x (1.50x-1.70x) |")
+    models, layers, _ = report.describe(rows).split("\n\n")[1::2]
+    assert "| silu | - | - | 0.0% | 0.0% | 0.0% |" in models
+    assert "| l1 3.0e-3 | 1.50x (1.50x-1.50x) | 1.50x (1.50x-1.50x) | 5.0% (0.0%-10.0%) |" in models
+    assert "| lasso 1.0e-3 | 1.50x | 1.50x | - | - | - |" in models
+    assert "| l1 3.0e-3 | 1.70 / 0.80 | 1.60 / 0.80 | 1.60 / 0.80 |" in layers
+    assert "silu" not in layers
+    for suffix, draw in report.TABLE.plots.items():
+        with drawn(tmp_path / f"{suffix}.png") as figure:
+            draw(figure, {"rows": rows})
+
+
 @pytest.mark.slow
 def test_runs_are_trained_and_measured(study_of, in_this_process, reference_kernels, tmp_path):
     """The kernels' definitions stand for the kernels."""
@@ -158,4 +208,4 @@ def test_runs_are_trained_and_measured(study_of, in_this_process, reference_kern
     assert relu["model"]["training"].keys() == {"xla", "mosaic"}
     assert not any((tmp_path / "runs").glob("*/checkpoints"))
     lines = report.TABLE.render(rows).splitlines()
-    assert len(lines) == 4 and f"| relu | {relu['held_out_ce']:.3f} |" in lines[2]
+    assert len(lines) == 4 and f"| relu | 1 | {relu['held_out_ce']:.3f} |" in lines[2]
