@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record, variants
-from benchmarks.study.runs import FOR_ALL, SEEDS, VARIANTS, Variant, in_order
+from benchmarks.study.runs import FOR_ALL, SEEDS, VARIANTS, Variant, by_run, in_order
 from twell_jax import config as config_lib
 from twell_jax import data
 from twell_jax.config import ConfigError
@@ -46,10 +46,9 @@ def main() -> None:
         base, defaults = (variants.settings(BASE, given) for given in (overrides, FOR_ALL))
         found = variants.rows_so_far(today, args.resume, base, defaults)
         text = data.load(config_lib.load(BASE, overrides)).fingerprint
-        require_text(found, text)
+        rows = by_run(found, text)
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
-    rows = {(row["variant"], row["seed"]): row for row in found}
     seconds, failed = 0.0, []
     for variant, seed in in_order(args.only, args.seeds):
         if (variant.name, seed) in rows:
@@ -89,17 +88,6 @@ def require_no_seed(overrides: list[str]) -> None:
     """Raises ConfigError if an override sets the seed, which every run has its own of."""
     if any(override.startswith("seed=") for override in overrides):
         raise ConfigError("seed: every run has its own; write --seeds N ... instead")
-
-
-def require_text(rows: list[dict[str, Any]], text: str) -> None:
-    """Raises ConfigError if a row is of another text than that with the digest `text`."""
-    for row in rows:
-        if row["text"] != text:
-            raise ConfigError(
-                f"data: {row['variant']}, seed {row['seed']}, was trained on a text with the "
-                f"digest {row['text']}, this one has {text}; restore the files, or start anew in "
-                "another --out"
-            )
 
 
 def measured(variant: Variant, seed: int, overrides: list[str]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
+
+from twell_jax.config import ConfigError
 
 # The settings of each method, where {} is its strength.
 METHODS = {
@@ -67,3 +70,23 @@ SEEDS = (0, 1, 2)
 def in_order(names: Collection[str], seeds: Collection[int]) -> list[tuple[Variant, int]]:
     """The runs of these variants and seeds: one seed after the other."""
     return [(VARIANTS[name], seed) for seed in seeds for name in VARIANTS if name in names]
+
+
+def by_run(rows: list[dict[str, Any]], text: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """The rows of records by variant and seed; of several of one run, the last.
+
+    Args:
+      rows: of records.
+      text: the digest of the text that all must have been trained on.
+
+    Raises:
+      ConfigError: a row is of another text, or of a version that recorded none.
+    """
+    for row in rows:
+        if (other := row.get("text")) != text:
+            raise ConfigError(
+                f"data: {row['variant']}, seed {row.get('seed')}, was trained on a text with the "
+                f"digest {other}, not {text}, and rows of different texts do not compare; restore "
+                "the files, or start anew in another --out"
+            )
+    return {(row["variant"], row["seed"]): row for row in rows}

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import render
 from benchmarks.study import __main__ as study
 from benchmarks.study import downstream, measure, report
+from benchmarks.study import merge as merge_command
 from benchmarks.study.runs import VARIANTS
 from tests.small_run import SETTINGS
 from twell_jax.plotting import drawn
@@ -76,7 +77,7 @@ def test_a_study_goes_on_from_its_record(study_of, runs, tmp_path):
         study_of("third", "--only", "relu", "U target 0.1")
     content["rows"][0]["text"] = "of old"
     elsewhere.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match=r"data: relu, seed 0, was .* digest of old, this one has"):
+    with pytest.raises(SystemExit, match=r"data: relu, seed 0, was .* digest of old, not .*;"):
         study_of("third", *more)
     elsewhere.write_text(json.dumps(content | {"device": "abacus"}))
     with pytest.raises(SystemExit, match=r"-day.json: measured on abacus, this is"):
@@ -97,6 +98,38 @@ def test_a_run_that_fails_leaves_the_others(study_of, runs, tmp_path):
         study_of("out", "--only", "relu", "l1 3.0e-4", "silu", "--seeds", "0")
     (path,) = (tmp_path / "out").iterdir()
     assert [row["variant"] for row in rows_of(path)] == ["relu", "l1 3.0e-4"]
+
+
+def test_records_of_several_processes_are_merged(tmp_path, monkeypatch):
+    def write(name, *runs, device="abacus", base=4):
+        rows = [{"variant": v, "seed": s, "text": t, "from": name} for v, s, t in runs]
+        details = {"device": device, "base": {"steps": base}, "commit": name}
+        (tmp_path / name).write_text(json.dumps({**details, "rows": rows}))
+
+    def merge(*names):
+        arguments = [*(str(tmp_path / name) for name in names), "--out", str(tmp_path / "all")]
+        monkeypatch.setattr("sys.argv", ["merge", *arguments])
+        merge_command.main()
+        return json.loads((tmp_path / "all").read_text())
+
+    write("a", ("relu", 0, "t"), ("silu", 0, "t"))
+    write("b", ("relu", 1, "t"), ("silu", 0, "t"))
+    content = merge("a", "b")
+    assert content["commit"] == "a" and content["base"] == {"steps": 4}
+    assert {(row["variant"], row["seed"]): row["from"] for row in content["rows"]} == {
+        ("relu", 0): "a", ("silu", 0): "b", ("relu", 1): "b",
+    }  # fmt: skip
+    write("c", ("relu", 2, "of others"))
+    with pytest.raises(SystemExit, match=r"error: data: relu, seed 2, .* of others, not t, and"):
+        merge("a", "c")
+    write("c", ("relu", 2, "t"), base=5)
+    with pytest.raises(SystemExit, match=r"error: steps: .* with 5, now 4"):
+        merge("a", "c")
+    write("c", ("relu", 2, "t"), device="brain")
+    with pytest.raises(SystemExit, match=r"c: measured on brain, this is abacus"):
+        merge("a", "c")
+    with pytest.raises(SystemExit, match=r"error: .*missing"):
+        merge("a", "missing")
 
 
 def test_positions_are_averaged_over_ranges():
