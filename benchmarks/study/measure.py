@@ -7,6 +7,7 @@ that never fired, and how fast the run trained.
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -42,13 +43,33 @@ def main() -> None:
     run_dir, path = map(Path, sys.argv[1:])
     config, tokenizer, model = load_run(str(run_dir))
     held_out = data.load(config, tokenizer).held_out
-    text = {"document_end": tokenizer.eot_id if config.data.mask_documents else None}
-    activity = measure_activity(model, held_out, batch=config.micro_batch, **text)
-    found = over_position_ranges(summarise(activity))
-    found["tokens_per_second"] = pace(run_dir)
-    found["downstream"] = downstream.scores(model, tokenizer, held_out)
-    found |= times(model, activity.usage, held_out, config.micro_batch, **text)
+    document_end = tokenizer.eot_id if config.data.mask_documents else None
+    activity = measure_activity(
+        model, held_out, batch=config.micro_batch, document_end=document_end
+    )
+    found = over_position_ranges(summarise(activity)) | {"tokens_per_second": pace(run_dir)}
+    found |= attempted(
+        {
+            "downstream": partial(downstream.scores, model, tokenizer, held_out),
+            **times(model, activity.usage, held_out, config.micro_batch, document_end),
+        }
+    )
     path.write_text(json.dumps(found) + "\n")
+
+
+def attempted(parts: dict[str, Callable[[], dict[str, Any]]]) -> dict[str, Any]:
+    """What each part measures; None, and the reason in "failures", for one that cannot be had."""
+    found: dict[str, Any] = {"failures": {}}
+    for name, measure in parts.items():
+        begin = time.monotonic()
+        try:
+            found[name] = measure()
+        except CannotServe as error:
+            found[name], found["failures"][name] = None, str(error)
+        except Exception as problem:  # what was trained for minutes is not lost for it
+            found[name], found["failures"][name] = None, record.failure(problem)
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+    return found
 
 
 def times(
@@ -56,10 +77,9 @@ def times(
     usage: np.ndarray,
     sequences: np.ndarray,
     batch: int,
-    *,
     document_end: int | None,
-) -> dict[str, Any]:
-    """Times of the layers and of the whole model, by dense XLA and by the kernels.
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Functions that time the layers and the whole model, by dense XLA and by the kernels.
 
     Args:
       model: the trained model.
@@ -69,10 +89,9 @@ def times(
       document_end: see `Transformer`.
 
     Returns:
-      speedup, training: summaries of `Speedup`, of the forward pass and of both passes.
+      speedup, training: give summaries of `Speedup`, of the forward pass and of both passes.
       pruned: that of the forward pass of the pruned model, with the numbers of neurons that remain.
       model: see `whole_model`.
-      failures: why those of them that are None could not be measured.
     """
 
     def pruned():
@@ -81,21 +100,12 @@ def times(
         return speedup(nnx.merge(graphdef(settings), params)).summarise() | remaining
 
     speedup = partial(measure_speedup, sequences=sequences, document_end=document_end)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
+    return {
         "speedup": lambda: speedup(model).summarise(),
         "training": lambda: speedup(model, backward=True).summarise(),
         "pruned": pruned,
         "model": lambda: whole_model(model, sequences[:batch], document_end),
     }
-    found: dict[str, Any] = {"failures": {}}
-    for name, measured in parts.items():
-        try:
-            found[name] = measured()
-        except CannotServe as error:
-            found[name], found["failures"][name] = None, str(error)
-        except Exception as problem:  # what was trained for minutes is not lost for it
-            found[name], found["failures"][name] = None, record.failure(problem)
-    return found
 
 
 def whole_model(

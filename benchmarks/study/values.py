@@ -76,7 +76,7 @@ def total(run: Row, part: str, key: str) -> float:
 
 def accuracy(run: Row, task: str) -> float:
     """The share of right answers to the questions of a task."""
-    return _measured(run["downstream"], task)["accuracy"]
+    return _measured(run, "downstream")[task]["accuracy"]
 
 
 def _measured(row: Row, key: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from benchmarks.study import downstream, measure, report
 from benchmarks.study import merge as merge_command
 from benchmarks.study.runs import VARIANTS
 from tests.small_run import SETTINGS
+from twell_jax.ffn import CannotServe
 from twell_jax.plotting import drawn
 
 
@@ -139,6 +140,21 @@ def test_positions_are_averaged_over_ranges():
         "nnz_by_position": [[8, 4, 3, 1.5], [1, 1, 1, 1]],
         "d_ff": 9,
     }
+
+
+def test_a_part_that_cannot_be_measured_leaves_the_others(capsys):
+    def fails():
+        raise RuntimeError("out of\nmemory")
+
+    def cannot():
+        raise CannotServe("no gate")
+
+    found = measure.attempted({"a": fails, "b": cannot, "c": lambda: {"ms": 1}})
+    assert found == {
+        "a": None, "b": None, "c": {"ms": 1},
+        "failures": {"a": "RuntimeError: out of", "b": "no gate"},
+    }  # fmt: skip
+    assert "RuntimeError: out of" in capsys.readouterr().err
 
 
 def a_row(variant, nnz, share, factor, *settings):

@@ -46,3 +46,13 @@ def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in
     np.testing.assert_allclose(both.mosaic_error, 0.02, rtol=1e-3)
     np.testing.assert_allclose(both.xla_error, 0, atol=1e-5)
     np.testing.assert_array_equal(both.nnz, forward.nnz)
+
+
+@pytest.mark.gpu
+def test_kernels_compute_both_passes_of_a_models_layers():
+    shapes = {"d_model": 256, "d_ff": 512, "context": 1024, "dtype": "bfloat16"}
+    model = Transformer(CONFIG.model_copy(update=shapes), rngs=nnx.Rngs(0))
+    tokens = np.reshape(random.choices(range(64), k=2050), (2, 1025))
+    both = speedup.measure_speedup(model, tokens, backward=True)
+    assert both.tokens == 2048 and len(both.factor) == 2
+    assert max(both.mosaic_error) < 0.01 and max(both.xla_error) < 0.01
