@@ -2,7 +2,7 @@
 
 Writes FILE, JSON: what the neurons do on held-out text, how many questions about it the model
 answers, the times of the layers and of the whole model, those of the layers without the neurons
-that never fired, and how fast the run trained.
+that never fired, and what the run logged.
 """
 
 import json
@@ -47,7 +47,7 @@ def main() -> None:
     activity = measure_activity(
         model, held_out, batch=config.micro_batch, document_end=document_end
     )
-    found = over_position_ranges(summarise(activity)) | {"tokens_per_second": pace(run_dir)}
+    found = over_position_ranges(summarise(activity)) | of_training(run_dir)
     found |= attempted(
         {
             "downstream": partial(downstream.scores, model, tokenizer, held_out),
@@ -130,10 +130,15 @@ def whole_model(
     return found
 
 
-def pace(run_dir: Path) -> float:
-    """Median of the tokens per second that a run logged; 0 if it logged but its first step."""
-    rates = [line.get("tokens_per_second", 0) for line in metrics.read(RunPaths(run_dir).metrics)]
-    return median([rate for rate in rates if rate] or [0.0])
+def of_training(run_dir: Path) -> dict[str, Any]:
+    """What a run logged: its evaluations by step, and the median of its tokens per second.
+
+    A run that logged but its first step, which compiles, has no such median.
+    """
+    lines = metrics.read(RunPaths(run_dir).metrics)
+    rates = [rate for line in lines if (rate := line.get("tokens_per_second"))]
+    evaluated = [(line["step"], line["held_out_ce"]) for line in lines if "held_out_ce" in line]
+    return {"evaluated": evaluated} | ({"tokens_per_second": median(rates)} if rates else {})
 
 
 def over_position_ranges(analysis: dict[str, Any]) -> dict[str, Any]:

@@ -69,10 +69,11 @@ def describe_correlations(rows: list[Row]) -> str:
 
 _OF_MODELS = Table(
     title="Whole models",
-    about="Speed-ups of whole models, forward and both passes, and right answers to questions of "
-    f"{downstream.ANSWERS} answers:",
+    about="Tokens per second of the training, by dense XLA; speed-ups of whole models, forward and "
+    f"both passes; right answers to questions of {downstream.ANSWERS} answers:",
     columns={
         "variant": number("variant", "{}"),
+        "tokens/s": mean("{:,.0f}", lambda run: run["tokens_per_second"]),
         "forward": spread("{:.2f}x", partial(values.speedup_of_model, passes="forward")),
         "both passes": spread("{:.2f}x", partial(values.speedup_of_model, passes="training")),
         **{
@@ -91,6 +92,7 @@ TABLE = Table(
         "variant": number("variant", "{}"),
         "seeds": lambda group: str(len({run["seed"] for run in group["runs"]})),
         "held-out CE": spread("{:.3f}", lambda run: run["held_out_ce"]),
+        "halfway": spread("{:.3f}", values.halfway),
         "nnz": spread("{:.1f}", values.nnz),
         "of H": lambda group: str(group["runs"][0]["d_ff"]),
         "zeros": mean("{:.1%}", lambda run: float(np.mean(run["sparsity"]))),

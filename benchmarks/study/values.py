@@ -33,6 +33,12 @@ def _place(row: Row) -> tuple[int, float, int]:
     return 0, float(settings.get("l1_coefficient", 0)), 0
 
 
+def halfway(run: Row) -> float:
+    """The held-out cross-entropy after half of the steps; KeyError if it was not evaluated then."""
+    evaluated = dict(run["evaluated"])
+    return evaluated[max(evaluated) // 2]
+
+
 def nnz(run: Row) -> float:
     """Mean non-zeros per token."""
     return float(np.mean(run["nnz_mean"]))

@@ -200,6 +200,7 @@ def a_run(variant, seed, ce, factor, **more):
     ms = {"xla_ms": [2.0] * 3, "mosaic_ms": [2.0 / factor] * 3, "factor": factors}
     return a_row(variant, [5, 6, 9], [0.1, 0.2, 0.3], [1.0] * 3) | {
         "method": VARIANTS[variant].method, "seed": seed, "held_out_ce": ce,
+        "evaluated": [(4, ce + 1), (8, ce)], "tokens_per_second": 1500,
         "speedup": ms | {"nnz": [5, 6, 9]},
         "training": ms | {"factor": [factor / 2] * 3}, "pruned": ms | {"mosaic_ms": [0.5] * 3},
         "model": {"forward": {"xla": 3.0, "mosaic": 2.0}, "training": {"xla": 9.0, "mosaic": 6.0}},
@@ -223,18 +224,21 @@ def test_the_report_shows_the_seeds_of_a_variant_together(tmp_path):
         a_run("silu", 0, 1.7, 1.0, **unmeasured),
     ]
     lines = report.TABLE.render(rows).splitlines()
-    assert [line.split(" | ")[:3] for line in lines[2:]] == [
-        ["| silu", "1", "1.700"],
-        ["| l1 1.0e-3", "1", "1.800"],
-        ["| l1 3.0e-3", "2", "1.950 (1.900-2.000)"],
-        ["| lasso 1.0e-3", "1", "2.000"],
+    assert [line.split(" | ")[:4] for line in lines[2:]] == [
+        ["| silu", "1", "1.700", "2.700"],
+        ["| l1 1.0e-3", "1", "1.800", "2.800"],
+        ["| l1 3.0e-3", "2", "1.950 (1.900-2.000)", "2.950 (2.900-3.000)"],
+        ["| lasso 1.0e-3", "1", "2.000", "3.000"],
     ]
     assert lines[2].endswith("| - | - | - | - | - |")
     assert lines[4].endswith("| 1.60x (1.50x-1.70x) | 4.00x (4.00x-4.00x) | 1.60x (1.50x-1.70x) |")
     models, layers, _ = report.describe(rows).split("\n\n")[1::2]
-    assert "| silu | - | - | 0.0% | 0.0% | 0.0% |" in models
-    assert "| l1 3.0e-3 | 1.50x (1.50x-1.50x) | 1.50x (1.50x-1.50x) | 5.0% (0.0%-10.0%) |" in models
-    assert "| lasso 1.0e-3 | 1.50x | 1.50x | - | - | - |" in models
+    assert "| silu | 1,500 | - | - | 0.0% | 0.0% | 0.0% |" in models
+    assert (
+        "| l1 3.0e-3 | 1,500 | 1.50x (1.50x-1.50x) | 1.50x (1.50x-1.50x) | 5.0% (0.0%-10.0%) |"
+        in models
+    )
+    assert "| lasso 1.0e-3 | 1,500 | 1.50x | 1.50x | - | - | - |" in models
     assert "| l1 3.0e-3 | 1.70 / 0.80 | 1.60 / 0.80 | 1.60 / 0.80 |" in layers
     assert "silu" not in layers
     for suffix, draw in report.TABLE.plots.items():
@@ -255,6 +259,8 @@ def test_runs_are_trained_and_measured(study_of, in_this_process, reference_kern
         assert len(relu[passes]["factor"]) == 2 and max(relu[passes]["mosaic_error"]) < 0.01
         assert silu[passes] is None and "silu" in silu["failures"][passes]
     assert relu["model"]["training"].keys() == {"xla", "mosaic"}
+    ((step, ce),) = relu["evaluated"]
+    assert step == 3 and ce == pytest.approx(relu["held_out_ce"], rel=1e-3)
     assert not any((tmp_path / "runs").glob("*/checkpoints"))
     lines = report.TABLE.render(rows).splitlines()
     assert len(lines) == 4 and f"| relu | 1 | {relu['held_out_ce']:.3f} |" in lines[2]
