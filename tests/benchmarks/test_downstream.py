@@ -120,7 +120,7 @@ def test_the_harness_finds_the_same_log_probabilities(texts, tokenizer):
     items = [
         item
         for task in downstream.TASKS.values()
-        for item in downstream.task_items(task, texts, tokenizer)[:2]
+        for item in downstream.task_items(task, texts, tokenizer)[:1]
     ]
     ours = log_likelihoods(model, downstream.rows_of(items, tokenizer), batch=8)
     pairs = [(item.context, answer) for item in items for answer in item.answers]
