@@ -1,7 +1,7 @@
 """Questions with several answers, made of held-out source code: what cross-entropy may hide.
 
-- brackets: which brackets close what was opened. The answers differ in them alone, and no kind is
-  right more often than if all answers were drawn, so that none is a good guess.
+- brackets: which brackets close what was opened. The answers differ in them alone. No kind is right
+  in more than a quarter of `ITEMS`, so that none is a good guess.
 - names: which of the names that the context has comes next.
 - next line: which line follows. The others come from other texts, with the same indentation.
 
@@ -33,7 +33,7 @@ _BATCH = 64  # rows at a time
 _OTHERS = 32  # lines that are tried as wrong answers,
 _CHARACTERS = 5  # whose lengths differ by fewer characters
 
-# Both begin where a token of every tokenizer that splits words from punctuation begins.
+# What they match begins with a token, if the tokenizer splits words from spaces and punctuation.
 _CLOSING = re.compile(r"(?<=[A-Za-z0-9])([)\]}]{2,3})(?![)\]}])([^\n]{0,20})$", re.MULTILINE)
 _LINE = re.compile(r"^( *)(\S[^\n]{15,79})$", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w'])[A-Za-z]\w{4,}")
@@ -125,24 +125,27 @@ def brackets(texts: list[str], rng: random.Random) -> Iterator[Item]:
     for text in shuffled(texts, rng):
         for match in _CLOSING.finditer(text):
             by_kind[match[1]].append((text, match))
-    for of_all_kinds in zip_longest(*(found[: ITEMS // ANSWERS] for found in by_kind.values())):
-        for text, match in filter(None, of_all_kinds):
-            others = [k for k in by_kind if k != match[1] and len(k) == len(match[1])]
-            yield question(text, match.start(), match[1], shuffled(others, rng), after=match[2])
+    for text, match in in_turn([found[: ITEMS // ANSWERS] for found in by_kind.values()]):
+        others = [k for k in by_kind if k != match[1] and len(k) == len(match[1])]
+        yield question(text, match.start(), match[1], shuffled(others, rng), after=match[2])
 
 
 def names(texts: list[str], rng: random.Random) -> Iterator[Item]:
     """A name that the context has, among others that it has; one of each text, then more."""
-    by_text = []
-    for text in shuffled(texts, rng):
-        matches = [match for match in _NAME.finditer(text) if not keyword.iskeyword(match[0])]
-        by_text.append([(text, match) for match in shuffled(matches, rng)])
-    for of_all_texts in zip_longest(*by_text):
-        for text, match in filter(None, of_all_texts):
-            known = dict.fromkeys(_NAME.findall(context_before(text, match.start())))
-            if match[0] in known:
-                others = [name for name in known if not match[0].startswith(name)]
-                yield question(text, match.start(), match[0], shuffled(others, rng))
+    by_text = [
+        [(text, match) for match in shuffled(names_in(text), rng)] for text in shuffled(texts, rng)
+    ]
+    for text, match in in_turn(by_text):
+        context = context_before(text, match.start())
+        known = dict.fromkeys(name[0] for name in names_in(context))
+        if match[0] in known:
+            others = [name for name in known if not match[0].startswith(name)]
+            yield question(text, match.start(), match[0], shuffled(others, rng))
+
+
+def names_in(text: str) -> list[re.Match]:
+    """The words of five letters and more that are no keywords."""
+    return [match for match in _NAME.finditer(text) if not keyword.iskeyword(match[0])]
 
 
 def next_line(texts: list[str], rng: random.Random) -> Iterator[Item]:
@@ -154,12 +157,11 @@ def next_line(texts: list[str], rng: random.Random) -> Iterator[Item]:
         by_text.append([(text, match) for match in shuffled(matches, rng)])
         for match in matches:
             alike[_form(match)].append(match[2])
-    for of_all_texts in zip_longest(*by_text):
-        for text, match in filter(None, of_all_texts):
-            lines = alike[_form(match)]
-            others = dict.fromkeys(rng.sample(lines, min(_OTHERS, len(lines))))
-            elsewhere = [line for line in others if line not in text]
-            yield question(text, match.start(2), match[2], elsewhere)
+    for text, match in in_turn(by_text):
+        lines = alike[_form(match)]
+        others = dict.fromkeys(rng.sample(lines, min(_OTHERS, len(lines))))
+        elsewhere = [line for line in others if line not in text]
+        yield question(text, match.start(2), match[2], elsewhere)
 
 
 def _form(line: re.Match) -> tuple[int, int]:
@@ -185,6 +187,11 @@ def question(
 def context_before(text: str, position: int) -> str:
     """The characters before `position`, as many as may fit a context."""
     return text[max(0, position - _CONTEXT_CHARACTERS) : position]
+
+
+def in_turn[T](lists: Sequence[Sequence[T]]) -> Iterator[T]:
+    """The first of each list, then the second of each, and so on."""
+    return (value for values in zip_longest(*lists) for value in values if value is not None)
 
 
 def shuffled[T](values: Sequence[T], rng: random.Random) -> list[T]:
