@@ -21,7 +21,7 @@ class Table:
       spread: the cell of an implementation. If given, rows that agree in `columns` share a line,
         which has a column for each implementation.
       joined: columns after those of `spread`; a cell lists a value for each implementation.
-      order: sorts the rows.
+      order: sorts the rows, or makes one of several.
       notes: makes a paragraph below the table.
       plots: for each suffix of a file name, a function that draws a record into a figure.
     """

@@ -53,8 +53,8 @@ def settings(config: Path, overrides: list[str]) -> dict[str, Any]:
 
 def rows_so_far(
     today: Path, resume: Path | None, base: dict[str, Any], defaults: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """The rows with which a record starts, by variant: those of another record, and its own.
+) -> list[dict[str, Any]]:
+    """The rows with which a record starts: those of another record, then its own.
 
     Args:
       today: the record, if it is there already.
@@ -68,20 +68,28 @@ def rows_so_far(
     """
     paths = [resume] if resume else []
     paths += [today] if today.exists() else []
-    return {k: row for path in paths for k, row in _rows(path, base, defaults).items()}
+    return [row for path in paths for row in rows_of(path, record.device(), base, defaults)]
 
 
-def _rows(path: Path, base: dict[str, Any], defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rows_of(
+    path: Path, device: str, base: dict[str, Any], defaults: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows of a record; `device` and the settings are those of now, as for `rows_so_far`.
+
+    Raises:
+      ConfigError: the record was measured on another device, or with other settings.
+      OSError: it cannot be read.
+    """
     content = json.loads(path.read_text())
-    if content["device"] != record.device():
-        raise ConfigError(f"{path}: measured on {content['device']}, this is {record.device()}")
+    if content["device"] != device:
+        raise ConfigError(f"{path}: measured on {content['device']}, this is {device}")
     for key, now in base.items():
         if (before := content.get("base", {}).get(key, defaults[key])) != now:
             raise ConfigError(
                 f"{key}: {path} was measured with {before!r}, now {now!r}; "
                 "give the old value, or start anew in another --out"
             )
-    return {row["variant"]: row for row in content["rows"]}
+    return content["rows"]
 
 
 def train(

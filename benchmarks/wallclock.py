@@ -68,7 +68,8 @@ def main() -> None:
     try:
         base, defaults = (variants.settings(BASE, given) for given in (args.overrides, []))
         base["seconds"], defaults["seconds"] = args.seconds, None
-        rows = variants.rows_so_far(today, args.resume, base, defaults)
+        found = variants.rows_so_far(today, args.resume, base, defaults)
+        rows = {row["variant"]: row for row in found}
         for name in args.run:
             if name not in rows:
                 rows[name] = measure(name, args.overrides, args.seconds)

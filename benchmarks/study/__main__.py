@@ -1,82 +1,109 @@
-"""What L1 does to a language model, and what the kernels make of it: docs/study.md.
+"""What sparsity costs a language model, and what the kernels make of it: docs/study.md.
 
-    python -m benchmarks.study [key=value ...] [--only NAME ...] [--resume FILE] [--out DIRECTORY]
+    python -m benchmarks.study [key=value ...] [--only NAME ...] [--seeds N ...] [--minutes N]
+        [--resume RECORD] [--out DIRECTORY]
 
-Trains and analyses variants of base.yaml, one after the other, by the commands that a user has. The
-record of the day in DIRECTORY starts with the rows of FILE, a record of another day. A variant that
-the record has already is skipped, an interrupted one continues. Overrides hold for all variants,
-for example data.source=files and data.paths=[...] for a text of your own.
+Trains variants of base.yaml by train.py, each from several seeds, and measures each run as soon as
+it has ended; then its checkpoint is removed. The record of the day in DIRECTORY is written after
+each run, and starts with the rows of RECORD, of another day or several (benchmarks.study.merge). A
+run whose row is there is skipped. With --minutes no run is started that would end later, if it
+took as long as the one before. Overrides hold for all runs, for example data.source=files and
+data.paths=[...] for a text of your own. Several GPUs take a process each, with a DIRECTORY of its
+own: set CUDA_VISIBLE_DEVICES, and divide the variants or the seeds among them.
 """
 
 import argparse
 import json
+import math
+import shutil
+import subprocess
 import sys
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks import record, variants
+from benchmarks.study.runs import FOR_ALL, SEEDS, VARIANTS, Variant, by_run, in_order
+from twell_jax import config as config_lib
+from twell_jax import data
 from twell_jax.config import ConfigError
 from twell_jax.train.run_directory import RunPaths
 
 BASE = Path(__file__).parent / "base.yaml"
 
-ONE_L1 = "l1_coefficient=3.0e-4"
-VARIANTS = {
-    "silu": ["model.activation=silu"],
-    "relu": [],
-    **{f"l1 {c}": [f"l1_coefficient={c}"] for c in ("1.0e-5", "3.0e-5", "1.0e-4", "1.0e-3")},
-    "l1 3.0e-4": [ONE_L1],
-    "l1 3.0e-4, warm-up": [ONE_L1, "l1_warmup=[100, 500]"],
-    "l1 3.0e-4, re-initialised": [ONE_L1, "reinit_every=100"],
-    # as many parameters as the gated block of d_ff 2816
-    "l1 3.0e-4, not gated": [ONE_L1, "model.gated=false", "model.d_ff=4224"],
-}
-
 
 def main() -> None:
+    begin = time.monotonic()
+    args = arguments()
+    variants.leave_memory()
+    today = record.path_of_today("study", args.out)
+    overrides = [*FOR_ALL, *args.overrides]
+    try:
+        require_no_seed(overrides)
+        for name in args.only:
+            config_lib.load(BASE, [*overrides, *VARIANTS[name].settings])
+        base, defaults = (variants.settings(BASE, given) for given in (overrides, FOR_ALL))
+        found = variants.rows_so_far(today, args.resume, base, defaults)
+        text = data.load(config_lib.load(BASE, overrides)).fingerprint
+        rows = by_run(found, text)
+    except (ConfigError, OSError) as error:
+        sys.exit(f"error: {error}")
+    seconds, failed = 0.0, []
+    for variant, seed in in_order(args.only, args.seeds):
+        if (variant.name, seed) in rows:
+            continue
+        begin_of_run = time.monotonic()
+        if begin_of_run + seconds > begin + 60 * args.minutes:
+            print(f"no time is left for {variant.name}, seed {seed}, and what follows")
+            break
+        try:
+            row = measured(variant, seed, overrides)
+        except subprocess.CalledProcessError:  # it has said why; the other runs may do
+            failed.append(f"{variant.name}, seed {seed}")
+            continue
+        seconds = time.monotonic() - begin_of_run
+        rows[variant.name, seed] = row | {"text": text, "seconds": seconds}
+        record.write("study", list(rows.values()), today, base=base)
+        print(today, flush=True)
+    if failed:
+        sys.exit(f"error: not measured: {'; '.join(failed)}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="record to continue")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=SEEDS)
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N")
+    parser.add_argument("--resume", type=Path, metavar="RECORD", help="record to continue")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_intermixed_args()
-    variants.leave_memory()
-    today = record.path_of_today("study", args.out)
-    try:
-        base, defaults = (variants.settings(BASE, given) for given in (args.overrides, []))
-        rows = variants.rows_so_far(today, args.resume, base, defaults)
-    except (ConfigError, OSError) as error:
-        sys.exit(f"error: {error}")
-    for name in args.only:
-        if name not in rows:
-            rows[name] = measure(name, args.overrides)
-            record.write("study", list(rows.values()), today, base=base)
-            print(today, flush=True)
+    return parser.parse_intermixed_args()
 
 
-def measure(name: str, overrides: list[str]) -> dict[str, Any]:
-    """Trains a variant to its end and analyses it."""
-    run_dir, settings = variants.train(BASE, overrides, name, VARIANTS[name])
-    variants.run("-m", "twell_jax.analyze", str(run_dir), run_dir=run_dir)
-    analysis = json.loads(RunPaths(run_dir).analysis.read_text())
-    when = {"date": date.today().isoformat(), "commit": record.commit()}
-    return {"variant": name, **when, "settings": settings, **over_position_ranges(analysis)}
+def require_no_seed(overrides: list[str]) -> None:
+    """Raises ConfigError if an override sets the seed, which every run has its own of."""
+    if any(override.startswith("seed=") for override in overrides):
+        raise ConfigError("seed: every run has its own; write --seeds N ... instead")
 
 
-def over_position_ranges(analysis: dict[str, Any]) -> dict[str, Any]:
-    """Averages nnz_by_position over positions 0, 1, 2-3, 4-7, ...; `positions` has the ranges."""
-    by_position = np.array(analysis["nnz_by_position"])
-    length = by_position.shape[1]
-    starts = [0, *(2**i for i in range((length - 1).bit_length()))]
-    stops = [*starts[1:], length]
-    means = np.add.reduceat(by_position, starts, axis=1) / np.subtract(stops, starts)
-    positions = {"positions": list(zip(starts, stops, strict=True))}
-    return analysis | positions | {"nnz_by_position": means.tolist()}
+def measured(variant: Variant, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Trains a run to its end, measures it and removes its checkpoint."""
+    name = f"{variant.name} seed {seed}"
+    changes = [*variant.settings, f"seed={seed}"]
+    run_dir, settings = variants.train(BASE, overrides, name, changes)
+    path = run_dir / "measured.json"
+    variants.run("-m", "benchmarks.study.measure", str(run_dir), str(path), run_dir=run_dir)
+    found = json.loads(path.read_text())
+    shutil.rmtree(RunPaths(run_dir).checkpoints)
+    return {
+        **{"variant": variant.name, "method": variant.method, "seed": seed},
+        **{"date": date.today().isoformat(), "commit": record.commit(), "settings": settings},
+        **found,
+    }
 
 
 if __name__ == "__main__":

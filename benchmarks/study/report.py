@@ -1,113 +1,87 @@
-"""Shows a record of the study, for `benchmarks.render`: a table, correlations and four plots."""
+"""Shows a record of the study, for `benchmarks.render`: tables, correlations and plots."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from benchmarks.tables import Row, Table, number
+from benchmarks.study import downstream, plots, values
+from benchmarks.tables import Cell, Row, Table, markdown, number
 
 
-def in_order(rows: list[Row]) -> list[Row]:
-    """The variants by increasing L1 coefficient."""
-    return sorted(rows, key=l1_coefficient)
+def mean(form: str, value: Callable[[Row], float]) -> Cell:
+    """A cell with the mean over a variant's runs."""
+    return lambda group: form.format(np.mean([value(run) for run in group["runs"]]))
+
+
+def spread(form: str, value: Callable[[Row], float]) -> Cell:
+    """A cell with the mean over a variant's runs and, if there are several, their range."""
+
+    def cell(group: Row) -> str:
+        found = [form.format(value(run)) for run in sorted(group["runs"], key=value)]
+        between = f" ({found[0]}-{found[-1]})" if len(found) > 1 else ""
+        return mean(form, value)(group) + between
+
+    return cell
+
+
+def describe(rows: list[Row]) -> str:
+    """What the table leaves out: whole models, layers, and what their speed-ups correlate with."""
+    parts = describe_models(rows), describe_layers(rows), describe_correlations(rows)
+    return "\n\n".join(part for part in parts if part)
+
+
+def describe_models(rows: list[Row]) -> str:
+    """The table of whole models; empty for old records."""
+    known = all("downstream" in row for row in rows)
+    return f"{_OF_MODELS.about}\n\n{_OF_MODELS.render(rows)}" if known else ""
+
+
+def describe_layers(rows: list[Row]) -> str:
+    """A table of the layers' speed-ups, means over the seeds; empty if none was measured."""
+    lines = []
+    for group in values.by_variant(rows):
+        if all(run["speedup"] and run.get("training") for run in group["runs"]):
+            forward, training = (
+                np.mean([run[passes]["factor"] for run in group["runs"]], axis=0)
+                for passes in ("speedup", "training")
+            )
+            cells = [f"{f:.2f} / {t:.2f}" for f, t in zip(forward, training, strict=True)]
+            lines.append([group["variant"], *cells])
+    if not lines:
+        return ""
+    titles = ["variant", *(f"layer {layer}" for layer in range(len(lines[0]) - 1))]
+    about = "Speed-ups of the layers, forward / both passes, means over the seeds:"
+    return f"{about}\n\n{markdown(titles, lines)}"
 
 
 def describe_correlations(rows: list[Row]) -> str:
     """A list of the correlations over all gated variants and over each; empty if there are none."""
-    cases = [("all gated", rows), *((row["variant"], [row]) for row in in_order(rows))]
+    groups = values.by_variant(rows)
+    cases = [("all gated", rows), *((group["variant"], group["runs"]) for group in groups)]
     lines = [
         f"- {name}: " + ", ".join(f"{r:.3f} with {x}" for x, r in found.items())
         for name, selected in cases
-        if (found := correlations(selected))
+        if (found := values.correlations(selected))
     ]
     return "\n".join(["Correlations of the layers' speed-ups:", "", *lines]) if lines else ""
 
 
-def l1_coefficient(row: Row) -> float:
-    """The coefficient with which the variant was trained; later settings override earlier ones."""
-    return float(dict(s.split("=", 1) for s in row["settings"]).get("l1_coefficient", 0))
-
-
-def correlations(rows: list[Row]) -> dict[str, float]:
-    """Pearson's r between speed-up and what it may depend on, over all layers of gated variants.
-
-    Variants without a gate are left out, because another share of their time depends on sparsity.
-    The result is empty if there are fewer than three layers.
-    """
-    layers = [
-        layer
-        for row in rows
-        if row["speedup"] and "model.gated=false" not in row["settings"]
-        for layer in zip(
-            row["speedup"]["nnz"], row["union"]["256"], row["speedup"]["factor"], strict=True
-        )
-    ]
-    if len(layers) < 3:
-        return {}
-    r_nnz, r_share, _ = np.corrcoef(layers, rowvar=False)[-1]
-    return {"mean nnz": float(r_nnz), "256 tokens share": float(r_share)}
-
-
-def _plot_cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
-    rows = in_order(record["rows"])
-    axes = figure.subplots()
-    for row in rows:
-        point = np.mean(row["nnz_mean"]), row["held_out_ce"]
-        axes.plot(*point, "o", color="C0", ms=5)
-        axes.annotate(
-            row["variant"], point, xytext=(5, 3), textcoords="offset points", fontsize="small"
-        )
-    axes.set(xscale="log", xlabel="mean non-zeros per token", ylabel="held-out CE (nats/token)")
-    axes.margins(x=0.2)
-
-
-def _plot_depth(figure: Figure, record: dict[str, Any]) -> None:
-    rows = in_order(record["rows"])
-    axes = figure.subplots()
-    for row in rows:
-        axes.plot(row["nnz_mean"], "o-", ms=3, lw=1, label=row["variant"])
-    axes.set(yscale="log", xlabel="layer", ylabel="mean non-zeros per token")
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-
-
-def _plot_position(figure: Figure, record: dict[str, Any]) -> None:
-    rows = in_order(record["rows"])
-    axes = figure.subplots()
-    for row in rows:
-        start, stop = np.transpose(row["positions"])
-        # The geometric mean of a range's ends; positions count from 1.
-        at, nnz = np.sqrt((start + 1) * stop), np.mean(row["nnz_by_position"], axis=0)
-        axes.plot(at, nnz, "o-", ms=3, lw=1, label=row["variant"])
-    axes.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="mean non-zeros")
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-
-
-def _plot_speedup(figure: Figure, record: dict[str, Any]) -> None:
-    rows = in_order(record["rows"])
-    by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
-    for i, row in enumerate(rows):  # the same colours as in the other plots
-        if speedup := row["speedup"]:
-            style = {"color": f"C{i}", "ms": 4, "label": row["variant"]}
-            by_nnz.plot(speedup["nnz"], speedup["factor"], "o", **style)
-            by_share.plot(row["union"]["256"], speedup["factor"], "o", **style)
-    by_nnz.set(xscale="log", xlabel="mean nnz", ylabel="speed-up over dense XLA")
-    by_share.set(xlabel="256 tokens share")
-    for axes in panels:
-        axes.axhline(1, color="gray", ls="--", lw=1)
-        if (r := correlations(rows).get(axes.get_xlabel())) is not None:
-            axes.set_title(f"gated variants: r = {r:.3f}", loc="left", fontsize="medium")
-    figure.legend(
-        *by_nnz.get_legend_handles_labels(),
-        loc="outside right upper",
-        frameon=False,
-        fontsize="small",
-    )
-
-
-def _speedup(row: Row) -> dict[str, list[float]]:
-    return row["speedup"] or {}  # None where it was not measured
-
+_OF_MODELS = Table(
+    title="Whole models",
+    about="Tokens per second of the training, by dense XLA; speed-ups of whole models, forward and "
+    f"both passes; right answers to questions of {downstream.ANSWERS} answers:",
+    columns={
+        "variant": number("variant", "{}"),
+        "tokens/s": mean("{:,.0f}", lambda run: run["tokens_per_second"]),
+        "forward": spread("{:.2f}x", partial(values.speedup_of_model, passes="forward")),
+        "both passes": spread("{:.2f}x", partial(values.speedup_of_model, passes="training")),
+        **{
+            task: spread("{:.1%}", partial(values.accuracy, task=task)) for task in downstream.TASKS
+        },
+    },
+    order=values.by_variant,
+)
 
 TABLE = Table(
     title="What L1 does to a small model",
@@ -116,25 +90,29 @@ TABLE = Table(
     "them.",
     columns={
         "variant": number("variant", "{}"),
-        "held-out CE": number("held_out_ce", "{:.3f}"),
-        "nnz": lambda row: f"{np.mean(row['nnz_mean']):.1f}",
-        "of H": number("d_ff", "{}"),
-        "zeros": lambda row: f"{np.mean(row['sparsity']):.1%}",
-        "dead": lambda row: f"{np.mean(row['dead']) / row['d_ff']:.1%}",
-        "first token": lambda row: f"{np.array(row['nnz_by_position'])[:, 0].mean():.0f}",
-        "256 tokens share": lambda row: f"{np.mean(row['union']['256']):.1%}",
-        "XLA, ms": lambda row: f"{sum(_speedup(row)['xla_ms']):.2f}",
-        "kernels, ms": lambda row: f"{sum(_speedup(row)['mosaic_ms']):.2f}",
-        "speed-up": lambda row: (
-            f"{sum(_speedup(row)['xla_ms']) / sum(_speedup(row)['mosaic_ms']):.2f}x"
+        "seeds": lambda group: str(len({run["seed"] for run in group["runs"]})),
+        "held-out CE": spread("{:.3f}", lambda run: run["held_out_ce"]),
+        "halfway": spread("{:.3f}", values.halfway),
+        "nnz": spread("{:.1f}", values.nnz),
+        "of H": lambda group: str(group["runs"][0]["d_ff"]),
+        "zeros": mean("{:.1%}", lambda run: float(np.mean(run["sparsity"]))),
+        "dead": spread("{:.1%}", values.dead),
+        "first token": mean(
+            "{:.0f}", lambda run: float(np.array(run["nnz_by_position"])[:, 0].mean())
         ),
+        "256 tokens share": spread("{:.1%}", values.union),
+        "XLA, ms": mean("{:.2f}", lambda run: values.total(run, "speedup", "xla_ms")),
+        "kernels, ms": mean("{:.2f}", lambda run: values.total(run, "speedup", "mosaic_ms")),
+        "speed-up": spread("{:.2f}x", values.speedup),
+        "without the dead": spread("{:.2f}x", values.speedup_without_dead),
+        "both passes": spread("{:.2f}x", values.speedup_in_training),
     },
-    order=in_order,
-    notes=describe_correlations,
+    order=values.by_variant,
+    notes=describe,
     plots={
-        "-cross-entropy": _plot_cross_entropy,
-        "-depth": _plot_depth,
-        "-position": _plot_position,
-        "-speedup": _plot_speedup,
+        "-cross-entropy": plots.cross_entropy,
+        "-depth": plots.depth,
+        "-position": plots.position,
+        "-speedup": plots.speedup,
     },
 )

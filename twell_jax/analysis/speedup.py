@@ -15,7 +15,6 @@ from twell_jax.ffn import CannotServe, SparseMLP, sparse_ffn
 from twell_jax.models import Transformer, graphdef
 
 TOKENS = 16384  # in a call; enough to fill a GPU
-_REFERENCE_TOKENS = 2048  # at a time, because the reference's hidden activations are float32
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,8 @@ class Speedup:
       xla_ms, mosaic_ms: float64 [layers], device time of a call in milliseconds, dense by XLA and
         by the kernels.
       xla_error, mosaic_error: float64 [layers], ||y - reference|| / ||reference||, where the
-        reference is the same block in float32; 0 where both outputs are zero.
+        reference is the same block in float32; 0 where both are zero. With a backward pass, the
+        largest such error of y and the gradients.
     """
 
     device: str
@@ -60,9 +60,13 @@ class Speedup:
 
 
 def measure_speedup(
-    model: Transformer, sequences: np.ndarray, *, document_end: int | None = None
+    model: Transformer,
+    sequences: np.ndarray,
+    *,
+    document_end: int | None = None,
+    backward: bool = False,
 ) -> Speedup:
-    """Times the forward pass of each layer's block through XLA and through the kernels.
+    """Times each layer's block through XLA and through the kernels.
 
     The outputs of both are compared with a float32 reference.
 
@@ -70,6 +74,8 @@ def measure_speedup(
       model: the language model.
       sequences: int [n, T + 1]; at most `TOKENS` tokens are used, but at least one sequence.
       document_end: see `Transformer`.
+      backward: measure the forward and backward pass, with the gradients of a random cotangent,
+        not the forward pass alone. The kernels' gradients are sparse, with room for any pattern.
 
     Raises:
       CannotServe: the kernels cannot serve this model here.
@@ -85,7 +91,7 @@ def measure_speedup(
     def live(layer):
         return mlp.live[layer] if config.live_width else None
 
-    def block(x, live, *weights, implementation):
+    def block(live, x, *weights, implementation):
         return sparse_ffn(
             x,
             *weights,
@@ -93,24 +99,34 @@ def measure_speedup(
             activation=config.activation,
             threshold=config.activation_threshold,
             implementation=implementation,
+            gradients="sparse" if backward and implementation == "mosaic" else None,
         )
+
+    def outputs(live, dy, *operands, implementation):
+        ffn = partial(block, live, implementation=implementation)
+        if not backward:
+            return [ffn(*operands)[0]]
+        y, vjp = jax.vjp(lambda *operands: ffn(*operands)[0], *operands)
+        return [y, *vjp(dy)]  # XLA would skip a matmul without y
 
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
     x = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
-    jax.eval_shape(partial(block, implementation="mosaic"), x, live(0), *weights(0))  # CannotServe
+    jax.eval_shape(partial(block, implementation="mosaic"), live(0), x, *weights(0))  # CannotServe
     inputs = ffn_inputs(model, tokens, document_end=document_end)
-    layers = list(enumerate(inputs.reshape(config.layers, *x.shape)))
-    statistics = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
-    exact = partial(block, implementation="xla")
-    error = jax.jit(partial(_relative_error, exact))
+    dy = jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+    layers = [
+        (live(layer), dy, x, *weights(layer))
+        for layer, x in enumerate(inputs.reshape(config.layers, *x.shape))
+    ]
+    nnz = jax.jit(lambda live, _, *operands: block(live, *operands, implementation="xla")[1].nnz)
+    error = jax.jit(partial(_largest_error, partial(outputs, implementation="xla")))
 
     def measure(implementation):
-        output = jax.jit(lambda *operands: block(*operands, implementation=implementation)[0])
+        compute = jax.jit(partial(outputs, implementation=implementation))
         ms, errors = [], []
-        for layer, x in layers:
-            operands = x, live(layer), *weights(layer)
-            ms.append(timing.milliseconds(output, *operands, calls=20))
-            errors.append(error(output(*operands), *operands))
+        for operands in layers:
+            ms.append(timing.milliseconds(compute, *operands, calls=4 if backward else 20))
+            errors.append(error(compute(*operands), *operands))
         return np.array(ms), np.array(errors, np.float64)
 
     xla_ms, xla_error = measure("xla")
@@ -118,7 +134,7 @@ def measure_speedup(
     return Speedup(
         device=jax.devices()[0].device_kind,
         tokens=tokens.size,
-        nnz=np.array([statistics(x, live(i), *weights(i)).nnz for i, x in layers], np.float64),
+        nnz=np.array([nnz(*operands) for operands in layers], np.float64),
         xla_ms=xla_ms,
         mosaic_ms=mosaic_ms,
         xla_error=xla_error,
@@ -126,16 +142,18 @@ def measure_speedup(
     )
 
 
-def _relative_error(block, y, x, live, *weights):
-    def squares(pair):
-        y, *operands = (None if a is None else a.astype(jnp.float32) for a in (*pair, *weights))
-        with jax.default_matmul_precision("highest"):
-            reference, _ = block(operands[0], live, *operands[1:])
-        return jnp.sum((y - reference) ** 2), jnp.sum(reference**2)
+def _largest_error(exact, found, live, *operands):
+    operands, found = jax.tree.map(lambda a: a.astype(jnp.float32), (operands, found))
+    with jax.default_matmul_precision("highest"):
+        reference = exact(live, *operands)
 
-    difference, norm = jax.lax.map(squares, (y, x), batch_size=_REFERENCE_TOKENS)
-    # A layer in which nothing fires has an error of 0, not NaN, if its output is zero too.
-    return jnp.sqrt(jnp.sum(difference) / jnp.maximum(jnp.sum(norm), jnp.finfo(jnp.float32).tiny))
+    def error(out, ref):
+        # A layer in which nothing fires has an error of 0, not NaN, if its output is zero too.
+        least = jnp.finfo(jnp.float32).tiny
+        return jnp.sqrt(jnp.sum((out - ref) ** 2) / jnp.maximum(jnp.sum(ref**2), least))
+
+    errors = jax.tree.map(error, found, reference)
+    return jnp.max(jnp.stack(jax.tree.leaves(errors)))
 
 
 def ffn_inputs(

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
 try:
     import lm_eval
@@ -25,11 +21,11 @@ except ModuleNotFoundError as error:
     )
     raise ModuleNotFoundError(f"{needs} ({error})", name=error.name) from None
 
-from twell_jax.inference.generation import ENDED, generate, padded_length
+from twell_jax.inference.generation import ENDED, generate
 from twell_jax.inference.language_model import LanguageModel
+from twell_jax.inference.likelihood import log_likelihoods
 from twell_jax.inference.sampling import Sampling
 from twell_jax.inference.stop_texts import StopTexts
-from twell_jax.models import QUANTISED_OPTIONS
 
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -148,23 +144,7 @@ class HarnessModel(TemplateLM):
             raise ValueError(f"a continuation has more than {self.max_length} tokens: {longest}")
         # The last token of a row is only predicted, never read, so one more token fits.
         rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]
-        graph, params = nnx.split(self.lm.model)
-        score = _SCORE[bool(self.lm.model.quantised())]
-        results: dict[int, tuple[float, bool]] = {}
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-        for start in range(0, len(order), self.batch):
-            chosen = order[start : start + self.batch]
-            width = padded_length(len(rows[chosen[0]][0]) - 1)
-            tokens = np.zeros((self.batch, width + 1), np.int32)
-            scored = np.zeros((self.batch, width), bool)
-            for row, i in enumerate(chosen):
-                ids, count = rows[i]
-                tokens[row, : len(ids)] = ids
-                scored[row, len(ids) - 1 - count : len(ids) - 1] = True
-            sums, greedy = jax.device_get(score(graph, params, tokens, scored))
-            for row, i in enumerate(chosen):
-                results[i] = float(sums[row]), bool(greedy[row])
-        return [results[i] for i in range(len(rows))]
+        return log_likelihoods(self.lm.model, rows, batch=self.batch)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -227,24 +207,6 @@ class HarnessModel(TemplateLM):
             if all(stop.found_in(row) for stop, row in zip(stops, ids, strict=True)):
                 break
         return [_before(self.lm.tokenizer.decode(row), until) for row in ids]
-
-
-def _score(graph, params, tokens, scored):
-    """Scores the targets of each row that `scored: bool [B, T]` marks.
-
-    Returns, `[B]` each, the sum of their log-probabilities and whether all are the most likely.
-    """
-    logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
-    targets = tokens[:, 1:]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    greedy = jnp.argmax(logits, axis=-1) == targets
-    return -jnp.sum(loss, axis=-1, where=scored), jnp.all(greedy, axis=-1, where=scored)
-
-
-_SCORE = {  # by whether weights are 8-bit floats
-    in_8_bits: jax.jit(_score, static_argnames="graph", compiler_options=options)
-    for in_8_bits, options in ((False, None), (True, QUANTISED_OPTIONS))
-}
 
 
 def _before(text: str, until: Sequence[str]) -> str:

@@ -1,0 +1,156 @@
+"""Measures a run of the study in one process: python -m benchmarks.study.measure RUN_DIR FILE
+
+Writes FILE, JSON: what the neurons do on held-out text, how many questions about it the model
+answers, the times of the layers and of the whole model, those of the layers without the neurons
+that never fired, and what the run logged.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import record
+from benchmarks.study import downstream
+from twell_jax import data
+from twell_jax.analysis import timing
+from twell_jax.analysis.activity import measure_activity, summarise
+from twell_jax.analysis.prune import prune_dead
+from twell_jax.analysis.speedup import measure_speedup
+from twell_jax.ffn import CannotServe
+from twell_jax.models import Transformer, graphdef
+from twell_jax.models.cross_entropy import mean_cross_entropy
+from twell_jax.train import metrics
+from twell_jax.train.run_directory import RunPaths, load_run
+
+# The settings of the whole model by dense XLA and by the kernels.
+_BY = {
+    "xla": {"ffn_implementation": "xla", "ffn_gradients": None},
+    "mosaic": {"ffn_implementation": "mosaic", "ffn_gradients": "sparse"},
+}
+
+
+def main() -> None:
+    run_dir, path = map(Path, sys.argv[1:])
+    config, tokenizer, model = load_run(str(run_dir))
+    held_out = data.load(config, tokenizer).held_out
+    document_end = tokenizer.eot_id if config.data.mask_documents else None
+    activity = measure_activity(
+        model, held_out, batch=config.micro_batch, document_end=document_end
+    )
+    found = over_position_ranges(summarise(activity)) | of_training(run_dir)
+    found |= attempted(
+        {
+            "downstream": partial(downstream.scores, model, tokenizer, held_out),
+            **times(model, activity.usage, held_out, config.micro_batch, document_end),
+        }
+    )
+    path.write_text(json.dumps(found) + "\n")
+
+
+def attempted(parts: dict[str, Callable[[], dict[str, Any]]]) -> dict[str, Any]:
+    """What each part measures; None, and the reason in "failures", for one that cannot be had."""
+    found: dict[str, Any] = {"failures": {}}
+    for name, measure in parts.items():
+        begin = time.monotonic()
+        try:
+            found[name] = measure()
+        except CannotServe as error:
+            found[name], found["failures"][name] = None, str(error)
+        except Exception as problem:  # what was trained for minutes is not lost for it
+            found[name], found["failures"][name] = None, record.failure(problem)
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+    return found
+
+
+def times(
+    model: Transformer,
+    usage: np.ndarray,
+    sequences: np.ndarray,
+    batch: int,
+    document_end: int | None,
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Functions that time the layers and the whole model, by dense XLA and by the kernels.
+
+    Args:
+      model: the trained model.
+      usage: `Activity.usage`; neurons that never fired are removed for "pruned".
+      sequences: int [n, T + 1], held-out text.
+      batch: sequences that the whole model reads in a call.
+      document_end: see `Transformer`.
+
+    Returns:
+      speedup, training: give summaries of `Speedup`, of the forward pass and of both passes.
+      pruned: that of the forward pass of the pruned model, with the numbers of neurons that remain.
+      model: see `whole_model`.
+    """
+
+    def pruned():
+        params, settings, report = prune_dead(nnx.state(model), model.config, usage)
+        remaining = {"d_ff": settings.d_ff, "kept": report.kept.tolist()}
+        return speedup(nnx.merge(graphdef(settings), params)).summarise() | remaining
+
+    speedup = partial(measure_speedup, sequences=sequences, document_end=document_end)
+    return {
+        "speedup": lambda: speedup(model).summarise(),
+        "training": lambda: speedup(model, backward=True).summarise(),
+        "pruned": pruned,
+        "model": lambda: whole_model(model, sequences[:batch], document_end),
+    }
+
+
+def whole_model(
+    model: Transformer, sequences: np.ndarray, document_end: int | None
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of a model on sequences: int [n, T + 1], by the names of the back ends.
+
+    "forward" computes the cross-entropy, "training" its gradients, too; both without an L1 term.
+    """
+
+    def cross_entropy(graph, params, tokens):
+        transformer = nnx.merge(graph, params)
+        hidden, _ = transformer.hidden(tokens[:, :-1], document_end=document_end)
+        return mean_cross_entropy(*transformer.head(hidden), tokens[:, 1:])
+
+    operands = nnx.state(model), jnp.asarray(sequences)
+    found: dict[str, dict[str, float]] = {"forward": {}, "training": {}}
+    for back_end, changes in _BY.items():
+        forward = partial(cross_entropy, graphdef(model.config.model_copy(update=changes)))
+        for name, compute in ("forward", forward), ("training", jax.value_and_grad(forward)):
+            found[name][back_end] = timing.milliseconds(jax.jit(compute), *operands, calls=2)
+    return found
+
+
+def of_training(run_dir: Path) -> dict[str, Any]:
+    """What a run logged: its evaluations by step, and the median of its tokens per second.
+
+    A run that logged but its first step, which compiles, has no such median.
+    """
+    lines = metrics.read(RunPaths(run_dir).metrics)
+    rates = [rate for line in lines if (rate := line.get("tokens_per_second"))]
+    evaluated = [(line["step"], line["held_out_ce"]) for line in lines if "held_out_ce" in line]
+    return {"evaluated": evaluated} | ({"tokens_per_second": median(rates)} if rates else {})
+
+
+def over_position_ranges(analysis: dict[str, Any]) -> dict[str, Any]:
+    """Averages nnz_by_position over positions 0, 1, 2-3, 4-7, ...; `positions` has the ranges."""
+    by_position = np.array(analysis["nnz_by_position"])
+    length = by_position.shape[1]
+    starts = [0, *(2**i for i in range((length - 1).bit_length()))]
+    stops = [*starts[1:], length]
+    means = np.add.reduceat(by_position, starts, axis=1) / np.subtract(stops, starts)
+    positions = {"positions": list(zip(starts, stops, strict=True))}
+    return analysis | positions | {"nnz_by_position": means.tolist()}
+
+
+if __name__ == "__main__":
+    main()

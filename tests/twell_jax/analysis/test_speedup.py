@@ -1,0 +1,58 @@
+"""Speed-ups of the layers' forward and backward, with blocks that err in place of the kernels."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from twell_jax import sparse_ffn
+from twell_jax.analysis import speedup
+from twell_jax.config import ModelConfig
+from twell_jax.models import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=64, context=32, d_model=32, layers=2, heads=2, d_ff=64, dtype="float32"
+)
+
+
+@pytest.fixture
+def errs_by_2_percent_in_dx(monkeypatch):
+    """Kernels whose output is right; the gradients for which they were asked."""
+    asked = []
+
+    def dense(x, *weights, implementation, gradients, **options):
+        if implementation == "mosaic":
+            asked.append(gradients)
+            x = 1.02 * x - jax.lax.stop_gradient(0.02 * x)
+        return sparse_ffn(x, *weights, **options, implementation="xla")
+
+    monkeypatch.setattr(speedup, "sparse_ffn", dense)
+    monkeypatch.setattr(speedup.timing, "milliseconds", lambda f, *a, calls: 2.0)
+    return asked
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in_dx):
+    model = Transformer(CONFIG.model_copy(update={"gated": gated}), rngs=nnx.Rngs(0))
+    tokens = np.reshape(random.choices(range(64), k=99), (3, 33))
+    forward = speedup.measure_speedup(model, tokens)
+    assert set(errs_by_2_percent_in_dx) == {None}
+    np.testing.assert_allclose(forward.mosaic_error, 0, atol=1e-5)
+    errs_by_2_percent_in_dx.clear()
+    both = speedup.measure_speedup(model, tokens, backward=True)
+    assert set(errs_by_2_percent_in_dx) == {"sparse"}
+    np.testing.assert_allclose(both.mosaic_error, 0.02, rtol=1e-3)
+    np.testing.assert_allclose(both.xla_error, 0, atol=1e-5)
+    np.testing.assert_array_equal(both.nnz, forward.nnz)
+
+
+@pytest.mark.gpu
+def test_kernels_compute_both_passes_of_a_models_layers():
+    shapes = {"d_model": 256, "d_ff": 512, "context": 1024, "dtype": "bfloat16"}
+    model = Transformer(CONFIG.model_copy(update=shapes), rngs=nnx.Rngs(0))
+    tokens = np.reshape(random.choices(range(64), k=2050), (2, 1025))
+    both = speedup.measure_speedup(model, tokens, backward=True)
+    assert both.tokens == 2048 and len(both.factor) == 2
+    assert max(both.mosaic_error) < 0.01 and max(both.xla_error) < 0.01
