@@ -32,22 +32,25 @@ from twell_jax.models.cross_entropy import mean_cross_entropy
 from twell_jax.train import metrics
 from twell_jax.train.run_directory import RunPaths, load_run
 
-# The settings of the whole model by dense XLA and by the kernels.
+# The settings of the whole model by the kernels and by dense XLA.
 _BY = {
+    "mosaic": {"ffn_implementation": "mosaic", "ffn_gradients": "sparse"},  # first, as it may raise
     "xla": {"ffn_implementation": "xla", "ffn_gradients": None},
-    "mosaic": {"ffn_implementation": "mosaic", "ffn_gradients": "sparse"},
 }
 
 
 def main() -> None:
     run_dir, path = map(Path, sys.argv[1:])
     config, tokenizer, model = load_run(str(run_dir))
+    logged = of_training(run_dir)
+    if dict(logged["evaluated"]).get(config.steps) is None:
+        sys.exit(f"error: {run_dir}: the run was stopped; start the study again to continue it")
     held_out = data.load(config, tokenizer).held_out
     document_end = tokenizer.eot_id if config.data.mask_documents else None
     activity = measure_activity(
         model, held_out, batch=config.micro_batch, document_end=document_end
     )
-    found = over_position_ranges(summarise(activity)) | of_training(run_dir)
+    found = over_position_ranges(summarise(activity)) | logged
     found |= attempted(
         {
             "downstream": partial(downstream.scores, model, tokenizer, held_out),
@@ -114,6 +117,9 @@ def whole_model(
     """Milliseconds of a model on sequences: int [n, T + 1], by the names of the back ends.
 
     "forward" computes the cross-entropy, "training" its gradients, too; both without an L1 term.
+
+    Raises:
+      CannotServe: the kernels cannot serve this model here.
     """
 
     def cross_entropy(graph, params, tokens):

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.study.runs import VARIANTS
 from tests.small_run import SETTINGS
 from twell_jax.ffn import CannotServe
 from twell_jax.plotting import drawn
+from twell_jax.train.run_directory import RunPaths
 
 
 @pytest.fixture
@@ -140,6 +142,15 @@ def test_positions_are_averaged_over_ranges():
         "nnz_by_position": [[8, 4, 3, 1.5], [1, 1, 1, 1]],
         "d_ff": 9,
     }
+
+
+def test_a_stopped_run_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "load_run", lambda _: (SimpleNamespace(steps=8), None, None))
+    monkeypatch.setattr("sys.argv", ["measure", str(tmp_path), str(tmp_path / "measured.json")])
+    line = {"step": 4, "held_out_ce": 2.0, "unigram_ce": 5.0}
+    RunPaths(tmp_path).metrics.write_text(json.dumps(line) + "\n")
+    with pytest.raises(SystemExit, match=r"the run was stopped; start the study again"):
+        measure.main()
 
 
 def test_a_part_that_cannot_be_measured_leaves_the_others(capsys):
