@@ -25,10 +25,9 @@ from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
-from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels.layouts.weights import Weights
+from twell_jax.ffn import dense_gradients
 from twell_jax.ffn.stats import Output
-
-_PARTS = 16  # the dense backward takes this part of the tokens, or of the neurons, at a time
 
 
 @jax.tree_util.register_dataclass
@@ -140,7 +139,7 @@ def backward(
     """
 
     sparse = functools.partial(_sparse_backward, kernels, act, residuals)
-    dense = functools.partial(dense_backward, act)
+    dense = functools.partial(dense_gradients.of_operands, act)
     return lax.cond(residuals.fits[0], sparse, dense, x, weights, dy, l1_grad)
 
 
@@ -150,8 +149,11 @@ def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad):
     def heavy_rows(a):
         return a.at[residuals.heavy].get(mode="fill", fill_value=0)
 
-    heavy = _dense_hidden(act, heavy_rows(x), weights, heavy_rows(dy), l1_grad)
-    dx_heavy = _dense_dx(heavy, weights)
+    h_heavy, grads_heavy = dense_gradients.hidden(
+        act, heavy_rows(x), weights, heavy_rows(dy), l1_grad
+    )
+    heavy = h_heavy, *grads_heavy
+    dx_heavy = dense_gradients.for_x(grads_heavy, weights)
     # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
     dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
@@ -165,55 +167,7 @@ def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad):
         entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
         for entry, a in zip(entries, heavy, strict=True)
     ]
-    *dw_gate, dw_up = kernels.weight_grads(tuple(grads), x, lists)
+    inner = kernels.weight_grads(tuple(grads), x, lists)
     dx = dx[:m]
-    (dw_down,) = kernels.weight_grads((h,), dy, lists)
-    return dx, Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
-
-
-def dense_backward(
-    act: Rectifier, x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
-) -> tuple[jax.Array, Weights]:
-    """The gradients by XLA, from the operands alone, in parts to save memory.
-
-    The gradient of x is computed for some tokens at a time, those of the weights for some neurons,
-    so that no gradient has to be summed over parts.
-    """
-    m = x.shape[0]
-
-    def dx_part(operands):
-        x, dy = operands
-        return _dense_dx(_dense_hidden(act, x, weights, dy, l1_grad), weights)
-
-    def d_weights_part(weights):
-        h, *grads = _dense_hidden(act, x, weights, dy, l1_grad)
-        dw_down = _product(h.T, dy).astype(x.dtype)
-        *dw_gate, dw_up = (_product(grad.T, x).astype(x.dtype) for grad in grads)
-        return Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
-
-    def in_parts(f, arrays):
-        parts = jax.tree.map(lambda a: a.reshape(_PARTS, -1, *a.shape[1:]), arrays)
-        return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), lax.map(f, parts))
-
-    dx = in_parts(dx_part, [jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)])
-    d_weights = in_parts(d_weights_part, weights.live_in_parts(_PARTS))
-    return dx[:m], d_weights
-
-
-def _dense_hidden(act, x, weights, dy, l1_grad):
-    """h and the gradients behind it, for some tokens and neurons, by XLA."""
-    gate, *up = [_product(x, w.T) for w in weights.inner]
-    gate = act.gate(gate, x.dtype).astype(x.dtype).astype(jnp.float32)
-    gate = only_live(gate, weights.live)
-    h = only_live(gate * act.linear(up[0]), weights.live) if up else gate
-    grads = act.gradients(_product(dy, weights.down.T), gate if up else None, h, l1_grad)
-    return [a.astype(x.dtype) for a in (h, *grads)]
-
-
-def _dense_dx(hidden, weights):
-    dx = sum(_product(grad, w) for grad, w in zip(hidden[1:], weights.inner, strict=True))
-    return dx.astype(weights.up.dtype)
-
-
-def _product(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+    (down,) = kernels.weight_grads((h,), dy, lists)
+    return dx, Weights.of(inner, down)
