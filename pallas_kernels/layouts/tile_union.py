@@ -84,6 +84,31 @@ def first_row(blocks: jax.Array, factors: int, i: int) -> int:
     return blocks.shape[1] - CHUNK_NEURONS * (factors - i)
 
 
+def to_dense(blocks: jax.Array, plan: Plan, m: int) -> list[jax.Array]:
+    """The factors that blocks hold, `[H, m]` each: neurons by tokens, 0 outside the unions.
+
+    Args:
+      blocks: `[items, 128, 256]`, or `[items, 256, 256]` of two factors.
+      plan: which neurons and tokens each block holds.
+      m: number of tokens.
+    """
+    tile, neurons, in_union = plan.item_neurons()
+    tiles, h = plan.neurons.shape
+    items, height, _ = blocks.shape
+    factors = height // CHUNK_NEURONS
+    rows = height * jnp.arange(items)[:, None] + jnp.arange(CHUNK_NEURONS)
+    # Of each neuron and tile, the row of the first factor. XLA reads rows where it needs them; to
+    # write them to their places would take an array of zeros first.
+    places = jnp.where(in_union, neurons, h), tile
+    rows = jnp.full((h, tiles), items * height).at[places].set(rows, mode="drop")
+    lines = blocks.reshape(-1, TILE_TOKENS)
+    found = (
+        lines.at[rows + first_row(blocks, factors, i)].get(mode="fill", fill_value=0)
+        for i in range(factors)
+    )
+    return [a.reshape(h, -1)[:, :m] for a in found]
+
+
 def check_columns(name: str, dense: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises ValueError unless tile unions can describe the matrix `dense`."""
     if (

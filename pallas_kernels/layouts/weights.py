@@ -1,5 +1,6 @@
 """The weights of a feed-forward block, gated or not, as one value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -26,6 +27,12 @@ class Weights:
     up: jax.Array
     down: jax.Array
     live: jax.Array | None = None
+
+    @classmethod
+    def of(cls, inner: Sequence[jax.Array], down: jax.Array) -> "Weights":
+        """Of the projections of x, as `inner` has them, and down."""
+        *gate, up = inner
+        return cls(gate[0] if gate else None, up, down)
 
     @property
     def activated(self) -> jax.Array:

@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.layouts.rectifiers import RELU
+from pallas_kernels.layouts.weights import Weights
 from tests import seeds
 from tests.conformance.cases import (
     COLUMNS,
@@ -30,7 +32,8 @@ from tests.conformance.cases import (
 from tests.errors import ROUNDING, relative_error
 from tests.room import shares
 from twell_jax import config, sparse_ffn
-from twell_jax.ffn import dispatch
+from twell_jax.ffn import dispatch, unions
+from twell_jax.ffn.unions import Way
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
 
@@ -109,24 +112,48 @@ def unzip(out):
     return grads, y, stats
 
 
+@functools.cache
+def _residuals(kernels, capacity):
+    forward = functools.partial(unions.forward_with_residuals, kernels, RELU, capacity=capacity)
+    return jax.jit(lambda operands: forward(operands[0], Weights(*operands[1:]))[1])
+
+
+def way_and_heavy_tokens(operands, capacity):
+    """How the gradients of these operands are computed, and how many tokens left the unions."""
+    (kernels,) = dispatch.BACK_ENDS
+    residuals = _residuals(kernels, capacity)(operands)
+    return residuals.way, np.sum(residuals.heavy < len(operands[0]))
+
+
 @pytest.mark.parametrize(
-    ("every", "threshold", "capacity", "fits", "gated"),
+    ("every", "threshold", "capacity", "way", "gated"),
     [
-        (100, 2.2, 1.0, True, True),
-        (100, 2.2, 1.0, True, False),
-        (100, 2.2, 0.7, True, True),  # no room for the last tile: its tokens are heavy
-        (100, 1.5, 0.7, False, True),  # nor in the lists
-        (2, 9.0, 1.0, True, True),  # tokens that would leave stay, as they are too many
-        (2, 9.0, 1.0, True, False),
-        (1000, 8, 1.0, True, True),  # all zero, but for one row
-        (1000, -8, 1.0, True, True),  # all dense
+        (100, 2.2, 1.0, Way.SPARSE, True),
+        (100, 2.2, 1.0, Way.SPARSE, False),
+        (100, 2.2, 0.7, Way.SPARSE, True),  # no room for the last tile: its tokens are heavy
+        (100, 1.5, 0.7, Way.AGAIN, True),  # nor in the lists
+        (2, 9.0, 1.0, Way.SPARSE, True),  # tokens that would leave stay, as they are too many
+        (2, 9.0, 1.0, Way.SPARSE, False),
+        (1000, 8, 1.0, Way.SPARSE, True),  # all zero, but for one row
+        (1000, -8, 1.0, Way.DENSE, True),  # all dense
     ],
 )
-def test_sparse_gradients(back_end, every, threshold, capacity, fits, gated):
+def test_sparse_gradients(back_end, every, threshold, capacity, way, gated):
     operands = draw(*SHAPE, gated=gated, threshold=threshold)
     operands[0][3::every, -1] = -1
+    assert way_and_heavy_tokens(operands, capacity)[0] == way
     overflow = assert_exact_gradients(operands, capacity)
-    assert overflow == (not fits)
+    assert overflow == (way == Way.AGAIN)
+
+
+@either_form
+def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end, gated):
+    operands = draw(*SHAPE, gated=gated, threshold=1.5)
+    operands[1 if gated else 2][-40:, -1] = -9  # neurons that fire for tokens which fire nearly all
+    operands[0][3::100, -1] = -1
+    way, heavy = way_and_heavy_tokens(operands, 1.0)
+    assert way == Way.DENSE and heavy >= 7
+    assert assert_exact_gradients(operands, 1.0) == 0
 
 
 def forward_for_gradients(operands, **options):
@@ -295,11 +322,15 @@ def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("threshold", [2.57, 1.5])
-def test_sparse_gradients_at_full_size(threshold):
+@pytest.mark.parametrize(
+    ("threshold", "capacity", "way"),
+    [(2.57, 1.0, Way.SPARSE), (1.5, 0.5, Way.AGAIN), (1.5, 1.0, Way.DENSE)],
+)
+def test_sparse_gradients_at_full_size(threshold, capacity, way):
     operands = draw(16384, 2048, 5632, threshold=threshold)
     operands[0][7::1024, -1] = -1
-    assert_exact_gradients(operands)
+    assert way_and_heavy_tokens(operands, capacity)[0] == way
+    assert_exact_gradients(operands, capacity)
 
 
 @every_packing

@@ -15,7 +15,7 @@ from tests.conformance import test_activations as activations
 from tests.conformance.cases import ALGORITHMS, SPARSE, draw, either_form, gradients
 from tests.errors import ROUNDING, relative_error
 from twell_jax import CannotServe, explain, sparse_ffn
-from twell_jax.ffn import dispatch
+from twell_jax.ffn import dispatch, unions
 
 SERVE = pytest.mark.parametrize("algorithm", ["xla", "few_tokens", "unions"])
 H = 512
@@ -91,18 +91,25 @@ def grads(ffn, operands, dy, live):
     return gradients(functools.partial(ffn, live=live), operands, dy)
 
 
-# The pattern fits, or gradients are dense.
-@pytest.mark.parametrize(("gated", "capacity"), [(True, 1.0), (False, 0.01)])
-def test_gradients(back_end, capacity, gated):
-    operands = draw(300, 128, H, gated=gated)
+@pytest.mark.parametrize(
+    ("gated", "capacity", "threshold", "some"),
+    [
+        (True, 1.0, 2.2, 130),
+        (True, 1.0, 1.0, 450),  # crowded: dense products of what was kept
+        (False, 0.01, 2.2, 130),  # no room: dense gradients
+    ],
+)
+def test_gradients(back_end, gated, capacity, threshold, some):
+    operands = draw(500, 128, H, gated=gated, threshold=threshold)
     operands[0][3::100, -1] = -1
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
     sparse = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=capacity)
     dense = functools.partial(sparse_ffn, implementation="xla")
     ours, xla = (jax.jit(functools.partial(grads, f)) for f in (sparse, dense))
     compiled_reference = jax.jit(functools.partial(gradients, dense))
-    for live in (0, 130):
+    for live in (0, some):
         out, (_, stats) = ours(operands, dy, live)
+        assert unions.is_crowded(stats.union, stats.listed) == (threshold < 2 and live > 0)
         cut = [operands[0], *(None if w is None else w[:live] for w in operands[1:])]
         assert stats.overflow == (capacity < 1 and live > 0)
         for array in jax.tree.leaves(out[1:]):

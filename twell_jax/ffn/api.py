@@ -88,8 +88,8 @@ def sparse_ffn(
       gradient_capacity: the memory for sparse gradients, above 0 and at most 1, as a fraction of
         what the largest pattern takes. 1 holds any pattern, if x is finite. Less suffices if
         neither `FFNStats.union` nor `FFNStats.listed` is larger, on any device. Otherwise the
-        gradients are computed densely: they are exact, but take twice the time of gradients
-        without kernels (docs/performance.md), and `FFNStats.overflow` is 1.
+        gradients are computed densely: they are exact, but take longer than gradients without
+        kernels (docs/performance.md), and `FFNStats.overflow` is 1.
         `twell_jax.ffn.RESIDUALS` names what the forward keeps, for policies of `jax.checkpoint`.
       windows: `twell_jax.ffn.Windows` of consecutive tokens, for which `FFNStats.lasso` is wanted;
         `[T]` or `[..., T]` are the leading axes of x. Dense XLA alone computes it.

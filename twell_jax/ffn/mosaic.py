@@ -4,7 +4,7 @@ Few tokens (decoding) have kernels of their own. For more, the gate matmul packs
 of two formats. From TwELL, a second kernel gathers the weights of each token's own neurons. From
 tile unions, two tensor-core matmuls compute the neurons that any of 256 tokens uses. Heavy rows,
 which do not fit or would cost the others too much, are listed for `dense_rows`. The host waits for
-nothing, except before a sparse backward, where it reads whether the pattern fits.
+nothing, except before a sparse backward, where it reads which way that goes.
 """
 
 import functools
@@ -76,8 +76,8 @@ def dense_gradients(
 def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block:
     """`f(x, weights) -> y, stats` on unions for `x: [M, D]`, with sparse gradients.
 
-    If the pattern exceeds `capacity`, the gradients are computed densely. Forward-mode
-    differentiation is not supported.
+    If the pattern exceeds `capacity`, or is crowded (`unions.is_crowded`), the gradients are
+    computed densely. Forward-mode differentiation is not supported.
     """
     operands_and_gradients = (Share.OWN, *_OPERANDS, Share.TOKENS, Share.MEAN)
     forward_on_device = _on_devices(
@@ -86,7 +86,9 @@ def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block
         (_OUTPUT, Share.MEAN, Share.OWN),
     )
     backward_on_device = _on_devices(
-        functools.partial(unions.backward, kernels, act), operands_and_gradients, _OPERANDS
+        functools.partial(unions.backward, kernels, act, capacity=capacity),
+        operands_and_gradients,
+        _OPERANDS,
     )
 
     def forward(x, weights):
@@ -121,7 +123,8 @@ def _by_device(weights: Weights) -> Weights:
 
 def _forward_for_gradients(kernels, act, capacity, x, weights):
     output, residuals = unions.forward_with_residuals(kernels, act, x, weights, capacity=capacity)
-    return output, 1.0 - residuals.fits[0].astype(jnp.float32), residuals
+    overflow = residuals.way[0] == unions.Way.AGAIN
+    return output, overflow.astype(jnp.float32), residuals
 
 
 def _on_devices(function, inputs, outputs):

@@ -8,9 +8,11 @@ too many, or the lists do not fit, the backward computes everything again, dense
     dx = dz w_gate + du w_up                              on the unions
     dw_gate = dz^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
 
-The tokens outside the unions are then so few that XLA computes their part.
+If the pattern is crowded, these are dense products of XLA instead. The tokens outside the unions
+are so few that XLA computes their part.
 """
 
+import enum
 import functools
 from dataclasses import dataclass, replace
 
@@ -25,10 +27,17 @@ from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
-from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels.layouts.weights import Weights
+from twell_jax.ffn import dense_gradients
 from twell_jax.ffn.stats import Output
 
-_PARTS = 16  # the dense backward takes this part of the tokens, or of the neurons, at a time
+
+class Way(enum.IntEnum):
+    """How `backward` computes the gradients; only the device knows."""
+
+    AGAIN = 0  # densely from the operands, as what was kept is not complete
+    SPARSE = 1  # by the kernels, on unions and lists
+    DENSE = 2  # by dense products of what was kept, as the pattern is crowded
 
 
 @jax.tree_util.register_dataclass
@@ -37,14 +46,14 @@ class Residuals:
     """What the forward keeps for the backward, besides its operands.
 
     Attributes:
-      fits: bool `[1]`, whether the other fields are complete.
+      way: int32 `[1]`, a `Way`. For `Way.AGAIN` the other fields are not complete.
       hidden: h and the gates, as blocks from `union_up`.
       plan: which neurons and tokens each block holds.
       lists: the tokens that use each group of neurons.
       heavy: int32 `[256]`, the tokens outside the unions in ascending order, padded with M.
     """
 
-    fits: jax.Array
+    way: jax.Array
     hidden: jax.Array
     plan: Plan
     lists: NeuronLists
@@ -81,9 +90,11 @@ def forward_with_residuals(
     rows = jnp.sort(jnp.where(jnp.arange(rows.size) < heavy.count, rows, m))
     is_finite = jnp.all(counts[:, :m] <= 127)
     fits = lists_fit & (heavy.count <= MAX_HEAVY) & is_finite
+    crowded = _may_be_crowded(capacity) and is_crowded(output.union, output.listed)
+    way = jnp.where(fits, jnp.where(crowded, Way.DENSE, Way.SPARSE), Way.AGAIN).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers.
-    return output, in_place.barrier(Residuals(fits, hidden, plan, lists, rows))
+    return output, in_place.barrier(Residuals(way, hidden, plan, lists, rows))
 
 
 def _forward(
@@ -129,6 +140,29 @@ def _forward(
     return output, (hidden, plan, heavy, counts)
 
 
+def is_crowded(union: jax.Array | float, listed: jax.Array | float) -> jax.Array | bool:
+    """Whether dense products of what was kept take less time than the kernels of the backward.
+
+    Both follow the same forward. In shares of the time of dense forward and backward,
+
+        0.16 + 0.53 union + 0.55 listed    is what forward and kernels take (fitted),
+        0.10 + 0.23 union                  what the forward takes of it (fitted),
+        0.06 + 0.30 union + 0.55 listed    so that the kernels take the rest,
+        0.78                               and dense products, whatever the pattern (an estimate).
+
+    See docs/design/0009-sparse-gradients.md.
+
+    Args:
+      union, listed: as in `FFNStats`.
+    """
+    return 0.06 + 0.30 * union + 0.55 * listed > 0.78
+
+
+def _may_be_crowded(capacity: float) -> bool:
+    """Whether a pattern that fits may be. If not, no memory is reserved for dense products."""
+    return bool(is_crowded(capacity, capacity))
+
+
 def backward(
     kernels: Kernels,
     act: Rectifier,
@@ -137,6 +171,8 @@ def backward(
     weights: Weights,
     dy: jax.Array,
     l1_grad: jax.Array,
+    *,
+    capacity: float,
 ) -> tuple[jax.Array, Weights]:
     """The gradients for x and the weights.
 
@@ -148,21 +184,22 @@ def backward(
       weights: `[H, D]` each.
       dy: `[M, D]`, the gradient for y.
       l1_grad: float32 [], the gradient for the sum of |h|.
+      capacity: that of the forward.
     """
-
-    sparse = functools.partial(_sparse_backward, kernels, act, residuals)
-    dense = functools.partial(dense_backward, act)
-    return lax.cond(residuals.fits[0], sparse, dense, x, weights, dy, l1_grad)
+    branches = [  # in the order of `Way`
+        functools.partial(dense_gradients.of_operands, act),
+        functools.partial(_sparse_backward, kernels, act, residuals),
+    ]
+    if _may_be_crowded(capacity):
+        branches.append(functools.partial(_dense_backward, act, residuals))
+    return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad)
 
 
 def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad):
     m, plan, lists = x.shape[0], residuals.plan, residuals.lists
-
-    def heavy_rows(a):
-        return a.at[residuals.heavy].get(mode="fill", fill_value=0)
-
-    heavy = _dense_hidden(act, heavy_rows(x), weights, heavy_rows(dy), l1_grad)
-    dx_heavy = _dense_dx(heavy, weights)
+    *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad)
+    heavy = h_heavy, *grads_heavy
+    dx_heavy = dense_gradients.for_x(grads_heavy, weights)
     # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
     dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
@@ -176,55 +213,35 @@ def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad):
         entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
         for entry, a in zip(entries, heavy, strict=True)
     ]
-    *dw_gate, dw_up = kernels.weight_grads(tuple(grads), x, lists)
+    inner = kernels.weight_grads(tuple(grads), x, lists)
     dx = dx[:m]
-    (dw_down,) = kernels.weight_grads((h,), dy, lists)
-    return dx, Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
+    (down,) = kernels.weight_grads((h,), dy, lists)
+    return dx, Weights.of(inner, down)
 
 
-def dense_backward(
-    act: Rectifier, x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
-) -> tuple[jax.Array, Weights]:
-    """The gradients by XLA, from the operands alone, in parts to save memory.
+def _dense_backward(act, residuals, x, weights, dy, l1_grad):
+    x_heavy, dy_heavy, h_heavy, grads_heavy = _of_heavy_tokens(
+        act, residuals, x, weights, dy, l1_grad
+    )
+    dx_heavy = dense_gradients.for_x(grads_heavy, weights)
 
-    The gradient of x is computed for some tokens at a time, those of the weights for some neurons,
-    so that no gradient has to be summed over parts.
-    """
-    m = x.shape[0]
+    def d_weight(a, b, a_heavy, b_heavy):
+        both = dense_gradients.product(a, b) + dense_gradients.product(a_heavy.T, b_heavy)
+        return both.astype(x.dtype)
 
-    def dx_part(operands):
-        x, dy = operands
-        return _dense_dx(_dense_hidden(act, x, weights, dy, l1_grad), weights)
-
-    def d_weights_part(weights):
-        h, *grads = _dense_hidden(act, x, weights, dy, l1_grad)
-        dw_down = _product(h.T, dy).astype(x.dtype)
-        *dw_gate, dw_up = (_product(grad.T, x).astype(x.dtype) for grad in grads)
-        return Weights(dw_gate[0] if dw_gate else None, dw_up, dw_down)
-
-    def in_parts(f, arrays):
-        parts = jax.tree.map(lambda a: a.reshape(_PARTS, -1, *a.shape[1:]), arrays)
-        return jax.tree.map(lambda a: a.reshape(-1, a.shape[2]), lax.map(f, parts))
-
-    dx = in_parts(dx_part, [jnp.pad(a, ((0, -m % _PARTS), (0, 0))) for a in (x, dy)])
-    d_weights = in_parts(d_weights_part, weights.live_in_parts(_PARTS))
-    return dx[:m], d_weights
+    # What blocks hold stays neurons by tokens, so that XLA has nothing to transpose.
+    *_, h = tile_union.to_dense(residuals.hidden, residuals.plan, len(x))
+    down = d_weight(h, dy, h_heavy, dy_heavy)
+    # h is read once more below, rather than held in this form while the gradients need memory.
+    down, dy, blocks = in_place.barrier((down, dy, residuals.hidden))
+    kept = tile_union.to_dense(blocks, residuals.plan, len(x))
+    grads = dense_gradients.for_inner(act, kept, jnp.dot(weights.down, dy.T), l1_grad)
+    inner = [d_weight(a, x, b, x_heavy) for a, b in zip(grads, grads_heavy, strict=True)]
+    dx = dense_gradients.for_x([grad.T for grad in grads], weights)
+    return dx.at[residuals.heavy].set(dx_heavy, mode="drop"), Weights.of(inner, down)
 
 
-def _dense_hidden(act, x, weights, dy, l1_grad):
-    """h and the gradients behind it, for some tokens and neurons, by XLA."""
-    gate, *up = [_product(x, w.T) for w in weights.inner]
-    gate = act.gate(gate, x.dtype).astype(x.dtype).astype(jnp.float32)
-    gate = only_live(gate, weights.live)
-    h = only_live(gate * act.linear(up[0]), weights.live) if up else gate
-    grads = act.gradients(_product(dy, weights.down.T), gate if up else None, h, l1_grad)
-    return [a.astype(x.dtype) for a in (h, *grads)]
-
-
-def _dense_dx(hidden, weights):
-    dx = sum(_product(grad, w) for grad, w in zip(hidden[1:], weights.inner, strict=True))
-    return dx.astype(weights.up.dtype)
-
-
-def _product(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad):
+    """x and dy of the tokens outside the unions, and what `dense_gradients.hidden` says of them."""
+    x, dy = (a.at[residuals.heavy].get(mode="fill", fill_value=0) for a in (x, dy))
+    return x, dy, *dense_gradients.hidden(act, x, weights, dy, l1_grad)

@@ -1,0 +1,45 @@
+"""Which way the backward of sparse gradients goes; tests/conformance has what each computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.kernels import REFERENCE
+from pallas_kernels.layouts.rectifiers import RELU
+from pallas_kernels.layouts.weights import Weights
+from twell_jax.ffn import unions
+from twell_jax.train.gradient_plan import ROOMS
+
+
+@pytest.mark.parametrize(
+    ("union", "listed", "crowded"),
+    [
+        # By the kernels these took less time than with dense gradients (docs/design/0028).
+        (0.200, 0.200, False),
+        (0.359, 0.285, False),
+        (0.476, 0.500, False),
+        (0.549, 0.743, False),
+        (0.746, 0.283, False),
+        (1.000, 1.000, True),  # and this took most
+    ],
+)
+def test_patterns_are_crowded_where_kernels_lose(union, listed, crowded):
+    assert unions.is_crowded(union, listed) == crowded
+    assert unions.is_crowded(jnp.float32(union), jnp.float32(listed)) == crowded
+
+
+@pytest.mark.parametrize(("capacity", "ways"), [*((room, 2) for room in ROOMS), (1.0, 3)])
+def test_dense_products_of_what_was_kept_are_compiled_only_where_they_may_be_needed(capacity, ways):
+    x, w = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (300, 256))
+    operands = x, Weights(w, w, w)
+    forward, backward = (
+        functools.partial(f, REFERENCE, RELU, capacity=capacity)
+        for f in (unions.forward_with_residuals, unions.backward)
+    )
+    _, residuals = jax.eval_shape(forward, *operands)
+    l1_grad = jax.ShapeDtypeStruct((), jnp.float32)
+    program = jax.make_jaxpr(backward)(residuals, *operands, x, l1_grad)
+    (choice,) = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
+    assert len(choice.params["branches"]) == ways
