@@ -43,7 +43,6 @@ class Kernels(NamedTuple):
         of the tiles.
       union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
       union_down: sums blocks times gathered weights over the unions -> y, or dx.
-      gates_down: the same for gates that are h, without blocks of them -> y, parts of l1.
       hidden_grads: the gradients behind h, in place -> h and these on the neuron lists.
       weight_grads: the gradients for weights from neuron lists (`layouts.neuron_lists`) -> these.
 
@@ -67,7 +66,6 @@ class Kernels(NamedTuple):
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
-    gates_down: Callable[[jax.Array, jax.Array, Plan, int], tuple[jax.Array, jax.Array]]
     hidden_grads: Callable[..., Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
@@ -92,7 +90,6 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         union_plan=folder.union_plan.union_plan,
         union_up=folder.union_up.union_up,
         union_down=folder.union_down.union_down,
-        gates_down=folder.gates_down.gates_down,
         hidden_grads=folder.hidden_grads.hidden_grads,
         weight_grads=folder.weight_grads.weight_grads,
         project=folder.token_product.project,

@@ -6,7 +6,6 @@ two jobs share those of a tile.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.frames import gathered_matmul
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
-COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
+_COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
 _STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a block
 
 
@@ -51,7 +50,7 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
     support.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
     tokens = gathered_matmul.job_tokens(tiles)
     return gathered_matmul.gathered_matmul(
-        functools.partial(describe, TILE_TOKENS // tokens),
+        functools.partial(_describe, TILE_TOKENS // tokens),
         functools.partial(_produce, tokens),
         functools.partial(_consume, tokens),
         plan.neurons,
@@ -59,96 +58,59 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
         plan.firsts,
         h,
         *weights,
-        jobs=lambda *_: jnp.int32(job_count(tokens, tiles, d)),
-        a_shape=(STAGE_K, COLUMNS),
+        jobs=lambda *_: jnp.int32(tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, _COLUMNS)),
+        a_shape=(STAGE_K, _COLUMNS),
         b_shape=(STAGE_K, tokens),
         out_type=jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), h.dtype),  # for the copies' tiling
         name="union_down",
     )
 
 
-def job_count(tokens: int, tiles: int, d: int) -> int:
-    """The number of jobs of so many tokens of a row tile."""
-    return tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, COLUMNS)
-
-
-def describe(shares, i, _, sizes, firsts, *rest) -> tuple[jax.Array, ...]:
+def _describe(shares, i, _, sizes, firsts, *rest):
     """The job's tokens (of which each tile has `shares`), the size and the first block of their
-    union, and the first column of y, the last of the operands and outputs."""
-    blocks = pl.cdiv(rest[-1].shape[1], COLUMNS)
+    union, and the first column of y."""
+    blocks = pl.cdiv(rest[-1].shape[1], _COLUMNS)
     share = i // blocks
     tile = share // shares
-    return share, sizes[tile], firsts[tile], i % blocks * COLUMNS
+    return share, sizes[tile], firsts[tile], i % blocks * _COLUMNS
 
 
-def tile_and_tokens(share: jax.Array, tokens: int) -> tuple[jax.Array, pl.Slice]:
-    """The row tile of a job's tokens, and these tokens in it."""
+def _produce(tokens, job, ring, step, *refs):
+    neurons, _, _, h, *weights, _ = refs
+    share, size, first_block, column = job
     shares = TILE_TOKENS // tokens
-    return share // shares, pl.ds(share % shares * tokens, tokens)
-
-
-def put_union(ring, step, neurons_ref, tile, job, weight_ref, put_values) -> jax.Array:
-    """Fills the stages of a product over a union: a with rows of the weight, b by `put_values`.
-
-    `put_values(k, indices, b, loaded)` fills it with the values of the neurons in step k, and past
-    the size of the union with anything finite; the other arguments are those of `Ring.put_lists`.
-
-    Returns:
-      The next step.
-    """
-    _, size, _, column = job
+    tile, mine = share // shares, pl.ds(share % shares * tokens, tokens)
+    steps = pl.cdiv(size, STAGE_K)
 
     def indices_of(k):
-        first = jnp.minimum(k * STAGE_K, neurons_ref.shape[1] - STAGE_K)
-        return neurons_ref.at[tile, pl.ds(first, STAGE_K)]
+        first = jnp.minimum(k * STAGE_K, neurons.shape[1] - STAGE_K)
+        return neurons.at[tile, pl.ds(first, STAGE_K)]
 
-    def fill(k, indices, a, b, loaded):
-        put_values(k, indices, b, loaded)
-        row_copies.gather_rows(weight_ref, indices, size - k * STAGE_K, column, a)
+    for w, weight in enumerate(weights):
 
-    return ring.put_lists(step, pl.cdiv(size, STAGE_K), indices_of, fill)
+        def fill(k, indices, a, b, loaded, w=w, weight=weight):
+            rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
+            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows, mine], b, loaded)
+            row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
+
+        step = ring.put_lists(step, steps, indices_of, fill)
+    return step
 
 
-def columns_of(warpgroup) -> Callable[..., None]:
-    """The `wgmma` of `Ring.multiply` for a consumer's columns of y."""
+def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
+    _, _, _, _, *weights, y = refs
+    share, size, _, column = job
+    steps = len(weights) * pl.cdiv(size, STAGE_K)
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
     def wgmma(acc, a, b):
         plgpu.wgmma(acc, a.at[:, mine].T, b)
 
-    return wgmma
-
-
-def write_columns(out, job, warpgroup, buffers, y) -> None:
-    """Starts to copy a consumer's columns of y, `out: [64, tokens]`, to GMEM."""
-    share, _, _, column = job
-    tokens = out.shape[1]
+    out = ring.multiply(step, steps, wgmma, columns=tokens)
     columns = pl.ds(column + warpgroup * ACC_ROWS, ACC_ROWS)
     for part in range(tokens // ACC_ROWS):
         values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
         target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
         gathered_matmul.write(values, buffers.at[part % 2], target, transposed=True)
-
-
-def _produce(tokens, job, ring, step, *refs):
-    neurons, _, _, h, *weights, _ = refs
-    share, _, first_block, _ = job
-    tile, mine = tile_and_tokens(share, tokens)
-    for w, weight in enumerate(weights):
-
-        def copy_block(k, _, b, loaded, w=w):
-            rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
-            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows, mine], b, loaded)
-
-        step = put_union(ring, step, neurons, tile, job, weight, copy_block)
-    return step
-
-
-def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
-    _, _, _, _, *weights, y = refs
-    _, size, _, _ = job
-    steps = len(weights) * pl.cdiv(size, STAGE_K)
-    out = ring.multiply(step, steps, columns_of(warpgroup), columns=tokens)
-    write_columns(out, job, warpgroup, buffers, y)
     return step + steps

@@ -112,30 +112,19 @@ def _forward(
         tokens, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
     )
     gate = in_place.contents(gate_ref)
-    gates_are_h = linear is None and not keeps  # and nobody needs them in blocks
-    if gates_are_h:
-        hidden = gate
-        y, l1 = kernels.gates_down(gate, weights.down, plan, m)
-    else:
-        x_up = x if linear is None else quantised.for_product(tokens, linear)
-        hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
-        y = kernels.union_down(hidden, (weights.down,), plan, m)
-    # dense_rows runs after the down projection, so that its hidden activations reuse the memory of
-    # gates that are in blocks by then. It starts while the last jobs of that are still at work.
+    x_up = x if linear is None else quantised.for_product(tokens, linear)
+    hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
+    y = kernels.union_down(hidden, (weights.down,), plan, m)
+    # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
+    # starts while union_down still works on its last jobs.
     y, heavy = in_place.barrier((y, heavy))
-    pending = (y, hidden, l1) if gates_are_h else (y, hidden)
-    heavy = replace(heavy, pending=(*pending, *jax.tree.leaves(plan)))
+    heavy = replace(heavy, pending=(y, hidden, *jax.tree.leaves(plan)))
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
-
-    def late(a):
-        # XLA would put what follows between kernels, which then could not overlap. heavy_l1 is
-        # never negative.
-        return jnp.where(heavy_l1 < 0, 0, a)
-
-    l1 = jnp.sum(late(l1)) if gates_are_h else l1
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
-    shares = room.of_packed(late(stats), late(counts), m)
+    # XLA would put this between kernels, which then could not overlap. heavy_l1 is never negative.
+    stats, late_counts = (jnp.where(heavy_l1 < 0, 0, a) for a in (stats, counts))
+    shares = room.of_packed(stats, late_counts, m)
     output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired, *shares)
     return output, (hidden, plan, heavy, counts)
 

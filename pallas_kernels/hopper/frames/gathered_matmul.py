@@ -1,4 +1,4 @@
-"""Matmuls with gathered rows on Hopper: the frame of `union_up`, `*_down` and `*_grads`.
+"""Matmuls with gathered rows on Hopper: the frame of `union_*`, `hidden_grads`, `weight_grads`.
 
 A producer warpgroup fills a `Ring` of shared-memory stages; two consumer warpgroups multiply them,
 each into an accumulator of its own, usually 64 x 256. An SM takes its jobs from a `JobQueue`.
@@ -55,7 +55,7 @@ def gathered_matmul(
       jobs: `jobs(*refs)` returns the number of jobs, int32.
       a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `tiled`;
         `Ring.put_lists` needs a of 64 rows.
-      b_copies: number of TMA copies that fill b in a stage; 0 if rows are gathered to b, too.
+      b_copies: number of TMA copies that fill b in a stage.
       dtype: that of the stages; None for that of the results. If it differs, a stage's a may also
         hold as many rows of 64 elements of the results' dtype.
       out_type: shapes and dtypes of the outputs, which are returned.

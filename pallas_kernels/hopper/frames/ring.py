@@ -1,13 +1,11 @@
 """The ring of shared-memory stages between the producer and the consumers of a matmul.
 
 A stage holds the operands of one step of a product: rows that `row_copies` gathers, and an array
-that TMA copies, or whose rows are gathered, too. The producer hands it over two steps later, when
-the rows have arrived.
+that TMA copies. The producer hands it over two steps later, when the rows have arrived.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,7 @@ class Ring:
 
     Attributes:
       a: SMEM, each stage's array of gathered rows.
-      b: SMEM, each stage's other array.
+      b: SMEM, each stage's array that TMA fills.
       loaded: barriers at which a consumer waits for a stage.
       free: barriers at which the producer waits until both consumers have given a stage back.
       indices: SMEM, int32 `[3, 64]`, the row indices for the next stages; None if all stages of a
@@ -163,44 +161,21 @@ class Ring:
         """
         used = jnp.where(is_needed, steps, 0)
 
+        def accumulate(acc):
+            @pl.loop(0, used)
+            def _(k):
+                wgmma(acc, *self.take(step + k))
+                plgpu.wgmma_wait(1)
+                self.release(step + k - 1, predicate=k > 0)
+
+            plgpu.wgmma_wait(0)
+            self.release(step + used - 1, predicate=used > 0)
+            return acc[...]
+
         @pl.loop(used, steps)
         def _(k):
             self.take(step + k)
             self.release(step + k)
-
-        product, _ = self.multiply_and_fold(
-            step, used, wgmma, lambda k, b, nothing: nothing, (), columns=columns
-        )
-        return product
-
-    def multiply_and_fold(
-        self,
-        step: jax.Array,
-        steps: jax.Array,
-        wgmma: Callable[..., None],
-        fold: Callable[..., Any],
-        initial: Any,
-        *,
-        columns: int,
-    ) -> tuple[jax.Array, Any]:
-        """`multiply`, and what `value = fold(k, b, value)` makes of `initial` in all stages.
-
-        `fold` runs while tensor cores multiply the stage.
-        """
-
-        def accumulate(acc):
-            @pl.loop(0, steps, init_carry=initial)
-            def value(k, value):
-                a, b = self.take(step + k)
-                wgmma(acc, a, b)
-                value = fold(k, b, value)
-                plgpu.wgmma_wait(1)
-                self.release(step + k - 1, predicate=k > 0)
-                return value
-
-            plgpu.wgmma_wait(0)
-            self.release(step + steps - 1, predicate=steps > 0)
-            return acc[...], value
 
         return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
 

@@ -18,7 +18,7 @@ from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost, shapes
-from tests.pallas_kernels.planned import for_unions, pre_activations, with_dense_tokens
+from tests.pallas_kernels.planned import planned, pre_activations
 from tests.pallas_kernels.rectified import EVERYTHING, linear_of
 
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -36,10 +36,18 @@ def draw(m, d, h, density, gated, dtype):
     """(x, gate, w_up, w_down, plan) and the dense gate. Three tokens fire everywhere, to leave the
     unions; gates that nothing may read are NaN; the work list is as short as it can be."""
     rng = seeds.rng()
-    z = with_dense_tokens(pre_activations(m, h, density))
+    z = pre_activations(m, h, density)
+    dense = rng.permutation(m)[:3]
+    z[dense] = np.abs(z[dense])
     arrays = [rng.standard_normal((m, d)), *(rng.standard_normal((2, h, d)) / d**0.5)]
     x, w_up, w_down = (a.astype(dtype) for a in arrays)
-    gate, plan, g = for_unions(z, x)
+    gate, _, plan, heavy = planned(z, x)
+    is_member = np.zeros(gate.shape[:2], bool)
+    for r, size in enumerate(plan.sizes):
+        is_member[r, plan.neurons[r, :size]] = True
+    gate = np.where(is_member[:, :, None], gate, np.array(np.nan, dtype))
+    g = np.maximum(z, 0).astype(dtype).astype(np.float64)
+    g[heavy] = 0
     return (x, gate, w_up if gated else None, w_down, plan), g
 
 
