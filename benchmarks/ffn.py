@@ -1,6 +1,6 @@
 """Feed-forward block, forward: every implementation against jitted dense XLA in the same process.
 
-    python -m benchmarks.ffn [--quick | --peers | --activations] [--out DIRECTORY]
+    python -m benchmarks.ffn [--quick | --peers | --activations | --non-gated] [--out DIRECTORY]
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
 so that weights come from memory and launch gaps count. Times are per layer.
@@ -49,15 +49,16 @@ WITH_ACTIVATIONS = [  # those that are not ReLU; "relu2" is what blocks without 
     ),
     {"m": 16384, "pattern": "recorded", "activation": "relu2", "gated": False},
 ]
+WITHOUT_GATE = [  # those without a gate projection
+    {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
+    for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
+]
 CASES = [
     *GOALS,
     *WITH_PEERS,
     *WITH_ACTIVATIONS,
     *({"m": 16384, "pattern": "skewed", "nnz": 29, "pruned": dead} for dead in (0.3, 0.5)),
-    *(
-        {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
-        for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
-    ),
+    *WITHOUT_GATE,
     *(
         {"m": m, "pattern": pattern, "nnz": nnz}
         for m in (256, 512, 1024, 2048, 4096)
@@ -77,14 +78,20 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--quick", action="store_true", help="only the cases of the goals")
-    choice.add_argument("--peers", action="store_true", help="only those with blocks of others")
-    choice.add_argument("--activations", action="store_true", help="only those without ReLU")
+    for option, cases, which in (
+        ("--quick", GOALS, "the cases of the goals"),
+        ("--peers", WITH_PEERS, "those with blocks of others"),
+        ("--activations", WITH_ACTIVATIONS, "those without ReLU"),
+        ("--non-gated", WITHOUT_GATE, "those without a gate projection"),
+    ):
+        choice.add_argument(
+            option, dest="cases", action="store_const", const=cases, help=f"only {which}"
+        )
     parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.set_defaults(cases=CASES)
     args = parser.parse_args()
-    chosen = GOALS if args.quick else WITH_PEERS if args.peers else CASES
-    cases = WITH_ACTIVATIONS if args.activations else chosen
-    record.write_as_they_come("ffn", (row for case in cases for row in measure(**case)), args.out)
+    rows = (row for case in args.cases for row in measure(**case))
+    record.write_as_they_come("ffn", rows, args.out)
 
 
 def measure(

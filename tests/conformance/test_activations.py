@@ -89,8 +89,13 @@ def assert_exact(case, operands, y, stats):
     assert np.mean(stats.fired == (g != 0).any(axis=0)) > 0.99
 
 
-@every_case
-@pytest.mark.parametrize("algorithm", ["few_tokens", "twell"])  # unions: with their gradients
+@pytest.mark.parametrize(
+    ("algorithm", "case"),
+    [
+        *((algorithm, case) for algorithm in ("few_tokens", "twell") for case in CASES),
+        *(("unions", case) for case in CASES if not CASES[case][1]),  # gated: with their gradients
+    ],
+)
 def test_sparse_dense_and_silent_rows(back_end, algorithm, case):
     call = forward(dispatch.BACK_ENDS, algorithm, case)
     operands = operands_of(case, ALGORITHMS[algorithm][1], 192, 640)
