@@ -66,7 +66,7 @@ _GRADIENTS = "gradients-nvidia-h200-20261123"
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123"
 _GENERATION = {
     "decode": "inference-decode-nvidia-h200-20261123",
-    "prefill": "inference-nvidia-h200-20261123",
+    "prefill": "inference-prefill-nvidia-h200-20261123",
 }
 _WORK = {
     "forward": "scoring",
