@@ -289,6 +289,9 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "TwELL. The kernels for few tokens are those of today.",
     f"gradients-98fbd7c-{_H100}": "A design that was dropped "
     "([decision 0010](../design/0010-peak-memory.md)).",
+    "gradients-nvidia-h200-20261123": "Before two kernels made the plan of unions, and before "
+    "crowded patterns, and those without room, had larger dense products.",
+    "gradients-nvidia-h200-20261123-2": "The run ended before its last three patterns.",
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     f"inference-cached-{_H100}": "A run before the cache was updated in place "
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",

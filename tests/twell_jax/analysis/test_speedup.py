@@ -1,12 +1,11 @@
 """Speed-ups of the layers' forward and backward, with blocks that err in place of the kernels."""
 
-import random
-
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests import seeds
 from twell_jax import sparse_ffn
 from twell_jax.analysis import speedup
 from twell_jax.config import ModelConfig
@@ -35,8 +34,8 @@ def errs_by_2_percent_in_dx(monkeypatch):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in_dx):
-    model = Transformer(CONFIG.model_copy(update={"gated": gated}), rngs=nnx.Rngs(0))
-    tokens = np.reshape(random.choices(range(64), k=99), (3, 33))
+    model = Transformer(CONFIG.model_copy(update={"gated": gated}), rngs=nnx.Rngs(seeds.integer()))
+    tokens = seeds.rng().integers(0, 64, (3, 33))
     forward = speedup.measure_speedup(model, tokens)
     assert set(errs_by_2_percent_in_dx) == {None}
     np.testing.assert_allclose(forward.mosaic_error, 0, atol=1e-5)
@@ -51,8 +50,8 @@ def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in
 @pytest.mark.gpu
 def test_kernels_compute_both_passes_of_a_models_layers():
     shapes = {"d_model": 256, "d_ff": 512, "context": 1024, "dtype": "bfloat16"}
-    model = Transformer(CONFIG.model_copy(update=shapes), rngs=nnx.Rngs(0))
-    tokens = np.reshape(random.choices(range(64), k=2050), (2, 1025))
+    model = Transformer(CONFIG.model_copy(update=shapes), rngs=nnx.Rngs(seeds.integer()))
+    tokens = seeds.rng().integers(0, 64, (2, 1025))
     both = speedup.measure_speedup(model, tokens, backward=True)
     assert both.tokens == 2048 and len(both.factor) == 2
     assert max(both.mosaic_error) < 0.01 and max(both.xla_error) < 0.01
