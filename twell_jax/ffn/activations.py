@@ -6,13 +6,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Activation = Literal["relu", "relu2", "fatrelu", "drelu", "silu"]
 
 
 def _fatrelu(z: jax.Array, threshold: float) -> jax.Array:
-    # In float32, so that the threshold is not rounded; as a NaN is below nothing, it stays.
-    return jnp.where(z.astype(jnp.float32) <= threshold, 0, z)
+    # In float32, so that the threshold is not rounded; as a NaN is below nothing, it stays. Without
+    # a barrier XLA may compare a product before it rounds it.
+    return jnp.where(lax.optimization_barrier(z).astype(jnp.float32) <= threshold, 0, z)
 
 
 # Each is a function of the pre-activation and the threshold, which fatrelu alone has.

@@ -42,7 +42,10 @@ def hidden(
 
     Args: as of `unions.backward`, for any of the tokens.
     """
-    z, *up = [jnp.dot(x, w.T).astype(jnp.float32) for w in weights.inner]
+    # Without a barrier XLA may leave out a product's rounding, and a gate next to the threshold
+    # would not open as it did in the forward.
+    products = lax.optimization_barrier([jnp.dot(x, w.T) for w in weights.inner])
+    z, *up = (a.astype(jnp.float32) for a in products)
     gate = act.gate(z, x.dtype).astype(x.dtype)
     kept = [only_live(a, weights.live) for a in (gate, *(gate * act.linear(u) for u in up))]
     grads = for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad)
