@@ -284,7 +284,6 @@ def _select(
         back_end=kernels and kernels.name,
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
-        unmeasured=dispatch.unmeasured(activation, weights.live is not None, here),
         has_live=weights.live is not None,
         quantised=is_quantised,
     )

@@ -23,16 +23,14 @@ MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 
 
-def unmeasured(activation: str, has_live: bool, tokens: int) -> str | None:
-    """What `Case.unmeasured` says of an activation, and of live neurons for so many tokens.
+def unmeasured(has_live: bool, tokens: int) -> str | None:
+    """What no record knows of a call with so many tokens on a device, in words; None if all is.
 
     Live neurons were measured with many tokens (benchmarks/results/live-nvidia-h200-20261123.json).
     """
-    parts = {
-        f"the activation {activation}": activation not in ("relu", "silu"),
-        f"live neurons for fewer than {MANY_TOKENS} tokens": has_live and tokens < MANY_TOKENS,
-    }
-    return " and ".join(part for part, is_there in parts.items() if is_there) or None
+    if has_live and tokens < MANY_TOKENS:
+        return f"live neurons for fewer than {MANY_TOKENS} tokens"
+    return None
 
 
 class CannotServe(ValueError):
@@ -50,8 +48,6 @@ class Case:
       back_end: the name of the kernels that can serve these weights here; None if none can.
       expected_nnz: mean non-zeros per token; None if unknown.
       unsupported: why kernels cannot serve these inputs here; None if they can.
-      unmeasured: what of the call no record knows, in words; kernels then serve it only if they are
-        asked for. None if there is nothing.
       has_live: whether neurons from a number on the device on never fire.
       quantised: whether w_gate or w_up is `Quantised`.
     """
@@ -62,7 +58,6 @@ class Case:
     back_end: str | None = None
     expected_nnz: float | None = None
     unsupported: str | None = None
-    unmeasured: str | None = None
     has_live: bool = False
     quantised: bool = False
 
@@ -163,8 +158,9 @@ class Rule:
             return f"gradients={request.gradients!r} was asked for"
         if offer.implementation == "mosaic" and case.unsupported:
             return case.unsupported
-        if offer.implementation == "mosaic" and self.record and case.unmeasured:
-            return f"not measured with {case.unmeasured}"
+        unknown = unmeasured(case.has_live, case.tokens)
+        if offer.implementation == "mosaic" and self.record and unknown:  # asked for, it serves
+            return f"not measured with {unknown}"
         if case.quantised and request.gradients == "sparse":
             return _NO_GRADIENTS
         if case.has_live and not offer.live:

@@ -82,8 +82,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     if wanted is None:
-        activation, has_live = model.config.activation, model.config.live_width
-        why = why or dispatch.unmeasured(activation, has_live, len(tokens))
+        why = why or dispatch.unmeasured(model.config.live_width, len(tokens))
     if kernels is None or why:
         return model.decode(tokens, cache)
     by_kernels = partial(_step, kernels, model)
