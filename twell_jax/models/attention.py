@@ -8,6 +8,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.partition import auto_axes
@@ -16,6 +17,9 @@ from twell_jax.models.layers import head_norm, linear, residual_init
 from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear, project, transposed
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
+
+
+ROTATED = "rotated"  # the name of queries and keys after RoPE, for policies of `jax.checkpoint`
 
 
 class Attention(nnx.Module):
@@ -63,14 +67,17 @@ class Attention(nnx.Module):
           `[B, T, D]`, and the cache with this layer's new keys and values.
         """
 
-        def heads(projected, norm=None):
-            split = projected.reshape(*x.shape[:2], -1, self.config.head_dim)
-            return split if norm is None else norm(split)
+        def heads(projected):
+            return projected.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+        def rotated(projected, norm):
+            if norm is not None:  # whose backward pass needs the projection
+                return rotate(norm(heads(projected)), rope)
+            # Kept in place of the projection, it is not rotated again for the backward pass.
+            return checkpoint_name(rotate(heads(projected), rope), ROTATED)
 
         query, key, value = project(x, self.query, self.key, self.value)
-        q = rotate(heads(query, self.query_norm), rope)
-        k = rotate(heads(key, self.key_norm), rope)
-        v = heads(value)
+        q, k, v = rotated(query, self.query_norm), rotated(key, self.key_norm), heads(value)
         if cache is not None:
             assert layer is not None
             cache = cache.write(layer, k, v)

@@ -22,6 +22,7 @@ from twell_jax.ffn import (
 )
 from twell_jax.ffn.quantised import AXES, quantised_projections
 from twell_jax.models.attention import (
+    ROTATED,
     Attention,
     in_window,
     keeps_results_of_cudnn,
@@ -41,7 +42,7 @@ _KEPT = jax.checkpoint_policies
 _REMAT = {
     "dots": _KEPT.save_from_both_policies(
         _KEPT.save_from_both_policies(
-            _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names(RESIDUALS)
+            _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names(RESIDUALS, ROTATED)
         ),
         keeps_results_of_cudnn,
     ),
@@ -124,6 +125,7 @@ class Transformer(nnx.Module):
         per_token_stats: bool = False,
         ffn_gradients: tuple[LayerGradients, ...] | None = None,
         windows: Windows | None = None,
+        unroll: bool = False,
     ) -> tuple[jax.Array, FFNStats]:
         """Computes what `logits` and `head` take, for losses that need no logits of all tokens.
 
@@ -140,6 +142,8 @@ class Transformer(nnx.Module):
             compiled separately.
           windows: those of `FFNStats.lasso`, if it is wanted; with `document_end` they end where
             documents do.
+          unroll: unroll the loops. A loop copies what its layers keep for the backward pass into
+            arrays of all layers, and back; but it is compiled faster.
 
         Returns:
           `[B, T, D]` in the compute dtype, normed, and the `FFNStats` with leading axes `[layers]`,
@@ -162,6 +166,7 @@ class Transformer(nnx.Module):
             per_token_stats=per_token_stats,
             ffn_gradients=ffn_gradients,
             windows=windows,
+            unroll=unroll,
         )
         return x, stats
 
@@ -210,6 +215,7 @@ class Transformer(nnx.Module):
         per_token_stats: bool = False,
         ffn_gradients: tuple[LayerGradients, ...] | None = None,
         windows: Windows | None = None,
+        unroll: bool = False,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Embeds tokens and runs the layers on them.
 
@@ -243,8 +249,10 @@ class Transformer(nnx.Module):
         for gradients, which in _runs(ffn_gradients):
             body: Callable = partial(block, gradients)
             if self.config.remat != "none":
-                body = jax.checkpoint(body, policy=_REMAT[self.config.remat], prevent_cse=False)
-            carry, part = jax.lax.scan(body, carry, jax.tree.map(itemgetter(which), every))
+                # A loop keeps XLA from merging what is computed again with what was computed first.
+                body = jax.checkpoint(body, policy=_REMAT[self.config.remat], prevent_cse=unroll)
+            layer = jax.tree.map(itemgetter(which), every)
+            carry, part = jax.lax.scan(body, carry, layer, unroll=unroll)
             parts.append(part)
         x, cache = carry
         stats = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)

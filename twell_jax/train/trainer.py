@@ -170,6 +170,7 @@ class Trainer:
         tokens: jax.Array,
         ffn_gradients: ModelGradients | None = None,
         windows: Windows | None = None,
+        unroll: bool = False,
     ) -> tuple[jax.Array, FFNStats]:
         skips = self._config.skip_dead_every and "live" in params["blocks"]["mlp"]
         model = nnx.merge(self._graph_with_live if skips else self._graph, params)
@@ -178,6 +179,7 @@ class Trainer:
             document_end=self._document_end,
             ffn_gradients=ffn_gradients,
             windows=windows,
+            unroll=unroll,
         )
         x, unembedding = model.head(x)
         return kind(x, unembedding, tokens[:, 1:]), stats
@@ -191,7 +193,9 @@ class Trainer:
         windows: Windows | None,
         ffn_gradients: ModelGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
-        ce, stats = self._cross_entropy(mean_cross_entropy, params, tokens, ffn_gradients, windows)
+        ce, stats = self._cross_entropy(
+            mean_cross_entropy, params, tokens, ffn_gradients, windows, unrolls_layers(self.mesh)
+        )
         l1, share = stats.l1, self._config.lasso_share
         if stats.lasso is not None:
             l1 = (1 - share) * l1 + share * stats.lasso
@@ -309,6 +313,15 @@ class Trainer:
             idle_steps=jnp.take_along_axis(idle, order, axis=1),
             skipping=replace(state.skipping, live=live),
         )
+
+
+def unrolls_layers(mesh: jax.sharding.Mesh) -> bool:
+    """Whether the layers of a step are unrolled on this mesh.
+
+    On a GPU the copies of a loop over layers take 5 % of a step (docs/design/0036). On CPUs they
+    take less than compiling does, and with FSDP a loop bounds how many layers are gathered at once.
+    """
+    return mesh.devices.flat[0].platform == "gpu" and mesh.shape["fsdp"] == 1
 
 
 def lasso_windows(config: Config, step: jax.Array) -> Windows | None:

@@ -12,9 +12,7 @@ from flax import nnx
 
 from tests import seeds
 from tests.errors import relative_error
-from tests.kernel_calls import kernel_calls
 from tests.twell_jax import drawn
-from tests.twell_jax.ffn.test_dispatch import H100
 from twell_jax import config
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe, SparseMLP, capture_stats
@@ -255,48 +253,6 @@ def test_decoding_in_bfloat16():
     for t in range(12):
         logits, cache = decode(module, tokens[:, t : t + 1], cache)
     assert_close(logits, forward(module, tokens)[0][:, -1], tolerance=3e-2)
-
-
-def test_remat_changes_neither_loss_nor_gradients():
-    plain, tokens = make(), draw_tokens(2, 12)
-    loss, grads, _ = loss_and_gradients(plain, tokens)
-    for remat in ("dots", "block"):
-        module = make(remat=remat)
-        nnx.update(module, nnx.state(plain))
-        other_loss, other_grads, _ = loss_and_gradients(module, tokens)
-        np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
-        jax.tree.map(assert_close, other_grads, grads)
-
-
-def test_remat_keeps_less_between_the_passes():
-    def residual_bytes(remat):
-        module = nnx.eval_shape(lambda: make(remat=remat, layers=8))
-        graph, params = nnx.split(module)
-
-        def loss(params):
-            return nnx.merge(graph, params)(jnp.zeros((4, 16), jnp.int32))[0].sum()
-
-        _, pullback = jax.eval_shape(lambda p: jax.vjp(loss, p), params)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
-
-    assert residual_bytes("block") < residual_bytes("dots") < residual_bytes("none")
-
-
-def test_remat_of_all_but_dots_runs_no_kernel_twice():
-    shape = {"context": 1024, "d_model": 128, "d_ff": 256, "ffn_gradients": "sparse"}
-
-    def kernels(remat):
-        module = nnx.eval_shape(lambda: make(**shape, dtype="bfloat16", remat=remat))
-        graph, params = nnx.split(module)
-
-        def loss(params, tokens):
-            return nnx.merge(graph, params)(tokens)[0].sum()
-
-        tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-        with jax.sharding.use_abstract_mesh(H100):
-            return kernel_calls(jax.grad(loss), params, tokens)
-
-    assert 0 < kernels("none") == kernels("dots") < kernels("block")
 
 
 def test_its_statistics_can_be_captured_from_around_it():
