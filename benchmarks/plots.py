@@ -12,11 +12,12 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
     """The kernels' speed-up by nnz at the largest M, a line per packing and pattern."""
     axes = figure.subplots()
     m = max(row["m"] for row in record["rows"])
+    gated = any(row["gated"] for row in record["rows"])
     rows = [
         row
         for row in record["rows"]
         if row["m"] == m
-        and row["gated"]
+        and row["gated"] == gated
         and not row["heavy_rows"]
         and not row.get("pruned")
         and "speedup" in row

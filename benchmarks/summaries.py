@@ -87,7 +87,8 @@ def _model(name: str, **case: Any) -> Pick:
 
 
 def _step(config: str) -> Pick:
-    return _pick(f"training-{config}-{_H100}", "sparse, relu", {"config": config}, "xla, relu")
+    record = f"training-{config}-nvidia-h200-20261123"
+    return _pick(record, "sparse, relu", {"config": config}, "xla, relu")
 
 
 def _mesh_step(config: str, devices: int, fsdp: int) -> Pick:
@@ -199,8 +200,8 @@ SUMMARIES: dict[str, Summary] = {
             _on_h200("mosaic, relu, fp8 all but down"),
             _model("inference-1p5b", model="1p5b", direction="forward"),
             _model("inference", model="0p5b", direction="forward"),
+            _step("2b"),
             _step("0p5b"),
-            _step("1p5b"),
         ),
     ),
     "generation": Summary(

@@ -18,7 +18,6 @@ from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear, project
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
 
-
 ROTATED = "rotated"  # the name of queries and keys after RoPE, for policies of `jax.checkpoint`
 
 

@@ -86,7 +86,8 @@ def decoded(model, tokens, padding, cache):
 @pytest.mark.parametrize("case", CASES)
 def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch):
     errors, caches = errors_and_caches(CASES[case], batch)
-    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.05
+    # Of twelve draws on a CPU XLA's own error was between 0.02 and 0.06.
+    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.15
     for ours, theirs in zip(*(jax.tree.leaves(cache) for cache in caches.values()), strict=True):
         assert relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32)) < 0.03
 
