@@ -1,5 +1,6 @@
 """Chooses the next token: the most likely one, or by temperature, top-k, top-p and min-p."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -50,26 +51,31 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """Chooses a token for each row of `logits: float32 [B, vocab]`; returns int32 `[B]`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # If tokens are sorted from the most to the least likely, every rule keeps the first few.
-    if sampling.top_k is None:
-        order = jnp.argsort(-logits, axis=-1)
-        likeliest = jnp.take_along_axis(logits, order, axis=-1)
-    else:
-        likeliest, order = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))
-    likeliest /= sampling.temperature
-    kept = _kept(jax.nn.softmax(likeliest, axis=-1), sampling)
-    # A seed gives a token by its rank the same noise, however many tokens top_k keeps.
-    noise = jax.random.gumbel(key, logits.shape, logits.dtype)[:, : order.shape[1]]
-    drawn = jnp.argmax(jnp.where(kept, likeliest, -jnp.inf) + noise, axis=-1)
-    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    scores = logits / sampling.temperature
+    # A token has the same noise whichever others are kept.
+    noise = jax.random.gumbel(key, scores.shape, scores.dtype)
+    order = None
+    if sampling.top_k is not None:
+        scores, order = jax.lax.top_k(scores, min(sampling.top_k, scores.shape[-1]))
+    elif sampling.top_p < 1:
+        order = jnp.argsort(-scores, axis=-1)
+        scores = jnp.take_along_axis(scores, order, axis=-1)
+    if order is not None:
+        noise = jnp.take_along_axis(noise, order, axis=-1)
+    kept = jnp.where(_kept(scores, sampling), scores, -jnp.inf)
+    drawn = jnp.argmax(kept + noise, axis=-1)
+    if order is not None:
+        drawn = jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0]
+    return drawn.astype(jnp.int32)
 
 
-def _kept(probability: jax.Array, sampling: Sampling) -> jax.Array | bool:
-    """Which tokens of descending `probability: [B, N]` may be drawn, by top_p and min_p."""
+def _kept(scores: jax.Array, sampling: Sampling) -> jax.Array | bool:
+    """Which tokens of `scores: [B, N]` may be drawn; for top_p they descend."""
     kept: jax.Array | bool = True
     if sampling.top_p < 1:
         # A token stays if the probabilities before it do not reach top_p.
+        probability = jax.nn.softmax(scores, axis=-1)
         kept &= jnp.cumsum(probability, axis=-1) - probability < sampling.top_p
     if sampling.min_p > 0:
-        kept &= probability >= sampling.min_p * probability[:, :1]
+        kept &= scores >= jnp.max(scores, axis=-1, keepdims=True) + math.log(sampling.min_p)
     return kept

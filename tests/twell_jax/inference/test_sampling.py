@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,15 @@ def test_rules_that_keep_every_token_change_no_draw():
     free = sample(logits, key, Sampling())
     for options in ({"top_k": 40}, {"top_k": 1000}, {"min_p": 1e-9}, {"top_p": 0.9999999}):
         np.testing.assert_array_equal(sample(logits, key, Sampling(**options)), free)
+
+
+def test_the_vocabulary_is_sorted_only_where_probabilities_are_added_up():
+    def program(**options):
+        choose = functools.partial(sample, key=jax.random.key(0), sampling=Sampling(**options))
+        return jax.jit(choose).lower(jax.ShapeDtypeStruct((8, 40), jnp.float32)).as_text()
+
+    assert "stablehlo.sort" in program(top_p=0.9)
+    assert "stablehlo.sort" not in program(temperature=0.8, min_p=0.1)
 
 
 def test_frequencies_follow_the_temperature():
