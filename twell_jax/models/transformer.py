@@ -251,8 +251,8 @@ class Transformer(nnx.Module):
             if self.config.remat != "none":
                 # A loop keeps XLA from merging what is computed again with what was computed first.
                 body = jax.checkpoint(body, policy=_REMAT[self.config.remat], prevent_cse=unroll)
-            layer = jax.tree.map(itemgetter(which), every)
-            carry, part = jax.lax.scan(body, carry, layer, unroll=unroll)
+            operands = jax.tree.map(itemgetter(which), every)
+            carry, part = jax.lax.scan(body, carry, operands, unroll=unroll)
             parts.append(part)
         x, cache = carry
         stats = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
