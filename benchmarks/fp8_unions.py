@@ -6,9 +6,11 @@ from typing import Any
 import jax
 from jax import lax
 
+from benchmarks import record
 from pallas_kernels.layouts.quantised import quantise
 from twell_jax import sparse_ffn
 from twell_jax.analysis import timing
+from twell_jax.models.quantised import QUANTISED_OPTIONS
 
 
 def measure(
@@ -23,13 +25,21 @@ def measure(
       projections: how many weights are quantised beforehand: 1 for the gate, 2 for gate and up.
 
     Returns:
-      y of the first layer; "ms" per layer.
+      y of the first layer; "ms" per layer, and "twin_error" of this y against what XLA computes of
+      the same quantised weights.
     """
     prepared = [
         (*(quantise(w) for w in layer[:projections]), *layer[projections:]) for layer in layers
     ]
     ms = timing.milliseconds(stack, x, prepared, calls=calls)
-    return stack(x, prepared[:1])[0], {"ms": ms / len(layers)}
+    (y,) = stack(x, prepared[:1])
+    return y, {"ms": ms / len(layers), "twin_error": record.relative_error(y, twin(x, prepared[0]))}
+
+
+@partial(jax.jit, compiler_options=QUANTISED_OPTIONS)
+def twin(x: jax.Array, layer: tuple) -> jax.Array:
+    """The block as dense XLA defines it."""
+    return sparse_ffn(x, *layer, implementation="xla")[0]
 
 
 @jax.jit

@@ -64,6 +64,7 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_k
     assert rows["mosaic"]["packing"] == "unions" and rows["mosaic"]["error"] < 1e-2
     assert all(rows[name]["error"] < 1e-2 for name in sparse_peers.FORMATS)
     assert all(ROUNDING < rows[name]["error"] < 0.2 for name in ours)
+    assert all(rows[name]["twin_error"] < 2 * ROUNDING for name in ours)
     for name in set(ffn.PEERS) - {*ours, *sparse_peers.FORMATS}:
         assert "ms" not in rows[name] and "\n" not in rows[name]["failed"]
     assert xla_fp8.CALL in rows["xla, fp8 rows"]["failed"]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from twell_jax.models.transformer import graphdef
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import init_state
-from twell_jax.train.trainer import Trainer
+from twell_jax.train.trainer import Trainer, unrolls_layers
 
 SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
 END = 60
@@ -93,6 +94,21 @@ def assert_same_run(run, expected):
 @pytest.mark.parametrize(("devices", "fsdp"), [(8, 1), (8, 4)], ids=["data 8", "data 2 x fsdp 4"])
 def test_every_mesh_trains_the_same_model(batches, one_device, devices, fsdp):
     assert_same_run(train(trainer_on(devices, fsdp), batches), one_device)
+
+
+def test_unrolled_layers_train_the_same_model_on_every_device(batches, one_device, monkeypatch):
+    monkeypatch.setattr("twell_jax.train.trainer.unrolls_layers", lambda mesh: True)
+    assert_same_run(train(trainer_on.__wrapped__(8), batches), one_device)
+
+
+def test_layers_are_unrolled_on_gpus_that_gather_no_weights():
+    def mesh(platform, fsdp):
+        return SimpleNamespace(
+            devices=np.array([SimpleNamespace(platform=platform)]), shape={"fsdp": fsdp}
+        )
+
+    assert unrolls_layers(mesh("gpu", 1))
+    assert not unrolls_layers(mesh("gpu", 2)) and not unrolls_layers(mesh("cpu", 1))
 
 
 @pytest.mark.parametrize("fsdp", [1, 4])
