@@ -128,19 +128,22 @@ def way_and_heavy_tokens(operands, capacity):
 @pytest.mark.parametrize(
     ("every", "threshold", "capacity", "way", "gated"),
     [
-        (100, 2.2, 1.0, Way.SPARSE, True),
-        (100, 2.2, 1.0, Way.SPARSE, False),
-        (100, 2.2, 0.7, Way.SPARSE, True),  # no room for the last tile: its tokens are heavy
+        (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, True),
+        (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, False),
+        (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, True),  # no room for the last tile: its tokens leave
         (100, 1.5, 0.7, Way.AGAIN, True),  # nor in the lists
-        (2, 9.0, 1.0, Way.SPARSE, True),  # tokens that would leave stay, as they are too many
-        (2, 9.0, 1.0, Way.SPARSE, False),
-        (1000, 8, 1.0, Way.SPARSE, True),  # all zero, but for one row
+        (0, 2.2, 1.0, Way.SPARSE, True),
+        (0, 2.2, 1.0, Way.SPARSE, False),
+        (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY, True),  # too many leave: from some tile on they stay
+        (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY, False),
+        (1000, 8, 1.0, Way.SPARSE_AND_HEAVY, True),  # all zero, but for one row
         (1000, -8, 1.0, Way.DENSE, True),  # all dense
     ],
 )
 def test_sparse_gradients(back_end, every, threshold, capacity, way, gated):
     operands = draw(*SHAPE, gated=gated, threshold=threshold)
-    operands[0][3::every, -1] = -1
+    if every:
+        operands[0][3::every, -1] = -1
     assert way_and_heavy_tokens(operands, capacity)[0] == way
     overflow = assert_exact_gradients(operands, capacity)
     assert overflow == (way == Way.AGAIN)
@@ -324,7 +327,7 @@ def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
 @gpu
 @pytest.mark.parametrize(
     ("threshold", "capacity", "way"),
-    [(2.57, 1.0, Way.SPARSE), (1.5, 0.5, Way.AGAIN), (1.5, 1.0, Way.DENSE)],
+    [(2.57, 1.0, Way.SPARSE_AND_HEAVY), (1.5, 0.5, Way.AGAIN), (1.5, 1.0, Way.DENSE)],
 )
 def test_sparse_gradients_at_full_size(threshold, capacity, way):
     operands = draw(16384, 2048, 5632, threshold=threshold)

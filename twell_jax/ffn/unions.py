@@ -8,8 +8,8 @@ too many, or the lists do not fit, the backward computes everything again, dense
     dx = dz w_gate + du w_up                              on the unions
     dw_gate = dz^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
 
-If the pattern is crowded, these are dense products of XLA instead. The tokens outside the unions
-are so few that XLA computes their part.
+If the pattern is crowded, these are dense products of XLA instead. The tokens outside the unions,
+if there are any, are so few that XLA computes their part.
 """
 
 import enum
@@ -36,8 +36,9 @@ class Way(enum.IntEnum):
     """How `backward` computes the gradients; only the device knows."""
 
     AGAIN = 0  # densely from the operands, as what was kept is not complete
-    SPARSE = 1  # by the kernels, on unions and lists
-    DENSE = 2  # by dense products of what was kept, as the pattern is crowded
+    SPARSE = 1  # by the kernels, as unions and lists hold all tokens
+    SPARSE_AND_HEAVY = 2  # by the kernels, and for tokens outside the unions by XLA
+    DENSE = 3  # by dense products of what was kept, as the pattern is crowded
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +92,8 @@ def forward_with_residuals(
     is_finite = jnp.all(counts[:, :m] <= 127)
     fits = lists_fit & (heavy.count <= MAX_HEAVY) & is_finite
     crowded = _may_be_crowded(capacity) and is_crowded(output.union, output.listed)
-    way = jnp.where(fits, jnp.where(crowded, Way.DENSE, Way.SPARSE), Way.AGAIN).astype(jnp.int32)
+    sparse = jnp.where(heavy.count > 0, Way.SPARSE_AND_HEAVY, Way.SPARSE)
+    way = jnp.where(fits, jnp.where(crowded, Way.DENSE, sparse), Way.AGAIN).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers.
     return output, in_place.barrier(Residuals(way, hidden, plan, lists, rows))
@@ -178,30 +180,34 @@ def backward(
     branches = [  # in the order of `Way`
         functools.partial(dense_gradients.of_operands, act),
         functools.partial(_sparse_backward, kernels, act, residuals),
+        functools.partial(_sparse_backward, kernels, act, residuals, has_heavy=True),
     ]
     if _may_be_crowded(capacity):
         branches.append(functools.partial(_dense_backward, act, residuals))
     return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad)
 
 
-def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad):
+def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad, *, has_heavy=False):
     m, plan, lists = x.shape[0], residuals.plan, residuals.lists
-    *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad)
-    heavy = h_heavy, *grads_heavy
-    dx_heavy = dense_gradients.for_x(grads_heavy, weights)
-    # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
-    dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
+    if has_heavy:
+        *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad)
+        heavy = h_heavy, *grads_heavy
+        dx_heavy = dense_gradients.for_x(grads_heavy, weights)
+        # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
+        dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
     h_ref = in_place.mutable(residuals.hidden)
     entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act)
     dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, m)
-    dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
-    slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
-    slots = jnp.where(residuals.heavy < m, slots, lists.tokens.size)
-    h, *grads = [
-        entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
-        for entry, a in zip(entries, heavy, strict=True)
-    ]
+    if has_heavy:
+        dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
+        slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
+        slots = jnp.where(residuals.heavy < m, slots, lists.tokens.size)
+        entries = [
+            entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
+            for entry, a in zip(entries, heavy, strict=True)
+        ]
+    h, *grads = entries
     inner = kernels.weight_grads(tuple(grads), x, lists)
     dx = dx[:m]
     (down,) = kernels.weight_grads((h,), dy, lists)

@@ -21,7 +21,7 @@ def output(ffn, operands, _):
     [
         (output, by("twell"), 1),
         (output, by("unions"), 2),
-        (gradients, partial(sparse_ffn, **SPARSE), 3),
+        (gradients, partial(sparse_ffn, **SPARSE), 4),
     ],
     ids=["twell", "unions", "sparse gradients"],
 )
