@@ -92,7 +92,9 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
 def _steps(model, tokens, padding, max_tokens, sampling, seed):
     """Enqueues a step whenever it is asked for one, and yields its tokens, int32 [B]."""
     graph, params = nnx.split(model)
-    prefill, extend = _programs(graph, sampling)
+    # As a list: for one sequence the host limits, and to flatten a state takes it 20 to 60 us.
+    params, structure = jax.tree.flatten(params)
+    prefill, extend = _programs(graph, structure, sampling)
     key, capacity = jax.random.key(seed), cache_capacity(tokens.shape[1], max_tokens)
     for step in range(max_tokens):
         if step == 0:
@@ -119,19 +121,24 @@ def _ahead(steps: Iterator[jax.Array]) -> Iterator[np.ndarray]:
 
 
 @cache  # a step would take longer to look for its program by a whole graph
-def _programs(graph: nnx.GraphDef, sampling: Sampling) -> tuple[Callable, Callable]:
+def _programs(
+    graph: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, sampling: Sampling
+) -> tuple[Callable, Callable]:
     """The compiled calls of a model: what reads prompts, and what appends a token."""
+
+    def merged(params):
+        return nnx.merge(graph, jax.tree.unflatten(structure, params))
 
     @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
     def prefill(params, tokens, padding, key, *, capacity):
         """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
-        logits, stored = nnx.merge(graph, params).prefill(tokens, capacity, padding)
+        logits, stored = merged(params).prefill(tokens, capacity, padding)
         return sample(logits, jax.random.fold_in(key, stored.length), sampling), stored
 
     @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
     def extend(params, token, stored, key):
         """The token after `token` of each row, and the cache extended by `token`."""
-        logits, stored = decode(nnx.merge(graph, params), token[:, None], stored)
+        logits, stored = decode(merged(params), token[:, None], stored)
         return sample(logits, jax.random.fold_in(key, stored.length), sampling), stored
 
     return prefill, extend
