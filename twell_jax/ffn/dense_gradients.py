@@ -21,16 +21,16 @@ def of_operands(
     Args: as of `unions.backward`.
     """
     m, d = x.shape
-
-    def part(sums, operands):
-        x, dy = operands
+    parts = [jnp.pad(a, ((0, -m % _PARTS), (0, 0))).reshape(_PARTS, -1, d) for a in (x, dy)]
+    sums = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
+    dx = jnp.zeros_like(parts[0])
+    # A loop would keep XLA from choosing this way without the host (docs/design/0011).
+    for i in range(_PARTS):
+        x, dy, sums, dx = lax.optimization_barrier((parts[0][i], parts[1][i], sums, dx))
         h, grads = hidden(act, x, weights, dy, l1_grad)
         products = [*(product(grad.T, x) for grad in grads), product(h.T, dy)]
-        return [a + b for a, b in zip(sums, products, strict=True)], for_x(grads, weights)
-
-    parts = [jnp.pad(a, ((0, -m % _PARTS), (0, 0))).reshape(_PARTS, -1, d) for a in (x, dy)]
-    zeros = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
-    sums, dx = lax.scan(part, zeros, parts)
+        sums = [a + b for a, b in zip(sums, products, strict=True)]
+        dx = dx.at[i].set(for_x(grads, weights))
     *inner, down = (a.astype(x.dtype) for a in sums)
     return dx.reshape(-1, d)[:m], Weights.of(inner, down)
 
