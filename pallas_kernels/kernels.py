@@ -43,8 +43,10 @@ class Kernels(NamedTuple):
         of the tiles.
       union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
       union_down: sums blocks times gathered weights over the unions -> y, or dx.
+      neuron_lists: the tokens that use each group of neurons (`layouts.neuron_lists`) -> the lists,
+        and the lengths that they have with room for all.
       hidden_grads: the gradients behind h, in place -> h and these on the neuron lists.
-      weight_grads: the gradients for weights from neuron lists (`layouts.neuron_lists`) -> these.
+      weight_grads: the gradients for weights from neuron lists -> these.
 
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
@@ -66,6 +68,7 @@ class Kernels(NamedTuple):
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
+    neuron_lists: Callable[[jax.Array, int, int], tuple[NeuronLists, jax.Array]]
     hidden_grads: Callable[..., Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
@@ -90,6 +93,7 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         union_plan=folder.union_plan.union_plan,
         union_up=folder.union_up.union_up,
         union_down=folder.union_down.union_down,
+        neuron_lists=folder.neuron_lists.neuron_lists,
         hidden_grads=folder.hidden_grads.hidden_grads,
         weight_grads=folder.weight_grads.weight_grads,
         project=folder.token_product.project,

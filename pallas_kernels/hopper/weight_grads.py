@@ -52,7 +52,7 @@ def weight_grads(
         _describe,
         _produce,
         _consume,
-        jnp.argsort(-lists.lengths).astype(jnp.int32),  # long jobs first
+        lists.order,  # long jobs first
         lists.starts,
         lists.lengths,
         lists.tokens,

@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS, to_words
-
 ROOM_SLOTS = 64  # a list has room for a multiple of this many tokens
 
 
@@ -31,18 +29,21 @@ class NeuronLists:
     """Which token is in which slot.
 
     Attributes:
-      tokens: int32 `[C]`, the token in each slot; any valid token in padding.
+      tokens: int32 `[C]`, the token in each slot; unspecified in padding.
       starts: int32 `[H / 64]`, the first slot of each list, a multiple of 64; at most C.
       lengths: int32 `[H / 64]`, tokens in each list; no list ends after C.
       words: int32 `[H / 64, T / 32, 2]`, T = 256 ceil(M / 256): bit t % 32 of `[b, t // 32, 0]` is
         set if token t is in list b; `[b, t // 32, 1]` is the slot of the first such token of these
         32. The slots of the others follow.
+      order: int32 `[H / 64]`, the lists by length, before any is cut off: the longest one first,
+        equal ones in order.
     """
 
     tokens: jax.Array
     starts: jax.Array
     lengths: jax.Array
     words: jax.Array
+    order: jax.Array
 
     def slots(self, tokens: jax.Array) -> jax.Array:
         """The slot of each token `[n]` in each list, int32 `[H / 64, n]`; C if it has none."""
@@ -54,44 +55,18 @@ class NeuronLists:
         return jnp.where((bits & bit != 0) & (slot < capacity), slot, capacity)
 
 
-def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists, jax.Array]:
-    """Lists the tokens of each block.
+def list_lengths(counts: jax.Array, m: int) -> jax.Array:
+    """How many of the first m tokens use each group, int32 `[H / 64]`.
 
     Args:
-      counts: uint8 `[H / 64, T]`, as `gate_union` returns it: token t is in list b if the low 7
+      counts: uint8 `[H / 64, T]`, as `gate_union` returns it: token t uses group b if the low 7
         bits of `[b, t]` are not 0.
-      m: number of tokens; those from m on are in no list.
-      capacity: C, a multiple of 64.
-
-    Returns:
-      The lists, and whether all fit into C slots. If not, they are cut off at slot C: they lack
-      some tokens, but kernels may still take them.
-
-    Raises:
-      ValueError: if a shape, a dtype or the capacity is not as above.
+      m: number of tokens.
     """
-    padded_m = -(-m // TILE_TOKENS) * TILE_TOKENS
-    if counts.ndim != 2 or counts.dtype != jnp.uint8 or counts.shape[1] != padded_m:
-        raise ValueError(
-            f"counts must be uint8 [H / {GROUP_NEURONS}, {padded_m}] for {m} tokens, got "
-            f"{counts.dtype} {list(counts.shape)}"
-        )
-    if capacity < ROOM_SLOTS or capacity % ROOM_SLOTS:
-        raise ValueError(f"capacity must be a positive multiple of {ROOM_SLOTS}, got {capacity}")
-    token = jnp.arange(counts.shape[1], dtype=jnp.int32)
-    bits = to_words((counts & 127 != 0) & (token < m))
-    # This sums over words, not tokens: XLA makes several passes over what a cumsum reads.
-    in_word = lax.population_count(bits).astype(jnp.int32)
-    before_word = jnp.cumsum(in_word, axis=1) - in_word
-    lengths = before_word[:, -1] + in_word[:, -1]
-    room = -(-lengths // ROOM_SLOTS) * ROOM_SLOTS
-    starts = jnp.cumsum(room) - room
-    fits = starts[-1] + room[-1] <= capacity
-    words = [lax.bitcast_convert_type(bits, jnp.int32), starts[:, None] + before_word]
-    tokens = jnp.zeros(capacity, jnp.int32)
-    starts = jnp.minimum(starts, capacity)
-    lengths = jnp.minimum(lengths, capacity - starts)
-    lists = NeuronLists(tokens, starts, lengths, jnp.stack(words, axis=-1))
-    place = lists.slots(token)
-    tokens = tokens.at[place].set(token, mode="drop")
-    return dataclasses.replace(lists, tokens=tokens), fits
+    is_listed = (counts & 127 != 0) & (jnp.arange(counts.shape[1]) < m)
+    return jnp.sum(is_listed, axis=1, dtype=jnp.int32)
+
+
+def slots_for(lengths: jax.Array) -> jax.Array:
+    """How many slots each list of these lengths, int32 `[H / 64]`, needs."""
+    return -(-lengths // ROOM_SLOTS) * ROOM_SLOTS

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.neuron_lists import ROOM_SLOTS
+from pallas_kernels.layouts.neuron_lists import ROOM_SLOTS, slots_for
 from pallas_kernels.layouts.tile_union import (
     CHUNK_NEURONS,
     GROUP_NEURONS,
@@ -24,18 +24,15 @@ from pallas_kernels.layouts.tile_union import (
 )
 
 
-def of_packed(stats: jax.Array, counts: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+def of_packed(stats: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(union, listed), float32 [], of a gate that `gate_union` describes; see `tile_union.decide`.
 
     Args:
       stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`.
-      counts: uint8 `[H / 64, R * 256]`.
-      m: number of tokens.
+      lengths: int32 `[H / 64]`, of `neuron_lists.list_lengths`.
     """
     every, usual, outlying, _ = stats.T
-    is_listed = (counts & 127 != 0) & (jnp.arange(counts.shape[1]) < m)
-    lengths = jnp.sum(is_listed, axis=1, dtype=jnp.int32)
-    return _shares(every, usual, outlying, lengths, GROUP_NEURONS * len(counts), MAX_HEAVY)
+    return _shares(every, usual, outlying, lengths, GROUP_NEURONS * lengths.size, MAX_HEAVY)
 
 
 def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +60,7 @@ def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]
 def _shares(every, usual, outlying, lengths, h, max_heavy):
     leave = tile_union.who_leaves(every, usual, outlying, h, max_heavy)
     chunks = -(-jnp.where(leave, usual, every) // CHUNK_NEURONS)
-    rooms = -(-lengths // ROOM_SLOTS)
+    rooms = slots_for(lengths) // ROOM_SLOTS
     all_chunks = every.size * -(-h // CHUNK_NEURONS)
     all_rooms = every.size * (TILE_TOKENS // ROOM_SLOTS) * lengths.size
     return (

@@ -21,12 +21,13 @@ def of_operands(
     Args: as of `unions.backward`.
     """
     m, d = x.shape
-    parts = [jnp.pad(a, ((0, -m % _PARTS), (0, 0))).reshape(_PARTS, -1, d) for a in (x, dy)]
+    operands = [jnp.pad(a, ((0, -m % _PARTS), (0, 0))).reshape(_PARTS, -1, d) for a in (x, dy)]
     sums = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
-    dx = jnp.zeros_like(parts[0])
+    dx = jnp.zeros_like(operands[0])
     # A loop would keep XLA from choosing this way without the host (docs/design/0011).
     for i in range(_PARTS):
-        x, dy, sums, dx = lax.optimization_barrier((parts[0][i], parts[1][i], sums, dx))
+        operands, sums, dx = lax.optimization_barrier((operands, sums, dx))
+        x, dy = (a[i] for a in operands)
         h, grads = hidden(act, x, weights, dy, l1_grad)
         products = [*(product(grad.T, x) for grad in grads), product(h.T, dy)]
         sums = [a + b for a, b in zip(sums, products, strict=True)]

@@ -23,8 +23,7 @@ from jax import lax
 from pallas_kernels import in_place
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import quantised, room, tile_union
-from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.neuron_lists import NeuronLists, neuron_lists
+from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
 from pallas_kernels.layouts.weights import Weights
@@ -51,7 +50,7 @@ class Residuals:
       hidden: h and the gates, as blocks from `union_up`.
       plan: which neurons and tokens each block holds.
       lists: the tokens that use each group of neurons.
-      heavy: int32 `[256]`, the tokens outside the unions in ascending order, padded with M.
+      heavy: int32 `[256]`, the tokens outside the unions, padded with M.
     """
 
     way: jax.Array
@@ -63,7 +62,7 @@ class Residuals:
 
 def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`."""
-    output, _ = _forward(kernels, act, x, weights, max_items=None)
+    output, _ = _forward(kernels, act, x, weights, capacity=None)
     return output
 
 
@@ -80,39 +79,41 @@ def forward_with_residuals(
       capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
         densely.
     """
-    m, h = x.shape[0], len(weights.down)
-    tiles = -(-m // tile_union.TILE_TOKENS)
-    max_items = max(1, int(capacity * tiles * h / CHUNK_NEURONS))
-    output, kept = _forward(kernels, act, x, weights, max_items=max_items)
-    hidden, plan, heavy, counts = kept
-    slots = max(1, int(capacity * counts.size / GROUP_NEURONS)) * GROUP_NEURONS
-    lists, lists_fit = neuron_lists(counts, m, slots)
+    output, kept = _forward(kernels, act, x, weights, capacity=capacity)
+    hidden, plan, heavy, lists, lengths, stats = kept
     rows = heavy.rows[:MAX_HEAVY]
-    rows = jnp.sort(jnp.where(jnp.arange(rows.size) < heavy.count, rows, m))
-    is_finite = jnp.all(counts[:, :m] <= 127)
+    rows = jnp.where(jnp.arange(rows.size) < heavy.count, rows, x.shape[0])
+    lists_fit = jnp.sum(slots_for(lengths)) <= lists.tokens.size
+    is_finite = jnp.sum(stats[:, 3]) == 0
     fits = lists_fit & (heavy.count <= MAX_HEAVY) & is_finite
     crowded = _may_be_crowded(capacity) and is_crowded(output.union, output.listed)
     sparse = jnp.where(heavy.count > 0, Way.SPARSE_AND_HEAVY, Way.SPARSE)
     way = jnp.where(fits, jnp.where(crowded, Way.DENSE, sparse), Way.AGAIN).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
-    # into the array of all layers.
-    return output, in_place.barrier(Residuals(way, hidden, plan, lists, rows))
+    # into the array of all layers. y passes it too, to be complete before a backward takes memory.
+    y, residuals = in_place.barrier((output.y, Residuals(way, hidden, plan, lists, rows)))
+    return output._replace(y=y), residuals
 
 
 def _forward(
-    kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, max_items: int | None
-) -> tuple[Output, tuple[jax.Array, Plan, HeavyRows, jax.Array]]:
-    """The output, and (hidden, plan, heavy, counts); hidden has the gates if items are limited."""
+    kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, capacity: float | None
+) -> tuple[Output, tuple]:
+    """The output, and (hidden, plan, heavy, lists, lengths, stats).
+
+    Without a capacity, hidden has no gates, and there are no lists.
+    """
     m, activated, linear = x.shape[0], weights.activated, weights.linear
     tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)
     gate, masks, counts = kernels.gate_union(
         quantised.for_product(tokens, activated), activated, act, weights.live, dtype=x.dtype
     )
     gate_ref = in_place.mutable(gate)
-    keeps = max_items is not None
-    plan, nnz, heavy, stats = kernels.union_plan(
-        tokens, gate_ref, masks, counts, max_items=max_items, max_heavy=MAX_HEAVY if keeps else None
-    )
+    keeps = capacity is not None
+    limits = {}
+    if keeps:
+        all_items = gate.size // (CHUNK_NEURONS * tile_union.TILE_TOKENS)
+        limits = {"max_items": _part(capacity, all_items), "max_heavy": MAX_HEAVY}
+    plan, nnz, heavy, stats = kernels.union_plan(tokens, gate_ref, masks, counts, **limits)
     gate = in_place.contents(gate_ref)
     x_up = x if linear is None else quantised.for_product(tokens, linear)
     hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
@@ -124,11 +125,23 @@ def _forward(
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
-    # XLA would put this between kernels, which then could not overlap. heavy_l1 is never negative.
-    stats, late_counts = (jnp.where(heavy_l1 < 0, 0, a) for a in (stats, counts))
-    shares = room.of_packed(stats, late_counts, m)
+    # XLA would put what uses these between kernels, which then could not overlap. heavy_l1 is never
+    # negative.
+    late = functools.partial(jnp.where, heavy_l1 < 0, 0)
+    stats, heavy = late(stats), replace(heavy, count=late(heavy.count))
+    if keeps:
+        slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
+        lists, lengths = kernels.neuron_lists(counts, m, slots)
+    else:
+        lists, lengths = None, list_lengths(late(counts), m)
+    shares = room.of_packed(stats, lengths)
     output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired, *shares)
-    return output, (hidden, plan, heavy, counts)
+    return output, (hidden, plan, heavy, lists, lengths, stats)
+
+
+def _part(capacity: float, n: int) -> int:
+    """That fraction of n, at least 1."""
+    return max(1, int(capacity * n))
 
 
 def is_crowded(union: jax.Array | float, listed: jax.Array | float) -> jax.Array | bool:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layouts import room, tile_union
+from pallas_kernels.layouts import neuron_lists, room, tile_union
 from tests import seeds
 from tests.room import shares
 
@@ -17,7 +17,8 @@ def both(gate):
     """By the packed form, and by the dense one."""
     _, masks, counts = tile_union.describe(gate, jnp.isfinite(gate[:, ::64]))
     stats = tile_union.stats_of_tiles(masks, counts, len(gate))
-    return room.of_packed(stats, counts, len(gate)), room.of_dense(gate)
+    lengths = neuron_lists.list_lengths(counts, len(gate))
+    return room.of_packed(stats, lengths), room.of_dense(gate)
 
 
 def draw(m, h, density, heavy_every=None):
