@@ -62,8 +62,8 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_GRADIENTS = "gradients-nvidia-h200-20261123-2"
-_GRADIENTS_BEFORE = "gradients-nvidia-h200-20261123"  # it has a block without a gate
+_GRADIENTS = "gradients-nvidia-h200-20261123-3"
+_GRADIENTS_BEFORE = "gradients-nvidia-h200-20261123-2"  # it has a block without a gate
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123"
 _GENERATION = {
     "decode": "inference-decode-nvidia-h200-20261123",
@@ -178,7 +178,7 @@ SUMMARIES: dict[str, Summary] = {
                     (_GRADIENTS, "skewed", 120.1, True),
                     (_GRADIENTS, "skewed", 299.6, True),
                     (_GRADIENTS, "uniform", 29.3, True),
-                    (_GRADIENTS, "uniform", 119.2, True),
+                    (_GRADIENTS, "uniform", 1497.0, True),
                     (_GRADIENTS_BEFORE, "skewed", 29.0, False),
                 )
             )

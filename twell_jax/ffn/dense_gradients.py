@@ -29,8 +29,10 @@ def of_operands(
         operands, sums, dx = lax.optimization_barrier((operands, sums, dx))
         x, dy = (a[i] for a in operands)
         h, grads = hidden(act, x, weights, dy, l1_grad)
-        products = [*(product(grad.T, x) for grad in grads), product(h.T, dy)]
-        sums = [a + b for a, b in zip(sums, products, strict=True)]
+        for n, factors in enumerate([*((grad, x) for grad in grads), (h, dy)]):
+            # Without a barrier XLA may hold products of all weights at a time.
+            (a, b), sums = lax.optimization_barrier((factors, sums))
+            sums[n] += product(a.T, b)
         dx = dx.at[i].set(for_x(grads, weights))
     *inner, down = (a.astype(x.dtype) for a in sums)
     return dx.reshape(-1, d)[:m], Weights.of(inner, down)

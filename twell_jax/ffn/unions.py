@@ -233,9 +233,10 @@ def _dense_backward(act, residuals, x, weights, dy, l1_grad):
     )
     dx_heavy = dense_gradients.for_x(grads_heavy, weights)
 
-    def d_weight(a, b, a_heavy, b_heavy):
-        both = dense_gradients.product(a, b) + dense_gradients.product(a_heavy.T, b_heavy)
-        return both.astype(x.dtype)
+    def d_weight(a, b, *heavy):
+        both = dense_gradients.product(a, b)
+        both, (a_heavy, b_heavy) = in_place.barrier((both, heavy))  # the small product comes last
+        return (both + dense_gradients.product(a_heavy.T, b_heavy)).astype(x.dtype)
 
     # What blocks hold stays neurons by tokens, so that XLA has nothing to transpose.
     *_, h = tile_union.to_dense(residuals.hidden, residuals.plan, len(x))
