@@ -45,9 +45,11 @@ def hidden(
 
     Args: as of `unions.backward`, for any of the tokens.
     """
-    # Without a barrier XLA may leave out a product's rounding, and a gate next to the threshold
-    # would not open as it did in the forward.
-    products = lax.optimization_barrier([jnp.dot(x, w.T) for w in weights.inner])
+    # Without barriers XLA may leave out a product's rounding, and a gate next to the threshold
+    # would not open as it did in the forward. It may also copy all weights into one.
+    products: list[jax.Array] = []
+    for w in weights.inner:
+        x, products = lax.optimization_barrier((x, [*products, jnp.dot(x, w.T)]))
     z, *up = (a.astype(jnp.float32) for a in products)
     gate = act.gate(z, x.dtype).astype(x.dtype)
     kept = [only_live(a, weights.live) for a in (gate, *(gate * act.linear(u) for u in up))]

@@ -108,15 +108,14 @@ def _forward(
         quantised.for_product(tokens, activated), activated, act, weights.live, dtype=x.dtype
     )
     gate_ref = in_place.mutable(gate)
-    keeps = capacity is not None
     limits = {}
-    if keeps:
+    if capacity is not None:
         all_items = gate.size // (CHUNK_NEURONS * tile_union.TILE_TOKENS)
         limits = {"max_items": _part(capacity, all_items), "max_heavy": MAX_HEAVY}
     plan, nnz, heavy, stats = kernels.union_plan(tokens, gate_ref, masks, counts, **limits)
     gate = in_place.contents(gate_ref)
     x_up = x if linear is None else quantised.for_product(tokens, linear)
-    hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
+    hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=capacity is not None)
     y = kernels.union_down(hidden, (weights.down,), plan, m)
     # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
     # starts while union_down still works on its last jobs.
@@ -125,15 +124,19 @@ def _forward(
     y_ref = in_place.mutable(y)
     heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
-    # XLA would put what uses these between kernels, which then could not overlap. heavy_l1 is never
-    # negative.
-    late = functools.partial(jnp.where, heavy_l1 < 0, 0)
+
+    def late(a: jax.Array) -> jax.Array:
+        # XLA would put what uses `a` between kernels, which then could not overlap. heavy_l1 is
+        # never negative.
+        return jnp.where(heavy_l1 < 0, 0, a)
+
     stats, heavy = late(stats), replace(heavy, count=late(heavy.count))
-    if keeps:
+    lists = None
+    if capacity is None:
+        lengths = list_lengths(late(counts), m)
+    else:
         slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
         lists, lengths = kernels.neuron_lists(counts, m, slots)
-    else:
-        lists, lengths = None, list_lengths(late(counts), m)
     shares = room.of_packed(stats, lengths)
     output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired, *shares)
     return output, (hidden, plan, heavy, lists, lengths, stats)

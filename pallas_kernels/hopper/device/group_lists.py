@@ -163,7 +163,7 @@ def fill(found_ref, all_lengths_ref, group, part, lists: NeuronLists) -> None:
     step(found_ref, all_lengths_ref, group, part, refs)
 
 
-def _start_and_rank(all_lengths_ref, groups: int, group, length, lane):
+def _start_and_rank(all_lengths_ref, groups, group, length, lane):
     """The first slot of a list, and how many lists are longer, or as long and before it."""
     index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
     loop = scf.ForOp(
