@@ -155,7 +155,7 @@ def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end,
     operands[1 if gated else 2][-40:, -1] = -9  # neurons that fire for tokens which fire nearly all
     operands[0][3::100, -1] = -1
     way, heavy = way_and_heavy_tokens(operands, 1.0)
-    assert way == Way.DENSE and heavy >= 7
+    assert way == Way.DENSE_AND_HEAVY and heavy >= 7
     assert assert_exact_gradients(operands, 1.0) == 0
 
 

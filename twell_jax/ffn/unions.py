@@ -14,6 +14,7 @@ if there are any, are so few that XLA computes their part.
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -38,6 +39,7 @@ class Way(enum.IntEnum):
     SPARSE = 1  # by the kernels, as unions and lists hold all tokens
     SPARSE_AND_HEAVY = 2  # by the kernels, and for tokens outside the unions by XLA
     DENSE = 3  # by dense products of what was kept, as the pattern is crowded
+    DENSE_AND_HEAVY = 4  # the same, and for tokens outside the unions besides
 
 
 @jax.tree_util.register_dataclass
@@ -87,8 +89,8 @@ def forward_with_residuals(
     is_finite = jnp.sum(stats[:, 3]) == 0
     fits = lists_fit & (heavy.count <= MAX_HEAVY) & is_finite
     crowded = _may_be_crowded(capacity) and is_crowded(output.union, output.listed)
-    sparse = jnp.where(heavy.count > 0, Way.SPARSE_AND_HEAVY, Way.SPARSE)
-    way = jnp.where(fits, jnp.where(crowded, Way.DENSE, sparse), Way.AGAIN).astype(jnp.int32)
+    of_unions = jnp.where(crowded, Way.DENSE, Way.SPARSE)
+    way = jnp.where(fits, of_unions + (heavy.count > 0), Way.AGAIN).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers. y passes it too, to be complete before a backward takes memory.
     y, residuals = in_place.barrier((output.y, Residuals(way, hidden, plan, lists, rows)))
@@ -193,17 +195,17 @@ def backward(
       l1_grad: float32 [], the gradient for the sum of |h|.
       capacity: that of the forward.
     """
+    ways: list[Callable] = [functools.partial(_sparse_backward, kernels)]
+    if _may_be_crowded(capacity):
+        ways.append(_dense_backward)
     branches = [  # in the order of `Way`
         functools.partial(dense_gradients.of_operands, act),
-        functools.partial(_sparse_backward, kernels, act, residuals),
-        functools.partial(_sparse_backward, kernels, act, residuals, has_heavy=True),
+        *(functools.partial(way, act, residuals, heavy) for way in ways for heavy in (False, True)),
     ]
-    if _may_be_crowded(capacity):
-        branches.append(functools.partial(_dense_backward, act, residuals))
     return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad)
 
 
-def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad, *, has_heavy=False):
+def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad):
     m, plan, lists = x.shape[0], residuals.plan, residuals.lists
     if has_heavy:
         *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad)
@@ -230,27 +232,34 @@ def _sparse_backward(kernels, act, residuals, x, weights, dy, l1_grad, *, has_he
     return dx, Weights.of(inner, down)
 
 
-def _dense_backward(act, residuals, x, weights, dy, l1_grad):
-    x_heavy, dy_heavy, h_heavy, grads_heavy = _of_heavy_tokens(
-        act, residuals, x, weights, dy, l1_grad
-    )
-    dx_heavy = dense_gradients.for_x(grads_heavy, weights)
+def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad):
+    heavy = []  # the factors of what heavy tokens add, for each weight
+    if has_heavy:
+        x_heavy, dy_heavy, h_heavy, grads_heavy = _of_heavy_tokens(
+            act, residuals, x, weights, dy, l1_grad
+        )
+        dx_heavy = dense_gradients.for_x(grads_heavy, weights)
+        heavy = [(h_heavy, dy_heavy), *((grad, x_heavy) for grad in grads_heavy)]
 
-    def d_weight(a, b, *heavy):
-        both = dense_gradients.product(a, b)
-        both, (a_heavy, b_heavy) = in_place.barrier((both, heavy))  # the small product comes last
-        return (both + dense_gradients.product(a_heavy.T, b_heavy)).astype(x.dtype)
+    def d_weight(n, a, b):
+        total = dense_gradients.product(a, b)
+        if has_heavy:
+            total, (a, b) = in_place.barrier((total, heavy[n]))  # the small product comes last
+            total += dense_gradients.product(a.T, b)
+        return total.astype(x.dtype)
 
     # What blocks hold stays neurons by tokens, so that XLA has nothing to transpose.
     *_, h = tile_union.to_dense(residuals.hidden, residuals.plan, len(x))
-    down = d_weight(h, dy, h_heavy, dy_heavy)
+    down = d_weight(0, h, dy)
     # h is read once more below, rather than held in this form while the gradients need memory.
     down, dy, blocks = in_place.barrier((down, dy, residuals.hidden))
     kept = tile_union.to_dense(blocks, residuals.plan, len(x))
     grads = dense_gradients.for_inner(act, kept, jnp.dot(weights.down, dy.T), l1_grad)
-    inner = [d_weight(a, x, b, x_heavy) for a, b in zip(grads, grads_heavy, strict=True)]
+    inner = [d_weight(n, grad, x) for n, grad in enumerate(grads, start=1)]
     dx = dense_gradients.for_x([grad.T for grad in grads], weights)
-    return dx.at[residuals.heavy].set(dx_heavy, mode="drop"), Weights.of(inner, down)
+    if has_heavy:
+        dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
+    return dx, Weights.of(inner, down)
 
 
 def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad):
