@@ -55,9 +55,11 @@ def count(counts_ref, group, m: int, words_ref, lengths_ref, scratch_ref) -> Non
             for word, some, start in zip(mine, bits, starts, strict=True):
                 place = arith.addi(arith.muli(group, const(words)), word)
                 pair = [some, arith.addi(before, start)]
-                _store_pair(words_ref, place, pair, simt.less(word, const(words)))
+                simt.store_words(
+                    words_ref, arith.muli(place, const(2)), pair, simt.less(word, const(words))
+                )
             scf.YieldOp([arith.addi(before, total)])
-        _store(lengths_ref, group, loop.results[0], simt.is_first_thread())
+        simt.store_words(lengths_ref, group, [loop.results[0]], simt.is_first_thread())
 
     step(counts_ref, group, words_ref, lengths_ref, scratch_ref)
 
@@ -146,9 +148,9 @@ def fill(found_ref, all_lengths_ref, group, part, lists: NeuronLists) -> None:
         is_first = arith.andi(simt.is_first_thread(), simt.less(part, const(1)))
         clipped = arith.minui(start, const(capacity))
         rest = arith.subi(const(capacity), clipped)
-        _store(starts, group, clipped, is_first)
-        _store(lengths, group, arith.minui(length, rest), is_first)
-        _store(order, rank, group, is_first)
+        simt.store_words(starts, group, [clipped], is_first)
+        simt.store_words(lengths, group, [arith.minui(length, rest)], is_first)
+        simt.store_words(order, rank, [group], is_first)
 
         first = arith.addi(arith.muli(part, const(BLOCK_WORDS)), arith.muli(warp, const(32)))
         word = arith.addi(first, lane)
@@ -157,7 +159,7 @@ def fill(found_ref, all_lengths_ref, group, part, lists: NeuronLists) -> None:
         address = simt.gmem_address(found, arith.muli(place, const(8)))
         bits, before = simt.load_words(address, 0, is_word, n=2)
         slot = arith.addi(start, before)
-        _store_pair(words, place, [bits, slot], is_word)
+        simt.store_words(words, arith.muli(place, const(2)), [bits, slot], is_word)
         _store_tokens(tokens, first, bits, slot, lane, capacity)
 
     step(found_ref, all_lengths_ref, group, part, refs)
@@ -181,7 +183,7 @@ def _start_and_rank(all_lengths_ref, groups, group, length, lane):
         comes_first = arith.andi(comes_first, is_list)
         start = arith.addi(start, arith.select(is_before, room, const(0)))
         scf.YieldOp([start, arith.addi(rank, arith.extui(i32, comes_first))])
-    return [mgpu.utils.redux(x, const(-1), mgpu.utils.ReductionKind.ADD) for x in loop.results]
+    return [simt.warp_sum(x) for x in loop.results]
 
 
 def _store_tokens(tokens_ref, first_word, bits, slot, lane, capacity: int):
@@ -193,7 +195,9 @@ def _store_tokens(tokens_ref, first_word, bits, slot, lane, capacity: int):
         place = arith.addi(simt.from_lane(slot, const(source)), earlier)
         token = arith.addi(arith.muli(arith.addi(first_word, const(source)), const(32)), lane)
         is_listed = lanes.nonzero(arith.andi(arith.shrui(some, lane), const(1)))
-        _store(tokens_ref, place, token, arith.andi(is_listed, simt.less(place, const(capacity))))
+        simt.store_words(
+            tokens_ref, place, [token], arith.andi(is_listed, simt.less(place, const(capacity)))
+        )
 
 
 def _load(ref, place, active=None):
@@ -201,13 +205,3 @@ def _load(ref, place, active=None):
     address = simt.gmem_address(ref, arith.muli(place, const(4)))
     (word,) = simt.load_words(address, 0, always if active is None else active, n=1)
     return word
-
-
-def _store(ref, place, word, active):
-    address = simt.gmem_address(ref, arith.muli(place, const(4)))
-    mgpu.utils.inline_ptx("st.global.b32 [$0], $1;", address, word, predicate=active)
-
-
-def _store_pair(ref, place, pair, active):
-    address = simt.gmem_address(ref, arith.muli(place, const(8)))
-    mgpu.utils.inline_ptx("st.global.v2.b32 [$0], {$1, $2};", address, *pair, predicate=active)

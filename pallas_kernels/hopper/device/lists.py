@@ -113,12 +113,7 @@ def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) ->
             )
             place = arith.addi(arith.muli(arith.addi(first_word, source), const(32)), lane)
             is_set = arith.andi(arith.shrui(bits, lane), const(1))
-            mgpu.utils.inline_ptx(
-                "st.global.b32 [$0], $1;",
-                simt.gmem_address(list_ref, arith.muli(rank, const(4))),
-                place,
-                predicate=arith.cmpi(arith.CmpIPredicate.ne, is_set, const(0)),
-            )
+            simt.store_words(list_ref, rank, [place], lanes.nonzero(is_set))
         return mgpu.FragmentedArray.splat(simt.from_lane(end, const(31)), (), is_signed=True)
 
     return step(bits_ref, first_word, list_ref, length)

@@ -103,6 +103,17 @@ def load_chunk(address: ir.Value, offset: int, active: ir.Value) -> list[ir.Valu
     )
 
 
+def store_words(ref: ir.Value, place: ir.Value, words: list[ir.Value], active: ir.Value) -> None:
+    """Stores 1, 2 or 4 words (i32) to a GMEM reference to 32-bit words, from its word `place` on,
+    a multiple of their number, if `active`."""
+    address = gmem_address(ref, arith.muli(place, const(4)))
+    operands = ", ".join(f"${i + 1}" for i in range(len(words)))
+    width = "" if len(words) == 1 else f".v{len(words)}"
+    mgpu.utils.inline_ptx(
+        f"st.global{width}.b32 [$0], {{{operands}}};", address, *words, predicate=active
+    )
+
+
 def int_array(words: list[ir.Value], layout) -> mgpu.FragmentedArray:
     """An int32 array of this lane's `words` (i32); a register of `layout` holds one element."""
     one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
@@ -119,6 +130,11 @@ def from_lane(word: ir.Value, lane: ir.Value) -> ir.Value:
         result_types=word.type,
         convergent=True,
     )
+
+
+def warp_sum(x: ir.Value) -> ir.Value:
+    """Sum of `x` (i32) over the lanes of the warp."""
+    return mgpu.utils.redux(x, const(-1), mgpu.utils.ReductionKind.ADD)
 
 
 def inclusive_sum(x: ir.Value, lane: ir.Value) -> ir.Value:

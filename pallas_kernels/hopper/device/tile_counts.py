@@ -67,10 +67,10 @@ def describe(masks_ref, counts_ref, tile, m: int, stats_ref, bits_ref, nnz_ref, 
         for i, some in enumerate((outlying, not_finite)):
             _store_bits(bits_ref, i, tile, some, lane, is_first_warp)
         for i in (0, 4):
-            _store_words(nnz_ref, arith.addi(first, const(i)), sums[i : i + 4], is_first_warp)
-        tokens = [_warp_sum(lanes.popcount(bits)) for bits in (outlying, not_finite)]
+            simt.store_words(nnz_ref, arith.addi(first, const(i)), sums[i : i + 4], is_first_warp)
+        tokens = [simt.warp_sum(lanes.popcount(bits)) for bits in (outlying, not_finite)]
         row = arith.muli(tile, const(4))
-        _store_words(stats_ref, row, [*sizes, *tokens], simt.is_first_thread())
+        simt.store_words(stats_ref, row, [*sizes, *tokens], simt.is_first_thread())
 
     step(masks_ref, counts_ref, tile, stats_ref, bits_ref, nnz_ref, scratch_ref)
 
@@ -84,7 +84,7 @@ def _bits_set(masks_ref, i: int, tile, lane):
     for start in range(0, words, 32):
         (word,) = simt.load_words(address, 4 * start, simt.less(lane, const(words - start)), n=1)
         total = arith.addi(total, lanes.popcount(word))
-    return _warp_sum(total)
+    return simt.warp_sum(total)
 
 
 def _sum_groups(counts_ref, tile, lane, warp):
@@ -174,25 +174,7 @@ def _store_bits(bits_ref, i: int, tile, bits, lane, active):
     is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, const(3)), const(0))
     row = arith.addi(arith.muli(tile, const(16)), const(8 * i))
     place = arith.addi(row, arith.shrui(lane, const(2)))
-    mgpu.utils.inline_ptx(
-        "st.global.b32 [$0], $1;",
-        simt.gmem_address(bits_ref, arith.muli(place, const(4))),
-        word,
-        predicate=arith.andi(active, is_first),
-    )
-
-
-def _store_words(ref, place, words, active):
-    mgpu.utils.inline_ptx(
-        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-        simt.gmem_address(ref, arith.muli(place, const(4))),
-        *words,
-        predicate=active,
-    )
-
-
-def _warp_sum(x):
-    return mgpu.utils.redux(x, const(-1), mgpu.utils.ReductionKind.ADD)
+    simt.store_words(bits_ref, place, [word], arith.andi(active, is_first))
 
 
 class Decision(NamedTuple):
