@@ -62,8 +62,8 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_GRADIENTS = "gradients-nvidia-h200-20261123-3"
-_GRADIENTS_BEFORE = "gradients-nvidia-h200-20261123-2"  # it has a block without a gate
+_GRADIENTS = "gradients-nvidia-h200-20261123-4"
+_GRADIENTS_BEFORE = "gradients-nvidia-h200-20261123-3"  # it has a block without a gate
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123"
 _GENERATION = {
     "decode": "inference-decode-nvidia-h200-20261123",
