@@ -54,10 +54,15 @@ VARIANTS: dict[str, Callable[[Transformer], None]] = {
 SPARSE = tuple(name for name in VARIANTS if name.startswith("mosaic"))
 
 
-def quantised(name: str, config: ModelConfig, params: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model of VARIANTS with this name, made of a model's parameters."""
-    implementation, activation, _ = name.split(", ")
-    changes = {"activation": activation, "ffn_implementation": implementation}
+def quantised(
+    name: str, config: ModelConfig, params: nnx.State, implementation: str | None = None
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model of VARIANTS with this name, made of a model's parameters.
+
+    `implementation` replaces the one of the name, for the block.
+    """
+    named, activation, _ = name.split(", ")
+    changes = {"activation": activation, "ffn_implementation": implementation or named}
     model = nnx.merge(graphdef(config.model_copy(update=changes)), params)
     VARIANTS[name](model)
     return nnx.split(model)

@@ -8,11 +8,13 @@ quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" app
 of them. "forward" and "decode" also measure the models with 8-bit weights of `fp8_models`. Without
 a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say. "error" compares
 cross-entropies or logits with those of the dense bfloat16 model of the same function and weights,
-"logits_error" the logits after the sequences that "forward" scores. "decode" also lets `generate`
-write, greedily and, where kernels decode, at a temperature; the tokens per second that it reports
-stand beside those of the step alone. Energy needs the package nvidia-ml-py. Where torch with CUDA
-is installed, "torch, silu" is a dense decoder in torch; it lives in the memory that JAX leaves
-free, 25 % of the GPU's by default.
+"logits_error" the logits after the sequences that "forward" scores. Of its first `EXACT` sequences,
+"float32_error" and "float32_logits_error" compare with the same weights in float32, and
+"twin_error" and "twin_logits_error" compare a sparse model in 8 bits with what XLA computes of its
+weights. "decode" also lets `generate` write, greedily and, where kernels decode, at a temperature;
+the tokens per second that it reports stand beside those of the step alone. Energy needs the package
+nvidia-ml-py. Where torch with CUDA is installed, "torch, silu" is a dense decoder in torch; it
+lives in the memory that JAX leaves free, 25 % of the GPU's by default.
 """
 
 import argparse
@@ -28,10 +30,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-from benchmarks import fp8_models, patterns, record
+from benchmarks import fp8_models, patterns, record, scores
 from benchmarks.calls import Call, measure, peak_bytes
 from twell_jax import config as config_lib
 from twell_jax import models
@@ -69,6 +70,7 @@ VARIANTS = {
 }
 DENSE = ("xla, silu", "xla, relu")
 BATCH, CONTEXT = 64, 2048
+EXACT = 4  # sequences that references of `forward` score
 DECODE_BATCHES, PROMPT, CAPACITY = (1, 8, 32), 512, 1024
 GENERATED = 128  # steps of `generate`, around a cache with PROMPT tokens
 SAMPLED = Sampling(temperature=0.8)  # as the command does by default
@@ -166,18 +168,13 @@ def pattern(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> dict[
 
 def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
     """Scores sequences: computes the cross-entropy of every token."""
-
-    def score(graph, params, tokens):
-        logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
-        ce = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return {"error": ce, "logits_error": logits[:, -1]}
-
+    more_errors = scores.references(config, params, jnp.asarray(tokens[:EXACT]))
     batch, rows = len(tokens), []
     while not rows:
         part = jnp.asarray(tokens[:batch])
 
         def prepare(graph, params=params, part=part, options=None):
-            compiled = jax.jit(partial(score, graph)).lower(params, part).compile(options)
+            compiled = scores.compiled(graph, params, part, options)
             details = fp8_models.details(graph, params, compiled)
             run, peak = partial(compiled, params, part), peak_bytes(compiled)
             return Call(run, part[:, 1:].size, peak, details=details)
@@ -187,7 +184,7 @@ def forward(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Itera
 
         try:
             others = {name: partial(in_8_bits, name) for name in fp8_models.VARIANTS}
-            rows = compare(config, prepare, others)
+            rows = compare(config, prepare, others, more_errors)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or batch == 1:
                 raise
@@ -301,8 +298,15 @@ def compare(
     config: ModelConfig,
     prepare: Callable[[nnx.GraphDef], Call],
     others: Mapping[str, Callable[[], Call]] = MappingProxyType({}),
+    more_errors: Callable[[str, Any], dict[str, float]] = lambda name, out: {},
 ) -> list[dict[str, Any]]:
     """A row per variant and for each of `others`, compared with the fastest dense one of VARIANTS.
+
+    Args:
+      config: the model's configuration.
+      prepare: makes the call of a model with this structure.
+      others: what makes the call of a further row.
+      more_errors: maps the name and the result of a call to further errors of its row.
 
     Raises:
       Exception: a dense variant failed, or any variant ran out of memory. Other failures become a
@@ -321,6 +325,7 @@ def compare(
                 references[activation] = out
             else:
                 measured |= jax.tree.map(record.relative_error, out, references[activation])
+            measured |= more_errors(name, out)
         except Exception as problem:
             if name in DENSE or "RESOURCE_EXHAUSTED" in str(problem):
                 raise

@@ -113,7 +113,9 @@ TABLES: dict[str, Table] = {
         'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, TwELL '
         "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over "
         '5 s, peak memory is what XLA states for the compiled call. "error" compares '
-        "cross-entropies or logits with those of the dense bfloat16 model of the same function. "
+        "cross-entropies or logits with those of the dense bfloat16 model of the same function, "
+        '"against float32" compares logits with those of the same weights in float32, "against XLA '
+        'in 8 bits" with what XLA computes of the same 8-bit weights. '
         '"fp8" models have 8-bit weights: "all" are those of attention and of the feed-forward '
         "blocks, and the head. "
         '"torch, silu" is a plain dense decoder in torch, captured in a CUDA graph. "generate" is '
@@ -132,6 +134,8 @@ TABLES: dict[str, Table] = {
             "peak memory": _peak,
             "error": number("error", "{:.1e}"),
             "of logits": number("logits_error", "{:.1e}"),
+            "against float32": number("float32_logits_error", "{:.1e}"),
+            "against XLA in 8 bits": number("twin_logits_error", "{:.1e}"),
         },
     ),
     "soak": Table(

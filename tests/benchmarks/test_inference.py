@@ -73,7 +73,7 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
         assert (row["speedup"], row["energy"], row["baseline"]) == (1, 1, "xla, silu")
         assert row.get("generate_greedy") == (450 if row["direction"] == "decode" else None)
     lines = TABLES["inference"].render(rows).splitlines()
-    assert len(lines) == 2 + len(rows) and lines[-1].endswith("all but down | - | - | - | - |")
+    assert len(lines) == 2 + len(rows) and lines[-1].endswith("all but down | - | - | - | - | - |")
     assert "| xla, relu | 1,000 (1.00x) | 450 (45%) | " in lines[-4]
     assert lines[2].startswith("| 2b | forward | 2 x 32 | ") and "| 32,000 (1.00x) | " in lines[2]
 
@@ -102,6 +102,8 @@ def test_errors_are_those_against_the_dense_model_with_the_same_function(directi
 def test_models_with_8_bit_weights_are_scored(monkeypatch):
     eight_bits = {name.replace("mosaic", "xla"): f for name, f in fp8_models.VARIANTS.items()}
     monkeypatch.setattr(fp8_models, "VARIANTS", eight_bits)
+    dense, *sparse = eight_bits
+    monkeypatch.setattr(fp8_models, "SPARSE", sparse)
     monkeypatch.setattr(fp8_models, "details", lambda *_: {"fp8_matmuls": 5})  # no cuBLASLt here
     monkeypatch.setattr(inference, "VARIANTS", {n: inference.VARIANTS[n] for n in inference.DENSE})
     config, params, tokens = inference.random("2b")
@@ -112,6 +114,10 @@ def test_models_with_8_bit_weights_are_scored(monkeypatch):
         assert "failed" not in rows[name]
         assert 1e-4 < rows[name]["error"] < 0.1 and 1e-3 < rows[name]["logits_error"] < 0.1
         assert rows[name]["fp8_matmuls"] == 5
+        assert rows[name].get("twin_error") == (None if name == dense else 0)
+    for name in inference.DENSE:
+        assert 1e-5 < rows[name]["float32_error"] < rows[sparse[0]]["float32_error"]
+        assert 1e-4 < rows[name]["float32_logits_error"] < rows[sparse[0]]["float32_logits_error"]
     errors = [rows[name]["logits_error"] for name in eight_bits]
     assert errors[1] < min(errors[0], errors[2])  # gate and up alone
     jax.tree.map(np.testing.assert_array_equal, params, before)
@@ -209,7 +215,7 @@ def test_random_weights_fire_as_stated():
 def test_the_batch_is_halved_until_it_fits(monkeypatch):
     tried = []
 
-    def compare(config, prepare, others):
+    def compare(config, prepare, others, more_errors):
         tried.append(prepare.__defaults__[1].shape[0])
         if tried[-1] > 1:
             raise inference.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
