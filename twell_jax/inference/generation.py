@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import islice
 
 import jax
 import numpy as np
@@ -13,7 +14,9 @@ from twell_jax.inference.sampling import Sampling, sample
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
 _MULTIPLE = 64
-_AHEAD = 3  # steps that the device has been given before the host waits for the tokens of one
+# Steps of one program, which divide `_MULTIPLE`. For one sequence the host limits: it takes longer
+# to call a program than to enqueue a quarter of it.
+_TOGETHER = 4
 _CONTEXT = 16  # tokens of a prompt with which new tokens decode as they do after all of it
 ENDED = -1  # in place of the next token, for a sequence that has ended
 
@@ -81,41 +84,44 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
     ended = np.zeros(len(prompts), bool)
-    steps = _steps(model, tokens, padding, max_tokens, sampling, seed)
-    for ids in _ahead(steps):
+    programs = _programs_of(model, tokens, padding, max_tokens, sampling, seed)
+    for ids in islice(_ahead(programs), max_tokens):
         ended |= np.isin(ids, stop_ids)
         if ended.all():
             return
         yield np.where(ended, ENDED, ids)
 
 
-def _steps(model, tokens, padding, max_tokens, sampling, seed):
-    """Enqueues a step whenever it is asked for one, and yields its tokens, int32 [B]."""
+def _programs_of(model, tokens, padding, max_tokens, sampling, seed):
+    """Enqueues a program whenever it is asked for one, and yields its tokens, int32 [steps, B].
+
+    The last one may go past `max_tokens`. The cache has room for that, as its capacity and the
+    width of the padded prompts are multiples of `_TOGETHER`.
+    """
     graph, params = nnx.split(model)
-    # As a list, which takes less time to flatten: for one sequence the host limits.
+    # As a list, which takes less time to flatten.
     params, structure = jax.tree.flatten(params)
     prefill, extend = _programs(graph, structure, sampling)
     key, capacity = jax.random.key(seed), cache_capacity(tokens.shape[1], max_tokens)
-    for step in range(max_tokens):
-        if step == 0:
-            token, stored = prefill(params, tokens, padding, key, capacity=capacity)
-        else:
-            token, stored = extend(params, token, stored, key)
-        token.copy_to_host_async()
-        yield token
+    token, stored = prefill(params, tokens, padding, key, capacity=capacity)
+    yield token[None]
+    for _ in range(1, max_tokens, _TOGETHER):
+        token, new, stored = extend(params, token, stored, key)
+        new.copy_to_host_async()
+        yield new
 
 
-def _ahead(steps: Iterator[jax.Array]) -> Iterator[np.ndarray]:
-    """The tokens of steps; while the host waits for them, the device has `_AHEAD` more to do."""
+def _ahead(programs: Iterator[jax.Array]) -> Iterator[np.ndarray]:
+    """The tokens of each step; while the host waits for a program, the device has the next one."""
     queue: deque[jax.Array] = deque()
     try:
-        for number, token in enumerate(steps):
-            queue.append(token)
+        for number, tokens in enumerate(programs):
+            queue.append(tokens)
             # The first token waits for nothing but the prompts.
-            if number == 0 or len(queue) > _AHEAD:
-                yield np.asarray(queue.popleft())
+            if number == 0 or len(queue) > 1:
+                yield from np.asarray(queue.popleft())
         while queue:
-            yield np.asarray(queue.popleft())
+            yield from np.asarray(queue.popleft())
     finally:
         jax.block_until_ready(list(queue))  # else what the caller times next would include them
 
@@ -124,7 +130,7 @@ def _ahead(steps: Iterator[jax.Array]) -> Iterator[np.ndarray]:
 def _programs(
     graph: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, sampling: Sampling
 ) -> tuple[Callable, Callable]:
-    """The compiled calls of a model: what reads prompts, and what appends a token."""
+    """The compiled calls of a model: what reads prompts, and what appends tokens."""
 
     def merged(params):
         return nnx.merge(graph, jax.tree.unflatten(structure, params))
@@ -137,9 +143,20 @@ def _programs(
 
     @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
     def extend(params, token, stored, key):
-        """The token after `token` of each row, and the cache extended by `token`."""
-        logits, stored = decode(merged(params), token[:, None], stored)
-        return sample(logits, jax.random.fold_in(key, stored.length), sampling), stored
+        """Appends to each row the tokens after `token: int32 [B]`, each of which the cache takes.
+
+        Returns the last of them, int32 [B], all, [_TOGETHER, B], and the extended cache.
+        """
+        model = merged(params)
+
+        def step(carry, _):
+            token, stored = carry
+            logits, stored = decode(model, token[:, None], stored)
+            token = sample(logits, jax.random.fold_in(key, stored.length), sampling)
+            return (token, stored), token
+
+        (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)
+        return token, new, stored
 
     return prefill, extend
 
