@@ -62,9 +62,9 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_GRADIENTS = "gradients-nvidia-h200-20261123-4"
+_GRADIENTS = "gradients-nvidia-h200-20261123-5"
 _GRADIENTS_BEFORE = "gradients-nvidia-h200-20261123-3"  # it has a block without a gate
-_FP8_MODELS = "inference-fp8-nvidia-h200-20261123"
+_FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
 _GENERATION = {
     "decode": "inference-decode-nvidia-h200-20261123",
     "prefill": "inference-prefill-nvidia-h200-20261123",

@@ -53,6 +53,15 @@ def test_greedy_tokens_are_those_of_the_whole_forward_pass(model):
         np.testing.assert_array_equal(found[:, row], expected)
 
 
+def test_tokens_do_not_depend_on_how_many_are_wanted(model):
+    """Programs append several; 64 after a prompt of 64 fill the cache to its last slot."""
+    many = np.array(list(generate(model, PROMPTS, max_tokens=67, sampling=GREEDY)))
+    assert many.shape == (67, 4)
+    for count in (1, 2, 5, 6, 64):
+        found = list(generate(model, PROMPTS, max_tokens=count, sampling=GREEDY))
+        np.testing.assert_array_equal(found, many[:count])
+
+
 def test_a_sequence_does_not_depend_on_those_beside_it(model):
     together = continued(model, sampling=GREEDY)
     for row, prompt in enumerate(PROMPTS):
