@@ -304,6 +304,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "([decision 0010](../design/0010-peak-memory.md)).",
     "gradients-nvidia-h200-20261123": "Before two kernels made the plan of unions, and before "
     "crowded patterns, and those without room, had larger dense products.",
+    "gradients-nvidia-h200-20261123-2": "The host still chose the backward, and tokens outside the "
+    "unions always had products. The run ended before its last three patterns.",
     "gradients-nvidia-h200-20261123-3": "Before two kernels made the lists of tokens, and before "
     "barriers made the products of the dense fallback follow one another "
     "([decision 0010](../design/0010-peak-memory.md)). The tree was that of commit 5bbfaf8.",

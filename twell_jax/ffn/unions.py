@@ -157,7 +157,7 @@ def is_crowded(union: jax.Array | float, listed: jax.Array | float) -> jax.Array
         0.16 + 0.53 union + 0.55 listed    is what forward and kernels take (fitted),
         0.10 + 0.23 union                  what the forward takes of it (fitted),
         0.06 + 0.30 union + 0.55 listed    so that the kernels take the rest,
-        0.78                               and dense products, whatever the pattern (once 0.76).
+        0.78                               and dense products, by an estimate (then 0.69 to 0.76).
 
     See docs/design/0009-sparse-gradients.md.
 

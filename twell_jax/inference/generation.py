@@ -14,8 +14,8 @@ from twell_jax.inference.sampling import Sampling, sample
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
 _MULTIPLE = 64
-# Steps of one program, which divide `_MULTIPLE`. For one sequence the host limits: it takes longer
-# to call a program than to enqueue a quarter of it.
+# Steps of one program; they divide `_MULTIPLE`. For one sequence the host limits, and what a call
+# takes it is shared by them.
 _TOGETHER = 4
 _CONTEXT = 16  # tokens of a prompt with which new tokens decode as they do after all of it
 ENDED = -1  # in place of the next token, for a sequence that has ended
@@ -42,7 +42,7 @@ def generate(
 
     Yields:
       int `[B]`, the next token of each sequence, or `ENDED` (-1) for a sequence that has ended.
-      Stops when all have ended.
+      Stops when all have ended. After the first, tokens come from the device four at a time.
 
     Raises:
       ValueError: there is no prompt, a prompt is empty or holds a token outside the vocabulary,
@@ -84,16 +84,16 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
     ended = np.zeros(len(prompts), bool)
-    programs = _programs_of(model, tokens, padding, max_tokens, sampling, seed)
-    for ids in islice(_ahead(programs), max_tokens):
+    calls = _calls(model, tokens, padding, max_tokens, sampling, seed)
+    for ids in islice(_ahead(calls), max_tokens):
         ended |= np.isin(ids, stop_ids)
         if ended.all():
             return
         yield np.where(ended, ENDED, ids)
 
 
-def _programs_of(model, tokens, padding, max_tokens, sampling, seed):
-    """Enqueues a program whenever it is asked for one, and yields its tokens, int32 [steps, B].
+def _calls(model, tokens, padding, max_tokens, sampling, seed):
+    """Enqueues a call whenever it is asked for one, and yields its tokens, int32 [steps, B].
 
     The last one may go past `max_tokens`. The cache has room for that, as its capacity and the
     width of the padded prompts are multiples of `_TOGETHER`.
@@ -111,11 +111,11 @@ def _programs_of(model, tokens, padding, max_tokens, sampling, seed):
         yield new
 
 
-def _ahead(programs: Iterator[jax.Array]) -> Iterator[np.ndarray]:
-    """The tokens of each step; while the host waits for a program, the device has the next one."""
+def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:
+    """The tokens of each step; while the host waits for a call, the device has the next one."""
     queue: deque[jax.Array] = deque()
     try:
-        for number, tokens in enumerate(programs):
+        for number, tokens in enumerate(calls):
             queue.append(tokens)
             # The first token waits for nothing but the prompts.
             if number == 0 or len(queue) > 1:

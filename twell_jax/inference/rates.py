@@ -22,7 +22,8 @@ class Rates:
       steps: number of decode steps, at least 1.
       tokens: those that these steps appended to sequences that had not ended.
       seconds: from the first new tokens to the last, by the clock of the host, which reads them and
-        may print them meanwhile.
+        may print them meanwhile. The device takes steps four at a time, so up to three that nobody
+        wanted are in it.
     """
 
     prompt_tokens: int
