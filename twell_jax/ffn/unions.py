@@ -152,19 +152,14 @@ def _part(capacity: float, n: int) -> int:
 def is_crowded(union: jax.Array | float, listed: jax.Array | float) -> jax.Array | bool:
     """Whether dense products of what was kept take less time than the kernels of the backward.
 
-    Both follow the same forward. In shares of the time of dense forward and backward,
-
-        0.16 + 0.53 union + 0.55 listed    is what forward and kernels take (fitted),
-        0.10 + 0.23 union                  what the forward takes of it (fitted),
-        0.06 + 0.30 union + 0.55 listed    so that the kernels take the rest,
-        0.78                               and dense products, by an estimate (then 0.69 to 0.76).
-
-    See docs/design/0009-sparse-gradients.md.
+    Both follow the same forward. In shares of the time of dense forward and backward, the kernels
+    take 0.03 + 0.29 union + 0.54 listed, by a fit, and dense products 0.70, or 0.76 with tokens
+    outside the unions; see docs/design/0009-sparse-gradients.md.
 
     Args:
       union, listed: as in `FFNStats`.
     """
-    return 0.06 + 0.30 * union + 0.55 * listed > 0.78
+    return 0.03 + 0.29 * union + 0.54 * listed > 0.70
 
 
 def _may_be_crowded(capacity: float) -> bool:
