@@ -13,6 +13,7 @@ from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
 from twell_jax.train import distributed, loop
 from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.gradient_plan import ROOM
 from twell_jax.train.run_directory import load_run
 
 STEPS = 8
@@ -54,7 +55,7 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     planned = [line["sparse_gradients"][0] for line in whole]
     assert planned == [False, False, False, False, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
-    assert [line["gradient_room"][0] for line in whole] == [sparse / 8 for sparse in planned]
+    assert [line["gradient_room"][0] for line in whole] == [sparse * ROOM for sparse in planned]
     assert [line["union"][0] for line in whole] == [1 if s else pytest.approx(0.1) for s in planned]
     told = "up to step 5 sparse gradients of layers 0, 1 had too little room"
     assert told in " ".join(capsys.readouterr().out.split())

@@ -1,33 +1,28 @@
-"""Plans each layer's gradients, dense or sparse with one of a few rooms, from what steps measured.
+"""Plans each layer's gradients, dense or sparse, from what earlier steps measured.
 
 A step measures the room that the sparse gradients of each layer need, also where they are dense
-(`FFNStats.union` and `listed`). So a layer becomes sparse when it fits into a room, with a margin,
-and nothing has to be tried. If it overflows all the same, its gradients are exact, and from the
-next plan on it has a wider margin.
+(`FFNStats.union` and `listed`). So a layer becomes sparse when it fits into the room, with a
+margin, and nothing has to be tried. If it overflows all the same, its gradients are exact, and from
+the next plan on it has a wider margin.
 
-Each plan has to be compiled, so plans should change rarely. A layer keeps its room until it becomes
-too small, or until the plan as a whole would shrink markedly. A change is announced one plan ahead,
-unless a layer overflows: the program can be compiled while the old one trains on, and the step at
-which it takes over does not depend on how long that takes. Neighbouring layers with the same room
-run in one loop, which is compiled once; the plan keeps the number of loops small.
+Each plan has to be compiled, so plans should change rarely: all layers have the same room, and keep
+it until it becomes too small. A change is announced one plan ahead, unless a layer overflows: the
+program can be compiled while the old one trains on, and the step at which it takes over does not
+depend on how long that takes.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twell_jax.models.transformer import LayerGradients
 
-# With the last one a layer reserves no more memory than with dense gradients, and all patterns that
-# fit into it with the margin take less time (docs/design/0028).
-ROOMS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
-MARGIN = 1.1  # times the need of a layer, for the room that it gets first
-_CLOSE = 1.03  # times the need of a layer, for the room that it may keep
+# A layer then reserves no more memory than with dense gradients, and all patterns that fit with the
+# margin take less time (docs/design/0028).
+ROOM = 3 / 4
+MARGIN = 1.1  # times the need of a layer must fit, for its gradients to become sparse
+_CLOSE = 1.03  # times the need of a layer must fit, for them to stay so
 _AFTER_OVERFLOW = 1.2  # times the margin
-_SHRINK = 2 / 3  # the rooms of all layers shrink if their sum falls to this share
-_MOST_LOOPS = 4  # as far as neighbouring layers can be merged by giving some of them more room
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,9 @@ class GradientPlan:
 
     Attributes:
       rooms: for each layer, the `gradient_capacity` of its sparse gradients; 0 if they are dense.
+        Saved plans may have other rooms than `ROOM`, which they keep until the next change.
       announced: the rooms of the next plan, unless a layer overflows or they become too small.
-      margins: for each layer, its room over what it needs, at least, when the room is chosen. They
+      margins: for each layer, its room over what it needs, at least, when it becomes sparse. They
         never fall, so plans come to rest.
     """
 
@@ -54,6 +50,11 @@ class GradientPlan:
     def from_saved(cls, saved: dict[str, Any]) -> "GradientPlan":
         """The inverse of `dataclasses.asdict`, also after a passage through JSON."""
         return cls(**{name: tuple(of_layers) for name, of_layers in saved.items()})
+
+    @property
+    def all_sparse(self) -> "GradientPlan":
+        """This plan with all layers sparse."""
+        return replace(self, rooms=(ROOM,) * len(self.rooms))
 
     @property
     def sparse(self) -> tuple[bool, ...]:
@@ -89,42 +90,16 @@ class GradientPlan:
         )
         rooms = self.announced if announced_fits else self.rooms
         of_layers = zip(rooms, needs, margins, overflow, strict=True)
-        wanted = _in_few_loops([_room(*of_layer) for of_layer in of_layers])
+        wanted = tuple(_room(*of_layer) for of_layer in of_layers)
         if any(overflow):
             return GradientPlan(wanted, wanted, margins)
-        return GradientPlan(rooms, wanted if _pays(rooms, wanted) else rooms, margins)
+        return GradientPlan(rooms, wanted, margins)
 
 
 def _room(now: float, need: float, margin: float, overflowed: float) -> float:
-    """The room for a layer that has the room `now`; 0 if none is large enough."""
-    to_keep = margin if overflowed else _CLOSE
-    return min(
-        (room for room in ROOMS if room >= need * (to_keep if room == now else margin)), default=0.0
-    )
-
-
-def _pays(rooms: Sequence[float], wanted: Sequence[float]) -> bool:
-    """Whether another plan is worth a compilation."""
-    pairs = list(zip(rooms, wanted, strict=True))
-    needed = any(now < then or (now and not then) for now, then in pairs)
-    return needed or (any(rooms) and sum(wanted) <= _SHRINK * sum(rooms))
-
-
-def _in_few_loops(rooms: Sequence[float]) -> tuple[float, ...]:
-    """`rooms`, some of them larger, so that few neighbours differ; dense layers stay dense."""
-    runs = [(room, len(list(equal))) for room, equal in groupby(rooms)]
-    while len(runs) > _MOST_LOOPS:
-        added = [  # room, by merging a run with the next one; inf if one of them is dense
-            abs(a - b) * (a_layers if a < b else b_layers) if a and b else math.inf
-            for (a, a_layers), (b, b_layers) in pairwise(runs)
-        ]
-        least = min(added)
-        if least == math.inf:
-            break
-        i = added.index(least)
-        (a, a_layers), (b, b_layers) = runs[i : i + 2]
-        runs[i : i + 2] = [(max(a, b), a_layers + b_layers)]
-    return tuple(room for room, layers in runs for _ in range(layers))
+    """The room for a layer that has the room `now`; 0 if its need is too large."""
+    stays = now and not overflowed
+    return ROOM if need * (_CLOSE if stays else margin) <= ROOM else 0.0
 
 
 def _arguments(rooms: Sequence[float]) -> tuple[LayerGradients, ...]:

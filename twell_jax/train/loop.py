@@ -66,8 +66,6 @@ def train(config: Config) -> None:
 def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
     """Starts or continues the run; returns the step at which it ended."""
     config, now = run.config, start(run)
-    if now.plan:
-        _prepare_next(run.trainer, now.plan)
     wanted = [name for name in SINKS if getattr(config, name)]
     if jax.process_index() == 0:
         tokenizers.save(run.data.tokenizer, run.paths.tokenizer)
@@ -103,6 +101,8 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     batch = trainer.put_batch(next(run.batches)["tokens"])
     step = trainer.prepared_step(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
+    if plan and now.step >= config.sparse_gradients_every:
+        _prepare_others(trainer, plan)
     recorder.add(now.step + 1, measured, plan)
     if config.skip_dead_every and is_full_width(config, now.step):
         state = trainer.sort_neurons(state)
@@ -114,15 +114,21 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
         union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
         plan = plan.revised(union, listed, overflow)
         _tell_overflow(run, now.step, overflow)
-        _prepare_next(trainer, plan)
     elif now.measured:
         largest = tuple(map(jnp.maximum, now.measured, largest))
     return Standing(now.step + 1, state, plan, largest)
 
 
-def _prepare_next(trainer: Trainer, plan: GradientPlan) -> None:
-    if plan.announced != plan.rooms:
-        trainer.prepare_step(plan.next_ffn_gradients)
+def _prepare_others(trainer: Trainer, plan: GradientPlan) -> None:
+    """Has two programs compiled: the announced one, and that with all layers sparse.
+
+    Most runs come to the latter. It is there before the first announcement, because beside training
+    the first program with kernels takes minutes: it tunes products and compiles kernels that all
+    others have, too. Call this once a step has been dispatched: while a program is traced, all else
+    in Python is slow, such as the plots of an evaluation.
+    """
+    trainer.prepare_step(plan.next_ffn_gradients)
+    trainer.prepare_step(plan.all_sparse.ffn_gradients)
 
 
 def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from twell_jax.config import Config
 from twell_jax.data import Data
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.gradient_plan import ROOMS, GradientPlan
+from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import initial_params
 from twell_jax.train.run_directory import AnotherRun, RunPaths
 from twell_jax.train.state import TrainState
@@ -112,8 +112,7 @@ def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
     if not config.sparse_gradients_every:
         return None
     plan = GradientPlan.dense(config.model.layers)
-    every_layer = dataclasses.replace(plan, rooms=ROOMS[-1:] * config.model.layers)
-    step = trainer.step_with(every_layer.ffn_gradients)
+    step = trainer.step_with(plan.all_sparse.ffn_gradients)
     jax.eval_shape(step, trainer.abstract_state, trainer.abstract_batch, 0.0)
     return plan
 

@@ -1,7 +1,7 @@
 """The compiled functions that advance and evaluate the state of a training run."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,7 +101,8 @@ class Trainer:
             out_shardings=self._replicated,
         )
         self._steps: dict[ModelGradients | None, jax.stages.Wrapped] = {}
-        self._prepared: dict[ModelGradients | None, Future[jax.stages.Compiled]] = {}
+        # What returns a program that runs or is prepared.
+        self._programs: dict[ModelGradients | None, Callable[[], Callable]] = {}
         self._compiler = ThreadPoolExecutor(1, "compiler")
         self.step = self.step_with(None)
 
@@ -111,12 +112,12 @@ class Trainer:
         return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
 
     def prepare_step(self, ffn_gradients: ModelGradients) -> None:
-        """Begins to compile `step_with(ffn_gradients)` in a thread, if it has not been asked for.
+        """Begins to compile `step_with(ffn_gradients)` in a thread, if it is not prepared or used.
 
         Autotuning then measures on busy devices. Its results for products that the steps before
         have, too, are known.
         """
-        if ffn_gradients in self._steps:
+        if ffn_gradients in self._programs:
             return
         step = self.step_with(ffn_gradients)
 
@@ -124,13 +125,11 @@ class Trainer:
             with jax.set_mesh(self.mesh):  # which is a thread's own
                 return step.lower(self.abstract_state, self.abstract_batch, 0.0).compile()
 
-        self._prepared[ffn_gradients] = self._compiler.submit(compiled)
+        self._programs[ffn_gradients] = self._compiler.submit(compiled).result
 
     def prepared_step(self, ffn_gradients: ModelGradients | None) -> Callable:
         """`step_with(ffn_gradients)`; waits for it if it is being prepared."""
-        if ffn_gradients in self._prepared:
-            return self._prepared[ffn_gradients].result()
-        return self.step_with(ffn_gradients)
+        return self._programs.setdefault(ffn_gradients, partial(self.step_with, ffn_gradients))()
 
     def step_with(self, ffn_gradients: ModelGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.gradient_plan import ROOM, GradientPlan
 
 USUAL = 1.0, 0.9  # union and listed of a layer that has just begun to train
 
@@ -22,94 +22,80 @@ def planned(*layers):
 
 
 @pytest.mark.parametrize(
-    ("union", "listed", "room"),
+    ("union", "listed", "fits"),
     [
-        (0, 0, 1 / 8),  # no neuron fires
-        (0.1, 0.05, 1 / 8),
-        (0.12, 0.05, 1 / 4),  # 1/8 would hold it, but barely
-        (0.2, 0.2, 1 / 4),  # the recorded pattern
-        (0.36, 0.29, 1 / 2),  # skewed, nnz 29
-        (0.2, 0.45, 1 / 2),  # the lists decide as well
-        (0.48, 0.5, 3 / 4),  # skewed, nnz 60
-        (0.55, 0.74, 0),  # no room is large enough
-        (0.65, 0.75, 0),
-        (*USUAL, 0),
-        (1, 1, 0),
+        (0, 0, True),  # no neuron fires
+        (0.2, 0.2, True),  # the recorded pattern
+        (0.48, 0.5, True),  # skewed, nnz 60
+        (0.2, 0.68, True),  # the lists decide as well
+        (0.2, 0.69, False),
+        (0.55, 0.74, False),  # it would fit, but barely
+        (0.69, 0.2, False),
+        (*USUAL, False),
+        (1, 1, False),
     ],
 )
-def test_a_layer_gets_the_least_room_that_holds_it_with_a_margin(union, listed, room):
-    assert planned((union, listed)).rooms == (room,)
+def test_a_layer_becomes_sparse_if_the_room_holds_it_with_a_margin(union, listed, fits):
+    assert planned((union, listed)).rooms == (fits * ROOM,)
 
 
-def test_a_layer_that_outgrows_all_rooms_becomes_dense():
+def test_a_layer_that_outgrows_the_room_becomes_dense():
     plan = planned((0.67, 0.5))
-    assert revised(plan, (0.72, 0.5)) == plan and plan.rooms == (3 / 4,)
+    assert revised(plan, (0.72, 0.5)) == plan and plan.rooms == (ROOM,)
     plan = revised(plan, (0.74, 0.5))
-    assert plan.rooms == (3 / 4,) and plan.announced == (0,)
+    assert plan.rooms == (ROOM,) and plan.announced == (0,)
     assert revised(plan, (0.74, 0.5)).rooms == revised(plan, (0.74, 0.5)).announced == (0,)
 
 
 def test_a_change_is_announced_one_plan_ahead():
     plan = GradientPlan.dense(2)
     plan = revised(plan, (0.2, 0.1), USUAL)
-    assert plan.rooms == (0, 0) and plan.announced == (1 / 4, 0)
+    assert plan.rooms == (0, 0) and plan.announced == (ROOM, 0)
     plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-    assert plan.rooms == (1 / 4, 0) and plan.announced == (1 / 4, 3 / 8)
+    assert plan.rooms == (ROOM, 0) and plan.announced == (ROOM, ROOM)
     plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-    assert plan.rooms == plan.announced == (1 / 4, 3 / 8)
+    assert plan.rooms == plan.announced == (ROOM, ROOM)
 
 
-def test_what_no_longer_fits_when_its_time_comes_is_announced_anew():
+def test_what_no_longer_fits_when_its_time_comes_is_taken_back():
     plan = revised(GradientPlan.dense(1), (0.2, 0.1))
-    plan = revised(plan, (0.3, 0.1))
-    assert plan.rooms == (0,) and plan.announced == (3 / 8,)
+    plan = revised(plan, (0.8, 0.1))
+    assert plan.rooms == plan.announced == (0,)
 
 
-def test_a_plan_rests_while_its_rooms_hold():
+def test_a_plan_rests_while_its_room_holds():
     plan = planned(*3 * [(0.3, 0.1)])
-    assert plan.rooms == 3 * (3 / 8,)
-    for union in (0.36, 0.25, 0.35, 0.23):  # 0.36 would get 1/2 now, 0.23 would get 1/4
-        again = revised(plan, (union, 0.1), (0.3, 0.1), (0.3, 0.1))
-        assert again == plan
-    grown = revised(plan, (0.37, 0.1), (0.3, 0.1), (0.3, 0.1))
-    assert grown.rooms == plan.rooms and grown.announced == (1 / 2, 3 / 8, 3 / 8)
-
-
-def test_rooms_shrink_when_that_saves_a_third_of_them_all():
-    plan = planned(*3 * [(0.3, 0.1)])
-    assert revised(plan, (0.1, 0.1), (0.3, 0.1), (0.3, 0.1)) == plan
-    assert revised(plan, (0.1, 0.1), (0.2, 0.1), (0.3, 0.1)).announced == (1 / 8, 1 / 4, 3 / 8)
-    none_fires = planned(*3 * [(0, 0)])
-    assert revised(none_fires, *3 * [(0, 0)]) == none_fires
+    assert plan.rooms == 3 * (ROOM,) == plan.all_sparse.rooms
+    for union in (0.36, 0.01, 0.72):  # 0.72 would not become sparse now
+        assert revised(plan, (union, 0.1), (0.3, 0.1), (0.3, 0.1)) == plan
 
 
 def test_an_overflow_is_corrected_at_once_and_widens_the_margin_for_good():
-    plan = planned((0.2, 0.1), (0.2, 0.1))
-    corrected = revised(plan, (0.26, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert corrected.rooms == corrected.announced == (3 / 8, 1 / 4)
+    plan = planned((0.6, 0.1), (0.2, 0.1))
+    corrected = revised(plan, (0.8, 0.1), (0.2, 0.1), overflow=[0.5, 0])
+    assert corrected.rooms == corrected.announced == (0, ROOM)
     assert corrected.margins == pytest.approx((1.32, 1.1))
-    # Other devices needed more than the mean over devices says.
-    corrected = revised(plan, (0.24, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert corrected.rooms == (3 / 8, 1 / 4)
-    # A layer that overflows in spite of every room becomes dense.
+    for need, rooms in ((0.57, (0, ROOM)), (0.56, (ROOM, ROOM))):
+        assert revised(corrected, (need, 0.1), (0.2, 0.1)).announced == rooms
+    # Other devices needed more than the mean over devices says, but the margin still holds it.
+    assert revised(plan, (0.5, 0.1), (0.2, 0.1), overflow=[0.5, 0]).rooms == (ROOM, ROOM)
+    # A layer that goes on to overflow becomes dense.
     for _ in range(9):
-        corrected = revised(corrected, (0.24, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert corrected.rooms == (0, 1 / 4)
+        corrected = revised(corrected, (0.2, 0.1), (0.2, 0.1), overflow=[0.5, 0])
+    assert corrected.rooms == (0, ROOM)
 
 
-def test_neighbours_share_a_room_so_that_there_are_few_loops():
-    unions = [0.1, 0.1, 0.1, 0.1, 0.2, 0.1, 0.4, 0.4, 0.3, 0.4, 0.1, 0.6, 0.6]
-    rooms = planned(*((union, 0.1) for union in unions)).rooms
-    assert rooms == (*4 * [1 / 8], *2 * [1 / 4], *5 * [1 / 2], *2 * [3 / 4])
-    # Dense layers stay dense, and separate the others.
-    layers = 3 * [(0.2, 0.1), USUAL]
-    assert planned(*layers).rooms == 3 * (1 / 4, 0)
+def test_a_saved_plan_keeps_its_rooms_until_it_changes():
+    plan = GradientPlan(rooms=(1 / 4, 0.0), announced=(1 / 4, 0.0), margins=(1.1, 1.1))
+    assert plan.ffn_gradients == (1 / 4, None)
+    plan = revised(plan, (0.2, 0.1), USUAL)
+    assert plan.rooms == (1 / 4, 0) and plan.announced == (ROOM, 0)
 
 
 def test_the_model_is_told_of_sparse_layers_alone_and_of_the_next_plan_before():
     plan = revised(planned((0.2, 0.1), USUAL, USUAL), (0.2, 0.1), USUAL, (0.05, 0.1))
-    assert plan.ffn_gradients == (1 / 4, None, None) and plan.sparse == (True, False, False)
-    assert plan.next_ffn_gradients == (1 / 4, None, 1 / 8)
+    assert plan.ffn_gradients == (ROOM, None, None) and plan.sparse == (True, False, False)
+    assert plan.next_ffn_gradients == (ROOM, None, ROOM)
 
 
 def test_a_plan_survives_json_and_keeps_the_names_that_checkpoints_have():

@@ -336,6 +336,24 @@ def test_a_batch_that_does_not_divide_is_an_error():
         Trainer(run, END, mesh)
 
 
+def test_another_step_is_compiled_beside_the_one_that_runs(batches):
+    run = settings()
+    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    dense, ours = (None, None), (None, "dense")
+    trainer.step_with(ours)  # as a run asks whether it can be computed
+    running = trainer.prepared_step(dense)
+    trainer.prepare_step(dense)
+    assert trainer.prepared_step(dense) is running  # not compiled again
+    for _ in range(2):
+        trainer.prepare_step(ours)
+    prepared = trainer.prepared_step(ours)
+    assert isinstance(prepared, jax.stages.Compiled) and prepared is trainer.prepared_step(ours)
+    with jax.set_mesh(trainer.mesh):
+        batch = trainer.put_batch(batches[0])
+        losses = [step(trainer.init(), batch, L1)[1].ce for step in (running, prepared)]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_two_gpus_train_as_one(fsdp):
