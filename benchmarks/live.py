@@ -5,7 +5,8 @@
 A measured function runs the block with the stacked weights of `len(dead)` layers in a scan, as a
 model does; in each layer the neurons that fire come first. Times are per layer. "live" has the
 number of them, on the device; the others compute all neurons. Without dead neurons, the difference
-is what the number costs.
+is what the number costs. Only y of the last layer is kept, of which the error is: copying each into
+an array of all layers would take 0.04 ms.
 """
 
 import argparse
@@ -84,14 +85,14 @@ def draw(m: int, dead: tuple[float, ...]) -> tuple[jax.Array, Any, jax.Array]:
 
 @partial(jax.jit, static_argnames="name")
 def loop(x: jax.Array, weights: Any, live: jax.Array | None, *, name: str) -> Any:
-    """y and nnz of each layer, all on the same x."""
+    """y of the last layer, and nnz of each; all read the same x."""
 
-    def layer(x, operands):
+    def layer(y, operands):
         weights, live = operands
         y, stats = sparse_ffn(x, *weights, live=live, **ffn.BLOCKS[name])
-        return x, (y, stats.nnz)
+        return y, stats.nnz
 
-    return jax.lax.scan(layer, x, (weights, live))[1]
+    return jax.lax.scan(layer, jnp.zeros_like(x), (weights, live))
 
 
 if __name__ == "__main__":

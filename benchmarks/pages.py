@@ -313,8 +313,11 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     f"inference-cached-{_H100}": "A run before the cache was updated in place "
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
+    "inference-decode-nvidia-h200-20261123": "Before `generate` ran four steps in one program.",
+    "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
     "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
+    "live-nvidia-h200-20261123": "The loop copied y of each layer into an array of all layers.",
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
@@ -325,4 +328,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "138ade9; between them are tests and the order in which the benchmark allocates.",
     "training-nvidia-h100-80gb-hbm3-20261120": "Four micro-batches a step, random weights that "
     "fire half of the neurons.",
+    "wallclock-nvidia-h200-20261123": "Before all sparse layers had the same room: the sparse run "
+    "waited 202 s for programs ([decision 0028](../design/0028-room-by-measurement.md)). The SiLU "
+    "run had the second GPU of the machine, at the same time as the ReLU run.",
 }

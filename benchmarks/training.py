@@ -143,7 +143,6 @@ def measure(
             "grad_norm": float(metrics.grad_norm),
             "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
         }
-        row |= {"gradient_room": list(plan.rooms)} if plan else {}
         row |= expected(config, mesh.size, record.device())
         row["ms"] = milliseconds(step)
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3

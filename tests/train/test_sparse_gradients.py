@@ -13,7 +13,6 @@ from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
 from twell_jax.train import distributed, loop
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.gradient_plan import ROOM
 from twell_jax.train.run_directory import load_run
 
 STEPS = 8
@@ -55,7 +54,6 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     planned = [line["sparse_gradients"][0] for line in whole]
     assert planned == [False, False, False, False, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
-    assert [line["gradient_room"][0] for line in whole] == [sparse * ROOM for sparse in planned]
     assert [line["union"][0] for line in whole] == [1 if s else pytest.approx(0.1) for s in planned]
     told = "up to step 5 sparse gradients of layers 0, 1 had too little room"
     assert told in " ".join(capsys.readouterr().out.split())
@@ -75,7 +73,7 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
     loop.train(settings(tmp_path / "run", *every_layer))
     first, *_ = records(tmp_path / "run")
     assert first["overflow"] == [0, 0]  # by default there is room for all
-    assert first.keys().isdisjoint({"sparse_gradients", "gradient_room", "union", "listed"})
+    assert first.keys().isdisjoint({"sparse_gradients", "union", "listed"})
     run, _, model = load_run(tmp_path / "run")
     assert (run.model.ffn_gradients, model.config.ffn_gradients) == ("sparse", None)
 

@@ -195,7 +195,6 @@ class Recorder:
             self._warn_if_out_of_reach(record)
         if self._plan:
             record["sparse_gradients"] = list(self._plan.sparse)
-            record["gradient_room"] = list(self._plan.rooms)
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
         logged = step % self._config.log_every == 0 or step == self._config.steps

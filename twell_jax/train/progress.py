@@ -144,10 +144,8 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
 
 
 def _kinds_of_gradients(record: dict[str, Any]) -> list[str]:
-    """Words for each layer's gradients; runs of version 0.2 did not write their rooms."""
-    sparse, rooms = record["sparse_gradients"], record.get("gradient_room")
-    words = [f"room {room:.3g}" for room in rooms] if rooms else ["sparse"] * len(sparse)
-    return [word if is_sparse else "dense" for word, is_sparse in zip(words, sparse, strict=True)]
+    """A word for each layer's gradients."""
+    return ["sparse" if is_sparse else "dense" for is_sparse in record["sparse_gradients"]]
 
 
 def _share_of_sparse(kinds: list[str]) -> str:

@@ -65,15 +65,11 @@ def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, c
     assert [record["sparse_gradients"] for record in shown] == 2 * [[False] * 2] + 2 * [
         [True, False]
     ]
-    assert [record["gradient_room"] for record in shown] == 2 * [[0, 0]] + 2 * [[0.5, 0]]
     assert shown[-1]["union"] == pytest.approx([0.4, 0.9])
     console = Console(record=True, width=120)
     console.print(display.layer_table(shown[-1], 512))
     text = console.export_text()
-    del shown[-1]["gradient_room"]  # as version 0.2 wrote it
-    console.print(display.layer_table(shown[-1], 512))
-    assert " sparse │" in console.export_text()
-    kinds = " room 0.5 ", " dense ", " 50% sparse "
+    kinds = " sparse │", " dense ", " 50% sparse "
     assert all(part in text for part in (*kinds, " 40% ", " 90% ", " 65% ", " 30% ", " 55% "))
 
 
