@@ -101,7 +101,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     batch = trainer.put_batch(next(run.batches)["tokens"])
     step = trainer.prepared_step(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
-    if plan and now.step >= config.sparse_gradients_every:
+    if plan and now.step + config.sparse_gradients_every < config.steps:
         _prepare_others(trainer, plan)
     recorder.add(now.step + 1, measured, plan)
     if config.skip_dead_every and is_full_width(config, now.step):
@@ -122,10 +122,10 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
 def _prepare_others(trainer: Trainer, plan: GradientPlan) -> None:
     """Has two programs compiled: the announced one, and that with all layers sparse.
 
-    Most runs come to the latter. It is there before the first announcement, because beside training
-    the first program with kernels takes minutes: it tunes products and compiles kernels that all
-    others have, too. Call this once a step has been dispatched: while a program is traced, all else
-    in Python is slow, such as the plots of an evaluation.
+    Most runs come to the latter. It does not wait for an announcement, because beside training the
+    first program with kernels takes minutes: it tunes products and compiles kernels that all others
+    have, too. Call this once a step has been dispatched: while a program is traced, all else in
+    Python is slow, such as the plots of an evaluation.
     """
     trainer.prepare_step(plan.next_ffn_gradients)
     trainer.prepare_step(plan.all_sparse.ffn_gradients)
