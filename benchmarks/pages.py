@@ -329,6 +329,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "training-nvidia-h100-80gb-hbm3-20261120": "Four micro-batches a step, random weights that "
     "fire half of the neurons.",
     "wallclock-nvidia-h200-20261123": "Before all sparse layers had the same room: the sparse run "
-    "waited 202 s for programs ([decision 0028](../design/0028-room-by-measurement.md)). The SiLU "
-    "run had the second GPU of the machine, at the same time as the ReLU run.",
+    "has pauses of 202 s, the others of 15 s "
+    "([decision 0028](../design/0028-room-by-measurement.md)). The SiLU run had the second GPU of "
+    "the machine, at the same time as the ReLU run.",
 }

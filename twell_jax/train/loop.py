@@ -135,6 +135,6 @@ def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:
     if layers := [str(layer) for layer, share in enumerate(overflow) if share]:
         run.console.out(
             f"up to step {step} sparse gradients of layers {', '.join(layers)} had too little room "
-            "and were computed densely; the next plan has more",
+            "and were computed densely; from now on they need a wider margin",
             highlight=False,
         )
