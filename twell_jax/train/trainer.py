@@ -1,5 +1,6 @@
 """The compiled functions that advance and evaluate the state of a training run."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +31,8 @@ from twell_jax.train.state import (
     init_state,
     over_micro_batches,
 )
+
+log = logging.getLogger(__name__)
 
 type ModelGradients = tuple[LayerGradients, ...]  # the argument `ffn_gradients` of `Transformer`
 
@@ -128,8 +131,18 @@ class Trainer:
         self._programs[ffn_gradients] = self._compiler.submit(compiled).result
 
     def prepared_step(self, ffn_gradients: ModelGradients | None) -> Callable:
-        """`step_with(ffn_gradients)`; waits for it if it is being prepared."""
-        return self._programs.setdefault(ffn_gradients, partial(self.step_with, ffn_gradients))()
+        """`step_with(ffn_gradients)`; waits for it if it is being prepared.
+
+        If that failed, it is left to the first call: what autotuning needs beside a running step
+        may exceed the memory.
+        """
+        at_its_call = partial(self.step_with, ffn_gradients)
+        try:
+            return self._programs.setdefault(ffn_gradients, at_its_call)()
+        except jax.errors.JaxRuntimeError as error:
+            log.warning("not compiled beside training, but now: %s", str(error).splitlines()[0])
+            self._programs[ffn_gradients] = at_its_call
+            return at_its_call()
 
     def step_with(self, ffn_gradients: ModelGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.

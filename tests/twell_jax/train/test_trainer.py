@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import jax
@@ -352,6 +353,20 @@ def test_another_step_is_compiled_beside_the_one_that_runs(batches):
         batch = trainer.put_batch(batches[0])
         losses = [step(trainer.init(), batch, L1)[1].ce for step in (running, prepared)]
     assert losses[0] == losses[1]
+
+
+def test_a_step_that_could_not_be_compiled_beside_another_is_compiled_later(caplog, monkeypatch):
+    trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    failed = Future()
+    failed.set_exception(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    monkeypatch.setattr(trainer, "_compiler", SimpleNamespace(submit=lambda _: failed))
+    gradients = (None, "dense")
+    trainer.prepare_step(gradients)
+    for _ in range(2):
+        assert trainer.prepared_step(gradients) is trainer.step_with(gradients)
+    assert caplog.messages == [
+        "not compiled beside training, but now: RESOURCE_EXHAUSTED: Out of memory"
+    ]
 
 
 @pytest.mark.gpu
