@@ -61,6 +61,8 @@ def train(config: Config) -> None:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
     elif index == 0:
         show_result(config, paths, corpus.unigram_cross_entropy, console)
+    if trainer.stop_preparing():
+        console.out("waiting for a program that is still being compiled", highlight=False)
 
 
 def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,7 +106,7 @@ class Trainer:
         self._steps: dict[ModelGradients | None, jax.stages.Wrapped] = {}
         # What returns a program that runs or is prepared.
         self._programs: dict[ModelGradients | None, Callable[[], Callable]] = {}
-        self._compiler = ThreadPoolExecutor(1, "compiler")
+        self._compiler, self._compiling = ThreadPoolExecutor(1, "compiler"), list[Future]()
         self.step = self.step_with(None)
 
     def put_batch(self, tokens: np.ndarray) -> jax.Array:
@@ -128,7 +128,8 @@ class Trainer:
             with jax.set_mesh(self.mesh):  # which is a thread's own
                 return step.lower(self.abstract_state, self.abstract_batch, 0.0).compile()
 
-        self._programs[ffn_gradients] = self._compiler.submit(compiled).result
+        self._compiling.append(self._compiler.submit(compiled))
+        self._programs[ffn_gradients] = self._compiling[-1].result
 
     def prepared_step(self, ffn_gradients: ModelGradients | None) -> Callable:
         """`step_with(ffn_gradients)`; waits for it if it is being prepared.
@@ -143,6 +144,15 @@ class Trainer:
             log.warning("not compiled beside training, but now: %s", str(error).splitlines()[0])
             self._programs[ffn_gradients] = at_its_call
             return at_its_call()
+
+    def stop_preparing(self) -> bool:
+        """Drops the programs that wait to be compiled; no other can be prepared from now on.
+
+        Returns:
+          Whether one is being compiled. Nothing can stop that: the process ends only after it.
+        """
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        return any(future.running() for future in self._compiling)
 
     def step_with(self, ffn_gradients: ModelGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.

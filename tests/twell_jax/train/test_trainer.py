@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import math
 import re
-from concurrent.futures import Future
+import threading
+from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import jax
@@ -367,6 +368,26 @@ def test_a_step_that_could_not_be_compiled_beside_another_is_compiled_later(capl
     assert caplog.messages == [
         "not compiled beside training, but now: RESOURCE_EXHAUSTED: Out of memory"
     ]
+
+
+def test_what_waits_to_be_compiled_is_dropped_at_the_end(monkeypatch):
+    trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    begun, may_end = threading.Event(), threading.Event()
+
+    def lower(*_):
+        begun.set()
+        assert may_end.wait(60)
+        return SimpleNamespace(compile=lambda: "compiled")
+
+    monkeypatch.setattr(trainer, "step_with", lambda _: SimpleNamespace(lower=lower))
+    for gradients in ((None, "dense"), ("dense", None)):
+        trainer.prepare_step(gradients)
+    assert begun.wait(60) and trainer.stop_preparing()  # the first one is being compiled
+    may_end.set()
+    assert trainer.prepared_step((None, "dense")) == "compiled"
+    with pytest.raises(CancelledError):
+        trainer.prepared_step(("dense", None))
+    assert not trainer.stop_preparing()
 
 
 @pytest.mark.gpu
