@@ -61,7 +61,7 @@ def train(config: Config) -> None:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
     elif index == 0:
         show_result(config, paths, corpus.unigram_cross_entropy, console)
-    if trainer.stop_preparing():
+    if trainer.steps.stop():
         console.out("waiting for a program that is still being compiled", highlight=False)
 
 
@@ -101,7 +101,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     if config.reinit_every and now.step and now.step % config.reinit_every == 0:
         state = trainer.reinitialise(state)
     batch = trainer.put_batch(next(run.batches)["tokens"])
-    step = trainer.prepared_step(plan.ffn_gradients if plan else None)
+    step = trainer.steps.get(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     if plan and now.step + config.sparse_gradients_every < config.steps:
         _prepare_others(trainer, plan)
@@ -129,8 +129,8 @@ def _prepare_others(trainer: Trainer, plan: GradientPlan) -> None:
     have, too. Call this once a step has been dispatched: while a program is traced, all else in
     Python is slow, such as the plots of an evaluation.
     """
-    trainer.prepare_step(plan.next_ffn_gradients)
-    trainer.prepare_step(plan.all_sparse.ffn_gradients)
+    trainer.steps.prepare(plan.next_ffn_gradients)
+    trainer.steps.prepare(plan.all_sparse.ffn_gradients)
 
 
 def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:

@@ -1,8 +1,6 @@
 """The compiled functions that advance and evaluate the state of a training run."""
 
-import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import LayerGradients, graphdef
 from twell_jax.train import skip_dead
+from twell_jax.train.compile_ahead import CompileAhead
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.reinit import reinitialise
 from twell_jax.train.sparsity_control import update
@@ -31,8 +30,6 @@ from twell_jax.train.state import (
     init_state,
     over_micro_batches,
 )
-
-log = logging.getLogger(__name__)
 
 type ModelGradients = tuple[LayerGradients, ...]  # the argument `ffn_gradients` of `Transformer`
 
@@ -104,55 +101,13 @@ class Trainer:
             out_shardings=self._replicated,
         )
         self._steps: dict[ModelGradients | None, jax.stages.Wrapped] = {}
-        # What returns a program that runs or is prepared.
-        self._programs: dict[ModelGradients | None, Callable[[], Callable]] = {}
-        self._compiler, self._compiling = ThreadPoolExecutor(1, "compiler"), list[Future]()
+        self.steps = CompileAhead(self._compiled_step, self.step_with)
         self.step = self.step_with(None)
 
     def put_batch(self, tokens: np.ndarray) -> jax.Array:
         """Moves this process's tokens of a step, `[sequences, context + 1]`, to the devices."""
         tokens = tokens.reshape(self._accumulation, -1, tokens.shape[-1])
         return jax.make_array_from_process_local_data(self.abstract_batch.sharding, tokens)
-
-    def prepare_step(self, ffn_gradients: ModelGradients) -> None:
-        """Begins to compile `step_with(ffn_gradients)` in a thread, if it is not prepared or used.
-
-        Autotuning then measures on busy devices. Its results for products that the steps before
-        have, too, are known.
-        """
-        if ffn_gradients in self._programs:
-            return
-        step = self.step_with(ffn_gradients)
-
-        def compiled() -> jax.stages.Compiled:
-            with jax.set_mesh(self.mesh):  # which is a thread's own
-                return step.lower(self.abstract_state, self.abstract_batch, 0.0).compile()
-
-        self._compiling.append(self._compiler.submit(compiled))
-        self._programs[ffn_gradients] = self._compiling[-1].result
-
-    def prepared_step(self, ffn_gradients: ModelGradients | None) -> Callable:
-        """`step_with(ffn_gradients)`; waits for it if it is being prepared.
-
-        If that failed, it is left to the first call: what autotuning needs beside a running step
-        may exceed the memory.
-        """
-        at_its_call = partial(self.step_with, ffn_gradients)
-        try:
-            return self._programs.setdefault(ffn_gradients, at_its_call)()
-        except jax.errors.JaxRuntimeError as error:
-            log.warning("not compiled beside training, but now: %s", str(error).splitlines()[0])
-            self._programs[ffn_gradients] = at_its_call
-            return at_its_call()
-
-    def stop_preparing(self) -> bool:
-        """Drops the programs that wait to be compiled; no other can be prepared from now on.
-
-        Returns:
-          Whether one is being compiled. Nothing can stop that: the process ends only after it.
-        """
-        self._compiler.shutdown(wait=False, cancel_futures=True)
-        return any(future.running() for future in self._compiling)
 
     def step_with(self, ffn_gradients: ModelGradients | None) -> jax.stages.Wrapped:
         """The step whose layers have these gradients; None leaves them to the config.
@@ -171,6 +126,11 @@ class Trainer:
                 donate_argnums=0,
             )
         return self._steps[ffn_gradients]
+
+    def _compiled_step(self, ffn_gradients: ModelGradients | None) -> jax.stages.Compiled:
+        with jax.set_mesh(self.mesh):  # which is a thread's own
+            step = self.step_with(ffn_gradients)
+            return step.lower(self.abstract_state, self.abstract_batch, 0.0).compile()
 
     def evaluate(self, params: nnx.State, tokens: np.ndarray) -> float:
         """The mean cross-entropy of sequences `tokens: int32 [n, context + 1]`, nats per token."""

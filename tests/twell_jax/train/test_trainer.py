@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-import threading
-from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import jax
@@ -338,56 +336,18 @@ def test_a_batch_that_does_not_divide_is_an_error():
         Trainer(run, END, mesh)
 
 
-def test_another_step_is_compiled_beside_the_one_that_runs(batches):
-    run = settings()
-    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    dense, ours = (None, None), (None, "dense")
-    trainer.step_with(ours)  # as a run asks whether it can be computed
-    running = trainer.prepared_step(dense)
-    trainer.prepare_step(dense)
-    assert trainer.prepared_step(dense) is running  # not compiled again
-    for _ in range(2):
-        trainer.prepare_step(ours)
-    prepared = trainer.prepared_step(ours)
-    assert isinstance(prepared, jax.stages.Compiled) and prepared is trainer.prepared_step(ours)
-    with jax.set_mesh(trainer.mesh):
-        batch = trainer.put_batch(batches[0])
-        losses = [step(trainer.init(), batch, L1)[1].ce for step in (running, prepared)]
-    assert losses[0] == losses[1]
-
-
-def test_a_step_that_could_not_be_compiled_beside_another_is_compiled_later(caplog, monkeypatch):
+def test_a_step_that_is_prepared_is_the_step_at_its_call(batches):
     trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    failed = Future()
-    failed.set_exception(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
-    monkeypatch.setattr(trainer, "_compiler", SimpleNamespace(submit=lambda _: failed))
     gradients = (None, "dense")
-    trainer.prepare_step(gradients)
-    for _ in range(2):
-        assert trainer.prepared_step(gradients) is trainer.step_with(gradients)
-    assert caplog.messages == [
-        "not compiled beside training, but now: RESOURCE_EXHAUSTED: Out of memory"
-    ]
-
-
-def test_what_waits_to_be_compiled_is_dropped_at_the_end(monkeypatch):
-    trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    begun, may_end = threading.Event(), threading.Event()
-
-    def lower(*_):
-        begun.set()
-        assert may_end.wait(60)
-        return SimpleNamespace(compile=lambda: "compiled")
-
-    monkeypatch.setattr(trainer, "step_with", lambda _: SimpleNamespace(lower=lower))
-    for gradients in ((None, "dense"), ("dense", None)):
-        trainer.prepare_step(gradients)
-    assert begun.wait(60) and trainer.stop_preparing()  # the first one is being compiled
-    may_end.set()
-    assert trainer.prepared_step((None, "dense")) == "compiled"
-    with pytest.raises(CancelledError):
-        trainer.prepared_step(("dense", None))
-    assert not trainer.stop_preparing()
+    trainer.steps.prepare(gradients)
+    prepared = trainer.steps.get(gradients)
+    assert isinstance(prepared, jax.stages.Compiled)
+    with jax.set_mesh(trainer.mesh):
+        operands = trainer.put_batch(batches[0]), L1
+        steps = prepared, trainer.step_with(gradients)
+        states, _ = zip(*(step(trainer.init(), *operands) for step in steps), strict=True)
+    for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.gpu

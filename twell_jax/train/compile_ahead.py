@@ -1,0 +1,58 @@
+"""Compiles programs in a thread, while others run."""
+
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+
+log = logging.getLogger(__name__)
+
+
+class CompileAhead[Key: Hashable]:
+    """Programs by key, of which some are compiled ahead of their first call, one after the other.
+
+    Autotuning then measures on busy devices. Its results for products that programs before have,
+    too, are known.
+
+    Args:
+      compiled: compiles a program; it is called in a thread.
+      at_its_call: a function that is compiled when it is first called.
+    """
+
+    def __init__(
+        self, compiled: Callable[[Key], Callable], at_its_call: Callable[[Key], Callable]
+    ) -> None:
+        self._compiled, self._at_its_call = compiled, at_its_call
+        self._thread = ThreadPoolExecutor(1, "compiler")
+        self._programs: dict[Key, Future[Callable] | None] = {}  # None: compiled at its call
+
+    def prepare(self, key: Key) -> None:
+        """Begins to compile a program, unless it is prepared or has been asked for."""
+        if key not in self._programs:
+            self._programs[key] = self._thread.submit(self._compiled, key)
+
+    def get(self, key: Key) -> Callable:
+        """A program; waits for it if it is being prepared.
+
+        If that failed, it is compiled at its call: what autotuning needs beside a running program
+        may exceed the memory.
+        """
+        prepared = self._programs.setdefault(key, None)
+        try:
+            return self._at_its_call(key) if prepared is None else prepared.result()
+        except jax.errors.JaxRuntimeError as error:
+            log.warning("not compiled beside training, but now: %s", str(error).splitlines()[0])
+            self._programs[key] = None
+            return self._at_its_call(key)
+
+    def stop(self) -> bool:
+        """Drops the programs that wait to be compiled; no other can be prepared from now on.
+
+        Returns:
+          Whether one is being compiled. Nothing can stop that: the process ends only after it.
+        """
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        return any(
+            prepared is not None and prepared.running() for prepared in self._programs.values()
+        )
