@@ -63,7 +63,7 @@ def gate_union(
     m, h = x.shape[0], w_gate.shape[0]
     tokens, weight, scales = quantised.unscaled(x, w_gate)
     tiles = pl.cdiv(m, TILE_TOKENS)
-    gate, masks, counts = gate_matmul.gate_matmul(
+    return gate_matmul.gate_matmul(
         weight,
         tokens,
         functools.partial(_write_union, rectifier),
@@ -77,24 +77,28 @@ def gate_union(
         ),
         config=_CONFIG,
         rows=live,
+        leave_out=_write_none,
         scales=scales and scales[::-1],
     )
-    if live is not None:  # what describes blocks that were not computed is unspecified
-        masks = jnp.where(jnp.arange(0, h, 32) < live, masks, 0)
-        counts = jnp.where(jnp.arange(0, h, GROUP_NEURONS)[:, None] < live, counts, 0)
-    return gate, masks, counts
 
 
 def _write_union(rectifier, acc, group, tile, gate, masks, counts, *, words):
-    neurons = pl.ds(group * GROUP_NEURONS, GROUP_NEURONS)
-    bits = pl.ds(group * (GROUP_NEURONS // 32), GROUP_NEURONS // 32)
     union_relu.union_relu(
         acc,
-        gate.at[tile, neurons],
-        masks.at[0, tile, bits],
-        masks.at[1, tile, bits],
-        counts.at[group, pl.ds(tile * TILE_TOKENS, TILE_TOKENS)],
+        gate.at[tile, pl.ds(group * GROUP_NEURONS, GROUP_NEURONS)],
+        *_description(group, tile, masks, counts),
         words.at[group % CONSUMERS],
         rectifier=rectifier,
         threshold=tile_union.OUTLYING_ABOVE,
     )
+
+
+def _write_none(group, tile, _, masks, counts):
+    union_relu.write_none(*_description(group, tile, masks, counts))
+
+
+def _description(group, tile, masks, counts):
+    """The parts of both masks and of the counts that describe 64 neurons of a tile."""
+    bits = pl.ds(group * (GROUP_NEURONS // 32), GROUP_NEURONS // 32)
+    tokens = pl.ds(tile * TILE_TOKENS, TILE_TOKENS)
+    return masks.at[0, tile, bits], masks.at[1, tile, bits], counts.at[group, tokens]

@@ -116,6 +116,29 @@ def union_relu(
     step(acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref)
 
 
+def write_none(used_ref, usual_ref, counts_ref) -> None:
+    """Describes 64 neurons whose gates are all zero; for the arguments see `union_relu`."""
+
+    @plgpu.inline_mgpu(arg_types=3 * [plgpu.RefType()])
+    def step(_, used_ref, usual_ref, counts_ref):
+        lane, warp = simt.lane_and_warp()
+        is_first_warp = arith.cmpi(arith.CmpIPredicate.eq, warp, const(0))
+        is_first_lane = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(lane, warp), const(0))
+        for ref, offset, is_mine in (
+            (used_ref, const(0), is_first_lane),
+            (usual_ref, const(0), is_first_lane),
+            (counts_ref, arith.muli(lane, const(8)), is_first_warp),
+        ):
+            mgpu.utils.inline_ptx(
+                "st.global.v2.b32 [$0], {$1, $1};",
+                simt.gmem_address(ref, offset),
+                const(0),
+                predicate=is_mine,
+            )
+
+    step(used_ref, usual_ref, counts_ref)
+
+
 # Word 4 i + p of 64 holds a byte for each of four columns: from the lowest, c, c + 128, c + 1 and
 # c + 129 with c = 8 i + 2 p. A lane's registers hold the columns with p = lane mod 4.
 

@@ -56,6 +56,7 @@ def gate_matmul(
     scratch_types: dict[str, plgpu.SMEM],
     config: GateConfig,
     rows: jax.Array | None = None,
+    leave_out: Callable[..., None] | None = None,
     scales: Scales | None = None,
 ):
     """Multiplies `a @ b^T` and gives the result to `epilogue`, 64 x 256 at a time.
@@ -74,6 +75,8 @@ def gate_matmul(
       rows: int32 `[1]`: only so many rows of `a`, the first, are multiplied, in whole blocks of
         128. In the last of them the other rows are 0 for `epilogue`, which is not called
         for further blocks. None: all.
+      leave_out: called by each consumer as `leave_out(slab, tile, *out_refs)` for further blocks.
+        None: what is in them is unspecified.
       scales: float32 `[rows]` and `[columns]`: the product is multiplied with those of its columns,
         then with those of its rows. None: it is not.
 
@@ -89,7 +92,9 @@ def gate_matmul(
     if scales is not None:
         scales = padded(scales[0], _BLOCK_ROWS), padded(scales[1], ACC_COLUMNS)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, epilogue=epilogue, blocks=blocks, config=config),
+        functools.partial(
+            _kernel, epilogue=epilogue, leave_out=leave_out, blocks=blocks, config=config
+        ),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
@@ -141,11 +146,13 @@ class _Blocks:
         return lax.rem(step, jnp.int32(self.stages))
 
 
-def _kernel(rows, scales, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks, config):
+def _kernel(
+    rows, scales, a_gmem, b_gmem, *outs, ring, scratch, epilogue, leave_out, blocks, config
+):
     limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
-    if limit is not None:
-        blocks = pl.cdiv(limit, _BLOCK_ROWS), blocks[1]
-    blocks = _Blocks(blocks, a_gmem.shape[1] // ring["a"].shape[2], ring["a"].shape[0], config)
+    every, computed = blocks, blocks[0] if limit is None else pl.cdiv(limit, _BLOCK_ROWS)
+    steps, stages = a_gmem.shape[1] // ring["a"].shape[2], ring["a"].shape[0]
+    blocks = _Blocks((computed, every[1]), steps, stages, config)
     warpgroup = lax.axis_index("warpgroup")
     is_first = warpgroup == 0
 
@@ -157,11 +164,16 @@ def _kernel(rows, scales, a_gmem, b_gmem, *outs, ring, scratch, epilogue, blocks
             acc = jnp.where(are_before(limit - slab * ACC_ROWS, acc.shape), acc, 0)
         epilogue(acc, slab, tile, *outs, **scratch)
 
-    lax.cond(
-        warpgroup == CONSUMERS,
-        lambda: _produce(blocks, ring, a_gmem, b_gmem),
-        lambda: _consume(blocks, ring, warpgroup, is_first, finish),
-    )
+    def consume():
+        _consume(blocks, ring, warpgroup, is_first, finish)
+        if limit is not None and leave_out is not None:
+            others = _Blocks((every[0] - computed, every[1]), steps, stages, config)
+
+            @others.for_each
+            def _(block, tile, _):
+                leave_out(CONSUMERS * (computed + block) + warpgroup, tile, *outs)
+
+    lax.cond(warpgroup == CONSUMERS, lambda: _produce(blocks, ring, a_gmem, b_gmem), consume)
 
 
 def _produce(blocks, ring, a_gmem, b_gmem):
