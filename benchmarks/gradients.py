@@ -74,7 +74,7 @@ def measure(
     for name, capacity in (("dense", None), *(("sparse", capacity) for capacity in capacities)):
         named = BLOCKS[name]
         ffn, _, layered = programs(name, capacity)
-        both = compiled(name, capacity, *(jax.typeof(a) for a in (*operands, dy)))
+        both = compiled(name, capacity, *jax.tree.map(jax.typeof, (*operands, dy)))
         out, overflow = both(*operands, dy)
         pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
         errors = [record.relative_error(grad, ref) for grad, ref in pairs]

@@ -309,7 +309,11 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "gradients-nvidia-h200-20261123-3": "Before two kernels made the lists of tokens, and before "
     "barriers made the products of the dense fallback follow one another "
     "([decision 0010](../design/0010-peak-memory.md)). The tree was that of commit 5bbfaf8.",
-    "gradients-nvidia-h200-20261123-5": "The run ended within its last two patterns.",
+    "gradients-nvidia-h200-20261123-5": "Before more patterns counted as crowded "
+    "([decision 0009](../design/0009-sparse-gradients.md)). The run ended within its last two "
+    "patterns.",
+    "gradients-nvidia-h200-20261123-6": "The run ended before the block without a gate, by a "
+    "mistake in the benchmark.",
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     f"inference-cached-{_H100}": "A run before the cache was updated in place "
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
@@ -317,7 +321,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
     "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
-    "live-nvidia-h200-20261123": "The loop copied y of each layer into an array of all layers.",
+    "live-nvidia-h200-20261123": "The loop copied y of each layer into an array of all layers, and "
+    "XLA replaced what describes neurons that are not live.",
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
@@ -332,4 +337,6 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "has pauses of 202 s, the others of 15 s "
     "([decision 0028](../design/0028-room-by-measurement.md)). The SiLU run had the second GPU of "
     "the machine, at the same time as the ReLU run.",
+    "wallclock-nvidia-h200-20261123-2": "The SiLU run had the second GPU of the machine, at the "
+    "same time as the sparse run.",
 }

@@ -62,7 +62,7 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_GRADIENTS = "gradients-nvidia-h200-20261123-5"
+_GRADIENTS = "gradients-nvidia-h200-20261123-6"
 _GRADIENTS_BEFORE = "gradients-nvidia-h200-20261123-3"  # it has a block without a gate
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
 _GENERATION = {
@@ -87,7 +87,7 @@ def _model(name: str, **case: Any) -> Pick:
 
 
 def _step(config: str) -> Pick:
-    record = f"training-{config}-nvidia-h200-20261123"
+    record = f"training-{config}-nvidia-h200-20261123-2"
     return _pick(record, "sparse, relu", {"config": config}, "xla, relu")
 
 

@@ -9,14 +9,15 @@ from benchmarks.pages import TABLES
 
 
 @pytest.mark.slow
-def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path):
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(ffn, "D", 128)
     monkeypatch.setattr(ffn, "H", 256)
     for module in ffn, gradients:
         monkeypatch.setattr(module, "LAYERS", 1)  # each is compiled
-    rows = list(gradients.measure(m=128, pattern="uniform", nnz=10, heavy_every=8))
+    rows = list(gradients.measure(m=128, pattern="uniform", nnz=10, heavy_every=8, gated=gated))
     for row in rows:
-        assert len(row["errors"]) == 5  # y and the gradients
+        assert len(row["errors"]) == (5 if gated else 4)  # y and the gradients
         assert max(row["errors"]) < 2e-2
         assert row["speedup"] == row["baseline_ms"] / row["ms"]
         assert row["peak_bytes"] > 0 and row["kept_bytes"] > 0
@@ -30,4 +31,4 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     record.write("gradients", rows, tmp_path / "gradients.json")
     stored = json.loads((tmp_path / "gradients.json").read_text())
     lines = TABLES["gradients"].render(stored["rows"]).splitlines()
-    assert len(lines) == 2 + 3 and lines[-1].startswith("| uniform | yes |")
+    assert len(lines) == 2 + 3 and lines[-1].startswith(f"| uniform | {'yes' if gated else 'no'} |")
