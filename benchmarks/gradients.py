@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks import record
 from benchmarks.ffn import DTYPE, LAYERS, describe, draw
-from twell_jax import sparse_ffn
+from twell_jax import order_by_use, sparse_ffn
 from twell_jax.analysis import timing
 from twell_jax.train.gradient_plan import GradientPlan
 
@@ -57,47 +57,54 @@ def measure(
     gated: bool = True,
     capacities: tuple[float, ...] = (1.0, 0.5),
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for dense gradients, and one for sparse ones with each of the capacities.
+    """Yields a row for dense gradients, and rows for sparse ones.
 
-    "errors" are those of y and of each gradient.
+    These are one with each of the capacities, and one with the first of them for the same layers
+    with their neurons "by use".
     """
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
+    _, stats = jax.jit(sparse_ffn)(x, *layers[0])
+    case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
+    dense = case | measure_block("dense", None, x, layers, dy)
+    baseline = {"baseline": "xla", "baseline_ms": dense["ms"]}
+    yield dense | baseline | {"speedup": 1.0}
+    sparse = [(capacity, "as drawn", layers) for capacity in capacities]
+    sparse += [(capacities[0], "by use", [in_order(x, layer) for layer in layers])]
+    for capacity, order, of_order in sparse:
+        row = case | {"order": order} | measure_block("sparse", capacity, x, of_order, dy)
+        yield row | baseline | {"speedup": dense["ms"] / row["ms"]}
+
+
+def in_order(x: jax.Array, layer):
+    """The layer with its neurons in the order that training would give them."""
+    _, stats = jax.jit(sparse_ffn)(x, *layer)
+    order = order_by_use(stats.tiles, stats.nnz)
+    return jax.tree.map(lambda rows: rows[order], layer)
+
+
+def measure_block(name: str, capacity: float | None, x, layers, dy) -> dict[str, Any]:
+    """The entries of a row for these gradients. "errors" are those of y and of each gradient."""
     operands = x, *layers[0]
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (*operands, dy))
     with jax.default_matmul_precision("highest"):
-        _, both, _ = programs("dense")
-        reference, _ = both(*float32)
-    _, stats = jax.jit(sparse_ffn)(*operands)
-    case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
-    baseline_ms = None
-    for name, capacity in (("dense", None), *(("sparse", capacity) for capacity in capacities)):
-        named = BLOCKS[name]
-        ffn, _, layered = programs(name, capacity)
-        both = compiled(name, capacity, *jax.tree.map(jax.typeof, (*operands, dy)))
-        out, overflow = both(*operands, dy)
-        pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
-        errors = [record.relative_error(grad, ref) for grad, ref in pairs]
-        ms = timing.milliseconds(layered, x, layers, dy, calls=4) / LAYERS
-        baseline_ms = baseline_ms or ms
-        row = (
-            case
-            | named
-            | {
-                "ms": ms,
-                "baseline": "xla",
-                "baseline_ms": baseline_ms,
-                "speedup": baseline_ms / ms,
-                "errors": errors,
-                "kept_bytes": kept_bytes(ffn, operands),
-                "peak_bytes": both.memory_analysis().temp_size_in_bytes,
-            }
-        )
-        if capacity:
-            row |= {"gradient_capacity": capacity, "overflow": float(overflow)}
-            row |= {"union": float(stats.union), "listed": float(stats.listed)}
-            row["chosen"] = choice_of_train(row["union"], row["listed"])
-        yield row
+        reference, _ = programs("dense")[1](*float32)
+    ffn, _, layered = programs(name, capacity)
+    both = compiled(name, capacity, *jax.tree.map(jax.typeof, (*operands, dy)))
+    out, overflow = both(*operands, dy)
+    pairs = zip(*map(jax.tree.leaves, (out, reference)), strict=True)
+    row = BLOCKS[name] | {
+        "ms": timing.milliseconds(layered, x, layers, dy, calls=4) / LAYERS,
+        "errors": [record.relative_error(grad, ref) for grad, ref in pairs],
+        "kept_bytes": kept_bytes(ffn, operands),
+        "peak_bytes": both.memory_analysis().temp_size_in_bytes,
+    }
+    if capacity:
+        _, stats = jax.jit(sparse_ffn)(*operands)
+        row |= {"gradient_capacity": capacity, "overflow": float(overflow)}
+        row |= {"union": float(stats.union), "listed": float(stats.listed)}
+        row["chosen"] = choice_of_train(row["union"], row["listed"])
+    return row
 
 
 @cache

@@ -123,6 +123,8 @@ def measure(
             state, metrics = compiled(state, batch, config.l1_coefficient)
             if plan is None:
                 break
+            state = trainer.order_by_use(state, metrics.tiles, metrics.nnz)
+            state, metrics = compiled(state, batch, config.l1_coefficient)
             measured = metrics.union, metrics.listed, metrics.overflow
             following = plan.revised(*(np.asarray(of_layers).tolist() for of_layers in measured))
             if following.announced == plan.rooms:

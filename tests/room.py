@@ -1,4 +1,4 @@
-"""The room that sparse gradients need, in NumPy: the shares of all work items and of all slots."""
+"""What a pattern has in its tiles, in NumPy: the room that sparse gradients need, what fires."""
 
 import numpy as np
 
@@ -22,3 +22,9 @@ def shares(active, most_heavy=256):
     lengths = [used[:, n : n + 64].any(axis=1).sum() for n in range(0, h, 64)]
     tiles = -(-len(used) // 256)
     return items / all_items, np.ceil(np.array(lengths) / 64).sum() / (4 * tiles * len(lengths))
+
+
+def fired_tiles(active):
+    """In how many tiles of 256 of M tokens each neuron fires, int [H], of activations `[M, H]`."""
+    used = np.asarray(active) != 0
+    return sum(used[start : start + 256].any(axis=0) for start in range(0, len(used), 256))

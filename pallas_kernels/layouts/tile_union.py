@@ -162,6 +162,20 @@ def fired(masks: jax.Array) -> jax.Array:
     return jnp.any(to_bits(masks[0]), axis=0)
 
 
+def tiles_of(masks: jax.Array) -> jax.Array:
+    """In how many row tiles each neuron has a non-zero gate for any token, int32 `[H]`."""
+    return jnp.sum(to_bits(masks[0]), axis=0, dtype=jnp.int32)
+
+
+def tiles_of_dense(active: jax.Array) -> jax.Array:
+    """The same of dense activations `[..., H]`, whose tokens are cut into tiles in order."""
+    used = active.reshape(-1, active.shape[-1]) != 0
+    tile = min(TILE_TOKENS, len(used))
+    used = jnp.pad(used, ((0, -len(used) % tile), (0, 0)))
+    used = jnp.any(used.reshape(-1, tile, used.shape[1]), axis=1)
+    return jnp.sum(used, axis=0, dtype=jnp.int32)
+
+
 def to_words(bits: jax.Array) -> jax.Array:
     """Packs the last axis of `bits` (bool) into uint32 words, the first bit lowest."""
     bits = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)

@@ -21,14 +21,15 @@ def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, t
         assert max(row["errors"]) < 2e-2
         assert row["speedup"] == row["baseline_ms"] / row["ms"]
         assert row["peak_bytes"] > 0 and row["kept_bytes"] > 0
-    dense, sparse, half = rows
+    dense, sparse, half, by_use = rows
     assert dense["implementation"] == "xla" and "overflow" not in dense
     assert (sparse["gradient_capacity"], half["gradient_capacity"]) == (1, 0.5)
     assert sparse["overflow"] == 0 and sparse["chosen"] == "dense"  # both chunks are used
+    assert by_use["order"] == "by use" and by_use["kept_bytes"] == sparse["kept_bytes"]
     assert sparse["union"] == 1 and half["kept_bytes"] < sparse["kept_bytes"]
     assert dense["kept_bytes"] >= 2 * 2 * 128 * 256  # g and u
     assert sparse["packing"] == "unions" and sparse["gradients"] == "sparse"
     record.write("gradients", rows, tmp_path / "gradients.json")
     stored = json.loads((tmp_path / "gradients.json").read_text())
     lines = TABLES["gradients"].render(stored["rows"]).splitlines()
-    assert len(lines) == 2 + 3 and lines[-1].startswith(f"| uniform | {'yes' if gated else 'no'} |")
+    assert len(lines) == 2 + 4 and lines[-1].startswith(f"| uniform | {'yes' if gated else 'no'} |")

@@ -25,7 +25,7 @@ from tests.conformance.cases import (
     xla,
 )
 from tests.errors import relative_error
-from tests.room import shares
+from tests.room import fired_tiles, shares
 from twell_jax import sparse_ffn
 from twell_jax.ffn.stats import NOT_MEASURED
 
@@ -178,12 +178,15 @@ def test_unions_and_dense_xla_measure_the_room_of_a_pattern(back_end, gated):
     assert 0.3 < expected[0] < 0.9 and 0.3 < expected[1] < 0.9
     for _, stats in (run("unions", *operands), xla(*operands)):
         np.testing.assert_allclose((stats.union, stats.listed), expected, rtol=1e-6)
+        np.testing.assert_array_equal(stats.tiles, fired_tiles(active))
 
 
 @pytest.mark.parametrize("algorithm", ["few_tokens", "twell"])
 def test_the_other_kernels_do_not_measure_it(back_end, algorithm):
     _, stats = run(algorithm, *draw_for(algorithm))
     assert stats.union == stats.listed == NOT_MEASURED
+    few = algorithm == "few_tokens"  # which are one tile
+    np.testing.assert_array_equal(stats.tiles, stats.fired if few else NOT_MEASURED)
 
 
 @every_algorithm
@@ -255,7 +258,8 @@ def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(reference_kernels
     assert collectives == ["all-gather"] * (3 if gated else 2)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), y.ndim)
     y_alone, alone = xla(*operands)
-    alone = dataclasses.replace(alone, union=NOT_MEASURED, listed=NOT_MEASURED)
+    assert (stats.tiles < 0).all()
+    alone = dataclasses.replace(alone, union=NOT_MEASURED, listed=NOT_MEASURED, tiles=stats.tiles)
     assert relative_error(y, y_alone) < 5e-3
     for ours, theirs in zip(*map(jax.tree.leaves, (stats, alone)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=5e-3)

@@ -30,7 +30,7 @@ from tests.conformance.cases import (
     xla,
 )
 from tests.errors import ROUNDING, relative_error
-from tests.room import shares
+from tests.room import fired_tiles, shares
 from twell_jax import config, sparse_ffn
 from twell_jax.ffn import dispatch, unions
 from twell_jax.ffn.unions import Way
@@ -68,7 +68,7 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
     def forward(ffn, x, weights):
         y, stats = ffn(x, *weights)
         if algorithm == "twell":  # which does not measure these
-            stats = dataclasses.replace(stats, union=0, listed=0)
+            stats = dataclasses.replace(stats, union=0, listed=0, tiles=0)
         return y, stats
 
     def mapped(ffn):
@@ -223,26 +223,24 @@ def compile_over(mesh, operands, tokens, weights):
     for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
         assert relative_error(array, ref) < 1e-2
     # The mean over devices, each of which has its own tokens and neurons.
-    union, listed = np.mean(shares_by_device(mesh, operands), axis=0)
-    expected = dataclasses.replace(expected, union=union, listed=listed)
+    parts = active_by_device(mesh, operands)
+    union, listed = np.mean([shares(part) for of_tokens in parts for part in of_tokens], axis=0)
+    tiles = sum(np.concatenate([*map(fired_tiles, of_tokens)]) for of_tokens in parts)
+    expected = dataclasses.replace(expected, union=union, listed=listed, tiles=tiles)
     for array, ref in zip(*map(jax.tree.leaves, (stats, expected)), strict=True):
         np.testing.assert_allclose(array, ref, rtol=1e-2)
     return compiled.as_text()
 
 
-def shares_by_device(mesh, operands):
-    """What `shares` says of the part that each device of the mesh computes."""
+def active_by_device(mesh, operands):
+    """For the tokens of each device, for the neurons of each: which of them fire."""
     x, *gates_first = in_float32([a for a in operands if a is not None])
     active = x @ gates_first[0].T > 0
     parts = [
         math.prod(size for axis, size in mesh.shape.items() if (axis == "tensor") == is_neurons)
         for is_neurons in (False, True)
     ]
-    return [
-        shares(part)
-        for some in np.split(active, parts[0])
-        for part in np.split(some, parts[1], axis=1)
-    ]
+    return [np.split(some, parts[1], axis=1) for some in np.split(active, parts[0])]
 
 
 def make_mesh(shape, axes, platform="cpu", axis_type=AxisType.Auto):

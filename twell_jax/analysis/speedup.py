@@ -11,7 +11,7 @@ from flax import nnx
 
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import THROUGH_XLA
-from twell_jax.ffn import CannotServe, SparseMLP, sparse_ffn
+from twell_jax.ffn import CannotServe, SparseMLP, order_by_use, sparse_ffn
 from twell_jax.models import Transformer, graphdef
 
 TOKENS = 16384  # in a call; enough to fill a GPU
@@ -75,7 +75,8 @@ def measure_speedup(
       sequences: int [n, T + 1]; at most `TOKENS` tokens are used, but at least one sequence.
       document_end: see `Transformer`.
       backward: measure the forward and backward pass, with the gradients of a random cotangent,
-        not the forward pass alone. The kernels' gradients are sparse, with room for any pattern.
+        not the forward pass alone. The kernels' gradients are sparse, with room for any pattern,
+        and neurons are in the order that training would give them (`order_by_use`).
 
     Raises:
       CannotServe: the kernels cannot serve this model here.
@@ -110,15 +111,21 @@ def measure_speedup(
         return [y, *vjp(dy)]  # XLA would skip a matmul without y
 
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
-    x = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
-    jax.eval_shape(partial(block, implementation="mosaic"), live(0), x, *weights(0))  # CannotServe
+    like = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
+    check = partial(block, implementation="mosaic")
+    jax.eval_shape(check, live(0), like, *weights(0))  # CannotServe
     inputs = ffn_inputs(model, tokens, document_end=document_end)
-    dy = jax.random.normal(jax.random.key(0), x.shape, x.dtype)
-    layers = [
-        (live(layer), dy, x, *weights(layer))
-        for layer, x in enumerate(inputs.reshape(config.layers, *x.shape))
-    ]
-    nnz = jax.jit(lambda live, _, *operands: block(live, *operands, implementation="xla")[1].nnz)
+    dy = jax.random.normal(jax.random.key(0), like.shape, like.dtype)
+    describe = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
+    layers, nnz = [], []
+    for layer, x in enumerate(inputs.reshape(config.layers, *like.shape)):
+        of_layer = weights(layer)
+        stats = describe(live(layer), x, *of_layer)
+        nnz.append(stats.nnz)
+        if backward:
+            order = order_by_use(stats.tiles, stats.nnz)
+            of_layer = [None if w is None else w[order] for w in of_layer]
+        layers.append((live(layer), dy, x, *of_layer))
     error = jax.jit(partial(_largest_error, partial(outputs, implementation="xla")))
 
     def measure(implementation):
@@ -134,7 +141,7 @@ def measure_speedup(
     return Speedup(
         device=jax.devices()[0].device_kind,
         tokens=tokens.size,
-        nnz=np.array([nnz(*operands) for operands in layers], np.float64),
+        nnz=np.array(nnz, np.float64),
         xla_ms=xla_ms,
         mosaic_ms=mosaic_ms,
         xla_error=xla_error,

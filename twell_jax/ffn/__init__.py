@@ -9,6 +9,7 @@ from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.module import BY_NEURON, LiveWidth, SparseMLP
 from twell_jax.ffn.mosaic import RESIDUALS
+from twell_jax.ffn.order import order_by_use, spread_order
 from twell_jax.ffn.quantised import quantise_mlps
 from twell_jax.ffn.stats import FFNStats
 
@@ -32,10 +33,12 @@ __all__ = [
     "capture_stats",
     "collect_stats",
     "explain",
+    "order_by_use",
     "pack",
     "pack_unions",
     "quantise",
     "quantise_mlps",
     "sparse_ffn",
+    "spread_order",
     "unpack",
 ]

@@ -32,6 +32,8 @@ class FFNStats:
         do not count. The kernels for few tokens and for TwELL do not measure it: -1.
       listed: float32 [], the share of the groups of 64 neurons that a token uses, mean over tokens,
         in started lists of 64 tokens; -1 where `union` is.
+      tiles: int32 [H], in how many tiles of 256 neighbouring tokens a neuron was non-zero;
+        negative with TwELL, which does not measure it.
       lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
 
     Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
@@ -46,6 +48,7 @@ class FFNStats:
     overflow: jax.Array
     union: jax.Array
     listed: jax.Array
+    tiles: jax.Array
     lasso: jax.Array | None = None
 
 
@@ -59,6 +62,7 @@ def no_stats(d_ff: int) -> FFNStats:
         overflow=jnp.zeros((), jnp.float32),
         union=jnp.zeros((), jnp.float32),
         listed=jnp.zeros((), jnp.float32),
+        tiles=jnp.zeros(d_ff, jnp.int32),
     )
 
 
@@ -70,13 +74,15 @@ class Output(NamedTuple):
       nnz: int32 `[M]`, each token's non-zero activations (of g, if gated).
       l1: float32 [], the sum of |h| over all tokens.
       fired: bool `[H]`, whether a neuron was non-zero for any token.
-      union, listed: float32 [], see `FFNStats`.
+      tiles: int32 `[H]`, see `FFNStats`.
+      union, listed: float32 [], likewise.
     """
 
     y: jax.Array
     nnz: jax.Array
     l1: jax.Array
     fired: jax.Array
+    tiles: jax.Array
     union: jax.Array | float = NOT_MEASURED
     listed: jax.Array | float = NOT_MEASURED
 
@@ -90,6 +96,7 @@ class Output(NamedTuple):
             overflow=jnp.asarray(overflow, jnp.float32),
             union=jnp.asarray(self.union, jnp.float32),
             listed=jnp.asarray(self.listed, jnp.float32),
+            tiles=self.tiles,
         )
 
 
@@ -112,5 +119,6 @@ def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) ->
         overflow=jnp.zeros((), jnp.float32),
         union=union,
         listed=listed,
+        tiles=tile_union.tiles_of_dense(nonzero),
         lasso=None if windows is None else tile_lasso(h, windows),
     )

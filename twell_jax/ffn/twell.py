@@ -8,7 +8,7 @@ from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import quantised, twell
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.weights import Weights
-from twell_jax.ffn.stats import Output
+from twell_jax.ffn.stats import NOT_MEASURED, Output
 
 
 def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
@@ -23,4 +23,5 @@ def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) ->
     # XLA would put the sums of these between the two kernels, which then could not overlap.
     nnz, l1 = (jnp.where(heavy_l1 < 0, 0, a) for a in (nnz, l1))  # it never is
     fired = twell.fired(packed, len(weights.down)) | heavy_fired
-    return Output(in_place.contents(y_ref), nnz, jnp.sum(l1) + heavy_l1, fired)
+    tiles = jnp.full(fired.shape, NOT_MEASURED, jnp.int32)
+    return Output(in_place.contents(y_ref), nnz, jnp.sum(l1) + heavy_l1, fired, tiles)

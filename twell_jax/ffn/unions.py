@@ -140,7 +140,8 @@ def _forward(
         slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
         lists, lengths = kernels.neuron_lists(counts, m, slots)
     shares = room.of_packed(stats, lengths)
-    output = Output(y, nnz, l1, tile_union.fired(masks) | heavy_fired, *shares)
+    fired = tile_union.fired(masks) | heavy_fired
+    output = Output(y, nnz, l1, fired, tile_union.tiles_of(masks), *shares)
     return output, (hidden, plan, heavy, lists, lengths, stats)
 
 

@@ -1,6 +1,7 @@
 """A training run from its first step, or its last checkpoint, to its end."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -105,19 +106,21 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     if plan and now.step + config.sparse_gradients_every < config.steps:
         _prepare_others(trainer, plan)
-    recorder.add(now.step + 1, measured, plan)
+    recorder.add(now.step + 1, replace(measured, tiles=None), plan)
+    largest: Measured | None = None
+    if plan:
+        largest = measured.union, measured.listed, measured.overflow
+        if now.measured and (now.step + 1) % config.sparse_gradients_every == 0:
+            # The steps before have ended, so the device need not wait for this.
+            union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
+            plan = plan.revised(union, listed, overflow)
+            _tell_overflow(run, now.step, overflow)
+            # Before other sorting, as the step counted the tiles of neurons where they were.
+            state = trainer.order_by_use(state, measured.tiles, measured.nnz)
+        elif now.measured:
+            largest = tuple(map(jnp.maximum, now.measured, largest))
     if config.skip_dead_every and is_full_width(config, now.step):
         state = trainer.sort_neurons(state)
-    if plan is None:
-        return Standing(now.step + 1, state, None, None)
-    largest: Measured = measured.union, measured.listed, measured.overflow
-    if now.measured and (now.step + 1) % config.sparse_gradients_every == 0:
-        # The steps before have ended, so reading their statistics does not make the device wait.
-        union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
-        plan = plan.revised(union, listed, overflow)
-        _tell_overflow(run, now.step, overflow)
-    elif now.measured:
-        largest = tuple(map(jnp.maximum, now.measured, largest))
     return Standing(now.step + 1, state, plan, largest)
 
 

@@ -1,6 +1,6 @@
 """Leaves out, between two steps at full width, the neurons that did not fire up to the first.
 
-A step at full width (`is_full_width`) finds which neurons fire. After it `sort_neurons` puts these
+A step at full width (`is_full_width`) finds which neurons fire. After it `live_first` puts these
 first in each layer, together with those that fired in the steps before, back to as many as there
 are between two such steps. The steps that follow take the others as never firing (`live` of
 `sparse_ffn`), so that kernels skip them. The next step at full width counts those that fired there
@@ -14,17 +14,14 @@ Sorting changes the order in which sums over neurons are made, so last bits.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from twell_jax.config import Config
-from twell_jax.ffn import BY_NEURON, LiveWidth, partition
+from twell_jax.ffn import LiveWidth
 from twell_jax.ffn.stats import UNION_NEURONS
-from twell_jax.train.optimizer import trained
 
 
 @jax.tree_util.register_dataclass
@@ -107,47 +104,3 @@ def live_first(fired: jax.Array) -> tuple[jax.Array, jax.Array]:
     order = jnp.argsort(~fired, axis=1, stable=True).astype(jnp.int32)
     chunks = -(-jnp.sum(fired, axis=1, dtype=jnp.int32) // UNION_NEURONS)
     return order, jnp.minimum(UNION_NEURONS * chunks, fired.shape[1])
-
-
-def sort_neurons(
-    params: nnx.State,
-    opt_state: optax.OptState,
-    order: jax.Array,
-    optimizer: optax.GradientTransformation,
-) -> tuple[nnx.State, optax.OptState]:
-    """Puts the neurons of each layer in another order, with all that belongs to them.
-
-    The model computes the same, up to the order of sums. Layer follows layer, each in place if the
-    operands are donated, so that the memory of one layer's matrix is needed besides. Rows of
-    neurons may be split over devices (fsdp), but not the neurons.
-
-    Args:
-      params: the parameters of a `Transformer`.
-      opt_state: the optimizer's state for these parameters.
-      order: int32 [layers, d_ff], the former index of each neuron.
-      optimizer: the optimizer that `opt_state` belongs to.
-
-    Raises:
-      ValueError: neurons are split over a mesh axis named "tensor".
-    """
-    if partition.devices()[1] > 1:
-        raise ValueError(
-            f"neurons are split over the mesh axis {partition.TENSOR!r}: sorting would give the "
-            "first devices all that fire; sort them on a mesh without this axis"
-        )
-
-    def is_by_neuron(path: tuple[Any, ...], _: jax.Array) -> bool:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return names[:2] == ["blocks", "mlp"] and names[2] in BY_NEURON
-
-    def of_layer(layer: jax.Array, rows: jax.Array) -> jax.Array:
-        return rows.at[layer].set(rows[layer][order[layer]])
-
-    def sort(rows: jax.Array, by_neuron: bool) -> jax.Array:
-        return jax.lax.fori_loop(0, len(order), of_layer, rows) if by_neuron else rows
-
-    by_neuron = jax.tree_util.tree_map_with_path(is_by_neuron, trained(params))
-    return (
-        nnx.merge_state(params, jax.tree.map(sort, trained(params), by_neuron)),
-        optax.tree_utils.tree_map_params(optimizer, sort, opt_state, by_neuron),
-    )

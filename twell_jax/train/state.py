@@ -64,6 +64,8 @@ class StepMetrics:
       union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
         largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
         layers would compute them for nothing.
+      tiles: int32 [layers, d_ff], in how many tiles of tokens each neuron fired (see `FFNStats`);
+        None likewise. It is for `Trainer.order_by_use`; the metrics that are logged do not have it.
       live, missed: int32 [layers], number of neurons that the step computed, and of those that were
         skipped before the last step at full width, but fired in it; None without `skip_dead_every`.
       lasso: float32 [], tile lasso of h, mean over layers; None without a `lasso_share`.
@@ -82,6 +84,7 @@ class StepMetrics:
     mean_union: jax.Array | None = None
     union: jax.Array | None = None
     listed: jax.Array | None = None
+    tiles: jax.Array | None = None
     live: jax.Array | None = None
     missed: jax.Array | None = None
     lasso: jax.Array | None = None
@@ -117,5 +120,6 @@ def over_micro_batches(stats: FFNStats) -> FFNStats:
         overflow=jnp.mean(stats.overflow, axis=0),
         union=jnp.max(stats.union, axis=0),
         listed=jnp.max(stats.listed, axis=0),
+        tiles=jnp.sum(stats.tiles, axis=0),
         lasso=None if stats.lasso is None else jnp.mean(stats.lasso, axis=0),
     )

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
-from twell_jax.ffn import FFNStats, Windows
+from twell_jax.ffn import FFNStats, Windows, order_by_use
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import LayerGradients, graphdef
@@ -22,6 +22,7 @@ from twell_jax.train import skip_dead
 from twell_jax.train.compile_ahead import CompileAhead
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.reinit import reinitialise
+from twell_jax.train.reorder import reorder, reorder_moments
 from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import (
     StepMetrics,
@@ -53,6 +54,8 @@ class Trainer:
       sort_neurons: after a step at full width (`skip_dead.is_full_width`), state -> state, with the
         neurons first that fired in it or in the `skip_dead_every` steps up to it. It donates the
         given state.
+      order_by_use: (state, `tiles` and `nnz` of the step that returned it) -> state, with the
+        neurons of each layer in the order that `order_by_use` gives. It donates the given state.
       step: `step_with(None)`.
 
     Raises:
@@ -92,6 +95,11 @@ class Trainer:
         )
         self.sort_neurons: Callable[[TrainState], TrainState] = jax.jit(
             self._sort_neurons, out_shardings=self._shardings, donate_argnums=0
+        )
+        self.order_by_use: Callable[[TrainState, jax.Array, jax.Array], TrainState] = jax.jit(
+            lambda state, *used: self._reordered(state, jax.vmap(order_by_use)(*used)),
+            out_shardings=self._shardings,
+            donate_argnums=0,
         )
         self._sequence_ce = jax.jit(
             lambda params, tokens: jnp.mean(
@@ -257,7 +265,8 @@ class Trainer:
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if self._config.sparse_gradients_every:
-            metrics = replace(metrics, union=stats.union, listed=stats.listed)
+            room = dict(union=stats.union, listed=stats.listed, tiles=stats.tiles)
+            metrics = replace(metrics, **room)
         if skipping is not None:
             counted_in = stats.fired, state.idle_steps, state.step
             skipping = skip_dead.counted(skipping, *counted_in, self._config)
@@ -283,17 +292,16 @@ class Trainer:
 
     def _sort_neurons(self, state: TrainState) -> TrainState:
         assert state.skipping is not None
-        idle = state.idle_steps
-        order, live = skip_dead.live_first(idle < self._config.skip_dead_every)
-        params, opt_state = skip_dead.sort_neurons(
-            state.params, state.opt_state, order, self._optimizer
-        )
+        order, live = skip_dead.live_first(state.idle_steps < self._config.skip_dead_every)
+        return replace(self._reordered(state, order), skipping=replace(state.skipping, live=live))
+
+    def _reordered(self, state: TrainState, order: jax.Array) -> TrainState:
+        moments = state.opt_state, state.params, order, self._optimizer
         return replace(
             state,
-            params=params,
-            opt_state=opt_state,
-            idle_steps=jnp.take_along_axis(idle, order, axis=1),
-            skipping=replace(state.skipping, live=live),
+            params=reorder(state.params, order),
+            opt_state=reorder_moments(*moments),
+            idle_steps=jnp.take_along_axis(state.idle_steps, order, axis=1),
         )
 
 

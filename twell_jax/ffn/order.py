@@ -1,0 +1,51 @@
+"""Orders of a block's neurons: they change how long kernels take, not the function.
+
+The gradients of weights sum over lists of the tokens that use any of 64 neighbouring neurons
+(`neuron_lists`). If neighbours fire equally often, most lists are short. So `order_by_use` sorts
+neurons by how often they fire. But no group of 64 shall hold so many of the busiest that ordinary
+tokens seem outlying in it (`tile_union`), so these are dealt out to some groups
+(docs/design/0037).
+
+Kernels for few tokens want the opposite: a group is the work of a cluster, and all groups should
+have as much. `spread_order` deals sorted neurons out to all groups.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE
+
+_NNZ_OF_GROUP = OUTLYING_ABOVE / 4  # a token's mean non-zeros in a group of the busiest, at most
+
+
+def order_by_use(tiles: jax.Array, nnz: jax.Array) -> jax.Array:
+    """The order of neurons with which sparse gradients take the least time.
+
+    Rows of `w_gate`, `w_up` and `w_down`, and what an optimizer keeps for them, belong into this
+    order: `w_gate[order]`. Neurons that did not fire come last and keep their order.
+
+    Args:
+      tiles: int32 [H], how often each neuron fired, as `FFNStats.tiles` says.
+      nnz: float32 [], mean number of non-zeros per token (`FFNStats.nnz`).
+
+    Returns:
+      int32 [H], the former index of each neuron.
+    """
+    ranked = jnp.argsort(-tiles, stable=True).astype(jnp.int32)
+    used = jnp.sum(tiles > 0)
+    groups = jnp.ceil(nnz / _NNZ_OF_GROUP).astype(jnp.int32)
+    groups = jnp.clip(groups, 1, jnp.maximum(used // GROUP_NEURONS, 1))
+    return jnp.zeros_like(ranked).at[_dealt(tiles.size, groups)].set(ranked)
+
+
+def spread_order(h: int) -> jax.Array:
+    """The order that deals H neurons, sorted by use, out to all groups; as `order_by_use`."""
+    before = jnp.arange(h, dtype=jnp.int32)
+    return jnp.zeros_like(before).at[_dealt(h, max(h // GROUP_NEURONS, 1))].set(before)
+
+
+def _dealt(h: int, groups: jax.Array | int) -> jax.Array:
+    """The places of H neurons by rank: the first 64 `groups` go to as many groups in turn."""
+    rank = jnp.arange(h)
+    in_turn = rank % groups * GROUP_NEURONS + rank // groups
+    return jnp.where(rank < GROUP_NEURONS * groups, in_turn, rank)
