@@ -157,11 +157,6 @@ def unpack(gate: jax.Array, masks: jax.Array, m: int) -> jax.Array:
     return g.mT.reshape(-1, gate.shape[1])[:m]
 
 
-def fired(masks: jax.Array) -> jax.Array:
-    """Whether each neuron has a non-zero gate for any token, bool `[H]`."""
-    return jnp.any(to_bits(masks[0]), axis=0)
-
-
 def tiles_of(masks: jax.Array) -> jax.Array:
     """In how many row tiles each neuron has a non-zero gate for any token, int32 `[H]`."""
     return jnp.sum(to_bits(masks[0]), axis=0, dtype=jnp.int32)

@@ -140,8 +140,8 @@ def _forward(
         slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
         lists, lengths = kernels.neuron_lists(counts, m, slots)
     shares = room.of_packed(stats, lengths)
-    fired = tile_union.fired(masks) | heavy_fired
-    output = Output(y, nnz, l1, fired, tile_union.tiles_of(masks), *shares)
+    tiles = tile_union.tiles_of(masks)
+    output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
     return output, (hidden, plan, heavy, lists, lengths, stats)
 
 
