@@ -43,10 +43,8 @@ def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]
       devices: over how many the tokens are split, each of which lets `MAX_HEAVY` tokens leave.
     """
     h = active.shape[-1]
-    used = active.reshape(-1, h) != 0
-    tile = min(TILE_TOKENS, len(used))
-    used = jnp.pad(used, ((0, -len(used) % tile), (0, -h % GROUP_NEURONS)))
-    used = used.reshape(-1, tile, used.shape[1] // GROUP_NEURONS, GROUP_NEURONS)
+    used = jnp.pad(tile_union.in_tiles(active), ((0, 0), (0, 0), (0, -h % GROUP_NEURONS)))
+    used = used.reshape(*used.shape[:2], -1, GROUP_NEURONS)
     counts = jnp.sum(used, axis=-1, dtype=jnp.int32)
     is_usual = (counts <= OUTLYING_ABOVE)[..., None]
     every, usual = (

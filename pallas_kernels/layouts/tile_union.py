@@ -163,12 +163,19 @@ def tiles_of(masks: jax.Array) -> jax.Array:
 
 
 def tiles_of_dense(active: jax.Array) -> jax.Array:
-    """The same of dense activations `[..., H]`, whose tokens are cut into tiles in order."""
+    """The same of dense activations `[..., H]`; H may be any number."""
+    return jnp.sum(jnp.any(in_tiles(active), axis=1), axis=0, dtype=jnp.int32)
+
+
+def in_tiles(active: jax.Array) -> jax.Array:
+    """Where dense activations `[..., H]` are not 0, by row tile: bool `[R, 256, H]`.
+
+    The tokens are cut into tiles in order. If there are fewer than 256, they are one tile.
+    """
     used = active.reshape(-1, active.shape[-1]) != 0
     tile = min(TILE_TOKENS, len(used))
     used = jnp.pad(used, ((0, -len(used) % tile), (0, 0)))
-    used = jnp.any(used.reshape(-1, tile, used.shape[1]), axis=1)
-    return jnp.sum(used, axis=0, dtype=jnp.int32)
+    return used.reshape(-1, tile, used.shape[1])
 
 
 def to_words(bits: jax.Array) -> jax.Array:

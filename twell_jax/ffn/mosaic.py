@@ -31,8 +31,9 @@ FORWARD = {"few_tokens": few_tokens.forward, "twell": twell.forward, "unions": u
 type Block = Callable[[jax.Array, Weights], tuple[jax.Array, FFNStats]]
 
 # The fields are y, nnz, l1, fired, tiles, union and listed.
-_OF_TOKENS, _OF_NEURONS = (Share.TOKENS, Share.TOKENS, Share.SUM), (Share.FIRED, Share.NEURONS)
-_OUTPUT = Output._make((*_OF_TOKENS, *_OF_NEURONS, Share.MEAN, Share.MEAN))
+_OUTPUT = Output._make(
+    (Share.TOKENS, Share.TOKENS, Share.SUM, Share.FIRED, Share.NEURONS, Share.MEAN, Share.MEAN)
+)
 _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 

@@ -1,4 +1,4 @@
-"""Orders of a block's neurons: they change how long kernels take, not the function.
+"""Orders of a block's neurons: they change the work of kernels, not the function.
 
 The gradients of weights sum over lists of the tokens that use any of 64 neighbouring neurons
 (`neuron_lists`). If neighbours fire equally often, most lists are short. So `order_by_use` sorts
@@ -7,7 +7,7 @@ tokens seem outlying in it (`tile_union`), so these are dealt out to some groups
 (docs/design/0037).
 
 Kernels for few tokens want the opposite: a group is the work of a cluster, and all groups should
-have as much. `spread_order` deals sorted neurons out to all groups.
+have the same. `spread_order` deals sorted neurons out to all groups.
 """
 
 import jax
@@ -19,7 +19,7 @@ _NNZ_OF_GROUP = OUTLYING_ABOVE / 4  # a token's mean non-zeros in a group of the
 
 
 def order_by_use(tiles: jax.Array, nnz: jax.Array) -> jax.Array:
-    """The order of neurons with which sparse gradients take the least time.
+    """An order of neurons with which the lists of sparse gradients are short.
 
     Rows of `w_gate`, `w_up` and `w_down`, and what an optimizer keeps for them, belong into this
     order: `w_gate[order]`. Neurons that did not fire come last and keep their order.

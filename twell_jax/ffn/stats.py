@@ -37,8 +37,8 @@ class FFNStats:
       lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
 
     Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
-    `gradient_capacity` (`pallas_kernels.layouts.room`). On a mesh each device has its own tokens
-    and neurons, and these two are means over devices.
+    `gradient_capacity` (`pallas_kernels.layouts.room`). On a mesh each device that runs kernels has
+    its own tokens and neurons: these two are then means over devices, and `tiles` counts its own.
     """
 
     l1: jax.Array

@@ -126,8 +126,8 @@ def load_config(run_dir: str | Path) -> Config:
 def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
 
-    The model is for inference, so it never asks for sparse gradients, and its neurons are not in
-    the order that is good for these.
+    The model is for inference, so it never asks for sparse gradients, and if the run has ordered
+    its neurons for these, they are in another order.
 
     Raises:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.

@@ -55,7 +55,7 @@ class Trainer:
         neurons first that fired in it or in the `skip_dead_every` steps up to it. It donates the
         given state.
       order_by_use: (state, `tiles` and `nnz` of the step that returned it) -> state, with the
-        neurons of each layer in the order that `order_by_use` gives. It donates the given state.
+        neurons of each layer in the order of `twell_jax.order_by_use`. It donates the given state.
       step: `step_with(None)`.
 
     Raises:

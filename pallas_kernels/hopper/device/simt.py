@@ -104,8 +104,8 @@ def load_chunk(address: ir.Value, offset: int, active: ir.Value) -> list[ir.Valu
 
 
 def store_words(ref: ir.Value, place: ir.Value, words: list[ir.Value], active: ir.Value) -> None:
-    """Stores 1, 2 or 4 words (i32) to a GMEM reference to 32-bit words, from its word `place` on,
-    a multiple of their number, if `active`."""
+    """Stores 1, 2 or 4 words (i32) to a GMEM reference, from its 32-bit word `place` on, a multiple
+    of their number, if `active`."""
     address = gmem_address(ref, arith.muli(place, const(4)))
     operands = ", ".join(f"${i + 1}" for i in range(len(words)))
     width = "" if len(words) == 1 else f".v{len(words)}"

@@ -122,19 +122,11 @@ def write_none(used_ref, usual_ref, counts_ref) -> None:
     @plgpu.inline_mgpu(arg_types=3 * [plgpu.RefType()])
     def step(_, used_ref, usual_ref, counts_ref):
         lane, warp = simt.lane_and_warp()
-        is_first_warp = arith.cmpi(arith.CmpIPredicate.eq, warp, const(0))
-        is_first_lane = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(lane, warp), const(0))
-        for ref, offset, is_mine in (
-            (used_ref, const(0), is_first_lane),
-            (usual_ref, const(0), is_first_lane),
-            (counts_ref, arith.muli(lane, const(8)), is_first_warp),
-        ):
-            mgpu.utils.inline_ptx(
-                "st.global.v2.b32 [$0], {$1, $1};",
-                simt.gmem_address(ref, offset),
-                const(0),
-                predicate=is_mine,
-            )
+        zeros = 2 * [const(0)]  # 64 bits of a mask, 8 counts
+        for mask_ref in used_ref, usual_ref:
+            simt.store_words(mask_ref, const(0), zeros, simt.is_first_thread())
+        counts = arith.muli(lane, const(2))
+        simt.store_words(counts_ref, counts, zeros, simt.less(warp, const(1)))
 
     step(used_ref, usual_ref, counts_ref)
 
