@@ -235,11 +235,11 @@ TABLES: dict[str, Table] = {
     "training": Table(
         title="Whole training steps",
         about="Random weights whose gates fire as in the benchmark of inference, with a learning "
-        'rate of almost 0. "sparse" has sparse gradients but in the layers that overflow; "xla" is '
-        "the same ReLU model, dense throughout. The work of a device is the same on every mesh; in "
-        'brackets is the efficiency against one device. "collectives" is how long the kernels of '
-        'NCCL run, waiting included, "exposed" how long nothing else does, both in ms. "estimate" '
-        "is the lower bound of `twell_jax.train.roofline` for the dense model.",
+        'rate of almost 0. "sparse" has sparse gradients in the layers whose pattern fits; "xla" '
+        "is the same ReLU model, dense throughout. The work of a device is the same on every mesh; "
+        'in brackets is the efficiency against one device. "collectives" is how long the kernels '
+        'of NCCL run, waiting included, "exposed" how long nothing else does, both in ms. '
+        '"estimate" is the lower bound of `twell_jax.train.roofline` for the dense model.',
         columns={
             "model": number("config", "{}"),
             "block": block,

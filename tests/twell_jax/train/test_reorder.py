@@ -1,6 +1,7 @@
 """All that belongs to a neuron moves with it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,9 +11,11 @@ from tests.errors import relative_error
 from tests.twell_jax import drawn
 from tests.twell_jax.train.test_reinit import named
 from tests.twell_jax.train.test_skip_dead import D_FF, LAYERS, MODEL
-from tests.twell_jax.train.test_trainer import draw, settings
+from tests.twell_jax.train.test_trainer import END, L1, draw, settings
+from twell_jax.models import sharding
 from twell_jax.train.optimizer import make_optimizer
 from twell_jax.train.reorder import reorder, reorder_moments
+from twell_jax.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -49,3 +52,20 @@ def test_split_neurons_are_refused():
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices("cpu")[:4])
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"^neurons are split .*'tensor'"):
         reorder({}, np.zeros((1, 1), np.int32))
+
+
+def test_a_step_after_ordering_finds_the_neurons_that_fire_in_front():
+    run = settings(sparse_gradients_every=2, model=MODEL)
+    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    silent = np.array([seeds.rng().random(D_FF) < 0.4 for _ in range(LAYERS)])
+    with jax.set_mesh(trainer.mesh):
+        state = trainer.init()
+        gate = state.params["blocks"]["mlp"]["w_gate"]
+        gate[...] = jnp.where(silent[:, :, None], 0, gate[...])  # which has no gradient either
+        tokens = trainer.put_batch(draw())
+        state, before = trainer.step(state, tokens, L1)
+        used = before.tiles, before.nnz
+        _, after = trainer.step(trainer.order_by_use(state, *used), tokens, L1)
+    np.testing.assert_array_equal(np.asarray(before.tiles) > 0, ~silent)
+    in_front = np.arange(D_FF) < (~silent).sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(np.asarray(after.tiles) > 0, in_front)
