@@ -154,14 +154,14 @@ def _consume(rectifier, job, ring, step, warpgroup, buffers, *refs):
     _, _, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
     item, tile, first, limit = job
     my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ACC_ROWS, ACC_ROWS)])
+    first_word = tile * TILE_TOKENS // 32
+    # Each part's words are loaded before something long, as the fences of `write` wait for loads.
+    list_words = _load_list_words(words, my_neurons, first_word)
+    l1 = l1_grad[0]
     steps = dy.shape[1] // STAGE_K
     products = ring.multiply_product(step, steps, warpgroup, limit)
     step += steps
-    writes = 0
     for part in range(_PARTS):
-        list_words = _load_list_words(
-            words, my_neurons, (tile * TILE_TOKENS + part * ACC_ROWS) // 32
-        )
         _, b = ring.take(step + part)
         starts = [
             f * CHUNK_NEURONS + warpgroup * ACC_ROWS
@@ -169,14 +169,16 @@ def _consume(rectifier, job, ring, step, warpgroup, buffers, *refs):
         ]
         *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
         dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
-        grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1_grad[0])
+        grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
         grads = [a.astype(dy.dtype) for a in grads]
-        for start, grad in zip(starts, grads, strict=True):
-            target = hidden.at[item, pl.ds(start, ACC_ROWS), pl.ds(part * ACC_ROWS, ACC_ROWS)]
-            gathered_matmul.write(grad, buffers.at[writes % 2], target)
-            writes += 1
+        columns = pl.ds(part * ACC_ROWS, ACC_ROWS)
+        targets = [hidden.at[item, pl.ds(start, ACC_ROWS), columns] for start in starts]
+        gathered_matmul.write(grads, buffers, part, targets)
         ring.release(step + part)  # after the fence of the writes, as TMA will fill it again
+        if part + 1 < _PARTS:
+            next_words = _load_list_words(words, my_neurons, first_word + (part + 1) * _WORDS // 2)
         _scatter(entries, my_neurons, list_words, [value.astype(dy.dtype), *grads])
+        list_words = next_words
     return step + _PARTS
 
 
@@ -208,11 +210,13 @@ def _load_list_words(words_ref, neurons, first_word):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NEURONS, gather.SCALAR), return_type=result)
     def step(_, words_ref, neurons, first_word):
         first = arith.muli(first_word.registers.item(), const(8))
+        always = arith.constant(ir.IntegerType.get_signless(1), 1)
         loaded = []
         for neuron in _int_values(neurons):
             block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
             offset = arith.addi(arith.muli(block, const(8 * words)), first)
-            loaded += _load(simt.gmem_address(words_ref, offset), 0, n=_WORDS)
+            # Not `load_words`, which the compiler may move to where the words are first used.
+            loaded += simt.load_chunk(simt.gmem_address(words_ref, offset), 0, always)
         return simt.int_array(loaded, _LIST_WORDS)
 
     return step(words_ref, neurons, first_word)

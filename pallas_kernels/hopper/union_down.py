@@ -112,5 +112,5 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
         values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
         target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
-        gathered_matmul.write(values, buffers.at[part % 2], target, transposed=True)
+        gathered_matmul.write([values], buffers, part, [target], transposed=True)
     return step + steps

@@ -146,7 +146,7 @@ def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, *refs):
         listed = neurons.at[tile, pl.ds(first + mine.start, ACC_ROWS)]
         products *= scales.of_columns(scale[0], tile * TILE_TOKENS + first_token, products.shape)
         products *= scales.of_listed_rows(scale[1], listed, products.shape)
-    sums, writes = [], 0
+    sums = []
     for part in range(parts):
         a, _ = ring.in_16_bits().take(step + part)
         gates = a[mine]
@@ -157,10 +157,10 @@ def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, *refs):
         sums.append(jnp.sum(jnp.abs(value), axis=1))
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
         columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
-        for f, array in enumerate(arrays):
-            rows = pl.ds(f * CHUNK_NEURONS + warpgroup * ACC_ROWS, ACC_ROWS)
-            target = hidden.at[item, rows, columns]
-            gathered_matmul.write(array, buffers.at[writes % 2], target)
-            writes += 1
+        targets = [
+            hidden.at[item, pl.ds(f * CHUNK_NEURONS + mine.start, ACC_ROWS), columns]
+            for f in range(len(arrays))
+        ]
+        gathered_matmul.write(arrays, buffers, part, targets)
     l1[i, mine] = sum(sums)
     return step + parts

@@ -116,7 +116,7 @@ def _consume(job, ring, step, warpgroup, buffers, *refs):
                 pl.ds(block * GROUP_NEURONS, GROUP_NEURONS),
                 pl.ds(column + part * ACC_ROWS, ACC_ROWS),
             ]
-            gathered_matmul.write(array, buffers.at[part % 2], target)
+            gathered_matmul.write([array], buffers, part, [target])
 
     if len(grads) == 1:
         write(*grads)

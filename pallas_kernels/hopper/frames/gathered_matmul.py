@@ -21,6 +21,7 @@ from pallas_kernels.hopper.frames.ring import AHEAD, STAGES, Ring
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
 
+_BUFFERS = 2  # of a consumer, for `write`
 _FEW_TILES = 4  # row tiles that leave most SMs without a job of 256 tokens
 
 
@@ -79,7 +80,9 @@ def gathered_matmul(
                 **indices,
             ),
             queue=job_queue.scratch_types(CONSUMERS),
-            buffers=plgpu.SMEM((CONSUMERS, 2, ACC_ROWS, ACC_ROWS), out_dtype, transforms=TILED),
+            buffers=plgpu.SMEM(
+                (CONSUMERS, _BUFFERS, ACC_ROWS, ACC_ROWS), out_dtype, transforms=TILED
+            ),
         ),
         grid=(sm_count(),),
         grid_names=("sm",),
@@ -141,12 +144,16 @@ def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs
     lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)
 
 
-def write(array: jax.Array, buffer_ref, target_ref, *, transposed: bool = False) -> None:
-    """Starts to copy `array: [64, 64]`, or its transpose, to GMEM through `buffer_ref`.
+def write(arrays, buffers, part: int, targets, *, transposed: bool = False) -> None:
+    """Starts to copy one or two arrays `[64, 64]`, or their transposes, to GMEM.
 
-    Callers alternate between two buffers: one copy may still read the other.
+    A consumer writes as many in each part of its product. A single array takes the two buffers in
+    turn, so that the copy of the part before may still read the other one.
     """
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    (buffer_ref.T if transposed else buffer_ref)[...] = array
+    plgpu.wait_smem_to_gmem(_BUFFERS - len(arrays), wait_read_only=True)
+    used = [buffers.at[(part + k) % _BUFFERS] for k in range(len(arrays))]
+    for array, buffer in zip(arrays, used, strict=True):
+        (buffer.T if transposed else buffer)[...] = array
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer_ref, target_ref)
+    for buffer, target in zip(used, targets, strict=True):
+        plgpu.copy_smem_to_gmem(buffer, target)
