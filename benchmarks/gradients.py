@@ -31,7 +31,7 @@ CASES = [
     *({"pattern": "skewed", "nnz": nnz} for nnz in (29, 60)),
     {"pattern": "skewed", "nnz": 29, "capacities": (0.375,)},
     {"pattern": "recorded"},
-    {"pattern": "recorded", "heavy_every": 1024},
+    *({"pattern": "recorded", "heavy_every": every} for every in (1024, 2048)),
     {"pattern": "padded"},
     *({"pattern": "skewed", "nnz": nnz} for nnz in (5, 120, 300)),
     *({"pattern": "uniform", "nnz": nnz} for nnz in (29, 120, 1500)),

@@ -22,8 +22,7 @@ model: {vocab_size: 61, context: 64, d_model: 128, layers: 2, heads: 2, d_ff: 51
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     monkeypatch.setitem(inference.NNZ, "small", 20)
-    monkeypatch.setattr(training, "MOST_CALLS", 1)
-    monkeypatch.setattr(training, "REPEATS", 1)
+    monkeypatch.setattr(training, "STEPS", 1)
     (tmp_path / "small.yaml").write_text(SMALL)
     return str(tmp_path / "small.yaml")
 

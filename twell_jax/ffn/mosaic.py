@@ -95,8 +95,9 @@ def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block
 
     def forward(x, weights):
         output, overflow, residuals = forward_on_device(x, _by_device(weights))
-        residuals = jax.tree.map(lambda a: checkpoint_name(a, RESIDUALS), residuals)
-        return output.with_stats(overflow), (residuals, x, weights)
+        # x as well: no matmul makes it, so that it would be computed again for this block alone.
+        kept = jax.tree.map(lambda a: checkpoint_name(a, RESIDUALS), (residuals, x))
+        return output.with_stats(overflow), (*kept, weights)
 
     def backward(kept, cotangent):
         (residuals, x, weights), (dy, stats) = kept, cotangent
