@@ -70,7 +70,7 @@ class Kernels(NamedTuple):
     union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
     neuron_lists: Callable[[jax.Array, int, int], tuple[NeuronLists, jax.Array]]
     hidden_grads: Callable[..., Arrays]
-    weight_grads: Callable[[Arrays, jax.Array, jax.Array, NeuronLists], Arrays]
+    weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
     dense_hidden: Callable[..., jax.Array]
     gate: Callable[..., jax.Array]

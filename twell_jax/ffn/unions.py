@@ -221,8 +221,10 @@ def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad
             entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
             for entry, a in zip(entries, heavy, strict=True)
         ]
-    down, *inner = kernels.weight_grads(tuple(entries), x, dy, lists)
+    h, *grads = entries
+    inner = kernels.weight_grads(tuple(grads), x, lists)
     dx = dx[:m]
+    (down,) = kernels.weight_grads((h,), dy, lists)
     return dx, Weights.of(inner, down)
 
 
