@@ -293,6 +293,12 @@ TABLES: dict[str, Table] = {
 
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
+_ORDERED = "nvidia-h200-20261124"
+_ORDERED_STEPS = (
+    "The first with neurons in the order in which train.py puts them, and with times from the end "
+    "of a step to the end of the next one. One kernel computed all gradients for the weights of a "
+    "block; today's two take less time ([decision 0012](../design/0012-weight-gradients.md))."
+)
 _LARGEST = "One micro-batch a step, the largest that fits by XLA's count, in steps of {} sequences."
 
 REMARKS = {  # for readers of a record, by its file name without `.json`
@@ -333,6 +339,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     f"training-0p5b-{_H200}": _LARGEST.format(8),
     f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "
     "138ade9; between them are tests and the order in which the benchmark allocates.",
+    f"training-0p5b-{_ORDERED}": _ORDERED_STEPS,
+    f"training-2b-{_ORDERED}": _ORDERED_STEPS,
     "training-nvidia-h100-80gb-hbm3-20261120": "Four micro-batches a step, random weights that "
     "fire half of the neurons.",
     "wallclock-nvidia-h200-20261123": "Before all sparse layers had the same room: the sparse run "

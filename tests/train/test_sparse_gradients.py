@@ -2,25 +2,19 @@
 
 from contextlib import nullcontext
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import room
 from tests.commands import as_in_a_new_process
-from tests.errors import relative_error
 from tests.train.runs import records
 from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
-from twell_jax.models import sharding
-from twell_jax.models.transformer import graphdef
 from twell_jax.train import distributed, loop, trainer
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.run_directory import last_params, load_config, load_run
-from twell_jax.train.state import abstract_state
+from twell_jax.train.run_directory import load_run
 
 STEPS = 8
 
@@ -97,12 +91,6 @@ def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatc
     loop.train(settings(run_dir))  # shows the result
 
 
-def saved_params(run_dir):
-    run = load_config(run_dir)
-    mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
-    return last_params(run_dir, run, abstract_state(run, mesh).params)
-
-
 @pytest.mark.slow
 def test_neurons_are_ordered_by_use_and_the_model_stays_the_same(settings, tmp_path, monkeypatch):
     wide = ["model.d_ff=256", "steps=5", "eval_every=5"]
@@ -116,17 +104,9 @@ def test_neurons_are_ordered_by_use_and_the_model_stays_the_same(settings, tmp_p
         for name in {"ce", "held_out_ce"} & ours.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3)
 
-    params = [saved_params(tmp_path / name) for name in ("ordered", "drawn")]
-    gates = [np.asarray(of_run["blocks"]["mlp"]["w_gate"][...]) for of_run in params]
+    models = [load_run(tmp_path / name)[2] for name in ("ordered", "drawn")]
+    gates = [np.asarray(model.blocks.mlp.w_gate[...]) for model in models]
     for ordered, as_drawn in zip(*gates, strict=True):
         distances = np.linalg.norm(ordered[:, None] - as_drawn, axis=-1)
         before = distances.argmin(axis=1)
         assert sorted(before) == [*range(256)] and (before != np.arange(256)).any()
-
-    _, _, model = load_run(tmp_path / "ordered")
-    gates = np.asarray(model.blocks.mlp.w_gate[...]), gates[0]
-    assert not np.array_equal(*gates)
-    tokens = jnp.arange(32)[None] % 40
-    logits, _ = model(tokens)
-    expected, _ = nnx.merge(graphdef(model.config), params[0])(tokens)
-    assert relative_error(logits, expected) < 1e-2  # bfloat16, sums in another order

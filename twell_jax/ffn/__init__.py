@@ -9,7 +9,7 @@ from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.module import BY_NEURON, LiveWidth, SparseMLP
 from twell_jax.ffn.mosaic import RESIDUALS
-from twell_jax.ffn.order import order_by_use, spread_order
+from twell_jax.ffn.order import order_by_use
 from twell_jax.ffn.quantised import quantise_mlps
 from twell_jax.ffn.stats import FFNStats
 
@@ -39,6 +39,5 @@ __all__ = [
     "quantise",
     "quantise_mlps",
     "sparse_ffn",
-    "spread_order",
     "unpack",
 ]

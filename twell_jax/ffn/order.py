@@ -5,9 +5,6 @@ The gradients of weights sum over lists of the tokens that use any of 64 neighbo
 neurons by how often they fire. But no group of 64 shall hold so many of the busiest that ordinary
 tokens seem outlying in it (`tile_union`), so these are dealt out to some groups
 (docs/design/0037).
-
-Kernels for few tokens want the opposite: a group is the work of a cluster, and all groups should
-have the same. `spread_order` deals sorted neurons out to all groups.
 """
 
 import jax
@@ -35,17 +32,8 @@ def order_by_use(tiles: jax.Array, nnz: jax.Array) -> jax.Array:
     used = jnp.sum(tiles > 0)
     groups = jnp.ceil(nnz / _NNZ_OF_GROUP).astype(jnp.int32)
     groups = jnp.clip(groups, 1, jnp.maximum(used // GROUP_NEURONS, 1))
-    return jnp.zeros_like(ranked).at[_dealt(tiles.size, groups)].set(ranked)
-
-
-def spread_order(h: int) -> jax.Array:
-    """The order that deals H neurons, sorted by use, out to all groups; as `order_by_use`."""
-    before = jnp.arange(h, dtype=jnp.int32)
-    return jnp.zeros_like(before).at[_dealt(h, max(h // GROUP_NEURONS, 1))].set(before)
-
-
-def _dealt(h: int, groups: jax.Array | int) -> jax.Array:
-    """The places of H neurons by rank: the first 64 `groups` go to as many groups in turn."""
-    rank = jnp.arange(h)
+    # By rank: the first 64 `groups` go to as many groups in turn.
+    rank = jnp.arange(tiles.size)
     in_turn = rank % groups * GROUP_NEURONS + rank // groups
-    return jnp.where(rank < GROUP_NEURONS * groups, in_turn, rank)
+    places = jnp.where(rank < GROUP_NEURONS * groups, in_turn, rank)
+    return jnp.zeros_like(ranked).at[places].set(ranked)

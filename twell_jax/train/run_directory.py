@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax import config as config_lib
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.ffn import spread_order
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.reorder import reorder
 from twell_jax.train.state import abstract_state
 
 # Settings that may change when a run continues; all others affect its result.
@@ -126,8 +123,7 @@ def load_config(run_dir: str | Path) -> Config:
 def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
 
-    The model is for inference, so it never asks for sparse gradients, and if the run has ordered
-    its neurons for these, they are in another order.
+    The model is for inference, so it never asks for sparse gradients.
 
     Raises:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
@@ -137,9 +133,6 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     params = last_params(run_dir, config, abstract_state(config, mesh).params)
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
-    if config.sparse_gradients_every:
-        order = spread_order(config.model.d_ff)
-        params = reorder(params, jnp.broadcast_to(order, (config.model.layers, order.size)))
     settings = config.model.model_copy(update={"ffn_gradients": None})
     return config, tokenizer, nnx.merge(graphdef(settings), params)
 

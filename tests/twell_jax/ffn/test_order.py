@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from pallas_kernels.layouts.tile_union import OUTLYING_ABOVE
 from tests import seeds
-from twell_jax.ffn import order_by_use, spread_order
+from twell_jax.ffn import order_by_use
 
 TOKENS, TILE, NEURONS = 4096, 256, 1408
 
@@ -49,13 +49,3 @@ def test_orders_hold_each_neuron_once_and_those_that_did_not_fire_come_last(tile
     order = np.asarray(order_by_use(jnp.asarray(tiles), jnp.float32(nnz)))
     np.testing.assert_array_equal(np.sort(order), np.arange(300))
     np.testing.assert_array_equal(order[(tiles > 0).sum() :], np.flatnonzero(tiles == 0))
-
-
-@pytest.mark.parametrize("neurons", [40, 64, 300, 1408])
-def test_spread_gives_each_group_its_share_of_the_busiest(neurons):
-    order = np.asarray(spread_order(neurons))
-    np.testing.assert_array_equal(np.sort(order), np.arange(neurons))
-    groups = neurons // 64
-    for busiest in range(64, 64 * groups + 1, 64):
-        dealt = (order[: 64 * groups].reshape(groups, 64) < busiest).sum(axis=1)
-        assert np.ptp(dealt) <= 1
