@@ -95,7 +95,7 @@ def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block
 
     def forward(x, weights):
         output, overflow, residuals = forward_on_device(x, _by_device(weights))
-        # x as well: no matmul makes it, so that it would be computed again for this block alone.
+        # x too: a policy that keeps what matmuls make would compute it again, for this block alone.
         kept = jax.tree.map(lambda a: checkpoint_name(a, RESIDUALS), (residuals, x))
         return output.with_stats(overflow), (*kept, weights)
 
