@@ -170,8 +170,8 @@ def compile_step(trainer: Trainer, gradients: ModelGradients | None) -> jax.stag
 def milliseconds(step: Callable[[], StepMetrics]) -> float:
     """The median time from the end of a step to the end of the next one.
 
-    As in train.py, a step is enqueued before the one before it has ended. XLA prepares it in that
-    time: 7 ms for the 38 layers of 2b.
+    As in train.py, each is enqueued while the step before runs, so that what XLA does before a step
+    costs nothing (docs/design/0036).
     """
     ends, running = [], step()
     for _ in range(STEPS + 1):

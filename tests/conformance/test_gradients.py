@@ -32,7 +32,7 @@ from tests.conformance.cases import (
 from tests.errors import ROUNDING, relative_error
 from tests.room import fired_tiles, shares
 from twell_jax import config, sparse_ffn
-from twell_jax.ffn import dispatch, unions
+from twell_jax.ffn import RESIDUALS, dispatch, unions
 from twell_jax.ffn.unions import Way
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
@@ -80,6 +80,18 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
         assert relative_error(ours, dense) < 1e-2
+
+
+def test_what_the_forward_keeps_is_all_that_the_backward_needs(reference_kernels):
+    x, *weights = draw(70, 128, 384)
+    kept = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+
+    @functools.partial(jax.checkpoint, policy=kept)
+    def loss(a):
+        y, _ = sparse_ffn(jnp.sin(a), *weights, **SPARSE)
+        return jnp.sum(y.astype(jnp.float32))
+
+    assert str(jax.make_jaxpr(jax.grad(loss))(x)).count(" sin ") == 1
 
 
 def assert_exact_gradients(operands, capacity=0.5):

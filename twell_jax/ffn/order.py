@@ -1,10 +1,10 @@
-"""Orders of a block's neurons: they change the work of kernels, not the function.
+"""An order of a block's neurons that changes the work of kernels, not the function.
 
 The gradients of weights sum over lists of the tokens that use any of 64 neighbouring neurons
 (`neuron_lists`). If neighbours fire equally often, most lists are short. So `order_by_use` sorts
 neurons by how often they fire. But no group of 64 shall hold so many of the busiest that ordinary
-tokens seem outlying in it (`tile_union`), so these are dealt out to some groups
-(docs/design/0037).
+tokens seem outlying in it (`tile_union`), so these are dealt out to some groups. See
+docs/design/0037.
 """
 
 import jax
@@ -18,8 +18,9 @@ _NNZ_OF_GROUP = OUTLYING_ABOVE / 4  # a token's mean non-zeros in a group of the
 def order_by_use(tiles: jax.Array, nnz: jax.Array) -> jax.Array:
     """An order of neurons with which the lists of sparse gradients are short.
 
-    Rows of `w_gate`, `w_up` and `w_down`, and what an optimizer keeps for them, belong into this
-    order: `w_gate[order]`. Neurons that did not fire come last and keep their order.
+    Rows of `w_gate`, `w_up` and `w_down`, and what an optimizer keeps for them, belong in this
+    order: `w_gate[order]`. Neurons that did not fire come last and keep their order. So do all with
+    the statistics of TwELL, which does not measure how often they fire.
 
     Args:
       tiles: int32 [H], how often each neuron fired, as `FFNStats.tiles` says.

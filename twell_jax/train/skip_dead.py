@@ -1,7 +1,7 @@
 """Leaves out, between two steps at full width, the neurons that did not fire up to the first.
 
-A step at full width (`is_full_width`) finds which neurons fire. After it `live_first` puts these
-first in each layer, together with those that fired in the steps before, back to as many as there
+A step at full width (`is_full_width`) finds which neurons fire. After it these come first in each
+layer (`live_first`), together with those that fired in the steps before, back to as many as there
 are between two such steps. The steps that follow take the others as never firing (`live` of
 `sparse_ffn`), so that kernels skip them. The next step at full width counts those that fired there
 nonetheless: they were missed.

@@ -265,8 +265,7 @@ class Trainer:
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
         if self._config.sparse_gradients_every:
-            room = dict(union=stats.union, listed=stats.listed, tiles=stats.tiles)
-            metrics = replace(metrics, **room)
+            metrics = replace(metrics, union=stats.union, listed=stats.listed, tiles=stats.tiles)
         if skipping is not None:
             counted_in = stats.fired, state.idle_steps, state.step
             skipping = skip_dead.counted(skipping, *counted_in, self._config)

@@ -1,4 +1,4 @@
-"""Orders of neurons: lists are short with one, groups have equal shares with the other.
+"""With neurons in order of use, lists are short, and ordinary tokens are not outlying.
 
 Reference for lists and outlying tokens: the pattern itself, counted densely.
 """
@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from pallas_kernels.layouts.tile_union import OUTLYING_ABOVE
 from tests import seeds
 from twell_jax.ffn import order_by_use
+from twell_jax.ffn.stats import NOT_MEASURED
 
 TOKENS, TILE, NEURONS = 4096, 256, 1408
 
@@ -49,3 +50,8 @@ def test_orders_hold_each_neuron_once_and_those_that_did_not_fire_come_last(tile
     order = np.asarray(order_by_use(jnp.asarray(tiles), jnp.float32(nnz)))
     np.testing.assert_array_equal(np.sort(order), np.arange(300))
     np.testing.assert_array_equal(order[(tiles > 0).sum() :], np.flatnonzero(tiles == 0))
+
+
+def test_what_was_not_measured_changes_no_order():
+    order = order_by_use(jnp.full(300, NOT_MEASURED, jnp.int32), jnp.float32(20))
+    np.testing.assert_array_equal(order, np.arange(300))
