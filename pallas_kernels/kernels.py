@@ -35,7 +35,8 @@ class Kernels(NamedTuple):
       few_tokens_ffn: the whole block for up to 64 tokens -> y, nnz `[M]`, l1 `[M]`, fired `[H]`.
       gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
       fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
-      dense_rows: sets the listed rows of y to those of the dense block -> l1, fired.
+      dense_rows: sets the listed rows of y to those of the dense block -> l1, fired, and what a
+        backward needs of them.
       round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
       gate_union: the gate projection of the live neurons -> the gate as tile unions
         (`layouts.tile_union`), in three arrays: gate, masks, counts.
@@ -62,7 +63,7 @@ class Kernels(NamedTuple):
     few_tokens_ffn: Callable[[jax.Array, Weights, Rectifier], Arrays]
     gate_pack: Callable[..., jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
-    dense_rows: Callable[[HeavyRows, Weights, jax.Ref, Rectifier], Arrays]
+    dense_rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     round_tokens: Callable[[jax.Array], Quantised]
     gate_union: Callable[..., Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]

@@ -11,14 +11,14 @@ complete, on SMs that the kernel before it leaves free, and lets the second star
 fetches its weights into L2. Only the third changes an array in place, so that XLA copies no weights
 of a layer out of stacked ones (docs/design/0014).
 
-Few rows cost the time in which the weights are read, if enough SMs read. Up to 64 rows are
-therefore computed in blocks of half the size, by twice as many SMs. The columns of y are too few
-even so. There, the two thread blocks of a cluster share the sum over H: their four warpgroups write
-what they have summed to GMEM, and each adds the four parts for a quarter of the rows.
+Few rows cost the time in which enough SMs read the weights. So up to 64 are computed in blocks of
+half the size, and the two thread blocks of a cluster share a sum over H: their four warpgroups
+write their sums to GMEM, and each adds the four parts for a quarter of the rows.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,8 @@ _PREFETCH = 1 << 17  # elements of w_down that a block fetches into L2, at most
 
 
 def dense_rows(
-    heavy: HeavyRows, weights: Weights, y_ref: jax.Ref, rectifier: Rectifier = RELU
-) -> tuple[jax.Array, jax.Array]:
+    heavy: HeavyRows, weights: Weights, y_ref: jax.Ref, rectifier: Rectifier = RELU, keep: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Sets the listed rows of y to those of the dense block.
 
     For each i < count, row `rows[i]` becomes `(act(x_i w_gate^T) * (x_i w_up^T)) w_down`. The
@@ -61,10 +61,13 @@ def dense_rows(
         `Quantised`, with a scale for each row; x is then `Tokens`.
       y_ref: mutable `[M, D]` of the same dtype.
       rectifier: act, which may pass `x_i w_up^T` through a ReLU.
+      keep: for how many i to return what a backward needs: 0, or a multiple of 128.
 
     Returns:
       l1: float32 scalar, the sum of |h| over all i < count.
       fired: bool `[H]`, whether a neuron's gate is non-zero for any i < count.
+      kept: gate and h, `[2, keep, H]`, or h alone, `[1, keep, H]`, in the dtype of y. Row i is that
+        of `x_i`; from row count on they are unspecified. None if `keep` is 0.
 
     Raises:
       ValueError: if a shape or dtype is not as above.
@@ -82,14 +85,13 @@ def dense_rows(
 
     row_blocks = pl.cdiv(m, _BLOCK)
     stats = jax.ShapeDtypeStruct((max(row_blocks, CONSUMERS), h), jnp.float32)
-    hidden, l1, largest = _call(
+    kept = [jax.ShapeDtypeStruct((len(weights.inner), keep, h), dtype)] if keep else []
+    hidden, l1, largest, *kept = _call(
         _hidden_kernel,
         rectifier,
         len(heavy.pending),
-        out_type=(jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype), stats, stats),
-        scratch_types=dict(
-            h_smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _BLOCK), dtype, transforms=TILED)
-        ),
+        out_type=(jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype), stats, stats, *kept),
+        scratch_types=dict(smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _BLOCK), dtype, transforms=TILED)),
         grid=(sm_count(),),
         grid_names=("sm",),
     )(weights.live, *heavy.pending, heavy.count, [_factors(heavy.x, w) for w in weights.inner])
@@ -114,7 +116,8 @@ def dense_rows(
     # This count is the second kernel's, so that XLA puts no sums between the first and the second.
     rows_of_stats = jnp.where(count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
     is_computed = (jnp.arange(len(l1)) * rows_of_stats < count[0])[:, None]
-    return jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
+    l1, fired = jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
+    return l1, fired, kept[0] if kept else None
 
 
 def _factors(x, w):
@@ -134,17 +137,14 @@ def _call(body, *static, **kwargs):
     )
 
 
-def _hidden_kernel(rectifier, pending, live, *refs, h_smem):
-    count_ref, products, hidden, l1, largest = refs[pending:]
+def _hidden_kernel(rectifier, pending, live, *refs, smem):
+    count_ref, products, hidden, l1, largest, *kept = refs[pending:]
     h, _ = hidden.shape
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    if pending:
-        lists.acquire()
-    else:
-        plgpu.griddepcontrol_wait()
+    (lists.acquire if pending else plgpu.griddepcontrol_wait)()
     plgpu.griddepcontrol_launch_dependents()
     count = scalars.read(count_ref)
-    work = _Hidden(count, live, products, hidden, l1, largest, h_smem, rectifier)
+    work = _Hidden(count, live, products, hidden, kept, l1, largest, smem, rectifier)
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
@@ -162,10 +162,11 @@ class _Hidden:
       products: GMEM, for gate and up or one of them x `[rows, D]`, the weight `[H, D]` and None, or
         in 8 bits the scales of the rows of both.
       hidden: GMEM `[H, rows]`, to be filled.
+      kept: none, or one in GMEM to be filled: gate and h of the first rows, `[2 or 1, keep, H]`.
       l1, largest: GMEM, float32 `[parts, H]`, to be filled: for a neuron, of the rows of a block,
         the sum of |h| and whether the gate is ever non-zero (1 or 0). In a short list each
         warpgroup's half of the rows is a part.
-      h_smem: SMEM `[warpgroups, 64, 128]`.
+      smem: SMEM `[warpgroups, 64, 128]`.
       rectifier: what makes the gate.
     """
 
@@ -173,9 +174,10 @@ class _Hidden:
     live: jax.Ref | None
     products: list[tuple[jax.Ref, jax.Ref, tuple[jax.Ref, jax.Ref] | None]]
     hidden: jax.Ref
+    kept: list[jax.Ref]
     l1: jax.Ref
     largest: jax.Ref
-    h_smem: jax.Ref
+    smem: jax.Ref
     rectifier: Rectifier
 
     def block(self, index):
@@ -189,10 +191,7 @@ class _Hidden:
         def finish(accs):
             neurons = pl.ds(first_neuron + warpgroup * ACC_ROWS, ACC_ROWS)
             value = self._activate(accs, rows.start, neurons, row_block)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.h_smem[warpgroup] = value
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.h_smem.at[warpgroup], self.hidden.at[neurons, rows])
+            _store(value, self.smem.at[warpgroup], self.hidden, neurons, rows)
 
         self._multiply(rows, first_neuron, _BLOCK, lambda w, x: (w.at[mine], x), finish)
 
@@ -239,7 +238,7 @@ class _Hidden:
         accumulate.accumulate(multiply, finish, n * [columns], stages, slots, specs)(*parts)
 
     def _activate(self, accs, first_row, neurons, part):
-        """The hidden activation, rounded, for rows from `first_row` on; stores its statistics."""
+        """h, rounded, for rows from `first_row` on; stores its statistics and what is kept."""
         for i, (*_, factors) in enumerate(self.products):
             if factors is not None:
                 accs[i] *= scales.of_columns(factors[0], first_row, accs[i].shape)
@@ -255,7 +254,12 @@ class _Hidden:
             value = jnp.where(is_listed, gate * self.rectifier.linear(u), 0.0)
         self.l1[part, neurons] = jnp.sum(jnp.abs(value), axis=1)
         self.largest[part, neurons] = jnp.max(jnp.where(gate != 0, 1.0, 0.0), axis=1)
-        return value.astype(dtype)
+        made = [a.astype(dtype) for a in ([gate, value] if up else [value])]
+        for kept, (i, a) in itertools.product(self.kept, enumerate(made)):
+            target = kept.at[i, pl.ds(first_row, a.shape[1]), neurons].T
+            a = plgpu.layout_cast(a, plgpu.Layout.WGMMA_TRANSPOSED)
+            pl.when(first_row < kept.shape[1])(functools.partial(versions.store, target, a))
+        return made[-1]
 
 
 def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem, few_smem, written):

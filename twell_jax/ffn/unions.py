@@ -52,7 +52,9 @@ class Residuals:
       hidden: h and the gates, as blocks from `union_up`.
       plan: which neurons and tokens each block holds.
       lists: the tokens that use each group of neurons.
-      heavy: int32 `[256]`, the tokens outside the unions, padded with M.
+      heavy: int32 `[256]`, or `[M]` if M is less, the tokens outside the unions, padded with M.
+      heavy_hidden: `[2, 256, H]`, their gates and h, or `[1, 256, H]`, h alone, in the non-gated
+        form; rows of the padding are unspecified.
     """
 
     way: jax.Array
@@ -60,6 +62,7 @@ class Residuals:
     plan: Plan
     lists: NeuronLists
     heavy: jax.Array
+    heavy_hidden: jax.Array
 
 
 def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
@@ -82,7 +85,7 @@ def forward_with_residuals(
         densely.
     """
     output, kept = _forward(kernels, act, x, weights, capacity=capacity)
-    hidden, plan, heavy, lists, lengths, stats = kept
+    hidden, plan, heavy, heavy_hidden, lists, lengths, stats = kept
     rows = heavy.rows[:MAX_HEAVY]
     rows = jnp.where(jnp.arange(rows.size) < heavy.count, rows, x.shape[0])
     lists_fit = jnp.sum(slots_for(lengths)) <= lists.tokens.size
@@ -93,16 +96,17 @@ def forward_with_residuals(
     way = jnp.where(fits, of_unions + (heavy.count > 0), Way.AGAIN).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers. y passes it too, to be complete before a backward takes memory.
-    y, residuals = in_place.barrier((output.y, Residuals(way, hidden, plan, lists, rows)))
+    residuals = Residuals(way, hidden, plan, lists, rows, heavy_hidden)
+    y, residuals = in_place.barrier((output.y, residuals))
     return output._replace(y=y), residuals
 
 
 def _forward(
     kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, capacity: float | None
 ) -> tuple[Output, tuple]:
-    """The output, and (hidden, plan, heavy, lists, lengths, stats).
+    """The output, and (hidden, plan, heavy, what it keeps of heavy tokens, lists, lengths, stats).
 
-    Without a capacity, hidden has no gates, and there are no lists.
+    Without a capacity, hidden has no gates, there are no lists, and nothing of heavy tokens.
     """
     m, activated, linear = x.shape[0], weights.activated, weights.linear
     tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)
@@ -124,7 +128,9 @@ def _forward(
     y, heavy = in_place.barrier((y, heavy))
     heavy = replace(heavy, pending=(y, hidden, *jax.tree.leaves(plan)))
     y_ref = in_place.mutable(y)
-    heavy_l1, heavy_fired = kernels.dense_rows(heavy, weights, y_ref, act)
+    heavy_l1, heavy_fired, heavy_hidden = kernels.dense_rows(
+        heavy, weights, y_ref, act, keep=0 if capacity is None else MAX_HEAVY
+    )
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
 
     def late(a: jax.Array) -> jax.Array:
@@ -142,7 +148,7 @@ def _forward(
     shares = room.of_packed(stats, lengths)
     tiles = tile_union.tiles_of(masks)
     output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
-    return output, (hidden, plan, heavy, lists, lengths, stats)
+    return output, (hidden, plan, heavy, heavy_hidden, lists, lengths, stats)
 
 
 def _part(capacity: float, n: int) -> int:
@@ -259,6 +265,12 @@ def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad):
 
 
 def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad):
-    """x and dy of the tokens outside the unions, and what `dense_gradients.hidden` says of them."""
+    """x and dy of the tokens outside the unions, their h, and its gradients as in `for_inner`.
+
+    All are zero for the padding.
+    """
+    is_heavy = (residuals.heavy < len(x))[:, None]
     x, dy = (a.at[residuals.heavy].get(mode="fill", fill_value=0) for a in (x, dy))
-    return x, dy, *dense_gradients.hidden(act, x, weights, dy, l1_grad)
+    kept = jnp.where(is_heavy, residuals.heavy_hidden[:, : residuals.heavy.size], 0)
+    grads = dense_gradients.for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad)
+    return x, dy, kept[-1], grads

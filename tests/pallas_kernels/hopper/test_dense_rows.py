@@ -28,6 +28,7 @@ CASES = [  # M, D, H, number of listed rows
     (129, 128, 640, 64),
     (70, 192, 256, 65),
 ]
+KEPT = 128  # rows, fewer than some cases have
 
 
 def draw(m, d, h, count, gated, dtype):
@@ -79,7 +80,7 @@ def assert_matches(out, heavy, weights, y, act=RELU):
     )
     gate = gate_of(act, product, dtype)
     h = gate * linear_of(act, second[0]) if second else gate
-    y, l1, fired = jax.device_get(out)
+    y, l1, fired, kept = jax.device_get(out)
     assert y.dtype == dtype
     assert np.isnan(np.delete(np.asarray(y, np.float32), rows, axis=0)).all()
     in_8_bits = any(isinstance(w, Quantised) for w in weights.inner)
@@ -93,13 +94,19 @@ def assert_matches(out, heavy, weights, y, act=RELU):
         ref = h @ np.asarray(weights.down, np.float64)
         out = np.asarray(y, np.float64)[rows]
         assert relative_error(out, ref) < 3 * ROUNDING + bound  # of the gate, of h and of y
+    for ours, ref in (
+        zip(kept, [gate, h] if second else [gate], strict=True) if kept is not None else ()
+    ):
+        assert ours.shape == (KEPT, len(weights.down)) and ours.dtype == dtype
+        if count:
+            assert relative_error(ours[:count], ref[:KEPT]) < 2 * ROUNDING
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
     operands = draw(*case, gated, jnp.bfloat16)
-    assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
+    assert_matches(run(functools.partial(REFERENCE.dense_rows, keep=KEPT), *operands), *operands)
 
 
 EIGHT_BITS = [  # the lists are short and long
@@ -147,7 +154,7 @@ def interpreted(rows_in_jax, monkeypatch, capsys):
 def test_interpreted(interpreted, case, gated, act):
     operands = draw(*case, gated, jnp.bfloat16)
     with interpreted():
-        out = run(functools.partial(HOPPER.dense_rows, rectifier=act), *operands)
+        out = run(functools.partial(HOPPER.dense_rows, rectifier=act, keep=KEPT), *operands)
         assert_matches(out, *operands, act)
 
 
@@ -167,8 +174,8 @@ def assert_rows_keep_apart(kernels, case, dtype):
     x_rows[count // 2 + 1, :2] = np.inf, -np.inf
     heavy = dataclasses.replace(clean, x=x_rows)
     rows, bad = clean.rows[:count], slice(count // 2, count // 2 + 2)
-    expected, _, _ = run(kernels.dense_rows, clean, weights, y)
-    out, l1, fired = run(kernels.dense_rows, heavy, weights, y)
+    expected, *_ = run(kernels.dense_rows, clean, weights, y)
+    out, l1, fired, _ = run(kernels.dense_rows, heavy, weights, y)
     expected, out = (np.asarray(a, np.float32)[rows] for a in (expected, out))
     assert np.isnan(l1) and np.all(fired)
     assert np.isnan(out[bad]).all()
@@ -206,7 +213,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     w, rows = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m,), jnp.int32)
     x_rows = jax.ShapeDtypeStruct((-(-m // 8) * 8, d), dtype)
     one, y = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m, d), dtype)
-    call = functools.partial(run, functools.partial(HOPPER.dense_rows, rectifier=act))
+    call = functools.partial(run, functools.partial(HOPPER.dense_rows, rectifier=act, keep=KEPT))
     text = lower(call, HeavyRows(one, rows, x_rows), Weights(w if gated else None, w, w), y)
     assert text.count("@mosaic_gpu") == 3 and "output_operand_alias" in text
 
@@ -256,7 +263,7 @@ def with_changes(operand, change):
 )
 def test_on_the_gpu(case, gated, dtype):
     operands = draw(*case, gated, dtype)
-    assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+    assert_matches(run(functools.partial(HOPPER.dense_rows, keep=KEPT), *operands), *operands)
 
 
 @pytest.mark.gpu
