@@ -294,6 +294,10 @@ TABLES: dict[str, Table] = {
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _ORDERED = "nvidia-h200-20261124"
+_BEFORE_KEPT = (
+    "Before sparse gradients kept the gates and h of tokens outside the unions "
+    "([decision 0006](../design/0006-heavy-rows.md))."
+)
 _ORDERED_STEPS = (
     "The first with neurons in the order in which train.py puts them, and with times from the end "
     "of a step to the end of the next one. One kernel computed all gradients for the weights of a "
@@ -322,6 +326,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "patterns.",
     "gradients-nvidia-h200-20261123-6": "The run ended before the block without a gate, by a "
     "mistake in the benchmark.",
+    f"gradients-{_ORDERED}": _BEFORE_KEPT,
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     f"inference-cached-{_H100}": "A run before the cache was updated in place "
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",

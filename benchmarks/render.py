@@ -61,11 +61,16 @@ def main() -> None:
 def pages(records: dict[Path, dict[str, Any]], out: Path) -> dict[str, str]:
     """The pages of these records by file name: one for each benchmark.
 
-    The newest record comes first; of the same day, the one with the shortest name.
+    The newest record comes first; of the same day, the one with the shortest name; of these,
+    the last.
     """
+
+    def place(path: Path) -> tuple[str, int, int]:
+        of_day = re.search(r"-\d{8}-(\d+)$", path.stem)
+        return records[path]["date"], -len(short_name(path)), int(of_day[1]) if of_day else 1
+
     sections: dict[str, list[str]] = {}
-    by_name = sorted(records, key=lambda path: (len(short_name(path)), path))
-    for path in sorted(by_name, key=lambda path: records[path]["date"], reverse=True):
+    for path in sorted(sorted(records), key=place, reverse=True):
         record = records[path]
         sections.setdefault(record["benchmark"], []).append(section(path, record, out))
     return {
@@ -81,7 +86,7 @@ def section(path: Path, record: dict[str, Any], out: Path) -> str:
     """The section of a page for one record: its origin, remark, table and plots."""
     table = TABLES[record["benchmark"]]
     origin = f"{record['device']}, {record['date']}"
-    commit = f"commit {record['commit']}, " if record["commit"] else ""
+    commit = f"commit {record['commit'][:7]}, " if record["commit"] else ""
     parts = [
         f"## {short_name(path)}, {origin}",
         f"[{path.name}]({_link(path, out)}), {commit}jax {record['versions']['jax']}.",

@@ -62,7 +62,11 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_GRADIENTS = "gradients-nvidia-h200-20261124"
+_GRADIENTS = "gradients-nvidia-h200-20261124-2"
+_STEPS = {
+    "2b": "training-2b-nvidia-h200-20261124-2",
+    "0p5b": "training-0p5b-nvidia-h200-20261124",
+}
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
 _GENERATION = {
     "decode": "inference-decode-nvidia-h200-20261123",
@@ -86,8 +90,7 @@ def _model(name: str, **case: Any) -> Pick:
 
 
 def _step(config: str) -> Pick:
-    record = f"training-{config}-nvidia-h200-20261124"
-    return _pick(record, "sparse, relu", {"config": config}, "xla, relu")
+    return _pick(_STEPS[config], "sparse, relu", {"config": config}, "xla, relu")
 
 
 def _mesh_step(config: str, devices: int, fsdp: int) -> Pick:
