@@ -62,6 +62,7 @@ _ORDER = (
     Variant("U target", "0.4"),
     Variant("l1 and lasso", "3.0e-3"),
     Variant("nnz target", "40"),
+    Variant("l1 and lasso", "3.0e-4"),
 )
 VARIANTS = {variant.name: variant for variant in _ORDER}
 SEEDS = (0, 1, 2)
