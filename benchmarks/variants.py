@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks import record
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
@@ -17,6 +19,7 @@ from twell_jax.train.run_directory import RunPaths
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
+_PROGRAMS = "compiled"  # the cache of the variants of a `run_dir`, in it
 
 
 def arguments(description: str | None, base: Path) -> argparse.Namespace:
@@ -38,6 +41,12 @@ def arguments(description: str | None, base: Path) -> argparse.Namespace:
 def leave_memory() -> None:
     """Leaves the device's memory to the commands; this process only needs the device's name."""
     os.environ[_PREALLOCATE] = "false"
+
+
+def share_programs(run_dir: str) -> None:
+    """This process, too, keeps compiled programs where the commands on variants of a run do."""
+    jax.config.update("jax_compilation_cache_dir", str(Path(run_dir) / _PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def settings(config: Path, overrides: list[str]) -> dict[str, Any]:
@@ -132,7 +141,7 @@ def run(*command: str, run_dir: Path) -> None:
     """
     environment = _environment()
     # Most variants, and all their evaluations, run the same programs; a cache compiles them once.
-    environment.setdefault(_CACHE, str(run_dir.parent / "compiled"))
+    environment.setdefault(_CACHE, str(run_dir.parent / _PROGRAMS))
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     subprocess.run([sys.executable, *command], check=True, env=environment)
 

@@ -13,7 +13,6 @@ own: set CUDA_VISIBLE_DEVICES, and divide the variants or the seeds among them.
 """
 
 import argparse
-import json
 import math
 import shutil
 import subprocess
@@ -24,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record, variants
+from benchmarks.study import measure
 from benchmarks.study.runs import FOR_ALL, SEEDS, VARIANTS, Variant, by_run, in_order
 from twell_jax import config as config_lib
 from twell_jax import data
 from twell_jax.config import ConfigError
+from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import RunPaths
 
 BASE = Path(__file__).parent / "base.yaml"
@@ -45,10 +46,12 @@ def main() -> None:
             config_lib.load(BASE, [*overrides, *VARIANTS[name].settings])
         base, defaults = (variants.settings(BASE, given) for given in (overrides, FOR_ALL))
         found = variants.rows_so_far(today, args.resume, base, defaults)
-        text = data.load(config_lib.load(BASE, overrides)).fingerprint
+        config = config_lib.load(BASE, overrides)
+        text = data.load(config).fingerprint
         rows = by_run(found, text)
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
+    variants.share_programs(config.run_dir)
     seconds, failed = 0.0, []
     for variant, seed in in_order(args.only, args.seeds):
         if (variant.name, seed) in rows:
@@ -61,6 +64,9 @@ def main() -> None:
             row = measured(variant, seed, overrides)
         except subprocess.CalledProcessError:  # it has said why; the other runs may do
             failed.append(f"{variant.name}, seed {seed}")
+            continue
+        except (CheckpointError, ConfigError) as error:
+            failed.append(f"{variant.name}, seed {seed} ({error})")
             continue
         seconds = time.monotonic() - begin_of_run
         rows[variant.name, seed] = row | {"text": text, "seconds": seconds}
@@ -95,9 +101,7 @@ def measured(variant: Variant, seed: int, overrides: list[str]) -> dict[str, Any
     name = f"{variant.name} seed {seed}"
     changes = [*variant.settings, f"seed={seed}"]
     run_dir, settings = variants.train(BASE, overrides, name, changes)
-    path = run_dir / "measured.json"
-    variants.run("-m", "benchmarks.study.measure", str(run_dir), str(path), run_dir=run_dir)
-    found = json.loads(path.read_text())
+    found = measure.measured(run_dir)
     shutil.rmtree(RunPaths(run_dir).checkpoints)
     return {
         **{"variant": variant.name, "method": variant.method, "seed": seed},

@@ -1,12 +1,8 @@
-"""Measures a run of the study in one process: python -m benchmarks.study.measure RUN_DIR FILE
+"""Measures runs of the study.
 
-Writes FILE, JSON: what the neurons do on held-out text, how many questions about it the model
-answers, the times of the layers and of the whole model, those of the layers without the neurons
-that never fired, and what the run logged.
+Runs with the same shapes share compiled programs, which take longer than what they measure.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +22,7 @@ from twell_jax.analysis import timing
 from twell_jax.analysis.activity import measure_activity, summarise
 from twell_jax.analysis.prune import prune_dead
 from twell_jax.analysis.speedup import measure_speedup
+from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.cross_entropy import mean_cross_entropy
@@ -39,25 +36,33 @@ _BY = {
 }
 
 
-def main() -> None:
-    run_dir, path = map(Path, sys.argv[1:])
+def measured(run_dir: Path) -> dict[str, Any]:
+    """What is measured of a run that has ended, ready for JSON.
+
+    These are: what its neurons do on held-out text, how many questions about it the model answers,
+    the times of the layers and of the whole model, those of the layers without the neurons that
+    never fired, and what the run logged.
+
+    Raises:
+      ConfigError: the run has not ended, or there is none.
+      CheckpointError: its checkpoint is not whole.
+    """
     config, tokenizer, model = load_run(str(run_dir))
     logged = of_training(run_dir)
     if dict(logged["evaluated"]).get(config.steps) is None:
-        sys.exit(f"error: {run_dir}: the run was stopped; start the study again to continue it")
+        raise ConfigError(f"{run_dir}: the run was stopped; start the study again to continue it")
     held_out = data.load(config, tokenizer).held_out
     document_end = tokenizer.eot_id if config.data.mask_documents else None
     activity = measure_activity(
         model, held_out, batch=config.micro_batch, document_end=document_end
     )
     found = over_position_ranges(summarise(activity)) | logged
-    found |= attempted(
+    return found | attempted(
         {
             "downstream": partial(downstream.scores, model, tokenizer, held_out),
             **times(model, activity.usage, held_out, config.micro_batch, document_end),
         }
     )
-    path.write_text(json.dumps(found) + "\n")
 
 
 def attempted(parts: dict[str, Callable[[], dict[str, Any]]]) -> dict[str, Any]:
@@ -122,18 +127,27 @@ def whole_model(
       CannotServe: the kernels cannot serve this model here.
     """
 
-    def cross_entropy(graph, params, tokens):
-        transformer = nnx.merge(graph, params)
-        hidden, _ = transformer.hidden(tokens[:, :-1], document_end=document_end)
-        return mean_cross_entropy(*transformer.head(hidden), tokens[:, 1:])
-
-    operands = nnx.state(model), jnp.asarray(sequences)
-    found: dict[str, dict[str, float]] = {"forward": {}, "training": {}}
+    operands = nnx.state(model), jnp.asarray(sequences), document_end
+    found: dict[str, dict[str, float]] = {passes: {} for passes in _PASSES}
     for back_end, changes in _BY.items():
-        forward = partial(cross_entropy, graphdef(model.config.model_copy(update=changes)))
-        for name, compute in ("forward", forward), ("training", jax.value_and_grad(forward)):
-            found[name][back_end] = timing.milliseconds(jax.jit(compute), *operands, calls=2)
+        graph = graphdef(model.config.model_copy(update=changes))
+        for passes, compute in _PASSES.items():
+            found[passes][back_end] = timing.milliseconds(compute, graph, *operands, calls=2)
     return found
+
+
+def _cross_entropy(
+    graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array, document_end: int | None
+) -> jax.Array:
+    transformer = nnx.merge(graph, params)
+    hidden, _ = transformer.hidden(tokens[:, :-1], document_end=document_end)
+    return mean_cross_entropy(*transformer.head(hidden), tokens[:, 1:])
+
+
+_PASSES = {
+    "forward": jax.jit(_cross_entropy, static_argnums=(0, 3)),
+    "training": jax.jit(jax.value_and_grad(_cross_entropy, argnums=1), static_argnums=(0, 3)),
+}
 
 
 def of_training(run_dir: Path) -> dict[str, Any]:
@@ -156,7 +170,3 @@ def over_position_ranges(analysis: dict[str, Any]) -> dict[str, Any]:
     means = np.add.reduceat(by_position, starts, axis=1) / np.subtract(stops, starts)
     positions = {"positions": list(zip(starts, stops, strict=True))}
     return analysis | positions | {"nnz_by_position": means.tolist()}
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ from benchmarks.study import downstream, measure, report
 from benchmarks.study import merge as merge_command
 from benchmarks.study.runs import VARIANTS
 from tests.small_run import SETTINGS
+from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.plotting import drawn
 from twell_jax.train.run_directory import RunPaths
@@ -22,6 +23,7 @@ from twell_jax.train.run_directory import RunPaths
 def study_of(tmp_path, monkeypatch, text_settings):
     """`study_of(directory, *arguments)` starts the study on a small model and text."""
     small = [*SETTINGS, f"run_dir={tmp_path}/runs", "data.tokenizer=byte", *text_settings]
+    monkeypatch.setattr(study.variants, "share_programs", lambda _: None)  # it is for a process
 
     def run(directory, *arguments):
         out = tmp_path / directory
@@ -43,6 +45,8 @@ def runs(monkeypatch):
         now[0] += 100
         if variant.name == "silu":
             raise subprocess.CalledProcessError(1, "train")
+        if variant.method == "lasso":
+            raise ConfigError("it was stopped")
         return {"variant": variant.name, "seed": seed}
 
     monkeypatch.setattr(study, "measured", measured)
@@ -97,8 +101,10 @@ def test_no_run_is_started_that_would_end_too_late(study_of, runs, capsys):
 
 
 def test_a_run_that_fails_leaves_the_others(study_of, runs, tmp_path):
-    with pytest.raises(SystemExit, match=r"error: not measured: silu, seed 0$"):
-        study_of("out", "--only", "relu", "l1 3.0e-4", "silu", "--seeds", "0")
+    names = "relu", "lasso 1.0e-3", "l1 3.0e-4", "silu"
+    missing = r"lasso 1.0e-3, seed 0 \(it was stopped\); silu, seed 0$"
+    with pytest.raises(SystemExit, match=rf"error: not measured: {missing}"):
+        study_of("out", "--only", *names, "--seeds", "0")
     (path,) = (tmp_path / "out").iterdir()
     assert [row["variant"] for row in rows_of(path)] == ["relu", "l1 3.0e-4"]
 
@@ -146,11 +152,10 @@ def test_positions_are_averaged_over_ranges():
 
 def test_a_stopped_run_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "load_run", lambda _: (SimpleNamespace(steps=8), None, None))
-    monkeypatch.setattr("sys.argv", ["measure", str(tmp_path), str(tmp_path / "measured.json")])
     line = {"step": 4, "held_out_ce": 2.0, "unigram_ce": 5.0}
     RunPaths(tmp_path).metrics.write_text(json.dumps(line) + "\n")
-    with pytest.raises(SystemExit, match=r"the run was stopped; start the study again"):
-        measure.main()
+    with pytest.raises(ConfigError, match=r"the run was stopped; start the study again"):
+        measure.measured(tmp_path)
 
 
 def test_a_part_that_cannot_be_measured_leaves_the_others(capsys):

@@ -12,6 +12,7 @@ from flax import nnx
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import THROUGH_XLA
 from twell_jax.ffn import CannotServe, SparseMLP, order_by_use, sparse_ffn
+from twell_jax.ffn.activations import Activation
 from twell_jax.models import Transformer, graphdef
 
 TOKENS = 16384  # in a call; enough to fill a GPU
@@ -84,6 +85,7 @@ def measure_speedup(
     config, mlp = model.config, model.blocks.mlp
     if config.mlp_bias:
         raise CannotServe("the kernels add no biases, which model.mlp_bias has")
+    block = _Block(config.activation, config.activation_threshold, backward)
 
     def weights(layer):
         stacked = (mlp.w_gate, mlp.w_up, mlp.w_down)
@@ -92,48 +94,28 @@ def measure_speedup(
     def live(layer):
         return mlp.live[layer] if config.live_width else None
 
-    def block(live, x, *weights, implementation):
-        return sparse_ffn(
-            x,
-            *weights,
-            live=live,
-            activation=config.activation,
-            threshold=config.activation_threshold,
-            implementation=implementation,
-            gradients="sparse" if backward and implementation == "mosaic" else None,
-        )
-
-    def outputs(live, dy, *operands, implementation):
-        ffn = partial(block, live, implementation=implementation)
-        if not backward:
-            return [ffn(*operands)[0]]
-        y, vjp = jax.vjp(lambda *operands: ffn(*operands)[0], *operands)
-        return [y, *vjp(dy)]  # XLA would skip a matmul without y
-
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
     like = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
-    check = partial(block, implementation="mosaic")
+    check = partial(block.apply, "mosaic")
     jax.eval_shape(check, live(0), like, *weights(0))  # CannotServe
     inputs = ffn_inputs(model, tokens, document_end=document_end)
     dy = jax.random.normal(jax.random.key(0), like.shape, like.dtype)
-    describe = jax.jit(lambda *operands: block(*operands, implementation="xla")[1])
     layers, nnz = [], []
     for layer, x in enumerate(inputs.reshape(config.layers, *like.shape)):
         of_layer = weights(layer)
-        stats = describe(live(layer), x, *of_layer)
+        stats = block.stats(live(layer), x, *of_layer)
         nnz.append(stats.nnz)
         if backward:
             order = order_by_use(stats.tiles, stats.nnz)
             of_layer = [None if w is None else w[order] for w in of_layer]
         layers.append((live(layer), dy, x, *of_layer))
-    error = jax.jit(partial(_largest_error, partial(outputs, implementation="xla")))
 
     def measure(implementation):
-        compute = jax.jit(partial(outputs, implementation=implementation))
         ms, errors = [], []
         for operands in layers:
+            compute = partial(block.outputs, implementation)
             ms.append(timing.milliseconds(compute, *operands, calls=4 if backward else 20))
-            errors.append(error(compute(*operands), *operands))
+            errors.append(block.largest_error(compute(*operands), *operands))
         return np.array(ms), np.array(errors, np.float64)
 
     xla_ms, xla_error = measure("xla")
@@ -149,18 +131,62 @@ def measure_speedup(
     )
 
 
-def _largest_error(exact, found, live, *operands):
-    operands, found = jax.tree.map(lambda a: a.astype(jnp.float32), (operands, found))
-    with jax.default_matmul_precision("highest"):
-        reference = exact(live, *operands)
+@dataclass(frozen=True)
+class _Block:
+    """What is measured of a layer. Equal blocks share their compiled programs.
 
-    def error(out, ref):
-        # A layer in which nothing fires has an error of 0, not NaN, if its output is zero too.
-        least = jnp.finfo(jnp.float32).tiny
-        return jnp.sqrt(jnp.sum((out - ref) ** 2) / jnp.maximum(jnp.sum(ref**2), least))
+    Attributes:
+      activation, threshold: of `sparse_ffn`.
+      backward: as of `measure_speedup`.
+    """
 
-    errors = jax.tree.map(error, found, reference)
-    return jnp.max(jnp.stack(jax.tree.leaves(errors)))
+    activation: Activation
+    threshold: float
+    backward: bool
+
+    def apply(self, implementation, live, x, *weights):
+        """y and its statistics."""
+        return sparse_ffn(
+            x,
+            *weights,
+            live=live,
+            activation=self.activation,
+            threshold=self.threshold,
+            implementation=implementation,
+            gradients="sparse" if self.backward and implementation == "mosaic" else None,
+        )
+
+    @partial(jax.jit, static_argnums=0)
+    def stats(self, live, *operands):
+        """The statistics by dense XLA."""
+        return self.apply("xla", live, *operands)[1]
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def outputs(self, implementation, live, dy, *operands):
+        """y and, with a backward pass, the gradients of sum(y dy)."""
+
+        def ffn(*operands):
+            return self.apply(implementation, live, *operands)[0]
+
+        if not self.backward:
+            return [ffn(*operands)]
+        y, vjp = jax.vjp(ffn, *operands)
+        return [y, *vjp(dy)]  # XLA would skip a matmul without y
+
+    @partial(jax.jit, static_argnums=0)
+    def largest_error(self, found, live, *operands):
+        """The largest error of `outputs`, relative to the same block in float32."""
+        operands, found = jax.tree.map(lambda a: a.astype(jnp.float32), (operands, found))
+        with jax.default_matmul_precision("highest"):
+            reference = self.outputs("xla", live, *operands)
+
+        def error(out, ref):
+            # A layer in which nothing fires has an error of 0, not NaN, if its output is zero too.
+            least = jnp.finfo(jnp.float32).tiny
+            return jnp.sqrt(jnp.sum((out - ref) ** 2) / jnp.maximum(jnp.sum(ref**2), least))
+
+        errors = jax.tree.map(error, found, reference)
+        return jnp.max(jnp.stack(jax.tree.leaves(errors)))
 
 
 def ffn_inputs(

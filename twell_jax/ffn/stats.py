@@ -111,8 +111,11 @@ def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) ->
     nonzero = active != 0
     union, listed = room.of_dense(nonzero, devices=partition.devices()[0])
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
+    # The barrier keeps sums of tokens apart from their mean. XLA then makes both sums of a token
+    # while it computes h, and does not read all activations once more for nnz.
+    l1 = jax.lax.optimization_barrier(jnp.sum(jnp.abs(h), axis=-1, dtype=jnp.float32))
     return FFNStats(
-        l1=jnp.mean(jnp.sum(jnp.abs(h), axis=-1, dtype=jnp.float32)),
+        l1=jnp.mean(l1),
         nnz=jnp.mean(nnz, dtype=jnp.float32),
         max_nnz=jnp.max(nnz),
         fired=jnp.any(nonzero, axis=tuple(range(h.ndim - 1))),

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -15,10 +13,9 @@ from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import head_norm, linear, residual_init
 from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear, project, transposed
+from twell_jax.models.remat import ROTATED
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
-
-ROTATED = "rotated"  # the name of queries and keys after RoPE, for policies of `jax.checkpoint`
 
 
 class Attention(nnx.Module):
@@ -106,16 +103,6 @@ def _attend(q, k, v, mask):
         is_causal=mask is None,
         implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
     )
-
-
-def keeps_results_of_cudnn(primitive: jax.extend.core.Primitive, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: keep what cuDNN's backward takes from its forward.
-
-    These are the output and the softmax statistics. They have no name that a policy could keep, as
-    JAX's rule of differentiation makes them; a name for the output alone would not spare its
-    forward, which the statistics need as well.
-    """
-    return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def _cudnn_can_serve(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:

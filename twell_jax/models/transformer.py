@@ -9,10 +9,10 @@ from operator import itemgetter
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import (
-    RESIDUALS,
     FFNStats,
     Gradients,
     SownStats,
@@ -20,34 +20,16 @@ from twell_jax.ffn import (
     Windows,
     quantise_mlps,
 )
-from twell_jax.ffn.quantised import AXES, quantised_projections
-from twell_jax.models.attention import (
-    ROTATED,
-    Attention,
-    in_window,
-    keeps_results_of_cudnn,
-    split_documents,
-)
+from twell_jax.ffn.quantised import AXES, EightBits, quantised_projections
+from twell_jax.models.attention import Attention, in_window, split_documents
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import linear, logical_axes, norm, residual_init, scaled
 from twell_jax.models.quantised import PARTS, Part, QuantisedLinear, transposed
+from twell_jax.models.remat import MIDDLE, POLICIES
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
 type LayerGradients = Gradients | float | None  # of one layer; see `Transformer.hidden`
-
-_KEPT = jax.checkpoint_policies
-
-# What a block keeps for the backward pass, by `ModelConfig.remat`.
-_REMAT = {
-    "dots": _KEPT.save_from_both_policies(
-        _KEPT.save_from_both_policies(
-            _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names(RESIDUALS, ROTATED)
-        ),
-        keeps_results_of_cudnn,
-    ),
-    "block": _KEPT.nothing_saveable,
-}
 
 # For `jax.jit` around `Transformer.prefill`, as `compiler_options`. Without them XLA copies most
 # weights of a layer out of the stacked arrays, and once more to multiply by several at a time. By
@@ -234,13 +216,15 @@ class Transformer(nnx.Module):
         batch, count = tokens.shape
         first = 0 if cache is None else cache.length
         mask = in_window(mask, first, batch, count, self.config.sliding_window)
-        graph, params = nnx.split(self.blocks)
+        graph, *params = nnx.split(self.blocks, EightBits, nnx.Param, ...)
+        # Here and not where they are used, as the backward pass would convert them once more there.
+        params[1] = jax.tree.map(partial(_matrices_in, self.config.dtype), params[1])
 
         def block(gradients, carry, layer):
             x, cache = carry
             index, params = layer
             options = dict(gradients=gradients, per_token_stats=per_token_stats, windows=windows)
-            x, stats, cache = nnx.merge(graph, params)(x, rope, mask, cache, index, **options)
+            x, stats, cache = nnx.merge(graph, *params)(x, rope, mask, cache, index, **options)
             return (split_batch(x), cache), stats
 
         every = jnp.arange(layers), params
@@ -250,7 +234,7 @@ class Transformer(nnx.Module):
             body: Callable = partial(block, gradients)
             if self.config.remat != "none":
                 # A loop keeps XLA from merging what is computed again with what was computed first.
-                body = jax.checkpoint(body, policy=_REMAT[self.config.remat], prevent_cse=unroll)
+                body = jax.checkpoint(body, policy=POLICIES[self.config.remat], prevent_cse=unroll)
             operands = jax.tree.map(itemgetter(which), every)
             carry, part = jax.lax.scan(body, carry, operands, unroll=unroll)
             parts.append(part)
@@ -351,7 +335,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
-        x = x + scaled(attended, self.residual_scale)
+        x = checkpoint_name(x + scaled(attended, self.residual_scale), MIDDLE)
         kind: Gradients | None
         kind, room = ("sparse", gradients) if isinstance(gradients, float) else (gradients, None)
 
@@ -380,6 +364,11 @@ def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDe
 
     with nnx.logical_axis_rules(LOGICAL_AXES):
         return nnx.graphdef(nnx.eval_shape(make))
+
+
+def _matrices_in(dtype: jax.typing.DTypeLike, weight: jax.Array) -> jax.Array:
+    """A weight of all layers, in `dtype` if it is a matrix of each: scales and biases stay."""
+    return weight.astype(dtype) if weight.ndim > 2 else weight
 
 
 def _runs[T](values: Sequence[T]) -> Iterator[tuple[T, slice]]:

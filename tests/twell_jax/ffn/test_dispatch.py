@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.record import RESULTS
 from pallas_kernels.kernels import REFERENCE
-from tests.kernel_calls import kernel_calls
+from tests.equations import kernel_calls
 from twell_jax import CannotServe, explain, sparse_ffn
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.dispatch import RULES, Case, Request, select

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from tests.conformance.cases import draw, gradients
+from tests.equations import kernel_calls
 from tests.errors import relative_error
-from tests.kernel_calls import kernel_calls
 from tests.twell_jax.ffn.test_dispatch import H100, abstract_gpu
 from twell_jax import SparseMLP, sparse_ffn
 from twell_jax.config import ModelConfig
