@@ -1,8 +1,7 @@
 """A sparse block behind its gate, for up to 64 tokens and any pattern.
 
-If few gates are open, a cluster of four blocks serves a token: the blocks share out its open gates,
-walk the rows of w_up and w_down (`gather.gather_ffn`) and send each other their sums. If many are,
-the clusters multiply densely (`frames.token_ring`): first with w_up, a tile of 64 neurons each
+If few gates are open, a cluster of blocks serves a token (`frames.token_rows`). If many are, each
+quartet of blocks multiplies densely (`frames.token_ring`): first with w_up, a tile of 64 neurons
 after the other, then, behind a barrier across the grid, with w_down. The numbers of open gates
 decide, which `token_product.gate` has counted on the device; sums have a fixed order either way.
 
@@ -21,16 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import (
-    cluster,
-    gather,
-    grid,
-    open_gates,
-    round_tokens,
-    shares,
-    token_columns,
-)
-from pallas_kernels.hopper.frames import token_ring
+from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, token_columns
+from pallas_kernels.hopper.frames import token_ring, token_rows
 from pallas_kernels.hopper.frames.token_ring import PARTS, Matrices, Product, TokenRing
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
@@ -40,8 +31,10 @@ from pallas_kernels.layouts.weights import Weights
 # as long as its part of a dense product takes (D = 2048, H = 5632, H100).
 MOST_OPEN_OF_A_TOKEN = 512
 MOST_OPEN = 8192  # of all tokens together
-_ROW_LOADS = 8  # 16-byte loads from each matrix that a lane keeps in flight, or one row's
 _ON_SM = 2  # blocks that share an SM: their registers allow no third one
+# Up to so many tokens two quartets serve one, so that most tokens take a single round of rows. With
+# more, the GPU would not hold all blocks at once.
+_FEW = 16
 
 
 class Operands(NamedTuple):
@@ -70,7 +63,7 @@ class _Stores:
     """What is done with results; each function begins with the further operands, and the results.
 
     Attributes:
-      row: (..., layer, token, columns, y, l1) of a part of a token's row.
+      row: (..., layer, token, `token_rows.Part`).
       columns: (..., layer, first, y) of 16 columns of all tokens, as in `token_columns`.
       hidden: (..., first, h), likewise; only of a dense product.
     """
@@ -109,12 +102,11 @@ def multiply(
     if weights.linear is not None:
         outs.append(jax.ShapeDtypeStruct((tokens, h // token_columns.COLUMNS), jnp.float32))
 
-    def row(_, outs, layer, token, columns, y, l1):
+    def row(_, outs, layer, token, part):
         del layer
-        outs[0][token, columns] = y.astype(x.dtype)
-        share = lax.axis_index("part")
+        outs[0][token, part.columns] = part.y.astype(x.dtype)
         for l1_parts in outs[1:]:
-            token_columns.store_total(l1_parts.at[token], share, jnp.where(share == 0, l1, 0.0))
+            part.store_total(l1_parts.at[token], jnp.where(part.share == 0, part.l1, 0.0))
 
     def columns(_, outs, layer, first, y):
         del layer
@@ -171,14 +163,14 @@ def add(
         token_columns.store(outs[1], first, after * factor)
         token_columns.store_sums(outs[2], first // token_columns.COLUMNS, after * after)
 
-    def row(refs, outs, layer, token, columns, y, _):
+    def row(refs, outs, layer, token, part):
         before, scale = refs
-        after = (_wide(before.at[token, columns]) + y).astype(x.dtype)
-        outs[0][token, columns] = after
+        after = (token_rows.wide(before.at[token, part.columns]) + part.y).astype(x.dtype)
+        outs[0][token, part.columns] = after
         after = after.astype(jnp.float32)
-        factor = _wide(scale.at[layer, columns])
-        outs[1][token, columns] = (after * factor).astype(x.dtype)
-        token_columns.store_total(outs[2].at[token], lax.axis_index("part"), jnp.sum(after * after))
+        factor = token_rows.wide(scale.at[layer, part.columns])
+        outs[1][token, part.columns] = (after * factor).astype(x.dtype)
+        part.store_total(outs[2].at[token], jnp.sum(after * after))
 
     operands = gate, stream.scaled, weights, layer, stream.squares
     further, stores = (stream.x, scale), _Stores(row, columns)
@@ -193,6 +185,7 @@ class _Plan:
     Attributes:
       up: the dense product with w_up; None without a gate projection.
       down: the dense product with w_down.
+      quartets: of a cluster.
       dense_clusters: clusters that multiply densely.
       batch: tokens.
       further: operands of `stores`.
@@ -203,6 +196,7 @@ class _Plan:
 
     up: TokenRing | None
     down: TokenRing
+    quartets: int
     dense_clusters: int
     batch: int
     further: int
@@ -210,41 +204,40 @@ class _Plan:
     stores: _Stores
     rectifier: Rectifier
 
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.quartets * PARTS
+
 
 def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     gate, x, weights, layer, squares = operands
     (_, h), d = gate.shape, x.shape[1]
-    rows = max(1, _ROW_LOADS // gather.row_steps(d))
-    lists = dict(
-        entries=plgpu.SMEM((h // PARTS + 2 * rows,), jnp.uint32),
-        counts=plgpu.SMEM((2, 4), jnp.int32),
-        sums=plgpu.SMEM((2, rows, 4), jnp.float32),
-    )
-    sums_of_rows = dict(
-        y_parts=plgpu.SMEM((PARTS, gather.row_width(d) // PARTS), jnp.float32),
-        l1_parts=plgpu.SMEM((PARTS,), jnp.float32),
-    )
+    quartets = 2 if batch <= _FEW else 1
+    blocks = quartets * PARTS
+    lists = token_rows.lists(h, d, blocks)
     options = dict(on_sm=_ON_SM, reserved=token_ring.size(lists))
     linear = None if weights.linear is None else (weights.linear,)
     up = None if linear is None else TokenRing.of(x, linear, k_axis=2, **options)
     down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
     rings = [r for r in (up, down) if r is not None]
     memory = dict(
-        memory=plgpu.RefUnion(*(r.memory() for r in rings), sums_of_rows),
+        memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.parts(d, blocks)),
         lists=lists,
         parts=down.parts(),
         arrived=plgpu.SMEM((4,), jnp.uint32),
     )
-    clusters = min(max(r.tiles for r in rings), token_ring.most_waiting(memory, _ON_SM))
-    plan = _Plan(up, down, clusters, batch, len(further), eps, stores, rectifier)
+    clusters = pl.cdiv(max(r.tiles for r in rings), quartets)
+    clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
+    plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(*outs, jax.ShapeDtypeStruct(gate.shape, gate.dtype)),
         scratch_types=dict(**memory, here=[r.barriers() for r in rings]),
         grid=(max(batch, clusters),),
         grid_names=("tile",),
-        cluster=(PARTS,),
-        cluster_names=("part",),
+        cluster=(quartets, PARTS),
+        cluster_names=("quartet", "part"),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -263,18 +256,24 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
     tokens, is_row = operands.gate.shape[0], tile < plan.batch
     token = jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
-    x_row = None if plan.up is None else _load_x(operands, token, is_row, lists["sums"], plan)
+    x_row = None if plan.up is None else _load_x(operands, token, is_row, lists, plan)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
     open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
     # While those are on their way, rows are prepared as if few gates were open.
-    count = lax.cond(is_row, lambda: _list(operands, token, lists), lambda: jnp.int32(0))
+    share = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
+    count = lax.cond(
+        is_row,
+        lambda: token_rows.collect(operands.gate.at[token], share, plan.blocks, lists),
+        lambda: jnp.int32(0),
+    )
     is_sparse = open_gates.are_few(open_of_tokens, MOST_OPEN, MOST_OPEN_OF_A_TOKEN)
 
     @pl.when(is_sparse & is_row)
     def _():
-        row = _sum_rows(x_row, operands, count, lists, memory[-1], arrived, plan.rectifier)
-        plan.stores.row(further, outs, number, token, *row)
+        weights, shared = _of_layer(operands), (lists, memory[-1], arrived)
+        part = token_rows.sum_rows(x_row, share, count, *weights, *shared, plan.rectifier)
+        plan.stores.row(further, outs, number, token, part)
 
     @pl.when(~is_sparse & (tile < plan.dense_clusters))
     def _():
@@ -284,66 +283,51 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
         _multiply(operands, h, smem, counts.at[number, 0, tokens], further, outs, plan)
 
 
-def _load_x(operands, token, is_row, scratch, plan):
-    """The normed x of a token, a float32 row."""
-    x_row = gather.load_row(operands.x.at[token], is_row)
-    is_8_bits = plan.up.is_8_bits
-    x_row = round_tokens.round_row(x_row, scratch.at[0, 0]) if is_8_bits else gather.widen(x_row)
-    if operands.squares is None:
-        return x_row
-    squares, d = operands.squares.at[token], operands.x.shape[1]
-    return x_row * token_columns.inverse_rms_of_one(squares, d, plan.eps)
+def _load_x(operands, token, is_row, lists, plan):
+    squares = None if operands.squares is None else operands.squares.at[token]
+    options = dict(is_8_bits=plan.up.is_8_bits, eps=plan.eps)
+    return token_rows.load_x(operands.x.at[token], squares, is_row, lists, **options)
 
 
-def _list(operands, token, lists):
-    """Lists this block's share of a token's open gates, and counts them."""
-    part, gate = lax.axis_index("part"), operands.gate.at[token]
-    count = shares.collect_share(gate, part, PARTS, lists["entries"], lists["counts"])
-    return (count + PARTS - 1 - part) // PARTS
-
-
-def _sum_rows(x_row, operands, count, lists, memory, arrived, rectifier):
-    """This block's columns of a token's result: which ones, their values, and the token's l1."""
-    number, part = operands.layer[0], lax.axis_index("part")
-    y_parts, l1_parts = memory["y_parts"], memory["l1_parts"]
-    cluster.expect(4 * (y_parts.size + l1_parts.size), arrived)
-    w_up = up_scale = None
-    if operands.up is not None:
-        w_up = operands.up.values[0].at[number]
-        up_scale = operands.up.scales and operands.up.scales[0].at[number]
+def _of_layer(operands):
+    """w_up, the scales of its rows, and w_down; None for what there is not."""
+    number, up_scale = operands.layer[0], None
     w_down = operands.down.values[0].at[number]
-    entries, scratch = lists["entries"], lists["sums"]
-    sums = gather.gather_ffn(x_row, entries, count, w_up, w_down, scratch, rectifier, up_scale)
-    cluster.send_parts(*sums, part, y_parts, l1_parts, arrived)
-    cluster.wait_for_parts(arrived)
-    y = functools.reduce(jnp.add, [_wide(y_parts.at[p]) for p in range(PARTS)])
-    l1 = functools.reduce(jnp.add, [l1_parts[p] for p in range(PARTS)])
-    return pl.ds(part * y.size, y.size), y, l1
+    if operands.up is None:
+        return None, None, w_down
+    if operands.up.scales:
+        up_scale = operands.up.scales[0].at[number]
+    return operands.up.values[0].at[number], up_scale, w_down
 
 
 def _multiply(operands, h, smem, arrivals, further, outs, plan):
-    """The whole block densely: every `dense_clusters`-th tile of neurons, then of columns."""
-    number, tile, stride = operands.layer[0], lax.axis_index("tile"), plan.dense_clusters
+    """The whole block densely. The quartets take turns with tiles of neurons, then of columns."""
+    number, quartet = operands.layer[0], lax.axis_index("quartet")
+    first, stride = lax.axis_index("tile") * plan.quartets, plan.dense_clusters * plan.quartets
     activation = operands.gate if plan.up is None else h
-    down = Product(plan.down, activation, operands.down, number, tile, smem[-1])
+
+    def product(ring, x, matrices, smem):
+        return Product(ring, x, matrices, number, first + quartet, smem, quartet * PARTS)
+
+    down = product(plan.down, activation, operands.down, smem[-1])
 
     def fetch_down():
-        pl.when(tile < plan.down.tiles)(down.fetch_matrices)
+        pl.when(first < plan.down.tiles)(down.fetch_matrices)
 
-    def store_columns(first, y):
-        plan.stores.columns(further, outs, number, first, y)
+    def store_columns(column, y):
+        plan.stores.columns(further, outs, number, column, y)
 
     if plan.up is None:
         fetch_down()
     else:
-        up = Product(plan.up, operands.x, operands.up, number, tile, smem[0])
-        pl.when(tile < plan.up.tiles)(up.fetch_matrices)
+        up = product(plan.up, operands.x, operands.up, smem[0])
+        pl.when(first < plan.up.tiles)(up.fetch_matrices)
         up = up.with_scales()
         store_hidden = _hidden(operands, h, further, outs, plan)
-        token_ring.multiply_tiles(up, stride, store_hidden, fetch_down)
+        token_ring.multiply_tiles(up, first, stride, store_hidden, fetch_down)
         grid.arrive(arrivals)
         grid.wait(arrivals, PARTS * stride)
-    token_ring.multiply_tiles(down, stride, store_columns, lambda: None)
+    token_ring.multiply_tiles(down, first, stride, store_columns, lambda: None)
 
 
 def _hidden(operands, h, further, outs, plan):
@@ -361,9 +345,3 @@ def _hidden(operands, h, further, outs, plan):
         plan.stores.hidden(further, outs, first, value)
 
     return store
-
-
-def _wide(ref) -> jax.Array:
-    """`ref: [n]` in float32, two neighbours in each register."""
-    layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=2)
-    return plgpu.load(ref, layout=layout).astype(jnp.float32)

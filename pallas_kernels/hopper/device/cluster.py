@@ -112,16 +112,17 @@ def send_parts(
 
 
 def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived_ref) -> None:
-    """Sends each of the cluster's four blocks 16 of the 64 columns of `accs`.
+    """Sends each of the four blocks of this one's quartet 16 of the 64 columns of `accs`.
 
     The columns of a product lie along the rows of its accumulator, so that each warp has those of
     one block.
 
     Args:
       accs: each float32 `[64, tokens]` in the WGMMA layout.
-      block: int32 scalar, this block's rank in the cluster.
+      block: int32 scalar, this block's rank in the cluster, whose first four ranks are a quartet,
+        and so on.
       parts_ref: SMEM, float32 `[len(accs), 4, 16 * tokens]`; a receiver gets this block's part,
-        tokens major, at `[:, block]`.
+        tokens major, at `[:, block % 4]`.
       arrived_ref: as in `expect`.
     """
     accumulators = [plgpu.Layout.WGMMA] * len(accs)
@@ -134,14 +135,16 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
         lane, warp = simt.lane_and_warp()
         ptx("barrier.cluster.wait.aligned;", convergent=True)  # all blocks expect parts
 
+        part, receiver = in_quartet(block.registers.item(), warp)
+
         def in_receiver(address):
-            return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, warp, result_types=i32)
+            return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, receiver, result_types=i32)
 
         # A register has two tokens of one column.
         column = arith.shrui(lane, const(2))
         token = arith.andi(arith.muli(lane, const(2)), const(6))
         place = arith.addi(arith.muli(token, const(16)), column)
-        place = arith.addi(place, arith.muli(block.registers.item(), const(size)))
+        place = arith.addi(place, arith.muli(part, const(size)))
         address = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))
         address, barrier = in_receiver(address), in_receiver(simt.smem_address(arrived_ref))
         for a, acc in enumerate(accs):
@@ -158,6 +161,13 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
                     )
 
     step(accs, block, parts_ref, arrived_ref)
+
+
+def in_quartet(block: ir.Value, other: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The place of a block in its quartet, 0 to 3, given its rank in the cluster; and the rank of
+    the block whose place is `other`."""
+    part = arith.andi(block, simt.const(3))
+    return part, arith.addi(arith.subi(block, part), other)
 
 
 def send_words(

@@ -1,6 +1,6 @@
 """Rounding of few tokens to 8-bit floats on their way into a product.
 
-The four blocks of a cluster have a quarter of the columns each. A token's scale follows from its
+The four blocks of a quartet have a quarter of the columns each. A token's scale follows from its
 largest magnitude, so each block finds the largest of its quarter and sends it to all.
 
 Sixteen neighbouring lanes have a token, as in `token_columns`. They read 128 columns at a time, 16
@@ -63,7 +63,7 @@ def scales(
 
     Args:
       parts: from `largest`, of this block's columns.
-      block: int32 scalar, this block's rank in the cluster of four.
+      block: int32 scalar, this block's rank in the cluster, as of `cluster.exchange_columns`.
       parts_ref: SMEM, float32, at least `4 * tokens`, workspace.
       arrived_ref: of `cluster.prepare`; no exchange has been expected that has not ended.
     """
@@ -75,8 +75,9 @@ def scales(
     @plgpu.inline_mgpu(arg_types=(how, SCALAR, plgpu.RefType(), plgpu.RefType()))
     def send(_, parts, block, parts_ref, arrived_ref):
         lane, token = token_columns.column_and_token()
-        receiver = arith.remui(lane, const(blocks))
-        place = arith.addi(arith.muli(block.registers.item(), const(tokens)), token)
+        to = arith.remui(lane, const(blocks))
+        part, receiver = cluster.in_quartet(block.registers.item(), to)
+        place = arith.addi(arith.muli(part, const(tokens)), token)
         place = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))
         words = [token_columns.element(part) for part in parts.registers.flat]
         is_sender = simt.less(lane, const(blocks))

@@ -200,25 +200,25 @@ def store_sums(sums_ref, part: jax.Array, values: jax.Array) -> None:
     step(sums_ref, part, values)
 
 
-def store_total(sums_ref, share: jax.Array, total: jax.Array) -> None:
-    """Stores `total` (float32 scalar) and zeros to a quarter of `sums_ref` (GMEM, float32
-    `[parts]`), the `share`-th."""
+def store_total(sums_ref, share: jax.Array, shares: int, total: jax.Array) -> None:
+    """Stores `total` (float32 scalar) and zeros to the `share`-th of so many equal shares of
+    `sums_ref` (GMEM, float32 `[parts]`)."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
     def step(_, sums_ref, share, total):
-        quarter = ir.MemRefType(sums_ref.type).shape[0] // 4
+        size = ir.MemRefType(sums_ref.type).shape[0] // shares
         lane = arith.andi(mgpu.thread_idx(), const(127))
         is_first = simt.less(lane, const(1))
         zero = mgpu.c(0.0, ir.F32Type.get())
-        place = arith.addi(arith.muli(share.registers.item(), const(quarter)), lane)
+        place = arith.addi(arith.muli(share.registers.item(), const(size)), lane)
         address = simt.gmem_address(sums_ref, arith.muli(place, const(4)))
-        for start in range(0, quarter, 128):
+        for start in range(0, size, 128):
             value = arith.select(is_first, total.registers.item(), zero) if start == 0 else zero
             mgpu.utils.inline_ptx(
                 f"st.global.f32 [$0 + {4 * start}], $1;",
                 address,
                 value,
-                predicate=simt.less(lane, const(quarter - start)),
+                predicate=simt.less(lane, const(size - start)),
             )
 
     step(sums_ref, share, total)

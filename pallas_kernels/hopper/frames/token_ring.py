@@ -1,8 +1,9 @@
 """The loop of a product of few tokens with matrices that are read once.
 
-A cluster of four blocks computes 64 columns. Each block multiplies a quarter of K by WGMMA, with
+Four blocks of a cluster compute 64 columns. Each block multiplies a quarter of K by WGMMA, with
 the matrix as the operand of 64 rows, through a ring of stages in shared memory. The blocks then
-send each other their sums, 16 columns to each, which adds them in a fixed order.
+send each other their sums, 16 columns to each, which adds them in a fixed order. A cluster may have
+several such quartets.
 
 Matrices of 8-bit floats are multiplied with tokens that the blocks round, too.
 """
@@ -24,8 +25,8 @@ from pallas_kernels.hopper.device import cluster, round_tokens, token_columns, w
 from pallas_kernels.hopper.device.tiles import tiled
 from pallas_kernels.layouts.quantised import E4M3, Operand, Quantised
 
-PARTS = 4  # blocks of a cluster
-COLUMNS = PARTS * token_columns.COLUMNS  # of a cluster: the rows of a WGMMA
+PARTS = 4  # blocks of a quartet
+COLUMNS = PARTS * token_columns.COLUMNS  # of a quartet: the rows of a WGMMA
 _SM_BYTES = 228 * 1024  # shared memory of an SM
 _ALIGNMENT = 1024  # of an array in shared memory
 _OVERHEAD = 2048  # bytes of shared memory of a block besides its arrays: the system's and barriers
@@ -66,7 +67,7 @@ class TokenRing:
       k_axis: the axis of the matrices, `[layers, K, N]` or `[layers, N, K]`, that is summed over;
         2 for 8-bit floats.
       dtype: of the matrices.
-      side_by_side: whether the matrices' columns follow each other; else each cluster multiplies
+      side_by_side: whether the matrices' columns follow each other; else each quartet multiplies
         its columns of all of them.
       on_sm: blocks that are to share an SM. Three are faster than one with a deeper ring, even
         where there is but one: the blocks of the next kernel find room and ask for their part of
@@ -167,8 +168,9 @@ class Product:
       x: GMEM `[tokens, K]`, 16-bit.
       matrices: GMEM, of all layers.
       number: int32 scalar, the layer.
-      tile: int32 scalar, of the cluster.
+      tile: int32 scalar, of the quartet.
       smem: what `TokenRing.scratch` asks for; `cluster.prepare` has prepared `arrived`.
+      first_block: int32 scalar, the rank in the cluster of the first block of the quartet.
       scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
     """
 
@@ -178,7 +180,12 @@ class Product:
     number: jax.Array
     tile: jax.Array
     smem: dict[str, Any]
+    first_block: jax.Array | int = 0
     scales: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def _rank(self) -> jax.Array:
+        return self.first_block + lax.axis_index("part")
 
     @property
     def first_column(self) -> jax.Array:
@@ -195,7 +202,7 @@ class Product:
             self._fetch_matrices(stage)
 
     def with_scales(self) -> "Product":
-        """In 8 bits, with the scales of the tokens, which the blocks of the cluster find together.
+        """In 8 bits, with the scales of the tokens, which the blocks of the quartet find together.
 
         It is called behind what x comes from, and before `expect`. In 16 bits nothing is to do.
         """
@@ -204,7 +211,7 @@ class Product:
         part, columns = lax.axis_index("part"), self.ring.stages * self.ring.stage_k
         largest = round_tokens.largest(self.x, part * columns, columns)
         sums, arrived = self.smem["parts"], self.smem["arrived"]
-        found = round_tokens.scales(largest, part, sums.at[0, 0], arrived)
+        found = round_tokens.scales(largest, self._rank, sums.at[0, 0], arrived)
         return dataclasses.replace(self, scales=found)
 
     def fetch_tokens(self) -> None:
@@ -217,7 +224,7 @@ class Product:
         acc = plgpu.ACC((COLUMNS, self.ring.tokens), jnp.float32)
         accs = pl.run_scoped(self._accumulate, *self.ring.sums * [acc])
         parts, arrived = self.smem["parts"], self.smem["arrived"]
-        cluster.exchange_columns(accs, lax.axis_index("part"), parts, arrived)
+        cluster.exchange_columns(accs, self._rank, parts, arrived)
 
     def receive(self) -> list[jax.Array]:
         """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
@@ -281,17 +288,24 @@ class Product:
 
 
 def multiply_tiles(
-    product: Product, stride: int, store: Callable[..., None], then: Callable[[], None]
+    product: Product,
+    first: jax.Array,
+    stride: int,
+    store: Callable[..., None],
+    then: Callable[[], None],
 ) -> None:
     """Multiplies every `stride`-th tile from that of `product` on.
 
     Args:
-      product: of the first tile; if there is such a tile, its matrices are being fetched.
-      stride: clusters that share the tiles.
+      product: of the first tile. If `first` is a tile, its matrices are being fetched.
+      first: int32 scalar, the first tile of the cluster's first quartet. All quartets take as many
+        tiles as this one, as they wait for each other; those past the last are of zeros.
+      stride: quartets that share the tiles.
       store: called with the first of a block's 16 columns and what `Product.receive` returns.
       then: called as soon as the ring is free of the last tile.
     """
-    count = pl.cdiv(product.ring.tiles - product.tile, stride)
+    tiles = product.ring.tiles
+    count = pl.cdiv(tiles - first, stride)
     pl.when(count > 0)(product.fetch_tokens)
     pl.when(count <= 0)(then)
 
@@ -310,28 +324,30 @@ def multiply_tiles(
             following.fetch_tokens()
 
         pl.when(i + 1 == count)(then)
-        store(here.first_column, *here.receive())
+        columns = here.receive()
+        pl.when(tile < tiles)(lambda: store(here.first_column, *columns))
 
 
 def _arrived() -> Any:
     return plgpu.SMEM((4,), jnp.uint32)
 
 
-def _clusters_at_once(on_sm: int) -> int:
-    """Clusters that are on a GPU at once if so many blocks share an SM: an H100 with 132 SMs holds
-    30, 62 and 92 with 1, 2 and 3, of 33, 66 and 99."""
-    return 15 * on_sm * support.sm_count() // (16 * PARTS)
+def _clusters_at_once(on_sm: int, blocks: int = PARTS) -> int:
+    """Clusters of so many blocks that are on a GPU at once if `on_sm` blocks share an SM: of four,
+    an H100 with 132 SMs holds 30, 62 and 92 with 1, 2 and 3, of 33, 66 and 99."""
+    return 15 * on_sm * support.sm_count() // (16 * blocks)
 
 
-def most_waiting(arrays: Any, on_sm: int) -> int:
+def most_waiting(arrays: Any, on_sm: int, blocks: int) -> int:
     """Clusters that surely are on the GPU at once, so that they can wait for each other.
 
     Args:
       arrays: those in the shared memory of a block.
       on_sm: blocks that may share an SM, if they have no more.
+      blocks: of a cluster.
     """
     fitting = _SM_BYTES // (size(arrays) + _OVERHEAD)
-    return 3 * _clusters_at_once(min(on_sm, fitting)) // 4
+    return 3 * _clusters_at_once(min(on_sm, fitting), blocks) // 4
 
 
 def size(arrays: Any) -> int:

@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import support, token_ffn
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import (
     cluster,
     grid,
@@ -19,7 +19,7 @@ from pallas_kernels.hopper.device import (
     token_columns,
     warpgroup,
 )
-from pallas_kernels.hopper.frames import token_ring
+from pallas_kernels.hopper.frames import token_ring, token_rows
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.weights import Weights
@@ -42,17 +42,23 @@ from tests.pallas_kernels.hopper.test_token_product_8_bits import in_8_bits, inv
 def interpreted(monkeypatch, capsys):
     """`with interpreted():` runs products on the CPU and looks for races; pure JAX does what lanes
     do."""
-    board, meeting = {}, threading.Barrier(4)
+    board, meetings = {}, [threading.Barrier(4) for _ in range(2)]
+
+    def exchange_in_quartet(values, block):
+        """What the four blocks of a quartet have put on the board, in order."""
+        quartet = int(block) // 4
+        board[int(block)] = np.asarray(values)
+        meetings[quartet].wait(timeout=60)  # all have sent
+        found = [board[sender] for sender in range(4 * quartet, 4 * quartet + 4)]
+        meetings[quartet].wait(timeout=60)  # all have received
+        return found
 
     def exchange_columns(accs, block, parts_ref, _):
-        """Each block of a cluster gets 16 of the 64 columns of every block."""
+        """Each block of a quartet gets 16 of the 64 columns of every block."""
 
         def exchange(accs, block):
-            board[int(block)] = np.asarray(accs)
-            meeting.wait(timeout=60)  # all have sent
-            own = slice(16 * int(block), 16 * int(block) + 16)
-            parts = np.stack([board[sender][:, own] for sender in range(4)], axis=1)
-            meeting.wait(timeout=60)  # all have received
+            own = slice(16 * (int(block) % 4), 16 * (int(block) % 4) + 16)
+            parts = np.stack([a[:, own] for a in exchange_in_quartet(accs, block)], axis=1)
             return np.swapaxes(parts, 2, 3).reshape(parts_ref.shape)
 
         shape = jax.ShapeDtypeStruct(parts_ref.shape, jnp.float32)
@@ -63,14 +69,10 @@ def interpreted(monkeypatch, capsys):
         return jnp.repeat(jnp.max(jnp.abs(part), axis=1).astype(jnp.float32), 16)
 
     def scales(parts, block, *_):
-        """The blocks of a cluster tell each other their `parts`."""
+        """The blocks of a quartet tell each other their `parts`."""
 
         def exchange(parts, block):
-            board[int(block)] = np.asarray(parts)
-            meeting.wait(timeout=60)
-            top = np.max([board[sender] for sender in range(4)], axis=0)
-            meeting.wait(timeout=60)
-            return top
+            return np.max(exchange_in_quartet(parts, block), axis=0)
 
         top = io_callback(exchange, jax.ShapeDtypeStruct(parts.shape, jnp.float32), parts, block)
         return top * np.float32(1 / 448), 1 / (top * np.float32(1 / 448))
@@ -173,11 +175,13 @@ def test_8_bits_interpreted(interpreted, m, k):
     assert relative_error(out.x, wide(residual)[0] + exact[:, :64]) < ROUNDING
 
 
-# One cluster takes tiles of neurons or of columns one after the other; `meet` is no synchronisation
-# that the search for races knows.
-@pytest.mark.parametrize(("m", "gated", "d", "h"), [(8, True, 64, 128), (8, False, 192, 512)])
+# One cluster takes tiles of neurons or of columns one after the other, or with few tokens two at a
+# time, the last of which may be none. `meet` is no synchronisation that the search for races knows.
+@pytest.mark.parametrize(
+    ("m", "gated", "d", "h"), [(8, True, 64, 128), (8, False, 192, 512), (24, True, 64, 128)]
+)
 def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
-    meeting = threading.Barrier(4)
+    meeting = threading.Barrier(8 if m <= 16 else 4)
 
     def meet(arrived):
         meeting.wait(timeout=60)
@@ -192,12 +196,14 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     monkeypatch.setattr(grid, "wait", wait)
     monkeypatch.setattr(open_gates, "load", lambda _: 0)
     monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(False))
-    for name in ("_load_x", "_list"):
-        monkeypatch.setattr(token_ffn, name, lambda *_: jnp.int32(0))
+    for name in ("load_x", "collect"):
+        monkeypatch.setattr(token_rows, name, lambda *_, **__: jnp.int32(0))
     monkeypatch.setattr(
-        token_ffn, "_sum_rows", lambda *_: (pl.ds(0, d // 4), jnp.zeros(d // 4), jnp.float32(0))
+        token_rows,
+        "sum_rows",
+        lambda *_: token_rows.Part(jnp.int32(0), 8, jnp.zeros(d // 8), jnp.float32(0)),
     )
-    monkeypatch.setattr(token_ffn, "_wide", lambda ref: ref[...].astype(jnp.float32))
+    monkeypatch.setattr(token_rows, "wide", lambda ref: ref[...].astype(jnp.float32))
     monkeypatch.setattr(token_columns, "store_total", lambda *_: None)
 
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
