@@ -9,8 +9,8 @@ from flax import nnx
 from pallas_kernels.hopper import support
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
+from tests.equations import kernel_calls
 from tests.errors import relative_error
-from tests.kernel_calls import kernel_calls
 from tests.twell_jax import drawn
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe, dispatch
