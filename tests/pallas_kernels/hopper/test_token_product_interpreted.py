@@ -1,4 +1,4 @@
-"""Products of few tokens, and the dense block of them, in Pallas' interpreter."""
+"""Products of few tokens, and the block of them, in Pallas' interpreter."""
 
 import threading
 
@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import support
+from pallas_kernels.hopper import support, token_ffn
 from pallas_kernels.hopper.device import (
     cluster,
     grid,
@@ -19,9 +19,11 @@ from pallas_kernels.hopper.device import (
     token_columns,
     warpgroup,
 )
+from pallas_kernels.hopper.device import shares as device_shares
 from pallas_kernels.hopper.frames import token_ring, token_rows
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper.test_token_product import (
@@ -175,6 +177,15 @@ def test_8_bits_interpreted(interpreted, m, k):
     assert relative_error(out.x, wide(residual)[0] + exact[:, :64]) < ROUNDING
 
 
+def count_gates(monkeypatch, *, few):
+    """The numbers of open gates say that they are few, or not."""
+    monkeypatch.setattr(open_gates, "load", lambda _: 0)
+    monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(few))
+    monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
+    for name in ("arrive", "wait"):
+        monkeypatch.setattr(grid, name, lambda *_: None)
+
+
 # One cluster takes tiles of neurons or of columns one after the other, or with few tokens two at a
 # time, the last of which may be none. `meet` is no synchronisation that the search for races knows.
 @pytest.mark.parametrize(
@@ -191,11 +202,8 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
         shape = jax.ShapeDtypeStruct((), jnp.int32)
         arrivals[...] = io_callback(meet, shape, arrivals[...])  # keeps its place in the program
 
-    monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
-    monkeypatch.setattr(grid, "arrive", lambda _: None)
+    count_gates(monkeypatch, few=False)
     monkeypatch.setattr(grid, "wait", wait)
-    monkeypatch.setattr(open_gates, "load", lambda _: 0)
-    monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(False))
     for name in ("load_x", "collect"):
         monkeypatch.setattr(token_rows, name, lambda *_, **__: jnp.int32(0))
     monkeypatch.setattr(
@@ -216,4 +224,79 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     up = normed(x, after[0]) @ wide(weights.up[1])[0].T if gated else 1.0
     expected = wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0]
     assert relative_error(out.x, expected) < 2 * ROUNDING
+    assert_consistent(out, after[1])
+
+
+@pytest.fixture
+def rows_of_tokens(rows_in_jax, monkeypatch):
+    """What the blocks of a cluster do with a token's open gates and rows, in JAX."""
+    board, meetings, lock = {}, {}, threading.Lock()
+
+    def collect_share(gate_ref, share, shares, entries_ref, _):
+        bits = jax.lax.bitcast_convert_type(gate_ref[...], jnp.uint16).astype(jnp.uint32)
+        rank = jnp.cumsum(bits != 0) - 1
+        is_mine = (bits != 0) & (rank % shares == share)
+        words = jnp.arange(bits.size, dtype=jnp.uint32) | bits << 16
+        places = jnp.where(is_mine, rank // shares, entries_ref.shape[0])
+        entries = jnp.full(entries_ref.shape, 0xFFFFFFFF, jnp.uint32)  # whatever lies past the list
+        entries_ref[...] = entries.at[places].set(words, mode="drop")
+        return rank[-1] + 1
+
+    def send_parts(y, l1, block, y_parts_ref, l1_parts_ref, _):
+        blocks, width = y_parts_ref.shape
+
+        def exchange(tile, block, y, l1):
+            tile, block = int(tile), int(block)
+            with lock:
+                meeting = meetings.setdefault(tile, threading.Barrier(blocks))
+            board[tile, block] = np.asarray(y), np.asarray(l1)
+            meeting.wait(timeout=60)  # all have sent
+            rows, sums = zip(*(board[tile, sender] for sender in range(blocks)), strict=True)
+            meeting.wait(timeout=60)  # all have received
+            return np.stack(rows)[:, block * width : (block + 1) * width], np.stack(sums)
+
+        shapes = [
+            jax.ShapeDtypeStruct(ref.shape, jnp.float32) for ref in (y_parts_ref, l1_parts_ref)
+        ]
+        tile = jax.lax.axis_index("tile")
+        y_parts_ref[...], l1_parts_ref[...] = io_callback(exchange, shapes, tile, block, y, l1)
+
+    def store_total(sums_ref, share, shares, total):
+        size = sums_ref.shape[0] // shares
+        sums_ref[pl.ds(share * size, size)] = jnp.where(jnp.arange(size) == 0, total, 0.0)
+
+    def inverse_rms_of_one(squares_ref, columns, eps):
+        return jax.lax.rsqrt(jnp.sum(squares_ref[...]) / columns + eps)
+
+    def load(ref):
+        return ref[...].astype(jnp.float32)
+
+    for module, replaced in (
+        (device_shares, {"collect_share": collect_share}),
+        (cluster, {"send_parts": send_parts}),
+        (token_columns, {"store_total": store_total, "inverse_rms_of_one": inverse_rms_of_one}),
+        (token_rows, {"wide": load}),
+    ):
+        for name, function in replaced.items():
+            monkeypatch.setattr(module, name, function)
+
+
+# Eight blocks have a token, or, with many tokens, four; the second token has no open gate.
+@pytest.mark.parametrize(("few", "gated"), [(16, True), (16, False), (0, True)])
+def test_rows_interpreted(interpreted, rows_of_tokens, monkeypatch, few, gated):
+    m, batch, d, h = 8, 2, 1024, 256
+    count_gates(monkeypatch, few=True)
+    monkeypatch.setattr(token_ffn, "_FEW", few)
+    x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    gate = np.maximum(normal(m, h) - 1, 0).astype(jnp.bfloat16)
+    gate[1] = 0
+    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m)
+    used = weights if gated else Weights(None, weights.up, weights.down)
+    with interpreted():
+        out = add_ffn(HOPPER, gate, stream, used, counts, after, batch=batch)
+    up = normed(x, after[0]) @ wide(weights.up[1])[0].T if gated else 1.0
+    expected = wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0]
+    out = Stream(*(a[:batch] for a in out))
+    assert relative_error(out.x, expected[:batch]) < ROUNDING
     assert_consistent(out, after[1])
