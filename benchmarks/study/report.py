@@ -85,7 +85,7 @@ _OF_MODELS = Table(
 
 TABLE = Table(
     title="What L1 does to a small model",
-    about="Ten variants of a model of 120M parameters, each trained for 1000 steps; "
+    about="Variants of a model of 120M parameters, each trained on 33 million tokens; "
     "[the page of the study](../study.md) says how. Means are over the layers, times are sums over "
     "them.",
     columns={

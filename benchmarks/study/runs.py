@@ -43,26 +43,29 @@ class Variant:
         return [setting.format(self.strength) for setting in METHODS[self.method]]
 
 
-# The most informative first, as a session may end after any of them.
+# The most informative first, as a session may end after any of them. With seed 0 the cross-entropy
+# begins to suffer between 1.0e-3 and 3.0e-3 with L1, and below 1.0e-3 with the lasso alone.
 _ORDER = (
     Variant("relu"),
     Variant("l1", "1.0e-3"),
     Variant("l1", "3.0e-3"),
-    Variant("lasso", "1.0e-3"),
-    Variant("l1", "1.0e-2"),
-    Variant("U target", "0.2"),
+    Variant("l1 and lasso", "1.0e-3"),
+    Variant("l1", "2.0e-3"),
+    Variant("lasso", "3.0e-4"),
+    Variant("l1 and lasso", "3.0e-4"),
     Variant("silu"),
     Variant("l1", "3.0e-4"),
-    Variant("lasso", "3.0e-3"),
-    Variant("l1 and lasso", "1.0e-3"),
-    Variant("lasso", "3.0e-4"),
     Variant("U target", "0.1"),
+    Variant("lasso", "1.0e-4"),
+    Variant("l1 and lasso", "6.0e-4"),
+    Variant("lasso", "1.0e-3"),
+    Variant("U target", "0.07"),
+    Variant("U target", "0.2"),
     Variant("nnz target", "10"),
     Variant("l1", "1.0e-4"),
-    Variant("U target", "0.4"),
-    Variant("l1 and lasso", "3.0e-3"),
     Variant("nnz target", "40"),
-    Variant("l1 and lasso", "3.0e-4"),
+    Variant("l1", "1.0e-2"),
+    Variant("lasso", "3.0e-3"),
 )
 VARIANTS = {variant.name: variant for variant in _ORDER}
 SEEDS = (0, 1, 2)
