@@ -333,9 +333,9 @@ def _arrived() -> Any:
 
 
 def _clusters_at_once(on_sm: int, blocks: int = PARTS) -> int:
-    """Clusters of so many blocks that are on a GPU at once if `on_sm` blocks share an SM. With 132
-    SMs an H100 or H200 holds 30, 62 and 92 of four blocks with 1, 2 and 3, and 15, 30 and 45 of
-    eight."""
+    """Clusters of so many blocks that are on a GPU at once if `on_sm` blocks share an SM, to within
+    one: with 132 SMs an H100 or H200 holds 30, 62 and 92 of four blocks with 1, 2 and 3, and 15, 30
+    and 45 of eight."""
     return 15 * on_sm * support.sm_count() // (16 * blocks)
 
 
