@@ -63,7 +63,8 @@ class _Stores:
     """What is done with results; each function begins with the further operands, and the results.
 
     Attributes:
-      row: (..., layer, token, `token_rows.Part`).
+      row: (..., layer, token, `token_rows.Share`), called while the rows are on their way. Returns
+        what is called with that part of y and with the token's l1.
       columns: (..., layer, first, y) of 16 columns of all tokens, as in `token_columns`.
       hidden: (..., first, h), likewise; only of a dense product.
     """
@@ -102,11 +103,15 @@ def multiply(
     if weights.linear is not None:
         outs.append(jax.ShapeDtypeStruct((tokens, h // token_columns.COLUMNS), jnp.float32))
 
-    def row(_, outs, layer, token, part):
+    def row(_, outs, layer, token, share):
         del layer
-        outs[0][token, part.columns] = part.y.astype(x.dtype)
-        for l1_parts in outs[1:]:
-            part.store_total(l1_parts.at[token], jnp.where(part.share == 0, part.l1, 0.0))
+
+        def store(y, l1):
+            outs[0][token, share.columns] = y.astype(x.dtype)
+            for l1_parts in outs[1:]:
+                share.store_total(l1_parts.at[token], jnp.where(share.number == 0, l1, 0.0))
+
+        return store
 
     def columns(_, outs, layer, first, y):
         del layer
@@ -163,14 +168,18 @@ def add(
         token_columns.store(outs[1], first, after * factor)
         token_columns.store_sums(outs[2], first // token_columns.COLUMNS, after * after)
 
-    def row(refs, outs, layer, token, part):
-        before, scale = refs
-        after = (token_rows.wide(before.at[token, part.columns]) + part.y).astype(x.dtype)
-        outs[0][token, part.columns] = after
-        after = after.astype(jnp.float32)
-        factor = token_rows.wide(scale.at[layer, part.columns])
-        outs[1][token, part.columns] = (after * factor).astype(x.dtype)
-        part.store_total(outs[2].at[token], jnp.sum(after * after))
+    def row(refs, outs, layer, token, share):
+        before = token_rows.load_now(refs[0].at[token, share.columns])
+        factor = token_rows.load_now(refs[1].at[layer, share.columns])
+
+        def store(y, _):
+            after = (before + y).astype(x.dtype)
+            outs[0][token, share.columns] = after
+            after = after.astype(jnp.float32)
+            outs[1][token, share.columns] = (after * factor).astype(x.dtype)
+            share.store_total(outs[2].at[token], jnp.sum(after * after))
+
+        return store
 
     operands = gate, stream.scaled, weights, layer, stream.squares
     further, stores = (stream.x, scale), _Stores(row, columns)
@@ -203,11 +212,6 @@ class _Plan:
     eps: float
     stores: _Stores
     rectifier: Rectifier
-
-    @property
-    def blocks(self) -> int:
-        """Of a cluster."""
-        return self.quartets * PARTS
 
 
 def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
@@ -256,24 +260,25 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
     tokens, is_row = operands.gate.shape[0], tile < plan.batch
     token = jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
+    rank = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
+    share = token_rows.Share.of(rank, plan.quartets * PARTS, operands.x.shape[1])
     x_row = None if plan.up is None else _load_x(operands, token, is_row, lists, plan)
+    store_row = plan.stores.row(further, outs, number, token, share)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
     open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
     # While those are on their way, rows are prepared as if few gates were open.
-    share = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
     count = lax.cond(
         is_row,
-        lambda: token_rows.collect(operands.gate.at[token], share, plan.blocks, lists),
+        lambda: token_rows.collect(operands.gate.at[token], share, lists),
         lambda: jnp.int32(0),
     )
     is_sparse = open_gates.are_few(open_of_tokens, MOST_OPEN, MOST_OPEN_OF_A_TOKEN)
 
     @pl.when(is_sparse & is_row)
     def _():
-        weights, shared = _of_layer(operands), (lists, memory[-1], arrived)
-        part = token_rows.sum_rows(x_row, share, count, *weights, *shared, plan.rectifier)
-        plan.stores.row(further, outs, number, token, part)
+        weights, shared = _of_layer(operands, number), (lists, memory[-1], arrived)
+        store_row(*token_rows.sum_rows(x_row, share, count, *weights, *shared, plan.rectifier))
 
     @pl.when(~is_sparse & (tile < plan.dense_clusters))
     def _():
@@ -289,9 +294,9 @@ def _load_x(operands, token, is_row, lists, plan):
     return token_rows.load_x(operands.x.at[token], squares, is_row, lists, **options)
 
 
-def _of_layer(operands):
+def _of_layer(operands, number):
     """w_up, the scales of its rows, and w_down; None for what there is not."""
-    number, up_scale = operands.layer[0], None
+    up_scale = None
     w_down = operands.down.values[0].at[number]
     if operands.up is None:
         return None, None, w_down

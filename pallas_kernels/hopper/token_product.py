@@ -165,13 +165,12 @@ def gate(
         def store(values):
             before = values[0] * scale
             g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype))
-            g = only_live(g).astype(x.dtype)
-            token_columns.store(outs[0], first, g)
-            g = g.astype(jnp.float32)
-            row = first // COLUMNS % counts.shape[1]
-            open_gates.count(g, batch, counts.at[number, row])
+            g = only_live(g).astype(x.dtype).astype(jnp.float32)
             for w in rows:
                 token_columns.prefetch_rows(w.at[number], first, g, batch)
+            token_columns.store(outs[0], first, g)
+            row = first // COLUMNS % counts.shape[1]
+            open_gates.count(g, batch, counts.at[number, row])
 
         return store
 

@@ -1,5 +1,7 @@
 """Shares out the non-zeros of a token among the blocks of a cluster."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -7,9 +9,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.device import gather, simt
+from pallas_kernels.hopper.device import gather, lanes, simt
+from pallas_kernels.hopper.device.simt import const
 
-_ROUND_NEURONS = 8192  # neurons that the lanes hold at a time
+_CHUNK = 8  # neighbouring neurons in the 16 bytes of a load
+_PASS = 128 * _CHUNK  # neurons of which each lane has a chunk
+_MASK_PASSES = 4  # the bits of a lane's neurons in so many passes fill a word
+_ROUND = 2 * _MASK_PASSES * _PASS  # neurons that the lanes hold at a time
 
 
 def collect_share(gate_ref, share, shares: int, entries_ref, counts_ref) -> jax.Array:
@@ -18,7 +24,7 @@ def collect_share(gate_ref, share, shares: int, entries_ref, counts_ref) -> jax.
     Args:
       gate_ref: GMEM `[H]`, 16-bit.
       share: int32 scalar, from 0 to shares - 1.
-      shares: number of blocks among which the non-zeros are shared out.
+      shares: number of blocks among which the non-zeros are shared out, a power of two.
       entries_ref: SMEM, uint32, at least H / shares; filled with words `neuron | bits << 16`.
       counts_ref: SMEM, int32 `[2, 4]`, workspace.
 
@@ -31,70 +37,106 @@ def collect_share(gate_ref, share, shares: int, entries_ref, counts_ref) -> jax.
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
     )
     def step(_, gate_ref, share, entries_ref, counts_ref):
-        # `step` is long because one lane's counts, ranks and addresses go through all of it.
-        ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
-        i32 = ir.IntegerType.get_signless(32)
         (share,) = share.registers.flat
         (h,) = ir.MemRefType(gate_ref.type).shape
         lane, warp = simt.lane_and_warp()
         entries, all_counts = simt.smem_address(entries_ref), simt.smem_address(counts_ref)
-
-        # Each lane takes every 128th chunk of 8 neurons.
-        first = arith.muli(arith.addi(arith.muli(warp, const(32)), lane), const(8))
-        address = simt.gmem_address(gate_ref, arith.muli(first, const(2)))
-
-        def load(chunk):
-            return simt.load_chunk(address, 2 * chunk, less(first, const(h - chunk)))
-
+        gate = simt.gmem_address(gate_ref, const(0))
+        first = arith.muli(arith.addi(arith.muli(warp, const(32)), lane), const(_CHUNK))
         total = const(0)
-        for start in range(0, h, _ROUND_NEURONS):
-            pairs, count = [], const(0)
-            for chunk in range(start, min(start + _ROUND_NEURONS, h), 128 * 8):
-                for i, pair in enumerate(load(chunk)):
-                    ones = ptx(
-                        "{ .reg .b32 ones; min.u16x2 ones, $1, $2; popc.b32 $0, ones; }",
-                        pair,
-                        const(0x00010001),
-                        result_types=i32,
-                    )
-                    pairs.append((chunk + 2 * i, pair, ones))
-                    count = arith.addi(count, ones)
-
+        for start in range(0, h, _ROUND):
+            masks = _masks(gate_ref, first, start)
+            bits = [lanes.popcount(mask) for mask in masks]
+            count = functools.reduce(arith.addi, bits)
             end = simt.inclusive_sum(count, lane)
-            counts = arith.addi(all_counts, const(16 * (start // _ROUND_NEURONS % 2)))
-            mine = arith.addi(counts, arith.muli(warp, const(4)))
-            ptx("st.shared.b32 [$0], $1;", mine, end, predicate=less(const(30), lane))
-            mgpu.warpgroup_barrier()
-            counts = ptx(
-                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-                counts,
-                result_types=[i32] * 4,
-                has_side_effects=True,
-            )
+            counts = arith.addi(all_counts, const(16 * (start // _ROUND % 2)))
             rank = arith.addi(total, arith.subi(end, count))
-            for w, warp_count in enumerate(counts):
-                rank = arith.select(less(const(w), warp), arith.addi(rank, warp_count), rank)
-                total = arith.addi(total, warp_count)
-
-            for neuron, pair, ones in pairs:
-                with mgpu.utils.when(less(const(0), pair)):  # few pairs are, so few warps enter
-                    own_rank = rank
-                    for i in range(2):
-                        bits = arith.andi(arith.shrui(pair, const(16 * i)), const(0xFFFF))
-                        is_entry = less(const(0), bits)
-                        owner = arith.remui(own_rank, const(shares))
-                        is_mine = arith.cmpi(arith.CmpIPredicate.eq, owner, share)
-                        place = arith.muli(arith.divui(own_rank, const(shares)), const(4))
-                        column = arith.addi(first, const(neuron + i))
-                        ptx(
-                            "st.shared.b32 [$0], $1;",
-                            arith.addi(entries, place),
-                            arith.ori(column, arith.shli(bits, const(16))),
-                            predicate=arith.andi(is_entry, is_mine),
-                        )
-                        own_rank = arith.addi(own_rank, arith.extui(i32, is_entry))
-                rank = arith.addi(rank, ones)
+            for w, of_warp in enumerate(_exchange(counts, end, lane, warp)):
+                is_before = simt.less(const(w), warp)
+                rank = arith.addi(rank, arith.select(is_before, of_warp, const(0)))
+                total = arith.addi(total, of_warp)
+            for i, (mask, n) in enumerate(zip(masks, bits, strict=True)):
+                column = arith.addi(first, const(start + i * _MASK_PASSES * _PASS))
+                _store_entries(mask, rank, column, gate, entries, share, shares)
+                rank = arith.addi(rank, n)
         mgpu.warpgroup_barrier()
         return mgpu.FragmentedArray.splat(total, (), is_signed=True)
 
     return step(gate_ref, share, entries_ref, counts_ref)
+
+
+def _masks(gate_ref: ir.Value, first: ir.Value, start: int) -> list[ir.Value]:
+    """Which of this lane's neurons from `start` on are not zero, in one or two words.
+
+    Bit 4 p + w of a word, and bit 16 + 4 p + w, are the two neurons in word w of the chunk that the
+    lane has in the word's p-th pass.
+    """
+    (h,) = ir.MemRefType(gate_ref.type).shape
+    address = simt.gmem_address(gate_ref, arith.muli(first, const(2)))
+    passes = range(start, min(start + _ROUND, h), _PASS)
+    loads = [simt.load_chunk(address, 2 * p, simt.less(first, const(h - p))) for p in passes]
+    masks = []
+    for i in range(0, len(loads), _MASK_PASSES):
+        mask = const(0)
+        for bit, pair in enumerate(pair for load in loads[i : i + _MASK_PASSES] for pair in load):
+            ones = lanes.ptx("min.u16x2 $0, $1, $2;", pair, const(0x00010001))
+            mask = arith.ori(mask, arith.shli(ones, const(bit)))
+        masks.append(mask)
+    return masks
+
+
+def _exchange(counts: ir.Value, end: ir.Value, lane: ir.Value, warp: ir.Value) -> list[ir.Value]:
+    """What `end` is in the last lane of each warp, through 16 bytes of SMEM at `counts`."""
+    ptx = mgpu.utils.inline_ptx
+    mine = arith.addi(counts, arith.muli(warp, const(4)))
+    ptx("st.shared.b32 [$0], $1;", mine, end, predicate=simt.less(const(30), lane))
+    mgpu.warpgroup_barrier()
+    return list(
+        ptx(
+            "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+            counts,
+            result_types=[const(0).type] * 4,
+            has_side_effects=True,
+        )
+    )
+
+
+def _store_entries(mask, rank, column, gate, entries, share, shares: int) -> None:
+    """Stores the entries of this lane's bits in a word of `_masks` that fall to this block.
+
+    Few lanes have a bit, so a loop over bits is over when a test of each neuron would have begun.
+
+    Args:
+      mask: the word.
+      rank: of its first bit among all non-zeros.
+      column: the lane's first neuron in the word's first pass.
+      gate, entries: addresses in GMEM and SMEM.
+      share, shares: as of `collect_share`.
+    """
+    mgpu.utils.inline_ptx(
+        f"""{{.reg .pred none, mine; .reg .b32 mask, bit, rank, neuron, x; .reg .b64 address;
+            mov.b32 mask, $0; mov.b32 rank, $1;
+            next: setp.eq.u32 none, mask, 0;
+            @none bra done;
+            brev.b32 bit, mask; clz.b32 bit, bit;
+            sub.u32 x, mask, 1; and.b32 mask, mask, x;
+            and.b32 x, bit, 12; mad.lo.u32 neuron, x, {_PASS // 4}, $2;
+            and.b32 x, bit, 3; mad.lo.u32 neuron, x, 2, neuron;
+            shr.u32 x, bit, 4; add.u32 neuron, neuron, x;
+            and.b32 x, rank, {shares - 1}; setp.eq.u32 mine, x, $5;
+            mad.wide.u32 address, neuron, 2, $3;
+            shr.u32 x, rank, {shares.bit_length() - 1}; mad.lo.u32 bit, x, 4, $4;
+            @mine ld.global.u16 x, [address];
+            shl.b32 x, x, 16; or.b32 x, x, neuron;
+            @mine st.shared.b32 [bit], x;
+            add.u32 rank, rank, 1;
+            bra next;
+            done: }}""",
+        mask,
+        rank,
+        column,
+        gate,
+        entries,
+        share,
+        has_side_effects=True,
+    )

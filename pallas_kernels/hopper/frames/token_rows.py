@@ -9,38 +9,46 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.device import cluster, gather, round_tokens, shares, token_columns
+from pallas_kernels.hopper.device import cluster, gather, round_tokens, shares, simt, token_columns
 from pallas_kernels.layouts.rectifiers import Rectifier
 
+_LANES = 128  # of a block
 _ROW_LOADS = 8  # 16-byte loads from each matrix that a lane keeps in flight, or one row's
 
 
-class Part(NamedTuple):
-    """What a block has of a token's result.
+class Share(NamedTuple):
+    """The columns of a token's result that a block finishes.
 
     Attributes:
-      share: int32 scalar, which part of the columns it is.
-      shares: of how many.
-      y: float32 `[columns / shares]`.
-      l1: float32 scalar, the sum of |h| of the whole token.
+      number: int32 scalar, the block's rank in the cluster.
+      blocks: of the cluster.
+      size: number of columns.
     """
 
-    share: jax.Array
-    shares: int
-    y: jax.Array
-    l1: jax.Array
+    number: jax.Array
+    blocks: int
+    size: int
+
+    @classmethod
+    def of(cls, number: jax.Array, blocks: int, d: int) -> "Share":
+        """The `number`-th share of D columns, which count as `gather.row_width(d)`."""
+        return cls(number, blocks, gather.row_width(d) // blocks)
 
     @property
     def columns(self) -> Any:
         """Which columns these are."""
-        return pl.ds(self.share * self.y.size, self.y.size)
+        return pl.ds(self.number * self.size, self.size)
 
     def store_total(self, sums_ref, total) -> None:
-        """Stores `total`, a scalar of this part, where `sums_ref: [parts]` has room for it."""
-        token_columns.store_total(sums_ref, self.share, self.shares, total)
+        """Stores `total`, a scalar of these columns, where `sums_ref: [parts]` has room for it."""
+        token_columns.store_total(sums_ref, self.number, self.blocks, total)
 
 
 def lists(h: int, d: int, blocks: int) -> dict[str, Any]:
@@ -54,7 +62,7 @@ def lists(h: int, d: int, blocks: int) -> dict[str, Any]:
 
 
 def parts(d: int, blocks: int) -> dict[str, Any]:
-    """Shared memory in which the parts of all blocks arrive."""
+    """Shared memory in which what all blocks have summed arrives."""
     return dict(
         y_parts=plgpu.SMEM((blocks, gather.row_width(d) // blocks), jnp.float32),
         l1_parts=plgpu.SMEM((blocks,), jnp.float32),
@@ -79,38 +87,80 @@ def load_x(x_ref, squares_ref, active, lists, *, is_8_bits: bool, eps: float) ->
     return row * token_columns.inverse_rms_of_one(squares_ref, x_ref.shape[0], eps)
 
 
-def collect(gate_ref, share, blocks: int, lists) -> jax.Array:
+def collect(gate_ref, share: Share, lists) -> jax.Array:
     """Lists this block's share of a token's open gates (GMEM `[H]`), and counts them."""
-    count = shares.collect_share(gate_ref, share, blocks, lists["entries"], lists["counts"])
-    return (count + blocks - 1 - share) // blocks
+    number, blocks = share.number, share.blocks
+    count = shares.collect_share(gate_ref, number, blocks, lists["entries"], lists["counts"])
+    return (count + blocks - 1 - number) // blocks
 
 
 def sum_rows(
-    x_row, share, count, w_up, up_scale, w_down, lists, parts, arrived, rectifier: Rectifier
-) -> Part:
-    """This block's part of a token's result; all blocks of the cluster call it.
+    x_row, share: Share, count, w_up, up_scale, w_down, lists, parts, arrived, rectifier: Rectifier
+) -> tuple[jax.Array, jax.Array]:
+    """A token's result; all blocks of the cluster call it.
 
     Args:
       x_row: from `load_x`; None without a gate projection.
-      share: int32 scalar, the block's rank in the cluster.
+      share: this block's.
       count: from `collect`.
       w_up, up_scale, w_down, rectifier: as of `gather.gather_ffn`.
       lists, parts: of the functions of these names.
       arrived: of `cluster.prepare`.
+
+    Returns:
+      y of the share's columns, float32 in the layout of `wide`, and the float32 scalar sum of |h|.
     """
     y_parts, l1_parts = parts["y_parts"], parts["l1_parts"]
     cluster.expect(4 * (y_parts.size + l1_parts.size), arrived)
     entries, scratch = lists["entries"], lists["sums"]
     y, l1 = gather.gather_ffn(x_row, entries, count, w_up, w_down, scratch, rectifier, up_scale)
-    cluster.send_parts(y, l1, share, y_parts, l1_parts, arrived)
+    cluster.send_parts(y, l1, share.number, y_parts, l1_parts, arrived)
     cluster.wait_for_parts(arrived)
-    blocks = range(l1_parts.size)
-    y = functools.reduce(jnp.add, [wide(y_parts.at[b]) for b in blocks])
-    l1 = functools.reduce(jnp.add, [l1_parts[b] for b in blocks])
-    return Part(share, len(blocks), y, l1)
+    y = functools.reduce(jnp.add, [wide(y_parts.at[b]) for b in range(share.blocks)])
+    return y, functools.reduce(jnp.add, [l1_parts[b] for b in range(share.blocks)])
 
 
 def wide(ref) -> jax.Array:
     """`ref: [n]` in float32, two neighbours in each register if there are enough."""
-    layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=min(2, ref.shape[0] // 128))
-    return plgpu.load(ref, layout=layout).astype(jnp.float32)
+    return plgpu.load(ref, layout=_layout(ref.shape[0])).astype(jnp.float32)
+
+
+def load_now(ref) -> jax.Array:
+    """As `wide`, of 16 bits in GMEM; the loads stand here, not where the values are first used."""
+    (n,) = ref.shape
+    result = plgpu.ShapeDtypeStruct((n,), jnp.float32, layout=_layout(n))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, ref):
+        neighbours = _neighbours(n)
+        bits = ir.IntegerType.get_signless(16 * neighbours)
+        narrow, wide = (
+            ir.VectorType.get((neighbours,), dtype)
+            for dtype in (ir.MemRefType(ref.type).element_type, ir.F32Type.get())
+        )
+        lane = arith.andi(mgpu.thread_idx(), simt.const(_LANES - 1))
+        address = simt.gmem_address(ref, arith.muli(lane, simt.const(2 * neighbours)))
+        registers = []
+        for start in range(0, n, _LANES * neighbours):
+            loaded = mgpu.utils.inline_ptx(
+                f"ld.global.b{bits.width} $0, [$1 + {2 * start}];",
+                address,
+                result_types=bits,
+                has_side_effects=True,
+            )
+            registers.append(arith.extf(wide, mgpu.utils.bitcast(loaded, narrow)))
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object),
+            _layout=_layout(n).to_mgpu(),
+            _is_signed=None,
+        )
+
+    return step(ref)
+
+
+def _layout(n: int):
+    return plgpu.Layout.WG_STRIDED((n,), vec_size=_neighbours(n))
+
+
+def _neighbours(n: int) -> int:
+    return min(2, n // _LANES)

@@ -206,12 +206,9 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     monkeypatch.setattr(grid, "wait", wait)
     for name in ("load_x", "collect"):
         monkeypatch.setattr(token_rows, name, lambda *_, **__: jnp.int32(0))
-    monkeypatch.setattr(
-        token_rows,
-        "sum_rows",
-        lambda *_: token_rows.Part(jnp.int32(0), 8, jnp.zeros(d // 8), jnp.float32(0)),
-    )
-    monkeypatch.setattr(token_rows, "wide", lambda ref: ref[...].astype(jnp.float32))
+    monkeypatch.setattr(token_rows.Share, "of", lambda rank, *_: token_rows.Share(rank, 8, d // 8))
+    monkeypatch.setattr(token_rows, "sum_rows", lambda *_: (jnp.zeros(d // 8), jnp.float32(0)))
+    monkeypatch.setattr(token_rows, "load_now", lambda ref: ref[...].astype(jnp.float32))
     monkeypatch.setattr(token_columns, "store_total", lambda *_: None)
 
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
@@ -275,7 +272,7 @@ def rows_of_tokens(rows_in_jax, monkeypatch):
         (device_shares, {"collect_share": collect_share}),
         (cluster, {"send_parts": send_parts}),
         (token_columns, {"store_total": store_total, "inverse_rms_of_one": inverse_rms_of_one}),
-        (token_rows, {"wide": load}),
+        (token_rows, {"wide": load, "load_now": load}),
     ):
         for name, function in replaced.items():
             monkeypatch.setattr(module, name, function)
