@@ -26,7 +26,8 @@ from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.cross_entropy import mean_cross_entropy
-from twell_jax.train import metrics
+from twell_jax.train import metrics, skip_dead
+from twell_jax.train.reorder import reorder
 from twell_jax.train.run_directory import RunPaths, load_run
 
 # The settings of the whole model by the kernels and by dense XLA.
@@ -91,7 +92,8 @@ def times(
 
     Args:
       model: the trained model.
-      usage: `Activity.usage`; neurons that never fired are removed for "pruned".
+      usage: `Activity.usage`; neurons that never fired are removed for "pruned" and skipped for
+        "skipping".
       sequences: int [n, T + 1], held-out text.
       batch: sequences that the whole model reads in a call.
       document_end: see `Transformer`.
@@ -99,6 +101,8 @@ def times(
     Returns:
       speedup, training: give summaries of `Speedup`, of the forward pass and of both passes.
       pruned: that of the forward pass of the pruned model, with the numbers of neurons that remain.
+      skipping: that of both passes as `skip_dead_every` has them between two steps at full width,
+        with the numbers of neurons that are computed.
       model: see `whole_model`.
     """
 
@@ -107,11 +111,19 @@ def times(
         remaining = {"d_ff": settings.d_ff, "kept": report.kept.tolist()}
         return speedup(nnx.merge(graphdef(settings), params)).summarise() | remaining
 
+    def skipping():
+        order, live = skip_dead.live_first(jnp.asarray(usage > 0))
+        params = skip_dead.with_live(reorder(nnx.state(model), order), live)
+        graph = graphdef(model.config.model_copy(update={"live_width": True}))
+        found = speedup(nnx.merge(graph, params), backward=True).summarise()
+        return found | {"live": live.tolist()}
+
     speedup = partial(measure_speedup, sequences=sequences, document_end=document_end)
     return {
         "speedup": lambda: speedup(model).summarise(),
         "training": lambda: speedup(model, backward=True).summarise(),
         "pruned": pruned,
+        "skipping": skipping,
         "model": lambda: whole_model(model, sequences[:batch], document_end),
     }
 

@@ -25,6 +25,20 @@ def spread(form: str, value: Callable[[Row], float]) -> Cell:
     return cell
 
 
+def of_newer(part: str, cell: Cell) -> Cell:
+    """`cell` of the runs whose rows have a part, and how many these are if older ones lack it."""
+
+    def of_those(group: Row) -> str:
+        runs = [run for run in group["runs"] if part in run]
+        if not runs:
+            raise KeyError(part)
+        text = cell({**group, "runs": runs})
+        seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
+        return text if runs == group["runs"] else f"{text}, {seeds}"
+
+    return of_those
+
+
 def describe(rows: list[Row]) -> str:
     """What the table leaves out: whole models, layers, and what their speed-ups correlate with."""
     parts = describe_models(rows), describe_layers(rows), describe_correlations(rows)
@@ -106,6 +120,9 @@ TABLE = Table(
         "speed-up": spread("{:.2f}x", values.speedup),
         "without the dead": spread("{:.2f}x", values.speedup_without_dead),
         "both passes": spread("{:.2f}x", values.speedup_in_training),
+        "both, without the dead": of_newer(
+            "skipping", spread("{:.2f}x", values.speedup_in_training_without_dead)
+        ),
     },
     order=values.by_variant,
     notes=describe,

@@ -69,6 +69,14 @@ def speedup_without_dead(run: Row) -> float:
     return total(run, "speedup", "xla_ms") / total(run, "pruned", "mosaic_ms")
 
 
+def speedup_in_training_without_dead(run: Row) -> float:
+    """`speedup_in_training` if the kernels, but not XLA, skip the neurons that never fired.
+
+    KeyError for rows that were measured before this was.
+    """
+    return total(run, "training", "xla_ms") / total(run, "skipping", "mosaic_ms")
+
+
 def speedup_of_model(run: Row, passes: str) -> float:
     """`speedup` of the whole model; passes is "forward" or "training", which is both."""
     ms = _measured(run, "model")[passes]

@@ -228,7 +228,7 @@ def a_run(variant, seed, ce, factor, **more):
 
 
 def test_the_report_shows_the_seeds_of_a_variant_together(tmp_path):
-    unmeasured = {part: None for part in ("speedup", "training", "pruned", "model")}
+    unmeasured = {part: None for part in ("speedup", "training", "pruned", "skipping", "model")}
     rows = [
         a_run("l1 3.0e-3", 0, 2.0, 1.5),
         a_run(
@@ -238,8 +238,8 @@ def test_the_report_shows_the_seeds_of_a_variant_together(tmp_path):
             1.5,
             downstream={task: {"items": 0} for task in downstream.TASKS},
         ),
-        a_run("l1 3.0e-3", 1, 1.9, 1.7),
-        a_run("l1 1.0e-3", 2, 1.8, 1.25),
+        a_run("l1 3.0e-3", 1, 1.9, 1.7, skipping={"mosaic_ms": [0.25] * 3}),
+        a_run("l1 1.0e-3", 2, 1.8, 1.25, skipping={"mosaic_ms": [0.5] * 3}),
         a_run("silu", 0, 1.7, 1.0, **unmeasured),
     ]
     lines = report.TABLE.render(rows).splitlines()
@@ -249,8 +249,12 @@ def test_the_report_shows_the_seeds_of_a_variant_together(tmp_path):
         ["| l1 3.0e-3", "2", "1.950 (1.900-2.000)", "2.950 (2.900-3.000)"],
         ["| lasso 1.0e-3", "1", "2.000", "3.000"],
     ]
-    assert lines[2].endswith("| - | - | - | - | - |")
-    assert lines[4].endswith("| 1.60x (1.50x-1.70x) | 4.00x (4.00x-4.00x) | 1.60x (1.50x-1.70x) |")
+    assert lines[2].endswith("| - | - | - | - | - | - |")
+    assert lines[3].endswith("| 4.00x |")
+    assert lines[4].endswith(
+        "| 1.60x (1.50x-1.70x) | 4.00x (4.00x-4.00x) | 1.60x (1.50x-1.70x) | 8.00x, 1 seed |"
+    )
+    assert lines[5].endswith("| 1.50x | 4.00x | 1.50x | - |")
     models, layers, _ = report.describe(rows).split("\n\n")[1::2]
     assert "| silu | 1,500 | - | - | 0.0% | 0.0% | 0.0% |" in models
     assert (
@@ -274,7 +278,7 @@ def test_runs_are_trained_and_measured(study_of, in_this_process, reference_kern
     assert relu["seed"] == 7 and "seed=7" in relu["settings"]
     assert relu["positions"][:4] == [[0, 1], [1, 2], [2, 4], [4, 8]]
     assert np.shape(relu["nnz_by_position"]) == (2, len(relu["positions"])) == (2, 7)
-    for passes in ("speedup", "training", "pruned"):
+    for passes in ("speedup", "training", "pruned", "skipping"):
         assert len(relu[passes]["factor"]) == 2 and max(relu[passes]["mosaic_error"]) < 0.01
         assert silu[passes] is None and "silu" in silu["failures"][passes]
     assert relu["model"]["training"].keys() == {"xla", "mosaic"}
