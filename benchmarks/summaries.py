@@ -64,14 +64,11 @@ _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
 _GRADIENTS = "gradients-nvidia-h200-20261124-2"
 _STEPS = {
-    "2b": "training-2b-nvidia-h200-20261124-2",
-    "0p5b": "training-0p5b-nvidia-h200-20261124",
+    "2b": "training-2b-nvidia-h200-20261125",
+    "0p5b": "training-0p5b-nvidia-h200-20261125",
 }
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
-_GENERATION = {
-    "decode": "inference-decode-nvidia-h200-20261123",
-    "prefill": "inference-prefill-nvidia-h200-20261123",
-}
+_GENERATION = "inference-cached-nvidia-h200-20261125"
 _WORK = {
     "forward": "scoring",
     "prefill": "prefill",
@@ -217,7 +214,7 @@ SUMMARIES: dict[str, Summary] = {
         },
         picks=tuple(
             _pick(
-                _GENERATION[direction],
+                _GENERATION,
                 "mosaic, relu",
                 {"direction": direction, "batch": batch},
                 "xla, relu",
