@@ -62,9 +62,8 @@ class Grid:
         place, count = jnp.arange(m) % cells.sequence, m // cells.sequence
         number = jnp.arange(m) // cells.sequence * cells.of_sequence
         starts = jnp.arange(cells.of_sequence) * cells.length - offset
-        inside = (jnp.clip(a, 0, cells.sequence) for a in (starts, starts + cells.length))
-        first, last = inside
-        sizes = jnp.tile((last - first).astype(jnp.float32), count)
+        first, end = (jnp.clip(a, 0, cells.sequence) for a in (starts, starts + cells.length))
+        sizes = jnp.tile((end - first).astype(jnp.float32), count)
         return cls((number + (place + offset) // cells.length).astype(jnp.int32), sizes, cells)
 
     def pieces(self) -> tuple[jax.Array, jax.Array]:
