@@ -4,7 +4,7 @@ Few tokens (decoding) have kernels of their own. For more, the gate matmul packs
 of two formats. From TwELL, a second kernel gathers the weights of each token's own neurons. From
 tile unions, two tensor-core matmuls compute the neurons that any of 256 tokens uses. Heavy rows,
 which do not fit or would cost the others too much, are listed for `dense_rows`. The host waits for
-nothing, except before a sparse backward, where it reads which way that goes.
+nothing: where a sparse backward may go several ways, the GPU chooses (docs/design/0011).
 """
 
 import functools

@@ -116,10 +116,7 @@ def forward_with_residuals(
 
 
 def _window_sums(act, residuals, x, weights, grid):
-    """The `WindowSums` of all h, also where not all of it was kept.
-
-    The host reads which way they are computed, as before a backward.
-    """
+    """The `WindowSums` of all h, also where not all of it was kept."""
 
     def of_kept(x, weights):
         heavy = residuals.heavy
