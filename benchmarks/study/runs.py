@@ -16,7 +16,7 @@ METHODS = {
     "nnz target": ["sparsity_target={}"],
     "U target": ["union_target={}"],
 }
-# So that variants do not differ in rounding, all train by it.
+# Dense XLA trains all variants, so that they do not differ in rounding.
 FOR_ALL = ["model.ffn_implementation=xla"]
 
 
