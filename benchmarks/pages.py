@@ -331,7 +331,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     f"inference-cached-{_H100}": "A run before the cache was updated in place "
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
     "inference-cached-nvidia-h200-20261125": "The run ended before prefill of 32 sequences. The "
-    "host enqueued a step in about 1.6 ms, which limits `generate` for 1 and 8 sequences. The "
+    "host limits `generate` for 1 and 8 sequences, to 1.6 ms a step and more. The "
     "other GPU of the machine trained models.",
     "inference-decode-nvidia-h200-20261123": "Before `generate` ran four steps in one program.",
     "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
