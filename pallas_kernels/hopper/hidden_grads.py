@@ -43,6 +43,7 @@ def hidden_grads(
     plan: Plan,
     lists: NeuronLists,
     rectifier: Rectifier = RELU,
+    extra: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Replaces gates and h by the gradients for z and u; scatters these and h into the lists.
 
@@ -57,6 +58,8 @@ def hidden_grads(
       plan: the unions.
       lists: with C slots; they hold at least the non-zeros of the gate.
       rectifier: what made the gate.
+      extra: `[items, 128, 256]`, in blocks like h, what the gradient for h has besides; finite also
+        outside the unions. None: nothing.
 
     Returns:
       h, dz and, in the gated form, du: `[C, 64]` each, on the lists; zeros elsewhere up to the end
@@ -75,6 +78,9 @@ def hidden_grads(
     if rows not in (CHUNK_NEURONS, 2 * CHUNK_NEURONS):
         raise ValueError(f"h_ref must be [items, 128 or 256, 256], got {list(h_ref.shape)}")
     support.check_array("h_ref", h_ref, (plan.items.size, rows, TILE_TOKENS), w_down.dtype)
+    if extra is not None:
+        blocks = plan.items.size, CHUNK_NEURONS, TILE_TOKENS
+        support.check_array("extra", extra, blocks, w_down.dtype)
     dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
     plan, lists, l1_grad, dy, w_down = in_place.barrier((plan, lists, l1_grad, dy, w_down))
     entries = [
@@ -91,7 +97,7 @@ def hidden_grads(
         l1_grad,
         lists.words,
         entries,
-        h_ref,
+        [h_ref] if extra is None else [extra, h_ref],
         dy,
         w_down,
         jobs=lambda item_count, *_: item_count[0],
@@ -134,24 +140,27 @@ def _no_entries(lists: NeuronLists, n: int, dtype):
 
 
 def _produce(job, ring, step, _, items, neurons, sizes, l1_grad, words, entries, *rest):
-    hidden, dy, w_down = rest
+    all_blocks, dy, w_down = rest
     item, tile, first, limit = job
     indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
-    def put_block(part, step):
-        def fill(_, b, loaded):
-            block = hidden.at[item, :, pl.ds(part * ACC_ROWS, ACC_ROWS)]
-            plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, hidden.shape[1])], loaded)
+    def put_part(part, step):
+        for blocks in all_blocks:
 
-        ring.put(step, fill)
-        return step + 1
+            def fill(_, b, loaded, blocks=blocks):
+                block = blocks.at[item, :, pl.ds(part * ACC_ROWS, ACC_ROWS)]
+                plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, blocks.shape[1])], loaded)
+
+            ring.put(step, fill)
+            step += 1
+        return step
 
     step = ring.put_product(step, dy, tile * TILE_TOKENS, w_down, indices, limit)
-    return lax.fori_loop(0, _PARTS, put_block, step)
+    return lax.fori_loop(0, _PARTS, put_part, step)
 
 
 def _consume(rectifier, job, ring, step, warpgroup, buffers, *refs):
-    _, _, neurons, _, l1_grad, words, entries, hidden, dy, _ = refs
+    _, _, neurons, _, l1_grad, words, entries, (*extra, hidden), dy, _ = refs
     item, tile, first, limit = job
     my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ACC_ROWS, ACC_ROWS)])
     first_word = tile * TILE_TOKENS // 32
@@ -161,25 +170,31 @@ def _consume(rectifier, job, ring, step, warpgroup, buffers, *refs):
     steps = dy.shape[1] // STAGE_K
     products = ring.multiply_product(step, steps, warpgroup, limit)
     step += steps
+    taken = 1 + len(extra)  # stages of a part
     for part in range(_PARTS):
-        _, b = ring.take(step + part)
+        first_stage = step + taken * part
+        dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
+        for stage in range(len(extra)):  # before gates and h, as these need registers
+            _, b = ring.take(first_stage + stage)
+            dh += b[pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)].astype(jnp.float32)
+        _, b = ring.take(first_stage + len(extra))
         starts = [
             f * CHUNK_NEURONS + warpgroup * ACC_ROWS
             for f in range(hidden.shape[1] // CHUNK_NEURONS)
         ]
         *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
-        dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
         grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
         grads = [a.astype(dy.dtype) for a in grads]
         columns = pl.ds(part * ACC_ROWS, ACC_ROWS)
         targets = [hidden.at[item, pl.ds(start, ACC_ROWS), columns] for start in starts]
         gathered_matmul.write(grads, buffers, part, targets)
-        ring.release(step + part)  # after the fence of the writes, as TMA will fill it again
+        for stage in range(taken):  # after the fence of the writes, as TMA will fill them again
+            ring.release(first_stage + stage)
         if part + 1 < _PARTS:
             next_words = _load_list_words(words, my_neurons, first_word + (part + 1) * _WORDS // 2)
         _scatter(entries, my_neurons, list_words, [value.astype(dy.dtype), *grads])
         list_words = next_words
-    return step + _PARTS
+    return step + taken * _PARTS
 
 
 def _load_neurons(neurons_ref):

@@ -92,21 +92,30 @@ def to_dense(blocks: jax.Array, plan: Plan, m: int) -> list[jax.Array]:
       plan: which neurons and tokens each block holds.
       m: number of tokens.
     """
-    tile, neurons, in_union = plan.item_neurons()
-    tiles, h = plan.neurons.shape
-    items, height, _ = blocks.shape
-    factors = height // CHUNK_NEURONS
-    rows = height * jnp.arange(items)[:, None] + jnp.arange(CHUNK_NEURONS)
-    # Of each neuron and tile, the row of the first factor. XLA reads rows where it needs them; to
-    # write them to their places would take an array of zeros first.
-    places = jnp.where(in_union, neurons, h), tile
-    rows = jnp.full((h, tiles), items * height).at[places].set(rows, mode="drop")
+    factors = blocks.shape[1] // CHUNK_NEURONS
+    rows = rows_of_blocks(plan, blocks.shape[1])
     lines = blocks.reshape(-1, TILE_TOKENS)
+    # XLA reads rows where it needs them; to write them to their places would take an array of zeros
+    # first.
     found = (
         lines.at[rows + first_row(blocks, factors, i)].get(mode="fill", fill_value=0)
         for i in range(factors)
     )
-    return [a.reshape(h, -1)[:, :m] for a in found]
+    return [a.reshape(len(rows), -1)[:, :m] for a in found]
+
+
+def rows_of_blocks(plan: Plan, height: int) -> jax.Array:
+    """Where each neuron of each tile is in blocks of `height` rows.
+
+    Returns:
+      int32 `[H, R]`, the row in the first 128 of a block, counted over all blocks; past the last
+        one for a neuron that the tile's union does not have.
+    """
+    tile, neurons, in_union = plan.item_neurons()
+    tiles, h = plan.neurons.shape
+    rows = height * jnp.arange(len(tile))[:, None] + jnp.arange(CHUNK_NEURONS)
+    places = jnp.where(in_union, neurons, h), tile
+    return jnp.full((h, tiles), len(tile) * height).at[places].set(rows, mode="drop")
 
 
 def check_columns(name: str, dense: jax.Array | jax.ShapeDtypeStruct) -> None:

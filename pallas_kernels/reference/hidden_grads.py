@@ -16,6 +16,7 @@ def hidden_grads(
     plan: Plan,
     lists: NeuronLists,
     rectifier: Rectifier = RELU,
+    extra: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes one product for each item, then scatters into the lists."""
     tiles = plan.neurons.shape[0]
@@ -27,6 +28,7 @@ def hidden_grads(
     hidden = h_ref[...].astype(jnp.float32)
     gate, value = hidden[:, :-CHUNK_NEURONS], hidden[:, -CHUNK_NEURONS:]
     gated = gate.shape[1] > 0
+    dh += 0 if extra is None else extra
     grads = rectifier.gradients(dh, gate if gated else None, value, l1_grad[0])
     h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
 

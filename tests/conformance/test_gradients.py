@@ -287,7 +287,8 @@ def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, axes, shape
 
 
 @pytest.mark.slow
-def test_layers_train_with_sparse_gradients(reference_kernels):
+@pytest.mark.parametrize("lasso_share", [0.0, 0.5])
+def test_layers_train_with_sparse_gradients(reference_kernels, lasso_share):
     devices, fsdp = 4, 2
     run = config.from_dict(
         {
@@ -295,6 +296,8 @@ def test_layers_train_with_sparse_gradients(reference_kernels):
             "steps": 10,
             "batch_tokens": 2048 * devices,
             "micro_batch": 16,
+            "lasso_share": lasso_share,
+            "lasso_window": 24,
             "mesh": {"fsdp": fsdp},
             "model": {
                 "vocab_size": 61, "context": 64, "d_model": 128, "layers": 3, "heads": 2,
@@ -310,7 +313,7 @@ def test_layers_train_with_sparse_gradients(reference_kernels):
         state, dense = trainer.step(trainer.init(), *operands)
         sparse_state, sparse = trainer.step_with((1.0, "sparse", None))(trainer.init(), *operands)
     np.testing.assert_array_equal(sparse.overflow, 0)
-    for name in ("ce", "l1", "nnz", "grad_norm"):
+    for name in ("ce", "l1", "nnz", "grad_norm", *(["lasso"] if lasso_share else [])):
         np.testing.assert_allclose(getattr(sparse, name), getattr(dense, name), rtol=1e-2)
     # After one step Adam's first moment is the gradient, but for a factor.
     moments = (optax.tree.get(s.opt_state, "mu") for s in (sparse_state, state))

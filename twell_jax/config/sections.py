@@ -176,7 +176,8 @@ class Config(Section):
         ge=0,
         le=1,
         description="share of the L1 term that becomes a group lasso over windows of tokens, "
-        "which asks for neurons that fire for few windows; 1: all of it; XLA only",
+        "which asks for neurons that fire for few windows; 1: all of it; kernels compute it with "
+        "sparse gradients alone",
     )
     lasso_window: int = Field(
         256, gt=0, le=_MOST, description="consecutive tokens of a window of the lasso"
@@ -327,15 +328,17 @@ class Config(Section):
             )
 
     def _check_lasso(self) -> None:
-        wants_kernels = {
-            "model.ffn_implementation": self.model.ffn_implementation == "mosaic",
-            "model.ffn_gradients": self.model.ffn_gradients == "sparse",
-            "sparse_gradients_every": bool(self.sparse_gradients_every),
-        }
-        for key in [key for key, wants in wants_kernels.items() if wants]:
-            default = "0" if key == "sparse_gradients_every" else "null"
+        always_sparse = self.model.ffn_gradients == "sparse"
+        if self.model.ffn_implementation == "mosaic" and not always_sparse:
             raise ValueError(
-                f"lasso_share: the kernels compute no lasso; write {key}={default}, or "
+                "lasso_share: kernels compute the lasso with sparse gradients alone; write "
+                "model.ffn_implementation=null, or lasso_share=0"
+            )
+        if self.data.mask_documents and (always_sparse or self.sparse_gradients_every):
+            leave_out = "model.ffn_gradients=null" if always_sparse else "sparse_gradients_every=0"
+            raise ValueError(
+                "lasso_share: with data.mask_documents its windows end where documents do, for "
+                f"which kernels compute no lasso; write {leave_out}, data.mask_documents=false, or "
                 "lasso_share=0"
             )
 

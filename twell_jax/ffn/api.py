@@ -28,6 +28,7 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
+from twell_jax.ffn.union_lasso import Cells
 from twell_jax.ffn.xla import Biases
 
 _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
@@ -92,7 +93,8 @@ def sparse_ffn(
         kernels (docs/performance.md), and `FFNStats.overflow` is 1.
         `twell_jax.ffn.RESIDUALS` names what the forward keeps, for policies of `jax.checkpoint`.
       windows: `twell_jax.ffn.Windows` of consecutive tokens, for which `FFNStats.lasso` is wanted;
-        `[T]` or `[..., T]` are the leading axes of x. Dense XLA alone computes it.
+        `[T]` or `[..., T]` are the leading axes of x. Dense XLA computes it; kernels do with
+        gradients="sparse", unless there are documents.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One
@@ -141,13 +143,15 @@ def sparse_ffn(
         assert kernels is not None, why  # the rule would have been excluded
         if algorithm == "unions" and gradients == "sparse":
             act = rectifier(activation, threshold)
-            compute = mosaic.sparse_gradients(kernels, act, gradient_capacity)
+            cells = windows and Cells(x.shape[-2], windows.length)
+            compute = mosaic.sparse_gradients(kernels, act, gradient_capacity, cells)
         else:
             few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
             compute = mosaic.dense_gradients(
                 kernels, activation, threshold, algorithm, few_under_vmap
             )
-        y, stats = compute(x.reshape(-1, x.shape[-1]), weights)
+        offset = () if windows is None else (windows.offset,)
+        y, stats = compute(x.reshape(-1, x.shape[-1]), weights, *offset)
         return y.reshape(x.shape), stats
 
     return partition.left_to_xla(serve, x, weights, biases, windows)
@@ -274,9 +278,11 @@ def _select(
         unsupported = "the kernels take no Quantised w_down"
     elif is_quantised and x.shape[-1] % 128:
         unsupported = "the kernels take Quantised weights only with D a multiple of 128"
-    elif windows is not None:
-        unsupported = "the kernels compute no lasso over windows"
+    elif windows is not None and windows.documents is not None:
+        unsupported = "the kernels compute no lasso over windows of documents"
     here = max(1, tokens // partition.devices()[0])  # where they do not divide, XLA pads
+    if windows is not None and here % x.shape[-2]:
+        unsupported = unsupported or "a device would have parts of the windows of a sequence"
     case = Case(
         tokens=here,
         neurons=neurons,
@@ -285,6 +291,7 @@ def _select(
         expected_nnz=expected_nnz,
         unsupported=unsupported or partition.unsupported(tokens, neurons),
         has_live=weights.live is not None,
+        lasso=windows is not None,
         quantised=is_quantised,
     )
     return dispatch.select(case, request)

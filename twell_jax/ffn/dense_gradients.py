@@ -9,26 +9,36 @@ from jax import lax
 
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.weights import Weights, only_live
+from twell_jax.ffn.union_lasso import Grid, Slopes, sums_of_tokens
 
-_PARTS = 8  # `of_operands` takes this part of the tokens at a time
+_PARTS = 8  # what starts from the operands takes this part of the tokens at a time
 
 
 def of_operands(
-    act: Rectifier, x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
+    act: Rectifier,
+    x: jax.Array,
+    weights: Weights,
+    dy: jax.Array,
+    l1_grad: jax.Array,
+    slopes: Slopes | None,
 ) -> tuple[jax.Array, Weights]:
     """The gradients for x and the weights from the operands alone, in parts to save memory.
 
     Args: as of `unions.backward`.
     """
     m, d = x.shape
-    operands = [jnp.pad(a, ((0, -m % _PARTS), (0, 0))).reshape(_PARTS, -1, d) for a in (x, dy)]
+    operands = [_in_parts(a) for a in (x, dy)]
     sums = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
     dx = jnp.zeros_like(operands[0])
     # A loop would keep XLA from choosing this way without the host (docs/design/0011).
     for i in range(_PARTS):
         operands, sums, dx = lax.optimization_barrier((operands, sums, dx))
         x, dy = (a[i] for a in operands)
-        h, grads = hidden(act, x, weights, dy, l1_grad)
+        kept = hidden(act, x, weights)
+        tokens = i * len(x) + jnp.arange(len(x))
+        extra = None if slopes is None else slopes.of_tokens(kept[-1], tokens)
+        grads = for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad, extra)
+        h = kept[-1].astype(x.dtype)
         for n, factors in enumerate([*((grad, x) for grad in grads), (h, dy)]):
             # Without a barrier XLA may hold products of all weights at a time.
             (a, b), sums = lax.optimization_barrier((factors, sums))
@@ -38,10 +48,26 @@ def of_operands(
     return dx.reshape(-1, d)[:m], Weights.of(inner, down)
 
 
-def hidden(
-    act: Rectifier, x: jax.Array, weights: Weights, dy: jax.Array, l1_grad: jax.Array
-) -> tuple[jax.Array, list[jax.Array]]:
-    """h and the gradients for the products with `Weights.inner`, `[tokens, H]` each.
+def window_sums(act: Rectifier, x: jax.Array, weights: Weights, grid: Grid) -> jax.Array:
+    """The sums of squares of h over windows, float32 `[W, H]`, from the operands alone."""
+    parts, count = _in_parts(x), len(grid.sizes)
+    padding = -len(x) % _PARTS
+    windows = jnp.pad(grid.of_token, (0, padding), constant_values=count).reshape(_PARTS, -1)
+    sums = jnp.zeros((count, len(weights.down)), jnp.float32)
+    for i in range(_PARTS):
+        parts, sums = lax.optimization_barrier((parts, sums))
+        h = hidden(act, parts[i], weights)[-1].astype(x.dtype)
+        sums += sums_of_tokens(h, windows[i], count)
+    return sums
+
+
+def _in_parts(a: jax.Array) -> jax.Array:
+    """`[M, D]` as `[_PARTS, M / _PARTS, D]`, with zeros at the end."""
+    return jnp.pad(a, ((0, -len(a) % _PARTS), (0, 0))).reshape(_PARTS, -1, a.shape[1])
+
+
+def hidden(act: Rectifier, x: jax.Array, weights: Weights) -> list[jax.Array]:
+    """g, rounded, and h, not rounded, `[tokens, H]`; h alone, rounded, in the non-gated form.
 
     Args: as of `unions.backward`, for any of the tokens.
     """
@@ -52,24 +78,28 @@ def hidden(
         x, products = lax.optimization_barrier((x, [*products, jnp.dot(x, w.T)]))
     z, *up = (a.astype(jnp.float32) for a in products)
     gate = act.gate(z, x.dtype).astype(x.dtype)
-    kept = [only_live(a, weights.live) for a in (gate, *(gate * act.linear(u) for u in up))]
-    grads = for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad)
-    return kept[-1].astype(x.dtype), grads
+    return [only_live(a, weights.live) for a in (gate, *(gate * act.linear(u) for u in up))]
 
 
 def for_inner(
-    act: Rectifier, kept: Sequence[jax.Array], dh: jax.Array, l1_grad: jax.Array
+    act: Rectifier,
+    kept: Sequence[jax.Array],
+    dh: jax.Array,
+    l1_grad: jax.Array,
+    extra: jax.Array | None = None,
 ) -> list[jax.Array]:
     """The gradients for the products with `Weights.inner`; all arrays are of one shape.
 
     Args:
       act: the activation.
       kept: g and h, or h alone in the non-gated form.
-      dh: the gradient for h, without the part from the L1 term.
+      dh: the gradient for h, without what penalties add.
       l1_grad: float32 [], the gradient for the sum of |h|.
+      extra: what the gradient for h has besides.
     """
     *gate, h = (a.astype(jnp.float32) for a in kept)
-    grads = act.gradients(dh.astype(jnp.float32), gate[0] if gate else None, h, l1_grad)
+    total = dh.astype(jnp.float32) + (0 if extra is None else extra)
+    grads = act.gradients(total, gate[0] if gate else None, h, l1_grad)
     return [grad.astype(dh.dtype) for grad in grads]
 
 

@@ -49,6 +49,7 @@ class Case:
       expected_nnz: mean non-zeros per token; None if unknown.
       unsupported: why kernels cannot serve these inputs here; None if they can.
       has_live: whether neurons from a number on the device on never fire.
+      lasso: whether `FFNStats.lasso` is wanted.
       quantised: whether w_gate or w_up is `Quantised`.
     """
 
@@ -59,6 +60,7 @@ class Case:
     expected_nnz: float | None = None
     unsupported: str | None = None
     has_live: bool = False
+    lasso: bool = False
     quantised: bool = False
 
 
@@ -104,23 +106,26 @@ class Request:
 @dataclass(frozen=True)
 class Offer:
     """The implementation that an algorithm belongs to, the packings and gradients that it serves,
-    and whether it serves a number of live neurons."""
+    whether it serves a number of live neurons, and the gradients with which it has the lasso."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
     gradients: tuple[Gradients, ...]
     live: bool = True
+    lasso: tuple[Gradients | None, ...] = ()
 
 
 OFFERS: dict[Algorithm, Offer] = {
-    "dense": Offer("xla", (None,), ("dense",)),
+    "dense": Offer("xla", (None,), ("dense",), lasso=(None, "dense")),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
     "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
     "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
-    "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse")),
+    # What the lasso is made of is kept for sparse gradients alone.
+    "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse"), lasso=("sparse",)),
 }
 
 
+_NO_LASSO = "kernels compute the lasso with gradients='sparse' alone"
 _ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
 _NO_GRADIENTS = "Quantised weights have no gradients: leave gradients out"
 
@@ -164,6 +169,8 @@ class Rule:
             return f"not measured with {unknown}"
         if case.quantised and request.gradients == "sparse":
             return _NO_GRADIENTS
+        if case.lasso and request.gradients not in offer.lasso:
+            return _NO_LASSO
         if case.has_live and not offer.live:
             return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
@@ -247,7 +254,7 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    refusals = _NO_GRADIENTS, _ALL_NEURONS
+    refusals = _NO_GRADIENTS, _NO_LASSO, _ALL_NEURONS
     refused = next((why for _, why in passed_over if why in refusals), None)
     raise CannotServe(f"{request.wants_kernels} cannot serve: {case.unsupported or refused}")
 

@@ -71,7 +71,16 @@ def tile_lasso(h: jax.Array, windows: Windows) -> jax.Array:
     member = member.astype(jnp.float32)
     sums = jnp.einsum("...kt,...th->...kh", member, squares, precision="highest")
     sizes = jnp.sum(member, axis=-1)
+    return of_sums(sums, sizes) / jnp.maximum(jnp.sum(sizes), 1.0)
+
+
+def of_sums(sums: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The lasso of windows, times the number of tokens, float32 [].
+
+    Args:
+      sums: float32 `[..., W, H]`, each neuron's sum of squares over each window.
+      sizes: float32 `[..., W]`, the tokens of each window.
+    """
     fires = sums > 0
     norms = jnp.where(fires, jnp.sqrt(jnp.where(fires, sums, 1.0)), 0.0)
-    total = jnp.sum(jnp.sqrt(sizes)[..., None] * norms)
-    return total / jnp.maximum(jnp.sum(sizes), 1.0)
+    return jnp.sum(jnp.sqrt(sizes)[..., None] * norms)

@@ -23,17 +23,25 @@ from twell_jax.ffn import few_tokens, partition, twell, unions, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
+from twell_jax.ffn.union_lasso import Cells, Grid
 
 RESIDUALS = "sparse_ffn"  # the residuals' name, for policies of `jax.checkpoint`
 
 FORWARD = {"few_tokens": few_tokens.forward, "twell": twell.forward, "unions": unions.forward}
 
-type Block = Callable[[jax.Array, Weights], tuple[jax.Array, FFNStats]]
+type Block = Callable[..., tuple[jax.Array, FFNStats]]
 
-# The fields are y, nnz, l1, fired, tiles, union and listed.
-_OUTPUT = Output._make(
-    (Share.TOKENS, Share.TOKENS, Share.SUM, Share.FIRED, Share.NEURONS, Share.MEAN, Share.MEAN)
-)
+_SHARES = {
+    "y": Share.TOKENS,
+    "nnz": Share.TOKENS,
+    "l1": Share.SUM,
+    "fired": Share.FIRED,
+    "tiles": Share.NEURONS,
+    "union": Share.MEAN,
+    "listed": Share.MEAN,
+    "lasso": Share.SUM,
+}
+_OUTPUT = Output._make(_SHARES[name] for name in Output._fields)
 _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 
@@ -75,36 +83,46 @@ def dense_gradients(
 
 
 @functools.cache
-def sparse_gradients(kernels: Kernels, act: Rectifier, capacity: float) -> Block:
+def sparse_gradients(
+    kernels: Kernels, act: Rectifier, capacity: float, cells: Cells | None = None
+) -> Block:
     """`f(x, weights) -> y, stats` on unions for `x: [M, D]`, with sparse gradients.
 
     If the pattern exceeds `capacity`, or is crowded (`unions.is_crowded`), the gradients are
     computed densely. Forward-mode differentiation is not supported.
+
+    With cells, it is `f(x, weights, offset)`, and the statistics have the lasso over the windows
+    with this offset, int32 []. Each device must have whole sequences.
     """
-    operands_and_gradients = (Share.OWN, *_OPERANDS, Share.TOKENS, Share.MEAN)
+    the_same = () if cells is None else (Share.MEAN,)  # offset and gradient, on all devices
     forward_on_device = _on_devices(
-        functools.partial(_forward_for_gradients, kernels, act, capacity),
-        _OPERANDS,
+        functools.partial(_forward_for_gradients, kernels, act, capacity, cells),
+        (*_OPERANDS, *the_same),
         (_OUTPUT, Share.MEAN, Share.OWN),
     )
     backward_on_device = _on_devices(
         functools.partial(unions.backward, kernels, act, capacity=capacity),
-        operands_and_gradients,
+        (Share.OWN, *_OPERANDS, Share.TOKENS, Share.MEAN, *the_same),
         _OPERANDS,
     )
 
-    def forward(x, weights):
-        output, overflow, residuals = forward_on_device(x, _by_device(weights))
+    def forward(x, weights, *offset):
+        output, overflow, residuals = forward_on_device(x, _by_device(weights), *offset)
         # x too: a policy that keeps what matmuls make would compute it again, for this block alone.
         kept = jax.tree.map(lambda a: checkpoint_name(a, RESIDUALS), (residuals, x))
         return output.with_stats(overflow), (*kept, weights)
 
     def backward(kept, cotangent):
         (residuals, x, weights), (dy, stats) = kept, cotangent
-        l1_grad = stats.l1 / dy.shape[0]  # l1 is a mean over tokens
-        return backward_on_device(residuals, x, _by_device(weights), dy, l1_grad)
+        # Both are means over tokens.
+        penalties = [a / dy.shape[0] for a in (stats.l1, stats.lasso) if a is not None]
+        grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
+        return (*grads, *(None for _ in the_same))
 
-    compute = jax.custom_vjp(_forward(kernels, act, "unions"))
+    without_gradients = _forward(kernels, act, "unions")
+    compute = jax.custom_vjp(
+        without_gradients if cells is None else lambda *operands: forward(*operands)[0]
+    )
     compute.defvjp(forward, backward)
     return compute
 
@@ -124,8 +142,11 @@ def _by_device(weights: Weights) -> Weights:
     return weights.live_in_parts(devices)
 
 
-def _forward_for_gradients(kernels, act, capacity, x, weights):
-    output, residuals = unions.forward_with_residuals(kernels, act, x, weights, capacity=capacity)
+def _forward_for_gradients(kernels, act, capacity, cells, x, weights, *offset):
+    grid = Grid.of(cells, *offset, len(x)) if offset else None
+    output, residuals = unions.forward_with_residuals(
+        kernels, act, x, weights, grid, capacity=capacity
+    )
     overflow = residuals.way[0] == unions.Way.AGAIN
     return output, overflow.astype(jnp.float32), residuals
 

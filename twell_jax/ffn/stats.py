@@ -76,6 +76,7 @@ class Output(NamedTuple):
       fired: bool `[H]`, whether a neuron was non-zero for any token.
       tiles: int32 `[H]`, see `FFNStats`.
       union, listed: float32 [], likewise.
+      lasso: float32 [], `lasso.of_sums`; None if it is not wanted.
     """
 
     y: jax.Array
@@ -85,6 +86,7 @@ class Output(NamedTuple):
     tiles: jax.Array
     union: jax.Array | float = NOT_MEASURED
     listed: jax.Array | float = NOT_MEASURED
+    lasso: jax.Array | None = None
 
     def with_stats(self, overflow: jax.Array | float = 0.0) -> tuple[jax.Array, FFNStats]:
         """y and the `FFNStats` over all tokens."""
@@ -97,6 +99,7 @@ class Output(NamedTuple):
             union=jnp.asarray(self.union, jnp.float32),
             listed=jnp.asarray(self.listed, jnp.float32),
             tiles=self.tiles,
+            lasso=None if self.lasso is None else self.lasso / self.nnz.size,
         )
 
 

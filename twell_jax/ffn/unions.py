@@ -28,8 +28,9 @@ from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
 from pallas_kernels.layouts.weights import Weights
-from twell_jax.ffn import dense_gradients
+from twell_jax.ffn import dense_gradients, union_lasso
 from twell_jax.ffn.stats import Output
+from twell_jax.ffn.union_lasso import Grid, WindowSums
 
 
 class Way(enum.IntEnum):
@@ -55,6 +56,7 @@ class Residuals:
       heavy: int32 `[256]`, or `[M]` if M is less, the tokens outside the unions, padded with M.
       heavy_hidden: `[2, 256, H]`, their gates and h, or `[1, 256, H]`, h alone, in the non-gated
         form; rows of the padding are unspecified.
+      windows: what the gradient of the lasso follows from, complete for every way; None without.
     """
 
     way: jax.Array
@@ -63,6 +65,7 @@ class Residuals:
     lists: NeuronLists
     heavy: jax.Array
     heavy_hidden: jax.Array
+    windows: WindowSums | None = None
 
 
 def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
@@ -72,7 +75,13 @@ def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) ->
 
 
 def forward_with_residuals(
-    kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, capacity: float
+    kernels: Kernels,
+    act: Rectifier,
+    x: jax.Array,
+    weights: Weights,
+    grid: Grid | None = None,
+    *,
+    capacity: float,
 ) -> tuple[Output, Residuals]:
     """The block for `x: [M, D]`, and what `backward` needs.
 
@@ -81,6 +90,7 @@ def forward_with_residuals(
       act: the activation.
       x: `[M, D]`.
       weights: `[H, D]` each.
+      grid: the windows over which the lasso is wanted; None: it is not.
       capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
         densely.
     """
@@ -98,7 +108,28 @@ def forward_with_residuals(
     # into the array of all layers. y passes it too, to be complete before a backward takes memory.
     residuals = Residuals(way, hidden, plan, lists, rows, heavy_hidden)
     y, residuals = in_place.barrier((output.y, residuals))
-    return output._replace(y=y), residuals
+    output = output._replace(y=y)
+    if grid is None:
+        return output, residuals
+    windows = _window_sums(act, residuals, x, weights, grid)
+    return output._replace(lasso=windows.total()), replace(residuals, windows=windows)
+
+
+def _window_sums(act, residuals, x, weights, grid):
+    """The `WindowSums` of all h, also where not all of it was kept."""
+
+    def of_kept(x, weights):
+        heavy = residuals.heavy
+        windows = grid.of_token.at[heavy].get(mode="fill", fill_value=len(grid.sizes))
+        kept = residuals.heavy_hidden[-1, : heavy.size]
+        of_heavy = union_lasso.sums_of_tokens(kept, windows, len(grid.sizes))
+        return union_lasso.sums_of_unions(residuals.hidden, residuals.plan, grid) + of_heavy
+
+    def again(x, weights):
+        return dense_gradients.window_sums(act, x, weights, grid)
+
+    squares = lax.cond(residuals.way[0] == Way.AGAIN, again, of_kept, x, weights)
+    return WindowSums(squares, grid)
 
 
 def _forward(
@@ -182,6 +213,7 @@ def backward(
     weights: Weights,
     dy: jax.Array,
     l1_grad: jax.Array,
+    lasso_grad: jax.Array | None = None,
     *,
     capacity: float,
 ) -> tuple[jax.Array, Weights]:
@@ -195,8 +227,13 @@ def backward(
       weights: `[H, D]` each.
       dy: `[M, D]`, the gradient for y.
       l1_grad: float32 [], the gradient for the sum of |h|.
+      lasso_grad: float32 [], the gradient for the lasso times the number of tokens, if the forward
+        had a grid.
       capacity: that of the forward.
     """
+    slopes = None
+    if residuals.windows is not None and lasso_grad is not None:
+        slopes = residuals.windows.slopes(lasso_grad)
     ways: list[Callable] = [functools.partial(_sparse_backward, kernels)]
     if _may_be_crowded(capacity):
         ways.append(_dense_backward)
@@ -204,20 +241,22 @@ def backward(
         functools.partial(dense_gradients.of_operands, act),
         *(functools.partial(way, act, residuals, heavy) for way in ways for heavy in (False, True)),
     ]
-    return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad)
+    return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad, slopes)
 
 
-def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad):
+def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
     m, plan, lists = x.shape[0], residuals.plan, residuals.lists
+    penalties = l1_grad, slopes
     if has_heavy:
-        *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad)
+        *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, *penalties)
         heavy = h_heavy, *grads_heavy
         dx_heavy = dense_gradients.for_x(grads_heavy, weights)
         # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
         dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
+    extra = slopes and slopes.of_unions(residuals.hidden, plan)
     h_ref = in_place.mutable(residuals.hidden)
-    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act)
+    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act, extra)
     dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, m)
     if has_heavy:
         dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
@@ -234,11 +273,11 @@ def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad
     return dx, Weights.of(inner, down)
 
 
-def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad):
+def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
     heavy = []  # the factors of what heavy tokens add, for each weight
     if has_heavy:
         x_heavy, dy_heavy, h_heavy, grads_heavy = _of_heavy_tokens(
-            act, residuals, x, weights, dy, l1_grad
+            act, residuals, x, weights, dy, l1_grad, slopes
         )
         dx_heavy = dense_gradients.for_x(grads_heavy, weights)
         heavy = [(h_heavy, dy_heavy), *((grad, x_heavy) for grad in grads_heavy)]
@@ -256,7 +295,8 @@ def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad):
     # h is read once more below, rather than held in this form while the gradients need memory.
     down, dy, blocks = in_place.barrier((down, dy, residuals.hidden))
     kept = tile_union.to_dense(blocks, residuals.plan, len(x))
-    grads = dense_gradients.for_inner(act, kept, jnp.dot(weights.down, dy.T), l1_grad)
+    extra = slopes and slopes.of_neurons(kept[-1])
+    grads = dense_gradients.for_inner(act, kept, jnp.dot(weights.down, dy.T), l1_grad, extra)
     inner = [d_weight(n, grad, x) for n, grad in enumerate(grads, start=1)]
     dx = dense_gradients.for_x([grad.T for grad in grads], weights)
     if has_heavy:
@@ -264,13 +304,15 @@ def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad):
     return dx, Weights.of(inner, down)
 
 
-def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad):
+def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad, slopes):
     """x and dy of the tokens outside the unions, their h, and its gradients as in `for_inner`.
 
     All are zero for the padding.
     """
-    is_heavy = (residuals.heavy < len(x))[:, None]
-    x, dy = (a.at[residuals.heavy].get(mode="fill", fill_value=0) for a in (x, dy))
-    kept = jnp.where(is_heavy, residuals.heavy_hidden[:, : residuals.heavy.size], 0)
-    grads = dense_gradients.for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad)
+    heavy = residuals.heavy
+    is_heavy = (heavy < len(x))[:, None]
+    x, dy = (a.at[heavy].get(mode="fill", fill_value=0) for a in (x, dy))
+    kept = jnp.where(is_heavy, residuals.heavy_hidden[:, : heavy.size], 0)
+    extra = slopes and slopes.of_tokens(kept[-1], heavy)
+    grads = dense_gradients.for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad, extra)
     return x, dy, kept[-1], grads

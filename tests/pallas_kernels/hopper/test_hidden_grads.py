@@ -67,12 +67,25 @@ def run(grads, down, dy, w_down, hidden, plan, lists, weights):
     return run(dy, w_down, hidden, plan, lists, weights)
 
 
-def dense_grads(dense, dy, w_down, act=RELU):
+def draw_extra(plan, m, dtype):
+    """What the gradient for h has besides: in blocks, 0 outside the unions, and `[M, H]`."""
+    tile, neurons, in_union = jax.device_get(jax.jit(tile_union.Plan.item_neurons)(plan))
+    tiles, h = plan.neurons.shape
+    dense = seeds.rng().standard_normal((tiles, TILE_TOKENS, h)).astype(dtype)
+    blocks = [
+        np.where(is_in[:, None], dense[t[0] % tiles, :, n % h], 0).astype(dtype)
+        for t, n, is_in in zip(tile, neurons, in_union, strict=True)
+    ]
+    return jnp.stack(blocks), dense.reshape(-1, h)[:m].astype(np.float64)
+
+
+def dense_grads(dense, dy, w_down, act=RELU, extra=0.0):
     """h, dz and, in the gated form, du, each `[M, H]`."""
     gate, *up = dense
     linear = linear_of(act, up[0]) if up else 1
     h = gate * linear
     dh = np.asarray(dy, np.float64) @ np.asarray(w_down, np.float64).T + L1_GRAD * np.sign(h)
+    dh += extra
     slope = 2 * gate**0.5 if act.squared else gate != 0
     passes = (up[0] > 0) | (not act.both) if up else 1
     return h, dh * linear * slope, *(dh * gate * passes for _ in up)
@@ -82,9 +95,9 @@ def assert_close(out, ref):
     assert relative_error(out, ref) <= 3 * ROUNDING  # of a factor of h, of its gradient, of dx
 
 
-def assert_matches(out, dense, dy, w_down, _, plan, lists, weights):
+def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, extra=0.0):
     entries, dx = out
-    grads = dense_grads(dense, dy, w_down)
+    grads = dense_grads(dense, dy, w_down, extra=extra)
     assert_grad_of_x(dx, grads, dy, weights)
     slots = np.asarray(slots_of(lists, np.arange(len(dy))))
     lists, entries = jax.device_get((lists, entries))
@@ -109,35 +122,51 @@ def test_reference(case, gated):
     assert_matches(out, dense, *operands)
 
 
+def test_reference_with_an_extra_gradient():
+    (dy, w_down, hidden, plan, *rest), dense = draw(*CASES[1], True, jnp.bfloat16)
+    blocks, extra = draw_extra(plan, len(dy), dy.dtype)
+    operands = dy, w_down, hidden, plan, *rest
+    grads = functools.partial(REFERENCE.hidden_grads, extra=blocks)
+    out = run(grads, REFERENCE.union_down, *operands)
+    assert_matches(out, dense, *operands, extra=extra)
+
+
 @pytest.mark.parametrize(
-    ("case", "gated", "act", "down"),  # test_union_ffn.py: union_down with a single weight
-    [
-        (CASES[1], True, EVERYTHING, union_down),
-        (CASES[3], False, SQUARED, REFERENCE.union_down),
+    ("case", "gated", "act", "down", "with_extra"),
+    [  # test_union_ffn.py: union_down with a single weight
+        (CASES[1], True, EVERYTHING, union_down, False),
+        (CASES[1], True, RELU, REFERENCE.union_down, True),
+        (CASES[3], False, SQUARED, REFERENCE.union_down, False),
+        (CASES[1], False, RELU, REFERENCE.union_down, True),
     ],
 )
-def test_interpreted_but_for_the_lists(case, gated, act, down, interpreted, monkeypatch):
+def test_interpreted_but_for_the_lists(
+    case, gated, act, down, with_extra, interpreted, monkeypatch
+):
     monkeypatch.setattr(module, "_load_neurons", lambda ref: ref[...])
     monkeypatch.setattr(module, "_load_list_words", lambda *_: None)
     monkeypatch.setattr(module, "_scatter", lambda *_: None)
     monkeypatch.setattr(module, "sm_count", lambda: 2)
     operands, dense = draw(*case, gated, jnp.bfloat16, act)
-    dy, w_down, *_, weights = operands
+    dy, w_down, _, plan, *_, weights = operands
+    blocks, extra = draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
+    grads = functools.partial(hidden_grads, rectifier=act, extra=blocks)
     with interpreted():
-        entries, dx = run(functools.partial(hidden_grads, rectifier=act), down, *operands)
-    assert_grad_of_x(dx, dense_grads(dense, dy, w_down, act), dy, weights)
+        entries, dx = run(grads, down, *operands)
+    assert_grad_of_x(dx, dense_grads(dense, dy, w_down, act, extra), dy, weights)
     assert not any(np.any(entry[:GROUP_NEURONS]) for entry in jax.device_get(entries))
 
 
 @pytest.mark.parametrize(
-    ("shape", "gated", "dtype", "act"),
+    ("shape", "gated", "dtype", "act", "with_extra"),
     [
-        ((1, 128, 128), True, jnp.float16, EVERYTHING),
-        ((1001, 2048, 5632), False, jnp.float16, SQUARED),
-        ((65, 8192, 65536), True, jnp.bfloat16, RELU),
+        ((1, 128, 128), True, jnp.float16, EVERYTHING, False),
+        ((1001, 2048, 5632), False, jnp.float16, SQUARED, True),
+        ((65, 8192, 65536), True, jnp.bfloat16, RELU, False),
+        ((65, 8192, 65536), True, jnp.bfloat16, EVERYTHING, True),
     ],
 )
-def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
+def test_lowers_without_a_gpu(lower, shape, gated, dtype, act, with_extra):
     m, d, h = shape
     tiles, capacity = -(-m // TILE_TOKENS), 6400
     w, x = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m, d), dtype)
@@ -146,7 +175,9 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     lists = [(capacity,), (h // 64,), (h // 64,), (h // 64, 8 * tiles, 2), (h // 64,)]
     hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TILE_TOKENS), dtype)
     plan, lists = tile_union.Plan(*map(ints, plan)), NeuronLists(*map(ints, lists))
-    call = functools.partial(run, functools.partial(hidden_grads, rectifier=act), union_down)
+    extra = jnp.zeros((7, 128, TILE_TOKENS), dtype) if with_extra else None
+    grads = functools.partial(hidden_grads, rectifier=act, extra=extra)
+    call = functools.partial(run, grads, union_down)
     text = lower(call, x, w, hidden, plan, lists, (w, w) if gated else (w,))
     assert text.count("@mosaic_gpu") == 3
 
@@ -158,6 +189,18 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
 def test_on_the_gpu(case, gated, dtype):
     operands, dense = draw(*case, gated, dtype)
     assert_matches(run(hidden_grads, union_down, *operands), dense, *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", [*CASES, (1001, 2048, 5632, 0.003)])
+def test_with_an_extra_gradient_on_the_gpu(case, gated, dtype):
+    operands, dense = draw(*case, gated, dtype)
+    dy, _, _, plan, *_ = operands
+    blocks, extra = draw_extra(plan, len(dy), dtype)
+    out = run(functools.partial(hidden_grads, extra=blocks), union_down, *operands)
+    assert_matches(out, dense, *operands, extra=extra)
 
 
 CAPACITY = 100
@@ -214,5 +257,7 @@ def test_bad_operands_are_named():
         call(jax.new_ref(hidden[:, :64]), l1_grad)
     with pytest.raises(ValueError, match=r"l1_grad must be float32 \[1\].*\[2\]"):
         call(jax.new_ref(hidden), np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match=r"extra must be bfloat16 \[1, 128, 256\].*\[1, 64, 256\]"):
+        call(jax.new_ref(hidden), l1_grad, extra=hidden[:, :64])
     with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 128\].*\[1, 128\]"):
         hidden_grads(np.tile(dy, (300, 1)), w_down, jax.new_ref(hidden), l1_grad, plan, lists)

@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from tests import seeds
-from twell_jax import CannotServe, SparseMLP, explain, sparse_ffn
+from twell_jax import SparseMLP, sparse_ffn
 from twell_jax.ffn import Windows
 from twell_jax.ffn.lasso import tile_lasso
 
@@ -116,14 +116,6 @@ def test_it_is_a_statistic_of_the_block_with_gradients_for_its_weights(gated):
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, expected
     )
     assert sparse_ffn(x, *weights)[1].lasso is None
-
-
-def test_kernels_do_not_serve_it(reference_kernels):
-    x, w = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
-    windows = Windows(jnp.int32(0))
-    with pytest.raises(CannotServe, match="the kernels compute no lasso over windows"):
-        sparse_ffn(x, w, w, w, implementation="mosaic", windows=windows)
-    assert "dense, by xla" in explain(x, w, w, w, windows=windows)
 
 
 def test_a_module_takes_windows():

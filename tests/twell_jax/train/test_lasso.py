@@ -87,12 +87,25 @@ def norm_of(tree):
     ("model", "changes", "key"),
     [
         ({"ffn_implementation": "mosaic"}, {}, "model.ffn_implementation=null"),
-        ({"ffn_gradients": "sparse"}, {}, "model.ffn_gradients=null"),
-        ({}, {"sparse_gradients_every": 5}, "sparse_gradients_every=0"),
+        (
+            {"ffn_implementation": "mosaic"},
+            {"sparse_gradients_every": 5},
+            "model.ffn_implementation=null",
+        ),
+        (
+            {"ffn_gradients": "sparse"},
+            {"data": {"mask_documents": True}},
+            "model.ffn_gradients=null, data.mask_documents=false",
+        ),
+        (
+            {},
+            {"sparse_gradients_every": 5, "data": {"mask_documents": True}},
+            "sparse_gradients_every=0, data.mask_documents=false",
+        ),
     ],
 )
-def test_a_run_that_asks_for_kernels_with_it_is_told(model, changes, key):
+def test_a_run_that_asks_for_more_kernels_than_have_it_is_told(model, changes, key):
     model = settings().model.model_dump() | model
     settings(model=model, **changes)
-    with pytest.raises(ConfigError, match=f"^lasso_share: the kernels .*; write {key}, or lasso_"):
+    with pytest.raises(ConfigError, match=f"^lasso_share: .*kernels .*; write {key}, or lasso_"):
         settings(model=model, lasso_share=0.1, **changes)

@@ -1,0 +1,41 @@
+"""Windows by number, and the pieces of row tiles, for any offset of the grid."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twell_jax.ffn.union_lasso import Cells, Grid
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def grid_and_pieces(cells, offset, m):
+    grid = Grid.of(cells, offset, m)
+    return grid, grid.pieces()
+
+
+@given(
+    sequence=st.sampled_from([1, 3, 100, 256, 700]),
+    length=st.sampled_from([1, 32, 256, 1000]),
+    count=st.sampled_from([1, 4]),
+    data=st.data(),
+)
+def test_a_window_is_a_run_of_a_sequence_between_lines_of_the_grid(sequence, length, count, data):
+    offset, cells = data.draw(st.integers(0, length - 1)), Cells(sequence, length)
+    m = count * sequence
+    grid, (piece, windows) = jax.device_get(grid_and_pieces(cells, jnp.int32(offset), m))
+    token = np.arange(m)
+    begins = (token % sequence == 0) | ((token % sequence + offset) % length == 0)
+    runs = np.cumsum(begins)
+    changes = np.diff(grid.of_token, prepend=-1) > 0
+    np.testing.assert_array_equal(changes, begins)  # one window after the other, none twice
+    sizes = np.bincount(grid.of_token, minlength=len(grid.sizes))
+    np.testing.assert_array_equal(grid.sizes, sizes)
+    assert np.count_nonzero(grid.sizes) == runs[-1]
+    # Each token finds its window by its piece, and the rest of the last tile none.
+    found = np.take_along_axis(windows, piece, axis=1).reshape(-1)
+    np.testing.assert_array_equal(found[:m], grid.of_token)
+    assert (found[m:] == len(grid.sizes)).all()
