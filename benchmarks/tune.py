@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
-from pallas_kernels.hopper.frames.gate_matmul import GateConfig
+from pallas_kernels.hopper.frames.matmul import Schedule
 from pallas_kernels.hopper.fused_ffn import FusedFFNConfig, fused_ffn
 from pallas_kernels.hopper.gate_pack import gate_pack
 from twell_jax.analysis import timing
 
 M, NNZ, DTYPE = 16384, 29, jnp.bfloat16
 SHAPES = [(512, 1408), (768, 3072), (1024, 2816), (1024, 5632), (2048, 5632), (4096, 11008)]
-GATE_CONFIGS = [GateConfig(grid_tile_width=width) for width in (4, 8, 16, 32)]
+GATE_CONFIGS = [Schedule(grid_tile_width=width) for width in (4, 8, 16, 32)]
 FUSED_CONFIGS = [
     FusedFFNConfig(loads=loads, rows=rows) for loads in (4, 8) for rows in (2, 4, 6, 8)
 ]

@@ -35,6 +35,7 @@ class Kernels(NamedTuple):
       few_tokens_ffn: the whole block for up to 64 tokens -> y, nnz `[M]`, l1 `[M]`, fired `[H]`.
       gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
       fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
+      dense_block: the whole block, densely, for a prompt -> y, h.
       dense_rows: sets the listed rows of y to those of the dense block -> l1, fired, and what a
         backward needs of them.
       round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
@@ -63,6 +64,7 @@ class Kernels(NamedTuple):
     few_tokens_ffn: Callable[[jax.Array, Weights, Rectifier], Arrays]
     gate_pack: Callable[..., jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
+    dense_block: Callable[..., tuple[jax.Array, jax.Array]]
     dense_rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
     round_tokens: Callable[[jax.Array], Quantised]
     gate_union: Callable[..., Arrays]
@@ -88,6 +90,7 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         few_tokens_ffn=folder.few_tokens.few_tokens_ffn,
         gate_pack=folder.gate_pack.gate_pack,
         fused_ffn=folder.fused_ffn.fused_ffn,
+        dense_block=folder.dense_block.dense_block,
         dense_rows=folder.dense_rows.dense_rows,
         round_tokens=folder.round_tokens.round_tokens,
         gate_union=folder.gate_union.gate_union,

@@ -5,6 +5,7 @@
 
 from pallas_kernels.hopper import (
     decode_attention,
+    dense_block,
     dense_rows,
     few_tokens,
     fused_ffn,
@@ -24,6 +25,7 @@ from pallas_kernels.hopper import (
 
 __all__ = [
     "decode_attention",
+    "dense_block",
     "dense_rows",
     "few_tokens",
     "fused_ffn",

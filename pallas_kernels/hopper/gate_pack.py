@@ -1,6 +1,6 @@
 """Gate matmul with a TwELL epilogue: `act(x @ w_gate^T)` leaves the registers packed.
 
-The dense gate never reaches memory: the consumers of `gate_matmul` pack their 64 x 256 accumulators
+The dense gate never reaches memory: the consumers of `matmul` pack their 64 x 256 accumulators
 lane by lane (`pack_relu`) and send them out by TMA.
 """
 
@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import pack_relu
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS
-from pallas_kernels.hopper.frames import gate_matmul
-from pallas_kernels.hopper.frames.gate_matmul import GateConfig
+from pallas_kernels.hopper.frames import matmul
+from pallas_kernels.hopper.frames.matmul import Schedule
 from pallas_kernels.layouts import quantised, twell
 from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
@@ -23,7 +23,7 @@ from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 _WORDS = twell.TILE // twell.COMPRESSION
 
 _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchmarks/tune.py
-    (512, 1408): GateConfig(grid_tile_width=4),
+    (512, 1408): Schedule(grid_tile_width=4),
 }
 
 
@@ -33,7 +33,7 @@ def gate_pack(
     rectifier: Rectifier = RELU,
     *,
     dtype: jax.typing.DTypeLike | None = None,
-    config: GateConfig | None = None,
+    config: Schedule | None = None,
 ) -> jax.Array:
     """Computes `g = act(x @ w_gate^T)` in TwELL (arXiv 2603.23198); `twell` defines the format.
 
@@ -59,9 +59,9 @@ def gate_pack(
     m, (h, d) = x.shape[0], w_gate.shape
     tiles = pl.cdiv(h, twell.TILE)
     tokens, weight, scales = quantised.unscaled(x, w_gate)
-    packed = gate_matmul.gate_matmul(
+    packed = matmul.matmul(
         tokens,
-        weight,
+        (weight,),
         functools.partial(_pack, h=h, dtype=dtype, rectifier=rectifier),
         out_type=jax.ShapeDtypeStruct((m, tiles * _WORDS), jnp.uint32),
         scratch_types=dict(
@@ -69,7 +69,7 @@ def gate_pack(
                 (CONSUMERS, ACC_ROWS, _WORDS), jnp.uint32, transforms=pack_relu.PACKED_TRANSFORMS
             )
         ),
-        config=config or _TUNED.get((d, h), GateConfig()),
+        schedule=config or _TUNED.get((d, h), Schedule()),
         scales=scales,
     )
     return packed.reshape(m, tiles, _WORDS)

@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import union_relu
 from pallas_kernels.hopper.device.tiles import CONSUMERS
-from pallas_kernels.hopper.frames import gate_matmul
-from pallas_kernels.hopper.frames.gate_matmul import GateConfig
+from pallas_kernels.hopper.frames import matmul
+from pallas_kernels.hopper.frames.matmul import Schedule
 from pallas_kernels.layouts import quantised, tile_union
 from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
@@ -24,7 +24,7 @@ from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 
 # With a width of 8, a quarter of the SMs would get the first tokens of all sequences, which fire
 # most (docs/design/0003-gate-matmuls.md).
-_CONFIG = GateConfig(grid_tile_width=7)
+_SCHEDULE = Schedule(grid_tile_width=7)
 
 
 def gate_union(
@@ -63,9 +63,9 @@ def gate_union(
     m, h = x.shape[0], w_gate.shape[0]
     tokens, weight, scales = quantised.unscaled(x, w_gate)
     tiles = pl.cdiv(m, TILE_TOKENS)
-    return gate_matmul.gate_matmul(
+    return matmul.matmul(
         weight,
-        tokens,
+        (tokens,),
         functools.partial(_write_union, rectifier),
         out_type=(
             jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype),
@@ -75,7 +75,7 @@ def gate_union(
         scratch_types=dict(
             words=plgpu.SMEM((CONSUMERS, union_relu.UNION_WORDS), jnp.uint32),
         ),
-        config=_CONFIG,
+        schedule=_SCHEDULE,
         rows=live,
         leave_out=_write_none,
         scales=scales and scales[::-1],

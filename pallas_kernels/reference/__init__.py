@@ -6,6 +6,7 @@ themselves (`kernels.REFERENCE`), with which tests run everything around the ker
 
 from pallas_kernels.reference import (
     decode_attention,
+    dense_block,
     dense_rows,
     few_tokens,
     fused_ffn,
@@ -25,6 +26,7 @@ from pallas_kernels.reference import (
 
 __all__ = [
     "decode_attention",
+    "dense_block",
     "dense_rows",
     "few_tokens",
     "fused_ffn",

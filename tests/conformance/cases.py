@@ -22,6 +22,7 @@ BACK_ENDS = [
 ]
 ALGORITHMS = {  # how a caller asks for it, and some tokens that it serves
     "few_tokens": ({"implementation": "mosaic"}, 5),
+    "dense_block": ({"implementation": "mosaic"}, 130),
     "twell": ({"packing": "twell"}, 100),
     "unions": ({"packing": "unions"}, 700),
 }

@@ -80,7 +80,10 @@ def test_sparse_half_and_dense_rows(back_end, algorithm, last_feature, gated):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("algorithm", "m"),
-    [("few_tokens", 1), ("few_tokens", 33), *((a, m) for a in PACKED for m in (65, 1000))],
+    [
+        *(("few_tokens", m) for m in (1, 33)),
+        *((a, m) for a in ("dense_block", *PACKED) for m in (65, 1000)),
+    ],
 )
 @either_form
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -114,7 +117,8 @@ def test_shapes(back_end, algorithm, shape):
     ],
 )
 def test_large_shapes(algorithm, d, h):
-    operands = draw({"few_tokens": 3, "twell": 130, "unions": 600}[algorithm], d, h)
+    tokens = {"few_tokens": 3, "dense_block": 200, "twell": 130, "unions": 600}
+    operands = draw(tokens[algorithm], d, h)
     operands[0][0, -1] = -1
     assert_exact(operands, algorithm)
 
@@ -172,7 +176,7 @@ def test_all_zero(back_end, algorithm):
 
 
 @either_form
-def test_unions_and_dense_xla_measure_the_room_of_a_pattern(back_end, gated):
+def test_unions_and_dense_kernels_measure_the_room_of_a_pattern(back_end, gated):
     operands, active = draw_exact(700, 128, 640, gated=gated)
     expected = shares(active)
     assert 0.3 < expected[0] < 0.9 and 0.3 < expected[1] < 0.9

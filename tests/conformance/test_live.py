@@ -221,10 +221,12 @@ def test_each_of_a_mapped_batch_has_its_own(reference_kernels):
 
 def test_twell_says_that_it_does_not_serve_them(reference_kernels):
     operands = draw(100, 128, H)
-    with pytest.raises(CannotServe, match=r"^packing='twell' cannot serve: TwELL computes all .*"):
+    with pytest.raises(
+        CannotServe, match=r"^packing='twell' cannot serve: its kernels compute all .*"
+    ):
         sparse_ffn(*operands, packing="twell", live=7)
     said = explain(*operands, implementation="mosaic", live=7)
-    assert "not twell: TwELL computes all neurons" in said and "  unions, by mosaic" in said
+    assert "not twell: its kernels compute all neurons" in said and "  unions, by mosaic" in said
 
 
 @pytest.mark.parametrize(

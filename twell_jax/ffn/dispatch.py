@@ -15,12 +15,13 @@ from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, Kernels
 Implementation = Literal["xla", "mosaic"]
 Packing = Literal["twell", "unions"]
 Gradients = Literal["dense", "sparse"]
-Algorithm = Literal["dense", "few_tokens", "twell", "unions"]
+Algorithm = Literal["dense", "few_tokens", "dense_block", "twell", "unions"]
 
 BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implementation="mosaic"
 
 MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
+FROM_FEW_TO_MANY = (MAX_FEW_TOKENS + 1, MANY_TOKENS - 1)
 
 
 def unmeasured(has_live: bool, tokens: int) -> str | None:
@@ -106,12 +107,14 @@ class Request:
 @dataclass(frozen=True)
 class Offer:
     """The implementation that an algorithm belongs to, the packings and gradients that it serves,
-    whether it serves a number of live neurons, and the gradients with which it has the lasso."""
+    whether it serves a number of live neurons and `Quantised` weights, and the gradients with which
+    it has the lasso."""
 
     implementation: Implementation
     packings: tuple[Packing | None, ...]
     gradients: tuple[Gradients, ...]
     live: bool = True
+    quantised: bool = True
     lasso: tuple[Gradients | None, ...] = ()
 
 
@@ -119,6 +122,7 @@ OFFERS: dict[Algorithm, Offer] = {
     "dense": Offer("xla", (None,), ("dense",), lasso=(None, "dense")),
     # Few tokens are not packed, and their gradients are dense whatever is asked for.
     "few_tokens": Offer("mosaic", (None, "twell", "unions"), ("dense", "sparse")),
+    "dense_block": Offer("mosaic", (None,), ("dense",), live=False, quantised=False),
     "twell": Offer("mosaic", (None, "twell"), ("dense",), live=False),
     # What the lasso is made of is kept for sparse gradients alone.
     "unions": Offer("mosaic", (None, "unions"), ("dense", "sparse"), lasso=("sparse",)),
@@ -126,7 +130,7 @@ OFFERS: dict[Algorithm, Offer] = {
 
 
 _NO_LASSO = "kernels compute the lasso with gradients='sparse' alone"
-_ALL_NEURONS = "TwELL computes all neurons: leave out live, or write packing='unions'"
+_ALL_NEURONS = "its kernels compute all neurons: leave out live, or write packing='unions'"
 _NO_GRADIENTS = "Quantised weights have no gradients: leave gradients out"
 
 
@@ -171,6 +175,8 @@ class Rule:
             return _NO_GRADIENTS
         if case.lasso and request.gradients not in offer.lasso:
             return _NO_LASSO
+        if case.quantised and not offer.quantised:
+            return "it takes no Quantised weights"
         if case.has_live and not offer.live:
             return _ALL_NEURONS
         if self.back_end not in (None, case.back_end):
@@ -207,6 +213,7 @@ RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # For callers who ask for kernels, or for what only kernels can serve.
     Rule("few_tokens", (1, MAX_FEW_TOKENS)),
     Rule("unions", FROM_MANY),
+    Rule("dense_block", FROM_FEW_TO_MANY),
     Rule("twell"),
     Rule("unions"),
 )

@@ -1,10 +1,11 @@
 """The block by the kernels of a back end: differentiable, under `vmap` and over a mesh.
 
-Few tokens (decoding) have kernels of their own. For more, the gate matmul packs its result in one
-of two formats. From TwELL, a second kernel gathers the weights of each token's own neurons. From
-tile unions, two tensor-core matmuls compute the neurons that any of 256 tokens uses. Heavy rows,
-which do not fit or would cost the others too much, are listed for `dense_rows`. The host waits for
-nothing: where a sparse backward may go several ways, the GPU chooses (docs/design/0011).
+Few tokens (decoding) have kernels of their own. So have 65 to 1023 (short prompts), which are
+dense. For more, the gate matmul packs its result in one of two formats. From TwELL, a second kernel
+gathers the weights of each token's own neurons. From tile unions, two tensor-core matmuls compute
+the neurons that any of 256 tokens uses. Heavy rows, which do not fit or would cost the others too
+much, are listed for `dense_rows`. The host waits for nothing: where a sparse backward may go
+several ways, the GPU chooses (docs/design/0011).
 """
 
 import functools
@@ -19,7 +20,7 @@ from jax.custom_batching import sequential_vmap
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts.rectifiers import Rectifier, rectifier
 from pallas_kernels.layouts.weights import Weights
-from twell_jax.ffn import few_tokens, partition, twell, unions, xla
+from twell_jax.ffn import dense_block, few_tokens, partition, twell, unions, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
@@ -27,7 +28,12 @@ from twell_jax.ffn.union_lasso import Cells, Grid
 
 RESIDUALS = "sparse_ffn"  # the residuals' name, for policies of `jax.checkpoint`
 
-FORWARD = {"few_tokens": few_tokens.forward, "twell": twell.forward, "unions": unions.forward}
+FORWARD = {
+    "few_tokens": few_tokens.forward,
+    "dense_block": dense_block.forward,
+    "twell": twell.forward,
+    "unions": unions.forward,
+}
 
 type Block = Callable[..., tuple[jax.Array, FFNStats]]
 

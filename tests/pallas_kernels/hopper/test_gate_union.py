@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
-from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.hopper.frames import matmul
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.quantised import E4M3, Quantised, rounded
 from pallas_kernels.layouts.rectifiers import RELU
@@ -99,7 +99,7 @@ def union_relu_reference(
 @pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (300, 320, 384)])
 def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
     monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
-    monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
+    monkeypatch.setattr(matmul, "sm_count", lambda: 1)
     x, w = draw(m, d, h, 0.1, jnp.bfloat16)
     x = x.at[m // 2].set(jnp.nan)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -109,7 +109,7 @@ def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
 
 def test_8_bits_in_the_interpreter(monkeypatch, capsys):
     monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
-    monkeypatch.setattr(gate_matmul, "sm_count", lambda: 1)
+    monkeypatch.setattr(matmul, "sm_count", lambda: 1)
     x, w = draw(300, 384, 384, 0.1, E4M3)
     x, w = scaled(x.at[150].set(jnp.nan), w)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):

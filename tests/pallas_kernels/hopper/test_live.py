@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gate_union
 from pallas_kernels.hopper.device import union_relu
-from pallas_kernels.hopper.frames import gate_matmul
+from pallas_kernels.hopper.frames import matmul
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.weights import Weights
 from tests.pallas_kernels.hopper import test_dense_rows as rows
@@ -24,7 +24,7 @@ from tests.pallas_kernels.hopper.test_dense_rows import interpreted  # noqa: F40
 def test_unions_in_the_interpreter(live, monkeypatch, capsys):
     monkeypatch.setattr(union_relu, "union_relu", unions.union_relu_reference)
     monkeypatch.setattr(union_relu, "write_none", write_none_reference)
-    monkeypatch.setattr(gate_matmul, "sm_count", lambda: 2)
+    monkeypatch.setattr(matmul, "sm_count", lambda: 2)
     x, w = unions.draw(300, 64 * 3, 384, 0.1, jnp.bfloat16)
     poisoned = w.at[live:].set(jnp.nan)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):

@@ -61,8 +61,8 @@ def test_the_default_decides_as_it_did(gated):
     [
         (1, {"implementation": "mosaic"}, "few_tokens"),
         (64, {"implementation": "mosaic"}, "few_tokens"),
-        (65, {"implementation": "mosaic"}, "twell"),
-        (1023, {"implementation": "mosaic"}, "twell"),
+        (65, {"implementation": "mosaic"}, "dense_block"),
+        (1023, {"implementation": "mosaic"}, "dense_block"),
         (1024, {"implementation": "mosaic"}, "unions"),
         (64, {"packing": "twell"}, "few_tokens"),
         (65, {"packing": "twell"}, "twell"),
