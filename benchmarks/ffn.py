@@ -1,6 +1,7 @@
 """Feed-forward block, forward: every implementation against jitted dense XLA in the same process.
 
-    python -m benchmarks.ffn [--quick | --peers | --activations | --non-gated] [--out DIRECTORY]
+    python -m benchmarks.ffn [--quick | --prompts | --peers | --activations | --non-gated]
+        [--out DIRECTORY]
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
 so that weights come from memory and launch gaps count. Times are per layer.
@@ -21,6 +22,7 @@ from pallas_kernels.kernels import MAX_FEW_TOKENS
 from twell_jax import FFNStats, sparse_ffn
 from twell_jax.analysis import timing
 from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.dispatch import MANY_TOKENS
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
 
@@ -36,6 +38,12 @@ GOALS = [  # the cases for which the project has goals
     *({"m": 16384, "pattern": "uniform", "nnz": nnz} for nnz in (29, 120, 1500)),
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
+]
+PROMPTS = [  # 65 to 1023 tokens, most with one that fires nearly everything, as a prompt's first
+    *({"m": m, "pattern": "recorded", "heavy_every": m} for m in (256, 512, 1023, 65, 128, 768)),
+    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (256, 512, 1023)),
+    *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (256, 512, 1023)),
+    *({"m": m, "pattern": "recorded", "heavy_every": m, "gated": False} for m in (128, 512, 1023)),
 ]
 WITH_PEERS = [  # the cases in which blocks of others are measured
     {"m": 16384, "pattern": "recorded", "peers": True},
@@ -55,6 +63,7 @@ WITHOUT_GATE = [  # those without a gate projection
 ]
 CASES = [
     *GOALS,
+    *PROMPTS,
     *WITH_PEERS,
     *WITH_ACTIVATIONS,
     *({"m": 16384, "pattern": "skewed", "nnz": 29, "pruned": dead} for dead in (0.3, 0.5)),
@@ -80,6 +89,7 @@ def main() -> None:
     choice = parser.add_mutually_exclusive_group()
     for option, cases, which in (
         ("--quick", GOALS, "the cases of the goals"),
+        ("--prompts", PROMPTS, "those of 65 to 1023 tokens"),
         ("--peers", WITH_PEERS, "those with blocks of others"),
         ("--activations", WITH_ACTIVATIONS, "those without ReLU"),
         ("--non-gated", WITHOUT_GATE, "those without a gate projection"),
@@ -123,7 +133,8 @@ def measure(
         "activation": activation,
     }
     baseline_ms = None
-    ours = ("mosaic",) if m <= MAX_FEW_TOKENS else ("twell", "unions")
+    ours = ("mosaic",) if m < MANY_TOKENS else ()
+    ours += ("twell", "unions") if m > MAX_FEW_TOKENS else ()
     if activation != "relu":
         others = ours
     else:

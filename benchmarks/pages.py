@@ -58,13 +58,12 @@ TABLES: dict[str, Table] = {
         title="Feed-forward block, forward",
         about="D = 2048, H = 5632, bfloat16. Each line is one case, measured in one process; in "
         'brackets the speed-up over jitted dense XLA. "twell" and "unions" are the packed formats '
-        'of the gate, "mosaic" are the kernels for few tokens. "copies" of the recorded pattern '
-        'are superposed. "dense rows" are tokens that fire nearly every neuron. "pruned" is a '
-        "share of neurons that never fire: the kernels compute the layer without them, XLA and "
-        'tokamax with them. "fp8" blocks quantise weights beforehand, x and (if dense) h in the '
-        'block, with a scale for each row or for a tensor; "fast" sums in fewer bits than float32 '
-        "has. "
-        '"ellpack" and "bcoo" are other sparse formats, through XLA. "error" is that against '
+        'of the gate, "mosaic" are the kernels for up to 1023 tokens. "copies" of the recorded '
+        'pattern are superposed. "dense rows" are tokens that fire nearly every neuron. "pruned" '
+        "is a share of neurons that never fire: the kernels compute the layer without them, XLA "
+        'and tokamax with them. "fp8" blocks quantise weights beforehand, x and (if dense) h in '
+        'the block, with a scale for each row or for a tensor; "fast" sums in fewer bits than '
+        'float32 has. "ellpack" and "bcoo" are other sparse formats, through XLA. "error" is that against '
         'float32, in the order of the columns, "against XLA in 8 bits" that against dense XLA with '
         "the same quantised weights.",
         columns={
@@ -112,9 +111,9 @@ TABLES: dict[str, Table] = {
         title="Whole models at inference",
         about="Random weights whose gates fire, layer by layer, as often as those of a trained "
         "model; the first token of every sequence fires most neurons. In brackets are ratios to "
-        'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, TwELL '
-        "for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own counter over "
-        '5 s, peak memory is what XLA states for the compiled call. "error" compares '
+        'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, the '
+        "dense block for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own "
+        'counter over 5 s, peak memory is what XLA states for the compiled call. "error" compares '
         "cross-entropies or logits with those of the dense bfloat16 model of the same function, "
         '"against float32" compares logits with those of the same weights in float32, "against XLA '
         'in 8 bits" with what XLA computes of the same 8-bit weights. '

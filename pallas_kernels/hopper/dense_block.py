@@ -12,7 +12,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import versions
