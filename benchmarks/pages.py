@@ -63,9 +63,9 @@ TABLES: dict[str, Table] = {
         "is a share of neurons that never fire: the kernels compute the layer without them, XLA "
         'and tokamax with them. "fp8" blocks quantise weights beforehand, x and (if dense) h in '
         'the block, with a scale for each row or for a tensor; "fast" sums in fewer bits than '
-        'float32 has. "ellpack" and "bcoo" are other sparse formats, through XLA. "error" is that against '
-        'float32, in the order of the columns, "against XLA in 8 bits" that against dense XLA with '
-        "the same quantised weights.",
+        'float32 has. "ellpack" and "bcoo" are other sparse formats, through XLA. "error" is that '
+        'against float32, in the order of the columns, "against XLA in 8 bits" that against dense '
+        "XLA with the same quantised weights.",
         columns={
             "M": number("m", "{}"),
             "pattern": number("pattern", "{}"),
