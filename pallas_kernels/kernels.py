@@ -36,8 +36,9 @@ class Kernels(NamedTuple):
       gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
       fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
       dense_block: the whole block, densely, for a prompt -> y, h.
-      dense_rows: sets the listed rows of y to those of the dense block -> l1, fired, and what a
-        backward needs of them.
+      dense_rows: the dense block for the rows on a list -> their y, l1, fired, and what a backward
+        needs of them.
+      place_rows: puts these rows into y, in place.
       round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
       gate_union: the gate projection of the live neurons -> the gate as tile unions
         (`layouts.tile_union`), in three arrays: gate, masks, counts.
@@ -65,7 +66,8 @@ class Kernels(NamedTuple):
     gate_pack: Callable[..., jax.Array]
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
     dense_block: Callable[..., tuple[jax.Array, jax.Array]]
-    dense_rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]
+    dense_rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]]
+    place_rows: Callable[[jax.Array, jax.Array, jax.Array, jax.Ref], None]
     round_tokens: Callable[[jax.Array], Quantised]
     gate_union: Callable[..., Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]
@@ -92,6 +94,7 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         fused_ffn=folder.fused_ffn.fused_ffn,
         dense_block=folder.dense_block.dense_block,
         dense_rows=folder.dense_rows.dense_rows,
+        place_rows=folder.place_rows.place_rows,
         round_tokens=folder.round_tokens.round_tokens,
         gate_union=folder.gate_union.gate_union,
         union_plan=folder.union_plan.union_plan,

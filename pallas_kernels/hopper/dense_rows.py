@@ -2,14 +2,14 @@
 
 These are the rows that a packed format does not hold; the kernel that meets such a row appends it
 to a list. Two matmul kernels read the length of the list and compute as many blocks as it takes,
-and a third puts the results in their places: an empty list costs three launches, and nothing waits
-for the host. Between the first two, the hidden activation is stored transposed, [H, rows]: its
-statistics are then sums along the rows of an accumulator, for which warps need not communicate.
+and `place_rows` puts the results in their places: an empty list costs three launches, and nothing
+waits for the host. Between the two matmuls, the hidden activation is stored transposed, [H, rows]:
+its statistics are then sums along the rows of an accumulator, for which warps need not communicate.
 
 Kernels overlap where they can (programmatic dependent launch). The first starts when the list is
 complete, on SMs that the kernel before it leaves free, and lets the second start, which first
-fetches its weights into L2. Only the third changes an array in place, so that XLA copies no weights
-of a layer out of stacked ones (docs/design/0014).
+fetches its weights into L2. Only `place_rows` changes an array in place, so that XLA copies no
+weights of a layer out of stacked ones (docs/design/0014).
 
 Few rows cost the time in which enough SMs read the weights. So up to 64 are computed in blocks of
 half the size, and the two thread blocks of a cluster share a sum over H: their four warpgroups
@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import place_rows, support
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import cluster, gather, lists, scalars, scales, versions
 from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
 from pallas_kernels.hopper.frames import accumulate
@@ -47,23 +47,23 @@ _PREFETCH = 1 << 17  # elements of w_down that a block fetches into L2, at most
 
 
 def dense_rows(
-    heavy: HeavyRows, weights: Weights, y_ref: jax.Ref, rectifier: Rectifier = RELU, keep: int = 0
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Sets the listed rows of y to those of the dense block.
+    heavy: HeavyRows, weights: Weights, rectifier: Rectifier = RELU, keep: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Computes the dense block for the listed rows.
 
-    For each i < count, row `rows[i]` becomes `(act(x_i w_gate^T) * (x_i w_up^T)) w_down`. The
-    non-gated form is `act(x_i w_up^T) w_down`. Sums are those of `gate_union`; the gate, h and y
-    are rounded.
+    For each i < count that is `(act(x_i w_gate^T) * (x_i w_up^T)) w_down`. The non-gated form is
+    `act(x_i w_up^T) w_down`. Sums are those of `gate_union`; the gate, h and y are rounded.
 
     Args:
       heavy: the list, with rows `[M]`; x is bfloat16 or float16, D a multiple of 64, 128 to 8192.
       weights: `[H, D]` each, in the dtype of x, H a multiple of 128 up to 65536. gate and up may be
         `Quantised`, with a scale for each row; x is then `Tokens`.
-      y_ref: mutable `[M, D]` of the same dtype.
       rectifier: act, which may pass `x_i w_up^T` through a ReLU.
       keep: for how many i to return what a backward needs: 0, or a multiple of 128.
 
     Returns:
+      y: `[at least M, D]` in the dtype of the weights, for `place_rows`; unspecified from row count
+        on.
       l1: float32 scalar, the sum of |h| over all i < count.
       fired: bool `[H]`, whether a neuron's gate is non-zero for any i < count.
       kept: gate and h, `[2, keep, H]`, or h alone, `[1, keep, H]`, in the dtype of y. Row i is that
@@ -73,13 +73,12 @@ def dense_rows(
       ValueError: if a shape or dtype is not as above.
     """
     support.check_weight("w_down", weights.down)
-    (h, d), dtype, m = weights.down.shape, weights.down.dtype, y_ref.shape[0]
+    (h, d), dtype, m = weights.down.shape, weights.down.dtype, heavy.rows.shape[0]
     for name, w in (("w_gate", weights.gate), ("w_up", weights.up)):
         if w is not None:
             support.check_operand(name, w, (h, d), w if isinstance(w, Quantised) else weights.down)
             x = quantised.for_product(heavy.x, w)
             support.check_operand("heavy.x", x, (-(-m // 8) * 8, d), w)
-    support.check_array("y_ref", y_ref, (m, d), dtype)
     support.check_array("heavy.rows", heavy.rows, (m,), jnp.int32)
     support.check_array("heavy.count", heavy.count, (1,), jnp.int32)
 
@@ -112,12 +111,11 @@ def dense_rows(
         cluster=(_PAIR,),
         cluster_names=("part",),
     )(heavy.count, hidden, weights.down)
-    place_rows.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
     # This count is the second kernel's, so that XLA puts no sums between the first and the second.
     rows_of_stats = jnp.where(count[0] <= _FEW, _FEW // CONSUMERS, _BLOCK)
     is_computed = (jnp.arange(len(l1)) * rows_of_stats < count[0])[:, None]
     l1, fired = jnp.sum(l1, where=is_computed), jnp.any((largest != 0) & is_computed, axis=0)
-    return l1, fired, kept[0] if kept else None
+    return y_rows, l1, fired, kept[0] if kept else None
 
 
 def _factors(x, w):

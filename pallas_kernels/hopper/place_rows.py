@@ -1,4 +1,4 @@
-"""Copies rows to places that only the GPU knows: the part of `dense_rows` that works in place."""
+"""Copies rows to places that only the GPU knows: what `dense_rows` has computed, into y."""
 
 import jax
 from jax import lax
@@ -6,6 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
+from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import gather, scalars
 from pallas_kernels.hopper.support import sm_count
 
@@ -17,8 +18,12 @@ def place_rows(count: jax.Array, rows: jax.Array, y_rows: jax.Array, y_ref: jax.
       count: int32 `[1]`.
       rows: int32, distinct indices, at least `count`.
       y_rows: 16-bit, of as many columns as y, a multiple of 8.
-      y_ref: mutable `[M, D]`.
+      y_ref: mutable `[M, D]`, in the dtype of `y_rows`.
+
+    Raises:
+      ValueError: if `y_ref` is not as above.
     """
+    support.check_array("y_ref", y_ref, (y_ref.shape[0], y_rows.shape[1]), y_rows.dtype)
     kernel = plgpu.kernel(
         _kernel,
         grid=(min(y_ref.shape[0], 4 * sm_count()),),

@@ -10,10 +10,10 @@ from pallas_kernels.layouts.weights import Weights, only_live
 
 
 def dense_rows(
-    heavy: HeavyRows, weights: Weights, y_ref: jax.Ref, rectifier: Rectifier = RELU, keep: int = 0
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    heavy: HeavyRows, weights: Weights, rectifier: Rectifier = RELU, keep: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes all M rows of `heavy.x` densely, and uses those on the list."""
-    m, dtype = y_ref.shape[0], y_ref.dtype
+    m, dtype = heavy.rows.shape[0], weights.down.dtype
     is_listed = jnp.arange(m) < heavy.count[0]
 
     def product(w):
@@ -25,11 +25,10 @@ def dense_rows(
     if weights.linear is not None:
         h = only_live(h * rectifier.linear(product(weights.linear)), weights.live)
     y = jnp.dot(h.astype(dtype), weights.down, preferred_element_type=jnp.float32)
-    place = jnp.where(is_listed, heavy.rows, m)
-    y_ref[...] = y_ref[...].at[place].set(y.astype(dtype), mode="drop")
     l1 = jnp.sum(jnp.sum(jnp.abs(h), axis=1), where=is_listed)
     fired = jnp.any((gate != 0) & is_listed[:, None], axis=0)
     if not keep:
-        return l1, fired, None
+        return y.astype(dtype), l1, fired, None
     kept = jnp.stack([h] if weights.linear is None else [gate.astype(jnp.float32), h]).astype(dtype)
-    return l1, fired, jnp.pad(kept[:, :keep], ((0, 0), (0, max(keep - m, 0)), (0, 0)))
+    kept = jnp.pad(kept[:, :keep], ((0, 0), (0, max(keep - m, 0)), (0, 0)))
+    return y.astype(dtype), l1, fired, kept

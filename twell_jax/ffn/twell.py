@@ -18,8 +18,9 @@ def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) ->
     x_gate = quantised.for_product(tokens, activated)
     packed = kernels.gate_pack(x_gate, activated, act, dtype=x.dtype)
     y, nnz, l1, heavy = kernels.fused_ffn(tokens, packed, weights.linear, weights.down, act)
+    y_rows, heavy_l1, heavy_fired, _ = kernels.dense_rows(heavy, weights, act)
     y_ref = in_place.mutable(y)
-    heavy_l1, heavy_fired, _ = kernels.dense_rows(heavy, weights, y_ref, act)
+    kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
     # XLA would put the sums of these between the two kernels, which then could not overlap.
     nnz, l1 = (jnp.where(heavy_l1 < 0, 0, a) for a in (nnz, l1))  # it never is
     fired = twell.fired(packed, len(weights.down)) | heavy_fired

@@ -55,21 +55,19 @@ def draw_8_bits(m, d, h, count, names):
     return dataclasses.replace(heavy, x=x), weights, y
 
 
-def run(function, *operands):
-    return jitted(function)(*operands)
+def run(kernels, *operands, **options):
+    """y, l1, fired and kept of a back end's `dense_rows` and `place_rows`."""
+    return jitted(kernels, **options)(*operands)
 
 
-def jitted(function):
-    def call(*operands):
-        y_ref = jax.new_ref(operands[-1])
-        return y_ref, function(*operands[:-1], y_ref)
-
-    @jax.jit
-    def run(*operands):
-        y_ref, stats = call(*operands)
+def jitted(kernels, **options):
+    def call(heavy, weights, y):
+        y_rows, *stats = kernels.dense_rows(heavy, weights, **options)
+        y_ref = jax.new_ref(y)
+        kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
         return y_ref[...], *stats
 
-    return run
+    return jax.jit(call)
 
 
 def assert_matches(out, heavy, weights, y, act=RELU):
@@ -106,7 +104,7 @@ def assert_matches(out, heavy, weights, y, act=RELU):
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
     operands = draw(*case, gated, jnp.bfloat16)
-    assert_matches(run(functools.partial(REFERENCE.dense_rows, keep=KEPT), *operands), *operands)
+    assert_matches(run(REFERENCE, *operands, keep=KEPT), *operands)
 
 
 EIGHT_BITS = [  # the lists are short and long
@@ -119,7 +117,7 @@ EIGHT_BITS = [  # the lists are short and long
 @pytest.mark.parametrize(("case", "names"), EIGHT_BITS)
 def test_reference_with_8_bits(case, names):
     operands = draw_8_bits(*case, names)
-    assert_matches(run(REFERENCE.dense_rows, *operands), *operands)
+    assert_matches(run(REFERENCE, *operands), *operands)
 
 
 @pytest.fixture
@@ -154,7 +152,7 @@ def interpreted(rows_in_jax, monkeypatch, capsys):
 def test_interpreted(interpreted, case, gated, act):
     operands = draw(*case, gated, jnp.bfloat16)
     with interpreted():
-        out = run(functools.partial(HOPPER.dense_rows, rectifier=act, keep=KEPT), *operands)
+        out = run(HOPPER, *operands, rectifier=act, keep=KEPT)
         assert_matches(out, *operands, act)
 
 
@@ -162,7 +160,7 @@ def test_interpreted(interpreted, case, gated, act):
 def test_8_bits_interpreted(interpreted, case, names):
     operands = draw_8_bits(*case, names)
     with interpreted():
-        assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+        assert_matches(run(HOPPER, *operands), *operands)
 
 
 def assert_rows_keep_apart(kernels, case, dtype):
@@ -174,8 +172,8 @@ def assert_rows_keep_apart(kernels, case, dtype):
     x_rows[count // 2 + 1, :2] = np.inf, -np.inf
     heavy = dataclasses.replace(clean, x=x_rows)
     rows, bad = clean.rows[:count], slice(count // 2, count // 2 + 2)
-    expected, *_ = run(kernels.dense_rows, clean, weights, y)
-    out, l1, fired, _ = run(kernels.dense_rows, heavy, weights, y)
+    expected, *_ = run(kernels, clean, weights, y)
+    out, l1, fired, _ = run(kernels, heavy, weights, y)
     expected, out = (np.asarray(a, np.float32)[rows] for a in (expected, out))
     assert np.isnan(l1) and np.all(fired)
     assert np.isnan(out[bad]).all()
@@ -190,7 +188,7 @@ def test_interpreted_behind_a_kernel_that_still_runs(interpreted):
     heavy, weights, y = draw(*CASES[4], True, jnp.bfloat16)
     pending = dataclasses.replace(heavy, pending=(np.zeros(3, np.float32), y))
     with interpreted():
-        assert_matches(run(HOPPER.dense_rows, pending, weights, y), heavy, weights, y)
+        assert_matches(run(HOPPER, pending, weights, y), heavy, weights, y)
 
 
 def test_interpreted_keeps_rows_apart(interpreted):
@@ -213,7 +211,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     w, rows = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m,), jnp.int32)
     x_rows = jax.ShapeDtypeStruct((-(-m // 8) * 8, d), dtype)
     one, y = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((m, d), dtype)
-    call = functools.partial(run, functools.partial(HOPPER.dense_rows, rectifier=act, keep=KEPT))
+    call = functools.partial(run, HOPPER, rectifier=act, keep=KEPT)
     text = lower(call, HeavyRows(one, rows, x_rows), Weights(w if gated else None, w, w), y)
     assert text.count("@mosaic_gpu") == 3 and "output_operand_alias" in text
 
@@ -221,7 +219,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
 @pytest.mark.parametrize("names", [["gate", "up"], ["gate"]])
 def test_8_bits_lower_without_a_gpu(lower, names):
     operands = jax.tree.map(jnp.asarray, draw_8_bits(1, 128, 128, 1, names))
-    text = lower(functools.partial(run, HOPPER.dense_rows), *operands)
+    text = lower(functools.partial(run, HOPPER), *operands)
     assert "n128k32.f32.e4m3.e4m3" in text and "n32k32.f32.e4m3.e4m3" in text
     assert ("n128k16.f32.bf16.bf16" in text.split("down_kernel")[0]) == (names == ["gate"])
 
@@ -234,14 +232,20 @@ def test_8_bits_lower_without_a_gpu(lower, names):
         ({"x": np.zeros((70, 192), jnp.bfloat16)}, r"heavy.x must be bfloat16 \[72, 192\]"),
         ({"up": np.zeros((192, 256), jnp.bfloat16)}, r"w_up must be bfloat16 \[256, 192\]"),
         ({"down": np.zeros((256, 192))}, "w_down must be a bfloat16"),
-        ({"y": np.zeros((70, 192), jnp.float16)}, "y_ref must be bfloat16"),
     ],
 )
 def test_bad_operands_are_named(change, message):
     heavy, weights, y = draw(*CASES[1], True, jnp.bfloat16)
-    y = change.get("y", y)
     with pytest.raises(ValueError, match=message):
-        run(HOPPER.dense_rows, with_changes(heavy, change), with_changes(weights, change), y)
+        run(HOPPER, with_changes(heavy, change), with_changes(weights, change), y)
+
+
+def test_bad_place_of_rows_is_named():
+    (one, rows), y_rows = (np.zeros(n, np.int32) for n in (1, 70)), np.zeros((128, 192))
+    with pytest.raises(
+        ValueError, match=r"y_ref must be float32 \[70, 192\].* got float32 \[70, 64"
+    ):
+        HOPPER.place_rows(one, rows, y_rows.astype(np.float32), jax.new_ref(jnp.zeros((70, 64))))
 
 
 def with_changes(operand, change):
@@ -263,7 +267,7 @@ def with_changes(operand, change):
 )
 def test_on_the_gpu(case, gated, dtype):
     operands = draw(*case, gated, dtype)
-    assert_matches(run(functools.partial(HOPPER.dense_rows, keep=KEPT), *operands), *operands)
+    assert_matches(run(HOPPER, *operands, keep=KEPT), *operands)
 
 
 @pytest.mark.gpu
@@ -271,7 +275,7 @@ def test_on_the_gpu(case, gated, dtype):
 @pytest.mark.parametrize("count", [0, 7, 64, 65, 129])
 def test_8_bits_on_the_gpu(count, names):
     operands = draw_8_bits(1000, 2048, 5632, count, names)
-    assert_matches(run(HOPPER.dense_rows, *operands), *operands)
+    assert_matches(run(HOPPER, *operands), *operands)
 
 
 @pytest.mark.gpu
@@ -286,7 +290,7 @@ def test_on_the_gpu_rows_keep_apart(count, dtype):
 def test_on_the_gpu_results_repeat(count):
     """All bits of 50 calls: the parts of a sum are added in the same order, and when complete."""
     operands = jax.device_put(draw(200, 8192, 1408, count, True, jnp.bfloat16))
-    call, listed = jitted(HOPPER.dense_rows), operands[0].rows[:count]
+    call, listed = jitted(HOPPER), operands[0].rows[:count]
     expected = np.asarray(call(*operands)[0][listed])
     for _ in range(50):
         np.testing.assert_array_equal(np.asarray(call(*operands)[0][listed]), expected)

@@ -58,7 +58,7 @@ def unions_of_live(x, w, live):
 def test_dense_rows_in_the_interpreter(interpreted, live):  # noqa: F811
     operands = dense_rows_operands(rows.CASES[2], live)
     with interpreted():
-        rows.assert_matches(rows.run(HOPPER.dense_rows, *operands[0]), *operands[1])
+        rows.assert_matches(rows.run(HOPPER, *operands[0]), *operands[1])
 
 
 @pytest.mark.parametrize("case", [rows.CASES[2], rows.CASES[3]])
@@ -66,7 +66,7 @@ def test_dense_rows_in_the_interpreter(interpreted, live):  # noqa: F811
 def test_dense_rows(kernels, case):
     for live in (0, 1, 65, 128, 200):
         operands = dense_rows_operands(case, live)
-        rows.assert_matches(rows.run(kernels.dense_rows, *operands[0]), *operands[1])
+        rows.assert_matches(rows.run(kernels, *operands[0]), *operands[1])
 
 
 def dense_rows_operands(case, live):
@@ -85,7 +85,7 @@ def test_lowers_without_a_gpu(lower):
     x, w = (shape((n, 2048), jnp.bfloat16) for n in (1000, 5632))
     assert "mosaic_gpu" in lower(unions_of_live, x, w, live)
     (heavy, weights, y), _ = dense_rows_operands(rows.CASES[2], 7)
-    assert "hidden_kernel" in lower(rows.jitted(HOPPER.dense_rows), heavy, weights, y)
+    assert "hidden_kernel" in lower(rows.jitted(HOPPER), heavy, weights, y)
 
 
 def test_the_reference_leaves_out_what_is_not_live():
