@@ -28,6 +28,7 @@ from tests.errors import relative_error
 from tests.room import fired_tiles, shares
 from twell_jax import sparse_ffn
 from twell_jax.ffn.stats import NOT_MEASURED
+from twell_jax.models import PREFILL_OPTIONS
 
 
 def draw_for(algorithm, **options):
@@ -134,10 +135,14 @@ def test_heavy_rows_at_full_size(algorithm, every):
 
 @pytest.mark.gpu
 @every_packing
-@pytest.mark.parametrize("m", [256, 512, 1000])
-@pytest.mark.parametrize("graphs", [True, False])
-def test_overlapping_kernels(algorithm, m, graphs):
-    """Layers in a loop, without and with CUDA graphs; in these no kernel overlaps the next."""
+@pytest.mark.parametrize("m", [256, 512, 1000, 4096])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"xla_gpu_enable_command_buffer": ""}, PREFILL_OPTIONS],
+    ids=["graphs", "no graphs", "prompts"],
+)
+def test_overlapping_kernels(algorithm, m, options):
+    """Layers in a loop: one kernel after the other, the next one early, or several at once."""
     layers = [draw(m, 2048, 5632, threshold=2.57) for _ in range(3)]
     for i, (x, *_) in enumerate(layers):
         x[7 :: (m, 100, 5)[i], -1] = -1  # short and long lists of heavy rows
@@ -146,7 +151,6 @@ def test_overlapping_kernels(algorithm, m, graphs):
     def loop(operands):
         return jax.lax.map(lambda layer: by(algorithm)(*layer), operands)
 
-    options = {} if graphs else {"xla_gpu_enable_command_buffer": ""}
     call = jax.jit(loop, compiler_options=options)
     expected = [xla(*layer)[0] for layer in layers]
     for _ in range(20):
