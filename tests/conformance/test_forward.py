@@ -180,11 +180,11 @@ def test_all_zero(back_end, algorithm):
 
 
 @either_form
-def test_unions_and_dense_kernels_measure_the_room_of_a_pattern(back_end, gated):
+def test_unions_and_dense_blocks_measure_the_room_of_a_pattern(back_end, gated):
     operands, active = draw_exact(700, 128, 640, gated=gated)
     expected = shares(active)
     assert 0.3 < expected[0] < 0.9 and 0.3 < expected[1] < 0.9
-    for _, stats in (run("unions", *operands), xla(*operands)):
+    for _, stats in (*(run(name, *operands) for name in ("unions", "dense_block")), xla(*operands)):
         np.testing.assert_allclose((stats.union, stats.listed), expected, rtol=1e-6)
         np.testing.assert_array_equal(stats.tiles, fired_tiles(active))
 

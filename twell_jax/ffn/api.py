@@ -64,14 +64,15 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
         multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
-        two is what the block means (`layouts.quantised.product`). The kernels, but for TwELL,
-        compute it unless w_down is `Quantised`; else XLA does. There are no gradients for either.
+        two is what the block means (`layouts.quantised.product`). The kernels for few
+        tokens and unions compute it unless w_down is `Quantised`; else XLA does. There are no
+        gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
-        taken as never firing, and their weights get gradients of zero. The kernels, but for TwELL,
-        then leave out the gates of these neurons, in whole tiles; for fewer than 1024 tokens they
-        serve only if they are asked for. A larger number on the device is like H, a negative one
-        like 0. None: any may fire.
+        taken as never firing, and their weights get gradients of zero. The kernels for few tokens
+        and unions then leave out the gates of these neurons, in whole tiles; for fewer than 1024
+        tokens they serve only if they are asked for. A larger number on the device is like H, a
+        negative one like 0. None: any may fire.
       activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
         "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves. The
         default takes kernels for "relu" alone.
@@ -80,7 +81,7 @@ def sparse_ffn(
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
         None takes the kernels where they are known to be faster; `explain` says why.
       packing: the packed format of the gate, "twell" or "unions"; it matters for more than 64
-        tokens. None takes unions from 1024 tokens on.
+        tokens. None takes unions from 1024 tokens on, and dense kernels for fewer.
       gradients: "sparse" computes the backward on the unions of the forward, for more than 64
         tokens; "dense" and None compute it by XLA. Only the dense implementation supports
         forward-mode differentiation.

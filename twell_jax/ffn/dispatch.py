@@ -197,6 +197,7 @@ class Rule:
 _GOALS = "ffn-goals-nvidia-h100-80gb-hbm3-20261121.json"
 _SHAPES = "ffn-nvidia-h100-80gb-hbm3-20261121.json"
 _FEW_TOKENS = "ffn-twell-nvidia-h100-80gb-hbm3-20261121.json"
+_PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
 _STUDY = "study-nvidia-h100-80gb-hbm3-20261121.json"
 
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
@@ -204,11 +205,12 @@ RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # weights neuron by neuron, so they are slow if many fire; unions then lose a few percent.
     Rule("few_tokens", (1, 32), "Hopper", most_open=0.05, record=_FEW_TOKENS),
     Rule("few_tokens", (33, MAX_FEW_TOKENS), "Hopper", most_open=0.02, record=_FEW_TOKENS),
+    # Dense, too, but faster than the products of a library, whatever the pattern.
+    Rule("dense_block", FROM_FEW_TO_MANY, "Hopper", record=_PROMPTS),
     Rule("unions", FROM_MANY, "Hopper", gated=True, record=_GOALS),
     # Without a gate one matmul of two can be sparse, not two of three.
     Rule("unions", FROM_MANY, "Hopper", gated=False, most_open=0.01, knows=True, record=_STUDY),
-    # Everything else, if the caller leaves the choice. From 65 to 1023 tokens the mean number of
-    # non-zeros does not tell whether kernels win.
+    # Everything else, if the caller leaves the choice.
     Rule("dense", record=_SHAPES),
     # For callers who ask for kernels, or for what only kernels can serve.
     Rule("few_tokens", (1, MAX_FEW_TOKENS)),

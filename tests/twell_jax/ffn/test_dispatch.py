@@ -37,7 +37,7 @@ def of_version_0_1(tokens, gated, expected_nnz):
             sparse = expected_nnz is None or expected_nnz <= most_open * H
             return "few_tokens" if sparse else "dense"
     if tokens < 1024:
-        return "dense"
+        return "dense_block"  # was dense: the only rule that has changed
     if gated:
         return "unions"
     known_to_be_sparse = expected_nnz is not None and expected_nnz <= 0.01 * H
@@ -74,7 +74,7 @@ def test_the_default_decides_as_it_did(gated):
         (1024, {"gradients": "sparse"}, "unions"),
         (16384, {"gradients": "dense"}, "unions"),
         (16384, {"implementation": "xla"}, "dense"),
-        (65, {"gradients": "dense"}, "dense"),
+        (65, {"gradients": "dense"}, "dense_block"),
     ],
 )
 def test_what_a_caller_names(tokens, named, expected):
@@ -140,7 +140,7 @@ def test_explain_says_which_rule_serves_and_why_not_those_before():
         text = explain(*shapes(4096))
     first, *passed_over, last = text.splitlines()
     assert first == "4096 tokens on a device, 256 neurons, gated, expected_nnz unknown:"
-    assert len(passed_over) == 2 and all("4096 tokens" in line for line in passed_over)
+    assert len(passed_over) == 3 and all("4096 tokens" in line for line in passed_over)
     assert last.strip().startswith("unions, by mosaic") and "ffn-goals" in last
     with pytest.raises(CannotServe, match="needs a Hopper GPU"):
         explain(*shapes(4096), implementation="mosaic")
