@@ -15,14 +15,13 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import versions
-from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, STAGE_K
+from pallas_kernels.hopper.device.tiles import ACC_ROWS, STAGE_K
 from pallas_kernels.hopper.frames import matmul
-from pallas_kernels.hopper.frames.matmul import Schedule
+from pallas_kernels.hopper.frames.matmul import BLOCK_ROWS, Schedule
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
-_BLOCK_ROWS = CONSUMERS * ACC_ROWS
 _MOST_COLUMNS = 256  # of an accumulator
 _DOWN_COLUMNS = 128
 _MOST_PARTS = 8  # of H in the down projection
@@ -53,13 +52,13 @@ def dense_block(
     for w in (weights.up, weights.down):
         support.check_array("a weight", w, weights.activated.shape, x.dtype)
     (m, d), h = x.shape, len(weights.down)
-    row_blocks = pl.cdiv(m, _BLOCK_ROWS)
+    row_blocks = pl.cdiv(m, BLOCK_ROWS)
     schedule = _up_schedule(row_blocks, h, d, len(weights.inner))
     hidden = matmul.matmul(
         x,
         weights.inner,
         functools.partial(_write_hidden, rectifier, schedule.columns),
-        out_type=jax.ShapeDtypeStruct((row_blocks * _BLOCK_ROWS, h), x.dtype),
+        out_type=jax.ShapeDtypeStruct((row_blocks * BLOCK_ROWS, h), x.dtype),
         scratch_types={},
         schedule=schedule,
         name="dense_block_up",

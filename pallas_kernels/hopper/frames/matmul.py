@@ -26,7 +26,7 @@ from pallas_kernels.hopper.device.tiles import ACC_ROWS, CONSUMERS, are_before, 
 from pallas_kernels.hopper.support import sm_count
 from pallas_kernels.layouts.quantised import Scales
 
-_BLOCK_ROWS = CONSUMERS * ACC_ROWS
+BLOCK_ROWS = CONSUMERS * ACC_ROWS  # rows of `a` in a tile
 _RING_BYTES = 216 << 10  # of shared memory, at most
 
 
@@ -98,12 +98,12 @@ def matmul(
     cost = versions.cost(2 * k * len(a) * len(bs) * size, (a, *bs, *jax.tree.leaves(out_type)))
     step = stage_k(a.dtype)
     b_shape = (len(bs) * columns, step) if k_axis == 1 else (step, columns)
-    room = _RING_BYTES // ((_BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
+    room = _RING_BYTES // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
     stages = min(schedule.stages, room, k // step // schedule.parts)
-    blocks = pl.cdiv(a.shape[0], _BLOCK_ROWS), pl.cdiv(size, columns) * schedule.parts
+    blocks = pl.cdiv(a.shape[0], BLOCK_ROWS), pl.cdiv(size, columns) * schedule.parts
     a, *bs = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, *bs))  # for the tiling below
     if scales is not None:
-        scales = padded(scales[0], _BLOCK_ROWS), padded(scales[1], columns)
+        scales = padded(scales[0], BLOCK_ROWS), padded(scales[1], columns)
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -116,7 +116,7 @@ def matmul(
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
-                a=plgpu.SMEM((stages, _BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype)),
+                a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype)),
                 b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype)),
                 loaded=plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=stages),
                 handed=plgpu.Barrier(num_barriers=stages),
@@ -183,7 +183,7 @@ def _kernel(
     schedule,
 ):
     limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
-    every, computed = blocks, blocks[0] if limit is None else pl.cdiv(limit, _BLOCK_ROWS)
+    every, computed = blocks, blocks[0] if limit is None else pl.cdiv(limit, BLOCK_ROWS)
     stages, _, step = ring["a"].shape
     steps = a_gmem.shape[1] // step // schedule.parts
     blocks = _Blocks((computed, every[1]), steps, stages, k_axis, schedule)
@@ -218,7 +218,7 @@ def _produce(blocks, ring, a_gmem, bs_gmem):
     def _(block, tile, before):
         rows, columns = (
             pl.ds(i * size, size)
-            for i, size in ((block, _BLOCK_ROWS), (tile // schedule.parts, schedule.columns))
+            for i, size in ((block, BLOCK_ROWS), (tile // schedule.parts, schedule.columns))
         )
 
         @pl.loop(0, blocks.steps)
@@ -229,10 +229,11 @@ def _produce(blocks, ring, a_gmem, bs_gmem):
             along_k = pl.ds((tile % schedule.parts * blocks.steps + k) * step, step)
             plgpu.copy_gmem_to_smem(a_gmem.at[rows, along_k], ring["a"].at[s], loaded)
             for i, b in enumerate(bs_gmem):
-                part, target = b.at[along_k, columns], ring["b"].at[s]
                 if blocks.k_axis == 1:
-                    part = b.at[columns, along_k]
-                    target = target.at[pl.ds(i * schedule.columns, schedule.columns)]
+                    mine = pl.ds(i * schedule.columns, schedule.columns)
+                    part, target = b.at[columns, along_k], ring["b"].at[s, mine]
+                else:
+                    part, target = b.at[along_k, columns], ring["b"].at[s]
                 plgpu.copy_gmem_to_smem(part, target, loaded)
 
     for s in range(blocks.stages):
