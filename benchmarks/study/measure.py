@@ -20,7 +20,6 @@ from benchmarks.study import downstream
 from twell_jax import data
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import measure_activity, summarise
-from twell_jax.analysis.prune import prune_dead
 from twell_jax.analysis.speedup import measure_speedup
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
@@ -92,38 +91,33 @@ def times(
 
     Args:
       model: the trained model.
-      usage: `Activity.usage`; neurons that never fired are removed for "pruned" and skipped for
-        "skipping".
+      usage: `Activity.usage`; neurons that never fired are left out for "pruned" and "skipping".
       sequences: int [n, T + 1], held-out text.
       batch: sequences that the whole model reads in a call.
       document_end: see `Transformer`.
 
     Returns:
       speedup, training: give summaries of `Speedup`, of the forward pass and of both passes.
-      pruned: that of the forward pass of the pruned model, with the numbers of neurons that remain.
+      pruned: that of the forward pass without these neurons, as `prune_dead` makes it, with the
+        numbers of neurons that are computed. The width stays, so that runs share programs.
       skipping: that of both passes as `skip_dead_every` has them between two steps at full width,
-        with the numbers of neurons that are computed.
+        likewise.
       model: see `whole_model`.
     """
 
-    def pruned():
-        params, settings, report = prune_dead(nnx.state(model), model.config, usage)
-        remaining = {"d_ff": settings.d_ff, "kept": report.kept.tolist()}
-        return speedup(nnx.merge(graphdef(settings), params)).summarise() | remaining
-
-    def skipping():
+    def without_dead(**options):
         order, live = skip_dead.live_first(jnp.asarray(usage > 0))
         params = skip_dead.with_live(reorder(nnx.state(model), order), live)
         graph = graphdef(model.config.model_copy(update={"live_width": True}))
-        found = speedup(nnx.merge(graph, params), backward=True).summarise()
+        found = speedup(nnx.merge(graph, params), **options).summarise()
         return found | {"live": live.tolist()}
 
     speedup = partial(measure_speedup, sequences=sequences, document_end=document_end)
     return {
         "speedup": lambda: speedup(model).summarise(),
         "training": lambda: speedup(model, backward=True).summarise(),
-        "pruned": pruned,
-        "skipping": skipping,
+        "pruned": without_dead,
+        "skipping": partial(without_dead, backward=True),
         "model": lambda: whole_model(model, sequences[:batch], document_end),
     }
 

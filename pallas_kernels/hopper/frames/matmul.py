@@ -101,7 +101,8 @@ def matmul(
     room = _RING_BYTES // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
     stages = min(schedule.stages, room, k // step // schedule.parts)
     blocks = pl.cdiv(a.shape[0], BLOCK_ROWS), pl.cdiv(size, columns) * schedule.parts
-    a, *bs = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, *bs))  # for the tiling below
+    # For the tiling below.
+    a, *matrices = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, *bs))
     if scales is not None:
         scales = padded(scales[0], BLOCK_ROWS), padded(scales[1], columns)
     kernel = plgpu.kernel(
@@ -132,7 +133,7 @@ def matmul(
         **cost,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(rows, scales, a, bs)
+    return kernel(rows, scales, a, matrices)
 
 
 @dataclasses.dataclass(frozen=True)
