@@ -17,6 +17,7 @@ _COSTS: dict[str, Callable[[Row], float]] = {
     "layers' speed-up, forward": values.speedup,
     "layers' speed-up, both passes": values.speedup_in_training,
 }
+_OVER_DECADES = ("mean non-zeros per token", "256 tokens share")
 
 
 def cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
@@ -33,7 +34,8 @@ def cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
             of_method = [group for group in found if group["method"] == name]
             _frontier(axes, of_method, _COSTS[label], color)
         axes.set(xlabel=label, ylabel="held-out CE (nats/token)")
-    panels[0].set_xscale("log")
+        if label in _OVER_DECADES:
+            axes.set_xscale("log")
     for axes in panels[len(known) :]:
         axes.remove()
     _legend(figure, panels[0])

@@ -98,7 +98,7 @@ _OF_MODELS = Table(
 )
 
 TABLE = Table(
-    title="What L1 does to a small model",
+    title="What sparsity costs, and what it gains",
     about="Variants of a model of 120M parameters, each trained on 33 million tokens; "
     "[the page of the study](../study.md) says how. Means are over the layers, times are sums over "
     "them.",
