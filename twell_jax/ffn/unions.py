@@ -152,15 +152,19 @@ def _forward(
     plan, nnz, heavy, stats = kernels.union_plan(tokens, gate_ref, masks, counts, **limits)
     gate = in_place.contents(gate_ref)
     x_up = x if linear is None else quantised.for_product(tokens, linear)
+    keep = 0 if capacity is None else MAX_HEAVY
+    dense_rows = functools.partial(kernels.dense_rows, weights=weights, rectifier=act, keep=keep)
+    if capacity is None:  # beside the unions, where XLA lets kernels run at the same time
+        of_heavy = dense_rows(heavy)
     hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=capacity is not None)
     y = kernels.union_down(hidden, (weights.down,), plan, m)
-    # dense_rows runs after union_down, so that its hidden activations reuse the gates' memory. It
-    # starts while union_down still works on its last jobs.
-    y, heavy = in_place.barrier((y, heavy))
-    heavy = replace(heavy, pending=(y, hidden, *jax.tree.leaves(plan)))
-    y_rows, heavy_l1, heavy_fired, heavy_hidden = kernels.dense_rows(
-        heavy, weights, act, keep=0 if capacity is None else MAX_HEAVY
-    )
+    if capacity is not None:
+        # After union_down, so that its hidden activations reuse the gates' memory. It starts while
+        # union_down still works on its last jobs.
+        y, heavy = in_place.barrier((y, heavy))
+        pending = (y, hidden, *jax.tree.leaves(plan))
+        of_heavy = dense_rows(replace(heavy, pending=pending))
+    y_rows, heavy_l1, heavy_fired, heavy_hidden = of_heavy
     y_ref = in_place.mutable(y)
     kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1

@@ -33,8 +33,14 @@ type LayerGradients = Gradients | float | None  # of one layer; see `Transformer
 
 # For `jax.jit` around `Transformer.prefill`, as `compiler_options`. Without them XLA copies most
 # weights of a layer out of the stacked arrays, and once more to multiply by several at a time. By
-# these, cuBLAS reads them in place.
-PREFILL_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
+# these, cuBLAS reads them in place. And what does not need each other runs at the same time: query,
+# key and value; the heavy tokens of a block beside the others. Of a block's kernels these alone do,
+# and they share no counter.
+PREFILL_OPTIONS = {
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
 
 
 class Transformer(nnx.Module):
