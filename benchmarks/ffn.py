@@ -1,6 +1,6 @@
 """Feed-forward block, forward: every implementation against jitted dense XLA in the same process.
 
-    python -m benchmarks.ffn [--quick | --prompts | --peers | --activations | --non-gated]
+    python -m benchmarks.ffn [--quick | --few | --prompts | --peers | --activations | --non-gated]
         [--out DIRECTORY]
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
@@ -45,6 +45,11 @@ PROMPTS = [  # 65 to 1023 tokens, most with one that fires nearly everything, as
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (256, 512, 1023)),
     *({"m": m, "pattern": "recorded", "heavy_every": m, "gated": False} for m in (128, 512, 1023)),
 ]
+FEW = [  # up to 64 tokens, most with one that fires nearly everything
+    *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 8, 32, 64)),
+    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32, 64)),
+    *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (8, 64)),
+]
 WITH_PEERS = [  # the cases in which blocks of others are measured
     {"m": 16384, "pattern": "recorded", "peers": True},
     {"m": 16384, "pattern": "skewed", "nnz": 29, "peers": True},
@@ -64,6 +69,7 @@ WITHOUT_GATE = [  # those without a gate projection
 CASES = [
     *GOALS,
     *PROMPTS,
+    *FEW,
     *WITH_PEERS,
     *WITH_ACTIVATIONS,
     *({"m": 16384, "pattern": "skewed", "nnz": 29, "pruned": dead} for dead in (0.3, 0.5)),
@@ -75,7 +81,6 @@ CASES = [
     ),
     *({"m": 16384, "pattern": pattern, "nnz": 10} for pattern in ("skewed", "uniform")),
     *({"m": 16384, "pattern": "uniform", "nnz": nnz} for nnz in (60, 300)),
-    {"m": 64, "pattern": "skewed", "nnz": 29},
     *(
         {"m": m, "pattern": "skewed", "nnz": nnz}
         for m in (1, 8, 32, 64)
@@ -89,6 +94,7 @@ def main() -> None:
     choice = parser.add_mutually_exclusive_group()
     for option, cases, which in (
         ("--quick", GOALS, "the cases of the goals"),
+        ("--few", FEW, "those of up to 64 tokens"),
         ("--prompts", PROMPTS, "those of 65 to 1023 tokens"),
         ("--peers", WITH_PEERS, "those with blocks of others"),
         ("--activations", WITH_ACTIVATIONS, "those without ReLU"),

@@ -15,6 +15,7 @@ METHODS = {
     "l1 and lasso": ["l1_coefficient={}", "lasso_share=0.5"],
     "nnz target": ["sparsity_target={}"],
     "U target": ["union_target={}"],
+    "U target and lasso": ["union_target={}", "lasso_share=0.5"],
 }
 # Dense XLA trains all variants, so that they do not differ in rounding.
 FOR_ALL = ["model.ffn_implementation=xla"]
@@ -58,6 +59,7 @@ _ORDER = (
     Variant("lasso", "6.0e-4"),
     Variant("l1", "3.0e-4"),
     Variant("l1 and lasso", "3.0e-4"),
+    Variant("U target and lasso", "0.05"),
     Variant("U target", "0.1"),
     Variant("U target", "0.05"),
     Variant("U target", "0.2"),
