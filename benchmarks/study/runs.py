@@ -59,6 +59,7 @@ _ORDER = (
     Variant("lasso", "6.0e-4"),
     Variant("l1", "3.0e-4"),
     Variant("l1 and lasso", "3.0e-4"),
+    Variant("U target and lasso", "0.07"),
     Variant("U target and lasso", "0.05"),
     Variant("U target", "0.1"),
     Variant("U target", "0.05"),
