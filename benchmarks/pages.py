@@ -331,13 +331,16 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "([decision 0017](../design/0017-decoding-in-a-loop.md)).",
     "ffn-prompts-nvidia-h200-20261125": "The run ended before the block without a gate for 1023 "
     "tokens. tokamax was not installed.",
-    "inference-cached-nvidia-h200-20261125": "The run ended before prefill of 32 sequences. "
-    "TwELL served one prompt, as the dense block does now. The "
+    "inference-cached-nvidia-h200-20261125": "The run ended before prefill of 32 sequences. TwELL "
+    "served one prompt, as the dense block does now. The "
     "host limits `generate` for 1 and 8 sequences, to 1.6 ms a step and more. The "
     "other GPU of the machine trained models.",
-    "inference-prefill-nvidia-h200-20261125": "Kernels that do not need each other ran at the same "
-    "time. That is not the default yet ([decision 0022](../design/0022-prompts.md)). The dense "
-    "block of [decision 0039](../design/0039-dense-block.md) served one prompt.",
+    "inference-prefill-nvidia-h200-20261125": "The first in which kernels that do not need each "
+    "other run at the same time ([decision 0022](../design/0022-prompts.md)). The dense block of "
+    "[decision 0039](../design/0039-dense-block.md) serves one prompt.",
+    "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. The thread that "
+    "enqueues kernels was alone on the core that was the quickest when the run began.",
+    "ffn-few-nvidia-h200-20261125": "tokamax was not installed.",
     "inference-decode-nvidia-h200-20261123": "Before `generate` ran four steps in one program.",
     "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "

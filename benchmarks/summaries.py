@@ -68,7 +68,8 @@ _STEPS = {
     "0p5b": "training-0p5b-nvidia-h200-20261125",
 }
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
-_GENERATION = "inference-cached-nvidia-h200-20261125"
+_DECODING = "inference-cached-nvidia-h200-20261125"
+_PROMPTS = "inference-prefill-nvidia-h200-20261125"
 _WORK = {
     "forward": "scoring",
     "prefill": "prefill",
@@ -213,18 +214,12 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=tuple(
-            _pick(
-                _GENERATION,
-                "mosaic, relu",
-                {"direction": direction, "batch": batch},
-                "xla, relu",
+            _pick(record, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu")
+            for record, direction, batches in (
+                (_DECODING, "decode", (1, 8, 32)),
+                (_PROMPTS, "prefill", (8, 32)),
             )
-            for direction, batch in (
-                ("decode", 1),
-                ("decode", 8),
-                ("decode", 32),
-                ("prefill", 8),
-            )
+            for batch in batches
         ),
     ),
     "scaling": Summary(
