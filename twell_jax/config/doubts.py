@@ -40,6 +40,13 @@ def doubts(config: Config) -> Iterator[str]:
             f"{config.sparsity_control_start} of {steps}, where l1_warmup and "
             "optimizer.warmup_steps end"
         )
+    least = 1.5 * config.least_union
+    if config.union_target is not None and config.union_target < least:
+        yield (
+            f"union_target: {config.union_target:g} is hardly more than a layer has as soon as one "
+            f"neuron fires, {config.least_union:.3g} with model.d_ff={config.model.d_ff}, so the "
+            f"L1 coefficient would grow until hardly any does; write {least:.2g} or more"
+        )
     if config.skip_dead_every and config.model.ffn_implementation == "xla":
         yield (
             "skip_dead_every: gains nothing with model.ffn_implementation=xla, which computes all "

@@ -284,11 +284,10 @@ class Config(Section):
             )
         if self.union_target is None:
             return
-        least = 1 / -(-d_ff // UNION_NEURONS)
-        if self.union_target < least:
+        if self.union_target < self.least_union:
             raise ValueError(
                 f"union_target: is counted in chunks of {UNION_NEURONS} neurons, so it must be at "
-                f"least {math.ceil(1000 * least) / 1000:g} with model.d_ff={d_ff}, got "
+                f"least {math.ceil(1000 * self.least_union) / 1000:g} with model.d_ff={d_ff}, got "
                 f"{self.union_target:g}"
             )
         if tokens % UNION_TOKENS:
@@ -347,6 +346,11 @@ class Config(Section):
         """The targets that the L1 coefficient is moved towards, by their keys; empty without."""
         given = {"sparsity_target": self.sparsity_target, "union_target": self.union_target}
         return {key: target for key, target in given.items() if target is not None}
+
+    @property
+    def least_union(self) -> float:
+        """U of layers that use a single neuron for 256 tokens, which counts as a chunk of them."""
+        return 1 / -(-self.model.d_ff // UNION_NEURONS)
 
     @property
     def sparsity_control_start(self) -> int:
