@@ -151,7 +151,7 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
             ["union_target=0.05", "micro_batch=8", "model.d_ff=2816"],
             "union_target: 0.05 is hardly more than a layer has as soon as one neuron fires, "
             "0.0455 with model.d_ff=2816, so the L1 coefficient would grow until hardly any does; "
-            "write 0.068 or more",
+            "write 0.069 or more",
         ),
         (
             ["skip_dead_every=5", "model.ffn_implementation=xla"],

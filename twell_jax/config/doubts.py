@@ -1,5 +1,6 @@
 """What a configuration may say, but can hardly mean."""
 
+import math
 from collections.abc import Iterator
 
 from twell_jax.config.sections import Config
@@ -40,12 +41,12 @@ def doubts(config: Config) -> Iterator[str]:
             f"{config.sparsity_control_start} of {steps}, where l1_warmup and "
             "optimizer.warmup_steps end"
         )
-    least = 1.5 * config.least_union
+    least = math.ceil(1500 * config.least_union) / 1000
     if config.union_target is not None and config.union_target < least:
         yield (
             f"union_target: {config.union_target:g} is hardly more than a layer has as soon as one "
             f"neuron fires, {config.least_union:.3g} with model.d_ff={config.model.d_ff}, so the "
-            f"L1 coefficient would grow until hardly any does; write {least:.2g} or more"
+            f"L1 coefficient would grow until hardly any does; write {least:g} or more"
         )
     if config.skip_dead_every and config.model.ffn_implementation == "xla":
         yield (
