@@ -66,7 +66,7 @@ WITHOUT_GATE = [  # those without a gate projection
     {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
     for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
 ]
-CASES = [
+_ALL = [
     *GOALS,
     *PROMPTS,
     *FEW,
@@ -87,6 +87,7 @@ CASES = [
         for nnz in (10, 60, 120, 300)
     ),
 ]
+CASES = [case for place, case in enumerate(_ALL) if case not in _ALL[:place]]  # each once
 
 
 def main() -> None:

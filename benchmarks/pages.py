@@ -339,7 +339,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "other run at the same time ([decision 0022](../design/0022-prompts.md)). The dense block of "
     "[decision 0039](../design/0039-dense-block.md) serves one prompt.",
     "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. The thread that "
-    "enqueues kernels was alone on the core that was the quickest when the run began.",
+    "enqueues kernels was pinned to the core that was the quickest when the run began; a process "
+    "that trained on the other GPU might use it, too.",
     "ffn-few-nvidia-h200-20261125": "tokamax was not installed.",
     "inference-decode-nvidia-h200-20261123": "Before `generate` ran four steps in one program.",
     "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
