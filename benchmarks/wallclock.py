@@ -11,19 +11,19 @@ rows of FILE, a record of another day. A run that the record has already is skip
 do one of the three. The record is complete, and compares them, once all three are there.
 
 Held equal: the tokens of each step and their order, the seed, the learning rate of each step (it
-rises, then stays; no run gets to a decay), the held-out sequences and the steps after which they
-are evaluated, the time. Not equal: the number of steps that fit into the time; the function that
-SiLU and ReLU compute; the L1 term, which only the sparse run has; the pauses to compile, of which
-the sparse run has more, as its plans of gradients change.
+rises, then stays; with so few `steps` that a run gets to the last of them, it decays), the held-out
+sequences and the steps after which they are evaluated, the time. Not equal: the number of steps
+that fit into the time; the function that SiLU and ReLU compute; the L1 term, which only the sparse
+run has; the pauses to compile, of which the sparse run has more, as its plans of gradients change.
 
 The clock starts before the first step, with nothing compiled, and counts all pauses: to compile,
 evaluate, draw plots. It leaves out what comes before: loading modules and tokenising the text,
 which only the first run does, and initial weights. Energy is the GPU's own counter.
 
 Overrides hold for all three runs, but those of L1 and sparse gradients (`l1_coefficient`,
-`sparsity_target`, `union_target`, `sparse_gradients_every`, `skip_dead_every`) for the sparse one
-alone. The text of wallclock.yaml is Python's standard library, of which such a run reads every
-token many times: name more with data.source=files and data.paths=[...].
+`sparsity_target`, `union_target`, `lasso_share`, `sparse_gradients_every`, `skip_dead_every`) for
+the sparse one alone. The text of wallclock.yaml is Python's standard library, of which such a run
+reads every token many times: name more with data.source=files and data.paths=[...].
 """
 
 import argparse
@@ -45,6 +45,7 @@ _DENSE = [
     "l1_coefficient=0",
     "sparsity_target=null",
     "union_target=null",
+    "lasso_share=0",
     "sparse_gradients_every=0",
     "skip_dead_every=0",
     "model.ffn_implementation=xla",
