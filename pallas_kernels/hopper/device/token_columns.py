@@ -15,11 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.device import lanes, simt
 from pallas_kernels.hopper.device.gather import SCALAR
 from pallas_kernels.hopper.device.simt import const
 
 COLUMNS = 16
+_MOST_PREFETCHED = 8  # of 16 rows
 _LANE_TOKENS = 8  # tokens from one register of a lane to the next
 
 
@@ -150,7 +151,11 @@ def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
 
 def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> None:
     """Prefetches into L2 row `first + c` of `w_ref` (GMEM `[H, D]`) for each of the 16 columns c
-    that has a value above zero for one of the first `tokens` tokens."""
+    that has a value above zero for one of the first `tokens` tokens.
+
+    A warp has some of the tokens. If more than `_MOST_PREFETCHED` columns have a value in them, it
+    prefetches none: gates are dense then, and all rows together would push each other out of L2.
+    """
     how, item = layout(values.size // COLUMNS), jnp.dtype(w_ref.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how))
@@ -165,13 +170,17 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
             is_token = simt.less(token, const(max(0, tokens - _LANE_TOKENS * i)))
             fires = arith.ori(fires, arith.extui(const(0).type, arith.andi(is_above, is_token)))
         fires = arith.ori(fires, mgpu.utils.shfl_bfly(fires, 16))  # the lane of the same column
+        is_above = lanes.nonzero(fires)
+        is_first = simt.less(lane, const(COLUMNS))
+        columns = lanes.popcount(lanes.ballot(arith.andi(is_above, is_first)))
+        are_few = simt.less(columns, const(_MOST_PREFETCHED + 1))
         size = item * ir.MemRefType(w_ref.type).shape[1]
         row = arith.extui(i64, arith.addi(first.registers.item(), column))
         address = arith.addi(simt.gmem_address(w_ref, const(0)), arith.muli(row, mgpu.c(size, i64)))
         mgpu.utils.inline_ptx(
             f"cp.async.bulk.prefetch.L2.global [$0], {size};",
             address,
-            predicate=arith.andi(simt.less(const(0), fires), simt.less(lane, const(COLUMNS))),
+            predicate=arith.andi(arith.andi(is_above, is_first), are_few),
         )
 
     step(w_ref, first, values)
