@@ -366,4 +366,9 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "the machine, at the same time as the ReLU run.",
     "wallclock-nvidia-h200-20261123-2": "The SiLU run had the second GPU of the machine, at the "
     "same time as the sparse run.",
+    "wallclock-nvidia-h200-20261125": "Other than above: a target of 6 % for U with half a lasso, "
+    "dead neurons skipped, and 800 steps of 65,536 tokens to the end of the decay "
+    "([the study](../study.md) says more). Other processes had the second GPU. The ReLU run was "
+    "stopped at step 233 and continued; its steps 201 to 250 and 301 to 350 took 9 and 10 s longer "
+    "than others.",
 }

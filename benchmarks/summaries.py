@@ -5,10 +5,12 @@ A page marks the place of a summary by its name in SUMMARIES; `benchmarks.render
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.pages import mesh
-from benchmarks.tables import UNKNOWN, Cell, Row, number, yes
+from benchmarks.study import report, values
+from benchmarks.tables import UNKNOWN, Cell, Row, number, text_of, yes
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,41 @@ def _has(row: Row, values: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A line of a summary: all runs of a variant of the study.
+
+    Attributes:
+      record: the record's file name, without `.json`.
+      variant: its name.
+    """
+
+    record: str
+    variant: str
+
+    def rows(self, rows: list[Row]) -> tuple[Row]:
+        """The runs, as `values.by_variant` puts them together.
+
+        Raises:
+          ValueError: the record has no such variant.
+        """
+        found = [group for group in values.by_variant(rows) if group["variant"] == self.variant]
+        if not found:
+            raise ValueError(f"{self.record} has no variant {self.variant!r}")
+        return (found[0],)
+
+
+@dataclass(frozen=True)
 class Summary:
     """A short table within a page: lines picked from records, each with a link to its record.
 
     Attributes:
-      columns: for each heading, a function from our row and the baseline to a cell.
+      columns: for each heading, a function from what a pick gives, our row and the baseline or all
+        runs of a variant, to a cell.
       picks: the lines.
     """
 
-    columns: Mapping[str, Callable[[Row, Row], str]]
-    picks: tuple[Pick, ...]
+    columns: Mapping[str, Callable[..., str]]
+    picks: tuple[Pick | Variant, ...]
 
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
@@ -70,6 +97,7 @@ _STEPS = {
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
 _DECODING = "inference-cached-nvidia-h200-20261125"
 _PROMPTS = "inference-prefill-nvidia-h200-20261125"
+_STUDY = "study-nvidia-h200-20261124"
 _WORK = {
     "forward": "scoring",
     "prefill": "prefill",
@@ -236,6 +264,35 @@ SUMMARIES: dict[str, Summary] = {
             _mesh_step(config, devices, fsdp)
             for config in ("0p5b", "1p5b")
             for devices, fsdp in ((1, 1), (2, 1), (4, 1), (4, 4))
+        ),
+    ),
+    "study": Summary(
+        columns={
+            heading: partial(text_of, report.TABLE.columns[name])
+            for heading, name in {
+                "variant": "variant",
+                "seeds": "seeds",
+                "held-out CE": "held-out CE",
+                "nnz": "nnz",
+                "U": "256 tokens share",
+                "dead": "dead",
+                "forward": "speed-up",
+                "both passes": "both passes",
+                "both, without the dead": "both, without the dead",
+            }.items()
+        },
+        picks=tuple(
+            Variant(_STUDY, name)
+            for name in (
+                "silu",
+                "relu",
+                "l1 1.0e-3",
+                "l1 2.0e-3",
+                "lasso 3.0e-4",
+                "l1 and lasso 6.0e-4",
+                "l1 and lasso 1.0e-3",
+                "U target and lasso 0.07",
+            )
         ),
     ),
 }

@@ -52,7 +52,7 @@ class Table:
             [
                 [
                     *cells,
-                    *(_cell(self.spread, found.get(name, {})) for name in names),
+                    *(text_of(self.spread, found.get(name, {})) for name in names),
                     *(_join(cell, found.values()) for cell in self.joined.values()),
                 ]
                 for cells, found in lines
@@ -87,10 +87,11 @@ def yes(key: str) -> Cell:
 
 
 def _cells(columns: Mapping[str, Cell], row: Row) -> list[str]:
-    return [_cell(cell, row) for cell in columns.values()]
+    return [text_of(cell, row) for cell in columns.values()]
 
 
-def _cell(cell: Cell, row: Row) -> str:
+def text_of(cell: Cell, row: Row) -> str:
+    """The text of a cell, `UNKNOWN` if the row lacks the value."""
     try:
         return cell(row)
     except KeyError:
@@ -98,4 +99,4 @@ def _cell(cell: Cell, row: Row) -> str:
 
 
 def _join(cell: Cell, rows: Iterable[Row]) -> str:
-    return " / ".join(text for row in rows if (text := _cell(cell, row)) != UNKNOWN) or UNKNOWN
+    return " / ".join(text for row in rows if (text := text_of(cell, row)) != UNKNOWN) or UNKNOWN
