@@ -220,9 +220,12 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     quartets = 2 if batch <= _FEW else 1
     blocks = quartets * PARTS
     lists = token_rows.lists(h, d, blocks)
-    clusters = pl.cdiv(max(h, d) // COLUMNS, quartets)
-    clusters = min(clusters, token_ring.most_waiting(lists, _ON_SM, blocks))
-    up, down = _rings(x, gate, weights, token_ring.size(lists), clusters, quartets)
+    # Memory stands still less if a quartet's two tiles of w_up are loaded at once. With more tokens
+    # they leave too little room for stages.
+    is_two = (
+        quartets > 1 and h > token_ring.most_waiting(lists, _ON_SM, blocks) * quartets * COLUMNS
+    )
+    up, down = _rings(x, gate, weights, token_ring.size(lists), is_two)
     rings = [r for r in (up, down) if r is not None]
     memory = dict(
         memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.parts(d, blocks)),
@@ -230,6 +233,10 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
         parts=rings[0].parts(),
         arrived=plgpu.SMEM((4,), jnp.uint32),
     )
+    clusters = pl.cdiv(max(h, d) // COLUMNS, quartets)
+    clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
+    if up is not None:
+        up = dataclasses.replace(up, apart=clusters * quartets)
     plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -253,18 +260,14 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     return outs
 
 
-def _rings(x, gate, weights, reserved, clusters, quartets):
+def _rings(x, gate, weights, reserved, is_two):
     """The dense products with w_up, None if there is none, and with w_down."""
     options = dict(on_sm=_ON_SM, reserved=reserved)
     down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
     if weights.linear is None:
         return None, down
-    stride = clusters * quartets
-    # Memory stands still less if a quartet's two tiles are loaded at once. With more tokens they
-    # leave too little room for stages.
-    is_two = quartets > 1 and gate.shape[1] > stride * COLUMNS
     linear = (1 + is_two) * (weights.linear,)
-    up = TokenRing.of(x, linear, k_axis=2, side_by_side=False, apart=stride, **options)
+    up = TokenRing.of(x, linear, k_axis=2, side_by_side=False, **options)
     sums = token_ring.size(up.parts()) - token_ring.size(down.parts())
     return up, dataclasses.replace(down, reserved=reserved + sums)
 

@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -78,16 +79,19 @@ def test_lowers_without_a_gpu_non_gated(lower):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h"), [(1, 2048, 5632), (8, 192, 640), (8, 128, 65536), (17, 2048, 5632)]
+    ("m", "d", "h"),
+    [(1, 2048, 5632), (8, 192, 640), (8, 128, 65536), (17, 2048, 5632), (64, 128, 65536)],
 )
 def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h):
-    launch = launches(lower(HOPPER.few_tokens_ffn, *shapes(m, d, h, jnp.bfloat16)))["token_ffn"]
+    text = lower(HOPPER.few_tokens_ffn, *shapes(m, d, h, jnp.bfloat16))
+    launch = launches(text)["token_ffn"]
+    waited_for = int(re.search(r"more, seen, (\d+);", text)[1])  # blocks, in `grid.wait`
     on_sm = SM_BYTES // (launch.smem + 1024)
     assert launch.cluster == (8 if m <= 16 else 4)
     # What an H100 holds, by cuOccupancyMaxActiveClusters, with 1 and 2 blocks on an SM; registers
     # allow two.
     held = {4: {1: 30, 2: 62}, 8: {1: 15, 2: 30}}[launch.cluster][min(on_sm, 2)]
-    assert launch.blocks // launch.cluster <= held
+    assert waited_for // launch.cluster <= held
 
 
 @pytest.mark.parametrize("gated", [True, False])
