@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, token_columns
 from pallas_kernels.hopper.frames import token_ring, token_rows
-from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import PARTS, Matrices, Product, TokenRing
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -220,23 +220,19 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     quartets = 2 if batch <= _FEW else 1
     blocks = quartets * PARTS
     lists = token_rows.lists(h, d, blocks)
-    # Memory stands still less if a quartet's two tiles of w_up are loaded at once. With more tokens
-    # they leave too little room for stages.
-    is_two = (
-        quartets > 1 and h > token_ring.most_waiting(lists, _ON_SM, blocks) * quartets * COLUMNS
-    )
-    up, down = _rings(x, gate, weights, token_ring.size(lists), is_two)
+    options = dict(on_sm=_ON_SM, reserved=token_ring.size(lists))
+    linear = None if weights.linear is None else (weights.linear,)
+    up = None if linear is None else TokenRing.of(x, linear, k_axis=2, **options)
+    down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
     rings = [r for r in (up, down) if r is not None]
     memory = dict(
         memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.parts(d, blocks)),
         lists=lists,
-        parts=rings[0].parts(),
+        parts=down.parts(),
         arrived=plgpu.SMEM((4,), jnp.uint32),
     )
-    clusters = pl.cdiv(max(h, d) // COLUMNS, quartets)
+    clusters = pl.cdiv(max(r.tiles for r in rings), quartets)
     clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
-    if up is not None:
-        up = dataclasses.replace(up, apart=clusters * quartets)
     plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -251,25 +247,11 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    linear = None
-    if up is not None:
-        linear = Matrices.of(up.sums * (weights.linear,), side_by_side=False)
-    operands = Operands(gate, x, linear, Matrices.of((weights.down,)), layer, squares)
+    matrices = [None if w is None else Matrices.of(w) for w in (linear, (weights.down,))]
+    operands = Operands(gate, x, *matrices, layer, squares)
     operands, further = in_place.barrier((operands, further))
     *outs, _ = in_place.barrier(kernel(operands, counts, *further))
     return outs
-
-
-def _rings(x, gate, weights, reserved, is_two):
-    """The dense products with w_up, None if there is none, and with w_down."""
-    options = dict(on_sm=_ON_SM, reserved=reserved)
-    down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
-    if weights.linear is None:
-        return None, down
-    linear = (1 + is_two) * (weights.linear,)
-    up = TokenRing.of(x, linear, k_axis=2, side_by_side=False, **options)
-    sums = token_ring.size(up.parts()) - token_ring.size(down.parts())
-    return up, dataclasses.replace(down, reserved=reserved + sums)
 
 
 def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
@@ -300,11 +282,9 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
 
     @pl.when(~is_sparse & (tile < plan.dense_clusters))
     def _():
-        rings = [r for r in (plan.up, plan.down) if r is not None]
-        smem = [
-            dict(ring=m, here=b, parts=parts.at[pl.ds(0, r.sums)], arrived=arrived)
-            for r, m, b in zip(rings, memory[:-1], here, strict=True)
-        ]
+        shared = dict(parts=parts, arrived=arrived)
+        rings = zip(memory[:-1], here, strict=True)
+        smem = [dict(ring=ring, here=barriers, **shared) for ring, barriers in rings]
         _multiply(operands, h, smem, counts.at[number, 0, tokens], further, outs, plan)
 
 

@@ -186,12 +186,10 @@ def count_gates(monkeypatch, *, few):
         monkeypatch.setattr(grid, name, lambda *_: None)
 
 
-# One cluster takes tiles of neurons or of columns one after the other; with few tokens it has two
-# quartets, each of which takes two tiles of w_up at once. The last ones may be none. `meet` is no
-# synchronisation that the search for races knows.
+# One cluster takes tiles of neurons or of columns one after the other, or with few tokens two at a
+# time, the last of which may be none. `meet` is no synchronisation that the search for races knows.
 @pytest.mark.parametrize(
-    ("m", "gated", "d", "h"),
-    [(8, True, 64, 128), (8, True, 64, 320), (8, False, 192, 512), (24, True, 64, 128)],
+    ("m", "gated", "d", "h"), [(8, True, 64, 128), (8, False, 192, 512), (24, True, 64, 128)]
 )
 def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     meeting = threading.Barrier(8 if m <= 16 else 4)
