@@ -50,7 +50,7 @@ def _has(row: Row, values: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Variant:
+class Runs:
     """A line of a summary: all runs of a variant of the study.
 
     Attributes:
@@ -84,7 +84,7 @@ class Summary:
     """
 
     columns: Mapping[str, Callable[..., str]]
-    picks: tuple[Pick | Variant, ...]
+    picks: tuple[Pick | Runs, ...]
 
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
@@ -282,7 +282,7 @@ SUMMARIES: dict[str, Summary] = {
             }.items()
         },
         picks=tuple(
-            Variant(_STUDY, name)
+            Runs(_STUDY, name)
             for name in (
                 "silu",
                 "relu",

@@ -127,6 +127,14 @@ def test_the_three_runs_see_the_same_tokens(text_settings):
         assert np.all([np.array_equal(others[0], other) for other in others[1:]])
 
 
+@pytest.mark.parametrize("name", ["silu", "relu"])
+def test_a_dense_twin_has_no_penalty_whatever_is_said_of_the_sparse_run(name):
+    of_sparse = ["l1_coefficient=1", "union_target=0.5", "lasso_share=0.5", "skip_dead_every=10"]
+    twin = config_lib.load(wallclock.BASE, [*SETTINGS, *of_sparse, *wallclock.RUNS[name]])
+    assert not (twin.l1_coefficient or twin.targets or twin.lasso_share)
+    assert not (twin.sparse_gradients_every or twin.skip_dead_every)
+
+
 PROGRAM = """
 import json, signal, sys, time
 from pathlib import Path
