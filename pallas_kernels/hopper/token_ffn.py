@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, token_columns
+from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, shares, token_columns
 from pallas_kernels.hopper.frames import token_ring, token_rows
-from pallas_kernels.hopper.frames.token_ring import PARTS, Matrices, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -219,20 +219,24 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     (_, h), d = gate.shape, x.shape[1]
     quartets = 2 if batch <= _FEW else 1
     blocks = quartets * PARTS
-    lists = token_rows.lists(h, d, blocks)
-    options = dict(on_sm=_ON_SM, reserved=token_ring.size(lists))
-    linear = None if weights.linear is None else (weights.linear,)
-    up = None if linear is None else TokenRing.of(x, linear, k_axis=2, **options)
-    down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
+    scratch = token_rows.scratch(d)
+    # Memory stands still less if a quartet's two tiles of w_up are loaded at once. With more tokens
+    # they leave too little room for stages.
+    is_two = (
+        quartets > 1 and h > token_ring.most_waiting(scratch, _ON_SM, blocks) * quartets * COLUMNS
+    )
+    up, down = _rings(x, gate, weights, token_ring.size(scratch), is_two)
     rings = [r for r in (up, down) if r is not None]
     memory = dict(
-        memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.parts(d, blocks)),
-        lists=lists,
-        parts=down.parts(),
+        memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.memory(h, d, blocks)),
+        scratch=scratch,
+        parts=rings[0].parts(),
         arrived=plgpu.SMEM((4,), jnp.uint32),
     )
-    clusters = pl.cdiv(max(r.tiles for r in rings), quartets)
+    clusters = pl.cdiv(max(h, d) // COLUMNS, quartets)
     clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
+    if up is not None:
+        up = dataclasses.replace(up, apart=clusters * quartets)
     plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -247,14 +251,26 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    matrices = [None if w is None else Matrices.of(w) for w in (linear, (weights.down,))]
+    matrices = [None if w is None else Matrices.of((w,)) for w in (weights.linear, weights.down)]
     operands = Operands(gate, x, *matrices, layer, squares)
     operands, further = in_place.barrier((operands, further))
     *outs, _ = in_place.barrier(kernel(operands, counts, *further))
     return outs
 
 
-def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
+def _rings(x, gate, weights, reserved, is_two):
+    """The dense products with w_up, None if there is none, and with w_down."""
+    options = dict(on_sm=_ON_SM, reserved=reserved)
+    down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
+    if weights.linear is None:
+        return None, down
+    linear = (1 + is_two) * (weights.linear,)
+    up = TokenRing.of(x, linear, k_axis=2, side_by_side=False, **options)
+    sums = token_ring.size(up.parts()) - token_ring.size(down.parts())
+    return up, dataclasses.replace(down, reserved=reserved + sums)
+
+
+def _kernel(operands, counts, *refs, memory, scratch, here, parts, arrived, plan):
     further, (*outs, h), memory = refs[: plan.further], refs[plan.further :], list(memory)
     number, tile = operands.layer[0], lax.axis_index("tile")
     tokens, is_row = operands.gate.shape[0], tile < plan.batch
@@ -262,36 +278,36 @@ def _kernel(operands, counts, *refs, memory, lists, here, parts, arrived, plan):
     cluster.prepare(arrived)
     rank = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
     share = token_rows.Share.of(rank, plan.quartets * PARTS, operands.x.shape[1])
-    x_row = None if plan.up is None else _load_x(operands, token, is_row, lists, plan)
+    x_row = None if plan.up is None else _load_x(operands, token, is_row, scratch, plan)
     store_row = plan.stores.row(further, outs, number, token, share)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
     open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
-    # While those are on their way, rows are prepared as if few gates were open.
-    count = lax.cond(
-        is_row,
-        lambda: token_rows.collect(operands.gate.at[token], share, lists),
-        lambda: jnp.int32(0),
-    )
+    # While those are on their way, open gates are found as if they were few.
+    gate = operands.gate.at[token]
+    found = shares.find(gate, is_row, scratch["counts"])
     is_sparse = open_gates.are_few(open_of_tokens, MOST_OPEN, MOST_OPEN_OF_A_TOKEN)
 
     @pl.when(is_sparse & is_row)
     def _():
-        weights, shared = _of_layer(operands, number), (lists, memory[-1], arrived)
-        store_row(*token_rows.sum_rows(x_row, share, count, *weights, *shared, plan.rectifier))
+        weights, shared = _of_layer(operands, number), (scratch, memory[-1], arrived)
+        read = x_row, gate, found, share
+        store_row(*token_rows.sum_rows(*read, *weights, *shared, plan.rectifier))
 
     @pl.when(~is_sparse & (tile < plan.dense_clusters))
     def _():
-        shared = dict(parts=parts, arrived=arrived)
-        rings = zip(memory[:-1], here, strict=True)
-        smem = [dict(ring=ring, here=barriers, **shared) for ring, barriers in rings]
+        rings = [r for r in (plan.up, plan.down) if r is not None]
+        smem = [
+            dict(ring=m, here=b, parts=parts.at[pl.ds(0, r.sums)], arrived=arrived)
+            for r, m, b in zip(rings, memory[:-1], here, strict=True)
+        ]
         _multiply(operands, h, smem, counts.at[number, 0, tokens], further, outs, plan)
 
 
-def _load_x(operands, token, is_row, lists, plan):
+def _load_x(operands, token, is_row, scratch, plan):
     squares = None if operands.squares is None else operands.squares.at[token]
     options = dict(is_8_bits=plan.up.is_8_bits, eps=plan.eps)
-    return token_rows.load_x(operands.x.at[token], squares, is_row, lists, **options)
+    return token_rows.load_x(operands.x.at[token], squares, is_row, scratch, **options)
 
 
 def _of_layer(operands, number):
@@ -325,7 +341,7 @@ def _multiply(operands, h, smem, arrivals, further, outs, plan):
     if plan.up is None:
         fetch_down()
     else:
-        up = product(plan.up, operands.x, operands.up, smem[0])
+        up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), smem[0])
         pl.when(first < plan.up.tiles)(up.fetch_matrices)
         up = up.with_scales()
         store_hidden = _hidden(operands, h, further, outs, plan)

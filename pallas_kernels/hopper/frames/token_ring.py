@@ -55,6 +55,10 @@ class Matrices(NamedTuple):
             scales = [jnp.concatenate(scales, axis=1)]
         return cls(tuple(w.values for w in quantised), tuple(scales))
 
+    def repeated(self, times: int) -> "Matrices":
+        """These, so many times; inside a kernel this costs nothing."""
+        return Matrices(times * self.values, self.scales and times * self.scales)
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenRing:
@@ -73,6 +77,8 @@ class TokenRing:
         where there is but one: the blocks of the next kernel find room and ask for their part of
         the matrix early.
       reserved: bytes of shared memory that a block takes for other things.
+      apart: tiles from a quartet's tile of one matrix to that of the next, if they are not side by
+        side. So the same matrix twice is two tiles of it at once.
     """
 
     tokens: int
@@ -83,6 +89,7 @@ class TokenRing:
     side_by_side: bool = True
     on_sm: int = 3
     reserved: int = 0
+    apart: int = 0
 
     @classmethod
     def of(cls, x, weights, *, k_axis: int, **options) -> "TokenRing":
@@ -192,9 +199,15 @@ class Product:
         """The first of the 16 columns that this block finishes, int32 scalar."""
         return self.tile * COLUMNS + lax.axis_index("part") * token_columns.COLUMNS
 
+    @property
+    def first_columns(self) -> list[jax.Array]:
+        """`first_column` in each matrix of the block."""
+        apart = self.ring.apart * COLUMNS
+        return [self.first_column + i * apart for i in range(self.ring.sums)]
+
     def expect(self) -> None:
         """Says that this block has read the sums before, and expects its own."""
-        cluster.expect(4 * self.smem["parts"].size, self.smem["arrived"])
+        cluster.expect(4 * math.prod(self.smem["parts"].shape), self.smem["arrived"])
 
     def fetch_matrices(self) -> None:
         """Fills the ring with the matrices."""
@@ -229,8 +242,8 @@ class Product:
     def receive(self) -> list[jax.Array]:
         """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
         factors = [
-            token_columns.load(scale.at[self.number], self.first_column, self.ring.tokens)
-            for scale in self.matrices.scales or ()
+            token_columns.load(scale.at[self.number], first, self.ring.tokens)
+            for first, scale in zip(self.first_columns, self.matrices.scales or (), strict=False)
         ]
         cluster.wait_for_parts(self.smem["arrived"])
         sums = [token_columns.add_parts(self.smem["parts"].at[i]) for i in range(self.ring.sums)]
@@ -279,7 +292,7 @@ class Product:
         first = 0
         for i, w in enumerate(self.matrices.values):
             if not ring.side_by_side or len(ring.columns) == 1:
-                fetch(w, i, tile)
+                fetch(w, i, tile + i * ring.apart)
                 continue
             tiles = ring.columns[i] // COLUMNS
             is_here = (first <= tile) & (tile < first + tiles)
@@ -305,6 +318,7 @@ def multiply_tiles(
       then: called as soon as the ring is free of the last tile.
     """
     tiles = product.ring.tiles
+    stride *= product.ring.sums
     count = pl.cdiv(tiles - first, stride)
     pl.when(count > 0)(product.fetch_tokens)
     pl.when(count <= 0)(then)
@@ -324,8 +338,9 @@ def multiply_tiles(
             following.fetch_tokens()
 
         pl.when(i + 1 == count)(then)
-        columns = here.receive()
-        pl.when(tile < tiles)(lambda: store(here.first_column, *columns))
+        for first_column, columns in zip(here.first_columns, here.receive(), strict=True):
+            is_there = first_column < tiles * COLUMNS
+            pl.when(is_there)(functools.partial(store, first_column, columns))
 
 
 def _arrived() -> Any:

@@ -51,69 +51,69 @@ class Share(NamedTuple):
         token_columns.store_total(sums_ref, self.number, self.blocks, total)
 
 
-def lists(h: int, d: int, blocks: int) -> dict[str, Any]:
-    """Shared memory for the open gates of a block's share, and for sums of products."""
-    rows = max(1, _ROW_LOADS // gather.row_steps(d))
+def scratch(d: int) -> dict[str, Any]:
+    """Shared memory for `shares.find` and for sums of products."""
     return dict(
-        entries=plgpu.SMEM((h // blocks + 2 * rows,), jnp.uint32),
-        counts=plgpu.SMEM((2, 4), jnp.int32),
-        sums=plgpu.SMEM((2, rows, 4), jnp.float32),
+        counts=plgpu.SMEM((2, 4), jnp.int32), sums=plgpu.SMEM((2, _rows_at_once(d), 4), jnp.float32)
     )
 
 
-def parts(d: int, blocks: int) -> dict[str, Any]:
-    """Shared memory in which what all blocks have summed arrives."""
+def memory(h: int, d: int, blocks: int) -> dict[str, Any]:
+    """Shared memory for the open gates of a block's share, and for what arrives of all blocks."""
     return dict(
+        entries=plgpu.SMEM((h // blocks + 2 * _rows_at_once(d),), jnp.uint32),
         y_parts=plgpu.SMEM((blocks, gather.row_width(d) // blocks), jnp.float32),
         l1_parts=plgpu.SMEM((blocks,), jnp.float32),
     )
 
 
-def load_x(x_ref, squares_ref, active, lists, *, is_8_bits: bool, eps: float) -> jax.Array:
+def _rows_at_once(d):
+    return max(1, _ROW_LOADS // gather.row_steps(d))
+
+
+def load_x(x_ref, squares_ref, active, scratch, *, is_8_bits: bool, eps: float) -> jax.Array:
     """The normed x of a token, a float32 row.
 
     Args:
       x_ref: GMEM `[D]`.
       squares_ref: that of the token in `Stream.squares`; None if x is not to be normed.
       active: if it is False, x is zero.
-      lists: of `lists`.
+      scratch: of the function of this name.
       is_8_bits: whether x is rounded to 8-bit floats before it is normed.
       eps: of the norm.
     """
     row = gather.load_row(x_ref, active)
-    row = round_tokens.round_row(row, lists["sums"].at[0, 0]) if is_8_bits else gather.widen(row)
+    row = round_tokens.round_row(row, scratch["sums"].at[0, 0]) if is_8_bits else gather.widen(row)
     if squares_ref is None:
         return row
     return row * token_columns.inverse_rms_of_one(squares_ref, x_ref.shape[0], eps)
 
 
-def collect(gate_ref, share: Share, lists) -> jax.Array:
-    """Lists this block's share of a token's open gates (GMEM `[H]`), and counts them."""
-    number, blocks = share.number, share.blocks
-    count = shares.collect_share(gate_ref, number, blocks, lists["entries"], lists["counts"])
-    return (count + blocks - 1 - number) // blocks
-
-
 def sum_rows(
-    x_row, share: Share, count, w_up, up_scale, w_down, lists, parts, arrived, rectifier: Rectifier
-) -> tuple[jax.Array, jax.Array]:
+    x_row, gate_ref, found: shares.Found, share: Share, w_up, up_scale, w_down,
+    scratch, memory, arrived, rectifier: Rectifier,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """A token's result; all blocks of the cluster call it.
 
     Args:
       x_row: from `load_x`; None without a gate projection.
+      gate_ref: GMEM `[H]`.
+      found: of `shares.find`, its open gates.
       share: this block's.
-      count: from `collect`.
       w_up, up_scale, w_down, rectifier: as of `gather.gather_ffn`.
-      lists, parts: of the functions of these names.
+      scratch, memory: of the functions of these names.
       arrived: of `cluster.prepare`.
 
     Returns:
       y of the share's columns, float32 in the layout of `wide`, and the float32 scalar sum of |h|.
     """
-    y_parts, l1_parts = parts["y_parts"], parts["l1_parts"]
+    entries, y_parts, l1_parts = (memory[name] for name in ("entries", "y_parts", "l1_parts"))
     cluster.expect(4 * (y_parts.size + l1_parts.size), arrived)
-    entries, scratch = lists["entries"], lists["sums"]
-    y, l1 = gather.gather_ffn(x_row, entries, count, w_up, w_down, scratch, rectifier, up_scale)
+    shares.list_share(found, gate_ref, share.number, share.blocks, entries)
+    count = (found.total + share.blocks - 1 - share.number) // share.blocks
+    y, l1 = gather.gather_ffn(
+        x_row, entries, count, w_up, w_down, scratch["sums"], rectifier, up_scale
+    )
     cluster.send_parts(y, l1, share.number, y_parts, l1_parts, arrived)
     cluster.wait_for_parts(arrived)
     y = functools.reduce(jnp.add, [wide(y_parts.at[b]) for b in range(share.blocks)])

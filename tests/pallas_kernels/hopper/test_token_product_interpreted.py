@@ -186,10 +186,12 @@ def count_gates(monkeypatch, *, few):
         monkeypatch.setattr(grid, name, lambda *_: None)
 
 
-# One cluster takes tiles of neurons or of columns one after the other, or with few tokens two at a
-# time, the last of which may be none. `meet` is no synchronisation that the search for races knows.
+# One cluster takes tiles of neurons or of columns one after the other; with few tokens it has two
+# quartets, each of which takes two tiles of w_up at once. The last ones may be none. `meet` is no
+# synchronisation that the search for races knows.
 @pytest.mark.parametrize(
-    ("m", "gated", "d", "h"), [(8, True, 64, 128), (8, False, 192, 512), (24, True, 64, 128)]
+    ("m", "gated", "d", "h"),
+    [(8, True, 64, 128), (8, True, 64, 320), (8, False, 192, 512), (24, True, 64, 128)],
 )
 def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     meeting = threading.Barrier(8 if m <= 16 else 4)
@@ -204,8 +206,8 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
 
     count_gates(monkeypatch, few=False)
     monkeypatch.setattr(grid, "wait", wait)
-    for name in ("load_x", "collect"):
-        monkeypatch.setattr(token_rows, name, lambda *_, **__: jnp.int32(0))
+    monkeypatch.setattr(token_rows, "load_x", lambda *_, **__: jnp.int32(0))
+    monkeypatch.setattr(device_shares, "find", lambda *_: None)
     monkeypatch.setattr(token_rows.Share, "of", lambda rank, *_: token_rows.Share(rank, 8, d // 8))
     monkeypatch.setattr(token_rows, "sum_rows", lambda *_: (jnp.zeros(d // 8), jnp.float32(0)))
     monkeypatch.setattr(token_rows, "load_now", lambda ref: ref[...].astype(jnp.float32))
@@ -229,7 +231,12 @@ def rows_of_tokens(rows_in_jax, monkeypatch):
     """What the blocks of a cluster do with a token's open gates and rows, in JAX."""
     board, meetings, lock = {}, {}, threading.Lock()
 
-    def collect_share(gate_ref, share, shares, entries_ref, _):
+    def find(gate_ref, active, _):
+        bits = jax.lax.bitcast_convert_type(gate_ref[...], jnp.uint16)
+        total = jnp.where(active, jnp.sum(bits != 0, dtype=jnp.int32), 0)
+        return device_shares.Found([], [], total)
+
+    def list_share(_, gate_ref, share, shares, entries_ref):
         bits = jax.lax.bitcast_convert_type(gate_ref[...], jnp.uint16).astype(jnp.uint32)
         rank = jnp.cumsum(bits != 0) - 1
         is_mine = (bits != 0) & (rank % shares == share)
@@ -237,7 +244,6 @@ def rows_of_tokens(rows_in_jax, monkeypatch):
         places = jnp.where(is_mine, rank // shares, entries_ref.shape[0])
         entries = jnp.full(entries_ref.shape, 0xFFFFFFFF, jnp.uint32)  # whatever lies past the list
         entries_ref[...] = entries.at[places].set(words, mode="drop")
-        return rank[-1] + 1
 
     def send_parts(y, l1, block, y_parts_ref, l1_parts_ref, _):
         blocks, width = y_parts_ref.shape
@@ -269,7 +275,7 @@ def rows_of_tokens(rows_in_jax, monkeypatch):
         return ref[...].astype(jnp.float32)
 
     for module, replaced in (
-        (device_shares, {"collect_share": collect_share}),
+        (device_shares, {"find": find, "list_share": list_share}),
         (cluster, {"send_parts": send_parts}),
         (token_columns, {"store_total": store_total, "inverse_rms_of_one": inverse_rms_of_one}),
         (token_rows, {"wide": load, "load_now": load}),
