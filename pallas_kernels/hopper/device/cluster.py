@@ -140,25 +140,24 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
         def in_receiver(address):
             return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, receiver, result_types=i32)
 
-        # A register has two tokens of one column.
+        # A register has two tokens of one column, which lie side by side.
         column = arith.shrui(lane, const(2))
-        token = arith.andi(arith.muli(lane, const(2)), const(6))
-        place = arith.addi(arith.muli(token, const(16)), column)
+        pair = arith.andi(lane, const(3))
+        place = arith.addi(arith.muli(pair, const(32)), arith.muli(column, const(2)))
         place = arith.addi(place, arith.muli(part, const(size)))
         address = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))
         address, barrier = in_receiver(address), in_receiver(simt.smem_address(arrived_ref))
         for a, acc in enumerate(accs):
             for i, register in enumerate(acc.registers.flat):
                 eight, lower_rows = divmod(i, 2)
-                for odd, value in enumerate(gather.elements(register, ir.F32Type.get())):
-                    offset = a * blocks * size + (8 * eight + odd) * 16 + 8 * lower_rows
-                    ptx(
-                        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32"
-                        f" [$0 + {4 * offset}], $1, [$2];",
-                        address,
-                        value,
-                        barrier,
-                    )
+                offset = a * blocks * size + 128 * eight + 16 * lower_rows
+                ptx(
+                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
+                    f" [$0 + {4 * offset}], {{$1, $2}}, [$3];",
+                    address,
+                    *gather.elements(register, ir.F32Type.get()),
+                    barrier,
+                )
 
     step(accs, block, parts_ref, arrived_ref)
 

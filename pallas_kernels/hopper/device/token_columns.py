@@ -43,11 +43,30 @@ def are_before(end: jax.Array, first: jax.Array, tokens: int) -> jax.Array:
 def add_parts(parts_ref) -> jax.Array:
     """Adds up `parts_ref` (SMEM, float32 `[parts, 16 * tokens]`) over parts, in a fixed order."""
     parts, size = parts_ref.shape
-    how = layout(size // COLUMNS)
-    total = plgpu.load(parts_ref.at[0], layout=how)
-    for part in range(1, parts):
-        total += plgpu.load(parts_ref.at[part], layout=how)
-    return total
+    result = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=layout(size // COLUMNS))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, parts_ref):
+        column, token = column_and_token()
+        odd = arith.andi(token, const(1))
+        place = arith.addi(arith.muli(arith.subi(token, odd), const(COLUMNS)), odd)
+        place = arith.addi(place, arith.muli(column, const(2)))
+        address = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))
+        totals = []
+        for start in range(0, size, COLUMNS * _LANE_TOKENS):
+            total = None
+            for part in range(parts):
+                value = mgpu.utils.inline_ptx(
+                    f"ld.shared.f32 $0, [$1 + {4 * (part * size + start)}];",
+                    address,
+                    result_types=ir.F32Type.get(),
+                    has_side_effects=True,
+                )
+                total = value if total is None else arith.addf(total, value)
+            totals.append(total)
+        return array(totals)
+
+    return step(parts_ref)
 
 
 def load(ref, first: jax.Array, tokens: int) -> jax.Array:
