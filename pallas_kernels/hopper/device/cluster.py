@@ -121,8 +121,8 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
       accs: each float32 `[64, tokens]` in the WGMMA layout.
       block: int32 scalar, this block's rank in the cluster, whose first four ranks are a quartet,
         and so on.
-      parts_ref: SMEM, float32 `[len(accs), 4, 16 * tokens]`; a receiver gets this block's part,
-        tokens major, at `[:, block % 4]`.
+      parts_ref: SMEM, float32 `[len(accs), 4, 16 * tokens]`; a receiver gets this block's part at
+        `[:, block % 4]`, in the order that `token_columns.add_parts` reads.
       arrived_ref: as in `expect`.
     """
     accumulators = [plgpu.Layout.WGMMA] * len(accs)

@@ -41,7 +41,10 @@ def are_before(end: jax.Array, first: jax.Array, tokens: int) -> jax.Array:
 
 
 def add_parts(parts_ref) -> jax.Array:
-    """Adds up `parts_ref` (SMEM, float32 `[parts, 16 * tokens]`) over parts, in a fixed order."""
+    """Adds up `parts_ref` (SMEM, float32 `[parts, 16 * tokens]`) over parts, in a fixed order.
+
+    A part is `[tokens / 2, 16, 2]`: two tokens lie side by side, as they do in a lane of WGMMA.
+    """
     parts, size = parts_ref.shape
     result = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=layout(size // COLUMNS))
 
