@@ -286,9 +286,13 @@ SUMMARIES: dict[str, Summary] = {
             for name in (
                 "silu",
                 "relu",
+                "l1 1.0e-4",
+                "l1 3.0e-4",
                 "l1 1.0e-3",
                 "l1 2.0e-3",
+                "l1 3.0e-3",
                 "lasso 3.0e-4",
+                "lasso 6.0e-4",
                 "l1 and lasso 6.0e-4",
                 "l1 and lasso 1.0e-3",
                 "U target and lasso 0.07",
