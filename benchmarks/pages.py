@@ -341,7 +341,10 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. The thread that "
     "enqueues kernels was pinned to the core that was the quickest when the run began; a process "
     "that trained on the other GPU might use it, too.",
-    "ffn-few-nvidia-h200-20261125": "tokamax was not installed.",
+    "ffn-few-nvidia-h200-20261125-2": "tokamax was not installed.",
+    "ffn-few-nvidia-h200-20261125": "Rows of dense gates were prefetched and listed, and a quartet "
+    "loaded one tile of w_up at a time ([0008](../design/0008-few-tokens.md)). tokamax was not "
+    "installed.",
     "inference-decode-nvidia-h200-20261123": "Before `generate` ran four steps in one program.",
     "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
