@@ -31,6 +31,11 @@ class PruneReport:
     kept: np.ndarray
     neurons: np.ndarray
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a layer has neurons among `neurons` that no longer fire."""
+        return bool((self.kept < self.neurons.shape[1]).any())
+
 
 def prune_dead(
     params: nnx.State, config: ModelConfig, usage: np.ndarray, *, multiple: int = 128
@@ -39,7 +44,8 @@ def prune_dead(
 
     All layers keep the same number of neurons, the width, as they are stacked. It is the number of
     live neurons of the layer that has the most, rounded up. Beside the weights, each layer has its
-    own number of neurons that can fire, rounded up likewise, and kernels leave out the others.
+    own number of neurons that can fire, rounded up likewise, and kernels leave out the others. If
+    the width has no others, there are no numbers, and nothing that they cost.
 
     The output for a token stays the same, up to rounding in the dtype of the computation, if
     neither this token nor one before it in its sequence fires a removed neuron:
@@ -56,8 +62,8 @@ def prune_dead(
       multiple: widths are rounded up to a multiple of it, but not beyond d_ff.
 
     Returns:
-      The new parameters, their configuration (whose d_ff is the width, and whose live_width is
-        true), and a report.
+      The new parameters, their configuration (d_ff is the width, and live_width whether there are
+        numbers), and a report.
 
     Raises:
       ValueError: weights are quantised, usage does not have the shape of the model, or
@@ -78,9 +84,11 @@ def prune_dead(
         return jnp.take_along_axis(weights, which, axis=1)
 
     mlp = jax.tree_util.tree_map_with_path(keep, nnx.filter_state(before, nnx.Param))
-    mlp["live"] = LiveWidth(jnp.asarray(report.kept, jnp.int32))
-    params = nnx.merge_state(params, nnx.State({"blocks": {"mlp": mlp}}))
-    changes = {"d_ff": neurons.shape[1], "live_width": True}
+    if report.leaves_out:
+        mlp["live"] = LiveWidth(jnp.asarray(report.kept, jnp.int32))
+    others = nnx.filter_state(params, nnx.Not(LiveWidth))
+    params = nnx.merge_state(others, nnx.State({"blocks": {"mlp": mlp}}))
+    changes = {"d_ff": neurons.shape[1], "live_width": report.leaves_out}
     return params, config.model_copy(update=changes), report
 
 
@@ -117,7 +125,7 @@ def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.n
     for name in BY_NEURON:
         if (param := getattr(mlp, name)) is not None:
             param.set_value(param[...][neurons])
-    mlp.live = LiveWidth(jnp.int32(report.kept[0]))
+    mlp.live = LiveWidth(jnp.int32(report.kept[0])) if report.leaves_out else nnx.data(None)
     return neurons
 
 

@@ -157,6 +157,19 @@ def test_neurons_that_a_layer_does_not_need_never_fire():
     assert stats.fired[1].any() and not stats.nnz[2]
 
 
+def test_there_are_no_numbers_where_nothing_is_left_out():
+    model = make(d_ff=40)
+    pruned, report = prune(model, np.ones((3, 40)))
+    assert pruned.config == model.config and not report.leaves_out
+    tokens = draw_sequences(20)[:, :-1]
+    np.testing.assert_array_equal(forward(pruned, tokens), forward(model, tokens))
+    numbered, report = prune(model, np.arange(40) < np.array([[9], [24], [20]]), multiple=8)
+    assert numbered.config.live_width and report.leaves_out
+    even, _ = prune(numbered, np.arange(24) < np.array([[7], [8], [1]]), multiple=8)
+    assert even.config == model.config.model_copy(update={"d_ff": 8})
+    assert even.blocks.mlp.live is None
+
+
 def test_a_pruned_model_can_be_pruned_again():
     model = make(d_ff=40)
     first, report = prune(model, np.arange(40) < np.array([[9], [30], [20]]), multiple=1)
@@ -185,7 +198,8 @@ def test_a_module_of_its_own_gets_smaller(live, multiple, width, gated):
     assert stats.fired.sum() == live
     neurons = prune_mlp(mlp, stats.fired * rng.integers(1, 9, 40), multiple=multiple)
     assert mlp.w_up.shape == mlp.w_down.shape == (width, 8)
-    assert mlp.live[...] == (width if live else 0)
+    assert (mlp.live is None) == (live > 0)  # the width is that of the neurons that fire
+    assert live or mlp.live[...] == 0
     np.testing.assert_allclose(jax.jit(mlp)(x), expected, rtol=1e-4, atol=1e-4)
     assert set(neurons[:live]) == set(order[:live]) and len(neurons) == width
 
