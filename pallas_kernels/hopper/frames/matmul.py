@@ -196,7 +196,9 @@ def _kernel(
             acc *= of_columns(scales[1], tile * schedule.columns, acc.shape)
             acc *= of_rows(scales[0], slab * ACC_ROWS, acc.shape)
         if limit is not None:
-            acc = jnp.where(are_before(limit - slab * ACC_ROWS, acc.shape), acc, 0)
+            left = limit - slab * ACC_ROWS
+            cut = functools.partial(jnp.where, are_before(left, acc.shape), acc, 0.0)
+            acc = lax.cond(left < ACC_ROWS, cut, lambda: acc)
         epilogue(acc, slab, tile, *outs, **scratch)
 
     def consume():
