@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels import hopper, reference
+from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.quantised import Quantised
@@ -54,7 +55,7 @@ class Kernels(NamedTuple):
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
       dense_hidden: the hidden activation of the normed stream -> `[M, H]`.
-      gate: the gate of a sparse block, whose open ones it counts -> `[M, H]`.
+      gate: the gate of a sparse block, whose open ones it counts -> `layouts.gate`.
       add_product: adds a product to the stream -> the stream.
       add_ffn: adds what a sparse block makes of its gate -> the stream.
       decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
@@ -78,7 +79,7 @@ class Kernels(NamedTuple):
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
     dense_hidden: Callable[..., jax.Array]
-    gate: Callable[..., jax.Array]
+    gate: Callable[..., Gate]
     add_product: Callable[..., Stream]
     add_ffn: Callable[..., Stream]
     decode_attention: Callable[..., jax.Array]
@@ -105,7 +106,7 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         weight_grads=folder.weight_grads.weight_grads,
         project=folder.token_product.project,
         dense_hidden=folder.token_product.hidden,
-        gate=folder.token_product.gate,
+        gate=folder.token_gate.gate,
         add_product=folder.token_product.add_product,
         add_ffn=folder.token_ffn.add,
         decode_attention=folder.decode_attention.decode_attention,

@@ -1,8 +1,8 @@
 """The whole feed-forward block for few tokens (decoding); its cost is reading the weights.
 
-Two kernels: `token_product.gate` reads w_gate once, `token_ffn` the rows of w_up and w_down behind
-open gates; if many gates are open, it multiplies densely instead, as their numbers decide on the
-device. It is launched while the first still runs (docs/design/0008-few-tokens.md).
+Two kernels: `token_gate` reads w_gate once, `token_ffn` the rows of w_up and w_down behind open
+gates; if many gates are open, both multiply densely instead, as their numbers decide on the device.
+The second is launched while the first still runs (docs/design/0008-few-tokens.md).
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper import support, token_ffn, token_product
+from pallas_kernels.hopper import support, token_ffn, token_gate
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.quantised import Quantised
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
@@ -63,12 +63,11 @@ def few_tokens_ffn(
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
     live = weights.live  # also that of a stack of one layer
     weights = jax.tree.map(lambda w: w[None], replace(weights, live=None))
-    counts = in_place.mutable(open_counts.zeros(1, len(x)))
-    only, used = jnp.zeros(1, jnp.int32), (*weights.inner[1:], weights.down)
-    gate = token_product.gate(
-        x, weights.activated, only, counts, rectifier, batch=m, prefetch=used, live=live
-    )
+    counts = in_place.mutable(open_counts.zeros(1, len(x), h))
+    only = jnp.zeros(1, jnp.int32)
+    gate = token_gate.gate(x, replace(weights, live=live), only, counts, rectifier, batch=m)
     y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
-    nnz = open_counts.of_tokens(in_place.contents(counts))[0, :m]
+    nnz = open_counts.of_tokens(in_place.contents(counts), len(x))[0, :m]
+    gate = gate.values
     l1 = gate.astype(jnp.float32) if l1 is None else l1
     return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate[:m] != 0, axis=0)

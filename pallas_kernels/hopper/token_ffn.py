@@ -3,7 +3,7 @@
 If few gates are open, a cluster of blocks serves a token (`frames.token_rows`). If many are, each
 quartet of blocks multiplies densely (`frames.token_ring`): first with w_up, a tile of 64 neurons
 after the other, then, behind a barrier across the grid, with w_down. The numbers of open gates
-decide, which `token_product.gate` has counted on the device; sums have a fixed order either way.
+decide, which `token_gate.gate` has counted on the device; sums have a fixed order either way.
 
 The kernel is launched while the gate's still runs (programmatic dependent launch).
 """
@@ -20,9 +20,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import cluster, gather, grid, open_gates, shares, token_columns
+from pallas_kernels.hopper import token_gate
+from pallas_kernels.hopper.device import (
+    cluster,
+    gather,
+    open_gates,
+    scalars,
+    shares,
+    token_columns,
+)
 from pallas_kernels.hopper.frames import token_ring, token_rows
+from pallas_kernels.hopper.frames.token_block import TokenBlock
 from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
+from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -41,7 +52,7 @@ class Operands(NamedTuple):
     """What the kernel reads.
 
     Attributes:
-      gate: `[M, H]`, M a multiple of 8 up to 64.
+      gate: `Gate`, M a multiple of 8 up to 64; without a gate projection only its values.
       x: `[M, D]`; the gate's kernel has waited for it.
       up: one matrix, `[layers, H, D]`; None without a gate projection, where the gate is the
         activation.
@@ -75,7 +86,7 @@ class _Stores:
 
 
 def multiply(
-    gate: jax.Array,
+    gate: Gate,
     x: jax.Array,
     weights: Weights,
     counts: jax.Ref,
@@ -86,10 +97,10 @@ def multiply(
     """`(gate * (x @ w_up^T)) @ w_down`, or `gate @ w_down` without a gate projection.
 
     Args:
-      gate: `[M, H]`, not negative, from `token_product.gate`.
+      gate: from `token_gate.gate`, `[M, H]`.
       x: `[M, D]`, M a multiple of 8 up to 64.
       weights: `[1, H, D]` each; up may be `Quantised`, and x is then rounded to 8-bit floats, too.
-      counts: of one layer, from `token_product.gate`; its last column was zero.
+      counts: of one layer, from `token_gate.gate`.
       rectifier: what made the gate; it may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
 
@@ -98,18 +109,17 @@ def multiply(
       l1: float32 `[M, H / 16]`, in parts, the sum of the magnitudes of the hidden activation; None
         without a gate projection, where the gate is the activation.
     """
-    (tokens, h), d = gate.shape, x.shape[1]
-    outs = [jax.ShapeDtypeStruct((tokens, gather.row_width(d)), x.dtype)]
-    if weights.linear is not None:
-        outs.append(jax.ShapeDtypeStruct((tokens, h // token_columns.COLUMNS), jnp.float32))
+    tokens, d = x.shape
+    y = jax.ShapeDtypeStruct((tokens, gather.row_width(d)), x.dtype)
+    l1 = None if gate.l1 is None else in_place.mutable(gate.l1)
 
-    def row(_, outs, layer, token, share):
+    def row(refs, outs, layer, token, share):
         del layer
 
         def store(y, l1):
             outs[0][token, share.columns] = y.astype(x.dtype)
-            for l1_parts in outs[1:]:
-                share.store_total(l1_parts.at[token], jnp.where(share.number == 0, l1, 0.0))
+            for parts in refs:
+                share.store_total(parts.at[token], jnp.where(share.number == 0, l1, 0.0))
 
         return store
 
@@ -117,17 +127,17 @@ def multiply(
         del layer
         token_columns.store(outs[0], first, y)
 
-    def hidden(_, outs, first, h):
-        token_columns.store_sums(outs[1], first // token_columns.COLUMNS, jnp.abs(h))
+    def hidden(refs, _, first, h):
+        token_columns.store_sums(refs[0], first // token_columns.COLUMNS, jnp.abs(h))
 
     operands = gate, x, weights, jnp.zeros(1, jnp.int32), None
-    stores = _Stores(row, columns, hidden)
-    y, *l1 = _call("token_ffn", operands, counts, (), outs, batch, 0.0, stores, rectifier)
-    return y, l1[0] if l1 else None
+    further, stores = [] if l1 is None else [l1], _Stores(row, columns, hidden)
+    (y,) = _call("token_ffn", operands, counts, further, [y], batch, 0.0, stores, rectifier)
+    return y, None if l1 is None else in_place.contents(l1)
 
 
 def add(
-    gate: jax.Array,
+    gate: Gate,
     stream: Stream,
     weights: Weights,
     layer: jax.Array,
@@ -141,12 +151,12 @@ def add(
     """Adds a block's output to the residual stream: `x + (gate * (norm(x) @ w_up^T)) @ w_down`.
 
     Args:
-      gate: `[M, H]`, not negative, from `token_product.gate`.
+      gate: from `token_gate.gate`, `[M, H]`.
       stream: of M tokens, a multiple of 8 up to 64; D a multiple of 1024.
       weights: `[layers, H, D]` each; up may be `Quantised`, and the scaled stream is then rounded
         to 8-bit floats, too.
       layer: int32 `[1]`.
-      counts: from `token_product.gate`; its last column was zero.
+      counts: from `token_gate.gate`.
       scale: `[layers, D]`, of the norm that comes next.
       rectifier: what made the gate; it may pass `norm(x) @ w_up^T` through a ReLU.
       batch: the first so many tokens are computed; what the others hold afterwards is undefined.
@@ -182,7 +192,7 @@ def add(
         return store
 
     operands = gate, stream.scaled, weights, layer, stream.squares
-    further, stores = (stream.x, scale), _Stores(row, columns)
+    further, stores = in_place.barrier((stream.x, scale)), _Stores(row, columns)
     y = _call("token_add_ffn", operands, counts, further, outs, batch, eps, stores, rectifier)
     return Stream(*y)
 
@@ -197,7 +207,7 @@ class _Plan:
       quartets: of a cluster.
       dense_clusters: clusters that multiply densely.
       batch: tokens.
-      further: operands of `stores`.
+      further: number of operands of `stores`.
       eps: of the norm.
       stores: what is done with results.
       rectifier: what made the gate.
@@ -215,7 +225,7 @@ class _Plan:
 
 
 def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
-    gate, x, weights, layer, squares = operands
+    (gate, hidden, _), x, weights, layer, squares = operands
     (_, h), d = gate.shape, x.shape[1]
     quartets = 2 if batch <= _FEW else 1
     blocks = quartets * PARTS
@@ -240,7 +250,7 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(*outs, jax.ShapeDtypeStruct(gate.shape, gate.dtype)),
+        out_type=outs,
         scratch_types=dict(**memory, here=[r.barriers() for r in rings]),
         grid=(max(batch, clusters),),
         grid_names=("tile",),
@@ -252,10 +262,9 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
         ),
     )
     matrices = [None if w is None else Matrices.of((w,)) for w in (weights.linear, weights.down)]
-    operands = Operands(gate, x, *matrices, layer, squares)
-    operands, further = in_place.barrier((operands, further))
-    *outs, _ = in_place.barrier(kernel(operands, counts, *further))
-    return outs
+    operands = in_place.barrier(Operands(gate, x, *matrices, layer, squares))
+    hidden = None if hidden is None else in_place.mutable(hidden)
+    return in_place.barrier(kernel(operands, hidden, counts, *further))
 
 
 def _rings(x, gate, weights, reserved, is_two):
@@ -270,8 +279,8 @@ def _rings(x, gate, weights, reserved, is_two):
     return up, dataclasses.replace(down, reserved=reserved + sums)
 
 
-def _kernel(operands, counts, *refs, memory, scratch, here, parts, arrived, plan):
-    further, (*outs, h), memory = refs[: plan.further], refs[plan.further :], list(memory)
+def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arrived, plan):
+    further, outs, memory = refs[: plan.further], refs[plan.further :], list(memory)
     number, tile = operands.layer[0], lax.axis_index("tile")
     tokens, is_row = operands.gate.shape[0], tile < plan.batch
     token = jnp.minimum(tile, plan.batch - 1)
@@ -283,6 +292,9 @@ def _kernel(operands, counts, *refs, memory, scratch, here, parts, arrived, plan
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
     open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
+    if plan.up is not None:
+        agreed = open_counts.agreed_tiles(tokens, plan.up.tiles)
+        agreed = scalars.read(counts.at[number, 0, agreed])
     # While those are on their way, open gates are found as if they were few.
     gate = operands.gate.at[token]
     found = shares.find(gate, is_row, scratch["counts"])
@@ -301,7 +313,13 @@ def _kernel(operands, counts, *refs, memory, scratch, here, parts, arrived, plan
             dict(ring=m, here=b, parts=parts.at[pl.ds(0, r.sums)], arrived=arrived)
             for r, m, b in zip(rings, memory[:-1], here, strict=True)
         ]
-        _multiply(operands, h, smem, counts.at[number, 0, tokens], further, outs, plan)
+        block = _block(operands, hidden, number, smem, plan)
+        if plan.up is None:
+            block.fetch_down()
+        else:
+            store = _store_hidden(operands, hidden, further, outs, plan)
+            block.multiply_up(counts.at[number, 0], agreed, store)
+        block.multiply_down(functools.partial(plan.stores.columns, further, outs, number))
 
 
 def _load_x(operands, token, is_row, scratch, plan):
@@ -321,37 +339,23 @@ def _of_layer(operands, number):
     return operands.up.values[0].at[number], up_scale, w_down
 
 
-def _multiply(operands, h, smem, arrivals, further, outs, plan):
-    """The whole block densely. The quartets take turns with tiles of neurons, then of columns."""
-    number, quartet = operands.layer[0], lax.axis_index("quartet")
+def _block(operands, hidden, number, smem, plan):
+    """The dense block. The quartets take turns with tiles of neurons, then of columns."""
+    quartet = lax.axis_index("quartet")
     first, stride = lax.axis_index("tile") * plan.quartets, plan.dense_clusters * plan.quartets
-    activation = operands.gate if plan.up is None else h
 
     def product(ring, x, matrices, smem):
         return Product(ring, x, matrices, number, first + quartet, smem, quartet * PARTS)
 
-    down = product(plan.down, activation, operands.down, smem[-1])
-
-    def fetch_down():
-        pl.when(first < plan.down.tiles)(down.fetch_matrices)
-
-    def store_columns(column, y):
-        plan.stores.columns(further, outs, number, column, y)
-
-    if plan.up is None:
-        fetch_down()
-    else:
+    up = None
+    if plan.up is not None:
         up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), smem[0])
-        pl.when(first < plan.up.tiles)(up.fetch_matrices)
-        up = up.with_scales()
-        store_hidden = _hidden(operands, h, further, outs, plan)
-        token_ring.multiply_tiles(up, first, stride, store_hidden, fetch_down)
-        grid.arrive(arrivals)
-        grid.wait(arrivals, PARTS * stride)
-    token_ring.multiply_tiles(down, first, stride, store_columns, lambda: None)
+    activation = operands.gate if up is None else hidden
+    down = product(plan.down, activation, operands.down, smem[-1])
+    return TokenBlock(up, down, first, stride, plan.quartets)
 
 
-def _hidden(operands, h, further, outs, plan):
+def _store_hidden(operands, hidden, further, outs, plan):
     """What stores the hidden activation of 16 neurons, given their first and their up."""
     tokens, d = operands.x.shape
     scale = 1.0
@@ -360,9 +364,8 @@ def _hidden(operands, h, further, outs, plan):
 
     def store(first, up):
         g = token_columns.load(operands.gate, first, tokens)
-        opens = lax.bitcast_convert_type(g, jnp.uint32) != 0
-        value = jnp.where(opens, g * plan.rectifier.linear(up * scale), 0.0)
-        token_columns.store(h, first, value)
-        plan.stores.hidden(further, outs, first, value)
+        h = token_gate.hidden(g, up * scale, plan.rectifier)
+        token_columns.store(hidden, first, h)
+        plan.stores.hidden(further, outs, first, h)
 
     return store

@@ -1,26 +1,44 @@
 """How many gates of each token are open, which decides how a block of few tokens is computed.
 
 The blocks that compute gates add to these numbers. Atomic additions to the same words follow each
-other, so each eight tokens have a row: more tokens do not make a row's additions more.
+other, so each eight tokens have a row: more tokens do not make a row's additions more. Behind them,
+the first row says how far the kernels are.
 """
 
 import jax
 import jax.numpy as jnp
 
+TILE = 64  # neurons
 _TOKENS_OF_ROW = 8
 
 
-def zeros(layers: int, tokens: int) -> jax.Array:
-    """No gate is open: int32 `[layers, rows, M + 1]`.
+def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
+    """No gate is open: int32 `[layers, rows, M + 2 + H / 64]`.
 
     Args:
       layers: number of layers.
       tokens: M, a multiple of 8.
+      neurons: H, a multiple of 64.
     """
-    return jnp.zeros((layers, tokens // _TOKENS_OF_ROW, tokens + 1), jnp.int32)
+    width = agreed_tiles(tokens, neurons // TILE) + 1
+    return jnp.zeros((layers, tokens // _TOKENS_OF_ROW, width), jnp.int32)
 
 
-def of_tokens(counts: jax.Array) -> jax.Array:
-    """The open gates of each token, int32 `[layers, M]`, from `counts` as in `zeros`, whose last
-    column is not a token's: kernels count there which of their blocks are done."""
-    return jnp.sum(counts[..., :-1], axis=-2)
+def arrivals(tokens: int) -> int:
+    """Where kernels count which of their blocks are done, a column of the first row."""
+    return tokens
+
+
+def votes(tokens: int, tile: int) -> int:
+    """Where the blocks of a tile vote: the gate's kernel computes its hidden activation, too."""
+    return tokens + 1 + tile
+
+
+def agreed_tiles(tokens: int, tiles: int) -> int:
+    """Where the tiles are counted whose blocks have agreed."""
+    return votes(tokens, tiles)
+
+
+def of_tokens(counts: jax.Array, tokens: int) -> jax.Array:
+    """The open gates of each token, int32 `[layers, M]`, from `counts` as in `zeros`."""
+    return jnp.sum(counts[..., :tokens], axis=-2)

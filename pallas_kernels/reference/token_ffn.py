@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -10,7 +11,7 @@ from pallas_kernels.reference import token_product
 
 
 def add(
-    gate: jax.Array,
+    gate: Gate,
     stream: Stream,
     weights: Weights,
     layer: jax.Array,
@@ -23,7 +24,7 @@ def add(
 ) -> Stream:
     """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0."""
     del counts, batch  # which concern speed alone
-    h = gate
+    h = gate = gate.values
     if weights.linear is not None:
         up = token_product.project(
             stream, (weights.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32

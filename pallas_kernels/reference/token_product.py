@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.quantised import Operand, Quantised, rounded, times
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import only_live
 
@@ -20,7 +20,7 @@ def project(
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Rounds once, at the end."""
-    y = jnp.concatenate([_product(stream.scaled, w, layer, k_axis) for w in weights], axis=1)
+    y = jnp.concatenate([product(stream.scaled, w, layer, k_axis) for w in weights], axis=1)
     y *= stream.inverse_rms(eps)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
@@ -38,36 +38,11 @@ def hidden(
 ) -> jax.Array:
     """Rounds once, at the end."""
     inverse_rms = stream.inverse_rms(eps)
-    g, *up = (_product(stream.scaled, w, layer, 2) * inverse_rms for w in weights)
+    g, *up = (product(stream.scaled, w, layer, 2) * inverse_rms for w in weights)
     h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
     for u in up:
         h *= u if rectifier is None else rectifier.linear(u)
     return _of_live(h, live, layer).astype(stream.x.dtype)
-
-
-def gate(
-    x: jax.Array,
-    weight: Operand,
-    layer: jax.Array,
-    counts: jax.Ref,
-    rectifier: Rectifier = RELU,
-    *,
-    batch: int,
-    norm: tuple[jax.Array, float] | None = None,
-    prefetch: tuple[Operand, ...] = (),
-    live: jax.Array | None = None,
-) -> jax.Array:
-    """Padding is zero."""
-    del prefetch  # which concerns speed alone
-    before = _product(x, weight, layer, 2)
-    if norm is not None:
-        squares, eps = norm
-        before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
-    g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
-    g = _of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), live, layer)
-    here = layer[0], 0, slice(None, -1)
-    counts[here] = counts[here] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
-    return g
 
 
 def add_product(
@@ -80,7 +55,7 @@ def add_product(
     bias: jax.Array | None = None,
 ) -> Stream:
     """Rounds the sum of product and stream once."""
-    y = x.astype(jnp.float32) + _product(h, weight, layer, 1)
+    y = x.astype(jnp.float32) + product(h, weight, layer, 1)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
     return Stream.of(y.astype(x.dtype), scale[layer[0]])
@@ -90,7 +65,8 @@ def _of_live(values, live, layer):
     return only_live(values, None if live is None else live[layer])
 
 
-def _product(x, w, layer, k_axis):
+def product(x: jax.Array, w: Operand, layer: jax.Array, k_axis: int) -> jax.Array:
+    """The product of `x: [M, K]` with a layer's matrix, float32 `[M, N]`; see `project`."""
     if isinstance(w, Quantised):
         return times(rounded(x), jax.tree.map(lambda a: a[layer[0]], w))
     return jnp.einsum(

@@ -163,7 +163,7 @@ def _step(
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    counts = in_place.mutable(open_counts.zeros(config.layers, len(x)))
+    counts = in_place.mutable(open_counts.zeros(config.layers, len(x), config.d_ff))
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
     length = cache.length[None]
@@ -228,9 +228,8 @@ def _layer(
         options = dict(eps=eps, rectifier=act, live=mlp.live)
         h = kernels.dense_hidden(stream, mlp.inner, number, **options)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
-    norm, used = (stream.squares, eps), (*mlp.inner[1:], mlp.down)
-    options = dict(batch=batch, norm=norm, prefetch=used, live=mlp.live)
-    gate = kernels.gate(stream.scaled, mlp.activated, number, counts, act, **options)
+    norm = stream.squares, eps
+    gate = kernels.gate(stream.scaled, mlp, number, counts, act, batch=batch, norm=norm)
     return kernels.add_ffn(gate, stream, mlp, number, counts, after, act, batch=batch, eps=eps)
 
 

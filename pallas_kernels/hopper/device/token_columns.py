@@ -208,6 +208,26 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
     step(w_ref, first, values)
 
 
+def prefetch_first_rows(w_ref, first: jax.Array, rows: int) -> None:
+    """Prefetches into L2 the first `rows` of the rows `first` to `first + 15` of `w_ref` (GMEM
+    `[H, D]`)."""
+    item = jnp.dtype(w_ref.dtype).itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def step(_, w_ref, first):
+        i64 = ir.IntegerType.get_signless(64)
+        thread = arith.andi(mgpu.thread_idx(), const(127))
+        size = item * ir.MemRefType(w_ref.type).shape[1]
+        row = arith.extui(i64, arith.addi(first.registers.item(), thread))
+        mgpu.utils.inline_ptx(
+            f"cp.async.bulk.prefetch.L2.global [$0], {size};",
+            arith.addi(simt.gmem_address(w_ref, const(0)), arith.muli(row, mgpu.c(size, i64))),
+            predicate=simt.less(thread, const(rows)),
+        )
+
+    step(w_ref, first)
+
+
 def store_sums(sums_ref, part: jax.Array, values: jax.Array) -> None:
     """Stores each token's sum over its 16 `values` to `sums_ref[:, part]`: GMEM, float32
     `[tokens, parts]`."""

@@ -209,9 +209,9 @@ class Product:
         """Says that this block has read the sums before, and expects its own."""
         cluster.expect(4 * math.prod(self.smem["parts"].shape), self.smem["arrived"])
 
-    def fetch_matrices(self) -> None:
-        """Fills the ring with the matrices."""
-        for stage in range(self.ring.slots):
+    def fetch_matrices(self, slots: range | None = None) -> None:
+        """Fills the ring, or only these slots, with the matrices."""
+        for stage in range(self.ring.slots) if slots is None else slots:
             self._fetch_matrices(stage)
 
     def with_scales(self) -> "Product":
@@ -227,10 +227,15 @@ class Product:
         found = round_tokens.scales(largest, self._rank, sums.at[0, 0], arrived)
         return dataclasses.replace(self, scales=found)
 
-    def fetch_tokens(self) -> None:
-        """Fills the ring with x."""
-        for stage in range(self.ring.slots):
+    def fetch_tokens(self, slots: range | None = None) -> None:
+        """Fills the ring, or only these slots, with x."""
+        for stage in range(self.ring.slots) if slots is None else slots:
             self._fetch_tokens(stage)
+
+    def drop(self, slots: range) -> None:
+        """Empties slots that have been filled."""
+        for slot in slots:
+            plgpu.barrier_wait(self.smem["here"].at[slot])
 
     def send(self) -> None:
         """Multiplies, and sends the sums; then the ring is free."""
@@ -305,22 +310,23 @@ def multiply_tiles(
     first: jax.Array,
     stride: int,
     store: Callable[..., None],
-    then: Callable[[], None],
+    then: Callable[[], None] = lambda: None,
+    is_wanted: Callable[[jax.Array], Any] = lambda _: True,
 ) -> None:
     """Multiplies every `stride`-th tile from that of `product` on.
 
     Args:
-      product: of the first tile. If `first` is a tile, its matrices are being fetched.
+      product: of the first tile. If `first` is a tile that is wanted, its ring is being filled.
       first: int32 scalar, the first tile of the cluster's first quartet. All quartets take as many
         tiles as this one, as they wait for each other; those past the last are of zeros.
       stride: quartets that share the tiles.
       store: called with the first of a block's 16 columns and what `Product.receive` returns.
       then: called as soon as the ring is free of the last tile.
+      is_wanted: whether a round is not left out, given its number; the same in the whole cluster.
     """
     tiles = product.ring.tiles
     stride *= product.ring.sums
     count = pl.cdiv(tiles - first, stride)
-    pl.when(count > 0)(product.fetch_tokens)
     pl.when(count <= 0)(then)
 
     @pl.loop(0, count)
@@ -328,19 +334,25 @@ def multiply_tiles(
         tile = product.tile + i * stride
         here = dataclasses.replace(product, tile=tile)
         following = dataclasses.replace(product, tile=tile + stride)
-        here.expect()
-        here.send()
-        warpgroup.barrier()  # all warps' products have ended
 
-        @pl.when(i + 1 < count)
+        @pl.when(is_wanted(i))
+        def _():
+            here.expect()
+            here.send()
+            warpgroup.barrier()  # all warps' products have ended
+
+        @pl.when((i + 1 < count) & is_wanted(i + 1))
         def _():
             following.fetch_matrices()
             following.fetch_tokens()
 
         pl.when(i + 1 == count)(then)
-        for first_column, columns in zip(here.first_columns, here.receive(), strict=True):
-            is_there = first_column < tiles * COLUMNS
-            pl.when(is_there)(functools.partial(store, first_column, columns))
+
+        @pl.when(is_wanted(i))
+        def _():
+            for first_column, columns in zip(here.first_columns, here.receive(), strict=True):
+                is_there = first_column < tiles * COLUMNS
+                pl.when(is_there)(functools.partial(store, first_column, columns))
 
 
 def _arrived() -> Any:

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.weights import Weights
 
 TAKEN = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 
@@ -32,8 +33,8 @@ def test_a_gate_reads_its_operands_and_writes_its_format(lower):
 
 def test_a_product_of_few_tokens_reads_the_matrix_of_one_layer(lower):
     def gate(x, w, layer):
-        counts = jax.new_ref(open_counts.zeros(7, 8))
-        return HOPPER.gate(x, w, layer, counts, batch=8)
+        counts = jax.new_ref(open_counts.zeros(7, 8, 384))
+        return HOPPER.gate(x, Weights(None, w, w), layer, counts, batch=8)
 
     x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((7, 384, 256), jnp.bfloat16)

@@ -174,6 +174,9 @@ def run(*operands):
         (1, 2048, 5632, 1.0, jnp.bfloat16, True),
         (64, 128, 65536, 1.0, jnp.bfloat16, True),
         (64, 8192, 640, 1.0, jnp.bfloat16, True),
+        (1, 2048, 5632, 0.4, jnp.bfloat16, True),  # the blocks of some tiles agree, of others not
+        (2, 2048, 5632, 0.3, jnp.float16, True),
+        (33, 1024, 640, 0.12, jnp.bfloat16, True),
     ],
 )
 def test_matches_dense(m, d, h, active, dtype, gated):

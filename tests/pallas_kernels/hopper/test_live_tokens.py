@@ -9,11 +9,11 @@ import pytest
 
 from pallas_kernels.hopper.device import token_columns
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper import test_token_product as tokens
+from tests.pallas_kernels.hopper.test_token_gate import assert_counted, gate_and_counts
 from tests.pallas_kernels.hopper.test_token_product_interpreted import (
     interpreted,  # noqa: F401  # a fixture
 )
@@ -31,22 +31,14 @@ def test_gate_of_few_tokens(kernels, m, batch, d, h):
         poisoned[:, live:] = np.nan
         function = functools.partial(gate_and_counts, kernels, batch=batch)
         number = np.array([h, live], np.int32)
-        gate, counts = tokens.run(function, x, poisoned, tokens.LAYER, number)
-        (gate,) = tokens.wide(gate[:batch])
+        weights = Weights(poisoned, w, w, number)
+        gate, counts = tokens.run(function, x, weights, tokens.LAYER)
+        (gate,) = tokens.wide(gate.values[:batch])
         exact = np.maximum(tokens.wide(x)[0] @ tokens.wide(w[1])[0].T, 0)[:batch]
         if live:
             assert relative_error(gate[:, :live], exact[:, :live]) < ROUNDING
         assert not gate[:, live:].any() and not np.signbit(gate[:, live:]).any()
-        added = open_counts.of_tokens(counts - 7)[1, :batch]
-        np.testing.assert_array_equal(added, np.count_nonzero(gate, axis=1))
-        assert (counts[0] == 7).all()
-
-
-def gate_and_counts(kernels, x, weight, layer, live, squares=None, *, batch):
-    counts = jax.new_ref(open_counts.zeros(2, len(x)) + 7)
-    norm = None if squares is None else (squares, tokens.EPS)
-    options = dict(batch=batch, norm=norm, live=live)
-    return kernels.gate(x, weight, layer, counts, **options), counts[...]
+        assert_counted(counts, gate)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -54,10 +46,10 @@ def test_gate_of_a_token_that_is_not_finite(kernels):
     x, w = tokens.normal(8, 256).astype(jnp.bfloat16), tokens.weight(jnp.bfloat16, 2, 256, 256)
     x[1, 3], x[2, 5] = np.inf, np.nan
     stream = tokens.stream_of(x, np.ones(256, jnp.bfloat16))
-    function = functools.partial(gate_and_counts, kernels, batch=8)
-    number = np.array([256, 70], np.int32)
-    gate, _ = tokens.run(function, stream.scaled, w, tokens.LAYER, number, stream.squares)
-    (gate,) = tokens.wide(gate)
+    norm, weights = (stream.squares, tokens.EPS), Weights(w, w, w, np.array([256, 70], np.int32))
+    function = functools.partial(gate_and_counts, kernels, norm=norm, batch=8)
+    gate, _ = tokens.run(function, stream.scaled, weights, tokens.LAYER)
+    (gate,) = tokens.wide(gate.values)
     assert np.isnan(gate[2, :70]).all() and not gate[:, 70:].any()
 
 

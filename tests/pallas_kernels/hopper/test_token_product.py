@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
@@ -112,58 +113,6 @@ def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
     assert relative_error(wide(out)[0] * sure, h * sure) < 3 * ROUNDING
 
 
-def gate_and_counts(kernels, x, weight, layer, prefetch=(), norm=None, *, batch):
-    """The gate, and counts of open gates, which were 7 before."""
-    counts = jax.new_ref(open_counts.zeros(2, len(x)) + 7)
-    gate = kernels.gate(x, weight, layer, counts, batch=batch, norm=norm, prefetch=prefetch)
-    return gate, counts[...]
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-@pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 192, 128), (64, 61, 1024, 384)])
-def test_gate(kernels, m, batch, d, h, share, has_norm):
-    x, scale = normal(m, d).astype(jnp.bfloat16), np.abs(normal(d)).astype(jnp.bfloat16)
-    x[:, -1] = scale[-1] = 1
-    w = weight(jnp.bfloat16, 2, h, d)
-    quantile = -2 * np.quantile(normal(10000), 1 - share)
-    w[..., -1] = {0.0: -90, 1.0: 90}.get(share, quantile)
-    stream = stream_of(x, scale)
-    norm = (stream.squares, EPS) if has_norm else None
-    gate, counts = run(
-        functools.partial(gate_and_counts, kernels, norm=norm, batch=batch),
-        stream.scaled, w, LAYER, (w, w),
-    )  # fmt: skip
-    exact = wide(stream.scaled)[0]
-    if has_norm:
-        exact /= np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
-    (gate,) = wide(gate[:batch])
-    assert relative_error(gate, np.maximum(exact @ wide(w[1])[0].T, 0)[:batch]) < ROUNDING
-    assert_counted(counts, gate)
-
-
-def assert_counted(counts, gate):
-    """The second layer's counts are larger by the open gates of the tokens that are no padding."""
-    batch = len(gate)
-    assert (counts[0] == 7).all() and (counts[1, :, batch:] == 7).all()
-    added = open_counts.of_tokens(counts - 7)[1, :batch]
-    np.testing.assert_array_equal(added, np.count_nonzero(gate, axis=1))
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_gate_of_what_is_not_finite(kernels):
-    x = normal(8, 256).astype(jnp.bfloat16)
-    x[1, 3], x[2, 5] = np.inf, np.nan
-    w = weight(jnp.bfloat16, 2, 128, 256)
-    gate, _ = run(functools.partial(gate_and_counts, kernels, batch=8), x, w, LAYER)
-    with np.errstate(invalid="ignore"):
-        before = wide(x)[0] @ wide(w[1])[0].T
-    np.testing.assert_array_equal(np.isnan(wide(gate)[0]), np.isnan(before))
-    np.testing.assert_array_equal(np.isposinf(wide(gate)[0]), np.isposinf(before))
-    np.testing.assert_array_equal(np.signbit(wide(gate[1])[0]), np.isneginf(before[1]))
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(("m", "k", "d"), SHAPES)
@@ -186,9 +135,20 @@ def assert_consistent(stream, scale):
     assert relative_error(squares.sum(axis=1), (x * x).sum(axis=1)) < 1e-5
 
 
-def add_ffn(kernels, gate, stream, weights, counts, scale, *, batch):
+def add_ffn(kernels, gate, stream, weights, counts, scale, hidden=None, *, batch):
+    """Of a gate whose kernel has multiplied no tile, or those that `counts` say."""
     counts = jax.new_ref(counts)
+    if hidden is None and weights.linear is not None:
+        hidden = jnp.full(gate.shape, jnp.nan, gate.dtype)
+    gate = Gate(gate, hidden)
     return kernels.add_ffn(gate, stream, weights, LAYER, counts, scale, batch=batch, eps=EPS)
+
+
+def open_for_each(number, m, h):
+    """Counts of two layers: of the second, what each of m tokens has in every row."""
+    counts = np.zeros(open_counts.zeros(2, m, h).shape, np.int32)
+    counts[0], counts[1, :, :m] = 9999, number
+    return counts
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -206,14 +166,12 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     gate = np.abs(normal(m, h)) * (seeds.rng().random((m, h)) < active)
     gate[0] = 0
     gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
-    counts = np.full(open_counts.zeros(2, m).shape, 9999, np.int32)  # only speed depends on them
+    counts = open_for_each(0, m, h)  # only speed depends on them
     each = {"few": 3, "most": min(512, 8192 // m), "many together": 8192 // m + 1}
-    counts[1] = 0
-    counts[1, -1] = each.get(counted, 1)
+    counts[1, -1, :m] = each.get(counted, 1)
     if counted == "a token has many":
-        counts[1, 0, -2] = 256
-        counts[1, -1, -2] += 257
-    counts[..., -1] = 0
+        counts[1, 0, m - 1] = 256
+        counts[1, -1, m - 1] += 257
     stream = run(
         functools.partial(add_ffn, kernels, batch=batch),
         gate, stream_of(x, scale), used, counts, after,
@@ -226,6 +184,30 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     assert_consistent(stream, after[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize(("m", "d", "h"), [(8, 1024, 5632), (64, 2048, 384)])
+def test_tiles_that_the_gate_has_multiplied_are_not_computed_again(m, d, h, share):
+    x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    gate = np.maximum(normal(m, h), 0).astype(jnp.bfloat16)
+    exact = wide(gate)[0] * (normed(x, after[0]) @ wide(weights.up[1])[0].T)
+    is_there = np.arange(h // 64) < share * (h // 64)
+    of_tile = np.repeat(is_there, 64)
+    if share == 1:  # else two tiles that are multiplied together may not both be there
+        weights.up[:] = np.nan
+    counts = open_for_each(513, m, h)
+    counts[1, 0, open_counts.votes(m, 0) : open_counts.agreed_tiles(m, h // 64)] = 4 * is_there
+    counts[1, 0, open_counts.agreed_tiles(m, h // 64)] = is_there.sum()
+    hidden = np.where(of_tile, exact, np.nan).astype(jnp.bfloat16)
+    stream = run(
+        functools.partial(add_ffn, HOPPER, batch=m),
+        gate, stream_of(x, after[0]), weights, counts, after, hidden,
+    )  # fmt: skip
+    assert relative_error(stream.x, wide(x)[0] + exact @ wide(weights.down[1])[0]) < 2 * ROUNDING
+    assert_consistent(stream, after[1])
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("counted", [1, 513])  # rows one by one, dense products
 def test_a_gate_of_minus_zero_is_not_ignored(kernels, counted):
@@ -234,8 +216,7 @@ def test_a_gate_of_minus_zero_is_not_ignored(kernels, counted):
     weights.up[:, 5], weights.up[:, 7] = np.inf, np.nan
     gate = np.zeros((m, h), jnp.bfloat16)
     gate[3, 5] = -0.0
-    counts = np.full(open_counts.zeros(2, m).shape, counted, np.int32)
-    counts[..., -1] = 0
+    counts = open_for_each(counted, m, h)
     x, scale = normal(m, d).astype(jnp.bfloat16), np.ones((2, d), jnp.bfloat16)
     stream = run(
         functools.partial(add_ffn, kernels, batch=m),
@@ -255,12 +236,10 @@ def test_lowers_without_a_gpu(lower):
         assert "token_project" in lower(project, stream, (w, w), layer)
         dense = functools.partial(HOPPER.dense_hidden, eps=EPS, rectifier=None)
         assert "token_hidden_dense" in lower(dense, stream, (w, w), layer)
-        gate = functools.partial(gate_and_counts, HOPPER, batch=m)
-        assert "token_gate" in lower(gate, x, w, layer, (w, w))
         h = shape((m, 5632), jnp.bfloat16)
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
-        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m))
+        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m, 5632))
         assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
 
 

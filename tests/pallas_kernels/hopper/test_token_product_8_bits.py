@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kernels import HOPPER
+from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.quantised import Quantised, quantise, rounded
 from pallas_kernels.layouts.stream import Stream
@@ -15,15 +15,15 @@ from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.eight_bits import in_float64, lost
+from tests.pallas_kernels.hopper.test_token_gate import assert_counted, gate_and_counts
 from tests.pallas_kernels.hopper.test_token_product import (
     EPS,
     KERNELS,
     LAYER,
     add_ffn,
     assert_consistent,
-    assert_counted,
-    gate_and_counts,
     normal,
+    open_for_each,
     run,
     stream_of,
     weight,
@@ -102,21 +102,28 @@ def test_dense_hidden_activation(kernels, m, d, h, gated):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("alike", [True, False])  # gate and up
 @pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 256, 128), (64, 61, 1024, 384)])
-def test_gate(kernels, m, batch, d, h, has_norm):
+@pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 8, 256, 128), (64, 61, 1024, 384)])
+def test_gate(kernels, m, batch, d, h, has_norm, alike):
     x, scale = tokens(m, d), np.abs(normal(d)).astype(jnp.bfloat16)
-    w, prefetched = in_8_bits(2, h, d), weight(jnp.bfloat16, 2, h, d)
-    stream = stream_of(x, scale)
+    w, up = (in_8_bits(2, h, d) for _ in range(2))
+    stream, factor = stream_of(x, scale), inverse_rms(x) if has_norm else 1
     norm = (stream.squares, EPS) if has_norm else None
-    gate, counts = run(
-        functools.partial(gate_and_counts, kernels, norm=norm, batch=batch),
-        stream.scaled, w, LAYER, (w, prefetched),
-    )  # fmt: skip
-    exact = product(stream.scaled, w) * (inverse_rms(x) if has_norm else 1)
-    (gate,) = wide(gate[:batch])
-    assert_close_by_token(gate, np.maximum(exact, 0)[:batch], d)
-    assert_counted(counts, gate)
+    function = functools.partial(gate_and_counts, kernels, norm=norm, batch=batch)
+    weights = Weights(w, up if alike else weight(jnp.bfloat16, 2, h, d), up.values)
+    gate, counts = run(function, stream.scaled, weights, LAYER)
+    exact = product(stream.scaled, w) * factor
+    (values,) = wide(gate.values[:batch])
+    assert_close_by_token(values, np.maximum(exact, 0)[:batch], d)
+    assert_counted(counts, values)
+    agreed = counts[1, 0, open_counts.agreed_tiles(m, h // 64)]
+    if kernels is REFERENCE or not alike:
+        assert agreed == 0
+    else:
+        assert agreed == h // 64  # a token with half of its gates open is among them
+        exact = values * (product(stream.scaled, up) * factor)[:batch]
+        assert_close_by_token(gate.hidden[:batch], exact, d, roundings=2)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -151,8 +158,7 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     gate = np.abs(normal(m, h)) * (np.abs(normal(m, h)) < 1.3 * active)
     gate[0] = 0
     gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
-    counts = np.full(open_counts.zeros(2, m).shape, counted, np.int32)
-    counts[..., -1] = 0
+    counts = open_for_each(counted, m, h)
     stream = stream_of(x, scale)
     added = run(
         functools.partial(add_ffn, kernels, batch=batch),
@@ -184,7 +190,7 @@ def test_lowers_without_a_gpu(lower):
         (launch,) = launches(text).values()
         assert SM_BYTES // (launch.smem + 1024) >= 3 and "e4m3" in text
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
-        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m))
+        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m, 2048))
         weights = Weights(struct(3, 2048, 2048), w, struct(3, 2048, 2048))
         scale = struct(3, 2048)
         assert "token_add_ffn" in lower(ffn, x, stream, weights, counts, scale)

@@ -1,5 +1,6 @@
 """Products of few tokens, and the block of them, in Pallas' interpreter."""
 
+import functools
 import threading
 
 import jax
@@ -16,6 +17,7 @@ from pallas_kernels.hopper.device import (
     grid,
     open_gates,
     round_tokens,
+    scalars,
     token_columns,
     warpgroup,
 )
@@ -177,23 +179,79 @@ def test_8_bits_interpreted(interpreted, m, k):
     assert relative_error(out.x, wide(residual)[0] + exact[:, :64]) < ROUNDING
 
 
-def count_gates(monkeypatch, *, few):
-    """The numbers of open gates say that they are few, or not."""
+@pytest.fixture
+def votes(monkeypatch):
+    """What blocks vote, by tile; a list in a dictionary."""
+    found = {}
+
+    def vote(ref, *, dense):
+        def note(tile):
+            found.setdefault(int(tile), []).append(dense)
+
+        io_callback(note, None, jax.lax.axis_index("tile"))
+
+    def count(values, tokens, ref):
+        opens = jnp.sum(values.reshape(-1, 16)[:tokens] != 0, axis=1, dtype=jnp.int32)
+        return jnp.max(opens)
+
+    for name, function in {
+        "count": count,
+        "are_many": lambda most: most >= open_gates.MANY,
+        "vote": vote,
+        "add_one": lambda _: None,
+    }.items():
+        monkeypatch.setattr(open_gates, name, function)
+    for name in ("prefetch_rows", "prefetch_first_rows"):
+        monkeypatch.setattr(token_columns, name, lambda *_: None)
+    return found
+
+
+# Blocks that are for it have filled a part of the ring, which they empty if others are against it.
+@pytest.mark.parametrize("agree", [True, False])
+@pytest.mark.parametrize(("m", "d"), [(8, 256), (64, 1536)])
+def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, agree):
+    monkeypatch.setattr(open_gates, "do_agree", lambda _: jnp.bool_(agree))
+    x, h = normal(m, d).astype(jnp.bfloat16), 128
+    weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    x[:, -1] = 1
+    weights.gate[:, :64, -1] = -90  # the first tile's gates are all shut
+    counts = jax.new_ref(open_counts.zeros(2, m, h))
+    with interpreted():
+        gate = HOPPER.gate(x, weights, jnp.asarray(LAYER), counts, batch=m)
+    assert sorted(votes[0]) == 4 * [False] and sorted(votes[1]) == 4 * [True]
+    exact = np.maximum(wide(x)[0] @ wide(weights.gate[1])[0].T, 0)
+    assert relative_error(gate.values, exact) < ROUNDING
+    if agree:
+        exact = (exact * (wide(x)[0] @ wide(weights.up[1])[0].T))[:, 64:]
+        assert relative_error(gate.hidden[:, 64:], exact) < 2 * ROUNDING
+        l1 = np.abs(exact).reshape(m, 4, 16).sum(axis=2)
+        assert relative_error(gate.l1[:, 4:], l1) < ROUNDING
+
+
+def count_gates(monkeypatch, *, few, agreed=0, is_missing=lambda *_: True):
+    """The numbers of open gates say that they are few, or not, and how many tiles are there."""
     monkeypatch.setattr(open_gates, "load", lambda _: 0)
     monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(few))
+    monkeypatch.setattr(open_gates, "is_missing", is_missing)
+    monkeypatch.setattr(scalars, "read", lambda _: jnp.int32(agreed))
     monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
     for name in ("arrive", "wait"):
         monkeypatch.setattr(grid, name, lambda *_: None)
 
 
 # One cluster takes tiles of neurons or of columns one after the other; with few tokens it has two
-# quartets, each of which takes two tiles of w_up at once. The last ones may be none. `meet` is no
+# quartets, each of which takes two tiles of w_up at once. The last ones may be none. The first
+# `there` have been multiplied by the gate's kernel, so that their w_up is not needed. `meet` is no
 # synchronisation that the search for races knows.
 @pytest.mark.parametrize(
-    ("m", "gated", "d", "h"),
-    [(8, True, 64, 128), (8, True, 64, 320), (8, False, 192, 512), (24, True, 64, 128)],
-)
-def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
+    ("m", "gated", "d", "h", "there"),
+    [
+        (8, True, 64, 128, 0), (8, True, 64, 320, 0), (8, False, 192, 512, 0),
+        (24, True, 64, 128, 0), (24, True, 64, 320, 2), (8, True, 64, 640, 4),
+        (8, True, 64, 128, 2),
+    ],
+)  # fmt: skip
+def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h, there):
     meeting = threading.Barrier(8 if m <= 16 else 4)
 
     def meet(arrived):
@@ -204,7 +262,10 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
         shape = jax.ShapeDtypeStruct((), jnp.int32)
         arrivals[...] = io_callback(meet, shape, arrivals[...])  # keeps its place in the program
 
-    count_gates(monkeypatch, few=False)
+    def is_missing(_, tiles):
+        return functools.reduce(jnp.logical_or, [(there <= t) & (t < h // 64) for t in tiles])
+
+    count_gates(monkeypatch, few=False, agreed=there, is_missing=is_missing)
     monkeypatch.setattr(grid, "wait", wait)
     monkeypatch.setattr(token_rows, "load_x", lambda *_, **__: jnp.int32(0))
     monkeypatch.setattr(device_shares, "find", lambda *_: None)
@@ -216,12 +277,16 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h):
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
     weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
     gate = np.maximum(normal(m, h), 0).astype(jnp.bfloat16)
-    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m)
+    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m, h)
+    exact = wide(gate)[0]
+    if gated:
+        exact *= normed(x, after[0]) @ wide(weights.up[1])[0].T
+    hidden = np.where(np.arange(h) < 64 * there, exact, np.nan).astype(jnp.bfloat16)
+    weights.up[:, : 64 * there] = np.nan
     used = weights if gated else Weights(None, weights.up, weights.down)
     with interpreted(detect_races=not gated):
-        out = add_ffn(HOPPER, gate, stream, used, counts, after, batch=m)
-    up = normed(x, after[0]) @ wide(weights.up[1])[0].T if gated else 1.0
-    expected = wide(x)[0] + (wide(gate)[0] * up) @ wide(weights.down[1])[0]
+        out = add_ffn(HOPPER, gate, stream, used, counts, after, hidden, batch=m)
+    expected = wide(x)[0] + exact @ wide(weights.down[1])[0]
     assert relative_error(out.x, expected) < 2 * ROUNDING
     assert_consistent(out, after[1])
 
@@ -294,7 +359,7 @@ def test_rows_interpreted(interpreted, rows_of_tokens, monkeypatch, few, gated):
     weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
     gate = np.maximum(normal(m, h) - 1, 0).astype(jnp.bfloat16)
     gate[1] = 0
-    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m)
+    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m, h)
     used = weights if gated else Weights(None, weights.up, weights.down)
     with interpreted():
         out = add_ffn(HOPPER, gate, stream, used, counts, after, batch=batch)

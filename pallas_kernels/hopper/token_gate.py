@@ -1,0 +1,159 @@
+"""The gate of a sparse block for up to 64 tokens, and the rest of tiles whose gates are dense."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import in_place
+from pallas_kernels.hopper.device import open_gates, token_columns
+from pallas_kernels.hopper.frames.token_call import TokenCall, only_live
+from pallas_kernels.hopper.frames.token_ring import Matrices, Product, TokenRing
+from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.gate import Gate
+from pallas_kernels.layouts.quantised import Quantised
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.layouts.weights import Weights
+
+# Slots of the second product's ring that a block fills before it knows whether the others agree.
+_AHEAD = range(1)
+# Of the 16 rows of w_down that are a block's, those that it prefetches into L2 as soon as its ring
+# is free: that of the next kernel is not there yet. With 8, dense gates take up to 1 us more.
+_DOWN_ROWS = 4
+
+
+def gate(
+    x: jax.Array,
+    weights: Weights,
+    layer: jax.Array,
+    counts: jax.Ref,
+    rectifier: Rectifier = RELU,
+    *,
+    batch: int,
+    norm: tuple[jax.Array, float] | None = None,
+) -> Gate:
+    """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
+
+    Where many gates of a tile of 64 neurons are open, it is multiplied with `x @ w_up^T` at once:
+    memory would stand still until all gates are known.
+
+    Zeros are ignored by what reads the gate, but in a dense block 0 * inf is NaN. So where x is not
+    finite and the product is -inf, the gate is -0.0, which is not ignored.
+
+    Args:
+      x: `[M, D]`, M a multiple of 8 up to 64.
+      weights: `[layers, H, D]` each, in the dtype of x, or `Quantised`, as in `project`; H a
+        multiple of 64. Gates past the number of live neurons are zero, and whole tiles of 64 of
+        them are not computed. Rows of open gates are prefetched into L2.
+      layer: int32 `[1]`.
+      counts: mutable, as in `layouts.open_counts`; at `layer`, the number of open gates of each
+        token is added.
+      rectifier: act, which may pass `x @ w_up^T` through a ReLU.
+      batch: the first so many tokens are counted, the others are padding. What the results hold
+        for padding is undefined.
+      norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
+    """
+    (tokens, d), h = x.shape, weights.down.shape[1]
+    squares, eps = norm if norm is not None else (None, 0.0)
+    outs = [jax.ShapeDtypeStruct((tokens, h), x.dtype)]
+    if weights.linear is not None:
+        l1 = jax.ShapeDtypeStruct((tokens, h // token_columns.COLUMNS), jnp.float32)
+        outs += [outs[0], l1]
+    activated, linear, live = weights.activated, weights.linear, weights.live
+    rows = [w.values if isinstance(w, Quantised) else w for w in (*weights.inner[1:], weights.down)]
+    # One ring serves both products.
+    is_alike = isinstance(linear, Quantised) == isinstance(activated, Quantised)
+    operands = x, activated, linear if is_alike else None, layer, squares, live, rows
+    x, activated, linear, layer, squares, live, rows = in_place.barrier(operands)
+    linear = None if linear is None else Matrices.of((linear,))
+
+    def finish(refs, outs, number, product):
+        (counts, squares, live, rows, linear), first = refs, product.first_column
+        set_live = only_live(live, number, first, tokens)
+        scale = 1.0 if squares is None else token_columns.inverse_rms(squares, d, eps)
+
+        def store(values):
+            before = values[0] * scale
+            g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype))
+            g = set_live(g).astype(x.dtype).astype(jnp.float32)
+            for w in rows:
+                token_columns.prefetch_rows(w.at[number], first, g, batch)
+            token_columns.store(outs[0], first, g)
+            most = open_gates.count(g, batch, counts.at[number, product.tile % counts.shape[1]])
+            if linear is not None:
+                up = dataclasses.replace(product, matrices=linear)
+                dense = _DenseTile(up, rows[-1].at[number], counts.at[number, 0])
+                activation = functools.partial(_store_hidden, g, scale, rectifier, first, outs[1:])
+                dense.multiply_if(open_gates.are_many(most), activation)
+
+        return store
+
+    ring = TokenRing.of(x, (activated,), k_axis=2)
+    call = TokenCall("token_gate", ring, finish, waits_first=True, live=2)
+    further = [counts, squares, live, rows, linear]
+    return Gate(*in_place.barrier(call(x, (activated,), layer, further, outs)))
+
+
+def hidden(g: jax.Array, up: jax.Array, rectifier: Rectifier) -> jax.Array:
+    """The hidden activation of columns with the gates `g`, float32; a gate of 0 ignores `up`."""
+    opens = lax.bitcast_convert_type(g, jnp.uint32) != 0
+    return jnp.where(opens, g * rectifier.linear(up), 0.0)
+
+
+def _store_hidden(g, scale, rectifier, first, outs, up):
+    h = hidden(g, up * scale, rectifier)
+    token_columns.store(outs[0], first, h)
+    token_columns.store_sums(outs[1], first // token_columns.COLUMNS, jnp.abs(h))
+
+
+class _DenseTile(NamedTuple):
+    """The second product of a tile, if its blocks agree on it, in the ring of the first.
+
+    Attributes:
+      up: the product.
+      down: GMEM `[H, D]`, w_down.
+      board: GMEM int32, the row of `layouts.open_counts` in which blocks vote.
+    """
+
+    up: Product
+    down: Any
+    board: Any
+
+    @property
+    def _vote(self) -> Any:
+        return self.board.at[open_counts.votes(self.up.ring.tokens, self.up.tile)]
+
+    def multiply_if(self, are_many: jax.Array, store: Callable[..., None]) -> None:
+        """Votes, multiplies if all blocks are for it, and calls `store` with the sums.
+
+        Args:
+          are_many: bool scalar, whether this block is for it.
+          store: called with the 16 columns of `up`.
+        """
+        vote = self.board.at[open_counts.votes(self.up.ring.tokens, self.up.tile)]
+        pl.when(~are_many)(functools.partial(open_gates.vote, vote, dense=False))
+
+        @pl.when(are_many)
+        def _():
+            open_gates.vote(vote, dense=True)
+            self.up.fetch_matrices(_AHEAD)
+            self.up.fetch_tokens(_AHEAD)
+            do_agree = open_gates.do_agree(vote)
+            pl.when(~do_agree)(functools.partial(self.up.drop, _AHEAD))
+            pl.when(do_agree)(functools.partial(self._multiply, store))
+
+    def _multiply(self, store):
+        up, rest = self.up, range(_AHEAD.stop, self.up.ring.slots)
+        up.fetch_matrices(rest)
+        up.fetch_tokens(rest)
+        agreed = self.board.at[open_counts.agreed_tiles(up.ring.tokens, up.ring.tiles)]
+        pl.when(lax.axis_index("part") == 0)(functools.partial(open_gates.add_one, agreed))
+        up.expect()
+        up.send()
+        token_columns.prefetch_first_rows(self.down, up.first_column, _DOWN_ROWS)
+        store(*up.receive())

@@ -1,0 +1,20 @@
+"""The gate of a block of few tokens, as one kernel hands it to the next."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class Gate(NamedTuple):
+    """The gate of a sparse block, and what its kernel has computed of the rest.
+
+    Attributes:
+      values: `[M, H]`, not negative.
+      hidden: `[M, H]`, the hidden activation of the tiles that `layouts.open_counts` says; what
+        others hold is undefined. None without a gate projection.
+      l1: float32 `[M, H / 16]`, in parts, the sum of its magnitudes, likewise.
+    """
+
+    values: jax.Array
+    hidden: jax.Array | None = None
+    l1: jax.Array | None = None

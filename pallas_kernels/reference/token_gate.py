@@ -1,0 +1,32 @@
+"""Meaning of `pallas_kernels.hopper.token_gate`."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts.gate import Gate
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels.reference.token_product import product
+
+
+def gate(
+    x: jax.Array,
+    weights: Weights,
+    layer: jax.Array,
+    counts: jax.Ref,
+    rectifier: Rectifier = RELU,
+    *,
+    batch: int,
+    norm: tuple[jax.Array, float] | None = None,
+) -> Gate:
+    """Padding is zero. No tile is computed further: that concerns speed alone."""
+    before = product(x, weights.activated, layer, 2)
+    if norm is not None:
+        squares, eps = norm
+        before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
+    g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
+    live = None if weights.live is None else weights.live[layer]
+    g = only_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), live)
+    here = layer[0], 0, slice(0, len(x))
+    counts[here] = counts[here] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    return Gate(g)
