@@ -341,7 +341,9 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. The thread that "
     "enqueues kernels was pinned to the core that was the quickest when the run began; a process "
     "that trained on the other GPU might use it, too.",
-    "ffn-few-nvidia-h200-20261125-2": "tokamax was not installed.",
+    "ffn-few-nvidia-h100-80gb-hbm3-20261125": "tokamax was not installed.",
+    "ffn-few-nvidia-h200-20261125-2": "Before the gate's kernel multiplied tiles with dense gates "
+    "([0008](../design/0008-few-tokens.md)). tokamax was not installed.",
     "ffn-few-nvidia-h200-20261125": "Rows of dense gates were prefetched and listed, and a quartet "
     "loaded one tile of w_up at a time ([0008](../design/0008-few-tokens.md)). tokamax was not "
     "installed.",
