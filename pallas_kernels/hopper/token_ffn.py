@@ -52,7 +52,7 @@ class Operands(NamedTuple):
     """What the kernel reads.
 
     Attributes:
-      gate: `Gate`, M a multiple of 8 up to 64; without a gate projection only its values.
+      gate: `[M, H]`, M a multiple of 8 up to 64.
       x: `[M, D]`; the gate's kernel has waited for it.
       up: one matrix, `[layers, H, D]`; None without a gate projection, where the gate is the
         activation.

@@ -39,8 +39,8 @@ def gate(
 ) -> Gate:
     """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
 
-    Where many gates of a tile of 64 neurons are open, it is multiplied with `x @ w_up^T` at once:
-    memory would stand still until all gates are known.
+    Where many gates of a tile of 64 neurons are open, they are multiplied with `x @ w_up^T` at
+    once: memory would stand still until all gates are known.
 
     Zeros are ignored by what reads the gate, but in a dense block 0 * inf is NaN. So where x is not
     finite and the product is -inf, the gate is -0.0, which is not ignored.
@@ -52,7 +52,7 @@ def gate(
         them are not computed. Rows of open gates are prefetched into L2.
       layer: int32 `[1]`.
       counts: mutable, as in `layouts.open_counts`; at `layer`, the number of open gates of each
-        token is added.
+        token is added. All else must be zero there.
       rectifier: act, which may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are counted, the others are padding. What the results hold
         for padding is undefined.
@@ -123,10 +123,6 @@ class _DenseTile(NamedTuple):
     up: Product
     down: Any
     board: Any
-
-    @property
-    def _vote(self) -> Any:
-        return self.board.at[open_counts.votes(self.up.ring.tokens, self.up.tile)]
 
     def multiply_if(self, are_many: jax.Array, store: Callable[..., None]) -> None:
         """Votes, multiplies if all blocks are for it, and calls `store` with the sums.

@@ -1,6 +1,7 @@
 """How many gates of a token are open: counted by the blocks that compute them, read by others.
 
-The values of 16 neurons for all tokens are an array as in `token_columns`.
+The four blocks of a tile of 64 neurons vote whether they multiply all of it. The values of 16
+neurons for all tokens are an array as in `token_columns`.
 """
 
 import functools
@@ -17,9 +18,8 @@ from pallas_kernels.hopper.device import gather, lanes, simt, token_columns
 from pallas_kernels.hopper.device.simt import const
 from pallas_kernels.hopper.device.token_columns import COLUMNS
 
-# A block multiplies all of its 16 neurons if a token has so many open gates among them, and the
-# other blocks of its tile say so, too. Of sparse gates no block does (of those of a trained layer,
-# benchmarks/data; if its neurons are sorted by use, one does in a fifth of calls of 8 tokens).
+# A block is for it if a token has so many open gates among the block's 16. Where gates are sparse
+# none is, and where a token has half of its gates open most are (docs/design/0008-few-tokens.md).
 MANY = 6
 _FOR, _AGAINST = 1, 1 << 8  # votes; four for it make a number that no others do
 _COUNTS = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
