@@ -2,8 +2,8 @@
 
 No layer loses a neuron that fired. So the width is their number in the layer with the most, rounded
 up to a multiple of 128. Beside its weights each layer has its own number of live neurons, rounded
-up likewise; kernels leave out the others, if there are any. In each sequence, outputs are the same up to rounding
-until a token fires a removed neuron. For a model that holds its layers apart, see
+up likewise; kernels leave out the others, if there are any. In each sequence, outputs are the same
+up to rounding until a token fires a removed neuron. For a model that holds its layers apart, see
 `twell_jax.analysis.prune.prune_mlp`.
 """
 

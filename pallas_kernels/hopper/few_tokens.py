@@ -68,6 +68,5 @@ def few_tokens_ffn(
     gate = token_gate.gate(x, replace(weights, live=live), only, counts, rectifier, batch=m)
     y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
     nnz = open_counts.of_tokens(in_place.contents(counts), len(x))[0, :m]
-    gate = gate.values
-    l1 = gate.astype(jnp.float32) if l1 is None else l1
-    return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate[:m] != 0, axis=0)
+    l1 = gate.values.astype(jnp.float32) if l1 is None else l1
+    return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate.values[:m] != 0, axis=0)

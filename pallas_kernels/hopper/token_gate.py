@@ -70,10 +70,10 @@ def gate(
     is_alike = isinstance(linear, Quantised) == isinstance(activated, Quantised)
     operands = x, activated, linear if is_alike else None, layer, squares, live, rows
     x, activated, linear, layer, squares, live, rows = in_place.barrier(operands)
-    linear = None if linear is None else Matrices.of((linear,))
+    ups = None if linear is None else Matrices.of((linear,))
 
     def finish(refs, outs, number, product):
-        (counts, squares, live, rows, linear), first = refs, product.first_column
+        (counts, squares, live, rows, ups), first = refs, product.first_column
         set_live = only_live(live, number, first, tokens)
         scale = 1.0 if squares is None else token_columns.inverse_rms(squares, d, eps)
 
@@ -85,8 +85,8 @@ def gate(
                 token_columns.prefetch_rows(w.at[number], first, g, batch)
             token_columns.store(outs[0], first, g)
             most = open_gates.count(g, batch, counts.at[number, product.tile % counts.shape[1]])
-            if linear is not None:
-                up = dataclasses.replace(product, matrices=linear)
+            if ups is not None:
+                up = dataclasses.replace(product, matrices=ups)
                 dense = _DenseTile(up, rows[-1].at[number], counts.at[number, 0])
                 activation = functools.partial(_store_hidden, g, scale, rectifier, first, outs[1:])
                 dense.multiply_if(open_gates.are_many(most), activation)
@@ -95,7 +95,7 @@ def gate(
 
     ring = TokenRing.of(x, (activated,), k_axis=2)
     call = TokenCall("token_gate", ring, finish, waits_first=True, live=2)
-    further = [counts, squares, live, rows, linear]
+    further = [counts, squares, live, rows, ups]
     return Gate(*in_place.barrier(call(x, (activated,), layer, further, outs)))
 
 

@@ -5,6 +5,8 @@ other, so each eight tokens have a row: more tokens do not make a row's addition
 the first row says how far the kernels are.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -29,7 +31,7 @@ def arrivals(tokens: int) -> int:
     return tokens
 
 
-def votes(tokens: int, tile: int) -> int:
+def votes(tokens: int, tile: int | jax.Array) -> Any:
     """Where the blocks of a tile vote: the gate's kernel computes its hidden activation, too."""
     return tokens + 1 + tile
 

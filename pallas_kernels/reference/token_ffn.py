@@ -24,11 +24,11 @@ def add(
 ) -> Stream:
     """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0."""
     del counts, batch  # which concern speed alone
-    h = gate = gate.values
+    h = values = gate.values
     if weights.linear is not None:
         up = token_product.project(
             stream, (weights.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32
         )
-        h = gate.astype(jnp.float32) * rectifier.linear(up)
-        h = jnp.where((gate != 0) | jnp.signbit(gate), h, 0.0)
-    return token_product.add_product(h.astype(gate.dtype), weights.down, layer, stream.x, scale)
+        h = values.astype(jnp.float32) * rectifier.linear(up)
+        h = jnp.where((values != 0) | jnp.signbit(values), h, 0.0)
+    return token_product.add_product(h.astype(values.dtype), weights.down, layer, stream.x, scale)

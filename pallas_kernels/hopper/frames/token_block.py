@@ -40,6 +40,7 @@ class TokenBlock(NamedTuple):
           agreed: int32 scalar, their number.
           store: called with the first of a block's 16 columns and what up has of them.
         """
+        assert self.up is not None
         tokens, tiles = self.up.ring.tokens, self.up.ring.tiles
         pl.when(agreed == tiles)(self.fetch_down)
 
