@@ -137,18 +137,16 @@ class _DenseTile(NamedTuple):
         @pl.when(are_many)
         def _():
             open_gates.vote(vote, dense=True)
-            self.up.fetch_matrices(_AHEAD)
-            self.up.fetch_tokens(_AHEAD)
+            self.up.fetch(_AHEAD)
             do_agree = open_gates.do_agree(vote)
             pl.when(~do_agree)(functools.partial(self.up.drop, _AHEAD))
             pl.when(do_agree)(functools.partial(self._multiply, store))
 
     def _multiply(self, store):
-        up, rest = self.up, range(_AHEAD.stop, self.up.ring.slots)
-        up.fetch_matrices(rest)
-        up.fetch_tokens(rest)
+        up = self.up
+        up.fetch(range(_AHEAD.stop, up.ring.slots))
         agreed = self.board.at[open_counts.agreed_tiles(up.ring.tokens, up.ring.tiles)]
-        pl.when(lax.axis_index("part") == 0)(functools.partial(open_gates.add_one, agreed))
+        pl.when(lax.axis_index("part") == 0)(functools.partial(open_gates.add, 1, agreed))
         up.expect()
         up.send()
         token_columns.prefetch_first_rows(self.down, up.first_column, _DOWN_ROWS)

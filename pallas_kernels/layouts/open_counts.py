@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-TILE = 64  # neurons
+_TILE = 64  # neurons
 _TOKENS_OF_ROW = 8
 
 
@@ -22,7 +22,7 @@ def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
       tokens: M, a multiple of 8.
       neurons: H, a multiple of 64.
     """
-    width = agreed_tiles(tokens, neurons // TILE) + 1
+    width = agreed_tiles(tokens, neurons // _TILE) + 1
     return jnp.zeros((layers, tokens // _TOKENS_OF_ROW, width), jnp.int32)
 
 
@@ -37,7 +37,8 @@ def votes(tokens: int, tile: int | jax.Array) -> Any:
 
 
 def agreed_tiles(tokens: int, tiles: int) -> int:
-    """Where the tiles are counted whose blocks have agreed."""
+    """Where the tiles are counted whose blocks have agreed: the next kernel reads it first, and all
+    votes only if some have not."""
     return votes(tokens, tiles)
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights, only_live
-from pallas_kernels.reference.token_product import product
+from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.reference.token_product import of_live, product
 
 
 def gate(
@@ -25,8 +25,7 @@ def gate(
         squares, eps = norm
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
-    live = None if weights.live is None else weights.live[layer]
-    g = only_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), live)
+    g = of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), weights.live, layer)
     here = layer[0], 0, slice(0, len(x))
     counts[here] = counts[here] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
     return Gate(g)

@@ -42,7 +42,7 @@ def hidden(
     h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
     for u in up:
         h *= u if rectifier is None else rectifier.linear(u)
-    return _of_live(h, live, layer).astype(stream.x.dtype)
+    return of_live(h, live, layer).astype(stream.x.dtype)
 
 
 def add_product(
@@ -61,7 +61,8 @@ def add_product(
     return Stream.of(y.astype(x.dtype), scale[layer[0]])
 
 
-def _of_live(values, live, layer):
+def of_live(values: jax.Array, live: jax.Array | None, layer: jax.Array) -> jax.Array:
+    """`only_live` with the number of a layer; `live: int32 [layers]`."""
     return only_live(values, None if live is None else live[layer])
 
 

@@ -82,17 +82,7 @@ def are_many(most: jax.Array) -> jax.Array:
 
 def vote(vote_ref, *, dense: bool) -> None:
     """This block of a tile votes for multiplying all of it, or against it."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def step(_, vote_ref):
-        mgpu.utils.inline_ptx(
-            "red.relaxed.gpu.global.add.u32 [$0], $1;",
-            simt.gmem_address(vote_ref, const(0)),
-            const(_FOR if dense else _AGAINST),
-            predicate=simt.is_first_thread(),
-        )
-
-    step(vote_ref)
+    add(_FOR if dense else _AGAINST, vote_ref)
 
 
 def do_agree(vote_ref) -> jax.Array:
@@ -120,13 +110,13 @@ def do_agree(vote_ref) -> jax.Array:
     return step(vote_ref)
 
 
-def add_one(count_ref) -> None:
-    """Adds one to `count_ref` (GMEM, int32 scalar)."""
+def add(number: int, count_ref) -> None:
+    """Adds `number` to `count_ref` (GMEM, int32 scalar), once for the block."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def step(_, count_ref):
         mgpu.utils.inline_ptx(
-            "red.relaxed.gpu.global.add.u32 [$0], 1;",
+            f"red.relaxed.gpu.global.add.u32 [$0], {number};",
             simt.gmem_address(count_ref, const(0)),
             predicate=simt.is_first_thread(),
         )

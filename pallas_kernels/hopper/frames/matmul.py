@@ -197,7 +197,10 @@ def _kernel(
             acc *= of_rows(scales[0], slab * ACC_ROWS, acc.shape)
         if limit is not None:
             left = limit - slab * ACC_ROWS
-            cut = functools.partial(jnp.where, are_before(left, acc.shape), acc, 0.0)
+
+            def cut():
+                return jnp.where(are_before(left, acc.shape), acc, 0.0)
+
             acc = lax.cond(left < ACC_ROWS, cut, lambda: acc)
         epilogue(acc, slab, tile, *outs, **scratch)
 

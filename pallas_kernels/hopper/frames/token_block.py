@@ -1,5 +1,6 @@
 """A dense block of few tokens: two products by `frames.token_ring`, one behind the other."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,11 +64,8 @@ class TokenBlock(NamedTuple):
             ]
             return open_gates.is_missing(votes, tiles)
 
-        @pl.when((self.first < up.ring.tiles) & is_missing(0))
-        def _():
-            up.fetch_matrices()
-            up.fetch_tokens()
-
+        fetch = functools.partial(up.fetch, range(up.ring.slots))
+        pl.when((self.first < up.ring.tiles) & is_missing(0))(fetch)
         multiply_tiles(up, self.first, self.stride, store, self.fetch_down, is_missing)
 
     def multiply_down(self, store: Callable[..., None]) -> None:

@@ -209,9 +209,9 @@ class Product:
         """Says that this block has read the sums before, and expects its own."""
         cluster.expect(4 * math.prod(self.smem["parts"].shape), self.smem["arrived"])
 
-    def fetch_matrices(self, slots: range | None = None) -> None:
-        """Fills the ring, or only these slots, with the matrices."""
-        for stage in range(self.ring.slots) if slots is None else slots:
+    def fetch_matrices(self) -> None:
+        """Fills the ring with the matrices."""
+        for stage in range(self.ring.slots):
             self._fetch_matrices(stage)
 
     def with_scales(self) -> "Product":
@@ -227,10 +227,17 @@ class Product:
         found = round_tokens.scales(largest, self._rank, sums.at[0, 0], arrived)
         return dataclasses.replace(self, scales=found)
 
-    def fetch_tokens(self, slots: range | None = None) -> None:
-        """Fills the ring, or only these slots, with x."""
-        for stage in range(self.ring.slots) if slots is None else slots:
+    def fetch_tokens(self) -> None:
+        """Fills the ring with x."""
+        for stage in range(self.ring.slots):
             self._fetch_tokens(stage)
+
+    def fetch(self, slots: range) -> None:
+        """Fills these slots with both."""
+        for slot in slots:
+            self._fetch_matrices(slot)
+        for slot in slots:
+            self._fetch_tokens(slot)
 
     def drop(self, slots: range) -> None:
         """Empties slots that have been filled."""
@@ -343,8 +350,7 @@ def multiply_tiles(
 
         @pl.when((i + 1 < count) & is_wanted(i + 1))
         def _():
-            following.fetch_matrices()
-            following.fetch_tokens()
+            following.fetch(range(product.ring.slots))
 
         pl.when(i + 1 == count)(then)
 
