@@ -25,9 +25,10 @@ from pallas_kernels.hopper.device import (
     cluster,
     gather,
     open_gates,
-    scalars,
     shares,
     token_columns,
+    votes,
+    words,
 )
 from pallas_kernels.hopper.frames import token_ring, token_rows
 from pallas_kernels.hopper.frames.token_block import TokenBlock
@@ -245,8 +246,6 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     )
     clusters = pl.cdiv(max(h, d) // COLUMNS, quartets)
     clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
-    if up is not None:
-        up = dataclasses.replace(up, apart=clusters * quartets)
     plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -291,10 +290,10 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
     store_row = plan.stores.row(further, outs, number, token, share)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
-    open_of_tokens = open_gates.load(counts.at[number, :, pl.ds(0, tokens)])
+    open_of_tokens = words.load(counts.at[number, :, pl.ds(0, tokens)])
     if plan.up is not None:
-        agreed = open_counts.agreed_tiles(tokens, plan.up.tiles)
-        agreed = scalars.read(counts.at[number, 0, agreed])
+        of_tiles = pl.ds(open_counts.votes(tokens, 0), plan.up.tiles)
+        votes_of_tiles = words.load(counts.at[number, pl.ds(0, 1), of_tiles])
     # While those are on their way, open gates are found as if they were few.
     gate = operands.gate.at[token]
     found = shares.find(gate, is_row, scratch["counts"])
@@ -317,8 +316,10 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
         if plan.up is None:
             block.fetch_down()
         else:
+            missing = votes.Missing.of(votes_of_tiles, plan.up.tiles)
+            arrivals = counts.at[number, 0, open_counts.arrivals(tokens)]
             store = _store_hidden(operands, hidden, further, outs, plan)
-            block.multiply_up(counts.at[number, 0], agreed, store)
+            block.multiply_up(missing, arrivals, store)
         block.multiply_down(functools.partial(plan.stores.columns, further, outs, number))
 
 
@@ -344,15 +345,15 @@ def _block(operands, hidden, number, smem, plan):
     quartet = lax.axis_index("quartet")
     first, stride = lax.axis_index("tile") * plan.quartets, plan.dense_clusters * plan.quartets
 
-    def product(ring, x, matrices, smem):
-        return Product(ring, x, matrices, number, first + quartet, smem, quartet * PARTS)
+    def product(ring, x, matrices, tiles, smem):
+        return Product(ring, x, matrices, number, tiles, smem, quartet * PARTS)
 
     up = None
     if plan.up is not None:
-        up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), smem[0])
+        up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), (), smem[0])
     activation = operands.gate if up is None else hidden
-    down = product(plan.down, activation, operands.down, smem[-1])
-    return TokenBlock(up, down, first, stride, plan.quartets)
+    down = product(plan.down, activation, operands.down, (first + quartet,), smem[-1])
+    return TokenBlock(up, down, first, stride)
 
 
 def _store_hidden(operands, hidden, further, outs, plan):

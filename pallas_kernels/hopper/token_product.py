@@ -46,7 +46,7 @@ def project(
     out = jax.ShapeDtypeStruct((tokens, columns), dtype or stream.x.dtype)
 
     def finish(refs, outs, number, product):
-        first = product.first_column
+        (first,) = product.first_columns
         scale = token_columns.inverse_rms(refs[0], stream.x.shape[1], eps)
 
         def store(values):
@@ -92,7 +92,7 @@ def hidden(
     out = jax.ShapeDtypeStruct((tokens, weights[0].shape[1]), stream.x.dtype)
 
     def finish(refs, outs, number, product):
-        first = product.first_column
+        first = product.first_columns[0]  # of each matrix
         scale = token_columns.inverse_rms(refs[0], d, eps)
         set_live = only_live(refs[1], number, first, tokens)
 
@@ -141,7 +141,7 @@ def add_product(
     ]
 
     def finish(refs, outs, number, product):
-        first = product.first_column
+        (first,) = product.first_columns
         before = token_columns.load(refs[0], first, tokens)
         if bias is not None:
             before += token_columns.load(refs[2].at[number], first, tokens)

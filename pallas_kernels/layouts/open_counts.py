@@ -15,14 +15,14 @@ _TOKENS_OF_ROW = 8
 
 
 def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
-    """No gate is open: int32 `[layers, rows, M + 2 + H / 64]`.
+    """No gate is open: int32 `[layers, rows, M + 1 + H / 64]`.
 
     Args:
       layers: number of layers.
       tokens: M, a multiple of 8.
       neurons: H, a multiple of 64.
     """
-    width = agreed_tiles(tokens, neurons // _TILE) + 1
+    width = votes(tokens, neurons // _TILE)
     return jnp.zeros((layers, tokens // _TOKENS_OF_ROW, width), jnp.int32)
 
 
@@ -34,12 +34,6 @@ def arrivals(tokens: int) -> int:
 def votes(tokens: int, tile: int | jax.Array) -> Any:
     """Where the blocks of a tile vote: the gate's kernel computes its hidden activation, too."""
     return tokens + 1 + tile
-
-
-def agreed_tiles(tokens: int, tiles: int) -> int:
-    """Where the tiles are counted whose blocks have agreed: the next kernel reads it first, and all
-    votes only if some have not."""
-    return votes(tokens, tiles)
 
 
 def of_tokens(counts: jax.Array, tokens: int) -> jax.Array:

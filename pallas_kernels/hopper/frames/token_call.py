@@ -65,7 +65,8 @@ class TokenCall:
 
 def _kernel(x, layer, matrices, *refs, smem, call, count):
     (operands, outs), number = (refs[:count], refs[count:]), layer[0]
-    product = Product(call.ring, x, matrices, number, lax.axis_index("tile"), smem)
+    tile = lax.axis_index("tile")
+    product = Product(call.ring, x, matrices, number, call.ring.sums * (tile,), smem)
     cluster.prepare(smem["arrived"])
     live = None if call.live is None else operands[call.live]
 
@@ -92,12 +93,12 @@ def _kernel(x, layer, matrices, *refs, smem, call, count):
 
     def leave_out():
         begin()
-        token_columns.store(outs[0], product.first_column, token_columns.zeros(x.shape[0]))
+        token_columns.store(outs[0], product.first_columns[0], token_columns.zeros(x.shape[0]))
 
     if live is None:
         multiply()
     else:
-        lax.cond(product.tile * COLUMNS < live[number], multiply, leave_out)
+        lax.cond(tile * COLUMNS < live[number], multiply, leave_out)
 
 
 def only_live(live, number, first, tokens):

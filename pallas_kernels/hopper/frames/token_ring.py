@@ -72,13 +72,11 @@ class TokenRing:
         2 for 8-bit floats.
       dtype: of the matrices.
       side_by_side: whether the matrices' columns follow each other; else each quartet multiplies
-        its columns of all of them.
+        a tile of each of them. So the same matrix twice is two tiles of it at once.
       on_sm: blocks that are to share an SM. Three are faster than one with a deeper ring, even
         where there is but one: the blocks of the next kernel find room and ask for their part of
         the matrix early.
       reserved: bytes of shared memory that a block takes for other things.
-      apart: tiles from a quartet's tile of one matrix to that of the next, if they are not side by
-        side. So the same matrix twice is two tiles of it at once.
     """
 
     tokens: int
@@ -89,7 +87,6 @@ class TokenRing:
     side_by_side: bool = True
     on_sm: int = 3
     reserved: int = 0
-    apart: int = 0
 
     @classmethod
     def of(cls, x, weights, *, k_axis: int, **options) -> "TokenRing":
@@ -175,7 +172,8 @@ class Product:
       x: GMEM `[tokens, K]`, 16-bit.
       matrices: GMEM, of all layers.
       number: int32 scalar, the layer.
-      tile: int32 scalar, of the quartet.
+      tiles: int32 scalars, the quartet's tile of each matrix that a block multiplies; zeros if it
+        is past the last.
       smem: what `TokenRing.scratch` asks for; `cluster.prepare` has prepared `arrived`.
       first_block: int32 scalar, the rank in the cluster of the first block of the quartet.
       scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
@@ -185,7 +183,7 @@ class Product:
     x: Any
     matrices: Matrices
     number: jax.Array
-    tile: jax.Array
+    tiles: tuple[jax.Array, ...]
     smem: dict[str, Any]
     first_block: jax.Array | int = 0
     scales: tuple[jax.Array, jax.Array] | None = None
@@ -195,15 +193,10 @@ class Product:
         return self.first_block + lax.axis_index("part")
 
     @property
-    def first_column(self) -> jax.Array:
-        """The first of the 16 columns that this block finishes, int32 scalar."""
-        return self.tile * COLUMNS + lax.axis_index("part") * token_columns.COLUMNS
-
-    @property
     def first_columns(self) -> list[jax.Array]:
-        """`first_column` in each matrix of the block."""
-        apart = self.ring.apart * COLUMNS
-        return [self.first_column + i * apart for i in range(self.ring.sums)]
+        """The first of the 16 columns that this block finishes of each matrix, int32 scalars."""
+        part = lax.axis_index("part") * token_columns.COLUMNS
+        return [tile * COLUMNS + part for tile in self.tiles]
 
     def expect(self) -> None:
         """Says that this block has read the sums before, and expects its own."""
@@ -253,10 +246,10 @@ class Product:
 
     def receive(self) -> list[jax.Array]:
         """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
-        factors = [
-            token_columns.load(scale.at[self.number], first, self.ring.tokens)
-            for first, scale in zip(self.first_columns, self.matrices.scales or (), strict=False)
-        ]
+        factors = []
+        for first, scale in zip(self.first_columns, self.matrices.scales or (), strict=False):
+            first = jnp.minimum(first, scale.shape[1] - token_columns.COLUMNS)  # there are as many
+            factors.append(token_columns.load(scale.at[self.number], first, self.ring.tokens))
         cluster.wait_for_parts(self.smem["arrived"])
         sums = [token_columns.add_parts(self.smem["parts"].at[i]) for i in range(self.ring.sums)]
         if self.scales is None:
@@ -293,7 +286,7 @@ class Product:
             plgpu.copy_gmem_to_smem(self.x.at[:, k], target, here)
 
     def _fetch_matrices(self, stage):
-        ring, tile, slot = self.ring, self.tile, stage % self.ring.slots
+        ring, slot = self.ring, stage % self.ring.slots
 
         def fetch(w, i, tile):
             columns = pl.ds(tile * COLUMNS, COLUMNS)
@@ -301,64 +294,51 @@ class Product:
             target, here = self.smem["ring"][0].at[slot, i], self.smem["here"].at[slot]
             plgpu.copy_gmem_to_smem(w.at[self.number, *where], target, here)
 
-        first = 0
-        for i, w in enumerate(self.matrices.values):
-            if not ring.side_by_side or len(ring.columns) == 1:
-                fetch(w, i, tile + i * ring.apart)
-                continue
-            tiles = ring.columns[i] // COLUMNS
+        if len(self.tiles) == len(ring.columns):
+            for i, (w, tile) in enumerate(zip(self.matrices.values, self.tiles, strict=True)):
+                fetch(w, i, tile)
+            return
+        (tile,), first = self.tiles, 0
+        for w, columns in zip(self.matrices.values, ring.columns, strict=True):
+            tiles = columns // COLUMNS
             is_here = (first <= tile) & (tile < first + tiles)
             pl.when(is_here)(functools.partial(fetch, w, 0, tile - first))
             first += tiles
 
 
-def multiply_tiles(
-    product: Product,
-    first: jax.Array,
-    stride: int,
+def multiply_rounds(
+    of_round: Callable[[jax.Array], Product],
+    rounds: jax.Array,
     store: Callable[..., None],
     then: Callable[[], None] = lambda: None,
-    is_wanted: Callable[[jax.Array], Any] = lambda _: True,
 ) -> None:
-    """Multiplies every `stride`-th tile from that of `product` on.
+    """Multiplies in rounds; the ring is being filled for the first.
 
     Args:
-      product: of the first tile. If `first` is a tile that is wanted, its ring is being filled.
-      first: int32 scalar, the first tile of the cluster's first quartet. All quartets take as many
-        tiles as this one, as they wait for each other; those past the last are of zeros.
-      stride: quartets that share the tiles.
+      of_round: the product of a round, given its number.
+      rounds: int32 scalar, their number. It is the same in a cluster, as its blocks wait for each
+        other.
       store: called with the first of a block's 16 columns and what `Product.receive` returns.
-      then: called as soon as the ring is free of the last tile.
-      is_wanted: whether a round is not left out, given its number; the same in the whole cluster.
+      then: called as soon as the ring is free of the last one.
     """
-    tiles = product.ring.tiles
-    stride *= product.ring.sums
-    count = pl.cdiv(tiles - first, stride)
-    pl.when(count <= 0)(then)
+    pl.when(rounds <= 0)(then)
 
-    @pl.loop(0, count)
+    @pl.loop(0, rounds)
     def _(i):
-        tile = product.tile + i * stride
-        here = dataclasses.replace(product, tile=tile)
-        following = dataclasses.replace(product, tile=tile + stride)
+        product = of_round(i)
+        ring = product.ring
+        product.expect()
+        product.send()
+        warpgroup.barrier()  # all warps' products have ended
 
-        @pl.when(is_wanted(i))
+        @pl.when(i + 1 < rounds)
         def _():
-            here.expect()
-            here.send()
-            warpgroup.barrier()  # all warps' products have ended
+            of_round(i + 1).fetch(range(ring.slots))
 
-        @pl.when((i + 1 < count) & is_wanted(i + 1))
-        def _():
-            following.fetch(range(product.ring.slots))
-
-        pl.when(i + 1 == count)(then)
-
-        @pl.when(is_wanted(i))
-        def _():
-            for first_column, columns in zip(here.first_columns, here.receive(), strict=True):
-                is_there = first_column < tiles * COLUMNS
-                pl.when(is_there)(functools.partial(store, first_column, columns))
+        pl.when(i + 1 == rounds)(then)
+        for first_column, columns in zip(product.first_columns, product.receive(), strict=True):
+            is_there = first_column < ring.tiles * COLUMNS
+            pl.when(is_there)(functools.partial(store, first_column, columns))
 
 
 def _arrived() -> Any:

@@ -1,6 +1,5 @@
 """Products of few tokens, and the block of them, in Pallas' interpreter."""
 
-import functools
 import threading
 
 import jax
@@ -17,11 +16,12 @@ from pallas_kernels.hopper.device import (
     grid,
     open_gates,
     round_tokens,
-    scalars,
     token_columns,
     warpgroup,
+    words,
 )
 from pallas_kernels.hopper.device import shares as device_shares
+from pallas_kernels.hopper.device import votes as device_votes
 from pallas_kernels.hopper.frames import token_ring, token_rows
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
@@ -184,9 +184,9 @@ def votes(monkeypatch):
     """What blocks vote, by tile; a list in a dictionary."""
     found = {}
 
-    def vote(ref, *, dense):
+    def vote(ref, number):
         def note(tile):
-            found.setdefault(int(tile), []).append(dense)
+            found.setdefault(int(tile), []).append(number)
 
         io_callback(note, None, jax.lax.axis_index("tile"))
 
@@ -196,11 +196,10 @@ def votes(monkeypatch):
 
     for name, function in {
         "count": count,
-        "are_many": lambda most: most >= open_gates.MANY,
-        "vote": vote,
-        "add": lambda *_: None,
+        "has": lambda most, number: most >= number,
     }.items():
         monkeypatch.setattr(open_gates, name, function)
+    monkeypatch.setattr(device_votes, "vote", vote)
     for name in ("prefetch_rows", "prefetch_first_rows"):
         monkeypatch.setattr(token_columns, name, lambda *_: None)
     return found
@@ -211,7 +210,7 @@ def votes(monkeypatch):
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize(("m", "d", "h"), [(8, 256, 192), (64, 1536, 128)])
 def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
-    monkeypatch.setattr(open_gates, "do_agree", lambda _: jnp.bool_(agree))
+    monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(agree))
     monkeypatch.setattr(token_columns, "zeros", lambda count: jnp.zeros(16 * count))
     live = jnp.array([h, 128], jnp.int32) if h > 128 else None
     # Whole tiles are live or not.
@@ -223,7 +222,7 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
     counts = jax.new_ref(open_counts.zeros(2, m, h))
     with interpreted():
         gate = HOPPER.gate(x, weights, jnp.asarray(LAYER), counts, batch=m)
-    assert votes == {0: 4 * [False], 1: 4 * [True]}
+    assert votes == {0: 4 * [device_votes.AGAINST], 1: 4 * [device_votes.HAS_MANY]}
     exact = np.maximum(wide(x)[0] @ wide(weights.gate[1])[0].T, 0)[:, :128]
     assert relative_error(gate.values[:, :128], exact) < ROUNDING
     assert not np.asarray(gate.values[:, 128:]).any()
@@ -234,12 +233,20 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
         assert relative_error(gate.l1[:, 4:8], l1) < ROUNDING
 
 
-def count_gates(monkeypatch, *, few, agreed=0, is_missing=lambda *_: True):
-    """The numbers of open gates say that they are few, or not, and how many tiles are there."""
-    monkeypatch.setattr(open_gates, "load", lambda _: 0)
+def count_gates(monkeypatch, *, few, there=0):
+    """The numbers of open gates say that they are few, or not, and votes how many tiles, from the
+    first one on, are there."""
+
+    class Missing:
+        def __init__(self, _, tiles):
+            self.total, self.tiles = jnp.int32(tiles - there), tiles
+
+        def tile(self, rank):
+            return jnp.where(rank < self.total, there + rank, self.tiles)
+
+    monkeypatch.setattr(device_votes.Missing, "of", Missing)
+    monkeypatch.setattr(words, "load", lambda _: 0)
     monkeypatch.setattr(open_gates, "are_few", lambda *_: jnp.bool_(few))
-    monkeypatch.setattr(open_gates, "is_missing", is_missing)
-    monkeypatch.setattr(scalars, "read", lambda _: jnp.int32(agreed))
     monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
     for name in ("arrive", "wait"):
         monkeypatch.setattr(grid, name, lambda *_: None)
@@ -268,10 +275,7 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h, there
         shape = jax.ShapeDtypeStruct((), jnp.int32)
         arrivals[...] = io_callback(meet, shape, arrivals[...])  # keeps its place in the program
 
-    def is_missing(_, tiles):
-        return functools.reduce(jnp.logical_or, [(there <= t) & (t < h // 64) for t in tiles])
-
-    count_gates(monkeypatch, few=False, agreed=there, is_missing=is_missing)
+    count_gates(monkeypatch, few=False, there=there)
     monkeypatch.setattr(grid, "wait", wait)
     monkeypatch.setattr(token_rows, "load_x", lambda *_, **__: jnp.int32(0))
     monkeypatch.setattr(device_shares, "find", lambda *_: None)
