@@ -49,6 +49,11 @@ FEW = [  # up to 64 tokens, most with one that fires nearly everything
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (8, 64)),
+    *(  # one fires a half, a quarter or an eighth
+        {"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m, "heavy_thresholds": thresholds}
+        for m in (1, 8, 64)
+        for thresholds in (0.0, 0.1, 0.35)
+    ),
 ]
 WITH_PEERS = [  # the cases in which blocks of others are measured
     {"m": 16384, "pattern": "recorded", "peers": True},
@@ -118,6 +123,7 @@ def measure(
     nnz: float = 0,
     superposed: int = 1,
     heavy_every: int = 0,
+    heavy_thresholds: float = -1.0,
     gated: bool = True,
     pruned: float = 0.0,
     peers: bool = False,
@@ -126,9 +132,12 @@ def measure(
     """Yields a row for each implementation of a case; the first is the baseline.
 
     If `pruned` is not 0, this fraction of the neurons never fires, and the kernels compute the
-    layer without them. With `peers` the blocks of PEERS stand beside unions.
+    layer without them. With `peers` the blocks of PEERS stand beside unions. Heavy tokens are those
+    of `patterns.with_heavy_rows`.
     """
-    x, layers = draw(m, pattern, nnz, superposed, heavy_every, gated, pruned or patterns.DEAD)
+    drawn = m, pattern, nnz, superposed, heavy_every, gated
+    dead = pruned or patterns.DEAD
+    x, layers = draw(*drawn, dead=dead, heavy_thresholds=heavy_thresholds)
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
     with jax.default_matmul_precision("highest"):
         block = partial(sparse_ffn, **options(activation))
@@ -188,7 +197,9 @@ def timed(
     return run(x, layers[:1])[0], {"ms": ms / LAYERS, "enqueue_ms": enqueue_ms / LAYERS}
 
 
-def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
+def draw(
+    m, pattern, nnz, superposed, heavy_every, gated, *, dead=patterns.DEAD, heavy_thresholds=-1.0
+):
     """x `[m, D]` and the weights of each layer; see `measure`."""
     key = jax.random.key(m + int(nnz))
     if pattern in ("recorded", "padded"):
@@ -197,7 +208,7 @@ def draw(m, pattern, nnz, superposed, heavy_every, gated, dead=patterns.DEAD):
     else:
         x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE, dead=dead)
     if heavy_every:
-        x = patterns.with_heavy_rows(x, heavy_every)
+        x = patterns.with_heavy_rows(x, heavy_every, heavy_thresholds)
     return x, [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
 
 

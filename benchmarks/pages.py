@@ -59,7 +59,8 @@ TABLES: dict[str, Table] = {
         about="D = 2048, H = 5632, bfloat16. Each line is one case, measured in one process; in "
         'brackets the speed-up over jitted dense XLA. "twell" and "unions" are the packed formats '
         'of the gate, "mosaic" are the kernels for up to 1023 tokens. "copies" of the recorded '
-        'pattern are superposed. "dense rows" are tokens that fire nearly every neuron. "pruned" '
+        'pattern are superposed. "dense rows" are tokens that fire nearly every neuron, or as many '
+        'as "most nnz" says. "pruned" '
         "is a share of neurons that never fire: the kernels compute the layer without them, XLA "
         'and tokamax with them. "fp8" blocks quantise weights beforehand, x and (if dense) h in '
         'the block, with a scale for each row or for a tensor; "fast" sums in fewer bits than '
@@ -74,6 +75,7 @@ TABLES: dict[str, Table] = {
             "activation": lambda row: row["activation"] if row["activation"] != "relu" else UNKNOWN,
             "pruned": lambda row: f"{row['pruned']:.0%}" if row["pruned"] else UNKNOWN,
             "mean nnz": number("nnz_mean", "{:.1f}"),
+            "most nnz": number("nnz_max", "{}"),
             "dense rows": number("heavy_rows", "{}"),
         },
         spread=_milliseconds,

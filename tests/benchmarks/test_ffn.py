@@ -28,6 +28,8 @@ def test_independent_patterns_have_the_wanted_density(pattern, nnz):
     heavy = np.asarray(patterns.with_heavy_rows(x, 500), np.float32)
     fired = np.sum(heavy @ np.asarray(w_gate, np.float32).T > 0, axis=1)
     assert np.all(fired[::500] > 0.9 * 1408) and np.all(fired[1:500] < 0.5 * 1408)
+    half = np.asarray(patterns.with_heavy_rows(x, 500, 0.0), np.float32)[::500]
+    assert abs(np.mean(half @ np.asarray(w_gate, np.float32).T > 0) - 0.5) < 0.05
 
 
 def test_padding_is_one_token_in_each_sequence():
