@@ -353,6 +353,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "inference-decode-nvidia-h200-20261123-2": "The run ended before its last rows.",
     f"inference-twell-{_H100}": "With TwELL, before a bug was found "
     "([decision 0014](../design/0014-in-place-behind-a-barrier.md)).",
+    "live-nvidia-h200-20261123-2": "`gate_union` set rows that are not live to zero in every block "
+    "of rows, not only in the last one ([0030](../design/0030-live-width.md)).",
     "live-nvidia-h200-20261123": "The loop copied y of each layer into an array of all layers, and "
     "XLA replaced what describes neurons that are not live.",
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
