@@ -21,7 +21,8 @@ from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
 # Slots of the second product's ring that a block with many open gates fills before it knows whether
-# the others agree. If all blocks that wait did so, sparse gates of 64 tokens would take 5 % more.
+# the others agree. If all blocks that wait did so, sparse gates would take more time
+# (docs/design/0008-few-tokens.md).
 _AHEAD = range(1)
 # Of the 16 rows of w_down that are a block's, those that it prefetches into L2 as soon as its ring
 # is free: that of the next kernel is not there yet. With 8, dense gates take up to 1 us more.
