@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import open_gates, token_columns, votes
-from pallas_kernels.hopper.frames.token_call import TokenCall, only_live
+from pallas_kernels.hopper.frames.token_call import TokenCall, only_live, store_zeros
 from pallas_kernels.hopper.frames.token_ring import Matrices, Product, TokenRing
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.gate import Gate
@@ -96,13 +96,25 @@ def gate(
                 up = dataclasses.replace(product, matrices=ups)
                 vote = counts.at[number, 0, open_counts.votes(tokens, tile)]
                 dense = _DenseTile(up, rows[-1].at[number], vote)
-                activation = functools.partial(_store_hidden, g, scale, rectifier, first, outs[1:])
-                dense.multiply_if_many(most, activation)
+
+                def store_hidden(up):
+                    _store_hidden(outs[1:], first, hidden(g, up * scale, rectifier))
+
+                dense.multiply_if_many(most, store_hidden)
 
         return store
 
+    def leave_out(refs, outs, number, product):
+        store_zeros(refs, outs, number, product)
+        if weights.linear is None:
+            return
+        # The tile is there, as if it had been multiplied.
+        (tile,), (first,) = product.tiles, product.first_columns
+        _store_hidden(outs[1:], first, token_columns.zeros(tokens))
+        votes.vote(refs[0].at[number, 0, open_counts.votes(tokens, tile)], votes.HAS_MANY)
+
     ring = TokenRing.of(x, (activated,), k_axis=2)
-    call = TokenCall("token_gate", ring, finish, waits_first=True, live=2)
+    call = TokenCall("token_gate", ring, finish, waits_first=True, live=2, leave_out=leave_out)
     further = [counts, squares, live, rows, ups]
     return Gate(*in_place.barrier(call(x, (activated,), layer, further, outs)))
 
@@ -113,8 +125,7 @@ def hidden(g: jax.Array, up: jax.Array, rectifier: Rectifier) -> jax.Array:
     return jnp.where(opens, g * rectifier.linear(up), 0.0)
 
 
-def _store_hidden(g, scale, rectifier, first, outs, up):
-    h = hidden(g, up * scale, rectifier)
+def _store_hidden(outs, first, h):
     token_columns.store(outs[0], first, h)
     token_columns.store_sums(outs[1], first // token_columns.COLUMNS, jnp.abs(h))
 

@@ -19,6 +19,13 @@ from pallas_kernels.hopper.device import cluster, token_columns, versions
 from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
 
 
+def store_zeros(_, outs, number, product):
+    """Stores zeros to the first result."""
+    del number
+    zeros = token_columns.zeros(product.ring.tokens)
+    token_columns.store(outs[0], product.first_columns[0], zeros)
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenCall:
     """A kernel that multiplies and then does what `finish` says.
@@ -32,8 +39,8 @@ class TokenCall:
       waits_first: whether the next kernel starts only after this one has waited for the kernel
         before, so that it can read that one's results at once.
       live: index of the further operand that says how many columns of each layer's matrices are
-        multiplied, in whole tiles; the result is zero for other tiles. None if there is none; the
-        operand may be None, too.
+        multiplied, in whole tiles. None if there is none; the operand may be None, too.
+      leave_out: called for other tiles, instead of `finish`.
     """
 
     name: str
@@ -41,6 +48,7 @@ class TokenCall:
     finish: Callable
     waits_first: bool = False
     live: int | None = None
+    leave_out: Callable = store_zeros
 
     def __call__(self, x, weights, layer, operands, outs):
         matrices = Matrices.of(weights, side_by_side=self.ring.side_by_side)
@@ -93,7 +101,7 @@ def _kernel(x, layer, matrices, *refs, smem, call, count):
 
     def leave_out():
         begin()
-        token_columns.store(outs[0], product.first_columns[0], token_columns.zeros(x.shape[0]))
+        call.leave_out(operands, outs, number, product)
 
     if live is None:
         multiply()

@@ -12,6 +12,7 @@ from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.hopper import test_few_tokens as few_tokens
 from tests.pallas_kernels.hopper import test_token_product as tokens
 from tests.pallas_kernels.hopper.test_token_gate import assert_counted, gate_and_counts
 from tests.pallas_kernels.hopper.test_token_product_interpreted import (
@@ -51,6 +52,21 @@ def test_gate_of_a_token_that_is_not_finite(kernels):
     gate, _ = tokens.run(function, stream.scaled, weights, tokens.LAYER)
     (gate,) = tokens.wide(gate.values)
     assert np.isnan(gate[2, :70]).all() and not gate[:, 70:].any()
+
+
+# Half of the gates are open, in some cases too many for the kernels to take rows one by one.
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("m", "d"), [(8, 256), (64, 1024)])
+@pytest.mark.parametrize("live", [0, 64, 700, 1280, 1408])
+def test_block_of_few_tokens(kernels, m, d, live):
+    x, *weights = few_tokens.draw(m, d, 1408, 0.5, jnp.bfloat16)
+    poisoned = [w.copy() for w in weights]
+    for w, value in zip(poisoned, (np.nan, np.nan, 1e4), strict=True):
+        w[live:] = value
+    operands = x, Weights(*poisoned, np.array([live], np.int32))
+    *out, fired = tokens.run(kernels.few_tokens_ffn, *operands)
+    few_tokens.assert_matches((*out, fired[:live]), x, *(w[:live] for w in weights))
+    assert not np.asarray(fired[live:]).any()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -206,7 +206,7 @@ def votes(monkeypatch):
 
 
 # Blocks that are for it have filled a part of the ring, which they empty if others are against it.
-# Those of a third tile, if there is one, are not live, and do not vote.
+# A third tile, if there is one, is not live: it is there.
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize(("m", "d", "h"), [(8, 256, 192), (64, 1536, 128)])
 def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
@@ -222,10 +222,12 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
     counts = jax.new_ref(open_counts.zeros(2, m, h))
     with interpreted():
         gate = HOPPER.gate(x, weights, jnp.asarray(LAYER), counts, batch=m)
-    assert votes == {0: 4 * [device_votes.AGAINST], 1: 4 * [device_votes.HAS_MANY]}
+    expected = [device_votes.AGAINST] + (h // 64 - 1) * [device_votes.HAS_MANY]
+    assert votes == {tile: 4 * [vote] for tile, vote in enumerate(expected)}
     exact = np.maximum(wide(x)[0] @ wide(weights.gate[1])[0].T, 0)[:, :128]
     assert relative_error(gate.values[:, :128], exact) < ROUNDING
-    assert not np.asarray(gate.values[:, 128:]).any()
+    for result in (gate.values[:, 128:], gate.hidden[:, 128:], gate.l1[:, 8:]):
+        assert not np.asarray(result).any()
     if agree:
         exact = (exact * (wide(x)[0] @ wide(weights.up[1])[0].T)[:, :128])[:, 64:]
         assert relative_error(gate.hidden[:, 64:128], exact) < 2 * ROUNDING
