@@ -345,14 +345,14 @@ def _block(operands, hidden, number, smem, plan):
     quartet = lax.axis_index("quartet")
     first, stride = lax.axis_index("tile") * plan.quartets, plan.dense_clusters * plan.quartets
 
-    def product(ring, x, matrices, tiles, smem):
-        return Product(ring, x, matrices, number, tiles, smem, quartet * PARTS)
+    def product(ring, x, matrices, smem):
+        return Product(ring, x, matrices, number, (), smem, quartet * PARTS)
 
     up = None
     if plan.up is not None:
-        up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), (), smem[0])
+        up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), smem[0])
     activation = operands.gate if up is None else hidden
-    down = product(plan.down, activation, operands.down, (first + quartet,), smem[-1])
+    down = product(plan.down, activation, operands.down, smem[-1])
     return TokenBlock(up, down, first, stride)
 
 

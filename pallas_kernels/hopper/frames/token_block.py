@@ -15,11 +15,11 @@ from pallas_kernels.hopper.frames.token_ring import PARTS, Product, multiply_rou
 
 
 class TokenBlock(NamedTuple):
-    """The products of a quartet, which takes turns with the others.
+    """The products of a quartet, which takes turns with the others; their tiles are not set.
 
     Attributes:
-      up: makes what `down` multiplies; None if it is there. Its tiles are not set.
-      down: the second product, of the quartet's first tile.
+      up: makes what `down` multiplies; None if it is there.
+      down: the second product.
       first: int32 scalar, the number of the cluster's first quartet. All quartets of a cluster have
         as many rounds as this one.
       stride: quartets that share the tiles. All of them must be on the GPU at once.
@@ -32,7 +32,7 @@ class TokenBlock(NamedTuple):
 
     def fetch_down(self) -> None:
         """Asks for the matrix of `down`."""
-        pl.when(self.first < self.down.ring.tiles)(self.down.fetch_matrices)
+        pl.when(self.first < self.down.ring.tiles)(lambda: self._down(0).fetch_matrices())
 
     def multiply_up(self, missing: Missing, arrivals: Any, store: Callable[..., None]) -> None:
         """Makes what `down` multiplies, but for tiles that are there, and calls `fetch_down`.
@@ -67,12 +67,11 @@ class TokenBlock(NamedTuple):
     def multiply_down(self, store: Callable[..., None]) -> None:
         """Multiplies behind `fetch_down`; `store` as in `multiply_up`."""
         rounds = pl.cdiv(self.down.ring.tiles - self.first, self.stride)
+        pl.when(rounds > 0)(lambda: self._down(0).fetch_tokens())
+        multiply_rounds(self._down, rounds, store)
 
-        def of_round(i):
-            return dataclasses.replace(self.down, tiles=(self._place(i),))
-
-        pl.when(rounds > 0)(self.down.fetch_tokens)
-        multiply_rounds(of_round, rounds, store)
+    def _down(self, i):
+        return dataclasses.replace(self.down, tiles=(self._place(i),))
 
     def _place(self, turn):
         """What this quartet's turn is, counted over all quartets."""
