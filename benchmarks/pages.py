@@ -343,6 +343,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. The thread that "
     "enqueues kernels was pinned to the core that was the quickest when the run began; a process "
     "that trained on the other GPU might use it, too.",
+    "inference-decode-nvidia-h100-80gb-hbm3-20261125": "The run ended before 32 sequences.",
+    "ffn-few-nvidia-h100-80gb-hbm3-20261125-2": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125": "All four blocks of a tile had to have a token with "
     "6 of 16 gates open ([0008](../design/0008-few-tokens.md)). tokamax was not installed.",
     "ffn-few-nvidia-h200-20261125-2": "Before the gate's kernel multiplied tiles with dense gates "
