@@ -74,7 +74,8 @@ def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
 def with_heavy_rows(x, every: int, thresholds: float = -1.0):
     """Makes every `every`-th token fire nearly all neurons, like the first token of a sequence.
 
-    `thresholds` is what its gates' thresholds are multiplied by: of 0 it fires half of them.
+    `thresholds` is what its gates' thresholds are multiplied by; if it is 0, the token fires half
+    of them.
     """
     return x.at[::every, -1].set(thresholds)
 

@@ -176,7 +176,6 @@ SUMMARIES: dict[str, Summary] = {
             for record, ours, m, pattern, nnz in (
                 (_FORWARD, "unions", 16384, "recorded", 20.0),
                 (_FORWARD, "unions", 16384, "skewed", 29.0),
-                (_FORWARD, "unions", 16384, "skewed", 60.1),
                 (_FORWARD, "unions", 16384, "skewed", 299.6),
                 (_FORWARD, "unions", 16384, "uniform", 29.3),
                 (_FORWARD, "unions", 16384, "uniform", 1497.0),

@@ -201,8 +201,8 @@ _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
 _STUDY = "study-nvidia-h100-80gb-hbm3-20261121.json"
 
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
-    # Where the kernels win, if the caller leaves the choice. The kernels for few tokens read the
-    # weights neuron by neuron, so they are slow if many fire; unions then lose a few percent.
+    # Where the kernels win, if the caller leaves the choice. If many neurons fire, those for few
+    # tokens and unions lose a few percent.
     Rule("few_tokens", (1, 32), "Hopper", most_open=0.05, record=_FEW_TOKENS),
     Rule("few_tokens", (33, MAX_FEW_TOKENS), "Hopper", most_open=0.02, record=_FEW_TOKENS),
     # Dense, too, but faster than the products of a library, whatever the pattern.
