@@ -1,9 +1,10 @@
 """A sparse block behind its gate, for up to 64 tokens and any pattern.
 
 If few gates are open, a cluster of blocks serves a token (`frames.token_rows`). If many are, each
-quartet of blocks multiplies densely (`frames.token_ring`): first with w_up, a tile of 64 neurons
-after the other, then, behind a barrier across the grid, with w_down. The numbers of open gates
-decide, which `token_gate.gate` has counted on the device; sums have a fixed order either way.
+quartet of blocks multiplies densely (`frames.token_block`): first those tiles of 64 neurons with
+w_up that the gate's kernel has not multiplied, then, behind a barrier across the grid if there were
+any, with w_down. The numbers of open gates decide, which `token_gate.gate` has counted on the
+device; sums have a fixed order either way.
 
 The kernel is launched while the gate's still runs (programmatic dependent launch).
 """
@@ -98,7 +99,7 @@ def multiply(
     """`(gate * (x @ w_up^T)) @ w_down`, or `gate @ w_down` without a gate projection.
 
     Args:
-      gate: from `token_gate.gate`, `[M, H]`.
+      gate: from `token_gate.gate`, of M tokens and H neurons.
       x: `[M, D]`, M a multiple of 8 up to 64.
       weights: `[1, H, D]` each; up may be `Quantised`, and x is then rounded to 8-bit floats, too.
       counts: of one layer, from `token_gate.gate`.
@@ -152,7 +153,7 @@ def add(
     """Adds a block's output to the residual stream: `x + (gate * (norm(x) @ w_up^T)) @ w_down`.
 
     Args:
-      gate: from `token_gate.gate`, `[M, H]`.
+      gate: from `token_gate.gate`, of M tokens and H neurons.
       stream: of M tokens, a multiple of 8 up to 64; D a multiple of 1024.
       weights: `[layers, H, D]` each; up may be `Quantised`, and the scaled stream is then rounded
         to 8-bit floats, too.

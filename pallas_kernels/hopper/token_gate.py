@@ -49,8 +49,9 @@ def gate(
 
     Args:
       x: `[M, D]`, M a multiple of 8 up to 64.
-      weights: `[layers, H, D]` each, in the dtype of x, or `Quantised`, as in `project`; H a
-        multiple of 64. Gates past the number of live neurons are zero, and whole tiles of 64 of
+      weights: `[layers, H, D]` each, in the dtype of x; gate and up may be `Quantised`, as in
+        `token_product.project`. If only one of them is, no tile is multiplied with w_up here. H is
+        a multiple of 64. Gates past the number of live neurons are zero, and whole tiles of 64 of
         them are not computed. Rows of open gates are prefetched into L2 if gates are few.
       layer: int32 `[1]`.
       counts: mutable, as in `layouts.open_counts`; at `layer`, the number of open gates of each

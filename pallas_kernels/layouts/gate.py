@@ -10,8 +10,9 @@ class Gate(NamedTuple):
 
     Attributes:
       values: `[M, H]`, not negative.
-      hidden: `[M, H]`, the hidden activation of the tiles that `layouts.open_counts` says; what
-        others hold is undefined. None without a gate projection.
+      hidden: `[M, H]`, the hidden activation of tiles whose blocks have agreed on it by their votes
+        (`layouts.open_counts`), and of those that are not live; what others hold is undefined. None
+        without a gate projection, and from the reference.
       l1: float32 `[M, H / 16]`, in parts, the sum of its magnitudes, likewise.
     """
 

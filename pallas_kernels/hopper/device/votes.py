@@ -2,7 +2,7 @@
 
 A tile is worth it if a token opens many of its gates. A block knows 16 of them. So that all blocks
 come to the same decision, they add their votes to a word in memory, and those that are not against
-it wait until all votes are there.
+it wait until all votes are there, or one that is.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,10 @@ def vote(vote_ref, number: int) -> None:
 
 
 def do_agree(vote_ref) -> jax.Array:
-    """Whether all four blocks of a tile are for it, bool scalar; waits for their votes."""
+    """Whether a tile's blocks agree on it, bool scalar.
+
+    Waits until all four have voted, or one against it.
+    """
     result = plgpu.ShapeDtypeStruct((), jnp.bool_, layout=gather.SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)

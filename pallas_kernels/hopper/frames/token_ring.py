@@ -165,15 +165,18 @@ class TokenRing:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product inside a kernel; its methods are called once for each tile, in this order.
+    """A product inside a kernel.
+
+    `fetch_matrices` and, behind `with_scales`, `fetch_tokens` fill its ring, or `fetch` does; then
+    come `expect`, unless it came before, `send` and `receive`.
 
     Attributes:
       ring: how it is cut.
       x: GMEM `[tokens, K]`, 16-bit.
       matrices: GMEM, of all layers.
       number: int32 scalar, the layer.
-      tiles: int32 scalars, the quartet's tile of each matrix that a block multiplies; zeros if it
-        is past the last.
+      tiles: int32 scalars, the quartet's tile of each matrix that a block multiplies. One past the
+        last counts as zeros.
       smem: what `TokenRing.scratch` asks for; `cluster.prepare` has prepared `arrived`.
       first_block: int32 scalar, the rank in the cluster of the first block of the quartet.
       scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
@@ -248,7 +251,8 @@ class Product:
         """For each matrix of the block, its 16 columns for all tokens; see `token_columns`."""
         factors = []
         for first, scale in zip(self.first_columns, self.matrices.scales or (), strict=False):
-            first = jnp.minimum(first, scale.shape[1] - token_columns.COLUMNS)  # there are as many
+            # A tile past the last has none.
+            first = jnp.minimum(first, scale.shape[1] - token_columns.COLUMNS)
             factors.append(token_columns.load(scale.at[self.number], first, self.ring.tokens))
         cluster.wait_for_parts(self.smem["arrived"])
         sums = [token_columns.add_parts(self.smem["parts"].at[i]) for i in range(self.ring.sums)]

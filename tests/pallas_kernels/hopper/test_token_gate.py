@@ -67,7 +67,7 @@ def assert_counted(counts, gate):
     np.testing.assert_array_equal(added, np.count_nonzero(gate, axis=1))
 
 
-def assert_hidden_of_agreed_tiles(gate, counts, up, batch, roundings=2):
+def assert_hidden_of_agreed_tiles(gate, counts, up, batch):
     """Where each of a tile's four blocks has a token with some open gates, and two have one with
     many, the hidden activation and its sum of magnitudes are there. Returns their number."""
     values, hidden = wide(gate.values[:batch], gate.hidden[:batch])
@@ -80,7 +80,7 @@ def assert_hidden_of_agreed_tiles(gate, counts, up, batch, roundings=2):
     columns = np.repeat(agree, 64)
     if agree.any():
         exact = (values * up[:batch])[:, columns]
-        assert relative_error(hidden[:, columns], exact) < roundings * ROUNDING
+        assert relative_error(hidden[:, columns], exact) < 2 * ROUNDING
         l1 = wide(gate.l1[:batch])[0][:, np.repeat(agree, 4)]
         assert relative_error(l1, np.abs(exact).reshape(batch, -1, 16).sum(axis=2)) < ROUNDING
     return agree.sum()

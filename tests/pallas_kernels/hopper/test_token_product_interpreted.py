@@ -205,11 +205,21 @@ def votes(monkeypatch):
     return found
 
 
-# Blocks that are for it have filled a part of the ring, which they empty if others are against it.
-# A third tile, if there is one, is not live: it is there.
+# Blocks with many open gates have filled a part of the ring, which they empty if others are against
+# it; those with some fill all of it afterwards. A third tile, if there is one, is not live: it is
+# there.
 @pytest.mark.parametrize("agree", [True, False])
+@pytest.mark.parametrize("many", [True, False])
 @pytest.mark.parametrize(("m", "d", "h"), [(8, 256, 192), (64, 1536, 128)])
-def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
+def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, many, agree):
+    dropped, drop = [], token_ring.Product.drop
+
+    def noted(product, slots):
+        io_callback(lambda tile: dropped.append(int(tile)), None, jax.lax.axis_index("tile"))
+        drop(product, slots)
+
+    monkeypatch.setattr(token_ring.Product, "drop", noted)
+    monkeypatch.setattr(device_votes, "MANY", device_votes.MANY if many else 17)
     monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(agree))
     monkeypatch.setattr(token_columns, "zeros", lambda count: jnp.zeros(16 * count))
     live = jnp.array([h, 128], jnp.int32) if h > 128 else None
@@ -222,7 +232,9 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, agree):
     counts = jax.new_ref(open_counts.zeros(2, m, h))
     with interpreted():
         gate = HOPPER.gate(x, weights, jnp.asarray(LAYER), counts, batch=m)
-    expected = [device_votes.AGAINST] + (h // 64 - 1) * [device_votes.HAS_MANY]
+    for_it = device_votes.HAS_MANY if many else device_votes.HAS_SOME
+    expected = [device_votes.AGAINST, for_it, device_votes.HAS_MANY][: h // 64]
+    assert dropped == (4 * [1] if many and not agree else [])
     assert votes == {tile: 4 * [vote] for tile, vote in enumerate(expected)}
     exact = np.maximum(wide(x)[0] @ wide(weights.gate[1])[0].T, 0)[:, :128]
     assert relative_error(gate.values[:, :128], exact) < ROUNDING
