@@ -203,8 +203,7 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=gather.SCALAR),
     )
     def step(_, packed_ref, entries_ref):
-        ptx, redux, kind = mgpu.utils.inline_ptx, mgpu.utils.redux, mgpu.utils.ReductionKind
-        const, less, all_lanes = simt.const, simt.less, simt.const(-1)
+        ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
         lane, warp = simt.lane_and_warp()
         # The warps share out every tile: each takes every fourth of its entries.
         warp_offset = arith.muli(warp, const(4))
@@ -217,8 +216,8 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
             (count,) = simt.load_words(address, 0, less(tile, const(tiles)), 1)
             stored = arith.minui(count, const(words - 1))
             end = simt.inclusive_sum(stored, lane)
-            total = arith.addi(total, redux(count, all_lanes, kind.ADD))
-            most = arith.maxui(most, redux(count, all_lanes, kind.UMAX))
+            total = arith.addi(total, simt.warp_sum(count))
+            most = arith.maxui(most, simt.warp_max(count))
 
             address = simt.gmem_address(packed_ref, arith.addi(offset, warp_offset))
             target = arith.addi(place, arith.muli(arith.subi(end, stored), const(4)))
@@ -229,7 +228,7 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
                 copies.append((rank, entry, is_held))
             for rank, entry, is_held in copies:
                 ptx(f"st.shared.b32 [$0 + {4 * rank}], $1;", target, entry, predicate=is_held)
-            in_tiles = redux(stored, all_lanes, kind.ADD)
+            in_tiles = simt.warp_sum(stored)
             place = arith.addi(place, arith.muli(in_tiles, const(4)))
         mgpu.warpgroup_barrier()
         complement = arith.xori(total, const(-1))

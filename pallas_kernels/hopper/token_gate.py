@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.device import open_gates, token_columns, votes
+from pallas_kernels.hopper.device import gather, open_gates, token_columns, votes
 from pallas_kernels.hopper.frames.token_call import TokenCall, only_live, store_zeros
 from pallas_kernels.hopper.frames.token_ring import Matrices, Product, TokenRing
 from pallas_kernels.layouts import open_counts
@@ -61,7 +61,7 @@ def gate(
         for padding is undefined.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
     """
-    (tokens, d), h = x.shape, weights.down.shape[1]
+    tokens, h = len(x), weights.down.shape[1]
     squares, eps = norm if norm is not None else (None, 0.0)
     outs = [jax.ShapeDtypeStruct((tokens, h), x.dtype)]
     if weights.linear is not None:
@@ -75,49 +75,56 @@ def gate(
     x, activated, linear, layer, squares, live, rows = in_place.barrier(operands)
     ups = None if linear is None else Matrices.of((linear,))
 
-    def finish(refs, outs, number, product):
-        (counts, squares, live, rows, ups), (first,) = refs, product.first_columns
-        (tile,) = product.tiles
-        set_live = only_live(live, number, first, tokens)
-        scale = 1.0 if squares is None else token_columns.inverse_rms(squares, d, eps)
-
-        def store(values):
-            before = values[0] * scale
-            g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype))
-            g = set_live(g).astype(x.dtype).astype(jnp.float32)
-            most = open_gates.count(g, batch, counts.at[number, tile % counts.shape[1]])
-
-            @pl.when(most < votes.MANY)  # of the warp's tokens
-            def _():
-                for w in rows:
-                    token_columns.prefetch_rows(w.at[number], first, g, batch)
-
-            token_columns.store(outs[0], first, g)
-            if ups is not None:
-                up = dataclasses.replace(product, matrices=ups)
-                vote = counts.at[number, 0, open_counts.votes(tokens, tile)]
-                dense = _DenseTile(up, rows[-1].at[number], vote)
-
-                def store_hidden(up):
-                    _store_hidden(outs[1:], first, hidden(g, up * scale, rectifier))
-
-                dense.multiply_if_many(most, store_hidden)
-
-        return store
-
-    def leave_out(refs, outs, number, product):
-        store_zeros(refs, outs, number, product)
-        if weights.linear is None:
-            return
-        # The tile is there, as if it had been multiplied.
-        (tile,), (first,) = product.tiles, product.first_columns
-        _store_hidden(outs[1:], first, token_columns.zeros(tokens))
-        votes.vote(refs[0].at[number, 0, open_counts.votes(tokens, tile)], votes.HAS_MANY)
-
+    finish = functools.partial(_finish, eps=eps, batch=batch, rectifier=rectifier)
     ring = TokenRing.of(x, (activated,), k_axis=2)
-    call = TokenCall("token_gate", ring, finish, waits_first=True, live=2, leave_out=leave_out)
+    call = TokenCall("token_gate", ring, finish, waits_first=True, live=2, leave_out=_leave_out)
     further = [counts, squares, live, rows, ups]
     return Gate(*in_place.barrier(call(x, (activated,), layer, further, outs)))
+
+
+def _finish(refs, outs, number, product, *, eps, batch, rectifier):
+    counts, squares, live, rows, ups = refs
+    (tile,), (first,) = product.tiles, product.first_columns
+    tokens, dtype = product.ring.tokens, outs[0].dtype
+    set_live = only_live(live, number, first, tokens)
+    scale = 1.0
+    if squares is not None:
+        scale = token_columns.inverse_rms(squares, product.ring.k, eps)
+
+    def store(values):
+        before = values[0] * scale
+        g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, dtype))
+        g = set_live(g).astype(dtype).astype(jnp.float32)
+        most = open_gates.count(g, batch, counts.at[number, tile % counts.shape[1]])
+
+        # Where a token of the warp has many, the tile will probably be read as a whole.
+        @pl.when(ups is None or most < votes.MANY)
+        def _():
+            for w in rows:
+                token_columns.prefetch_rows(w.at[number], first, g, batch)
+
+        token_columns.store(outs[0], first, g)
+        if ups is not None:
+            up = dataclasses.replace(product, matrices=ups)
+            vote = counts.at[number, 0, open_counts.votes(tokens, tile)]
+            dense = _DenseTile(up, rows[-1].at[number], vote)
+
+            def store_hidden(up):
+                _store_hidden(outs[1:], first, hidden(g, up * scale, rectifier))
+
+            dense.multiply_if_many(most, store_hidden)
+
+    return store
+
+
+def _leave_out(refs, outs, number, product):
+    store_zeros(refs, outs, number, product)
+    if len(outs) == 1:  # without a gate projection
+        return
+    # The tile is there, as if it had been multiplied.
+    (tile,), (first,), tokens = product.tiles, product.first_columns, product.ring.tokens
+    _store_hidden(outs[1:], first, token_columns.zeros(tokens))
+    votes.vote(refs[0].at[number, 0, open_counts.votes(tokens, tile)], votes.HAS_MANY)
 
 
 def hidden(g: jax.Array, up: jax.Array, rectifier: Rectifier) -> jax.Array:
@@ -171,5 +178,5 @@ class _DenseTile(NamedTuple):
         up.fetch(range(_AHEAD.stop, up.ring.slots))
         up.expect()
         up.send()
-        token_columns.prefetch_first_rows(self.down, up.first_columns[0], _DOWN_ROWS)
+        gather.prefetch_rows(self.down, up.first_columns[0], _DOWN_ROWS)
         store(*up.receive())

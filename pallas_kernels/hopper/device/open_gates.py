@@ -54,7 +54,7 @@ def count(values: jax.Array, tokens: int, counts_ref) -> jax.Array:
                 predicate=arith.andi(is_first, lanes.nonzero(bits)),
             )
             most = arith.maxui(most, number)
-        return mgpu.FragmentedArray.splat(words.reduce("max", most), (), is_signed=True)
+        return mgpu.FragmentedArray.splat(simt.warp_max(most), (), is_signed=True)
 
     return step(values, counts_ref)
 
@@ -79,8 +79,8 @@ def are_few(counts: jax.Array, most: int, most_of_a_token: int) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(words.layout(counts.size),), return_type=result)
     def step(_, counts):
         numbers = words.of_lane(counts)
-        total = words.reduce("add", functools.reduce(arith.addi, numbers))
-        largest = words.reduce("max", functools.reduce(arith.maxui, numbers))
+        total = simt.warp_sum(functools.reduce(arith.addi, numbers))
+        largest = simt.warp_max(functools.reduce(arith.maxui, numbers))
         few = arith.andi(
             simt.less(total, const(most + 1)), simt.less(largest, const(most_of_a_token + 1))
         )
@@ -98,4 +98,4 @@ def any_thread(value: ir.Value) -> ir.Value:
         has_side_effects=True,
         convergent=True,
     )
-    return lanes.nonzero(words.reduce("max", found))  # so that ptxas knows that it is uniform
+    return lanes.nonzero(simt.warp_max(found))  # so that ptxas knows that it is uniform

@@ -137,6 +137,16 @@ def warp_sum(x: ir.Value) -> ir.Value:
     return mgpu.utils.redux(x, const(-1), mgpu.utils.ReductionKind.ADD)
 
 
+def warp_max(x: ir.Value) -> ir.Value:
+    """The largest `x` (i32, unsigned) of the lanes of the warp."""
+    return mgpu.utils.redux(x, const(-1), mgpu.utils.ReductionKind.UMAX)
+
+
+def warp_min(x: ir.Value) -> ir.Value:
+    """The smallest `x` (i32, unsigned) of the lanes of the warp."""
+    return mgpu.utils.redux(x, const(-1), mgpu.utils.ReductionKind.UMIN)
+
+
 def inclusive_sum(x: ir.Value, lane: ir.Value) -> ir.Value:
     """Sum of `x` (i32) over the lanes of the warp up to this one."""
     for distance in (1, 2, 4, 8, 16):

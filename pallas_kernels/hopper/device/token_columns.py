@@ -182,6 +182,7 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how))
     def step(_, w_ref, first, values):
+        i64 = ir.IntegerType.get_signless(64)
         column, token = column_and_token()
         lane, _ = simt.lane_and_warp()
         zero = mgpu.c(0.0, ir.F32Type.get())
@@ -196,34 +197,15 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
         columns = lanes.popcount(lanes.ballot(arith.andi(is_above, is_first)))
         are_few = simt.less(columns, const(_MOST_PREFETCHED + 1))
         is_wanted = arith.andi(arith.andi(is_above, is_first), are_few)
-        _prefetch_row(w_ref, arith.addi(first.registers.item(), column), item, is_wanted)
+        row = arith.extui(i64, arith.addi(first.registers.item(), column))
+        size = item * ir.MemRefType(w_ref.type).shape[1]
+        place = arith.muli(row, mgpu.c(size, i64))
+        address = arith.addi(simt.gmem_address(w_ref, const(0)), place)
+        mgpu.utils.inline_ptx(
+            f"cp.async.bulk.prefetch.L2.global [$0], {size};", address, predicate=is_wanted
+        )
 
     step(w_ref, first, values)
-
-
-def prefetch_first_rows(w_ref, first: jax.Array, rows: int) -> None:
-    """Prefetches into L2 the first `rows` of the rows `first` to `first + 15` of `w_ref` (GMEM
-    `[H, D]`)."""
-    item = jnp.dtype(w_ref.dtype).itemsize
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-    def step(_, w_ref, first):
-        thread = arith.andi(mgpu.thread_idx(), const(127))
-        row = arith.addi(first.registers.item(), thread)
-        _prefetch_row(w_ref, row, item, simt.less(thread, const(rows)))
-
-    step(w_ref, first)
-
-
-def _prefetch_row(w_ref: ir.Value, row: ir.Value, item: int, is_wanted: ir.Value) -> None:
-    """Prefetches into L2 this lane's row of a matrix whose elements have `item` bytes."""
-    i64 = ir.IntegerType.get_signless(64)
-    size = item * ir.MemRefType(w_ref.type).shape[1]
-    place = arith.muli(arith.extui(i64, row), mgpu.c(size, i64))
-    address = arith.addi(simt.gmem_address(w_ref, const(0)), place)
-    mgpu.utils.inline_ptx(
-        f"cp.async.bulk.prefetch.L2.global [$0], {size};", address, predicate=is_wanted
-    )
 
 
 def store_sums(sums_ref, part: jax.Array, values: jax.Array) -> None:

@@ -117,7 +117,7 @@ class Missing(NamedTuple):
                 is_it = arith.cmpi(arith.CmpIPredicate.eq, word, rank.registers.item())
                 tile = arith.addi(lane, const(i * words.WARP))
                 found = arith.select(is_it, tile, found)
-            return mgpu.FragmentedArray.splat(words.reduce("min", found), (), is_signed=True)
+            return mgpu.FragmentedArray.splat(simt.warp_min(found), (), is_signed=True)
 
         return step(self.ranks, rank)
 

@@ -60,14 +60,3 @@ def load(ref) -> jax.Array:
 def of_lane(words: mgpu.FragmentedArray) -> list[ir.Value]:
     """The words of this lane, i32."""
     return [vector.extract(register, [], [0]) for register in words.registers.flat]
-
-
-def reduce(operation: str, value: ir.Value) -> ir.Value:
-    """`add`, `min` or `max`, unsigned, over the lanes of a warp."""
-    return mgpu.utils.inline_ptx(
-        f"redux.sync.{operation}.u32 $0, $1, -1;",
-        value,
-        result_types=const(0).type,
-        has_side_effects=True,
-        convergent=True,
-    )

@@ -42,7 +42,7 @@ def test_gate(kernels, m, batch, d, h, share, has_norm):
     x, scale = normal(m, d).astype(jnp.bfloat16), np.abs(normal(d)).astype(jnp.bfloat16)
     x[:, -1] = scale[-1] = 1
     w, up, down = (weight(jnp.bfloat16, 2, h, d) for _ in range(3))
-    quantile = -2 * np.quantile(normal(10000), 1 - share)
+    quantile = -np.quantile(normal(10000), 1 - share)
     w[..., -1] = {0.0: -90, 1.0: 90}.get(share, quantile)
     stream = stream_of(x, scale)
     norm = (stream.squares, EPS) if has_norm else None

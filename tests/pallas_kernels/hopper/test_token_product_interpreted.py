@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import support, token_ffn, token_gate
 from pallas_kernels.hopper.device import (
     cluster,
+    gather,
     grid,
     open_gates,
     round_tokens,
@@ -200,8 +201,8 @@ def votes(monkeypatch):
     }.items():
         monkeypatch.setattr(open_gates, name, function)
     monkeypatch.setattr(device_votes, "vote", vote)
-    for name in ("prefetch_rows", "prefetch_first_rows"):
-        monkeypatch.setattr(token_columns, name, lambda *_: None)
+    for module in (token_columns, gather):
+        monkeypatch.setattr(module, "prefetch_rows", lambda *_: None)
     return found
 
 
