@@ -344,6 +344,7 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "enqueues kernels was pinned to the core that was the quickest when the run began; a process "
     "that trained on the other GPU might use it, too.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261125": "The run ended before 32 sequences.",
+    "ffn-few-nvidia-h100-80gb-hbm3-20261125-3": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-2": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125": "All four blocks of a tile had to have a token with "
     "6 of 16 gates open ([0008](../design/0008-few-tokens.md)). tokamax was not installed.",
