@@ -49,7 +49,7 @@ FEW = [  # up to 64 tokens, of which one, none or all fire nearly everything, or
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (8, 64)),
-    # Up to the limits of `expected_nnz` in `twell_jax.ffn.dispatch`.
+    # Around the limits of `expected_nnz` in `twell_jax.ffn.dispatch`.
     *({"m": m, "pattern": "skewed", "nnz": 280} for m in (1, 8, 16)),
     *({"m": 32, "pattern": "skewed", "nnz": nnz} for nnz in (120, 168, 224)),
     *({"m": 64, "pattern": "skewed", "nnz": nnz} for nnz in (60, 84, 112)),
