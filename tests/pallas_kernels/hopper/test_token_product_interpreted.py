@@ -10,15 +10,13 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import support, token_ffn, token_gate
+from pallas_kernels.hopper import token_ffn, token_gate
 from pallas_kernels.hopper.device import (
     cluster,
     gather,
     grid,
     open_gates,
-    round_tokens,
     token_columns,
-    warpgroup,
     words,
 )
 from pallas_kernels.hopper.device import shares as device_shares
@@ -29,6 +27,7 @@ from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.hopper import tokens_in_jax
 from tests.pallas_kernels.hopper.test_token_product import (
     EPS,
     LAYER,
@@ -47,90 +46,9 @@ from tests.pallas_kernels.hopper.test_token_product_8_bits import in_8_bits, inv
 def interpreted(monkeypatch, capsys):
     """`with interpreted():` runs products on the CPU and looks for races; pure JAX does what lanes
     do."""
-    board, meetings = {}, [threading.Barrier(4) for _ in range(2)]
-
-    def exchange_in_quartet(values, block):
-        """What the four blocks of a quartet have put on the board, in order."""
-        quartet = int(block) // 4
-        board[int(block)] = np.asarray(values)
-        meetings[quartet].wait(timeout=60)  # all have sent
-        found = [board[sender] for sender in range(4 * quartet, 4 * quartet + 4)]
-        meetings[quartet].wait(timeout=60)  # all have received
-        return found
-
-    def exchange_columns(accs, block, parts_ref, _):
-        """Each block of a quartet gets 16 of the 64 columns of every block."""
-
-        def exchange(accs, block):
-            own = slice(16 * (int(block) % 4), 16 * (int(block) % 4) + 16)
-            parts = np.stack([a[:, own] for a in exchange_in_quartet(accs, block)], axis=1)
-            return np.swapaxes(parts, 2, 3).reshape(parts_ref.shape)
-
-        shape = jax.ShapeDtypeStruct(parts_ref.shape, jnp.float32)
-        parts_ref[...] = io_callback(exchange, shape, jnp.stack(accs), block)
-
-    def largest(x_ref, first, columns):
-        part = jax.lax.dynamic_slice_in_dim(padded(x_ref, columns), first, columns, 1)
-        return jnp.repeat(jnp.max(jnp.abs(part), axis=1).astype(jnp.float32), 16)
-
-    def scales(parts, block, *_):
-        """The blocks of a quartet tell each other their `parts`."""
-
-        def exchange(parts, block):
-            return np.max(exchange_in_quartet(parts, block), axis=0)
-
-        top = io_callback(exchange, jax.ShapeDtypeStruct(parts.shape, jnp.float32), parts, block)
-        return top * np.float32(1 / 448), 1 / (top * np.float32(1 / 448))
-
-    def store_rounded(x_ref, first, reciprocal, target_ref):
-        stage = jax.lax.dynamic_slice_in_dim(padded(x_ref, 128), first, 128, 1)
-        values = stage.astype(jnp.float32) * reciprocal[::16, None]
-        target_ref[...] = values.astype(target_ref.dtype)
-
-    def padded(x_ref, columns):
-        return jnp.pad(x_ref[...], ((0, 0), (0, 4 * columns)))
-
-    def load(ref, first, tokens):
-        rows = jnp.broadcast_to(ref[...], (tokens, ref.shape[-1]))
-        return jax.lax.dynamic_slice_in_dim(rows, first, 16, 1).astype(jnp.float32).reshape(-1)
-
-    def store(ref, first, values):
-        ref[:, pl.ds(first, 16)] = values.astype(ref.dtype).reshape(-1, 16)
-
-    def inverse_rms(ref, columns, eps):
-        mean = jnp.sum(ref[...], axis=1) / columns
-        return jnp.repeat(jax.lax.rsqrt(mean + eps), 16)
-
-    def store_sums(ref, part, values):
-        ref[:, pl.ds(part, 1)] = jnp.sum(values.reshape(-1, 16), axis=1, keepdims=True)
-
-    for module, replaced in (
-        (
-            cluster,
-            {
-                "prepare": None,
-                "expect": None,
-                "exchange_columns": exchange_columns,
-                "wait_for_parts": None,
-            },
-        ),
-        (round_tokens, {"largest": largest, "scales": scales, "store": store_rounded}),
-        (warpgroup, {"barrier": None}),
-        (support, {"sm_count": lambda: 132}),
-        (plgpu, {"griddepcontrol_wait": None, "griddepcontrol_launch_dependents": None}),
-        (
-            token_columns,
-            {
-                "load": load,
-                "store": store,
-                "inverse_rms": inverse_rms,
-                "store_sums": store_sums,
-                "add_parts": lambda ref: jnp.sum(ref[...], axis=0),
-            },
-        ),
-    ):
-        for name, function in replaced.items():
-            monkeypatch.setattr(module, name, function or (lambda *_: None))
+    for module, functions in tokens_in_jax.replacements():
+        for name, function in functions.items():
+            monkeypatch.setattr(module, name, function)
 
     def interpret(detect_races=True):
         params = plgpu.InterpretGPUParams(detect_races=detect_races)
