@@ -312,7 +312,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "
     "out in turn, and unions took up to 3 % more time. The run ended before M = 4096.",
     f"ffn-twell-{_H100}": 'A run before there were unions: with more than 64 tokens "mosaic" is '
-    "TwELL. The kernels for few tokens are those of today.",
+    "TwELL. The kernels for few tokens could not multiply dense gates yet "
+    "([0008](../design/0008-few-tokens.md)).",
     f"gradients-98fbd7c-{_H100}": "A design that was dropped "
     "([decision 0010](../design/0010-peak-memory.md)).",
     "gradients-nvidia-h200-20261123": "Before two kernels made the plan of unions, and before "
