@@ -59,6 +59,9 @@ class Kernels(NamedTuple):
       add_product: adds a product to the stream -> the stream.
       add_ffn: adds what a sparse block makes of its gate -> the stream.
       decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
+      project_attend: `project`, and `decode_attention` of the result -> `[M, N]`.
+      add_product_gate: `add_product`, and `gate` of the result -> the stream, the gate.
+      add_product_hidden: `add_product`, and `dense_hidden` of the result -> the stream, `[M, H]`.
     """
 
     name: str
@@ -83,6 +86,9 @@ class Kernels(NamedTuple):
     add_product: Callable[..., Stream]
     add_ffn: Callable[..., Stream]
     decode_attention: Callable[..., jax.Array]
+    project_attend: Callable[..., jax.Array]
+    add_product_gate: Callable[..., tuple[Stream, Gate]]
+    add_product_hidden: Callable[..., tuple[Stream, jax.Array]]
 
 
 def _back_end(name: str, folder: ModuleType) -> Kernels:
@@ -110,6 +116,9 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         add_product=folder.token_product.add_product,
         add_ffn=folder.token_ffn.add,
         decode_attention=folder.decode_attention.decode_attention,
+        project_attend=folder.token_pairs.project_attend,
+        add_product_gate=folder.token_pairs.add_product_gate,
+        add_product_hidden=folder.token_pairs.add_product_hidden,
     )
 
 

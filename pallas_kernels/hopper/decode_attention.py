@@ -7,8 +7,8 @@ send each other their parts, and each adds up some rows of the result in a fixed
 Products are transposed, so that the few query heads which share a key/value head are the 8 columns
 of a WGMMA and the keys (or the features of the values) its 64 rows.
 
-The kernel is launched while those before it still run (programmatic dependent launch). It reads the
-cache at once, and `qkv` after `griddepcontrol_wait`.
+The kernel is launched while those before it still run (programmatic dependent launch), or together
+with the one that makes `qkv` (`launch`). It reads the cache at once, and `qkv` when that is there.
 """
 
 import functools
@@ -19,10 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import in_place
 from pallas_kernels.hopper import support
 from pallas_kernels.hopper.device import attend, cluster, combine, warpgroup
 from pallas_kernels.hopper.device.tiles import TILED
+from pallas_kernels.hopper.frames.phase import Phase, only
+from pallas_kernels.hopper.frames.token_ring import PARTS
+from pallas_kernels.hopper.launch import launched
 from pallas_kernels.layouts import twell
 
 MAX_SEQUENCES = 64
@@ -34,7 +36,7 @@ _MOST_SPLITS = 8  # blocks of a cluster: the most that is portable
 _LOG2_E = 1.4426950408889634
 
 
-def decode_attention(
+def decode_attention_phase(
     qkv: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     k_cache: jax.Ref,
@@ -45,7 +47,7 @@ def decode_attention(
     *,
     heads: int,
     kv_heads: int,
-) -> jax.Array:
+) -> Phase[jax.Array]:
     """Appends one token to each of B sequences and computes what it attends to.
 
     Query and key are rotated in float32 and rounded; slot `length` of the cache gets key and value.
@@ -76,55 +78,68 @@ def decode_attention(
     """
     _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
     _, batch, capacity, _, size = k_cache.shape
-    dtype = qkv.dtype
-    steps = pl.cdiv(capacity, _STEP)
-    splits = _splits(batch * kv_heads, steps, size)
+    quartets, parts = cluster_shape(k_cache)
+    splits = quartets * parts
     # In less shared memory, blocks of the next kernel can start before those of this one end.
-    stages = min(_STAGES, pl.cdiv(steps, splits))
-    ring = plgpu.SMEM((stages, _STEP, size), dtype, transforms=TILED)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, heads=attend.Heads(heads, kv_heads, size)),
-        out_type=jax.ShapeDtypeStruct((qkv.shape[0], heads * size), dtype),
-        scratch_types=dict(
+    stages = min(_STAGES, pl.cdiv(pl.cdiv(capacity, _STEP), splits))
+    ring = plgpu.SMEM((stages, _STEP, size), qkv.dtype, transforms=TILED)
+    return Phase(
+        "decode_attention",
+        clusters=batch * kv_heads,
+        cluster=(quartets, parts),
+        operands=(qkv, *rope, layer, length, padding),
+        refs=(k_cache, v_cache),
+        outs=[jax.ShapeDtypeStruct((qkv.shape[0], heads * size), qkv.dtype)],
+        form=only,
+        memory=dict(
             k_smem=ring,
             v_smem=ring,
-            q_smem=plgpu.SMEM((attend.HEADS, size), dtype, transforms=TILED),
-            p_smem=plgpu.SMEM((attend.HEADS, _STEP), dtype, transforms=TILED),
+            q_smem=plgpu.SMEM((attend.HEADS, size), qkv.dtype, transforms=TILED),
+            p_smem=plgpu.SMEM((attend.HEADS, _STEP), qkv.dtype, transforms=TILED),
             # Four blocks share an SM, and arrays begin at multiples of 1024 bytes, so the last row
             # of this one, behind the new key and value, holds the barrier of the exchange.
-            small=plgpu.SMEM((3, size), dtype),
+            small=plgpu.SMEM((3, size), qkv.dtype),
             o_parts=plgpu.SMEM((splits, size // splits, attend.HEADS), jnp.float32),
             sums=plgpu.SMEM((splits, 2, attend.HEADS), jnp.float32),
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ),
-        grid=(batch, kv_heads),
-        grid_names=("sequence", "head"),
-        cluster=(splits,),
-        cluster_names=("split",),
-        kernel_name="decode_attention",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-            approx_math=True,
-            reduction_scratch_bytes=1024,
-        ),
+        barriers=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        run=functools.partial(_run, heads=attend.Heads(heads, kv_heads, size)),
+        options=dict(approx_math=True, reduction_scratch_bytes=1024),
     )
-    qkv, rope, layer, length, padding = in_place.barrier((qkv, rope, layer, length, padding))
-    return in_place.barrier(kernel(qkv, *rope, layer, length, padding, k_cache, v_cache))
 
 
-def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
+decode_attention = launched(decode_attention_phase)
+
+
+def cluster_shape(k_cache: jax.Ref) -> tuple[int, int]:
+    """`Phase.cluster` of `decode_attention`.
+
+    Raises:
+      ValueError: the cache is not as it must be.
+    """
+    _check_cache(k_cache)
+    _, batch, capacity, kv_heads, size = k_cache.shape
+    splits = _splits(batch * kv_heads, pl.cdiv(capacity, _STEP), size)
+    return pl.cdiv(splits, PARTS), min(splits, PARTS)
+
+
+def _check_cache(k_cache):
     if k_cache.ndim != 5 or k_cache.dtype not in twell.DTYPES:
         raise ValueError(
             "k_cache must be a bfloat16 or float16 [layers, B, S, kv_heads, head_dim], got "
             f"{k_cache.dtype} {list(k_cache.shape)}"
         )
-    _, batch, capacity, stored, size = k_cache.shape
+    _, batch, capacity, _, size = k_cache.shape
     if size not in (64, 128) or capacity % 8 or not capacity or not 1 <= batch <= MAX_SEQUENCES:
         raise ValueError(
             f"k_cache must have B from 1 to {MAX_SEQUENCES}, S a multiple of 8 and head_dim 64 or "
             f"128, got {list(k_cache.shape)}"
         )
+
+
+def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
+    _check_cache(k_cache)
+    _, batch, _, stored, size = k_cache.shape
     if stored != kv_heads or heads % kv_heads or not 1 <= heads // kv_heads <= attend.HEADS:
         raise ValueError(
             f"heads must be 1 to {attend.HEADS} times kv_heads, which k_cache has as its fourth "
@@ -151,12 +166,13 @@ def _splits(clusters: int, steps: int, size: int) -> int:
     return splits
 
 
-def _kernel(
-    qkv, cos, sin, layer, length, padding, k_cache, v_cache, out, *, k_smem, v_smem, q_smem, p_smem,
-    small, o_parts, sums, loaded, heads,
-):  # fmt: skip
-    sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
-    split, splits = lax.axis_index("split"), o_parts.shape[0]
+def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, heads):
+    (qkv, cos, sin, layer, length, padding), (k_cache, v_cache), (out,) = operands, refs, outs
+    k_smem, v_smem, q_smem, p_smem = (memory[f"{name}_smem"] for name in "kvqp")
+    small, o_parts, sums = (memory[name] for name in ("small", "o_parts", "sums"))
+    loaded, splits = barriers, o_parts.shape[0]
+    sequence, head = cluster_number // heads.stored, cluster_number % heads.stored
+    split = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
     (stages, step, _), new_smem, arrived = k_smem.shape, small.at[pl.ds(0, 2)], small.at[2]
     if splits > 1:
         cluster.prepare(arrived)
@@ -182,7 +198,7 @@ def _kernel(
     for i in range(stages):
         pl.when(i < count)(functools.partial(load, jnp.int32(i)))
     plgpu.griddepcontrol_launch_dependents()
-    plgpu.griddepcontrol_wait()
+    wait()
     is_owner = (count > 0) & (first_step + (count - 1) * splits == last_step)
     stored = [cache.at[number, sequence, slot, head] for cache in (k_cache, v_cache)]
     rope = cos.at[sequence], sin.at[sequence]

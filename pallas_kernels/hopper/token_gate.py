@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import in_place
 from pallas_kernels.hopper.device import gather, open_gates, token_columns, votes
+from pallas_kernels.hopper.frames.phase import Phase
 from pallas_kernels.hopper.frames.token_call import TokenCall, only_live, store_zeros
 from pallas_kernels.hopper.frames.token_ring import Matrices, Product, TokenRing
+from pallas_kernels.hopper.launch import launched
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.quantised import Quantised
@@ -29,7 +30,7 @@ _AHEAD = range(1)
 _DOWN_ROWS = 4
 
 
-def gate(
+def gate_phase(
     x: jax.Array,
     weights: Weights,
     layer: jax.Array,
@@ -38,7 +39,7 @@ def gate(
     *,
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
-) -> Gate:
+) -> Phase[Gate]:
     """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
 
     Where many gates of a tile of 64 neurons are open, they are multiplied with `x @ w_up^T` at
@@ -61,25 +62,27 @@ def gate(
         for padding is undefined.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
     """
-    tokens, h = len(x), weights.down.shape[1]
+    tokens, h = x.shape[0], weights.down.shape[1]
     squares, eps = norm if norm is not None else (None, 0.0)
     outs = [jax.ShapeDtypeStruct((tokens, h), x.dtype)]
     if weights.linear is not None:
-        l1 = jax.ShapeDtypeStruct((tokens, h // token_columns.COLUMNS), jnp.float32)
-        outs += [outs[0], l1]
+        outs.append(jax.ShapeDtypeStruct((tokens, h), x.dtype))
+        l1_parts = (tokens, h // token_columns.COLUMNS)
+        outs.append(jax.ShapeDtypeStruct(l1_parts, jnp.float32))
     activated, linear, live = weights.activated, weights.linear, weights.live
     rows = [w.values if isinstance(w, Quantised) else w for w in (*weights.inner[1:], weights.down)]
     # One ring serves both products.
     is_alike = isinstance(linear, Quantised) == isinstance(activated, Quantised)
-    operands = x, activated, linear if is_alike else None, layer, squares, live, rows
-    x, activated, linear, layer, squares, live, rows = in_place.barrier(operands)
-    ups = None if linear is None else Matrices.of((linear,))
+    ups = Matrices.of((linear,)) if linear is not None and is_alike else None
 
     finish = functools.partial(_finish, eps=eps, batch=batch, rectifier=rectifier)
     ring = TokenRing.of(x, (activated,), k_axis=2)
     call = TokenCall("token_gate", ring, finish, waits_first=True, live=2, leave_out=_leave_out)
-    further = [counts, squares, live, rows, ups]
-    return Gate(*in_place.barrier(call(x, (activated,), layer, further, outs)))
+    further = [squares, live, rows, ups]
+    return call.phase(x, (activated,), layer, further, outs, Gate, refs=[counts])
+
+
+gate = launched(gate_phase)
 
 
 def _finish(refs, outs, number, product, *, eps, batch, rectifier):

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.device import token_columns
+from pallas_kernels.hopper.frames.phase import Phase, only
 from pallas_kernels.hopper.frames.token_call import TokenCall, only_live
 from pallas_kernels.hopper.frames.token_ring import TokenRing
+from pallas_kernels.hopper.launch import launched
 from pallas_kernels.layouts.quantised import Operand, Quantised
 from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.stream import Stream
 
 
-def project(
+def project_phase(
     stream: Stream,
     weights: tuple[Operand, ...],
     layer: jax.Array,
@@ -24,7 +26,8 @@ def project(
     eps: float,
     bias: jax.Array | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
+    quartets: int = 1,
+) -> Phase[jax.Array]:
     """Products of the normed stream with matrices, side by side: `norm(x) @ concat(weights)`.
 
     Args:
@@ -37,6 +40,7 @@ def project(
       eps: of the norm.
       bias: `[layers, sum of N_i]`, or None.
       dtype: of the result; None takes the stream's.
+      quartets: of a cluster, a divisor of the number of tiles of 64 columns.
 
     Returns:
       `[M, sum of N_i]`.
@@ -61,10 +65,13 @@ def project(
     operands = [stream.squares] + ([] if bias is None else [bias])
     ring = TokenRing.of(stream.scaled, weights, k_axis=k_axis)
     call = TokenCall("token_project", ring, finish)
-    return call(stream.scaled, weights, layer, operands, [out])[0]
+    return call.phase(stream.scaled, weights, layer, operands, [out], only, quartets=quartets)
 
 
-def hidden(
+project = launched(project_phase)
+
+
+def hidden_phase(
     stream: Stream,
     weights: tuple[Operand, ...],
     layer: jax.Array,
@@ -72,7 +79,7 @@ def hidden(
     eps: float,
     rectifier: Rectifier | None,
     live: jax.Array | None = None,
-) -> jax.Array:
+) -> Phase[jax.Array]:
     """The hidden activation of a dense block, `act(norm(x) @ w_0^T)`, times `norm(x) @ w_1^T`.
 
     Args:
@@ -107,10 +114,13 @@ def hidden(
 
     ring = TokenRing.of(stream.scaled, weights, k_axis=2, side_by_side=False)
     call = TokenCall("token_hidden_dense", ring, finish, live=1)
-    return call(stream.scaled, weights, layer, [stream.squares, live], [out])[0]
+    return call.phase(stream.scaled, weights, layer, [stream.squares, live], [out], only)
 
 
-def add_product(
+hidden = launched(hidden_phase)
+
+
+def add_product_phase(
     h: jax.Array,
     weight: Operand,
     layer: jax.Array,
@@ -118,7 +128,7 @@ def add_product(
     scale: jax.Array,
     *,
     bias: jax.Array | None = None,
-) -> Stream:
+) -> Phase[Stream]:
     """Adds a product to the residual stream: `x + h @ weight[layer] + bias[layer]`.
 
     Args:
@@ -159,4 +169,7 @@ def add_product(
     k_axis = 2 if isinstance(weight, Quantised) else 1
     call = TokenCall("token_add_product", TokenRing.of(h, (weight,), k_axis=k_axis), finish)
     operands = [x, scale] + ([] if bias is None else [bias])
-    return Stream(*call(h, (weight,), layer, operands, outs))
+    return call.phase(h, (weight,), layer, operands, outs, Stream)
+
+
+add_product = launched(add_product_phase)

@@ -1,10 +1,11 @@
 """One more token of each of a few sequences, by kernels that read every weight once.
 
-The program is a chain of five kernels for each layer, each launched while the one before it still
-runs: query, key and value projections; attention, which also rotates and appends; the output
-projection; the gate; and the rest of the feed-forward block. Norms and residuals are part of the
-products (`layouts.stream`). The kernels take the stacked weights of all layers and a layer's
-number, so nothing is copied. The layers are unrolled, as a loop's own kernels would come between.
+The program is a chain of three launches for each layer, each made while the one before still runs:
+query, key and value projections with attention, which also rotates and appends (two launches for
+many sequences); the output projection with the gate; and the rest of the feed-forward block. Norms
+and residuals are part of the products (`layouts.stream`). The kernels take the stacked weights of
+all layers and a layer's number, so nothing is copied. The layers are unrolled, as a loop's own
+kernels would come between.
 """
 
 from functools import partial
@@ -57,6 +58,21 @@ class Layers(NamedTuple):
     out_bias: jax.Array | None
     mlp: Weights
     scales: tuple[jax.Array, jax.Array]
+
+
+class _Changed(NamedTuple):
+    """What the kernels change in place.
+
+    Attributes:
+      k, v: of the cache.
+      counts: of open gates (`layouts.open_counts`).
+      arrivals: of the launches with two kernels, of which a layer has two.
+    """
+
+    k: jax.Ref
+    v: jax.Ref
+    counts: jax.Ref
+    arrivals: tuple[jax.Ref, ...]
 
 
 def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -162,15 +178,21 @@ def _step(
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     stream = Stream.of(x, first_scale)
-    k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    counts = in_place.mutable(open_counts.zeros(config.layers, len(x), config.d_ff))
+    none_arrived = jnp.zeros((config.layers, 1), jnp.int32)
+    changed = _Changed(
+        k=in_place.mutable(cache.k),
+        v=in_place.mutable(cache.v),
+        counts=in_place.mutable(open_counts.zeros(config.layers, len(x), config.d_ff)),
+        arrivals=tuple(in_place.mutable(none_arrived) for _ in range(2)),
+    )
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
     length = cache.length[None]
     for number in np.arange(config.layers, dtype=np.int32)[:, None]:
-        stream = layer(stream, layers, number, k, v, counts, length, cache.padding, rope)
+        stream = layer(stream, layers, number, changed, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
-    extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
+    k, v = in_place.contents(changed.k), in_place.contents(changed.v)
+    extended = KVCache(k, v, cache.length, cache.padding)
     return logits, extended.advance(1)
 
 
@@ -212,24 +234,23 @@ def _k_axis(matrix: Operand) -> int:
 # Traced once for all layers.
 @partial(jax.jit, static_argnames=("kernels", "config", "act", "is_sparse"))
 def _layer(
-    stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, act, is_sparse
+    stream, layers, number, changed, length, padding, rope, *, kernels, config, act, is_sparse
 ):
-    eps, batch = config.norm_eps, len(padding)
-    k_axis = _k_axis(layers.qkv[0])
-    qkv = kernels.project(stream, layers.qkv, number, k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
+    eps, batch, mlp = config.norm_eps, len(padding), layers.mlp
+    projection = dict(k_axis=_k_axis(layers.qkv[0]), eps=eps, bias=layers.qkv_bias)
     heads = dict(heads=config.heads, kv_heads=config.num_kv_heads)
-    attended = kernels.decode_attention(qkv, rope, k, v, number, length, padding, **heads)
-    before, after = layers.scales
-    stream = kernels.add_product(
-        attended, layers.out, number, stream.x, before, bias=layers.out_bias
+    cache, (attending, adding) = (changed.k, changed.v), changed.arrivals
+    attended = kernels.project_attend(
+        stream, layers.qkv, number, rope, *cache, length, padding, attending, **projection, **heads
     )
-    mlp = layers.mlp
+    before, after = layers.scales
+    out, options = (layers.out, number, stream.x, before), dict(eps=eps, bias=layers.out_bias)
     if not is_sparse:
-        options = dict(eps=eps, rectifier=act, live=mlp.live)
-        h = kernels.dense_hidden(stream, mlp.inner, number, **options)
+        options |= dict(rectifier=act, live=mlp.live)
+        stream, h = kernels.add_product_hidden(attended, *out, mlp.inner, adding, **options)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
-    norm = stream.squares, eps
-    gate = kernels.gate(stream.scaled, mlp, number, counts, act, batch=batch, norm=norm)
+    counts, options = changed.counts, options | dict(batch=batch)
+    stream, gate = kernels.add_product_gate(attended, *out, mlp, counts, adding, act, **options)
     return kernels.add_ffn(gate, stream, mlp, number, counts, after, act, batch=batch, eps=eps)
 
 

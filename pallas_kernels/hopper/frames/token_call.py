@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import cluster, token_columns, versions
+from pallas_kernels.hopper.device import cluster, token_columns
+from pallas_kernels.hopper.frames.phase import Phase
 from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
 
 
@@ -38,8 +39,9 @@ class TokenCall:
         matrix of a block an array of `token_columns`.
       waits_first: whether the next kernel starts only after this one has waited for the kernel
         before, so that it can read that one's results at once.
-      live: index of the further operand that says how many columns of each layer's matrices are
-        multiplied, in whole tiles. None if there is none; the operand may be None, too.
+      live: where, among references and further operands, the number of columns is that each
+        layer's matrices are multiplied with, in whole tiles. None if there is none; the operand may
+        be None, too.
       leave_out: called for other tiles, instead of `finish`.
     """
 
@@ -50,38 +52,44 @@ class TokenCall:
     live: int | None = None
     leave_out: Callable = store_zeros
 
-    def __call__(self, x, weights, layer, operands, outs):
+    def phase(self, x, weights, layer, operands, outs, form, *, refs=(), quartets=1) -> Phase:
+        """This kernel, to be launched in clusters of so many quartets.
+
+        Each of them has a tile. Several quartets must agree which kind of tile it is, so there is
+        one where `live` leaves tiles out. `finish` finds `refs` in front of `operands`.
+        """
         matrices = Matrices.of(weights, side_by_side=self.ring.side_by_side)
         read = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights]  # of one layer
-        flops = 2 * len(x) * sum(w.size for w in read)
-        kernel = plgpu.kernel(
-            functools.partial(_kernel, call=self, count=len(operands)),
-            out_type=outs,
-            scratch_types=dict(smem=self.ring.scratch()),
-            grid=(self.ring.tiles,),
-            grid_names=("tile",),
-            cluster=(PARTS,),
-            cluster_names=("part",),
-            kernel_name=self.name,
-            **versions.cost(flops, (x, *read, *outs)),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
+        flops = 2 * x.shape[0] * sum(w.size for w in read)
+        return Phase(
+            self.name,
+            clusters=self.ring.tiles // quartets,
+            cluster=(quartets, PARTS),
+            operands=(x, layer, matrices, operands),
+            refs=refs,
+            outs=outs,
+            form=form,
+            memory=self.ring.scratch(),
+            barriers=self.ring.barriers(),
+            run=functools.partial(_run, call=self, quartets=quartets),
+            cost=(flops, (x, *read, *outs)),
         )
-        return kernel(x, layer, matrices, *operands)
 
 
-def _kernel(x, layer, matrices, *refs, smem, call, count):
-    (operands, outs), number = (refs[:count], refs[count:]), layer[0]
-    tile = lax.axis_index("tile")
-    product = Product(call.ring, x, matrices, number, call.ring.sums * (tile,), smem)
+def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call, quartets):
+    x, layer, matrices, further = operands
+    further, smem, number = [*refs, *further], memory | dict(here=barriers), layer[0]
+    quartet = lax.axis_index("quartet")
+    tile = cluster_number * quartets + quartet
+    tiles, first_block = call.ring.sums * (tile,), quartet * PARTS
+    product = Product(call.ring, x, matrices, number, tiles, smem, first_block)
     cluster.prepare(smem["arrived"])
-    live = None if call.live is None else operands[call.live]
+    live = None if call.live is None else further[call.live]
 
     def begin():
         if not call.waits_first:
             plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
+        wait()
         if call.waits_first:
             plgpu.griddepcontrol_launch_dependents()
 
@@ -95,13 +103,13 @@ def _kernel(x, layer, matrices, *refs, smem, call, count):
         if is_8_bits:
             scaled.expect()
         scaled.fetch_tokens()
-        store = call.finish(operands, outs, number, scaled)
+        store = call.finish(further, outs, number, scaled)
         scaled.send()
         store(scaled.receive())
 
     def leave_out():
         begin()
-        call.leave_out(operands, outs, number, product)
+        call.leave_out(further, outs, number, product)
 
     if live is None:
         multiply()

@@ -94,7 +94,7 @@ class TokenRing:
         (tokens, k), dtype = x.shape, weights[0].dtype
         columns = tuple(w.shape[3 - k_axis] for w in weights)
         ring = cls(tokens, k, columns, k_axis, jnp.dtype(dtype), **options)
-        if "on_sm" not in options and _clusters_at_once(3) < ring.tiles <= _clusters_at_once(4):
+        if "on_sm" not in options and clusters_at_once(3) < ring.tiles <= clusters_at_once(4):
             return dataclasses.replace(ring, on_sm=4)  # all are on the GPU at once
         return ring
 
@@ -154,13 +154,8 @@ class TokenRing:
         return plgpu.Barrier(num_arrivals=copies, num_barriers=self.slots)
 
     def scratch(self) -> dict[str, Any]:
-        """All that a `Product` takes."""
-        return dict(
-            ring=self.memory(),
-            here=self.barriers(),
-            parts=self.parts(),
-            arrived=_arrived(),
-        )
+        """All shared memory that a `Product` takes, but for its barriers, which are `here`."""
+        return dict(ring=self.memory(), parts=self.parts(), arrived=_arrived())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +172,8 @@ class Product:
       number: int32 scalar, the layer.
       tiles: int32 scalars, the quartet's tile of each matrix that a block multiplies. One past the
         last counts as zeros.
-      smem: what `TokenRing.scratch` asks for; `cluster.prepare` has prepared `arrived`.
+      smem: what `TokenRing.scratch` asks for, where `cluster.prepare` has prepared `arrived`; and
+        `here`, the barriers.
       first_block: int32 scalar, the rank in the cluster of the first block of the quartet.
       scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
     """
@@ -349,7 +345,7 @@ def _arrived() -> Any:
     return plgpu.SMEM((4,), jnp.uint32)
 
 
-def _clusters_at_once(on_sm: int, blocks: int = PARTS) -> int:
+def clusters_at_once(on_sm: int, blocks: int = PARTS) -> int:
     """Clusters of so many blocks that are on a GPU at once if `on_sm` blocks share an SM, to within
     one: with 132 SMs an H100 or H200 holds 30, 62 and 92 of four blocks with 1, 2 and 3, and 15, 30
     and 45 of eight."""
@@ -364,8 +360,12 @@ def most_waiting(arrays: Any, on_sm: int, blocks: int) -> int:
       on_sm: blocks that may share an SM, if they have no more.
       blocks: of a cluster.
     """
-    fitting = _SM_BYTES // (size(arrays) + _OVERHEAD)
-    return 3 * _clusters_at_once(min(on_sm, fitting), blocks) // 4
+    return 3 * clusters_at_once(min(on_sm, fitting(arrays)), blocks) // 4
+
+
+def fitting(arrays: Any) -> int:
+    """Blocks with such arrays in shared memory that an SM has room for."""
+    return _SM_BYTES // (size(arrays) + _OVERHEAD)
 
 
 def size(arrays: Any) -> int:

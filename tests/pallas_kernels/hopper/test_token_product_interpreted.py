@@ -107,7 +107,7 @@ def votes(monkeypatch):
         def note(tile):
             found.setdefault(int(tile), []).append(number)
 
-        io_callback(note, None, jax.lax.axis_index("tile"))
+        io_callback(note, None, jax.lax.axis_index("cluster"))
 
     def count(values, tokens, ref):
         opens = jnp.sum(values.reshape(-1, 16)[:tokens] != 0, axis=1, dtype=jnp.int32)
@@ -134,7 +134,7 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, many, agree)
     dropped, drop = [], token_ring.Product.drop
 
     def noted(product, slots):
-        io_callback(lambda tile: dropped.append(int(tile)), None, jax.lax.axis_index("tile"))
+        io_callback(lambda tile: dropped.append(int(tile)), None, jax.lax.axis_index("cluster"))
         drop(product, slots)
 
     monkeypatch.setattr(token_ring.Product, "drop", noted)

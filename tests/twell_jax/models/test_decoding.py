@@ -1,5 +1,7 @@
 """Decoding by kernels, against the model in float32 that reads whole sequences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,9 @@ def with_settings(model, quantise=(), **changes):
     return model
 
 
-prefill = nnx.jit(lambda model, tokens, padding: model.prefill(tokens, CAPACITY, padding))
+@functools.partial(nnx.jit, static_argnames="room")
+def prefill(model, tokens, padding, room):
+    return model.prefill(tokens, room, padding)
 
 
 def decoded(model, tokens, padding, cache):
@@ -82,10 +86,21 @@ def decoded(model, tokens, padding, cache):
     return np.stack(logits, axis=1), cache
 
 
-@pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
+# Caches that get full, and those with room for so many tokens that attention shares a launch.
+@pytest.mark.parametrize(
+    ("batch", "room"),
+    [
+        (3, CAPACITY),
+        *(
+            pytest.param(*case, marks=pytest.mark.gpu)
+            for case in ((64, CAPACITY), (3, 512), (1, 1024))
+        ),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
-def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch):
-    errors, caches = errors_and_caches(CASES[case], batch)
+def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, room):
+    window = {} if room == CAPACITY else {"sliding_window": None}
+    errors, caches = errors_and_caches(CASES[case] | window, batch, room)
     # Of twelve draws on a CPU XLA's own error was between 0.02 and 0.06.
     assert errors["mosaic"] < 1.5 * errors["xla"] < 0.15
     for ours, theirs in zip(*(jax.tree.leaves(cache) for cache in caches.values()), strict=True):
@@ -95,12 +110,12 @@ def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch):
 @pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("quantise", "case"), IN_8_BITS)
 def test_as_exact_as_xla_with_8_bit_weights(back_end, quantise, case, batch):
-    errors, _ = errors_and_caches(CASES[case], batch, COVERED[quantise])
+    errors, _ = errors_and_caches(CASES[case], batch, quantise=COVERED[quantise])
     # Where 16 bits round a token, its 8-bit values may change, each by up to an eighth.
     assert errors["mosaic"] < 1.5 * errors["xla"] < 0.3
 
 
-def errors_and_caches(changes, batch, quantise=()):
+def errors_and_caches(changes, batch, room=CAPACITY, quantise=()):
     """By implementation: the logits' error against whole sequences in float32, and the cache."""
     model = drawn.transformer(**MODEL | changes | {"ffn_implementation": "xla"})
     tokens = seeds.rng().integers(0, 320, (batch, CAPACITY), dtype=np.int32)
@@ -118,7 +133,7 @@ def errors_and_caches(changes, batch, quantise=()):
         ffn = changes.get("ffn_implementation", "xla") if implementation == "mosaic" else "xla"
         choice = {"decode_implementation": implementation, "ffn_implementation": ffn}
         decoder = with_settings(prompted, **choice)
-        _, cache = prefill(prompted, tokens[:, :PROMPT], padding)
+        _, cache = prefill(prompted, tokens[:, :PROMPT], padding, room=room)
         logits, caches[implementation] = decoded(decoder, tokens, padding, cache)
         errors[implementation] = relative_error(logits, expected)
     return errors, caches
@@ -146,17 +161,20 @@ def one_step(config, batch, capacity, quantise=()):
     return step, jax.eval_shape(lambda: KVCache.empty(config, batch, capacity))
 
 
+# A short cache leaves attention too few blocks to share a launch.
+@pytest.mark.parametrize(("capacity", "launches"), [(16, 4), (512, 3)])
 @pytest.mark.parametrize(
     ("case", "quantise"), [*((case, ()) for case in CASES), ("sparse", COVERED["fp8-all-but-down"])]
 )
-def test_five_launches_a_layer(case, quantise, monkeypatch):
+def test_launches_of_a_layer(case, quantise, capacity, launches, monkeypatch):
     hopper = HOPPER._replace(unsupported=lambda w: None)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (hopper,))
     monkeypatch.setattr(support, "sm_count", lambda: 132)
-    config, params = abstract(quantise, **CASES[case], decode_implementation="mosaic")
-    step, cache = one_step(config, 2, CAPACITY, quantise)
+    settings = CASES[case] | {"decode_implementation": "mosaic", "sliding_window": None}
+    config, params = abstract(quantise, **settings)
+    step, cache = one_step(config, 2, capacity, quantise)
     head = config.vocab_size % 64 == 0
-    assert kernel_calls(step, params, cache) == 5 * config.layers + head
+    assert kernel_calls(step, params, cache) == launches * config.layers + head
 
 
 @pytest.mark.parametrize(

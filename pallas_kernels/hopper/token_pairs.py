@@ -1,0 +1,138 @@
+"""Two decoding kernels in one launch, which costs the host half as much (`launch`)."""
+
+import functools
+from typing import Any
+
+import jax
+
+from pallas_kernels.hopper.decode_attention import cluster_shape, decode_attention_phase
+from pallas_kernels.hopper.frames.phase import Phase
+from pallas_kernels.hopper.frames.token_ring import (
+    COLUMNS,
+    PARTS,
+    clusters_at_once,
+    fitting,
+)
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.token_gate import gate_phase
+from pallas_kernels.hopper.token_product import add_product_phase, hidden_phase, project_phase
+from pallas_kernels.layouts.gate import Gate
+from pallas_kernels.layouts.quantised import Operand
+from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import Weights
+
+
+def project_attend(
+    stream: Stream,
+    weights: tuple[Operand, ...],
+    layer: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    k_cache: jax.Ref,
+    v_cache: jax.Ref,
+    length: jax.Array,
+    padding: jax.Array,
+    arrivals: jax.Ref,
+    *,
+    heads: int,
+    kv_heads: int,
+    k_axis: int,
+    eps: float,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """`token_product.project`, and `decode_attention` of the result.
+
+    They are launched apart if a cluster of attention has fewer than four blocks, as it has for many
+    sequences, or if in one launch not all blocks of the projection would be on the GPU at once.
+    Kernels just before it may still run when it starts; they may write `stream`, nothing else that
+    it reads.
+
+    Args:
+      stream, weights, layer, k_axis, eps, bias: of `project`.
+      rope, k_cache, v_cache, length, padding, heads, kv_heads: of `decode_attention`.
+      arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
+
+    Returns:
+      What `decode_attention` returns.
+
+    Raises:
+      ValueError: if a shape or dtype is not as `decode_attention` needs it.
+    """
+
+    def attention(qkv: Any) -> Phase[jax.Array]:
+        return decode_attention_phase(
+            qkv, rope, k_cache, v_cache, layer, length, padding, heads=heads, kv_heads=kv_heads
+        )
+
+    projection = functools.partial(
+        project_phase, stream, weights, layer, k_axis=k_axis, eps=eps, bias=bias
+    )
+    quartets, parts = cluster_shape(k_cache)
+    columns = sum(w.shape[3 - k_axis] for w in weights)
+    if parts == PARTS and columns % (COLUMNS * quartets) == 0:
+        first = projection(quartets=quartets)
+        second = attention(*first.outs)
+        on_sm = min(fitting(first.memory), fitting(second.memory))
+        if first.clusters <= clusters_at_once(on_sm, quartets * parts):
+            return launch(first, second, arrivals=arrivals, layer=layer)[1]
+    (qkv,) = launch(projection())
+    return launch(attention(qkv))[0]
+
+
+def add_product_gate(
+    h: jax.Array,
+    weight: Operand,
+    layer: jax.Array,
+    x: jax.Array,
+    scale: jax.Array,
+    mlp: Weights,
+    counts: jax.Ref,
+    arrivals: jax.Ref,
+    rectifier: Rectifier = RELU,
+    *,
+    batch: int,
+    eps: float,
+    bias: jax.Array | None = None,
+) -> tuple[Stream, Gate]:
+    """`token_product.add_product`, and `token_gate.gate` of the normed result.
+
+    Args:
+      h, weight, layer, x, scale, bias: of `add_product`.
+      mlp, counts, rectifier, batch: of `gate`, the weights among them.
+      arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
+      eps: of the norm.
+    """
+    first = add_product_phase(h, weight, layer, x, scale, bias=bias)
+    stream = first.form(*first.outs)
+    norm = stream.squares, eps
+    second = gate_phase(stream.scaled, mlp, layer, counts, rectifier, batch=batch, norm=norm)
+    stream, gate = launch(first, second, arrivals=arrivals, layer=layer)
+    return stream, gate
+
+
+def add_product_hidden(
+    h: jax.Array,
+    weight: Operand,
+    layer: jax.Array,
+    x: jax.Array,
+    scale: jax.Array,
+    inner: tuple[Operand, ...],
+    arrivals: jax.Ref,
+    *,
+    eps: float,
+    rectifier: Rectifier | None,
+    live: jax.Array | None = None,
+    bias: jax.Array | None = None,
+) -> tuple[Stream, jax.Array]:
+    """`token_product.add_product`, and `hidden` of the result.
+
+    Args:
+      h, weight, layer, x, scale, bias: of `add_product`.
+      inner, eps, rectifier, live: of `hidden`, the weights among them.
+      arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
+    """
+    first = add_product_phase(h, weight, layer, x, scale, bias=bias)
+    stream = first.form(*first.outs)
+    second = hidden_phase(stream, inner, layer, eps=eps, rectifier=rectifier, live=live)
+    stream, hidden = launch(first, second, arrivals=arrivals, layer=layer)
+    return stream, hidden

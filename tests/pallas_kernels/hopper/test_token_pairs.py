@@ -1,0 +1,279 @@
+"""Two decoding kernels in one launch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from pallas_kernels.hopper import decode_attention
+from pallas_kernels.hopper.device import attend, combine, grid
+from pallas_kernels.hopper.device import votes as device_votes
+from pallas_kernels.kernels import HOPPER
+from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.layouts.weights import Weights
+from tests.errors import ROUNDING, relative_error
+from tests.launches import launches
+from tests.pallas_kernels.hopper.test_decode_attention import LAYERS, InJax, draw, shapes
+from tests.pallas_kernels.hopper.test_token_product import (
+    EPS,
+    KERNELS,
+    LAYER,
+    assert_consistent,
+    normal,
+    normed,
+    run,
+    stream_of,
+    weight,
+    wide,
+)
+from tests.pallas_kernels.hopper.test_token_product_8_bits import in_8_bits
+from tests.pallas_kernels.hopper.test_token_product_interpreted import (
+    interpreted,  # noqa: F401  # a fixture
+    votes,  # noqa: F401  # a fixture
+)
+
+
+def none_arrived(layers):
+    return jax.new_ref(jnp.zeros((layers, 1), jnp.int32))
+
+
+def add_product_hidden(kernels, h, w, x, scale, inner, **options):
+    arrivals = none_arrived(2)
+    options |= dict(eps=EPS, rectifier=None)
+    return kernels.add_product_hidden(h, w, LAYER, x, scale, inner, arrivals, **options)
+
+
+def operands_of_hidden(m, k, d, h):
+    x, attended = normal(m, d).astype(jnp.bfloat16), normal(m, k).astype(jnp.bfloat16)
+    inner = tuple(weight(jnp.bfloat16, 2, h, d) for _ in range(2))
+    return attended, weight(jnp.bfloat16, 2, k, d), x, normal(2, d).astype(jnp.bfloat16), inner
+
+
+def assert_hidden(result, operands):
+    stream, hidden = result
+    attended, w, x, scale, inner = operands
+    assert relative_error(stream.x, wide(x)[0] + wide(attended)[0] @ wide(w[1])[0]) < ROUNDING
+    assert_consistent(stream, scale[1])
+    g, up = (normed(stream.x, scale[1]) @ wide(w[1])[0].T for w in inner)
+    assert relative_error(hidden, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
+
+
+# The last has more blocks than a GPU holds at once.
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("m", "k", "d", "h"),
+    [(8, 256, 128, 192), (64, 512, 256, 64), (8, 2048, 2048, 5632), (24, 1024, 2048, 16384)],
+)
+def test_hidden(kernels, m, k, d, h):
+    operands = operands_of_hidden(m, k, d, h)
+    assert_hidden(run(functools.partial(add_product_hidden, kernels), *operands), operands)
+
+
+def operands_of_gate(m, k, d, h):
+    attended, w, x, scale, _ = operands_of_hidden(m, k, d, 64)
+    return attended, w, x, scale, Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+
+
+def add_product_gate(kernels, attended, w, x, scale, mlp, *, batch):
+    """The stream, the gate's values and the open gates of each token."""
+    counts = jax.new_ref(open_counts.zeros(2, len(x), mlp.down.shape[1]))
+    options = dict(batch=batch, eps=EPS)
+    stream, gate = kernels.add_product_gate(
+        attended, w, LAYER, x, scale, mlp, counts, none_arrived(2), **options
+    )
+    return stream, gate.values, open_counts.of_tokens(counts[...], len(x))
+
+
+def assert_gate(result, operands, batch):
+    stream, values, _ = result
+    attended, w, x, scale, mlp = operands
+    assert relative_error(stream.x, wide(x)[0] + wide(attended)[0] @ wide(w[1])[0]) < ROUNDING
+    assert_consistent(stream, scale[1])
+    exact = np.maximum(normed(stream.x, scale[1]) @ wide(mlp.gate[1])[0].T, 0)
+    assert relative_error(values[:batch], exact[:batch]) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 2048, 5632), (64, 61, 1024, 384)])
+def test_gate(kernels, m, batch, d, h):
+    operands = operands_of_gate(m, 1024, d, h)
+    result = run(functools.partial(add_product_gate, kernels, batch=batch), *operands)
+    assert_gate(result, operands, batch)
+    _, values, nnz = result
+    np.testing.assert_array_equal(nnz[1, :batch], np.count_nonzero(values[:batch], axis=1))
+    assert not nnz[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "d", "h"), [(8, 2048, 5632), (64, 1024, 384)])
+def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
+    attended, w, x, scale, mlp = operands_of_gate(m, 1024, d, h)
+    w[..., -1], x[:, -1], scale[:, -1], mlp.gate[..., -1] = 0, 1, 1, 90  # all gates are open
+    operands = attended, w, x, scale, mlp
+
+    def together(attended, w, x, scale, mlp):
+        counts = jax.new_ref(open_counts.zeros(2, m, h))
+        out = attended, w, LAYER, x, scale, mlp, counts, none_arrived(2)
+        stream, gate = HOPPER.add_product_gate(*out, batch=m, eps=EPS)
+        return stream, gate, counts[...]
+
+    def apart(attended, w, x, scale, mlp):
+        counts = jax.new_ref(open_counts.zeros(2, m, h))
+        stream = HOPPER.add_product(attended, w, LAYER, x, scale)
+        norm = stream.squares, EPS
+        gate = HOPPER.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
+        return stream, gate, counts[...]
+
+    results = (jax.tree.leaves(run(function, *operands)) for function in (together, apart))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (ours, theirs)))
+
+
+def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_8_bits=False):
+    """Of `attend_to_projection`; the first sequence has no padding."""
+    shape = heads, kv_heads, size, batch, capacity, length, jnp.bfloat16
+    _, rope, k, v, *numbers, padding = draw(*shape, fill=0)
+    padding[0] = 0
+    for cache in (k, v):
+        cache[LAYER, 0, :length] = normal(length, kv_heads, size)
+    widths = heads * size, kv_heads * size, kv_heads * size
+    made = in_8_bits if is_8_bits else functools.partial(weight, jnp.bfloat16)
+    weights = tuple(made(LAYERS, width, d) for width in widths)
+    x, scale = normal(-(-batch // 8) * 8, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
+    bias = normal(LAYERS, sum(widths)).astype(jnp.bfloat16)
+    return stream_of(x, scale), weights, bias, *map(jax.device_put, (rope, k, v, *numbers, padding))
+
+
+def attend_to_projection(
+    kernels, heads, kv_heads, stream, weights, bias, rope, k, v, *numbers, together
+):
+    """What the new tokens attend to, and both caches."""
+    (layer, length, padding), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
+    shape, projection = dict(heads=heads, kv_heads=kv_heads), dict(k_axis=2, eps=EPS, bias=bias)
+    if together:
+        attended = kernels.project_attend(
+            stream, weights, layer, rope, *caches, length, padding, none_arrived(LAYERS),
+            **shape, **projection,
+        )  # fmt: skip
+    else:
+        qkv = kernels.project(stream, weights, layer, **projection)
+        attended = kernels.decode_attention(qkv, rope, *caches, layer, length, padding, **shape)
+    return attended[: len(padding)], *(ref[...] for ref in caches)
+
+
+def assert_same_bits(results, others):
+    for result, other in zip(results, others, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (result, other)))
+
+
+# Clusters of eight blocks, in the last case of four.
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_8_bits", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "batch", "capacity", "length"),
+    [
+        (32, 32, 64, 1, 1024, 512),
+        (64, 8, 64, 2, 1024, 1023),
+        (8, 2, 128, 1, 1024, 600),
+        (32, 8, 64, 1, 32768, 32767),
+        (16, 16, 64, 4, 1024, 200),
+        (4, 4, 64, 3, 512, 100),
+    ],
+)
+def test_attention(heads, kv_heads, size, batch, capacity, length, is_8_bits):
+    shape = heads, kv_heads, size, batch, capacity, length, 2048
+    operands = operands_of_attention(*shape, is_8_bits)
+    function = functools.partial(attend_to_projection, HOPPER, heads, kv_heads)
+    apart = run(functools.partial(function, together=False), *operands)
+    for _ in range(5):
+        assert_same_bits(run(functools.partial(function, together=True), *operands), apart)
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    """The arrivals of blocks, and for how many each block waits, in the interpreter."""
+    seen = []
+
+    def note(what):
+        io_callback(lambda: seen.append(what), None)
+
+    monkeypatch.setattr(grid, "arrive", lambda _: note("arrived"))
+    monkeypatch.setattr(grid, "wait", lambda _, count: note(count))
+    return seen
+
+
+@pytest.mark.parametrize(("m", "k", "d", "h"), [(8, 256, 128, 192), (64, 512, 256, 64)])
+def test_hidden_interpreted(interpreted, arrivals, m, k, d, h):  # noqa: F811
+    operands = operands_of_hidden(m, k, d, h)
+    with interpreted(detect_races=False):  # it knows nothing of arrivals
+        assert_hidden(add_product_hidden(HOPPER, *operands), operands)
+    blocks = d // 16
+    assert arrivals.count("arrived") == blocks
+    assert arrivals.count(blocks) == h // 16 == len(arrivals) - blocks
+
+
+def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F811
+    m, d, h = 8, 256, 192
+    monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(False))
+    operands = operands_of_gate(m, 512, d, h)
+    with interpreted(detect_races=False):
+        result = add_product_gate(HOPPER, *operands, batch=m)
+    assert_gate(result, operands, m)
+    assert arrivals.count("arrived") == d // 16 and arrivals.count(d // 16) == h // 16
+    assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
+
+
+@pytest.mark.parametrize("is_8_bits", [True, False])
+@pytest.mark.parametrize("splits", [4, 8])
+def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_bits):  # noqa: F811
+    heads, kv_heads, batch = 4, 2, 2
+    monkeypatch.setattr(decode_attention, "_splits", lambda *_: splits)
+    replace_by_jax(monkeypatch, splits)
+    operands = operands_of_attention(heads, kv_heads, 64, batch, 520, 130, 512, is_8_bits)
+    function = functools.partial(attend_to_projection, HOPPER, heads, kv_heads)
+    with interpreted(detect_races=False):
+        results = function(*operands, together=True)
+        replace_by_jax(monkeypatch, splits)
+        assert_same_bits(results, function(*operands, together=False))
+    blocks = 4 * (heads + 2 * kv_heads)
+    assert arrivals.count("arrived") == blocks
+    assert arrivals.count(blocks) == splits * kv_heads * batch == len(arrivals) - blocks
+
+
+def replace_by_jax(monkeypatch, splits):
+    steps = InJax(splits)
+    for module, names in (
+        (attend, ("place_new", "patch", "store_transposed")),
+        (combine, ("send_parts", "store_combined")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(steps, name))
+
+
+# With 128 features a block of attention takes so much shared memory that 48 clusters of the
+# projection do not fit beside each other, but 12 do.
+@pytest.mark.parametrize(
+    ("heads", "size", "batch", "capacity", "number"),
+    [
+        (32, 64, 1, 1024, 1), (32, 64, 2, 1024, 1), (32, 64, 8, 1024, 2), (32, 64, 1, 256, 2),
+        (8, 128, 1, 1024, 1), (32, 128, 1, 1024, 2),
+    ],
+)  # fmt: skip
+def test_attention_shares_a_launch_where_it_can(lower, heads, size, batch, capacity, number):
+    def pair(stream, weights, rope, k, v, layer, length, padding):
+        caches, arrivals = (jax.new_ref(k), jax.new_ref(v)), none_arrived(LAYERS)
+        return HOPPER.project_attend(
+            stream, weights, layer, rope, *caches, length, padding, arrivals,
+            heads=heads, kv_heads=heads, k_axis=1, eps=EPS,
+        )  # fmt: skip
+
+    x, w = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 1024), (LAYERS, 1024, heads * size))
+    )
+    stream = Stream(x, x, jax.ShapeDtypeStruct((8, 32), jnp.float32))
+    _, *attention = shapes(heads, heads, size, batch, capacity, jnp.bfloat16)
+    assert len(launches(lower(pair, stream, 3 * (w,), *attention))) == number
