@@ -336,15 +336,19 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "tokens. tokamax was not installed.",
     "inference-cached-nvidia-h200-20261125": "The run ended before prefill of 32 sequences. TwELL "
     "served one prompt, as the dense block does now. The "
-    "host limits `generate` for 1 and 8 sequences, to 1.6 ms a step and more. The "
-    "other GPU of the machine trained models.",
+    "host limits `generate` for 1 and 8 sequences, to 1.6 ms a step and more, with five launches "
+    "a layer. The other GPU of the machine trained models.",
     "inference-prefill-nvidia-h200-20261125": "The first in which kernels that do not need each "
     "other run at the same time ([decision 0022](../design/0022-prompts.md)). The dense block of "
     "[decision 0039](../design/0039-dense-block.md) serves one prompt.",
-    "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. The thread that "
-    "enqueues kernels was pinned to the core that was the quickest when the run began; a process "
-    "that trained on the other GPU might use it, too.",
-    "inference-decode-nvidia-h100-80gb-hbm3-20261125": "The run ended before 32 sequences.",
+    "inference-decode-nvidia-h200-20261125": "The run ended before 32 sequences. A layer had five "
+    "launches. The thread that enqueues kernels was pinned to the core that was the quickest when "
+    "the run began; a process that trained on the other GPU might use it, too.",
+    "inference-decode-nvidia-h100-80gb-hbm3-20261125-2": "Kernels share launches, of which a layer "
+    "has three or four ([decision 0040](../design/0040-shared-launches.md)). Tests ran on the "
+    "other GPU of the machine and on 22 of its 32 cores.",
+    "inference-decode-nvidia-h100-80gb-hbm3-20261125": "The run ended before 32 sequences. A layer "
+    "had five launches.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-3": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-2": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125": "All four blocks of a tile had to have a token with "
