@@ -54,14 +54,14 @@ class Kernels(NamedTuple):
 
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
-      dense_hidden: the hidden activation of the normed stream -> `[M, H]`.
-      gate: the gate of a sparse block, whose open ones it counts -> `layouts.gate`.
+      project_attend: `project` of query, key and value, and attention to a cache, to which new keys
+        and values are added -> `[M, N]`.
       add_product: adds a product to the stream -> the stream.
+      add_product_gate: `add_product`, and the gate of a sparse block, whose open ones it counts ->
+        the stream, `layouts.gate`.
+      add_product_hidden: `add_product`, and the hidden activation of the normed stream -> the
+        stream, `[M, H]`.
       add_ffn: adds what a sparse block makes of its gate -> the stream.
-      decode_attention: attention to a cache, to which new keys and values are added -> `[M, N]`.
-      project_attend: `project`, and `decode_attention` of the result -> `[M, N]`.
-      add_product_gate: `add_product`, and `gate` of the result -> the stream, the gate.
-      add_product_hidden: `add_product`, and `dense_hidden` of the result -> the stream, `[M, H]`.
     """
 
     name: str
@@ -81,14 +81,11 @@ class Kernels(NamedTuple):
     hidden_grads: Callable[..., Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
     project: Callable[..., jax.Array]
-    dense_hidden: Callable[..., jax.Array]
-    gate: Callable[..., Gate]
-    add_product: Callable[..., Stream]
-    add_ffn: Callable[..., Stream]
-    decode_attention: Callable[..., jax.Array]
     project_attend: Callable[..., jax.Array]
+    add_product: Callable[..., Stream]
     add_product_gate: Callable[..., tuple[Stream, Gate]]
     add_product_hidden: Callable[..., tuple[Stream, jax.Array]]
+    add_ffn: Callable[..., Stream]
 
 
 def _back_end(name: str, folder: ModuleType) -> Kernels:
@@ -111,14 +108,11 @@ def _back_end(name: str, folder: ModuleType) -> Kernels:
         hidden_grads=folder.hidden_grads.hidden_grads,
         weight_grads=folder.weight_grads.weight_grads,
         project=folder.token_product.project,
-        dense_hidden=folder.token_product.hidden,
-        gate=folder.token_gate.gate,
-        add_product=folder.token_product.add_product,
-        add_ffn=folder.token_ffn.add,
-        decode_attention=folder.decode_attention.decode_attention,
         project_attend=folder.token_pairs.project_attend,
+        add_product=folder.token_product.add_product,
         add_product_gate=folder.token_pairs.add_product_gate,
         add_product_hidden=folder.token_pairs.add_product_hidden,
+        add_ffn=folder.token_ffn.add,
     )
 
 

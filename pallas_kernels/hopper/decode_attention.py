@@ -78,30 +78,18 @@ def decode_attention_phase(
     """
     _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
     _, batch, capacity, _, size = k_cache.shape
-    quartets, parts = cluster_shape(k_cache)
-    splits = quartets * parts
+    splits = _splits(batch * kv_heads, pl.cdiv(capacity, _STEP), size)
     # In less shared memory, blocks of the next kernel can start before those of this one end.
     stages = min(_STAGES, pl.cdiv(pl.cdiv(capacity, _STEP), splits))
-    ring = plgpu.SMEM((stages, _STEP, size), qkv.dtype, transforms=TILED)
     return Phase(
         "decode_attention",
         clusters=batch * kv_heads,
-        cluster=(quartets, parts),
+        cluster=(pl.cdiv(splits, PARTS), min(splits, PARTS)),
         operands=(qkv, *rope, layer, length, padding),
         refs=(k_cache, v_cache),
         outs=[jax.ShapeDtypeStruct((qkv.shape[0], heads * size), qkv.dtype)],
         form=only,
-        memory=dict(
-            k_smem=ring,
-            v_smem=ring,
-            q_smem=plgpu.SMEM((attend.HEADS, size), qkv.dtype, transforms=TILED),
-            p_smem=plgpu.SMEM((attend.HEADS, _STEP), qkv.dtype, transforms=TILED),
-            # Four blocks share an SM, and arrays begin at multiples of 1024 bytes, so the last row
-            # of this one, behind the new key and value, holds the barrier of the exchange.
-            small=plgpu.SMEM((3, size), qkv.dtype),
-            o_parts=plgpu.SMEM((splits, size // splits, attend.HEADS), jnp.float32),
-            sums=plgpu.SMEM((splits, 2, attend.HEADS), jnp.float32),
-        ),
+        memory=_memory(size, qkv.dtype, stages, splits),
         barriers=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         run=functools.partial(_run, heads=attend.Heads(heads, kv_heads, size)),
         options=dict(approx_math=True, reduction_scratch_bytes=1024),
@@ -111,16 +99,19 @@ def decode_attention_phase(
 decode_attention = launched(decode_attention_phase)
 
 
-def cluster_shape(k_cache: jax.Ref) -> tuple[int, int]:
-    """`Phase.cluster` of `decode_attention`.
-
-    Raises:
-      ValueError: the cache is not as it must be.
-    """
-    _check_cache(k_cache)
-    _, batch, capacity, kv_heads, size = k_cache.shape
-    splits = _splits(batch * kv_heads, pl.cdiv(capacity, _STEP), size)
-    return pl.cdiv(splits, PARTS), min(splits, PARTS)
+def _memory(size, dtype, stages, splits):
+    ring = plgpu.SMEM((stages, _STEP, size), dtype, transforms=TILED)
+    return dict(
+        k_smem=ring,
+        v_smem=ring,
+        q_smem=plgpu.SMEM((attend.HEADS, size), dtype, transforms=TILED),
+        p_smem=plgpu.SMEM((attend.HEADS, _STEP), dtype, transforms=TILED),
+        # Four blocks share an SM, and arrays begin at multiples of 1024 bytes, so the last row of
+        # this one, behind the new key and value, holds the barrier of the exchange.
+        small=plgpu.SMEM((3, size), dtype),
+        o_parts=plgpu.SMEM((splits, size // splits, attend.HEADS), jnp.float32),
+        sums=plgpu.SMEM((splits, 2, attend.HEADS), jnp.float32),
+    )
 
 
 def _check_cache(k_cache):

@@ -1,9 +1,11 @@
 """Launches a kernel for few tokens, or several of them together.
 
-A launch costs the host 6 to 9 us, more than the GPU takes for some of these kernels. Kernels that
+A launch costs the host 4 to 9 us, more than the GPU takes for some of these kernels. Kernels that
 are launched together are phases of one grid: the clusters of each stand behind those of the phase
-before, and wait until all its blocks have arrived. Clusters start in their order (CUDA does not
-promise it, but GPUs do it), so those that are waited for are on the GPU before those that wait.
+before, and wait until all its blocks have arrived. This rests on two things that GPUs do though
+CUDA does not promise them. Clusters start in their order, so those that are waited for are on the
+GPU before those that wait. And what a first phase has written can be read at once by a kernel that
+starts when all blocks of the second phase have waited for it (`token_ffn`).
 """
 
 import functools
@@ -40,7 +42,7 @@ def launch(
     """The result of each phase.
 
     Args:
-      phases: at least one, all with the same `cluster`.
+      phases: one or more, all with the same `cluster`.
       arrivals: of several phases, where all but the last count their blocks: int32
         `[layers, at least phases - 1]`, zero at `layer`.
       layer: int32 `[1]`.

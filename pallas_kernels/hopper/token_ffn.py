@@ -55,7 +55,8 @@ class Operands(NamedTuple):
 
     Attributes:
       gate: `[M, H]`, M a multiple of 8 up to 64.
-      x: `[M, D]`; each block of the gate's kernel has waited for it before it let this one start.
+      x: `[M, D]`; like the rest of the stream, each block of the gate's kernel has waited for it
+        before it let this one start.
       up: one matrix, `[layers, H, D]`; None without a gate projection, where the gate is the
         activation.
       down: one matrix, `[layers, H, D]`, of 16 bits.

@@ -1,18 +1,12 @@
-"""Two decoding kernels in one launch, which costs the host half as much (`launch`)."""
+"""Two decoding kernels in one launch instead of two (`launch`)."""
 
-import functools
 from typing import Any
 
 import jax
 
-from pallas_kernels.hopper.decode_attention import cluster_shape, decode_attention_phase
+from pallas_kernels.hopper.decode_attention import decode_attention_phase
 from pallas_kernels.hopper.frames.phase import Phase
-from pallas_kernels.hopper.frames.token_ring import (
-    COLUMNS,
-    PARTS,
-    clusters_at_once,
-    fitting,
-)
+from pallas_kernels.hopper.frames.token_ring import PARTS, clusters_at_once, fitting
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.token_gate import gate_phase
 from pallas_kernels.hopper.token_product import add_product_phase, hidden_phase, project_phase
@@ -43,9 +37,10 @@ def project_attend(
     """`token_product.project`, and `decode_attention` of the result.
 
     They are launched apart if a cluster of attention has fewer than four blocks, as it has for many
-    sequences, or if in one launch not all blocks of the projection would be on the GPU at once.
-    Kernels just before it may still run when it starts; they may write `stream`, nothing else that
-    it reads.
+    sequences and for short caches, or if in one launch not all blocks of the projection would be on
+    the GPU at once. Kernels just before may still run when it starts: they may not write what it
+    reads before it waits for them, `weights`, `layer`, `length`, `padding` and this layer of the
+    cache.
 
     Args:
       stream, weights, layer, k_axis, eps, bias: of `project`.
@@ -64,18 +59,15 @@ def project_attend(
             qkv, rope, k_cache, v_cache, layer, length, padding, heads=heads, kv_heads=kv_heads
         )
 
-    projection = functools.partial(
-        project_phase, stream, weights, layer, k_axis=k_axis, eps=eps, bias=bias
-    )
-    quartets, parts = cluster_shape(k_cache)
-    columns = sum(w.shape[3 - k_axis] for w in weights)
-    if parts == PARTS and columns % (COLUMNS * quartets) == 0:
-        first = projection(quartets=quartets)
-        second = attention(*first.outs)
+    first = project_phase(stream, weights, layer, k_axis=k_axis, eps=eps, bias=bias)
+    second = attention(*first.outs)
+    quartets, parts = second.cluster
+    if parts == PARTS and first.clusters % quartets == 0:
         on_sm = min(fitting(first.memory), fitting(second.memory))
-        if first.clusters <= clusters_at_once(on_sm, quartets * parts):
+        if first.clusters // quartets <= clusters_at_once(on_sm, quartets * parts):
+            first = first.in_clusters(second.cluster)
             return launch(first, second, arrivals=arrivals, layer=layer)[1]
-    (qkv,) = launch(projection())
+    (qkv,) = launch(first)
     return launch(attention(qkv))[0]
 
 
@@ -101,6 +93,9 @@ def add_product_gate(
       mlp, counts, rectifier, batch: of `gate`, the weights among them.
       arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
       eps: of the norm.
+
+    Returns:
+      What `add_product` and `gate` return.
     """
     first = add_product_phase(h, weight, layer, x, scale, bias=bias)
     stream = first.form(*first.outs)
@@ -130,6 +125,9 @@ def add_product_hidden(
       h, weight, layer, x, scale, bias: of `add_product`.
       inner, eps, rectifier, live: of `hidden`, the weights among them.
       arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
+
+    Returns:
+      What `add_product` and `hidden` return.
     """
     first = add_product_phase(h, weight, layer, x, scale, bias=bias)
     stream = first.form(*first.outs)

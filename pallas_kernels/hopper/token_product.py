@@ -26,7 +26,6 @@ def project_phase(
     eps: float,
     bias: jax.Array | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-    quartets: int = 1,
 ) -> Phase[jax.Array]:
     """Products of the normed stream with matrices, side by side: `norm(x) @ concat(weights)`.
 
@@ -40,7 +39,6 @@ def project_phase(
       eps: of the norm.
       bias: `[layers, sum of N_i]`, or None.
       dtype: of the result; None takes the stream's.
-      quartets: of a cluster, a divisor of the number of tiles of 64 columns.
 
     Returns:
       `[M, sum of N_i]`.
@@ -65,7 +63,7 @@ def project_phase(
     operands = [stream.squares] + ([] if bias is None else [bias])
     ring = TokenRing.of(stream.scaled, weights, k_axis=k_axis)
     call = TokenCall("token_project", ring, finish)
-    return call.phase(stream.scaled, weights, layer, operands, [out], only, quartets=quartets)
+    return call.phase(stream.scaled, weights, layer, operands, [out], only)
 
 
 project = launched(project_phase)

@@ -1,11 +1,11 @@
 """One more token of each of a few sequences, by kernels that read every weight once.
 
 The program is a chain of three launches for each layer, each made while the one before still runs:
-query, key and value projections with attention, which also rotates and appends (two launches for
-many sequences); the output projection with the gate; and the rest of the feed-forward block. Norms
-and residuals are part of the products (`layouts.stream`). The kernels take the stacked weights of
-all layers and a layer's number, so nothing is copied. The layers are unrolled, as a loop's own
-kernels would come between.
+query, key and value projections with attention, which also rotates and appends (in many cases two
+launches, `token_pairs`); the output projection with the gate; and the rest of the feed-forward
+block. Norms and residuals are part of the products (`layouts.stream`). The kernels take the stacked
+weights of all layers and a layer's number, so nothing is copied. The layers are unrolled, as a
+loop's own kernels would come between.
 """
 
 from functools import partial
@@ -177,6 +177,8 @@ def _step(
     cos, sin = rope_table(cache.length - cache.padding[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
+    # The first layer reads the cache at once. A cache that is not donated has been copied by then:
+    # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, first_scale)
     none_arrived = jnp.zeros((config.layers, 1), jnp.int32)
     changed = _Changed(

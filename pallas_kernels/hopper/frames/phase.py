@@ -1,5 +1,6 @@
 """What the clusters of a launch do: a kernel for few tokens, alone or together with others."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ class Phase[R](NamedTuple):
       name: the kernel's.
       clusters: their number.
       cluster: the quartets of a cluster, and the blocks of each: four if there are several.
-      operands: a pytree of arrays; a `ShapeDtypeStruct` of the `outs` of a phase before stands for
-        what that phase writes.
+      operands: a pytree of arrays. The very object that is one of the `outs` of a phase before
+        stands for what that phase writes.
       refs: a pytree of references.
       outs: what it writes.
       form: makes the kernel's result of these.
@@ -25,7 +26,7 @@ class Phase[R](NamedTuple):
         waits for the kernel or the phase before, and what `operands`, `refs`, `outs`, `memory` and
         `barriers` are inside the kernel.
       cost: floating-point operations, and what is read or written; None if they are not known.
-      options: of `plgpu.CompilerParams`.
+      options: of `plgpu.CompilerParams`, which all phases of a launch get.
     """
 
     name: str
@@ -40,6 +41,17 @@ class Phase[R](NamedTuple):
     run: Callable[..., None]
     cost: tuple[int, Sequence[Any]] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+
+    def in_clusters(self, cluster: tuple[int, int]) -> "Phase[R]":
+        """With the same blocks in clusters of this shape, each so many of those that it has.
+
+        Raises:
+          ValueError: the blocks do not fill such clusters.
+        """
+        of_one, blocks = math.prod(cluster), self.clusters * math.prod(self.cluster)
+        if blocks % of_one:
+            raise ValueError(f"{self.name} has {blocks} blocks, no whole clusters of {of_one}")
+        return self._replace(clusters=blocks // of_one, cluster=cluster)
 
 
 def only[T](result: T) -> T:

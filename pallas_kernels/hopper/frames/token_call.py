@@ -1,9 +1,9 @@
 """A kernel that multiplies up to 64 tokens with matrices that are read once, and finishes the sums.
 
 A block lets the next kernel start at once and asks for its part of the matrix before it waits for
-the kernel before it (programmatic dependent launch), so that memory does not stand still between
-kernels. Matrices must therefore be finished earlier: inputs of the program, not results of the
-computations just before.
+the kernel or the phase before it (programmatic dependent launch, `launch`), so that memory does not
+stand still between them. Matrices must therefore be finished earlier: inputs of the program, not
+results of the computations just before.
 """
 
 import dataclasses
@@ -39,9 +39,8 @@ class TokenCall:
         matrix of a block an array of `token_columns`.
       waits_first: whether the next kernel starts only after this one has waited for the kernel
         before, so that it can read that one's results at once.
-      live: where, among references and further operands, the number of columns is that each
-        layer's matrices are multiplied with, in whole tiles. None if there is none; the operand may
-        be None, too.
+      live: the index, among references and further operands, of the one that says how many columns
+        of each layer's matrices are multiplied, in whole tiles. All are if this or that is None.
       leave_out: called for other tiles, instead of `finish`.
     """
 
@@ -52,35 +51,35 @@ class TokenCall:
     live: int | None = None
     leave_out: Callable = store_zeros
 
-    def phase(self, x, weights, layer, operands, outs, form, *, refs=(), quartets=1) -> Phase:
-        """This kernel, to be launched in clusters of so many quartets.
+    def phase(self, x, weights, layer, operands, outs, form, *, refs=()) -> Phase:
+        """This kernel; `finish` finds `refs` in front of `operands`.
 
-        Each of them has a tile. Several quartets must agree which kind of tile it is, so there is
-        one where `live` leaves tiles out. `finish` finds `refs` in front of `operands`.
+        Each quartet has a tile. The quartets of a cluster must agree whether they multiply it, so
+        a kernel with `live` keeps its one quartet.
         """
         matrices = Matrices.of(weights, side_by_side=self.ring.side_by_side)
         read = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights]  # of one layer
         flops = 2 * x.shape[0] * sum(w.size for w in read)
         return Phase(
             self.name,
-            clusters=self.ring.tiles // quartets,
-            cluster=(quartets, PARTS),
+            clusters=self.ring.tiles,
+            cluster=(1, PARTS),
             operands=(x, layer, matrices, operands),
             refs=refs,
             outs=outs,
             form=form,
             memory=self.ring.scratch(),
             barriers=self.ring.barriers(),
-            run=functools.partial(_run, call=self, quartets=quartets),
+            run=functools.partial(_run, call=self),
             cost=(flops, (x, *read, *outs)),
         )
 
 
-def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call, quartets):
+def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call):
     x, layer, matrices, further = operands
     further, smem, number = [*refs, *further], memory | dict(here=barriers), layer[0]
     quartet = lax.axis_index("quartet")
-    tile = cluster_number * quartets + quartet
+    tile = cluster_number * lax.axis_size("quartet") + quartet
     tiles, first_block = call.ring.sums * (tile,), quartet * PARTS
     product = Product(call.ring, x, matrices, number, tiles, smem, first_block)
     cluster.prepare(smem["arrived"])

@@ -200,6 +200,17 @@ class InJax:
             out_ref[pl.ds(column, rows)] = sums[:, i].astype(out_ref.dtype)
 
 
+def replace_by_jax(monkeypatch, splits):
+    """What the interpreter lacks, for clusters of so many blocks."""
+    steps = InJax(splits)
+    for module, names in (
+        (attend, ("place_new", "patch", "store_transposed")),
+        (combine, ("send_parts", "store_combined")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(steps, name))
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "batch", "capacity", "length", "splits"),
     [
@@ -209,11 +220,7 @@ class InJax:
     ],
 )
 def test_interpreted(monkeypatch, heads, kv_heads, size, batch, capacity, length, splits):
-    steps = InJax(splits)
-    for name in ("place_new", "patch", "store_transposed"):
-        monkeypatch.setattr(attend, name, getattr(steps, name))
-    for name in ("send_parts", "store_combined"):
-        monkeypatch.setattr(combine, name, getattr(steps, name))
+    replace_by_jax(monkeypatch, splits)
     monkeypatch.setattr(warpgroup, "barrier", lambda: None)
     for name in ("prepare", "expect"):
         monkeypatch.setattr(cluster, name, lambda *_: None)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper import token_product
 from pallas_kernels.hopper.device import token_columns
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.rectifiers import RELU
@@ -103,7 +104,9 @@ def columns_before(end, first, count):
 def draw_hidden(kernels, m, d, h, act):
     x, scale = tokens.normal(m, d).astype(jnp.bfloat16), tokens.normal(d).astype(jnp.bfloat16)
     weights = tuple(tokens.weight(jnp.bfloat16, 2, h, d) for _ in range(2))
-    hidden = functools.partial(kernels.dense_hidden, eps=tokens.EPS, rectifier=act)
+    hidden = functools.partial(
+        tokens.folder(kernels).token_product.hidden, eps=tokens.EPS, rectifier=act
+    )
     return tokens.stream_of(x, scale), weights, hidden
 
 
@@ -126,5 +129,5 @@ def test_lowers_without_a_gpu(lower):
     few, w = shape((8, 2048), bf16), shape((5632, 2048), bf16)
     assert "token_gate" in lower(HOPPER.few_tokens_ffn, few, Weights(w, w, w, one))
     stream, w = tokens.Stream(few, few, shape((8, 128), jnp.float32)), shape((3, *w.shape), bf16)
-    hidden = functools.partial(HOPPER.dense_hidden, eps=tokens.EPS, rectifier=RELU)
+    hidden = functools.partial(token_product.hidden, eps=tokens.EPS, rectifier=RELU)
     assert "token_hidden_dense" in lower(hidden_of_live(hidden), stream, (w, w), one, layers)

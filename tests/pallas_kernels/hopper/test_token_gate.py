@@ -17,6 +17,7 @@ from tests.pallas_kernels.hopper.test_token_product import (
     EPS,
     KERNELS,
     LAYER,
+    folder,
     normal,
     run,
     stream_of,
@@ -30,7 +31,7 @@ def gate_and_counts(kernels, x, weights, layer, norm=None, act=RELU, *, batch):
     tokens = len(x)
     counts = open_counts.zeros(2, tokens, weights.down.shape[1])
     counts = jax.new_ref(counts.at[..., :tokens].add(7))
-    gate = kernels.gate(x, weights, layer, counts, act, batch=batch, norm=norm)
+    gate = folder(kernels).token_gate.gate(x, weights, layer, counts, act, batch=batch, norm=norm)
     return gate, counts[...]
 
 

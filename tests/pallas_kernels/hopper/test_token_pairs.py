@@ -8,16 +8,23 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from pallas_kernels.hopper import decode_attention
-from pallas_kernels.hopper.device import attend, combine, grid
+from pallas_kernels import hopper
+from pallas_kernels.hopper import decode_attention, support
+from pallas_kernels.hopper.device import grid
 from pallas_kernels.hopper.device import votes as device_votes
+from pallas_kernels.hopper.frames.token_ring import clusters_at_once
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
-from tests.launches import launches
-from tests.pallas_kernels.hopper.test_decode_attention import LAYERS, InJax, draw, shapes
+from tests.launches import SM_BYTES, launches
+from tests.pallas_kernels.hopper.test_decode_attention import (
+    LAYERS,
+    draw,
+    replace_by_jax,
+    shapes,
+)
 from tests.pallas_kernels.hopper.test_token_product import (
     EPS,
     KERNELS,
@@ -41,9 +48,14 @@ def none_arrived(layers):
     return jax.new_ref(jnp.zeros((layers, 1), jnp.int32))
 
 
-def add_product_hidden(kernels, h, w, x, scale, inner, **options):
-    arrivals = none_arrived(2)
-    options |= dict(eps=EPS, rectifier=None)
+def assert_same_bits(results, others):
+    for result, other in zip(results, others, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (result, other)))
+
+
+def add_product_hidden(kernels, h, w, x, scale, inner, arrivals=None):
+    arrivals = none_arrived(2) if arrivals is None else arrivals
+    options = dict(eps=EPS, rectifier=None)
     return kernels.add_product_hidden(h, w, LAYER, x, scale, inner, arrivals, **options)
 
 
@@ -78,12 +90,13 @@ def operands_of_gate(m, k, d, h):
     return attended, w, x, scale, Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
 
 
-def add_product_gate(kernels, attended, w, x, scale, mlp, *, batch):
+def add_product_gate(kernels, attended, w, x, scale, mlp, arrivals=None, *, batch):
     """The stream, the gate's values and the open gates of each token."""
     counts = jax.new_ref(open_counts.zeros(2, len(x), mlp.down.shape[1]))
+    arrivals = none_arrived(2) if arrivals is None else arrivals
     options = dict(batch=batch, eps=EPS)
     stream, gate = kernels.add_product_gate(
-        attended, w, LAYER, x, scale, mlp, counts, none_arrived(2), **options
+        attended, w, LAYER, x, scale, mlp, counts, arrivals, **options
     )
     return stream, gate.values, open_counts.of_tokens(counts[...], len(x))
 
@@ -125,12 +138,10 @@ def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
         counts = jax.new_ref(open_counts.zeros(2, m, h))
         stream = HOPPER.add_product(attended, w, LAYER, x, scale)
         norm = stream.squares, EPS
-        gate = HOPPER.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
+        gate = hopper.token_gate.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
         return stream, gate, counts[...]
 
-    results = (jax.tree.leaves(run(function, *operands)) for function in (together, apart))
-    for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (ours, theirs)))
+    assert_same_bits(*(jax.tree.leaves(run(f, *operands)) for f in (together, apart)))
 
 
 def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_8_bits=False):
@@ -149,25 +160,21 @@ def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_
 
 
 def attend_to_projection(
-    kernels, heads, kv_heads, stream, weights, bias, rope, k, v, *numbers, together
+    heads, kv_heads, stream, weights, bias, rope, k, v, *numbers, together, arrivals=None
 ):
     """What the new tokens attend to, and both caches."""
     (layer, length, padding), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
     shape, projection = dict(heads=heads, kv_heads=kv_heads), dict(k_axis=2, eps=EPS, bias=bias)
     if together:
-        attended = kernels.project_attend(
-            stream, weights, layer, rope, *caches, length, padding, none_arrived(LAYERS),
-            **shape, **projection,
-        )  # fmt: skip
+        arrivals = none_arrived(LAYERS) if arrivals is None else arrivals
+        attended = HOPPER.project_attend(
+            stream, weights, layer, rope, *caches, length, padding, arrivals, **shape, **projection
+        )
     else:
-        qkv = kernels.project(stream, weights, layer, **projection)
-        attended = kernels.decode_attention(qkv, rope, *caches, layer, length, padding, **shape)
+        qkv = HOPPER.project(stream, weights, layer, **projection)
+        attend = decode_attention.decode_attention
+        attended = attend(qkv, rope, *caches, layer, length, padding, **shape)
     return attended[: len(padding)], *(ref[...] for ref in caches)
-
-
-def assert_same_bits(results, others):
-    for result, other in zip(results, others, strict=True):
-        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (result, other)))
 
 
 # Clusters of eight blocks, in the last case of four.
@@ -187,7 +194,7 @@ def assert_same_bits(results, others):
 def test_attention(heads, kv_heads, size, batch, capacity, length, is_8_bits):
     shape = heads, kv_heads, size, batch, capacity, length, 2048
     operands = operands_of_attention(*shape, is_8_bits)
-    function = functools.partial(attend_to_projection, HOPPER, heads, kv_heads)
+    function = functools.partial(attend_to_projection, heads, kv_heads)
     apart = run(functools.partial(function, together=False), *operands)
     for _ in range(5):
         assert_same_bits(run(functools.partial(function, together=True), *operands), apart)
@@ -195,22 +202,34 @@ def test_attention(heads, kv_heads, size, batch, capacity, length, is_8_bits):
 
 @pytest.fixture
 def arrivals(monkeypatch):
-    """The arrivals of blocks, and for how many each block waits, in the interpreter."""
+    """The arrivals of blocks, and for how many each block waits, in the interpreter.
+
+    Where blocks arrive there is a 1.
+    """
     seen = []
 
     def note(what):
         io_callback(lambda: seen.append(what), None)
 
-    monkeypatch.setattr(grid, "arrive", lambda _: note("arrived"))
+    def arrive(ref):
+        ref[...] = jnp.int32(1)
+        note("arrived")
+
+    monkeypatch.setattr(grid, "arrive", arrive)
     monkeypatch.setattr(grid, "wait", lambda _, count: note(count))
     return seen
 
 
+def assert_arrived_at(layer, ref):
+    np.testing.assert_array_equal(np.flatnonzero(ref[...]), layer)
+
+
 @pytest.mark.parametrize(("m", "k", "d", "h"), [(8, 256, 128, 192), (64, 512, 256, 64)])
 def test_hidden_interpreted(interpreted, arrivals, m, k, d, h):  # noqa: F811
-    operands = operands_of_hidden(m, k, d, h)
+    operands, ref = operands_of_hidden(m, k, d, h), none_arrived(2)
     with interpreted(detect_races=False):  # it knows nothing of arrivals
-        assert_hidden(add_product_hidden(HOPPER, *operands), operands)
+        assert_hidden(add_product_hidden(HOPPER, *operands, ref), operands)
+    assert_arrived_at(LAYER, ref)
     blocks = d // 16
     assert arrivals.count("arrived") == blocks
     assert arrivals.count(blocks) == h // 16 == len(arrivals) - blocks
@@ -219,10 +238,11 @@ def test_hidden_interpreted(interpreted, arrivals, m, k, d, h):  # noqa: F811
 def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F811
     m, d, h = 8, 256, 192
     monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(False))
-    operands = operands_of_gate(m, 512, d, h)
+    operands, ref = operands_of_gate(m, 512, d, h), none_arrived(2)
     with interpreted(detect_races=False):
-        result = add_product_gate(HOPPER, *operands, batch=m)
+        result = add_product_gate(HOPPER, *operands, ref, batch=m)
     assert_gate(result, operands, m)
+    assert_arrived_at(LAYER, ref)
     assert arrivals.count("arrived") == d // 16 and arrivals.count(d // 16) == h // 16
     assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
 
@@ -234,24 +254,16 @@ def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_
     monkeypatch.setattr(decode_attention, "_splits", lambda *_: splits)
     replace_by_jax(monkeypatch, splits)
     operands = operands_of_attention(heads, kv_heads, 64, batch, 520, 130, 512, is_8_bits)
-    function = functools.partial(attend_to_projection, HOPPER, heads, kv_heads)
+    function = functools.partial(attend_to_projection, heads, kv_heads)
+    ref, (layer, *_) = none_arrived(LAYERS), operands[-3:]
     with interpreted(detect_races=False):
-        results = function(*operands, together=True)
+        results = function(*operands, together=True, arrivals=ref)
         replace_by_jax(monkeypatch, splits)
         assert_same_bits(results, function(*operands, together=False))
+    assert_arrived_at(layer, ref)
     blocks = 4 * (heads + 2 * kv_heads)
     assert arrivals.count("arrived") == blocks
     assert arrivals.count(blocks) == splits * kv_heads * batch == len(arrivals) - blocks
-
-
-def replace_by_jax(monkeypatch, splits):
-    steps = InJax(splits)
-    for module, names in (
-        (attend, ("place_new", "patch", "store_transposed")),
-        (combine, ("send_parts", "store_combined")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(steps, name))
 
 
 # With 128 features a block of attention takes so much shared memory that 48 clusters of the
@@ -263,7 +275,9 @@ def replace_by_jax(monkeypatch, splits):
         (8, 128, 1, 1024, 1), (32, 128, 1, 1024, 2),
     ],
 )  # fmt: skip
-def test_attention_shares_a_launch_where_it_can(lower, heads, size, batch, capacity, number):
+def test_attention_shares_a_launch_where_it_can(
+    lower, heads, size, batch, capacity, number, monkeypatch
+):
     def pair(stream, weights, rope, k, v, layer, length, padding):
         caches, arrivals = (jax.new_ref(k), jax.new_ref(v)), none_arrived(LAYERS)
         return HOPPER.project_attend(
@@ -276,4 +290,11 @@ def test_attention_shares_a_launch_where_it_can(lower, heads, size, batch, capac
     )
     stream = Stream(x, x, jax.ShapeDtypeStruct((8, 32), jnp.float32))
     _, *attention = shapes(heads, heads, size, batch, capacity, jnp.bfloat16)
-    assert len(launches(lower(pair, stream, 3 * (w,), *attention))) == number
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
+    found = launches(lower(pair, stream, 3 * (w,), *attention))
+    assert len(found) == number
+    if number == 1:
+        (launch,) = found.values()
+        on_sm = SM_BYTES // (launch.smem + 1024)
+        of_projection = 3 * heads * size // 16
+        assert of_projection // launch.cluster <= clusters_at_once(on_sm, launch.cluster)

@@ -24,6 +24,7 @@ from tests.pallas_kernels.hopper.test_token_product import (
     add_ffn,
     assert_consistent,
     draw_tiles_that_are_there,
+    folder,
     normal,
     open_for_each,
     run,
@@ -97,7 +98,7 @@ def test_dense_hidden_activation(kernels, m, d, h, gated):
     x, scale = tokens(m, d), normal(d).astype(jnp.bfloat16)
     weights = tuple(in_8_bits(2, h, d) for _ in range(1 + gated))
     stream = stream_of(x, scale)
-    out = run(kernels.dense_hidden, stream, weights, LAYER, eps=EPS, rectifier=None)
+    out = run(folder(kernels).token_product.hidden, stream, weights, LAYER, eps=EPS, rectifier=None)
     g, *up = (product(stream.scaled, w) * inverse_rms(x) for w in weights)
     exact = functools.reduce(np.multiply, up, g / (1 + np.exp(-g)))
     assert_close_by_token(out, exact, d, roundings=2)

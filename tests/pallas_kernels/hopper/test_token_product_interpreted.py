@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import token_ffn, token_gate
+from pallas_kernels.hopper import token_ffn, token_gate, token_product
 from pallas_kernels.hopper.device import (
     cluster,
     gather,
@@ -72,7 +72,7 @@ def test_interpreted(interpreted, m, k):
 
     weights = tuple(weight(jnp.bfloat16, 2, 64, k) for _ in range(2))
     with interpreted():
-        h = HOPPER.dense_hidden(stream, weights, layer, eps=EPS, rectifier=None)
+        h = token_product.hidden(stream, weights, layer, eps=EPS, rectifier=None)
     g, up = (exact @ wide(w[1])[0].T for w in weights)
     assert relative_error(h, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
 
@@ -150,7 +150,7 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, many, agree)
     weights.gate[:, :64, -1] = -90  # the first tile's gates are all shut
     counts = jax.new_ref(open_counts.zeros(2, m, h))
     with interpreted():
-        gate = HOPPER.gate(x, weights, jnp.asarray(LAYER), counts, batch=m)
+        gate = token_gate.gate(x, weights, jnp.asarray(LAYER), counts, batch=m)
     for_it = device_votes.HAS_MANY if many else device_votes.HAS_SOME
     expected = [device_votes.AGAINST, for_it, device_votes.HAS_MANY][: h // 64]
     assert dropped == (4 * [1] if many and not agree else [])
