@@ -345,8 +345,8 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "launches. The thread that enqueues kernels was pinned to the core that was the quickest when "
     "the run began; a process that trained on the other GPU might use it, too.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261125-2": "Kernels share launches, of which a layer "
-    "has three or four ([decision 0040](../design/0040-shared-launches.md)). Tests ran on the "
-    "other GPU of the machine and on 22 of its 32 cores.",
+    "has three or four ([decision 0040](../design/0040-shared-launches.md)). 16 "
+    "processes ran tests on the other GPU and on 22 of the 32 cores.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261125": "The run ended before 32 sequences. A layer "
     "had five launches.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-3": "tokamax was not installed.",

@@ -54,13 +54,10 @@ class Kernels(NamedTuple):
 
     For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
-      project_attend: `project` of query, key and value, and attention to a cache, to which new keys
-        and values are added -> `[M, N]`.
+      project_attend: `project`, and attention to a cache, which gets keys and values -> `[M, N]`.
       add_product: adds a product to the stream -> the stream.
-      add_product_gate: `add_product`, and the gate of a sparse block, whose open ones it counts ->
-        the stream, `layouts.gate`.
-      add_product_hidden: `add_product`, and the hidden activation of the normed stream -> the
-        stream, `[M, H]`.
+      add_product_gate: `add_product`, and the gate of a sparse block -> stream, `layouts.gate`.
+      add_product_hidden: `add_product`, and a dense block's hidden activation -> stream, `[M, H]`.
       add_ffn: adds what a sparse block makes of its gate -> the stream.
     """
 
