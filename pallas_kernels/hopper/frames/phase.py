@@ -50,7 +50,7 @@ class Phase[R](NamedTuple):
         """
         of_one, blocks = math.prod(cluster), self.clusters * math.prod(self.cluster)
         if blocks % of_one:
-            raise ValueError(f"{self.name} has {blocks} blocks, no whole clusters of {of_one}")
+            raise ValueError(f"{self.name} has {blocks} blocks, which fill no clusters of {of_one}")
         return self._replace(clusters=blocks // of_one, cluster=cluster)
 
 

@@ -298,3 +298,17 @@ def test_attention_shares_a_launch_where_it_can(
         on_sm = SM_BYTES // (launch.smem + 1024)
         of_projection = 3 * heads * size // 16
         assert of_projection // launch.cluster <= clusters_at_once(on_sm, launch.cluster)
+
+
+def test_blocks_are_put_into_clusters_that_they_fill(monkeypatch):
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
+    x, w = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((1, 192, 256), jnp.bfloat16)
+    projection = hopper.token_product.project_phase(
+        stream_of(x, jnp.ones(256, x.dtype)), (w, w), jnp.zeros(1, jnp.int32), k_axis=2, eps=EPS
+    )
+    assert (projection.clusters, projection.cluster) == (6, (1, 4))
+    assert projection.in_clusters((3, 4)).clusters == 2
+    with pytest.raises(
+        ValueError, match="token_project has 24 blocks, which fill no clusters of 16"
+    ):
+        projection.in_clusters((4, 4))
