@@ -78,7 +78,12 @@ def assert_hidden(result, operands):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     ("m", "k", "d", "h"),
-    [(8, 256, 128, 192), (64, 512, 256, 64), (8, 2048, 2048, 5632), (24, 1024, 2048, 16384)],
+    [
+        (8, 256, 128, 192),
+        (64, 512, 256, 64),
+        (8, 2048, 2048, 5632),
+        pytest.param(24, 1024, 2048, 16384, marks=pytest.mark.gpu),
+    ],
 )
 def test_hidden(kernels, m, k, d, h):
     operands = operands_of_hidden(m, k, d, h)
@@ -247,8 +252,7 @@ def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F
     assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
 
 
-@pytest.mark.parametrize("is_8_bits", [True, False])
-@pytest.mark.parametrize("splits", [4, 8])
+@pytest.mark.parametrize(("splits", "is_8_bits"), [(4, False), (8, True)])
 def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_bits):  # noqa: F811
     heads, kv_heads, batch = 4, 2, 2
     monkeypatch.setattr(decode_attention, "_splits", lambda *_: splits)
