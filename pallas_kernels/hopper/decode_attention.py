@@ -78,9 +78,10 @@ def decode_attention_phase(
     """
     _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
     _, batch, capacity, _, size = k_cache.shape
-    splits = _splits(batch * kv_heads, pl.cdiv(capacity, _STEP), size)
+    steps = pl.cdiv(capacity, _STEP)
+    splits = _splits(batch * kv_heads, steps, size)
     # In less shared memory, blocks of the next kernel can start before those of this one end.
-    stages = min(_STAGES, pl.cdiv(pl.cdiv(capacity, _STEP), splits))
+    stages = min(_STAGES, pl.cdiv(steps, splits))
     return Phase(
         "decode_attention",
         clusters=batch * kv_heads,
@@ -114,23 +115,18 @@ def _memory(size, dtype, stages, splits):
     )
 
 
-def _check_cache(k_cache):
+def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
     if k_cache.ndim != 5 or k_cache.dtype not in twell.DTYPES:
         raise ValueError(
             "k_cache must be a bfloat16 or float16 [layers, B, S, kv_heads, head_dim], got "
             f"{k_cache.dtype} {list(k_cache.shape)}"
         )
-    _, batch, capacity, _, size = k_cache.shape
+    _, batch, capacity, stored, size = k_cache.shape
     if size not in (64, 128) or capacity % 8 or not capacity or not 1 <= batch <= MAX_SEQUENCES:
         raise ValueError(
             f"k_cache must have B from 1 to {MAX_SEQUENCES}, S a multiple of 8 and head_dim 64 or "
             f"128, got {list(k_cache.shape)}"
         )
-
-
-def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
-    _check_cache(k_cache)
-    _, batch, _, stored, size = k_cache.shape
     if stored != kv_heads or heads % kv_heads or not 1 <= heads // kv_heads <= attend.HEADS:
         raise ValueError(
             f"heads must be 1 to {attend.HEADS} times kv_heads, which k_cache has as its fourth "
