@@ -1,8 +1,8 @@
-"""Launches a kernel for few tokens, or several of them together.
+"""Launches a kernel for few tokens, or two of them together.
 
 A launch costs the host 4 to 9 us, more than the GPU takes for some of these kernels. Kernels that
-are launched together are phases of one grid: the clusters of each stand behind those of the phase
-before, and wait until all its blocks have arrived. This rests on two things that GPUs do though
+are launched together are phases of one grid: the clusters of the second stand behind those of the
+first, and wait until all its blocks have arrived. This rests on two things that GPUs do though
 CUDA does not promise them. Clusters start in their order, so those that are waited for are on the
 GPU before those that wait. And what a first phase has written can be read at once by a kernel that
 starts when all blocks of the second phase have waited for it (`token_ffn`).
@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -36,32 +36,36 @@ def launched[**P, R](phase: Callable[P, Phase[R]]) -> Callable[P, R]:
     return kernel
 
 
-def launch(
-    *phases: Phase, arrivals: jax.Ref | None = None, layer: jax.Array | None = None
-) -> list[Any]:
+class Arrivals(NamedTuple):
+    """Where the blocks of a first phase count themselves: `counts[layer, 0, column]`, now zero.
+
+    Attributes:
+      counts: as in `layouts.open_counts`.
+      layer: int32 `[1]`.
+      column: of the first row, an integer.
+    """
+
+    counts: jax.Ref
+    layer: jax.Array
+    column: int
+
+
+def launch(*phases: Phase, arrivals: Arrivals | None = None) -> list[Any]:
     """The result of each phase.
 
     Args:
-      phases: one or more, all with the same `cluster`.
-      arrivals: of several phases, where all but the last count their blocks: int32
-        `[layers, at least phases - 1]`, zero at `layer`.
-      layer: int32 `[1]`.
+      phases: one or two, with the same `cluster`.
+      arrivals: of two.
     """
     (cluster,) = {phase.cluster for phase in phases}
     outs = [out for phase in phases for out in phase.outs]
-    leaves, structure = jax.tree.flatten([phase.operands for phase in phases])
-    place_of = {id(out): place for place, out in enumerate(outs)}
-    places = [place_of.get(id(leaf)) for leaf in leaves]  # None for an array
-    arrays = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
-
-    def operands(arrays, outs):
-        given = iter(arrays)
-        return structure.unflatten(next(given) if p is None else outs[p] for p in places)
-
+    counts, layer, column = arrivals or (None, None, None)
+    arrays, read = _distinct(([phase.operands for phase in phases], layer), outs)
+    refs, changed = _distinct(([phase.refs for phase in phases], counts))
     memory = [phase.memory for phase in phases]
     options = {name: value for phase in phases for name, value in phase.options.items()}
     kernel = plgpu.kernel(
-        functools.partial(_kernel, phases=phases, operands=operands, blocks=math.prod(cluster)),
+        functools.partial(_kernel, phases=phases, read=read, changed=changed, column=column),
         out_type=outs,
         scratch_types=dict(
             memory=memory if len(memory) == 1 else plgpu.RefUnion(*memory),
@@ -77,33 +81,47 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, **options
         ),
     )
-    refs = [phase.refs for phase in phases]
-    arrays, layer = in_place.barrier((arrays, layer))
-    written = iter(in_place.barrier(kernel(arrays, refs, layer, arrivals)))
+    written = iter(in_place.barrier(kernel(in_place.barrier(arrays), refs)))
     return [phase.form(*itertools.islice(written, len(phase.outs))) for phase in phases]
 
 
-def _kernel(arrays, refs, layer, arrivals, *outs, memory, barriers, phases, operands, blocks):
-    number, read, own = lax.axis_index("cluster"), operands(arrays, outs), iter(outs)
-    wait, start = plgpu.griddepcontrol_wait, 0
+def _distinct(tree, known=()):
+    """The leaves of a tree that are not in `known`, each once, and what makes the tree again.
+
+    What makes it is called with what the leaves and `known` have become.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    found = {id(leaf): leaf for leaf in (*known, *leaves)}
+    place_of = {key: place for place, key in enumerate(found)}
+
+    def restore(new, known=()):
+        together = [*known, *new]
+        return structure.unflatten(together[place_of[id(leaf)]] for leaf in leaves)
+
+    return list(found.values())[len(known) :], restore
+
+
+def _kernel(arrays, refs, *outs, memory, barriers, phases, read, changed, column):
+    (operands, layer), (refs, counts) = read(arrays, outs), changed(refs)
+    number, wait, start, own = lax.axis_index("cluster"), plgpu.griddepcontrol_wait, 0, iter(outs)
+    arrived = None if counts is None else counts.at[layer[0], 0, column]
     for place, phase in enumerate(phases):
         own_outs = list(itertools.islice(own, len(phase.outs)))
-        of_phase = read[place], refs[place], own_outs, memory[place], barriers[place]
+        of_phase = operands[place], refs[place], own_outs, memory[place], barriers[place]
         run = functools.partial(phase.run, number - start, wait, *of_phase)
-        end = start + phase.clusters
         if len(phases) == 1:
             run()
             return
-        is_last = place + 1 == len(phases)
-        arrived = None if is_last else arrivals.at[layer[0], place]
+        is_first, end = place == 0, start + phase.clusters
 
         @pl.when((start <= number) & (number < end))
-        def _(run=run, arrived=arrived):
+        def _(run=run, is_first=is_first):
             run()
-            if arrived is not None:
+            if is_first:
                 grid.arrive(arrived)
 
-        wait, start = functools.partial(_wait_for_phase, arrived, blocks * phase.clusters), end
+        blocks, start = math.prod(phase.cluster) * phase.clusters, end
+        wait = functools.partial(_wait_for_phase, arrived, blocks)
 
 
 def _wait_for_phase(arrived, blocks):

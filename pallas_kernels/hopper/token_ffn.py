@@ -319,7 +319,7 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
             block.fetch_down()
         else:
             missing = votes.Missing.of(votes_of_tiles, plan.up.tiles)
-            arrivals = counts.at[number, 0, open_counts.arrivals(tokens)]
+            arrivals = counts.at[number, 0, open_counts.arrivals(tokens, open_counts.Launch.FFN)]
             store = _store_hidden(operands, hidden, further, outs, plan)
             block.multiply_up(missing, arrivals, store)
         block.multiply_down(functools.partial(plan.stores.columns, further, outs, number))

@@ -7,10 +7,12 @@ import jax
 from pallas_kernels.hopper.decode_attention import decode_attention_phase
 from pallas_kernels.hopper.frames.phase import Phase
 from pallas_kernels.hopper.frames.token_ring import PARTS, clusters_at_once, fitting
-from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.launch import Arrivals, launch
 from pallas_kernels.hopper.token_gate import gate_phase
 from pallas_kernels.hopper.token_product import add_product_phase, hidden_phase, project_phase
+from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.gate import Gate
+from pallas_kernels.layouts.open_counts import Launch
 from pallas_kernels.layouts.quantised import Operand
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.stream import Stream
@@ -26,7 +28,7 @@ def project_attend(
     v_cache: jax.Ref,
     length: jax.Array,
     padding: jax.Array,
-    arrivals: jax.Ref,
+    counts: jax.Ref,
     *,
     heads: int,
     kv_heads: int,
@@ -45,7 +47,7 @@ def project_attend(
     Args:
       stream, weights, layer, k_axis, eps, bias: of `project`.
       rope, k_cache, v_cache, length, padding, heads, kv_heads: of `decode_attention`.
-      arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
+      counts: as in `layouts.open_counts`; counts the blocks that are done.
 
     Returns:
       What `decode_attention` returns.
@@ -66,7 +68,7 @@ def project_attend(
         on_sm = min(fitting(first.memory), fitting(second.memory))
         if first.clusters // quartets <= clusters_at_once(on_sm, quartets * parts):
             first = first.in_clusters(second.cluster)
-            return launch(first, second, arrivals=arrivals, layer=layer)[1]
+            return _together(first, second, counts, layer, Launch.ATTENTION)[1]
     (qkv,) = launch(first)
     return launch(attention(qkv))[0]
 
@@ -79,7 +81,6 @@ def add_product_gate(
     scale: jax.Array,
     mlp: Weights,
     counts: jax.Ref,
-    arrivals: jax.Ref,
     rectifier: Rectifier = RELU,
     *,
     batch: int,
@@ -91,7 +92,6 @@ def add_product_gate(
     Args:
       h, weight, layer, x, scale, bias: of `add_product`.
       mlp, counts, rectifier, batch: of `gate`, the weights among them.
-      arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
       eps: of the norm.
 
     Returns:
@@ -101,7 +101,7 @@ def add_product_gate(
     stream = first.form(*first.outs)
     norm = stream.squares, eps
     second = gate_phase(stream.scaled, mlp, layer, counts, rectifier, batch=batch, norm=norm)
-    stream, gate = launch(first, second, arrivals=arrivals, layer=layer)
+    stream, gate = _together(first, second, counts, layer, Launch.GATE)
     return stream, gate
 
 
@@ -112,7 +112,7 @@ def add_product_hidden(
     x: jax.Array,
     scale: jax.Array,
     inner: tuple[Operand, ...],
-    arrivals: jax.Ref,
+    counts: jax.Ref,
     *,
     eps: float,
     rectifier: Rectifier | None,
@@ -124,7 +124,7 @@ def add_product_hidden(
     Args:
       h, weight, layer, x, scale, bias: of `add_product`.
       inner, eps, rectifier, live: of `hidden`, the weights among them.
-      arrivals: int32 `[layers, 1]`, zero at `layer`; what it holds afterwards is undefined.
+      counts: as in `layouts.open_counts`; counts the blocks that are done.
 
     Returns:
       What `add_product` and `hidden` return.
@@ -132,5 +132,12 @@ def add_product_hidden(
     first = add_product_phase(h, weight, layer, x, scale, bias=bias)
     stream = first.form(*first.outs)
     second = hidden_phase(stream, inner, layer, eps=eps, rectifier=rectifier, live=live)
-    stream, hidden = launch(first, second, arrivals=arrivals, layer=layer)
+    stream, hidden = _together(first, second, counts, layer, Launch.GATE)
     return stream, hidden
+
+
+def _together(first, second, counts, layer, which):
+    tokens = first.outs[0].shape[0]
+    return launch(
+        first, second, arrivals=Arrivals(counts, layer, open_counts.arrivals(tokens, which))
+    )

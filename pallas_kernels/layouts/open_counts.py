@@ -5,6 +5,7 @@ other, so each eight tokens have a row: more tokens do not make a row's addition
 the first row says how far the kernels are.
 """
 
+import enum
 from typing import Any
 
 import jax
@@ -14,8 +15,16 @@ _TILE = 64  # neurons
 _TOKENS_OF_ROW = 8
 
 
+class Launch(enum.IntEnum):
+    """A layer's launches in which blocks wait for each other."""
+
+    ATTENTION = 0
+    GATE = 1
+    FFN = 2
+
+
 def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
-    """No gate is open: int32 `[layers, rows, M + 1 + H / 64]`.
+    """No gate is open, no block done: int32 `[layers, rows, M + 3 + H / 64]`.
 
     Args:
       layers: number of layers.
@@ -26,14 +35,14 @@ def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
     return jnp.zeros((layers, tokens // _TOKENS_OF_ROW, width), jnp.int32)
 
 
-def arrivals(tokens: int) -> int:
-    """Where kernels count which of their blocks are done, a column of the first row."""
-    return tokens
+def arrivals(tokens: int, launch: Launch) -> int:
+    """Where a layer's launch counts which of its blocks are done, a column of the first row."""
+    return tokens + launch
 
 
 def votes(tokens: int, tile: int | jax.Array) -> Any:
     """Where the blocks of a tile vote: the gate's kernel computes its hidden activation, too."""
-    return tokens + 1 + tile
+    return tokens + len(Launch) + tile
 
 
 def of_tokens(counts: jax.Array, tokens: int) -> jax.Array:

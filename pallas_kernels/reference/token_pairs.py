@@ -21,7 +21,7 @@ def project_attend(
     v_cache: jax.Ref,
     length: jax.Array,
     padding: jax.Array,
-    arrivals: jax.Ref,
+    counts: jax.Ref,
     *,
     heads: int,
     kv_heads: int,
@@ -30,7 +30,7 @@ def project_attend(
     bias: jax.Array | None = None,
 ) -> jax.Array:
     """One after the other."""
-    del arrivals
+    del counts
     qkv = project(stream, weights, layer, k_axis=k_axis, eps=eps, bias=bias)
     rest = k_cache, v_cache, layer, length, padding
     return decode_attention(qkv, rope, *rest, heads=heads, kv_heads=kv_heads)
@@ -44,7 +44,6 @@ def add_product_gate(
     scale: jax.Array,
     mlp: Weights,
     counts: jax.Ref,
-    arrivals: jax.Ref,
     rectifier: Rectifier = RELU,
     *,
     batch: int,
@@ -52,7 +51,6 @@ def add_product_gate(
     bias: jax.Array | None = None,
 ) -> tuple[Stream, Gate]:
     """One after the other."""
-    del arrivals
     stream = add_product(h, weight, layer, x, scale, bias=bias)
     norm = stream.squares, eps
     return stream, gate(stream.scaled, mlp, layer, counts, rectifier, batch=batch, norm=norm)
@@ -65,7 +63,7 @@ def add_product_hidden(
     x: jax.Array,
     scale: jax.Array,
     inner: tuple[Operand, ...],
-    arrivals: jax.Ref,
+    counts: jax.Ref,
     *,
     eps: float,
     rectifier: Rectifier | None,
@@ -73,6 +71,6 @@ def add_product_hidden(
     bias: jax.Array | None = None,
 ) -> tuple[Stream, jax.Array]:
     """One after the other."""
-    del arrivals
+    del counts
     stream = add_product(h, weight, layer, x, scale, bias=bias)
     return stream, hidden(stream, inner, layer, eps=eps, rectifier=rectifier, live=live)

@@ -60,21 +60,6 @@ class Layers(NamedTuple):
     scales: tuple[jax.Array, jax.Array]
 
 
-class _Changed(NamedTuple):
-    """What the kernels change in place.
-
-    Attributes:
-      k, v: of the cache.
-      counts: of open gates (`layouts.open_counts`).
-      arrivals: of the launches with two kernels, of which a layer has two.
-    """
-
-    k: jax.Ref
-    v: jax.Ref
-    counts: jax.Ref
-    arrivals: tuple[jax.Ref, ...]
-
-
 def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
     """`model.decode(tokens, cache)`, by kernels where they can serve; see `DECODE_OPTIONS`.
 
@@ -180,21 +165,15 @@ def _step(
     # The first layer reads the cache at once. A cache that is not donated has been copied by then:
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, first_scale)
-    none_arrived = jnp.zeros((config.layers, 1), jnp.int32)
-    changed = _Changed(
-        k=in_place.mutable(cache.k),
-        v=in_place.mutable(cache.v),
-        counts=in_place.mutable(open_counts.zeros(config.layers, len(x), config.d_ff)),
-        arrivals=tuple(in_place.mutable(none_arrived) for _ in range(2)),
-    )
+    k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
+    counts = in_place.mutable(open_counts.zeros(config.layers, len(x), config.d_ff))
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
     length = cache.length[None]
     for number in np.arange(config.layers, dtype=np.int32)[:, None]:
-        stream = layer(stream, layers, number, changed, length, cache.padding, rope)
+        stream = layer(stream, layers, number, k, v, counts, length, cache.padding, rope)
     logits = _logits(kernels, model, stream)[:batch]
-    k, v = in_place.contents(changed.k), in_place.contents(changed.v)
-    extended = KVCache(k, v, cache.length, cache.padding)
+    extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
     return logits, extended.advance(1)
 
 
@@ -236,23 +215,22 @@ def _k_axis(matrix: Operand) -> int:
 # Traced once for all layers.
 @partial(jax.jit, static_argnames=("kernels", "config", "act", "is_sparse"))
 def _layer(
-    stream, layers, number, changed, length, padding, rope, *, kernels, config, act, is_sparse
+    stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, act, is_sparse
 ):
     eps, batch, mlp = config.norm_eps, len(padding), layers.mlp
     projection = dict(k_axis=_k_axis(layers.qkv[0]), eps=eps, bias=layers.qkv_bias)
     heads = dict(heads=config.heads, kv_heads=config.num_kv_heads)
-    cache, (attending, adding) = (changed.k, changed.v), changed.arrivals
     attended = kernels.project_attend(
-        stream, layers.qkv, number, rope, *cache, length, padding, attending, **projection, **heads
+        stream, layers.qkv, number, rope, k, v, length, padding, counts, **projection, **heads
     )
     before, after = layers.scales
     out, options = (layers.out, number, stream.x, before), dict(eps=eps, bias=layers.out_bias)
     if not is_sparse:
         options |= dict(rectifier=act, live=mlp.live)
-        stream, h = kernels.add_product_hidden(attended, *out, mlp.inner, adding, **options)
+        stream, h = kernels.add_product_hidden(attended, *out, mlp.inner, counts, **options)
         return kernels.add_product(h, mlp.down, number, stream.x, after)
-    counts, options = changed.counts, options | dict(batch=batch)
-    stream, gate = kernels.add_product_gate(attended, *out, mlp, counts, adding, act, **options)
+    options |= dict(batch=batch)
+    stream, gate = kernels.add_product_gate(attended, *out, mlp, counts, act, **options)
     return kernels.add_ffn(gate, stream, mlp, number, counts, after, act, batch=batch, eps=eps)
 
 

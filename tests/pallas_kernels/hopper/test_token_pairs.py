@@ -15,6 +15,7 @@ from pallas_kernels.hopper.device import votes as device_votes
 from pallas_kernels.hopper.frames.token_ring import clusters_at_once
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.open_counts import Launch
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
@@ -44,8 +45,8 @@ from tests.pallas_kernels.hopper.test_token_product_interpreted import (
 )
 
 
-def none_arrived(layers):
-    return jax.new_ref(jnp.zeros((layers, 1), jnp.int32))
+def none_arrived(layers, tokens, neurons=64):
+    return jax.new_ref(open_counts.zeros(layers, tokens, neurons))
 
 
 def assert_same_bits(results, others):
@@ -53,10 +54,10 @@ def assert_same_bits(results, others):
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (result, other)))
 
 
-def add_product_hidden(kernels, h, w, x, scale, inner, arrivals=None):
-    arrivals = none_arrived(2) if arrivals is None else arrivals
+def add_product_hidden(kernels, h, w, x, scale, inner, counts=None):
+    counts = none_arrived(2, len(x)) if counts is None else counts
     options = dict(eps=EPS, rectifier=None)
-    return kernels.add_product_hidden(h, w, LAYER, x, scale, inner, arrivals, **options)
+    return kernels.add_product_hidden(h, w, LAYER, x, scale, inner, counts, **options)
 
 
 def operands_of_hidden(m, k, d, h):
@@ -95,14 +96,11 @@ def operands_of_gate(m, k, d, h):
     return attended, w, x, scale, Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
 
 
-def add_product_gate(kernels, attended, w, x, scale, mlp, arrivals=None, *, batch):
+def add_product_gate(kernels, attended, w, x, scale, mlp, counts=None, *, batch):
     """The stream, the gate's values and the open gates of each token."""
-    counts = jax.new_ref(open_counts.zeros(2, len(x), mlp.down.shape[1]))
-    arrivals = none_arrived(2) if arrivals is None else arrivals
+    counts = none_arrived(2, len(x), mlp.down.shape[1]) if counts is None else counts
     options = dict(batch=batch, eps=EPS)
-    stream, gate = kernels.add_product_gate(
-        attended, w, LAYER, x, scale, mlp, counts, arrivals, **options
-    )
+    stream, gate = kernels.add_product_gate(attended, w, LAYER, x, scale, mlp, counts, **options)
     return stream, gate.values, open_counts.of_tokens(counts[...], len(x))
 
 
@@ -135,16 +133,19 @@ def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
 
     def together(attended, w, x, scale, mlp):
         counts = jax.new_ref(open_counts.zeros(2, m, h))
-        out = attended, w, LAYER, x, scale, mlp, counts, none_arrived(2)
+        out = attended, w, LAYER, x, scale, mlp, counts
         stream, gate = HOPPER.add_product_gate(*out, batch=m, eps=EPS)
-        return stream, gate, counts[...]
+        return stream, gate, without_arrivals(counts)
 
     def apart(attended, w, x, scale, mlp):
         counts = jax.new_ref(open_counts.zeros(2, m, h))
         stream = HOPPER.add_product(attended, w, LAYER, x, scale)
         norm = stream.squares, EPS
         gate = hopper.token_gate.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
-        return stream, gate, counts[...]
+        return stream, gate, without_arrivals(counts)
+
+    def without_arrivals(counts):
+        return counts[...].at[:, 0, open_counts.arrivals(m, Launch.GATE)].set(0)
 
     assert_same_bits(*(jax.tree.leaves(run(f, *operands)) for f in (together, apart)))
 
@@ -165,15 +166,15 @@ def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_
 
 
 def attend_to_projection(
-    heads, kv_heads, stream, weights, bias, rope, k, v, *numbers, together, arrivals=None
+    heads, kv_heads, stream, weights, bias, rope, k, v, *numbers, together, counts=None
 ):
     """What the new tokens attend to, and both caches."""
     (layer, length, padding), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
     shape, projection = dict(heads=heads, kv_heads=kv_heads), dict(k_axis=2, eps=EPS, bias=bias)
     if together:
-        arrivals = none_arrived(LAYERS) if arrivals is None else arrivals
+        counts = none_arrived(LAYERS, len(stream.x)) if counts is None else counts
         attended = HOPPER.project_attend(
-            stream, weights, layer, rope, *caches, length, padding, arrivals, **shape, **projection
+            stream, weights, layer, rope, *caches, length, padding, counts, **shape, **projection
         )
     else:
         qkv = HOPPER.project(stream, weights, layer, **projection)
@@ -225,16 +226,18 @@ def arrivals(monkeypatch):
     return seen
 
 
-def assert_arrived_at(layer, ref):
-    np.testing.assert_array_equal(np.flatnonzero(ref[...]), layer)
+def assert_arrived_at(layer, launch, counts, tokens):
+    """Blocks count themselves in this layer, for this launch."""
+    arrived = np.asarray(counts[:, 0, tokens : open_counts.votes(tokens, 0)])
+    np.testing.assert_array_equal(np.argwhere(arrived), [[layer[0], launch]])
 
 
 @pytest.mark.parametrize(("m", "k", "d", "h"), [(8, 256, 128, 192), (64, 512, 256, 64)])
 def test_hidden_interpreted(interpreted, arrivals, m, k, d, h):  # noqa: F811
-    operands, ref = operands_of_hidden(m, k, d, h), none_arrived(2)
+    operands, counts = operands_of_hidden(m, k, d, h), none_arrived(2, m)
     with interpreted(detect_races=False):  # it knows nothing of arrivals
-        assert_hidden(add_product_hidden(HOPPER, *operands, ref), operands)
-    assert_arrived_at(LAYER, ref)
+        assert_hidden(add_product_hidden(HOPPER, *operands, counts), operands)
+    assert_arrived_at(LAYER, Launch.GATE, counts, m)
     blocks = d // 16
     assert arrivals.count("arrived") == blocks
     assert arrivals.count(blocks) == h // 16 == len(arrivals) - blocks
@@ -243,11 +246,11 @@ def test_hidden_interpreted(interpreted, arrivals, m, k, d, h):  # noqa: F811
 def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F811
     m, d, h = 8, 256, 192
     monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(False))
-    operands, ref = operands_of_gate(m, 512, d, h), none_arrived(2)
+    operands, counts = operands_of_gate(m, 512, d, h), none_arrived(2, m, h)
     with interpreted(detect_races=False):
-        result = add_product_gate(HOPPER, *operands, ref, batch=m)
+        result = add_product_gate(HOPPER, *operands, counts, batch=m)
     assert_gate(result, operands, m)
-    assert_arrived_at(LAYER, ref)
+    assert_arrived_at(LAYER, Launch.GATE, counts, m)
     assert arrivals.count("arrived") == d // 16 and arrivals.count(d // 16) == h // 16
     assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
 
@@ -259,12 +262,12 @@ def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_
     replace_by_jax(monkeypatch, splits)
     operands = operands_of_attention(heads, kv_heads, 64, batch, 520, 130, 512, is_8_bits)
     function = functools.partial(attend_to_projection, heads, kv_heads)
-    ref, (layer, *_) = none_arrived(LAYERS), operands[-3:]
+    counts, (layer, *_) = none_arrived(LAYERS, 8), operands[-3:]
     with interpreted(detect_races=False):
-        results = function(*operands, together=True, arrivals=ref)
+        results = function(*operands, together=True, counts=counts)
         replace_by_jax(monkeypatch, splits)
         assert_same_bits(results, function(*operands, together=False))
-    assert_arrived_at(layer, ref)
+    assert_arrived_at(layer, Launch.ATTENTION, counts, 8)
     blocks = 4 * (heads + 2 * kv_heads)
     assert arrivals.count("arrived") == blocks
     assert arrivals.count(blocks) == splits * kv_heads * batch == len(arrivals) - blocks
@@ -283,9 +286,9 @@ def test_attention_shares_a_launch_where_it_can(
     lower, heads, size, batch, capacity, number, monkeypatch
 ):
     def pair(stream, weights, rope, k, v, layer, length, padding):
-        caches, arrivals = (jax.new_ref(k), jax.new_ref(v)), none_arrived(LAYERS)
+        caches, counts = (jax.new_ref(k), jax.new_ref(v)), none_arrived(LAYERS, 8)
         return HOPPER.project_attend(
-            stream, weights, layer, rope, *caches, length, padding, arrivals,
+            stream, weights, layer, rope, *caches, length, padding, counts,
             heads=heads, kv_heads=heads, k_axis=1, eps=EPS,
         )  # fmt: skip
 
