@@ -58,7 +58,10 @@ def add_product(
     y = x.astype(jnp.float32) + product(h, weight, layer, 1)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
-    return Stream.of(y.astype(x.dtype), scale[layer[0]])
+    # XLA drops a conversion that is taken back: `squares` would be of a sum that was not rounded.
+    dtype = jnp.finfo(x.dtype)
+    rounded_once = jax.lax.reduce_precision(y, dtype.nexp, dtype.nmant)
+    return Stream.of(rounded_once.astype(x.dtype), scale[layer[0]])
 
 
 def of_live(values: jax.Array, live: jax.Array | None, layer: jax.Array) -> jax.Array:
