@@ -62,29 +62,12 @@ def place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs,
         is_query = simt.less(number, const(HEADS))
         is_key, is_value = (_equal(number, const(HEADS + i)) for i in (0, 1))
         is_new = arith.ori(is_key, is_value)
-        first = arith.addi(arith.muli(head, const(heads.group)), number)
-        stored = arith.addi(
-            head,
-            arith.addi(
-                const(heads.all - HEADS * heads.stored), arith.muli(number, const(heads.stored))
-            ),
-        )
-        column = arith.muli(arith.select(is_query, first, stored), const(heads.size))
-        offset = arith.addi(arith.muli(column, const(2)), arith.muli(chunk, const(16)))
         is_used = arith.ori(simt.less(number, const(heads.group)), is_new)
-        halves = [
-            simt.load_chunk(simt.gmem_address(qkv_ref, offset), heads.size * i, is_used)
-            for i in (0, 1)
-        ]
-        turns = [
-            [
-                simt.load_chunk(
-                    simt.gmem_address(ref, arith.muli(chunk, const(32))), 16 * i, is_used
-                )
-                for i in (0, 1)
-            ]
-            for ref in rope_refs
-        ]
+        offset = arith.muli(_first_column(head, number, is_query, heads), const(2))
+        offset = arith.addi(offset, arith.muli(chunk, const(16)))
+        halves = _load_two(qkv_ref, offset, heads.size, is_used)
+        turn = arith.muli(chunk, const(32))
+        turns = [_load_two(ref, turn, 16, is_used) for ref in rope_refs]
         rotated = _rotate(halves, turns, ir.MemRefType(qkv_ref.type).element_type)
         targets = [simt.gmem_address(ref, arith.muli(chunk, const(16))) for ref in stored_refs]
         target = arith.select(is_key, *targets)
@@ -207,6 +190,22 @@ def _store(space: str, address: ir.Value, words: list[ir.Value], active: ir.Valu
     mgpu.utils.inline_ptx(
         f"st.{space}.v4.b32 [$0], {{$1, $2, $3, $4}};", address, *words, predicate=active
     )
+
+
+def _first_column(head, number, is_query, heads: Heads) -> ir.Value:
+    """Where one of the vectors of `place_new` begins among query, key and value."""
+    query = arith.addi(arith.muli(head, const(heads.group)), number)
+    before = arith.addi(
+        const(heads.all - HEADS * heads.stored), arith.muli(number, const(heads.stored))
+    )
+    stored = arith.addi(head, before)
+    return arith.muli(arith.select(is_query, query, stored), const(heads.size))
+
+
+def _load_two(ref, offset: ir.Value, distance: int, active) -> list[list[ir.Value]]:
+    """Two chunks of 16 bytes, so many bytes apart, in words."""
+    address = simt.gmem_address(ref, offset)
+    return [simt.load_chunk(address, distance * i, active) for i in (0, 1)]
 
 
 def _rotate(halves, turns, dtype: ir.Type) -> list[list[ir.Value]]:

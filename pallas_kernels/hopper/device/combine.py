@@ -35,35 +35,13 @@ def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None
         )
     )  # fmt: skip
     def step(_, o, top, total, block, o_parts_ref, sums_ref, arrived_ref):
-        ptx, i32 = mgpu.utils.inline_ptx, const(0).type
         (block,) = block.registers.flat
         blocks, rows, _ = ir.MemRefType(o_parts_ref.type).shape
         lane, warp = simt.lane_and_warp()
         row_in_eight, pair = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-        arrived = simt.smem_address(arrived_ref)
-
-        def send(address, receiver, register, predicate=None):
-            odd, even = lanes.elements(register)
-            if blocks == 1:
-                store = "st.shared.v2.f32 [$0], {$1, $2};"
-                ptx(store, address, even, odd, predicate=predicate)
-                return
-            address, barrier = (
-                ptx("mapa.shared::cluster.u32 $0, $1, $2;", a, receiver, result_types=i32)
-                for a in (address, arrived)
-            )
-            ptx(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
-                "[$0], {$1, $2}, [$3];",
-                address,
-                even,
-                odd,
-                barrier,
-                predicate=predicate,
-            )
-
+        arrived = simt.smem_address(arrived_ref) if blocks > 1 else None
         if blocks > 1:  # all barriers are initialised
-            ptx("barrier.cluster.wait.aligned;", convergent=True)
+            mgpu.utils.inline_ptx("barrier.cluster.wait.aligned;", convergent=True)
         mine = arith.addi(
             simt.smem_address(o_parts_ref), arith.muli(block, const(4 * rows * HEADS))
         )
@@ -73,7 +51,7 @@ def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None
             row = arith.addi(arith.muli(warp, const(16)), const(64 * tile + 8 * half))
             row = arith.addi(row, row_in_eight)
             place = arith.muli(arith.remui(row, const(rows)), const(4 * HEADS))
-            send(arith.addi(mine, place), arith.divui(row, const(rows)), register)
+            _send(arith.addi(mine, place), arith.divui(row, const(rows)), register, arrived)
 
         thread = arith.remui(mgpu.thread_idx(), const(128))
         mine = arith.addi(simt.smem_address(sums_ref), arith.muli(block, const(8 * HEADS)))
@@ -82,11 +60,32 @@ def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None
         receiver = arith.remui(arith.shrui(thread, const(2)), const(blocks))
         for i, sums in enumerate((top, total)):
             (register,) = sums.registers.flat
-            send(arith.addi(mine, const(4 * HEADS * i)), receiver, register, is_sender)
+            _send(arith.addi(mine, const(4 * HEADS * i)), receiver, register, arrived, is_sender)
         if blocks == 1:
             mgpu.warpgroup_barrier()
 
     step(o, top, total, block, o_parts_ref, sums_ref, arrived_ref)
+
+
+def _send(address, receiver, register, arrived, predicate=None) -> None:
+    """Sends two numbers to the same place in another block; without `arrived` it stores them."""
+    ptx, i32 = mgpu.utils.inline_ptx, const(0).type
+    odd, even = lanes.elements(register)
+    if arrived is None:
+        ptx("st.shared.v2.f32 [$0], {$1, $2};", address, even, odd, predicate=predicate)
+        return
+    address, barrier = (
+        ptx("mapa.shared::cluster.u32 $0, $1, $2;", a, receiver, result_types=i32)
+        for a in (address, arrived)
+    )
+    ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [$0], {$1, $2}, [$3];",
+        address,
+        even,
+        odd,
+        barrier,
+        predicate=predicate,
+    )
 
 
 def store_combined(o_parts_ref, sums_ref, out_ref, head: jax.Array, *, heads: Heads, block) -> None:

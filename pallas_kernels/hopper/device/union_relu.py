@@ -52,7 +52,6 @@ def union_relu(
     """
     dtype = jnp.dtype(gate_ref.dtype)
 
-    # `step` is long because its parts share almost all of a lane's registers and addresses.
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *5 * [plgpu.RefType()]))
     def step(_, acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref):
         lane, warp = simt.lane_and_warp()
@@ -76,36 +75,14 @@ def union_relu(
         # ptxas knows that a ballot is uniform in the warp, and so does not serialize the WGMMAs.
         is_rare = lanes.nonzero(lanes.ballot(arith.ori(any_not_finite, lanes.nonzero(outlying))))
 
-        i32 = ir.IntegerType.get_signless(32)
         used = _union(upper), _union(lower)
-        examined = scf.IfOp(is_rare, [i32] * 4, has_else=True)
+        examined = scf.IfOp(is_rare, 4 * [const(0).type], has_else=True)
         with ir.InsertionPoint(examined.then_block):
-            flags = arith.addi(words, const(4 * 4 * _WARP_WORDS))
-            column = arith.muli(quad_lane, const(4))
-            is_first_row = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(quad, warp), const(0))
-            for i, flag in enumerate(_column_flags(values[0::2])):
-                mgpu.utils.inline_ptx(
-                    f"st.shared.b32 [$0 + {16 * i}], $1;",
-                    arith.addi(flags, column),
-                    flag,
-                    predicate=is_first_row,
-                )
-            mgpu.warpgroup_barrier()
-            usual = _usual_union(upper, lower, arith.addi(words, column), threshold)
-            mine_flags = arith.addi(flags, arith.muli(lane, const(4)))
-            scf.YieldOp([*usual, *(_load_shared(mine_flags, offset) for offset in (0, 128))])
+            scf.YieldOp(_usual_and_flags(values, upper, lower, words, threshold))
         with ir.InsertionPoint(examined.else_block):
             scf.YieldOp([*used, const(0), const(0)])
         *usual, low_flags, high_flags = examined.results
-
-        is_first_warp = arith.cmpi(arith.CmpIPredicate.eq, warp, const(0))
-        tokens = simt.gmem_address(counts_ref, arith.muli(lane, const(2)))
-        for offset, count, flag in zip((0, 64), counts, (low_flags, high_flags), strict=True):
-            count = lanes.ptx("prmt.b32 $0, $1, 0, 0x3120;", arith.ori(count, flag))
-            ptx = f"""{{.reg .b16 near, far; mov.b32 {{near, far}}, $1;
-                @$2 st.global.b16 [$0 + {offset}], near;
-                @$2 st.global.b16 [$0 + {offset + 128}], far;}}"""
-            mgpu.utils.inline_ptx(ptx, tokens, count, is_first_warp)
+        _store_counts(counts_ref, counts, (low_flags, high_flags))
 
         is_used = _write_mask(used_ref, *used, lane, warp)
         _write_mask(usual_ref, *usual, lane, warp)
@@ -129,6 +106,39 @@ def write_none(used_ref, usual_ref, counts_ref) -> None:
         simt.store_words(counts_ref, counts, zeros, simt.less(warp, const(1)))
 
     step(used_ref, usual_ref, counts_ref)
+
+
+def _usual_and_flags(values, upper, lower, words, threshold: int) -> list[ir.Value]:
+    """The lane's two rows without the outlying columns, and two words of the columns' flags."""
+    lane, warp = simt.lane_and_warp()
+    quad, quad_lane = arith.divui(lane, const(4)), arith.remui(lane, const(4))
+    flags = arith.addi(words, const(4 * 4 * _WARP_WORDS))
+    column = arith.muli(quad_lane, const(4))
+    is_first_row = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(quad, warp), const(0))
+    for i, flag in enumerate(_column_flags(values[0::2])):
+        mgpu.utils.inline_ptx(
+            f"st.shared.b32 [$0 + {16 * i}], $1;",
+            arith.addi(flags, column),
+            flag,
+            predicate=is_first_row,
+        )
+    mgpu.warpgroup_barrier()
+    usual = _usual_union(upper, lower, arith.addi(words, column), threshold)
+    mine = arith.addi(flags, arith.muli(lane, const(4)))
+    return [*usual, *(_load_shared(mine, offset) for offset in (0, 128))]
+
+
+def _store_counts(counts_ref, counts, flags) -> None:
+    """Stores two words of counts, and of flags, of each lane; see below for their columns."""
+    lane, warp = simt.lane_and_warp()
+    is_first_warp = arith.cmpi(arith.CmpIPredicate.eq, warp, const(0))
+    tokens = simt.gmem_address(counts_ref, arith.muli(lane, const(2)))
+    for offset, count, flag in zip((0, 64), counts, flags, strict=True):
+        count = lanes.ptx("prmt.b32 $0, $1, 0, 0x3120;", arith.ori(count, flag))
+        ptx = f"""{{.reg .b16 near, far; mov.b32 {{near, far}}, $1;
+            @$2 st.global.b16 [$0 + {offset}], near;
+            @$2 st.global.b16 [$0 + {offset + 128}], far;}}"""
+        mgpu.utils.inline_ptx(ptx, tokens, count, is_first_warp)
 
 
 # Word 4 i + p of 64 holds a byte for each of four columns: from the lowest, c, c + 128, c + 1 and
