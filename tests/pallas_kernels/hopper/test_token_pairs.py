@@ -255,7 +255,9 @@ def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F
     assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
 
 
-@pytest.mark.parametrize(("splits", "is_8_bits"), [(4, False), (8, True)])
+@pytest.mark.parametrize(
+    ("splits", "is_8_bits"), [(4, False), pytest.param(8, True, marks=pytest.mark.slow)]
+)
 def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_bits):  # noqa: F811
     heads, kv_heads, batch = 4, 2, 2
     monkeypatch.setattr(decode_attention, "_splits", lambda *_: splits)
