@@ -103,25 +103,28 @@ def _distinct(tree, known=()):
 
 def _kernel(arrays, refs, *outs, memory, barriers, phases, read, changed, column):
     (operands, layer), (refs, counts) = read(arrays, outs), changed(refs)
-    number, wait, start, own = lax.axis_index("cluster"), plgpu.griddepcontrol_wait, 0, iter(outs)
-    arrived = None if counts is None else counts.at[layer[0], 0, column]
-    for place, phase in enumerate(phases):
-        own_outs = list(itertools.islice(own, len(phase.outs)))
-        of_phase = operands[place], refs[place], own_outs, memory[place], barriers[place]
-        run = functools.partial(phase.run, number - start, wait, *of_phase)
-        if len(phases) == 1:
-            run()
-            return
-        is_first, end = place == 0, start + phase.clusters
+    number, own = lax.axis_index("cluster"), iter(outs)
+    outs = [list(itertools.islice(own, len(phase.outs))) for phase in phases]
 
-        @pl.when((start <= number) & (number < end))
-        def _(run=run, is_first=is_first):
-            run()
-            if is_first:
-                grid.arrive(arrived)
+    def run(place, number, wait):
+        parts = (part[place] for part in (operands, refs, outs, memory, barriers))
+        phases[place].run(number, wait, *parts)
 
-        blocks, start = math.prod(phase.cluster) * phase.clusters, end
-        wait = functools.partial(_wait_for_phase, arrived, blocks)
+    first, *more = phases
+    if not more:
+        run(0, number, plgpu.griddepcontrol_wait)
+        return
+    arrived = counts.at[layer[0], 0, column]
+    blocks = math.prod(first.cluster) * first.clusters
+
+    @pl.when(number < first.clusters)
+    def _():
+        run(0, number, plgpu.griddepcontrol_wait)
+        grid.arrive(arrived)
+
+    @pl.when(number >= first.clusters)
+    def _():
+        run(1, number - first.clusters, functools.partial(_wait_for_phase, arrived, blocks))
 
 
 def _wait_for_phase(arrived, blocks):
