@@ -346,8 +346,9 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "the run began; a process that trained on the other GPU might use it, too.",
     "inference-decode-nvidia-h200-20261126": "The run ended before 32 sequences. Kernels share "
     "launches ([decision 0040](../design/0040-shared-launches.md)).",
-    "inference-decode-nvidia-h100-80gb-hbm3-20261126": "A step has two launches fewer than in the "
-    "record before. 16 processes ran tests on the other GPU and on 22 of the 32 cores.",
+    "inference-decode-nvidia-h100-80gb-hbm3-20261126": "A step has two launches fewer than in "
+    "the last record of 2026-11-25. 16 processes ran tests on the other GPU and on 22 of the 32 "
+    "cores.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261125-2": "Kernels share launches, of which a layer "
     "has three or four ([decision 0040](../design/0040-shared-launches.md)). 16 "
     "processes ran tests on the other GPU and on 22 of the 32 cores.",

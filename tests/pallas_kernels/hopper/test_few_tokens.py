@@ -83,9 +83,9 @@ def test_lowers_without_a_gpu_non_gated(lower):
     [
         (1, 2048, 5632),
         (8, 192, 640),
-        (8, 128, 65536),
+        pytest.param(8, 128, 65536, marks=pytest.mark.slow),
         (17, 2048, 5632),
-        pytest.param(64, 128, 65536, marks=pytest.mark.slow),
+        (64, 128, 65536),
     ],
 )
 def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h):

@@ -256,7 +256,7 @@ def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F
 
 
 @pytest.mark.parametrize(
-    ("splits", "is_8_bits"), [(4, False), pytest.param(8, True, marks=pytest.mark.slow)]
+    ("splits", "is_8_bits"), [pytest.param(4, False, marks=pytest.mark.slow), (8, True)]
 )
 def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_bits):  # noqa: F811
     heads, kv_heads, batch = 4, 2, 2
