@@ -120,12 +120,14 @@ def test_as_many_blocks_as_planned_share_an_sm(lower, size, on_sm):
     assert SM_BYTES // (launch.smem + 1024) == on_sm
 
 
-def test_clusters_fill_the_sms_but_give_each_block_two_steps(monkeypatch):
+def test_clusters_fill_the_sms_but_give_each_block_some_steps(monkeypatch):
     monkeypatch.setattr("pallas_kernels.hopper.support.sm_count", lambda: 132)
     for clusters, steps, size, splits in [
         (1, 1, 64, 1),
         (1, 5, 64, 2),
         (32, 8, 64, 4),
+        (32, 31, 64, 4),
+        (32, 32, 64, 8),
         (8, 99, 128, 8),
         (64, 99, 64, 8),
         (64, 99, 128, 4),
