@@ -2,10 +2,13 @@
 
 A launch costs the host 4 to 9 us, more than the GPU takes for some of these kernels. Kernels that
 are launched together are phases of one grid: the clusters of the second stand behind those of the
-first, and wait until all its blocks have arrived. This rests on two things that GPUs do though
-CUDA does not promise them. Clusters start in their order, so those that are waited for are on the
-GPU before those that wait. And what a first phase has written can be read at once by a kernel that
-starts when all blocks of the second phase have waited for it (`token_ffn`).
+first, and wait until all its blocks have arrived. If there is no room for all of them at once, the
+last clusters of the first phase are the first of the second, too.
+
+This rests on two things that GPUs do though CUDA does not promise them. Clusters start in their
+order, so those that are waited for are on the GPU before those that wait. And what a first phase
+has written can be read at once by a kernel that starts when all clusters behind those of the first
+phase, at least one, have waited for it (`token_ffn`).
 """
 
 import functools
@@ -22,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import in_place
 from pallas_kernels.hopper.device import grid, versions
 from pallas_kernels.hopper.frames.phase import Phase
+from pallas_kernels.hopper.frames.token_ring import clusters_at_once, fitting
 
 
 def launched[**P, R](phase: Callable[P, Phase[R]]) -> Callable[P, R]:
@@ -71,7 +75,7 @@ def launch(*phases: Phase, arrivals: Arrivals | None = None) -> list[Any]:
             memory=memory if len(memory) == 1 else plgpu.RefUnion(*memory),
             barriers=[phase.barriers for phase in phases],
         ),
-        grid=(sum(phase.clusters for phase in phases),),
+        grid=(_clusters(phases),),
         grid_names=("cluster",),
         cluster=cluster,
         cluster_names=("quartet", "part"),
@@ -114,17 +118,33 @@ def _kernel(arrays, refs, *outs, memory, barriers, phases, read, changed, column
     if not more:
         run(0, number, plgpu.griddepcontrol_wait)
         return
+    (second,) = more
     arrived = counts.at[layer[0], 0, column]
     blocks = math.prod(first.cluster) * first.clusters
+    start = _clusters(phases) - second.clusters
 
     @pl.when(number < first.clusters)
     def _():
         run(0, number, plgpu.griddepcontrol_wait)
         grid.arrive(arrived)
 
-    @pl.when(number >= first.clusters)
+    @pl.when(number >= start)
     def _():
-        run(1, number - first.clusters, functools.partial(_wait_for_phase, arrived, blocks))
+        run(1, number - start, functools.partial(_wait_for_phase, arrived, blocks))
+
+
+def _clusters(phases):
+    """The number of clusters of a launch: of two phases so many as fit on the GPU at once.
+
+    But no cluster has two of the same phase, and at least one is behind those of the first.
+    """
+    together = sum(phase.clusters for phase in phases)
+    if len(phases) == 1:
+        return together
+    first, second = phases
+    on_sm = min(fitting(phase.memory) for phase in phases)
+    at_once = clusters_at_once(on_sm, math.prod(first.cluster))
+    return min(together, max(at_once, first.clusters + 1, second.clusters))
 
 
 def _wait_for_phase(arrived, blocks):

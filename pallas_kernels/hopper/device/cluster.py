@@ -3,8 +3,9 @@
 Each block is one warpgroup. It receives what the other blocks have summed for it, for instance its
 own columns of every block's row (see `gather`), and every block's scalar. A kernel calls `prepare`
 once. For each exchange it calls `expect`, sends (`send_parts` or `exchange_columns`), and calls
-`wait_for_parts`; then the parts lie in shared memory, to be added in a fixed order. Blocks that
-exchange more than that do it through GMEM and a `ClusterBarrier`, between two calls of `fence`.
+`wait_for_parts`; then the parts lie in shared memory, to be added in a fixed order. `release` comes
+before this memory is used for something else. Blocks that exchange more than that do it through
+GMEM and a `ClusterBarrier`, between two calls of `fence`.
 """
 
 import jax
@@ -215,6 +216,22 @@ def wait_for_parts(arrived_ref) -> None:
             "@!done bra wait; }",
             simt.smem_address(arrived_ref),
             convergent=True,
+        )
+
+    step(arrived_ref)
+
+
+def release(arrived_ref) -> None:
+    """Ends the mbarrier in `arrived_ref`, whose memory may not be used otherwise before: keys of
+    `decode_attention` became NaN where it lay."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def step(_, arrived_ref):
+        mgpu.warpgroup_barrier()  # no warp waits any more
+        mgpu.utils.inline_ptx(
+            "mbarrier.inval.shared.b64 [$0];",
+            simt.smem_address(arrived_ref),
+            predicate=simt.is_first_thread(),
         )
 
     step(arrived_ref)

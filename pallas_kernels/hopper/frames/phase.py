@@ -24,7 +24,7 @@ class Phase[R](NamedTuple):
       barriers: those of a block, likewise.
       run: what a block does, called with the number of its cluster in the phase, a function that
         waits for the kernel or the phase before, and what `operands`, `refs`, `outs`, `memory` and
-        `barriers` are inside the kernel.
+        `barriers` are inside the kernel. Afterwards the memory may be that of another phase.
       cost: floating-point operations, and what is read or written; None if they are not known.
       options: of `plgpu.CompilerParams`, which all phases of a launch get.
     """

@@ -114,6 +114,7 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call):
         multiply()
     else:
         lax.cond(tile * COLUMNS < live[number], multiply, leave_out)
+    cluster.release(smem["arrived"])
 
 
 def only_live(live, number, first, tokens):

@@ -61,6 +61,7 @@ def replacements():
                 "expect": _nothing,
                 "exchange_columns": quartets.exchange_columns,
                 "wait_for_parts": _nothing,
+                "release": _nothing,
             },
         ),
         (
