@@ -346,6 +346,10 @@ REMARKS = {  # for readers of a record, by its file name without `.json`
     "the run began; a process that trained on the other GPU might use it, too.",
     "inference-decode-nvidia-h200-20261126": "The run ended before 32 sequences. Kernels share "
     "launches ([decision 0040](../design/0040-shared-launches.md)).",
+    "inference-decode-nvidia-h200-20261126-2": "Attention for one sequence has clusters of four "
+    "blocks instead of eight ([decision 0040](../design/0040-shared-launches.md)).",
+    "inference-decode-nvidia-h200-20261126-3": "The run ended before 32 sequences. A launch has no "
+    "more clusters than the GPU holds ([decision 0040](../design/0040-shared-launches.md)).",
     "inference-decode-nvidia-h100-80gb-hbm3-20261126": "A step has two launches fewer than in "
     "the last record of 2026-11-25. 16 processes ran tests on the other GPU and on 22 of the 32 "
     "cores.",
