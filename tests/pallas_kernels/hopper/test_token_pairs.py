@@ -184,8 +184,8 @@ def attend_to_projection(
     return attended[: len(padding)], *(ref[...] for ref in caches)
 
 
-# Clusters of four blocks, for the longer caches of eight. For 32 heads not all have room beside the
-# projection: 5 clusters of each phase are the same, and 19 of those of eight.
+# Of 32 heads not all have room beside the projection: 5 clusters of four blocks are those of both
+# phases, and with the longer cache 19 of eight.
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_8_bits", [True, False])
 @pytest.mark.parametrize(
