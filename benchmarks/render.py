@@ -15,8 +15,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import REMARKS, TABLES
+from benchmarks.pages import TABLES
 from benchmarks.record import RESULTS
+from benchmarks.remarks import REMARKS
 from benchmarks.summaries import SUMMARIES
 from benchmarks.tables import markdown
 from twell_jax.plotting import drawn

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import render
-from benchmarks.pages import REMARKS, TABLES
+from benchmarks.pages import TABLES
 from benchmarks.record import RESULTS
+from benchmarks.remarks import REMARKS
 from benchmarks.summaries import SUMMARIES, Pick
 
 DOCS = Path(__file__).parents[1] / "docs"

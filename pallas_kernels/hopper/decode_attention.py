@@ -33,10 +33,8 @@ _COPIES = (8, 32)  # keys that are copied if the cache has no more of a step's
 _STAGES = 3  # of the ring, at most
 _FEATURES_ON_SM = 256  # size of a head times the blocks that fit with these stages
 _MOST_SPLITS = 8  # blocks of a cluster: the most that is portable
-# If clusters of eight blocks took more than this share of the GPU, they would not all find room
-# beside the projection's and load keys and values while those compute. Then clusters of four are
-# faster, unless each of the eight has so many steps.
-_BESIDE_A_PROJECTION = 0.25
+# Steps that each block of a cluster has at least, if the cluster has more than four blocks: fewer
+# blocks find room beside those of the projection, and load keys and values while that computes.
 _STEPS_OF_MANY = 4
 _LOG2_E = 1.4426950408889634
 
@@ -153,8 +151,7 @@ def _splits(clusters: int, steps: int, size: int) -> int:
     """Blocks of a cluster: so many that they about fill the SMs, but each has some steps."""
     splits, blocks = 1, _FEATURES_ON_SM // size * support.sm_count()
     most = min(_MOST_SPLITS, steps // 2, blocks // clusters)
-    find_room = _MOST_SPLITS * clusters <= _BESIDE_A_PROJECTION * blocks
-    if not find_room and steps < _MOST_SPLITS * _STEPS_OF_MANY:
+    if steps < _MOST_SPLITS * _STEPS_OF_MANY:
         most = min(most, PARTS)
     while 2 * splits <= most:
         splits *= 2

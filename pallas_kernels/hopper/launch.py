@@ -121,7 +121,7 @@ def _kernel(arrays, refs, *outs, memory, barriers, phases, read, changed, column
     (second,) = more
     arrived = counts.at[layer[0], 0, column]
     blocks = math.prod(first.cluster) * first.clusters
-    start = _clusters(phases) - second.clusters
+    start = lax.axis_size("cluster") - second.clusters
 
     @pl.when(number < first.clusters)
     def _():

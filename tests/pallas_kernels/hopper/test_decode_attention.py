@@ -128,7 +128,6 @@ def test_clusters_fill_the_sms_but_give_each_block_some_steps(monkeypatch):
         (32, 8, 64, 4),
         (32, 31, 64, 4),
         (32, 32, 64, 8),
-        (8, 16, 64, 8),
         (8, 99, 128, 8),
         (64, 99, 64, 8),
         (64, 99, 128, 4),

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import io_callback
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import decode_attention, launch, support
+from pallas_kernels.hopper import decode_attention, support
 from pallas_kernels.hopper.device import grid
 from pallas_kernels.hopper.device import votes as device_votes
 from pallas_kernels.hopper.frames.token_ring import clusters_at_once
@@ -44,6 +44,8 @@ from tests.pallas_kernels.hopper.test_token_product_interpreted import (
     interpreted,  # noqa: F401  # a fixture
     votes,  # noqa: F401  # a fixture
 )
+
+AT_ONCE = "pallas_kernels.hopper.launch.clusters_at_once"
 
 
 def none_arrived(layers, tokens, neurons=64):
@@ -247,7 +249,7 @@ def assert_arrived_at(layer, launch, counts, tokens):
     [(8, 256, 128, 192, 5), (64, 512, 256, 64, 5), (8, 256, 128, 192, 4)],
 )
 def test_hidden_interpreted(interpreted, arrivals, monkeypatch, m, k, d, h, at_once):  # noqa: F811
-    monkeypatch.setattr(launch, "clusters_at_once", lambda *_: at_once)
+    monkeypatch.setattr(AT_ONCE, lambda *_: at_once)
     operands, counts = operands_of_hidden(m, k, d, h), none_arrived(2, m)
     with interpreted(detect_races=False):  # it knows nothing of arrivals
         assert_hidden(add_product_hidden(HOPPER, *operands, counts), operands)
@@ -275,7 +277,7 @@ def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F
 def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_bits):  # noqa: F811
     heads, kv_heads, batch = 4, 2, 2
     clusters = (heads + 2 * kv_heads) * 4 // splits, kv_heads * batch
-    monkeypatch.setattr(launch, "clusters_at_once", lambda *_: sum(clusters) - 1)
+    monkeypatch.setattr(AT_ONCE, lambda *_: sum(clusters) - 1)
     monkeypatch.setattr(decode_attention, "_splits", lambda *_: splits)
     replace_by_jax(monkeypatch, splits)
     operands = operands_of_attention(heads, kv_heads, 64, batch, 520, 130, 512, is_8_bits)
