@@ -8,7 +8,7 @@ from flax import nnx
 
 from benchmarks.xla_fp8 import CALL
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import FFNStats, SparseMLP
+from twell_jax.ffn import FFNStats, SparseMLP, xla
 from twell_jax.ffn.stats import no_stats
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.quantised import (
@@ -32,10 +32,12 @@ class DenseBlock(nnx.Module):
         self.gate, self.up = QuantisedLinear(mlp.w_gate), QuantisedLinear(mlp.w_up)
         self.down = QuantisedLinear(transposed(mlp.w_down))
 
-    def __call__(self, x: jax.Array, **_: Any) -> tuple[jax.Array, FFNStats]:
+    def __call__(
+        self, x: jax.Array, *, residual: jax.Array | None = None, **_: Any
+    ) -> tuple[jax.Array, FFNStats]:
         """As `SparseMLP` with `return_stats`; statistics are zeros."""
         gate, up = project(x, self.gate, self.up)
-        return self.down(jax.nn.relu(gate) * up), no_stats(self.d_ff)
+        return xla.add(residual, self.down(jax.nn.relu(gate) * up)), no_stats(self.d_ff)
 
 
 def _dense(model: Transformer) -> None:

@@ -39,14 +39,15 @@ class Kernels(NamedTuple):
       dense_block: the whole block, densely, for a prompt -> y, h.
       dense_rows: the dense block for the rows on a list -> their y, l1, fired, and what a backward
         needs of them.
-      place_rows: puts these rows into y, in place.
+      place_rows: puts these rows into y, in place; with a residual, what they add to its rows.
       round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
       gate_union: the gate projection of the live neurons -> the gate as tile unions
         (`layouts.tile_union`), in three arrays: gate, masks, counts.
       union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows, statistics
         of the tiles.
       union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
-      union_down: sums blocks times gathered weights over the unions -> y, or dx.
+      union_down: sums blocks times gathered weights over the unions, and adds a residual if there
+        is one -> y, or dx.
       neuron_lists: the tokens that use each group of neurons (`layouts.neuron_lists`) -> the lists,
         and the lengths that they have with room for all.
       hidden_grads: the gradients behind h, in place -> h and these on the neuron lists.
@@ -68,12 +69,12 @@ class Kernels(NamedTuple):
     fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
     dense_block: Callable[..., tuple[jax.Array, jax.Array]]
     dense_rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]]
-    place_rows: Callable[[jax.Array, jax.Array, jax.Array, jax.Ref], None]
+    place_rows: Callable[..., None]
     round_tokens: Callable[[jax.Array], Quantised]
     gate_union: Callable[..., Arrays]
     union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]
     union_up: Callable[..., tuple[jax.Array, jax.Array]]
-    union_down: Callable[[jax.Array, Arrays, Plan, int], jax.Array]
+    union_down: Callable[..., jax.Array]
     neuron_lists: Callable[[jax.Array, int, int], tuple[NeuronLists, jax.Array]]
     hidden_grads: Callable[..., Arrays]
     weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]

@@ -1,14 +1,16 @@
 """Down projection on tile unions: `h @ w_down[neurons]` for each row tile, or a sum of two such.
 
 The product is computed transposed, with columns of y along the rows of an accumulator and tokens
-along its columns, because h and the gathered rows lie in memory that way. If there are few tokens,
-two jobs share those of a tile.
+along its columns, because h and the gathered rows lie in memory that way. What y is added to
+follows the weights through the ring, 64 tokens at a time. If there are few tokens, two jobs share
+those of a tile.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,7 +24,13 @@ _COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
 _STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a block
 
 
-def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int) -> jax.Array:
+def union_down(
+    h: jax.Array,
+    weights: tuple[jax.Array, ...],
+    plan: Plan,
+    m: int,
+    residual: jax.Array | None = None,
+) -> jax.Array:
     """Sums `h[n] w[n]` over the neurons n in the union of each tile, and over weights, in float32.
 
     Args:
@@ -33,6 +41,7 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
         multiple of 64 from 128 to 8192: `w_down`, or for the gradient for x `w_gate` and `w_up`.
       plan: the unions.
       m: number of tokens.
+      residual: `[m, D]` in the dtype of h, to which the rounded sums are added; None for the sums.
 
     Returns:
       y: `[m rounded up to a multiple of 8, D]` in the dtype of h.
@@ -48,6 +57,9 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
     support.check_array("h", h, (h.shape[0], rows, TILE_TOKENS), weights[0].dtype)
     tiles = pl.cdiv(m, TILE_TOKENS)
     support.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
+    if residual is not None:
+        support.check_array("residual", residual, (m, d), h.dtype)
+        residual = jnp.pad(residual, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
     tokens = gathered_matmul.job_tokens(tiles)
     return gathered_matmul.gathered_matmul(
         functools.partial(_describe, TILE_TOKENS // tokens),
@@ -57,6 +69,7 @@ def union_down(h: jax.Array, weights: tuple[jax.Array, ...], plan: Plan, m: int)
         plan.sizes,
         plan.firsts,
         h,
+        residual,
         *weights,
         jobs=lambda *_: jnp.int32(tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, _COLUMNS)),
         a_shape=(STAGE_K, _COLUMNS),
@@ -76,7 +89,7 @@ def _describe(shares, i, _, sizes, firsts, *rest):
 
 
 def _produce(tokens, job, ring, step, *refs):
-    neurons, _, _, h, *weights, _ = refs
+    neurons, _, _, h, residual, *weights, _ = refs
     share, size, first_block, column = job
     shares = TILE_TOKENS // tokens
     tile, mine = share // shares, pl.ds(share % shares * tokens, tokens)
@@ -94,11 +107,22 @@ def _produce(tokens, job, ring, step, *refs):
             row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
-    return step
+    if residual is None:
+        return step
+
+    def put_residual(part, step):
+        def fill(a, _, loaded):
+            rows = pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS)
+            plgpu.copy_gmem_to_smem(residual.at[rows, pl.ds(column, _COLUMNS)], a, loaded)
+
+        ring.put(step, fill)
+        return step + 1
+
+    return lax.fori_loop(0, tokens // ACC_ROWS, put_residual, step)
 
 
 def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
-    _, _, _, _, *weights, y = refs
+    _, _, _, _, residual, *weights, y = refs
     share, size, _, column = job
     steps = len(weights) * pl.cdiv(size, STAGE_K)
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
@@ -107,10 +131,18 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
         plgpu.wgmma(acc, a.at[:, mine].T, b)
 
     out = ring.multiply(step, steps, wgmma, columns=tokens)
+    step += steps
     columns = pl.ds(column + warpgroup * ACC_ROWS, ACC_ROWS)
     for part in range(tokens // ACC_ROWS):
         values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+        if residual is not None:
+            a, _ = ring.take(step)
+            before = plgpu.load(a.at[:, mine].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            values = (before.astype(jnp.float32) + values.astype(jnp.float32)).astype(y.dtype)
         target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
         gathered_matmul.write([values], buffers, part, [target], transposed=True)
-    return step + steps
+        if residual is not None:
+            ring.release(step)  # behind the fence of `write`, as TMA overwrites what was read
+            step += 1
+    return step

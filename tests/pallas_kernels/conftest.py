@@ -48,7 +48,7 @@ def interpreted(monkeypatch, capsys):
     @contextlib.contextmanager
     def run(detect_races=True):
         monkeypatch.setattr(row_copies, "gather_rows", gather_rows)
-        monkeypatch.setattr(row_copies, "await_rows", lambda *, lag: None)
+        monkeypatch.setattr(row_copies, "await_rows", lambda *, lag: plgpu.commit_smem())
         monkeypatch.setattr(row_copies, "load_indices", read)
         monkeypatch.setattr(row_copies, "fetch_indices", fetch_indices)
         monkeypatch.setattr(row_copies, "read_indices", read)

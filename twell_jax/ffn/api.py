@@ -53,6 +53,7 @@ def sparse_ffn(
     expected_nnz: float | None = None,
     gradient_capacity: float = 1.0,
     windows: Windows | None = None,
+    residual: ArrayLike | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
 
@@ -96,6 +97,9 @@ def sparse_ffn(
       windows: `twell_jax.ffn.Windows` of consecutive tokens, for which `FFNStats.lasso` is wanted;
         `[T]` or `[..., T]` are the leading axes of x. Dense XLA computes it; kernels do with
         gradients="sparse", unless there are documents.
+      residual: `[..., D]` in the dtype of x, to which the rounded y is added. Kernels of unions do
+        it where they write y, if there are no gradients and the neurons are on one device; else it
+        is as if the caller did.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One
@@ -105,9 +109,10 @@ def sparse_ffn(
     nothing asks for kernels, XLA maps calls of fewer than 1024 tokens.
 
     Returns:
-      y: `[..., D]` in the dtype of x, and the `FFNStats`. Matmuls accumulate in float32, those of
-        8-bit operands by kernels in fewer bits (docs/design/0029-8-bit-weights.md). "xla" rounds
-        g, u, h and y to the dtype of x; the kernels round g and y, with unions also h.
+      y: `[..., D]` in the dtype of x, with the residual if there is one, and the `FFNStats`.
+        Matmuls accumulate in float32, those of 8-bit operands by kernels in fewer bits
+        (docs/design/0029-8-bit-weights.md). "xla" rounds g, u, h and y to the dtype of x; the
+        kernels round g and y, with unions also h.
 
     Raises:
       ValueError: shapes or dtypes do not agree, or an argument is out of its range.
@@ -124,7 +129,8 @@ def sparse_ffn(
     x = jnp.asarray(x)
     weights = Weights(*map(_array, (w_gate, w_up, w_down)))
     biases = Biases(*map(_array, (b_gate, b_up, b_down)))
-    _check_operands(x, weights, biases)
+    residual = _array(residual)
+    _check_operands(x, weights, biases, residual)
     check_live(live, len(weights.down))
     if live is not None:
         weights = replace(weights, live=jnp.asarray(live, jnp.int32)[None])
@@ -132,30 +138,43 @@ def sparse_ffn(
     check_options(len(weights.down), expected_nnz, gradient_capacity)
 
     def serve(
-        x: jax.Array, weights: Weights, biases: Biases, windows: Windows | None
+        tokens: tuple[jax.Array, jax.Array | None],
+        weights: Weights,
+        biases: Biases,
+        windows: Windows | None,
     ) -> tuple[jax.Array, FFNStats]:
+        x, residual = tokens
         selection = _select(x, weights, biases, activation, expected_nnz, request, windows)
         algorithm = selection.rule.algorithm
         if algorithm == "dense":
             return xla.ffn(
-                x, weights, biases, activation=activation, threshold=threshold, windows=windows
+                x,
+                weights,
+                biases,
+                activation=activation,
+                threshold=threshold,
+                windows=windows,
+                residual=residual,
             )
         kernels, why = dispatch.back_end(weights.down)
         assert kernels is not None, why  # the rule would have been excluded
+        rows, residual_rows = (a if a is None else a.reshape(-1, a.shape[-1]) for a in tokens)
         if algorithm == "unions" and gradients == "sparse":
             act = rectifier(activation, threshold)
             cells = windows and Cells(x.shape[-2], windows.length)
             compute = mosaic.sparse_gradients(kernels, act, gradient_capacity, cells)
+            offset = () if windows is None else (windows.offset,)
+            y, stats = compute(rows, weights, *offset)
+            y = xla.add(residual_rows, y)
         else:
             few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
             compute = mosaic.dense_gradients(
                 kernels, activation, threshold, algorithm, few_under_vmap
             )
-        offset = () if windows is None else (windows.offset,)
-        y, stats = compute(x.reshape(-1, x.shape[-1]), weights, *offset)
+            y, stats = compute(rows, weights, residual_rows)
         return y.reshape(x.shape), stats
 
-    return partition.left_to_xla(serve, x, weights, biases, windows)
+    return partition.left_to_xla(serve, (x, residual), weights, biases, windows)
 
 
 def explain(*operands: Any, **options: Any) -> str:
@@ -180,7 +199,7 @@ def explain(*operands: Any, **options: Any) -> str:
     weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down", "live")))
     biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
     request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
-    _check_operands(x, weights, biases)
+    _check_operands(x, weights, biases, given["residual"])
     check_live(weights.live, len(weights.down))
     check_activation(activation, given["threshold"], weights.gate is not None)
     check_options(len(weights.down), expected_nnz, given["gradient_capacity"])
@@ -298,12 +317,17 @@ def _select(
     return dispatch.select(case, request)
 
 
-def _check_operands(x, weights, biases):
+def _check_operands(x, weights, biases, residual):
     check_dtype("x", x.dtype)
     if x.ndim < 1 or 0 in x.shape:
         raise ValueError(f"x must be [..., D] with at least one token, got {list(x.shape)}")
     if weights.gate is None and biases.gate is not None:
         raise ValueError("b_gate was given, but the block has no w_gate")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"residual must be as x, {x.dtype} {list(x.shape)}, got {residual.dtype} "
+            f"{list(residual.shape)}; leave it out and add y to it"
+        )
     for name, w in (("w_up", weights.up), ("w_down", weights.down)):
         if w is None:
             raise ValueError(f"{name} is required, got None")

@@ -136,6 +136,7 @@ class SparseMLP(nnx.Module):
         gradients: Gradients | None = ...,
         gradient_capacity: float | None = ...,
         windows: Windows | None = ...,
+        residual: ArrayLike | None = ...,
     ) -> jax.Array: ...
 
     @overload
@@ -147,6 +148,7 @@ class SparseMLP(nnx.Module):
         gradients: Gradients | None = ...,
         gradient_capacity: float | None = ...,
         windows: Windows | None = ...,
+        residual: ArrayLike | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
 
     def __call__(
@@ -157,6 +159,7 @@ class SparseMLP(nnx.Module):
         gradients: Gradients | None = None,
         gradient_capacity: float | None = None,
         windows: Windows | None = None,
+        residual: ArrayLike | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
         """Applies the block.
 
@@ -165,6 +168,8 @@ class SparseMLP(nnx.Module):
           return_stats: return the statistics, too.
           gradients, gradient_capacity: override those of the module; None does not.
           windows: those of `FFNStats.lasso`, if it is wanted; see `sparse_ffn`.
+          residual: `[..., D]` in the dtype of the computation, to which y is added; see
+            `sparse_ffn`.
 
         Returns:
           y: `[..., D]`, or the pair of y and the `FFNStats`.
@@ -199,6 +204,7 @@ class SparseMLP(nnx.Module):
                 self.gradient_capacity if gradient_capacity is None else gradient_capacity
             ),
             windows=windows,
+            residual=residual,
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
         if self.stats is not None:

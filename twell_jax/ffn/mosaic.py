@@ -26,6 +26,8 @@ from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
 from twell_jax.ffn.union_lasso import Cells, Grid
 
+ADDING = ("unions",)  # algorithms whose kernels add y to a residual
+
 RESIDUALS = "sparse_ffn"  # the residuals' name, for policies of `jax.checkpoint`
 
 FORWARD = {
@@ -59,7 +61,9 @@ def dense_gradients(
     algorithm: str,
     few_under_vmap: int | None,
 ) -> Block:
-    """`f(x, weights) -> y, stats` for `x: [M, D]`, whose gradients are those of `xla.ffn`.
+    """`f(x, weights, residual) -> y, stats` for `x: [M, D]`, with the gradients of `xla.ffn`.
+
+    y is added to `residual: [M, D]`, unless that is None.
 
     Args:
       kernels: the back end.
@@ -71,19 +75,22 @@ def dense_gradients(
     act = rectifier(activation, threshold)
     assert act is not None, activation  # the rule would have been excluded
     by_kernels = _forward(kernels, act, algorithm)
-    dense = functools.partial(xla.ffn, activation=activation, threshold=threshold)
+
+    def dense(x, weights, residual):
+        return xla.ffn(x, weights, activation=activation, threshold=threshold, residual=residual)
+
     if few_under_vmap is None:
         compute = by_kernels
     else:
 
-        def anywhere(x, weights):
-            return lax.platform_dependent(x, weights, cuda=by_kernels, default=dense)
+        def anywhere(*operands):
+            return lax.platform_dependent(*operands, cuda=by_kernels, default=dense)
 
         # jit, so that in eager calls the platform of the operands decides.
         compute = jax.jit(partition.sequential_unless_few(anywhere, dense, few_under_vmap))
     compute = jax.custom_vjp(compute)
     compute.defvjp(
-        lambda x, weights: jax.vjp(dense, x, weights), lambda vjp, cotangent: vjp(cotangent)
+        lambda *operands: jax.vjp(dense, *operands), lambda vjp, cotangent: vjp(cotangent)
     )
     return compute
 
@@ -127,17 +134,25 @@ def sparse_gradients(
 
     without_gradients = _forward(kernels, act, "unions")
     compute = jax.custom_vjp(
-        without_gradients if cells is None else lambda *operands: forward(*operands)[0]
+        (lambda x, weights: without_gradients(x, weights, None))
+        if cells is None
+        else lambda *operands: forward(*operands)[0]
     )
     compute.defvjp(forward, backward)
     return compute
 
 
 def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
-    forward = _on_devices(functools.partial(FORWARD[algorithm], kernels, act), _OPERANDS, _OUTPUT)
+    forward = functools.partial(FORWARD[algorithm], kernels, act)
+    alone = _on_devices(forward, _OPERANDS, _OUTPUT)
+    adding = _on_devices(forward, (*_OPERANDS, Share.TOKENS), _OUTPUT)
 
-    def with_stats(x: jax.Array, weights: Weights) -> tuple[jax.Array, FFNStats]:
-        return forward(x, _by_device(weights)).with_stats()
+    def with_stats(x, weights, residual):
+        _, parts = partition.devices()  # each of which would add the residual
+        if residual is not None and algorithm in ADDING and parts == 1:
+            return adding(x, _by_device(weights), residual).with_stats()
+        y, stats = alone(x, _by_device(weights)).with_stats()
+        return xla.add(residual, y), stats
 
     return with_stats
 

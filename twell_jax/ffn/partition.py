@@ -77,17 +77,18 @@ def over_mesh(function: Callable, inputs: Any, outputs: Any) -> Callable:
     return split
 
 
-def left_to_xla(function: Callable, x: jax.Array, *operands: Any) -> Any:
-    """`function(x, *operands)`, a pair, computed with the explicit axes of the mesh left to XLA.
+def left_to_xla(function: Callable, tokens: Any, *operands: Any) -> Any:
+    """`function(tokens, *operands)`, a pair, with the explicit axes of the mesh left to XLA.
 
-    The first of the pair is sharded as x is, the second is the same on all devices.
+    The first of the pair is sharded as the first array of `tokens` is, the second is the same on
+    all devices.
 
     Raises:
       ValueError: one of the operands is sharded over explicit axes that cannot be left to XLA.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.explicit_axes and not mesh.manual_axes:
-        shardings = jax.typeof(x).sharding.spec, PartitionSpec()
+        shardings = jax.typeof(jax.tree.leaves(tokens)[0]).sharding.spec, PartitionSpec()
         function = jax.sharding.auto_axes(function, out_sharding=shardings, axes=mesh.explicit_axes)
     else:
         for operand in jax.tree.leaves(operands):
@@ -97,7 +98,7 @@ def left_to_xla(function: Callable, x: jax.Array, *operands: Any) -> Any:
                     f"weights are sharded as {sharding.spec} over explicit axes of a mesh: call it "
                     "inside jax.set_mesh(mesh), but outside shard_map"
                 )
-    return function(x, *operands)
+    return function(tokens, *operands)
 
 
 def sequential_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:

@@ -68,9 +68,15 @@ class Residuals:
     windows: WindowSums | None = None
 
 
-def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
-    """The block for `x: [M, D]`."""
-    output, _ = _forward(kernels, act, x, weights, capacity=None)
+def forward(
+    kernels: Kernels,
+    act: Rectifier,
+    x: jax.Array,
+    weights: Weights,
+    residual: jax.Array | None = None,
+) -> Output:
+    """The block for `x: [M, D]`, added to `residual: [M, D]` if there is one."""
+    output, _ = _forward(kernels, act, x, weights, residual, capacity=None)
     return output
 
 
@@ -133,7 +139,13 @@ def _window_sums(act, residuals, x, weights, grid):
 
 
 def _forward(
-    kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights, *, capacity: float | None
+    kernels: Kernels,
+    act: Rectifier,
+    x: jax.Array,
+    weights: Weights,
+    residual: jax.Array | None = None,
+    *,
+    capacity: float | None,
 ) -> tuple[Output, tuple]:
     """The output, and (hidden, plan, heavy, what it keeps of heavy tokens, lists, lengths, stats).
 
@@ -157,7 +169,7 @@ def _forward(
     if capacity is None:  # beside the unions, where XLA lets kernels run at the same time
         of_heavy = dense_rows(heavy)
     hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=capacity is not None)
-    y = kernels.union_down(hidden, (weights.down,), plan, m)
+    y = kernels.union_down(hidden, (weights.down,), plan, m, residual)
     if capacity is not None:
         # After union_down, so that its hidden activations reuse the gates' memory. It starts while
         # union_down still works on its last jobs.
@@ -166,7 +178,7 @@ def _forward(
         of_heavy = dense_rows(replace(heavy, pending=pending))
     y_rows, heavy_l1, heavy_fired, heavy_hidden = of_heavy
     y_ref = in_place.mutable(y)
-    kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref)
+    kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref, residual)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
 
     def late(a: jax.Array) -> jax.Array:

@@ -37,6 +37,7 @@ def ffn(
     activation: Activation = "relu",
     threshold: float = 0.0,
     windows: Windows | None = None,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """`sparse_ffn` without its checks."""
     up = _affine(x, weights.up, -1, biases.up)
@@ -48,7 +49,13 @@ def ffn(
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
     # the time of forward and backward on an H100 (docs/design/0013).
-    return _affine(h, weights.down, -2, biases.down), stats.of_dense(h, active, windows)
+    y = _affine(h, weights.down, -2, biases.down)
+    return add(residual, y), stats.of_dense(h, active, windows)
+
+
+def add(residual: jax.Array | None, y: jax.Array) -> jax.Array:
+    """`residual + y`, or y if there is no residual."""
+    return y if residual is None else residual + y
 
 
 def _affine(x, w, axis, b):

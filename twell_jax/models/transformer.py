@@ -345,14 +345,20 @@ class Block(nnx.Module):
         kind: Gradients | None
         kind, room = ("sparse", gradients) if isinstance(gradients, float) else (gradients, None)
 
-        def mlp(x: jax.Array) -> tuple[jax.Array, FFNStats]:
+        def mlp(normed: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, FFNStats]:
             return self.mlp(
-                x, return_stats=True, gradients=kind, gradient_capacity=room, windows=windows
+                normed,
+                return_stats=True,
+                gradients=kind,
+                gradient_capacity=room,
+                windows=windows,
+                residual=residual,
             )
 
-        per_token = jax.vmap(jax.vmap(mlp))
-        y, stats = (per_token if per_token_stats else mlp)(self.mlp_norm(x))
-        return x + scaled(y, self.residual_scale), stats, cache
+        mlp = jax.vmap(jax.vmap(mlp)) if per_token_stats else mlp
+        is_plain = self.residual_scale == 1  # the block adds y as it is
+        y, stats = mlp(self.mlp_norm(x), x if is_plain else None)
+        return y if is_plain else x + scaled(y, self.residual_scale), stats, cache
 
 
 def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDef:

@@ -107,6 +107,40 @@ def test_reference(case, gated):
     assert_matches(run(REFERENCE, *operands, keep=KEPT), *operands)
 
 
+def assert_places_on_a_residual(kernels, m, d, count, dtype):
+    """Bits of each row, placed or not; nothing else may be read of any array."""
+    rng = seeds.rng()
+    rows = np.full(m, -1, np.int32)
+    rows[:count] = rng.permutation(m)[:count]
+    y_rows, residual = (np.full((m, d), np.nan, dtype) for _ in range(2))
+    y_rows[:count], residual[rows[:count]] = rng.standard_normal((2, count, d))
+    y = rng.standard_normal((m, d)).astype(dtype)
+
+    @jax.jit
+    def place(*operands):
+        y_ref = jax.new_ref(y)
+        kernels.place_rows(*operands[:3], y_ref, operands[3])
+        return y_ref[...]
+
+    out = place(np.full(1, count, np.int32), rows, y_rows, residual)
+    y[rows[:count]] = y_rows[:count] + residual[rows[:count]]
+    np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (out, y)))
+
+
+@pytest.mark.parametrize("count", [0, 5, 70])
+def test_reference_places_on_a_residual(count):
+    assert_places_on_a_residual(REFERENCE, 70, 192, count, jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("m", "d", "count"), [(70, 192, 0), (70, 192, 70), (1000, 2048, 999), (9, 8192, 5)]
+)
+def test_on_the_gpu_places_on_a_residual(m, d, count, dtype):
+    assert_places_on_a_residual(HOPPER, m, d, count, dtype)
+
+
 EIGHT_BITS = [  # the lists are short and long
     ((70, 128, 256, 66), ["gate", "up"]),
     ((70, 256, 256, 9), ["gate"]),
@@ -215,6 +249,13 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     text = lower(call, HeavyRows(one, rows, x_rows), Weights(w if gated else None, w, w), y)
     assert text.count("@mosaic_gpu") == 3 and "output_operand_alias" in text
 
+    def place(*operands):
+        y_ref = jax.new_ref(jnp.zeros_like(operands[3]))
+        HOPPER.place_rows(*operands[:3], y_ref, operands[3])
+        return y_ref[...]
+
+    assert "output_operand_alias" in lower(place, one, rows, y, y)
+
 
 @pytest.mark.parametrize("names", [["gate", "up"], ["gate"]])
 def test_8_bits_lower_without_a_gpu(lower, names):
@@ -246,6 +287,9 @@ def test_bad_place_of_rows_is_named():
         ValueError, match=r"y_ref must be float32 \[70, 192\].* got float32 \[70, 64"
     ):
         HOPPER.place_rows(one, rows, y_rows.astype(np.float32), jax.new_ref(jnp.zeros((70, 64))))
+    with pytest.raises(ValueError, match=r"residual must be .*\[70, 192\].*\[70, 64"):
+        y_ref, residual = jax.new_ref(jnp.zeros((70, 192))), np.zeros((70, 64), np.float32)
+        HOPPER.place_rows(one, rows, y_rows.astype(np.float32), y_ref, residual)
 
 
 def with_changes(operand, change):

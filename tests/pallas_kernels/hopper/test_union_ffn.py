@@ -94,6 +94,28 @@ def assert_matches(out, g, x, gate, w_up, w_down, plan, act=RELU):
     assert relative_error(y[: len(x)], ref_y) <= 2 * ROUNDING + bound  # of h and of y
 
 
+def draw_added(*case):
+    """Operands of `union_down` without and with a residual."""
+    (x, gate, w_up, w_down, plan), _ = draw(*case)
+    h, _ = jax.jit(REFERENCE.union_up)(x, gate, w_up, plan)
+    residual = seeds.rng().standard_normal(x.shape).astype(x.dtype)
+    return (h, (w_down,), plan), residual
+
+
+def added_to(residual, down, operands):
+    """What `down` adds to the residual, and what it returns without one; rows past it are NaN."""
+    m = len(residual)
+    call = jax.jit(lambda *operands: down(*operands[:3], m, *operands[3:]))
+    return call(*operands, residual)[:m], call(*operands)[:m]
+
+
+def assert_adds_rounded_sums(down, operands, residual):
+    """Bits: the kernel rounds as XLA does where it adds a result of the kernel."""
+    y, alone = (np.asarray(a, np.float32) for a in added_to(residual, down, operands))
+    expected = (residual.astype(np.float32) + alone).astype(residual.dtype)
+    np.testing.assert_array_equal(y, expected.astype(np.float32))
+
+
 def blocks_of(dense, plan):
     """The matrix `dense: [M, H]` in the blocks of the plan, with zeros to the end of each chunk."""
     blocks = np.zeros((plan.item_count[0], CHUNK_NEURONS, TILE_TOKENS))
@@ -109,6 +131,31 @@ def blocks_of(dense, plan):
 def test_reference(case, gated):
     operands, g = draw(*case, gated, jnp.bfloat16)
     assert_matches(run(REFERENCE.union_up, REFERENCE.union_down, *operands), g, *operands)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference_adds_to_a_residual(case):
+    operands, residual = draw_added(*case, True, jnp.bfloat16)
+    y, alone = added_to(residual, REFERENCE.union_down, operands)
+    expected = np.asarray(alone, np.float64) + np.asarray(residual, np.float64)
+    assert relative_error(y, expected) <= 2 * ROUNDING  # XLA may leave out the one of `alone`
+
+
+@pytest.mark.parametrize("few_tiles", [0, 2])
+def test_interpreted_adds_to_a_residual(few_tiles, interpreted, monkeypatch):
+    monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
+    operands, residual = draw_added(*CASES[1], True, jnp.bfloat16)
+    with interpreted():
+        assert_adds_rounded_sums(union_down, operands, residual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*CASES, *LARGE, (1300, 192, 256, 0.5)])
+def test_adds_to_a_residual_on_the_gpu(case, dtype):
+    operands, residual = draw_added(*case, True, dtype)
+    for _ in range(3):
+        assert_adds_rounded_sums(union_down, operands, residual)
 
 
 @pytest.mark.parametrize("case", CASES_OF_8_BITS)
@@ -156,6 +203,8 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     call = functools.partial(run, functools.partial(union_up, rectifier=act), union_down)
     text = lower(call, x, gate, w if gated else None, w, plan)
     assert text.count("@mosaic_gpu") == (3 if gated else 2)
+    h = jax.ShapeDtypeStruct((tiles * h // 128, 128, TILE_TOKENS), dtype)
+    assert "@mosaic_gpu" in lower(lambda *a: union_down(*a[:3], m, a[3]), h, (w,), plan, x)
 
 
 def test_8_bits_lower_without_a_gpu(lower):
@@ -230,3 +279,5 @@ def test_bad_shapes_are_named():
         union_down(h, (w_down,), plan, 9)
     with pytest.raises(ValueError, match=r"plan.neurons must be .*\[2, 128\].*\[1, 128\]"):
         union_down(h[:, :128], (w_down,), plan, 300)
+    with pytest.raises(ValueError, match=r"residual must be .*\[9, 128\].*\[8, 128\]"):
+        union_down(h[:, :128], (w_down,), plan, 9, np.zeros((8, 128), w_down.dtype))
