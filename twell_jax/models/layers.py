@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from twell_jax.config import ModelConfig
@@ -14,10 +15,25 @@ def logical_axes(*names: str) -> dict[str, Any]:
     return {"out_sharding": names, "eager_sharding": False}
 
 
+class RMSNorm(nnx.RMSNorm):
+    """`nnx.RMSNorm` over the last axis, by one kernel of XLA.
+
+    XLA fuses x with the sum of its squares only if x is multiplied with the root first, not, as its
+    base class does, with the product of root and scale (docs/design/0022-prompts.md).
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]  # without a mask
+        """`x / sqrt(mean(x^2) + epsilon) * scale` for `x: [..., features]`, in float32."""
+        assert self.scale is not None
+        x = x.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (x * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+
+
 def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
     """The norm before attention, the feed-forward block and the output projection."""
     if config.norm == "rms":
-        return _rms_norm(config, config.d_model, "embed", rngs)
+        return _rms_norm(RMSNorm, config, config.d_model, "embed", rngs)
     return nnx.LayerNorm(
         config.d_model,
         epsilon=config.norm_eps,
@@ -32,11 +48,13 @@ def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
 
 def head_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """The norm of each head's queries or keys."""
-    return _rms_norm(config, config.head_dim, "heads", rngs)
+    return _rms_norm(nnx.RMSNorm, config, config.head_dim, "heads", rngs)
 
 
-def _rms_norm(config: ModelConfig, features: int, axis: str, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
+def _rms_norm(
+    kind: type[nnx.RMSNorm], config: ModelConfig, features: int, axis: str, rngs: nnx.Rngs
+) -> nnx.RMSNorm:
+    return kind(
         features,
         epsilon=config.norm_eps,
         dtype=config.dtype,
