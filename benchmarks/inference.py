@@ -223,7 +223,7 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
         token = jnp.asarray(tokens[:batch, PROMPT])
 
         def prepare(graph, params=params, token=token):
-            cache = KVCache.empty(config, len(token), CAPACITY)
+            cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, len(token), CAPACITY))
             cache = replace(cache, length=jnp.int32(PROMPT))
             step = partial(extend, graph)
             step = jax.jit(step, donate_argnums=2, compiler_options=DECODE_OPTIONS)

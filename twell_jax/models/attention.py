@@ -78,7 +78,7 @@ class Attention(nnx.Module):
             assert layer is not None
             cache = cache.write(layer, k, v)
             if mask is not None and mask.shape[3] > x.shape[1]:
-                k, v = cache.read(layer)
+                k, v = cache.read(layer, x.shape[1])
         attended = on_shares(_attend, q, k, v, mask)
         return self.out(attended.reshape(*x.shape[:2], -1)), cache
 

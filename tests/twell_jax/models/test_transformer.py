@@ -1,5 +1,6 @@
 """The language model against float64 numpy, and the properties that its users rely on."""
 
+import dataclasses
 import functools
 from itertools import groupby
 from pathlib import Path
@@ -230,8 +231,24 @@ def test_prompts_fill_a_cache_as_decoding_does(capacity, padding):
     assert_close(found, expected)
     for ours, theirs in ((cache.k, stored.k), (cache.v, stored.v)):
         assert ours.shape[2] == capacity
-        assert_close(ours, theirs[:, :, :capacity])
+        assert_close(ours[:, :, :5], theirs[:, :, :5])
     assert int(cache.length) == 5 and not cache.padding.any()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("padding", [None, (2, 0)])
+def test_slots_without_a_token_have_no_influence(padding, poison):
+    module, tokens = make(kv_heads=2), draw_tokens(2, 12)
+    padding = None if padding is None else np.array(padding, np.int32)
+    _, cache = prefill(module, tokens[:, :5], 15, padding)
+    poisoned = dataclasses.replace(
+        cache, k=cache.k.at[:, :, 5:].set(poison), v=cache.v.at[:, :, 5:].set(-poison)
+    )
+    zeros = dataclasses.replace(cache, k=cache.k.at[:, :, 5:].set(0), v=cache.v.at[:, :, 5:].set(0))
+    for first, end in ((5, 6), (6, 9), (9, 12)):
+        logits, poisoned = decode(module, tokens[:, first:end], poisoned)
+        expected, zeros = decode(module, tokens[:, first:end], zeros)
+        np.testing.assert_array_equal(logits, expected)
 
 
 @pytest.mark.parametrize("window", [None, 3])
