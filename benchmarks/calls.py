@@ -40,27 +40,31 @@ class Call:
 def measure(call: Call) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A row with time, peak memory and, if it can be read, energy; and the result of the call.
 
-    What is compared of the result is by the names of its errors.
+    What is compared of the result is by the names of its errors. The time is taken right after the
+    energy, so that the GPU has the clocks that its limit of power allows for this call, and not
+    faster ones because it has been idle.
     """
     out = call.wait(call.run())
     out = jax.tree.map(np.asarray, out if isinstance(out, dict) else {"error": out})
-    start = time.perf_counter()
-    call.wait(call.run())
-    calls = max(1, min(50, math.ceil(0.5 / (time.perf_counter() - start))))
+    calls = max(1, min(50, math.ceil(0.5 / _seconds(call, 1))))
+    energy = {}
+    if joules() is not None:
+        count = math.ceil(calls * ENERGY_SECONDS / _seconds(call, calls))
+        before = joules()
+        _seconds(call, count)
+        energy = {"joules_per_token": (joules() - before) / (count * call.tokens)}
     ms = call.milliseconds(call.run, calls=calls)
-    row = {
-        "ms": ms,
-        "tokens_per_second": call.tokens / ms * 1e3,
-        "peak_bytes": call.peak_bytes,
-        **call.details,
-    }
-    if (before := joules()) is not None:
-        calls = math.ceil(ENERGY_SECONDS / ms * 1e3)
-        for _ in range(calls):
-            result = call.run()
-        call.wait(result)
-        row["joules_per_token"] = (joules() - before) / (calls * call.tokens)
-    return row, out
+    row = {"ms": ms, "tokens_per_second": call.tokens / ms * 1e3, "peak_bytes": call.peak_bytes}
+    return row | dict(call.details) | energy, out
+
+
+def _seconds(call: Call, count: int) -> float:
+    """How long so many calls take, one after the other, with waiting for the last one."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call.run()
+    call.wait(result)
+    return time.perf_counter() - start
 
 
 def joules() -> float | None:

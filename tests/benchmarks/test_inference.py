@@ -45,6 +45,20 @@ def small(monkeypatch, tmp_path):
     energy = iter(range(0, 1000, 5))
     monkeypatch.setattr(calls, "joules", lambda: next(energy))
     monkeypatch.setattr(calls, "ENERGY_SECONDS", 0.01)
+    monkeypatch.setattr(calls, "_seconds", lambda call, count: (call.run(), 2e-3 * count)[1])
+
+
+def test_a_call_is_timed_right_after_it_has_run_for_its_energy(monkeypatch):
+    events = []
+    monkeypatch.setattr(calls, "joules", lambda: events.append("joules") or 0.0)
+
+    def clock(f, calls):
+        events.append("time")
+        return 2.0
+
+    call = calls.Call(lambda: events.append("run") or np.zeros(1), 1, 0, np.asarray, clock)
+    calls.measure(call)
+    assert events[-4:] == ["joules", "run", "joules", "time"]
 
 
 @pytest.mark.slow
@@ -172,7 +186,7 @@ def decoder_in_place_of_torch():
         graph, params = graphdef(silu), nnx.state(model)
 
         def run():
-            cache = KVCache.empty(silu, len(tokens), capacity)
+            cache = jax.tree.map(jnp.zeros_like, KVCache.empty(silu, len(tokens), capacity))
             cache = inference.replace(cache, length=jnp.int32(start))
             return jax.jit(lambda *operands: nnx.merge(graph, params).decode(*operands)[0])(
                 jnp.asarray(tokens), cache
