@@ -103,8 +103,11 @@ def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, room):
     errors, caches = errors_and_caches(CASES[case] | window, batch, room)
     # Of twelve draws on a CPU XLA's own error was between 0.02 and 0.06.
     assert errors["mosaic"] < 1.5 * errors["xla"] < 0.15
-    for ours, theirs in zip(*(jax.tree.leaves(cache) for cache in caches.values()), strict=True):
-        assert relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32)) < 0.03
+    ours, theirs = caches.values()
+    assert int(ours.length) == int(theirs.length) == CAPACITY
+    for name in ("k", "v"):  # of the slots that hold a token; others may hold anything
+        both = (getattr(cache, name)[:, :, :CAPACITY] for cache in (ours, theirs))
+        assert relative_error(*(np.asarray(a, np.float32) for a in both)) < 0.03
 
 
 @pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
