@@ -57,6 +57,9 @@ REMARKS = {
     "blocks instead of eight ([decision 0040](../design/0040-shared-launches.md)).",
     "inference-decode-nvidia-h200-20261126-3": "The run ended before 32 sequences. A launch has no "
     "more clusters than the GPU holds ([decision 0040](../design/0040-shared-launches.md)).",
+    "inference-cached-nvidia-h200-20261126": "The first in which a call is timed right after its "
+    "energy, and in which prompts run two layers in a turn of the loop "
+    "([decision 0022](../design/0022-prompts.md)).",
     "inference-decode-nvidia-h100-80gb-hbm3-20261126": "A step has two launches fewer than in "
     "the last record of 2026-11-25. 16 processes ran tests on the other GPU and on 22 of the 32 "
     "cores.",

@@ -96,8 +96,7 @@ _STEPS = {
     "0p5b": "training-0p5b-nvidia-h200-20261125",
 }
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
-_DECODING = "inference-decode-nvidia-h100-80gb-hbm3-20261126"
-_PROMPTS = "inference-prefill-nvidia-h200-20261125"
+_CACHED = "inference-cached-nvidia-h200-20261126"
 _STUDY = "study-nvidia-h200-20261124"
 _WORK = {
     "forward": "scoring",
@@ -242,12 +241,9 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=tuple(
-            _pick(record, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu")
-            for record, direction, batches in (
-                (_DECODING, "decode", (1, 8, 32)),
-                (_PROMPTS, "prefill", (8, 32)),
-            )
-            for batch in batches
+            _pick(_CACHED, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu")
+            for direction in ("decode", "prefill")
+            for batch in (1, 8, 32)
         ),
     ),
     "scaling": Summary(
