@@ -68,7 +68,7 @@ def test_gradients_of_a_residual_are_those_of_a_sum(back_end, options):
         y, stats = sparse_ffn(*operands, **options)
         return residual + y, stats
 
-    call = jax.jit(functools.partial(gradients), static_argnums=0)
+    call = jax.jit(gradients, static_argnums=0)
     ours, expected = (call(f, [*operands, residual], dy) for f in (with_residual, a_sum))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2 * ROUNDING, atol=1e-6), ours, expected

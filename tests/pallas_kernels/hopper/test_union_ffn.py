@@ -103,7 +103,7 @@ def draw_added(*case):
 
 
 def added_to(residual, down, operands):
-    """What `down` adds to the residual, and what it returns without one; rows past it are NaN."""
+    """What `down` returns with the residual, and without."""
     m = len(residual)
     call = jax.jit(lambda *operands: down(*operands[:3], m, *operands[3:]))
     return call(*operands, residual)[:m], call(*operands)[:m]
