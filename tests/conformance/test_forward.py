@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from tests import seeds
 from tests.conformance.cases import (
     ALGORITHMS,
     COLUMNS,
@@ -26,7 +24,7 @@ from tests.conformance.cases import (
     run,
     xla,
 )
-from tests.errors import ROUNDING, relative_error
+from tests.errors import relative_error
 from tests.room import fired_tiles, shares
 from twell_jax import sparse_ffn
 from twell_jax.ffn.stats import NOT_MEASURED
@@ -133,51 +131,6 @@ def test_heavy_rows_at_full_size(algorithm, every):
     operands = draw(16384, 2048, 5632, threshold=2.57)
     operands[0][7::every, -1] = -1
     assert_exact(operands, algorithm)
-
-
-@every_algorithm
-@pytest.mark.parametrize("heavy", [0, 3, 700])
-def test_y_is_added_to_a_residual(back_end, algorithm, heavy):
-    operands = draw_for(algorithm)
-    operands[0][:heavy, -1] = -1
-    residual = draw_for(algorithm)[0]
-    assert_added(jax.jit(by(algorithm)), operands, residual)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, PREFILL_OPTIONS], ids=["graphs", "prompts"])
-@pytest.mark.parametrize(("m", "every"), [(1024, 1024), (1001, 5), (4096, 512), (16384, 100)])
-def test_y_is_added_to_a_residual_at_full_size(m, every, options):
-    operands = draw(m, 2048, 5632, threshold=2.57)
-    operands[0][7::every, -1] = -1
-    call = jax.jit(by("unions"), compiler_options=options)
-    assert_added(call, operands, seeds.rng().permuted(operands[0], axis=1))
-
-
-def assert_added(call, operands, residual):
-    """Sums and statistics are those without a residual."""
-    (y, stats), (alone, stats_alone) = call(*operands, residual=residual), call(*operands)
-    expected = np.asarray(residual, np.float64) + np.asarray(alone, np.float64)
-    assert y.dtype == alone.dtype and relative_error(y, expected) <= 2 * ROUNDING
-    row = np.argmax(operands[0][:, -1] < 0)  # a heavy one, if there is any
-    assert relative_error(y[row], expected[row]) <= 2 * ROUNDING
-    jax.tree.map(np.testing.assert_array_equal, stats, stats_alone)
-
-
-def test_where_the_neurons_are_split_a_residual_is_added_once(reference_kernels):
-    operands = draw(4 * 100, 128, 512)
-    residual = draw(4 * 100, 128, 512)[0]
-    axes, devices = ("data", "tensor"), jax.devices("cpu")[:4]
-    mesh = jax.make_mesh((2, 2), axes, 2 * (AxisType.Auto,), devices=devices)
-    specs = [P("data"), *3 * [P("tensor")], P("data")]
-    with jax.set_mesh(mesh):
-        x, *weights, placed = (
-            jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip([*operands, residual], specs, strict=True)
-        )
-        y, _ = jax.jit(by("unions"))(x, *weights, residual=placed)
-    expected, _ = xla(*in_float32(operands), residual=residual.astype(np.float32))
-    assert relative_error(y, expected) < 5e-3
 
 
 @pytest.mark.gpu

@@ -53,29 +53,6 @@ def _sparse_gradients(back_ends, capacity):
     return jax.jit(functools.partial(gradients, ffn))
 
 
-@pytest.mark.parametrize("options", [{"packing": "unions"}, SPARSE], ids=["dense", "sparse"])
-def test_gradients_of_a_residual_are_those_of_a_sum(back_end, options):
-    """And the others are what they are without one."""
-    *operands, dy = *draw(*SHAPE), seeds.rng().standard_normal((SHAPE[0], SHAPE[1]))
-    residual = np.flip(operands[0])
-
-    def with_residual(*operands):
-        *operands, residual = operands
-        return sparse_ffn(*operands, residual=residual, **options)
-
-    def a_sum(*operands):
-        *operands, residual = operands
-        y, stats = sparse_ffn(*operands, **options)
-        return residual + y, stats
-
-    call = jax.jit(gradients, static_argnums=0)
-    ours, expected = (call(f, [*operands, residual], dy) for f in (with_residual, a_sum))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2 * ROUNDING, atol=1e-6), ours, expected
-    )
-    np.testing.assert_array_equal(ours[0][-1], dy.astype(residual.dtype))
-
-
 @every_packing
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):

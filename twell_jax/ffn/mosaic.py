@@ -26,8 +26,6 @@ from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
 from twell_jax.ffn.union_lasso import Cells, Grid
 
-ADDING = ("unions",)  # algorithms whose kernels add y to a residual
-
 RESIDUALS = "sparse_ffn"  # the residuals' name, for policies of `jax.checkpoint`
 
 FORWARD = {
@@ -36,6 +34,7 @@ FORWARD = {
     "twell": twell.forward,
     "unions": unions.forward,
 }
+_ADDING = ("unions",)  # those of them that add y to a residual themselves
 
 type Block = Callable[..., tuple[jax.Array, FFNStats]]
 
@@ -149,7 +148,7 @@ def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
 
     def with_stats(x, weights, residual):
         _, parts = partition.devices()  # each of which would add the residual
-        if residual is not None and algorithm in ADDING and parts == 1:
+        if residual is not None and algorithm in _ADDING and parts == 1:
             return adding(x, _by_device(weights), residual).with_stats()
         y, stats = alone(x, _by_device(weights)).with_stats()
         return xla.add(residual, y), stats
