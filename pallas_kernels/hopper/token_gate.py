@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import gather, open_gates, token_columns, votes
 from pallas_kernels.hopper.frames.phase import Phase
@@ -26,8 +27,8 @@ from pallas_kernels.layouts.weights import Weights
 # (docs/design/0008-few-tokens.md).
 _AHEAD = range(1)
 # Of the 16 rows of w_down that are a block's, those that it prefetches into L2 as soon as its ring
-# is free: that of the next kernel is not there yet. With 8, dense gates take up to 1 us more.
-_DOWN_ROWS = 4
+# is free: that of the next kernel is not there yet. With more or none, dense gates take more time.
+_DOWN_ROWS = 2
 
 
 def gate_phase(
@@ -77,7 +78,7 @@ def gate_phase(
 
     finish = functools.partial(_finish, eps=eps, batch=batch, rectifier=rectifier)
     ring = TokenRing.of(x, (activated,), k_axis=2)
-    call = TokenCall("token_gate", ring, finish, waits_first=True, live=2, leave_out=_leave_out)
+    call = TokenCall("token_gate", ring, finish, starts_next=True, live=2, leave_out=_leave_out)
     further = [squares, live, rows, ups]
     return call.phase(x, (activated,), layer, further, outs, Gate, refs=[counts])
 
@@ -99,6 +100,13 @@ def _finish(refs, outs, number, product, *, eps, batch, rectifier):
         g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, dtype))
         g = set_live(g).astype(dtype).astype(jnp.float32)
         most = open_gates.count(g, batch, counts.at[number, tile % counts.shape[1]])
+        if ups is None:
+            plgpu.griddepcontrol_launch_dependents()
+        else:
+            # Blocks with many open gates let the next kernel start later: it would put two blocks
+            # on each SM that is free first, and read w_down through half of the SMs.
+            has_many = open_gates.has(most, votes.MANY)
+            pl.when(~has_many)(plgpu.griddepcontrol_launch_dependents)
 
         # Where a token of the warp has many, the tile will probably be read as a whole.
         @pl.when(ups is None or most < votes.MANY)
@@ -115,12 +123,13 @@ def _finish(refs, outs, number, product, *, eps, batch, rectifier):
             def store_hidden(up):
                 _store_hidden(outs[1:], first, hidden(g, up * scale, rectifier))
 
-            dense.multiply_if_many(most, store_hidden)
+            dense.multiply_if_many(most, has_many, store_hidden)
 
     return store
 
 
 def _leave_out(refs, outs, number, product):
+    plgpu.griddepcontrol_launch_dependents()
     store_zeros(refs, outs, number, product)
     if len(outs) == 1:  # without a gate projection
         return
@@ -154,11 +163,15 @@ class _DenseTile(NamedTuple):
     down: Any
     vote: Any
 
-    def multiply_if_many(self, most: jax.Array, store: Callable[..., None]) -> None:
+    def multiply_if_many(
+        self, most: jax.Array, has_many: jax.Array, store: Callable[..., None]
+    ) -> None:
         """Votes, multiplies if all blocks are for it, and calls `store` with the sums.
 
         Args:
           most: of `open_gates.count`.
+          has_many: whether that is `votes.MANY` in a warp; then this block has not let the next
+            kernel start.
           store: called with the 16 columns of `up`.
         """
         vote = functools.partial(votes.vote, self.vote)
@@ -167,11 +180,11 @@ class _DenseTile(NamedTuple):
 
         @pl.when(has_some)
         def _():
-            has_many = open_gates.has(most, votes.MANY)
             pl.when(~has_many)(functools.partial(vote, votes.HAS_SOME))
             pl.when(has_many)(functools.partial(vote, votes.HAS_MANY))
             pl.when(has_many)(functools.partial(self.up.fetch, _AHEAD))
             do_agree = votes.do_agree(self.vote)
+            pl.when(~do_agree)(plgpu.griddepcontrol_launch_dependents)
             pl.when(has_many & ~do_agree)(functools.partial(self.up.drop, _AHEAD))
             pl.when(do_agree & ~has_many)(functools.partial(self.up.fetch, _AHEAD))
             pl.when(do_agree)(functools.partial(self._multiply, store))
@@ -181,5 +194,6 @@ class _DenseTile(NamedTuple):
         up.fetch(range(_AHEAD.stop, up.ring.slots))
         up.expect()
         up.send()
+        plgpu.griddepcontrol_launch_dependents()
         gather.prefetch_rows(self.down, up.first_columns[0], _DOWN_ROWS)
         store(*up.receive())

@@ -1,9 +1,9 @@
 """A kernel that multiplies up to 64 tokens with matrices that are read once, and finishes the sums.
 
-A block lets the next kernel start at once and asks for its part of the matrix before it waits for
-the kernel or the phase before it (programmatic dependent launch, `launch`), so that memory does not
-stand still between them. Matrices must therefore be finished earlier: inputs of the program, not
-results of the computations just before.
+A block mostly lets the next kernel start at once, and asks for its part of the matrix before it
+waits for the kernel or the phase before it (programmatic dependent launch, `launch`), so that
+memory does not stand still between them. Matrices must therefore be finished earlier: inputs of the
+program, not results of the computations just before.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class TokenCall:
       finish: called with references to the further operands and to the results, the layer, and the
         `Product`, which is on its way. It returns what is called with the finished sums: for each
         matrix of a block an array of `token_columns`.
-      waits_first: whether the next kernel starts only after this one has waited for the kernel
-        before, so that it can read that one's results at once.
+      starts_next: whether `finish` and `leave_out` let the next kernel start. It can then read at
+        once what the kernel before this one has written.
       live: the index, among references and further operands, of the one that says how many columns
         of each layer's matrices are multiplied, in whole tiles. All are if this or that is None.
       leave_out: called for other tiles, instead of `finish`.
@@ -47,7 +47,7 @@ class TokenCall:
     name: str
     ring: TokenRing
     finish: Callable
-    waits_first: bool = False
+    starts_next: bool = False
     live: int | None = None
     leave_out: Callable = store_zeros
 
@@ -86,11 +86,9 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call):
     live = None if call.live is None else further[call.live]
 
     def begin():
-        if not call.waits_first:
+        if not call.starts_next:
             plgpu.griddepcontrol_launch_dependents()
         wait()
-        if call.waits_first:
-            plgpu.griddepcontrol_launch_dependents()
 
     def multiply():
         is_8_bits = call.ring.is_8_bits
