@@ -63,10 +63,11 @@ def few_tokens_ffn(
     x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
     live = weights.live  # also that of a stack of one layer
     weights = jax.tree.map(lambda w: w[None], replace(weights, live=None))
-    counts = in_place.mutable(open_counts.zeros(1, len(x), h))
     only = jnp.zeros(1, jnp.int32)
-    gate = token_gate.gate(x, replace(weights, live=live), only, counts, rectifier, batch=m)
+    gate = token_gate.gate(x, replace(weights, live=live), only, None, rectifier, batch=m)
+    assert gate.counts is not None
+    counts = in_place.mutable(gate.counts)
     y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
-    nnz = open_counts.of_tokens(in_place.contents(counts), len(x))[0, :m]
+    nnz = open_counts.of_tokens(in_place.contents(counts))[0, :m]
     l1 = gate.values.astype(jnp.float32) if l1 is None else l1
     return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate.values[:m] != 0, axis=0)

@@ -228,7 +228,7 @@ class _Plan:
 
 
 def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
-    (gate, hidden, _), x, weights, layer, squares = operands
+    (gate, hidden, *_), x, weights, layer, squares = operands
     (_, h), d = gate.shape, x.shape[1]
     quartets = 2 if batch <= _FEW else 1
     blocks = quartets * PARTS
@@ -292,14 +292,17 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
     store_row = plan.stores.row(further, outs, number, token, share)
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
-    open_of_tokens = words.load(counts.at[number, :, pl.ds(0, tokens)])
+    tiles = operands.gate.shape[1] // COLUMNS
+    of_tiles = pl.ds(open_counts.column(0), tiles)
+    open_of_tokens = open_gates.load(counts.at[number, pl.ds(1, tokens // 4), of_tiles])
     if plan.up is not None:
-        of_tiles = pl.ds(open_counts.votes(tokens, 0), plan.up.tiles)
-        votes_of_tiles = words.load(counts.at[number, pl.ds(0, 1), of_tiles])
+        votes_of_tiles = words.load(counts.at[number, 0, of_tiles])
     # While those are on their way, open gates are found as if they were few.
     gate = operands.gate.at[token]
     found = shares.find(gate, is_row, scratch["counts"])
-    is_sparse = open_gates.are_few(open_of_tokens, MOST_OPEN, MOST_OPEN_OF_A_TOKEN)
+    limits = dict(most=MOST_OPEN, most_of_a_token=MOST_OPEN_OF_A_TOKEN)
+    of_warps = parts.at[0, 0, pl.ds(0, 4)]  # free until a product sends its sums
+    is_sparse = open_gates.are_few(open_of_tokens, tiles, of_warps, **limits)
 
     @pl.when(is_sparse & is_row)
     def _():
@@ -319,7 +322,7 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
             block.fetch_down()
         else:
             missing = votes.Missing.of(votes_of_tiles, plan.up.tiles)
-            arrivals = counts.at[number, 0, open_counts.arrivals(tokens, open_counts.Launch.FFN)]
+            arrivals = counts.at[number, 0, open_counts.Launch.FFN]
             store = _store_hidden(operands, hidden, further, outs, plan)
             block.multiply_up(missing, arrivals, store)
         block.multiply_down(functools.partial(plan.stores.columns, further, outs, number))

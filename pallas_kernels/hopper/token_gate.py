@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import gather, open_gates, token_columns, votes
+from pallas_kernels.hopper.device import cluster, gather, open_gates, token_columns, votes
 from pallas_kernels.hopper.frames.phase import Phase
 from pallas_kernels.hopper.frames.token_call import TokenCall, only_live, store_zeros
 from pallas_kernels.hopper.frames.token_ring import Matrices, Product, TokenRing
@@ -35,7 +35,7 @@ def gate_phase(
     x: jax.Array,
     weights: Weights,
     layer: jax.Array,
-    counts: jax.Ref,
+    counts: jax.Ref | None,
     rectifier: Rectifier = RELU,
     *,
     batch: int,
@@ -56,8 +56,8 @@ def gate_phase(
         a multiple of 64. Gates past the number of live neurons are zero, and whole tiles of 64 of
         them are not computed. Rows of open gates are prefetched into L2 if gates are few.
       layer: int32 `[1]`.
-      counts: mutable, as in `layouts.open_counts`; at `layer`, the number of open gates of each
-        token is added. All else must be zero there.
+      counts: mutable, as in `layouts.open_counts`, zero at `layer`; gets the open gates of each
+        token and the votes of tiles. None, for weights of one layer, makes an array of them.
       rectifier: act, which may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are counted, the others are padding. What the results hold
         for padding is undefined.
@@ -65,31 +65,62 @@ def gate_phase(
     """
     tokens, h = x.shape[0], weights.down.shape[1]
     squares, eps = norm if norm is not None else (None, 0.0)
-    outs = [jax.ShapeDtypeStruct((tokens, h), x.dtype)]
+    values = jax.ShapeDtypeStruct((tokens, h), x.dtype)
+    outs = dict(values=values)
     if weights.linear is not None:
-        outs.append(jax.ShapeDtypeStruct((tokens, h), x.dtype))
+        outs["hidden"] = jax.ShapeDtypeStruct(values.shape, values.dtype)
         l1_parts = (tokens, h // token_columns.COLUMNS)
-        outs.append(jax.ShapeDtypeStruct(l1_parts, jnp.float32))
+        outs["l1"] = jax.ShapeDtypeStruct(l1_parts, jnp.float32)
+    are_new = counts is None
+    if are_new:
+        outs["counts"] = open_counts.shape(1, tokens, h)
     activated, linear, live = weights.activated, weights.linear, weights.live
     rows = [w.values if isinstance(w, Quantised) else w for w in (*weights.inner[1:], weights.down)]
     # One ring serves both products.
     is_alike = isinstance(linear, Quantised) == isinstance(activated, Quantised)
     ups = Matrices.of((linear,)) if linear is not None and is_alike else None
 
-    finish = functools.partial(_finish, eps=eps, batch=batch, rectifier=rectifier)
-    ring = TokenRing.of(x, (activated,), k_axis=2)
-    call = TokenCall("token_gate", ring, finish, starts_next=True, live=2, leave_out=_leave_out)
+    finish = functools.partial(_finish, are_new=are_new, eps=eps, batch=batch, rectifier=rectifier)
+    call = TokenCall(
+        "token_gate",
+        TokenRing.of(x, (activated,), k_axis=2),
+        _with_counts(finish, are_new),
+        starts_next=True,
+        live=-3,
+        leave_out=_with_counts(_leave_out, are_new),
+    )
     further = [squares, live, rows, ups]
-    return call.phase(x, (activated,), layer, further, outs, Gate, refs=[counts])
+    refs = [] if are_new else [counts]
+
+    def form(*written):
+        return Gate(**dict(zip(outs, written, strict=True)))
+
+    return call.phase(x, (activated,), layer, further, list(outs.values()), form, refs=refs)
 
 
 gate = launched(gate_phase)
 
 
-def _finish(refs, outs, number, product, *, eps, batch, rectifier):
-    counts, squares, live, rows, ups = refs
+def _with_counts(function, are_new):
+    """`function`, which `TokenCall` calls, with the counts in front: one of the results if they are
+    new, else one of the references."""
+
+    def call(refs, outs, number, product):
+        if are_new:
+            *outs, counts = outs
+        else:
+            counts, *refs = refs
+        return function(counts, refs, outs, number, product)
+
+    return call
+
+
+def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifier):
+    squares, live, rows, ups = refs
     (tile,), (first,) = product.tiles, product.first_columns
     tokens, dtype = product.ring.tokens, outs[0].dtype
+    if are_new:
+        _set_numbers(counts, number, tile, 0)
     set_live = only_live(live, number, first, tokens)
     scale = 1.0
     if squares is not None:
@@ -99,7 +130,8 @@ def _finish(refs, outs, number, product, *, eps, batch, rectifier):
         before = values[0] * scale
         g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, dtype))
         g = set_live(g).astype(dtype).astype(jnp.float32)
-        most = open_gates.count(g, batch, counts.at[number, tile % counts.shape[1]])
+        numbers = _numbers(counts, number, tile)
+        most = open_gates.count(g, batch, numbers.at[pl.ds(1, tokens // 4)])
         if ups is None:
             plgpu.griddepcontrol_launch_dependents()
         else:
@@ -117,8 +149,7 @@ def _finish(refs, outs, number, product, *, eps, batch, rectifier):
         token_columns.store(outs[0], first, g)
         if ups is not None:
             up = dataclasses.replace(product, matrices=ups)
-            vote = counts.at[number, 0, open_counts.votes(tokens, tile)]
-            dense = _DenseTile(up, rows[-1].at[number], vote)
+            dense = _DenseTile(up, rows[-1].at[number], numbers.at[0])
 
             def store_hidden(up):
                 _store_hidden(outs[1:], first, hidden(g, up * scale, rectifier))
@@ -128,15 +159,33 @@ def _finish(refs, outs, number, product, *, eps, batch, rectifier):
     return store
 
 
-def _leave_out(refs, outs, number, product):
+def _numbers(counts, number, tile):
+    return counts.at[number, :, open_counts.column(tile)]
+
+
+def _set_numbers(counts, number, tile, vote):
+    """The first block of a tile stores its votes, and that none of its gates is open. The others
+    see it when they have its sums."""
+
+    @pl.when(lax.axis_index("part") == 0)
+    def _():
+        open_gates.store(_numbers(counts, number, tile), vote)
+
+        @pl.when(tile == 0)
+        def _():
+            open_gates.store(counts.at[number, pl.ds(0, 1), open_counts.Launch.FFN], 0)
+
+        cluster.fence()
+
+
+def _leave_out(counts, refs, outs, number, product):
     plgpu.griddepcontrol_launch_dependents()
     store_zeros(refs, outs, number, product)
-    if len(outs) == 1:  # without a gate projection
-        return
-    # The tile is there, as if it had been multiplied.
-    (tile,), (first,), tokens = product.tiles, product.first_columns, product.ring.tokens
-    _store_hidden(outs[1:], first, token_columns.zeros(tokens))
-    votes.vote(refs[0].at[number, 0, open_counts.votes(tokens, tile)], votes.HAS_MANY)
+    (tile,), (first,) = product.tiles, product.first_columns
+    if len(outs) > 1:
+        # The tile is there, as if it had been multiplied.
+        _store_hidden(outs[1:], first, token_columns.zeros(product.ring.tokens))
+    _set_numbers(counts, number, tile, votes.ALL_MANY)
 
 
 def hidden(g: jax.Array, up: jax.Array, rectifier: Rectifier) -> jax.Array:

@@ -10,7 +10,6 @@ from pallas_kernels.hopper.frames.token_ring import PARTS, clusters_at_once, fit
 from pallas_kernels.hopper.launch import Arrivals, launch
 from pallas_kernels.hopper.token_gate import gate_phase
 from pallas_kernels.hopper.token_product import add_product_phase, hidden_phase, project_phase
-from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.open_counts import Launch
 from pallas_kernels.layouts.quantised import Operand
@@ -137,7 +136,4 @@ def add_product_hidden(
 
 
 def _together(first, second, counts, layer, which):
-    tokens = first.outs[0].shape[0]
-    return launch(
-        first, second, arrivals=Arrivals(counts, layer, open_counts.arrivals(tokens, which))
-    )
+    return launch(first, second, arrivals=Arrivals(counts, layer, which))

@@ -14,8 +14,10 @@ class Gate(NamedTuple):
         (`layouts.open_counts`), and of those that are not live; what others hold is undefined. None
         without a gate projection, and from the reference.
       l1: float32 `[M, H / 16]`, in parts, the sum of its magnitudes, likewise.
+      counts: of one layer, as in `layouts.open_counts`, if the kernel was given none.
     """
 
     values: jax.Array
     hidden: jax.Array | None = None
     l1: jax.Array | None = None
+    counts: jax.Array | None = None

@@ -1,22 +1,21 @@
 """How many gates of each token are open, which decides how a block of few tokens is computed.
 
-The blocks that compute gates add to these numbers. Atomic additions to the same words follow each
-other, so each eight tokens have a row: more tokens do not make a row's additions more. Behind them,
-the first row says how far the kernels are.
+Each tile of 64 neurons has a column: how far its kernels are, and how many of its gates each token
+opens. So the blocks of a tile can clear its numbers before they count; nothing else must.
 """
 
 import enum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_TILE = 64  # neurons
-_TOKENS_OF_ROW = 8
+_TILE = 64  # neurons; a number fits into a byte
+_TOKENS_OF_ROW = 4  # bytes of a word
 
 
 class Launch(enum.IntEnum):
-    """A layer's launches in which blocks wait for each other."""
+    """A layer's launches in which blocks wait for each other: the column of the first row in which
+    those that are done are counted."""
 
     ATTENTION = 0
     GATE = 1
@@ -24,27 +23,44 @@ class Launch(enum.IntEnum):
 
 
 def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
-    """No gate is open, no block done: int32 `[layers, rows, M + 3 + H / 64]`.
+    """No gate is open, no block done: int32 `[layers, 1 + M / 4, 3 + H / 64]`.
+
+    The first row has blocks that are done, by `Launch`, and then the votes of each tile: the gate's
+    kernel computes its hidden activation, too. The others have the open gates of four tokens each.
 
     Args:
       layers: number of layers.
       tokens: M, a multiple of 8.
       neurons: H, a multiple of 64.
     """
-    width = votes(tokens, neurons // _TILE)
-    return jnp.zeros((layers, tokens // _TOKENS_OF_ROW, width), jnp.int32)
+    kind = shape(layers, tokens, neurons)
+    return jnp.zeros(kind.shape, kind.dtype)
 
 
-def arrivals(tokens: int, launch: Launch) -> int:
-    """Where a layer's launch counts which of its blocks are done, a column of the first row."""
-    return tokens + launch
+def shape(layers: int, tokens: int, neurons: int) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `zeros`."""
+    width = column(neurons // _TILE)
+    return jax.ShapeDtypeStruct((layers, 1 + tokens // _TOKENS_OF_ROW, width), jnp.int32)
 
 
-def votes(tokens: int, tile: int | jax.Array) -> Any:
-    """Where the blocks of a tile vote: the gate's kernel computes its hidden activation, too."""
-    return tokens + len(Launch) + tile
+def column(tile: int | jax.Array) -> int | jax.Array:
+    """Where the numbers of a tile are."""
+    return len(Launch) + tile
 
 
-def of_tokens(counts: jax.Array, tokens: int) -> jax.Array:
+def packed(gate: jax.Array) -> jax.Array:
+    """The open gates of each token and tile of `gate: [M, H]`, as in the rows behind the first."""
+    opens = (gate != 0).reshape(-1, _TOKENS_OF_ROW, gate.shape[1] // _TILE, _TILE)
+    numbers = jnp.sum(opens, axis=3, dtype=jnp.int32)
+    return jnp.sum(numbers << _shifts()[:, None], axis=1)
+
+
+def of_tokens(counts: jax.Array) -> jax.Array:
     """The open gates of each token, int32 `[layers, M]`, from `counts` as in `zeros`."""
-    return jnp.sum(counts[..., :tokens], axis=-2)
+    words = counts[:, 1:, column(0) :]
+    numbers = jnp.sum(words[..., None] >> _shifts() & 0xFF, axis=2)
+    return numbers.reshape(len(counts), -1)
+
+
+def _shifts():
+    return 8 * jnp.arange(_TOKENS_OF_ROW, dtype=jnp.int32)

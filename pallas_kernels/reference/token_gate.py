@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.gate import Gate
 from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
@@ -13,7 +14,7 @@ def gate(
     x: jax.Array,
     weights: Weights,
     layer: jax.Array,
-    counts: jax.Ref,
+    counts: jax.Ref | None,
     rectifier: Rectifier = RELU,
     *,
     batch: int,
@@ -26,6 +27,9 @@ def gate(
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
     g = of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), weights.live, layer)
-    here = layer[0], 0, slice(0, len(x))
-    counts[here] = counts[here] + jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    opens = open_counts.packed(g)
+    if counts is None:
+        zeros = open_counts.zeros(1, *g.shape)
+        return Gate(g, counts=zeros.at[0, 1:, open_counts.column(0) :].set(opens))
+    counts[layer[0], 1:, open_counts.column(0) :] = opens
     return Gate(g)

@@ -88,6 +88,18 @@ def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> 
     return list(words)
 
 
+def load_word(address: ir.Value, offset: int, active: ir.Value) -> ir.Value:
+    """Loads a word of GMEM at `address + offset` (bytes); 0, without an access, if not `active`. It
+    stays behind what the kernel has waited for."""
+    return mgpu.utils.inline_ptx(
+        f"mov.b32 $0, 0; @$2 ld.global.b32 $0, [$1 + {offset}];",
+        address,
+        active,
+        result_types=const(0).type,
+        has_side_effects=True,
+    )
+
+
 def load_chunk(address: ir.Value, offset: int, active: ir.Value) -> list[ir.Value]:
     """Loads 16 bytes of GMEM at `address + offset` in four words; zeros, without an access, if not
     `active`. Unlike `load_words`, it stays behind what the kernel has waited for."""

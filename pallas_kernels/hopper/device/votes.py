@@ -23,6 +23,7 @@ from pallas_kernels.hopper.device.simt import const
 # are neighbours (docs/design/0008-few-tokens.md).
 SOME, MANY = 2, 5
 AGAINST, HAS_SOME, HAS_MANY = 1 << 8, 1 << 4, (1 << 4) + 1  # votes
+ALL_MANY = 4 * HAS_MANY  # a sum of votes
 _ALL, _AGREED = 4 * HAS_SOME, 2 * HAS_SOME + 2 * HAS_MANY  # the least sums of votes
 
 

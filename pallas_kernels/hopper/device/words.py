@@ -1,10 +1,7 @@
 """Numbers in GMEM, spread over the lanes of every warp."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -23,36 +20,25 @@ def layout(size: int):
 
 
 def load(ref) -> jax.Array:
-    """The sums over rows of `ref` (GMEM, int32 `[rows, n]`), int32 `[128 * words]`.
+    """The numbers of `ref` (GMEM, int32 `[n]`), int32 `[128 * words]`.
 
     Lane l of each warp has number 32 i + l in its i-th word, 0 past the last. The loads stay behind
     `griddepcontrol_wait`.
     """
-    rows, n = ref.shape
-    count = pl.cdiv(n, WARP)
-    size = _WARPS * WARP * count
+    (n,) = ref.shape
+    starts = range(0, n, WARP)
+    size = _WARPS * WARP * len(starts)
     result = plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=layout(size))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def step(_, ref):
-        (width, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         lane, _ = simt.lane_and_warp()
         address = simt.gmem_address(ref, arith.muli(lane, const(4)))
-
-        def load_word(row, start):
-            is_there = simt.less(lane, const(n - start))
-            return mgpu.utils.inline_ptx(
-                f"mov.b32 $0, 0; @$2 ld.global.b32 $0, [$1 + {4 * (row * width + start)}];",
-                address,
-                is_there,
-                result_types=const(0).type,
-                has_side_effects=True,
-            )
-
-        starts = [WARP * i for i in range(count)]
-        of_rows = [[load_word(row, start) for start in starts] for row in range(rows)]
-        sums = [functools.reduce(arith.addi, words) for words in zip(*of_rows, strict=True)]
-        return simt.int_array(sums, layout(size))
+        words = [
+            simt.load_word(address, 4 * start, simt.less(lane, const(n - start)))
+            for start in starts
+        ]
+        return simt.int_array(words, layout(size))
 
     return step(ref)
 

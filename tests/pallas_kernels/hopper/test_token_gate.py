@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.hopper.device import votes
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts import open_counts
+from pallas_kernels.layouts.open_counts import Launch
 from pallas_kernels.layouts.rectifiers import RELU, rectifier
 from pallas_kernels.layouts.weights import Weights
 from tests.errors import ROUNDING, relative_error
@@ -27,45 +28,44 @@ from tests.pallas_kernels.hopper.test_token_product import (
 
 
 def gate_and_counts(kernels, x, weights, layer, norm=None, act=RELU, *, batch):
-    """The gate, and counts of open gates, which were 7 before."""
-    tokens = len(x)
-    counts = open_counts.zeros(2, tokens, weights.down.shape[1])
-    counts = jax.new_ref(counts.at[..., :tokens].add(7))
+    """The gate, and counts of open gates, which are new if there is one layer."""
+    layers, h, _ = weights.down.shape
+    counts = None if layers == 1 else jax.new_ref(open_counts.zeros(layers, len(x), h))
     gate = folder(kernels).token_gate.gate(x, weights, layer, counts, act, batch=batch, norm=norm)
-    return gate, counts[...]
+    return gate, gate.counts if counts is None else counts[...]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize(("has_norm", "layers"), [(True, 2), (False, 2), (False, 1)])
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 192, 128), (64, 61, 1024, 384)])
-def test_gate(kernels, m, batch, d, h, share, has_norm):
+def test_gate(kernels, m, batch, d, h, share, has_norm, layers):
     x, scale = normal(m, d).astype(jnp.bfloat16), np.abs(normal(d)).astype(jnp.bfloat16)
     x[:, -1] = scale[-1] = 1
-    w, up, down = (weight(jnp.bfloat16, 2, h, d) for _ in range(3))
+    w, up, down = (weight(jnp.bfloat16, layers, h, d) for _ in range(3))
     quantile = -np.quantile(normal(10000), 1 - share)
     w[..., -1] = {0.0: -90, 1.0: 90}.get(share, quantile)
     stream = stream_of(x, scale)
     norm = (stream.squares, EPS) if has_norm else None
     function = functools.partial(gate_and_counts, kernels, norm=norm, batch=batch)
-    gate, counts = run(function, stream.scaled, Weights(w, up, down), LAYER)
+    layer = np.array([layers - 1], np.int32)
+    gate, counts = run(function, stream.scaled, Weights(w, up, down), layer)
     exact = wide(stream.scaled)[0]
     if has_norm:
         exact /= np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
     (values,) = wide(gate.values[:batch])
-    assert relative_error(values, np.maximum(exact @ wide(w[1])[0].T, 0)[:batch]) < ROUNDING
+    assert relative_error(values, np.maximum(exact @ wide(w[-1])[0].T, 0)[:batch]) < ROUNDING
     assert_counted(counts, values)
     if kernels is not REFERENCE:
-        agreed = assert_hidden_of_agreed_tiles(gate, counts, exact @ wide(up[1])[0].T, batch)
+        agreed = assert_hidden_of_agreed_tiles(gate, counts, exact @ wide(up[-1])[0].T, batch)
         assert agreed == (0 if share < 1 else h // 64)
 
 
 def assert_counted(counts, gate):
-    """The second layer's counts are larger by the open gates of the tokens that are no padding."""
-    batch, tokens = len(gate), 8 * counts.shape[1]
-    assert (counts[0, :, :tokens] == 7).all() and (counts[1, :, batch:tokens] == 7).all()
-    added = open_counts.of_tokens(counts[..., :tokens] - 7, tokens)[1, :batch]
-    np.testing.assert_array_equal(added, np.count_nonzero(gate, axis=1))
+    """The last layer's counts are the open gates of the tokens that are no padding."""
+    of_tokens, batch = open_counts.of_tokens(counts)[-1], len(gate)
+    np.testing.assert_array_equal(of_tokens[:batch], np.count_nonzero(gate, axis=1))
+    assert not of_tokens[batch:].any() and not counts[:-1].any()
 
 
 def assert_hidden_of_agreed_tiles(gate, counts, up, batch):
@@ -74,10 +74,11 @@ def assert_hidden_of_agreed_tiles(gate, counts, up, batch):
     values, hidden = wide(gate.values[:batch], gate.hidden[:batch])
     opens = (values != 0).reshape(batch, -1, 4, 16).sum(axis=3).max(axis=0)
     agree = (opens >= votes.SOME).all(axis=1) & ((opens >= votes.MANY).sum(axis=1) >= 2)
-    voted = counts[:, 0, open_counts.votes(8 * counts.shape[1], 0) :]
+    assert counts[-1, 0, Launch.FFN] == 0
+    voted = counts[-1, 0, open_counts.column(0) :]
     of_blocks = np.where(opens < votes.MANY, votes.HAS_SOME, votes.HAS_MANY)
     of_blocks = np.where(opens < votes.SOME, votes.AGAINST, of_blocks)
-    np.testing.assert_array_equal(voted, [0 * voted[0], of_blocks.sum(axis=1)])
+    np.testing.assert_array_equal(voted, of_blocks.sum(axis=1))
     columns = np.repeat(agree, 64)
     if agree.any():
         exact = (values * up[:batch])[:, columns]

@@ -104,7 +104,7 @@ def add_product_gate(kernels, attended, w, x, scale, mlp, counts=None, *, batch)
     counts = none_arrived(2, len(x), mlp.down.shape[1]) if counts is None else counts
     options = dict(batch=batch, eps=EPS)
     stream, gate = kernels.add_product_gate(attended, w, LAYER, x, scale, mlp, counts, **options)
-    return stream, gate.values, open_counts.of_tokens(counts[...], len(x))
+    return stream, gate.values, open_counts.of_tokens(counts[...])
 
 
 def assert_gate(result, operands, batch):
@@ -148,7 +148,7 @@ def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
         return stream, gate, without_arrivals(counts)
 
     def without_arrivals(counts):
-        return counts[...].at[:, 0, open_counts.arrivals(m, Launch.GATE)].set(0)
+        return counts[...].at[:, 0, Launch.GATE].set(0)
 
     assert_same_bits(*(jax.tree.leaves(run(f, *operands)) for f in (together, apart)))
 
@@ -236,9 +236,9 @@ def arrivals(monkeypatch):
     return seen
 
 
-def assert_arrived_at(layer, launch, counts, tokens):
+def assert_arrived_at(layer, launch, counts):
     """Blocks count themselves in this layer, for this launch."""
-    arrived = np.asarray(counts[:, 0, tokens : open_counts.votes(tokens, 0)])
+    arrived = np.asarray(counts[:, 0, : open_counts.column(0)])
     np.testing.assert_array_equal(np.argwhere(arrived), [[layer[0], launch]])
 
 
@@ -253,7 +253,7 @@ def test_hidden_interpreted(interpreted, arrivals, monkeypatch, m, k, d, h, at_o
     operands, counts = operands_of_hidden(m, k, d, h), none_arrived(2, m)
     with interpreted(detect_races=False):  # it knows nothing of arrivals
         assert_hidden(add_product_hidden(HOPPER, *operands, counts), operands)
-    assert_arrived_at(LAYER, Launch.GATE, counts, m)
+    assert_arrived_at(LAYER, Launch.GATE, counts)
     blocks = d // 16
     assert arrivals.count("arrived") == blocks
     assert arrivals.count(blocks) == h // 16 == len(arrivals) - blocks
@@ -266,7 +266,7 @@ def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F
     with interpreted(detect_races=False):
         result = add_product_gate(HOPPER, *operands, counts, batch=m)
     assert_gate(result, operands, m)
-    assert_arrived_at(LAYER, Launch.GATE, counts, m)
+    assert_arrived_at(LAYER, Launch.GATE, counts)
     assert arrivals.count("arrived") == d // 16 and arrivals.count(d // 16) == h // 16
     assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
 
@@ -287,7 +287,7 @@ def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_
         results = function(*operands, together=True, counts=counts)
         replace_by_jax(monkeypatch, splits)
         assert_same_bits(results, function(*operands, together=False))
-    assert_arrived_at(layer, Launch.ATTENTION, counts, 8)
+    assert_arrived_at(layer, Launch.ATTENTION, counts)
     blocks = 4 * (heads + 2 * kv_heads)
     assert arrivals.count("arrived") == blocks
     assert arrivals.count(blocks) == splits * kv_heads * batch == len(arrivals) - blocks

@@ -151,18 +151,22 @@ def add_ffn(kernels, gate, stream, weights, counts, scale, hidden=None, *, batch
     return kernels.add_ffn(gate, stream, weights, LAYER, counts, scale, batch=batch, eps=EPS)
 
 
-def open_for_each(number, m, h):
-    """Counts of two layers: of the second, what each of m tokens has in every row."""
-    counts = np.zeros(open_counts.zeros(2, m, h).shape, np.int32)
-    counts[0], counts[1, :, :m] = 9999, number
+def open_for_each(numbers, m, h):
+    """Counts of two layers: of the second, so many for each of m tokens, no tile having voted."""
+    counts = np.full(open_counts.zeros(2, m, h).shape, 9999, np.int32)
+    tiles, numbers = np.arange(h // 64), np.broadcast_to(numbers, m).reshape(-1, 4, 1)
+    of_tiles = numbers // len(tiles) + (tiles < numbers % len(tiles))
+    assert (of_tiles < 128).all()
+    counts[1, 0] = 0
+    counts[1, 1:, open_counts.column(0) :] = (of_tiles << 8 * np.arange(4)[:, None]).sum(axis=1)
     return counts
 
 
 def draw_tiles_that_are_there(counts, share):
     """Votes by which the gate's kernel has multiplied a share of the tiles, which this writes into
     `counts` of `open_for_each`. Returns whether each tile is among them."""
-    m, against = 8 * counts.shape[1], votes.AGAINST + 3 * votes.HAS_MANY
-    of_tiles = counts[1, 0, open_counts.votes(m, 0) :]
+    against = votes.AGAINST + 3 * votes.HAS_MANY
+    of_tiles = counts[1, 0, open_counts.column(0) :]
     is_there = seeds.rng().permutation(len(of_tiles)) < share * len(of_tiles)
     missing = [against, 3 * votes.HAS_SOME + votes.HAS_MANY, 4 * against]
     there = [2 * votes.HAS_SOME + 2 * votes.HAS_MANY, 4 * votes.HAS_MANY]
@@ -186,12 +190,11 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     gate = np.abs(normal(m, h)) * (seeds.rng().random((m, h)) < active)
     gate[0] = 0
     gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
-    counts = open_for_each(0, m, h)  # only speed depends on them
     each = {"few": 3, "most": min(512, 8192 // m), "many together": 8192 // m + 1}
-    counts[1, -1, :m] = each.get(counted, 1)
+    numbers = np.full(m, each.get(counted, 1))
     if counted == "a token has many":
-        counts[1, 0, m - 1] = 256
-        counts[1, -1, m - 1] += 257
+        numbers[m - 1] = 513
+    counts = open_for_each(numbers, m, h)  # only speed depends on them
     stream = run(
         functools.partial(add_ffn, kernels, batch=batch),
         gate, stream_of(x, scale), used, counts, after,
