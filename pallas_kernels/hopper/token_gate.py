@@ -63,17 +63,9 @@ def gate_phase(
         for padding is undefined.
       norm: `Stream.squares` and epsilon, if x is the scaled stream of a norm.
     """
-    tokens, h = x.shape[0], weights.down.shape[1]
     squares, eps = norm if norm is not None else (None, 0.0)
-    values = jax.ShapeDtypeStruct((tokens, h), x.dtype)
-    outs = dict(values=values)
-    if weights.linear is not None:
-        outs["hidden"] = jax.ShapeDtypeStruct(values.shape, values.dtype)
-        l1_parts = (tokens, h // token_columns.COLUMNS)
-        outs["l1"] = jax.ShapeDtypeStruct(l1_parts, jnp.float32)
     are_new = counts is None
-    if are_new:
-        outs["counts"] = open_counts.shape(1, tokens, h)
+    outs = _outs(x, weights, are_new)
     activated, linear, live = weights.activated, weights.linear, weights.live
     rows = [w.values if isinstance(w, Quantised) else w for w in (*weights.inner[1:], weights.down)]
     # One ring serves both products.
@@ -89,16 +81,31 @@ def gate_phase(
         live=-3,
         leave_out=_with_counts(_leave_out, are_new),
     )
-    further = [squares, live, rows, ups]
-    refs = [] if are_new else [counts]
-
-    def form(*written):
-        return Gate(**dict(zip(outs, written, strict=True)))
-
-    return call.phase(x, (activated,), layer, further, list(outs.values()), form, refs=refs)
+    return call.phase(
+        x,
+        (activated,),
+        layer,
+        [squares, live, rows, ups],
+        list(outs.values()),
+        lambda *written: Gate(**dict(zip(outs, written, strict=True))),
+        refs=[] if are_new else [counts],
+    )
 
 
 gate = launched(gate_phase)
+
+
+def _outs(x, weights, are_new):
+    """What the kernel writes, by the fields of `Gate`; the counts, if they are new, come last."""
+    tokens, h = x.shape[0], weights.down.shape[1]
+    outs = dict(values=jax.ShapeDtypeStruct((tokens, h), x.dtype))
+    if weights.linear is not None:
+        l1_parts = (tokens, h // token_columns.COLUMNS)
+        outs["hidden"] = jax.ShapeDtypeStruct((tokens, h), x.dtype)
+        outs["l1"] = jax.ShapeDtypeStruct(l1_parts, jnp.float32)
+    if are_new:
+        outs["counts"] = open_counts.shape(1, tokens, h)
+    return outs
 
 
 def _with_counts(function, are_new):
