@@ -6,7 +6,8 @@ w_up that the gate's kernel has not multiplied, then, behind a barrier across th
 any, with w_down. The numbers of open gates decide, which `token_gate.gate` has counted on the
 device; sums have a fixed order either way.
 
-The kernel is launched while the gate's still runs (programmatic dependent launch).
+The kernel is launched while the gate's still runs (programmatic dependent launch); if many gates
+are open, when w_up has been multiplied.
 """
 
 import dataclasses

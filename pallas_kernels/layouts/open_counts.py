@@ -25,8 +25,9 @@ class Launch(enum.IntEnum):
 def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
     """No gate is open, no block done: int32 `[layers, 1 + M / 4, 3 + H / 64]`.
 
-    The first row has blocks that are done, by `Launch`, and then the votes of each tile: the gate's
-    kernel computes its hidden activation, too. The others have the open gates of four tokens each.
+    The first row has blocks that are done, by `Launch`, and then the votes of each tile, by which
+    the gate's kernel computes its hidden activation, too. Each other row has the open gates of four
+    tokens, a byte for each.
 
     Args:
       layers: number of layers.
