@@ -170,13 +170,13 @@ def _numbers(counts, number, tile):
     return counts.at[number, :, open_counts.column(tile)]
 
 
-def _set_numbers(counts, number, tile, vote):
-    """The first block of a tile stores its votes, and that none of its gates is open. The others
-    see it when they have its sums."""
+def _set_numbers(counts, number, tile, sum_of_votes):
+    """The first block of a tile stores this, and that none of its gates is open. The others see it
+    when they have its sums."""
 
     @pl.when(lax.axis_index("part") == 0)
     def _():
-        open_gates.store(_numbers(counts, number, tile), vote)
+        open_gates.store(_numbers(counts, number, tile), sum_of_votes)
 
         @pl.when(tile == 0)
         def _():

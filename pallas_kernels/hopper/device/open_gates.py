@@ -22,8 +22,8 @@ from pallas_kernels.hopper.device.token_columns import COLUMNS
 _WARPS, _LANES = 4, 32
 
 
-def store(numbers_ref, vote: int) -> None:
-    """Stores the numbers of a tile: its votes, and that no gate is open.
+def store(numbers_ref, votes: int) -> None:
+    """Stores the numbers of a tile: the sum of its votes, and that no gate is open.
 
     `numbers_ref`: `[1 + M / 4]`.
     """
@@ -33,7 +33,7 @@ def store(numbers_ref, vote: int) -> None:
         (stride,), _ = ir.MemRefType(numbers_ref.type).get_strides_and_offset()
         (rows,) = ir.MemRefType(numbers_ref.type).shape
         thread = arith.andi(mgpu.thread_idx(), const(127))
-        value = arith.select(simt.less(thread, const(1)), const(vote), const(0))
+        value = arith.select(simt.less(thread, const(1)), const(votes), const(0))
         place = arith.muli(thread, const(stride))
         simt.store_words(numbers_ref, place, [value], simt.less(thread, const(rows)))
 
