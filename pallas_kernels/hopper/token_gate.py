@@ -171,8 +171,9 @@ def _numbers(counts, number, tile):
 
 
 def _set_numbers(counts, number, tile, sum_of_votes):
-    """The first block of a tile stores this, and that none of its gates is open. The others see it
-    when they have its sums."""
+    """The first block of a tile stores the sum of its votes, and that none of its gates is open;
+    that of the first tile also that no block of `token_ffn` has arrived. The other blocks of the
+    tile see it when they have the sums that this one sends."""
 
     @pl.when(lax.axis_index("part") == 0)
     def _():

@@ -19,8 +19,6 @@ from pallas_kernels.hopper.device import gather, lanes, simt, token_columns, wor
 from pallas_kernels.hopper.device.simt import const
 from pallas_kernels.hopper.device.token_columns import COLUMNS
 
-_WARPS, _LANES = 4, 32
-
 
 def store(numbers_ref, votes: int) -> None:
     """Stores the numbers of a tile: the sum of its votes, and that no gate is open.
@@ -102,7 +100,7 @@ def load(counts_ref) -> jax.Array:
     """The numbers of all tiles, `[M / 4, tiles]`, int32 `[128 * words]`: each warp has every fourth
     row, and its lanes take turns with tiles. The loads stay behind `griddepcontrol_wait`."""
     rows, tiles = counts_ref.shape
-    size = _WARPS * _LANES * pl.cdiv(rows, _WARPS) * pl.cdiv(tiles, _LANES)
+    size = words.WARPS * words.WARP * pl.cdiv(rows, words.WARPS) * pl.cdiv(tiles, words.WARP)
     result = plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=words.layout(size))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -112,7 +110,9 @@ def load(counts_ref) -> jax.Array:
         place = arith.addi(arith.muli(warp, const(stride)), lane)
         address = simt.gmem_address(counts_ref, arith.muli(place, const(4)))
         found = []
-        for row, start in itertools.product(range(0, rows, _WARPS), range(0, tiles, _LANES)):
+        for row, start in itertools.product(
+            range(0, rows, words.WARPS), range(0, tiles, words.WARP)
+        ):
             is_tile = simt.less(lane, const(tiles - start))
             is_there = arith.andi(is_tile, simt.less(warp, const(rows - row)))
             found.append(simt.load_word(address, 4 * (row * stride + start), is_there))
@@ -141,7 +141,7 @@ def are_few(
     @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
     def step(_, counts, of_warps_ref):
         total, is_above = const(0), const(0)
-        for of_row in itertools.batched(words.of_lane(counts), pl.cdiv(tiles, _LANES)):
+        for of_row in itertools.batched(words.of_lane(counts), pl.cdiv(tiles, words.WARP)):
             for number in _sums_of_bytes(of_row):
                 total = arith.addi(total, number)
                 above = simt.less(const(most_of_a_token), number)
@@ -174,7 +174,7 @@ def _sum_of_warps(value, of_warps_ref):
     totals = ptx(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
         of_warps,
-        result_types=[const(0).type] * _WARPS,
+        result_types=[const(0).type] * words.WARPS,
         has_side_effects=True,
     )
     return functools.reduce(arith.addi, totals)

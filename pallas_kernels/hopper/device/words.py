@@ -11,7 +11,7 @@ from pallas_kernels.hopper.device import simt
 from pallas_kernels.hopper.device.simt import const
 
 WARP = 32  # lanes
-_WARPS = 4
+WARPS = 4  # of a block
 
 
 def layout(size: int):
@@ -27,7 +27,7 @@ def load(ref) -> jax.Array:
     """
     (n,) = ref.shape
     starts = range(0, n, WARP)
-    size = _WARPS * WARP * len(starts)
+    size = WARPS * WARP * len(starts)
     result = plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=layout(size))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)

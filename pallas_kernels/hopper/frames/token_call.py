@@ -37,8 +37,8 @@ class TokenCall:
       finish: called with references to the further operands and to the results, the layer, and the
         `Product`, which is on its way. It returns what is called with the finished sums: for each
         matrix of a block an array of `token_columns`.
-      starts_next: whether `finish` and `leave_out` let the next kernel start. It can then read at
-        once what the kernel before this one has written.
+      starts_next: whether `finish` and `leave_out` let the next kernel start. That kernel can then
+        read at once what the one before this one has written.
       live: the index, among references and further operands, of the one that says how many columns
         of each layer's matrices are multiplied, in whole tiles. All are if this or that is None.
       leave_out: called for other tiles, instead of `finish`.
