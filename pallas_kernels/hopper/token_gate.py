@@ -147,6 +147,10 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
             has_many = open_gates.has(most, votes.MANY)
             pl.when(~has_many)(plgpu.griddepcontrol_launch_dependents)
 
+            up = dataclasses.replace(product, matrices=ups)
+            dense = _DenseTile(up, rows[-1].at[number], numbers.at[0], has_many)
+            has_some = dense.vote(most)
+
         # Where a token of the warp has many, the tile will probably be read as a whole.
         @pl.when(ups is None or most < votes.MANY)
         def _():
@@ -155,13 +159,11 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
 
         token_columns.store(outs[0], first, g)
         if ups is not None:
-            up = dataclasses.replace(product, matrices=ups)
-            dense = _DenseTile(up, rows[-1].at[number], numbers.at[0])
 
             def store_hidden(up):
                 _store_hidden(outs[1:], first, hidden(g, up * scale, rectifier))
 
-            dense.multiply_if_many(most, has_many, store_hidden)
+            pl.when(has_some)(functools.partial(dense.multiply_if_agreed, store_hidden))
 
     return store
 
@@ -213,38 +215,45 @@ class _DenseTile(NamedTuple):
     Attributes:
       up: the product.
       down: GMEM `[H, D]`, w_down.
-      vote: GMEM int32 scalar, for the tile's votes.
+      votes: GMEM int32 scalar, for the tile's votes.
+      has_many: whether a token has `votes.MANY` open gates in this block, bool scalar; then it has
+        not let the next kernel start.
     """
 
     up: Product
     down: Any
-    vote: Any
+    votes: Any
+    has_many: jax.Array
 
-    def multiply_if_many(
-        self, most: jax.Array, has_many: jax.Array, store: Callable[..., None]
-    ) -> None:
-        """Votes, multiplies if all blocks are for it, and calls `store` with the sums.
+    def vote(self, most: jax.Array) -> jax.Array:
+        """Votes, and fetches the first stages if this block has many.
 
         Args:
           most: of `open_gates.count`.
-          has_many: whether that is `votes.MANY` in a warp; then this block has not let the next
-            kernel start.
-          store: called with the 16 columns of `up`.
+
+        Returns:
+          Whether a token has `votes.SOME`, bool scalar: whether this block is not against it.
         """
-        vote = functools.partial(votes.vote, self.vote)
+        vote = functools.partial(votes.vote, self.votes)
         has_some = open_gates.has(most, votes.SOME)
         pl.when(~has_some)(functools.partial(vote, votes.AGAINST))
+        pl.when(has_some & ~self.has_many)(functools.partial(vote, votes.HAS_SOME))
 
-        @pl.when(has_some)
+        @pl.when(self.has_many)
         def _():
-            pl.when(~has_many)(functools.partial(vote, votes.HAS_SOME))
-            pl.when(has_many)(functools.partial(vote, votes.HAS_MANY))
-            pl.when(has_many)(functools.partial(self.up.fetch, _AHEAD))
-            do_agree = votes.do_agree(self.vote)
-            pl.when(~do_agree)(plgpu.griddepcontrol_launch_dependents)
-            pl.when(has_many & ~do_agree)(functools.partial(self.up.drop, _AHEAD))
-            pl.when(do_agree & ~has_many)(functools.partial(self.up.fetch, _AHEAD))
-            pl.when(do_agree)(functools.partial(self._multiply, store))
+            vote(votes.HAS_MANY)
+            self.up.fetch(_AHEAD)
+
+        return has_some
+
+    def multiply_if_agreed(self, store: Callable[..., None]) -> None:
+        """Waits for the votes of the others, multiplies if all are for it, and calls `store` with
+        the 16 columns of `up`."""
+        has_many, do_agree = self.has_many, votes.do_agree(self.votes)
+        pl.when(~do_agree)(plgpu.griddepcontrol_launch_dependents)
+        pl.when(has_many & ~do_agree)(functools.partial(self.up.drop, _AHEAD))
+        pl.when(do_agree & ~has_many)(functools.partial(self.up.fetch, _AHEAD))
+        pl.when(do_agree)(functools.partial(self._multiply, store))
 
     def _multiply(self, store):
         up = self.up
