@@ -78,6 +78,7 @@ def gate_phase(
         TokenRing.of(x, (activated,), k_axis=2),
         _with_counts(finish, are_new),
         starts_next=True,
+        staggered=are_new,  # in a decode step the kernel before still runs
         live=-3,
         leave_out=_with_counts(_leave_out, are_new),
     )
@@ -147,7 +148,7 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
             has_many = open_gates.has(most, votes.MANY)
             pl.when(~has_many)(plgpu.griddepcontrol_launch_dependents)
 
-            up = dataclasses.replace(product, matrices=ups)
+            up = dataclasses.replace(product, matrices=ups, is_early=None)
             dense = _DenseTile(up, rows[-1].at[number], numbers.at[0], has_many)
             has_some = dense.vote(most)
 

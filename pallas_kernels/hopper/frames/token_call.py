@@ -17,7 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.device import cluster, token_columns
 from pallas_kernels.hopper.frames.phase import Phase
-from pallas_kernels.hopper.frames.token_ring import COLUMNS, PARTS, Matrices, Product, TokenRing
+from pallas_kernels.hopper.frames.token_ring import (
+    COLUMNS,
+    PARTS,
+    Matrices,
+    Product,
+    TokenRing,
+    clusters_at_once,
+)
 
 
 def store_zeros(_, outs, number, product):
@@ -39,6 +46,9 @@ class TokenCall:
         matrix of a block an array of `token_columns`.
       starts_next: whether `finish` and `leave_out` let the next kernel start. That kernel can then
         read at once what the one before this one has written.
+      staggered: whether blocks that find others on their SM ask for one stage at first, so that not
+        all blocks wait for each other's sums at the same time, while memory stands still. It takes
+        a GPU that is empty when the kernel starts.
       live: the index, among references and further operands, of the one that says how many columns
         of each layer's matrices are multiplied, in whole tiles. All are if this or that is None.
       leave_out: called for other tiles, instead of `finish`.
@@ -48,6 +58,7 @@ class TokenCall:
     ring: TokenRing
     finish: Callable
     starts_next: bool = False
+    staggered: bool = False
     live: int | None = None
     leave_out: Callable = store_zeros
 
@@ -81,7 +92,8 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call):
     quartet = lax.axis_index("quartet")
     tile = cluster_number * lax.axis_size("quartet") + quartet
     tiles, first_block = call.ring.sums * (tile,), quartet * PARTS
-    product = Product(call.ring, x, matrices, number, tiles, smem, first_block)
+    is_early = tile < clusters_at_once(1) if call.staggered else None
+    product = Product(call.ring, x, matrices, number, tiles, smem, first_block, is_early=is_early)
     cluster.prepare(smem["arrived"])
     live = None if call.live is None else further[call.live]
 

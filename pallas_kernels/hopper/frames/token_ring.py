@@ -176,6 +176,8 @@ class Product:
         `here`, the barriers.
       first_block: int32 scalar, the rank in the cluster of the first block of the quartet.
       scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
+      is_early: bool scalar, whether `fetch_matrices` and `fetch_tokens` fill the whole ring. Else
+        they fill the first slot; the others are filled when its stage is there. None: always.
     """
 
     ring: TokenRing
@@ -186,6 +188,7 @@ class Product:
     smem: dict[str, Any]
     first_block: jax.Array | int = 0
     scales: tuple[jax.Array, jax.Array] | None = None
+    is_early: jax.Array | None = None
 
     @property
     def _rank(self) -> jax.Array:
@@ -203,8 +206,7 @@ class Product:
 
     def fetch_matrices(self) -> None:
         """Fills the ring with the matrices."""
-        for stage in range(self.ring.slots):
-            self._fetch_matrices(stage)
+        self._fill(self._fetch_matrices)
 
     def with_scales(self) -> "Product":
         """In 8 bits, with the scales of the tokens, which the blocks of the quartet find together.
@@ -221,8 +223,7 @@ class Product:
 
     def fetch_tokens(self) -> None:
         """Fills the ring with x."""
-        for stage in range(self.ring.slots):
-            self._fetch_tokens(stage)
+        self._fill(self._fetch_tokens)
 
     def fetch(self, slots: range) -> None:
         """Fills these slots with both."""
@@ -256,11 +257,21 @@ class Product:
             return sums
         return [s * self.scales[0] * factor for s, factor in zip(sums, factors, strict=True)]
 
+    def _fill(self, fetch):
+        def fetch_others():
+            for stage in range(1, self.ring.slots):
+                fetch(stage)
+
+        fetch(0)
+        fetch_others() if self.is_early is None else pl.when(self.is_early)(fetch_others)
+
     def _accumulate(self, *accs):
         ring, (w_smem, x_smem) = self.ring, self.smem["ring"]
         for stage in range(ring.stages):
             slot = stage % ring.slots
             plgpu.barrier_wait(self.smem["here"].at[slot])
+            if stage == 0 and self.is_early is not None:
+                pl.when(~self.is_early)(functools.partial(self.fetch, range(1, ring.slots)))
             for i, acc in enumerate(accs):
                 w = w_smem.at[slot, i]
                 plgpu.wgmma(acc, w.T if ring.k_axis == 1 else w, x_smem.at[slot].T)

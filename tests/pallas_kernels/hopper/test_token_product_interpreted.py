@@ -21,7 +21,7 @@ from pallas_kernels.hopper.device import (
 )
 from pallas_kernels.hopper.device import shares as device_shares
 from pallas_kernels.hopper.device import votes as device_votes
-from pallas_kernels.hopper.frames import token_ring, token_rows
+from pallas_kernels.hopper.frames import token_call, token_ring, token_rows
 from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts import open_counts
 from pallas_kernels.layouts.open_counts import Launch
@@ -132,7 +132,8 @@ def votes(monkeypatch):
 
 # Blocks with many open gates have filled a part of the ring, which they empty if others are against
 # it; those with some fill all of it afterwards. A third tile, if there is one, is not live: it is
-# there. If there is none, the kernel makes the counts, of one layer.
+# there. If there is none, the kernel makes the counts, of one layer, and the blocks of the second
+# tile ask for one stage at first, as if they found others on their SM.
 @pytest.mark.parametrize("agree", [True, False])
 @pytest.mark.parametrize("many", [True, False])
 @pytest.mark.parametrize(("m", "d", "h"), [(8, 256, 192), (64, 1536, 128)])
@@ -147,6 +148,7 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, many, agree)
     monkeypatch.setattr(device_votes, "MANY", device_votes.MANY if many else 17)
     monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(agree))
     monkeypatch.setattr(token_columns, "zeros", lambda count: jnp.zeros(16 * count))
+    monkeypatch.setattr(token_call, "clusters_at_once", lambda _: 1)
     live = jnp.array([h, 128], jnp.int32) if h > 128 else None
     # Whole tiles are live or not.
     monkeypatch.setattr(token_gate, "only_live", lambda *_: lambda values: values)
