@@ -68,6 +68,11 @@ REMARKS = {
     "processes ran tests on the other GPU and on 22 of the 32 cores.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261125": "The run ended before 32 sequences. A layer "
     "had five launches.",
+    "inference-cached-nvidia-h200-20261126-2": "The gate's blocks vote before they store their "
+    "gates ([decision 0041](../design/0041-where-a-dense-token-waits.md)).",
+    "ffn-few-nvidia-h200-20261126": "The gate's kernel makes the numbers of open gates, and its "
+    "blocks on a shared SM start staggered ([0041](../design/0041-where-a-dense-token-waits.md)). "
+    "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-3": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-2": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125": "All four blocks of a tile had to have a token with "
