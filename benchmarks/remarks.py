@@ -73,6 +73,10 @@ REMARKS = {
     "ffn-few-nvidia-h200-20261126": "The gate's kernel makes the numbers of open gates, and its "
     "blocks on a shared SM start staggered ([0041](../design/0041-where-a-dense-token-waits.md)). "
     "tokamax was not installed.",
+    "inference-cached-nvidia-h200-20261126-3": "A repetition: the kernels are those of record "
+    "inference-cached-nvidia-h200-20261126-2.",
+    "ffn-few-nvidia-h200-20261126-2": "A repetition: the kernels are those of record "
+    "ffn-few-nvidia-h200-20261126. tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-3": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-2": "tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125": "All four blocks of a tile had to have a token with "

@@ -96,7 +96,7 @@ _STEPS = {
     "0p5b": "training-0p5b-nvidia-h200-20261125",
 }
 _FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
-_CACHED = "inference-cached-nvidia-h200-20261126-2"
+_CACHED = "inference-cached-nvidia-h200-20261126-3"
 _STUDY = "study-nvidia-h200-20261124"
 _WORK = {
     "forward": "scoring",
