@@ -80,7 +80,9 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
         (0, 2.2, 1.0, Way.SPARSE, True, "sequences that tiles cut"),
         (0, 2.2, 1.0, Way.SPARSE, False, "a sequence"),
         (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, True, "sequences that tiles cut"),
-        (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, False, "a sequence"),
+        pytest.param(
+            *(100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, False, "a sequence"), marks=pytest.mark.slow
+        ),
         (100, 1.5, 0.7, Way.AGAIN, True, "sequences that tiles cut"),
         (1000, -8, 1.0, Way.DENSE, True, "a window each"),
         (1000, -8, 1.0, Way.DENSE, False, "a sequence"),

@@ -127,7 +127,9 @@ def test_gradients(back_end, gated, capacity, threshold, some):
             assert relative_error(other[: len(ref)], ref) < 2e-2
 
 
-@pytest.mark.parametrize("activation", ["relu2", "fatrelu", "drelu"])
+@pytest.mark.parametrize(
+    "activation", ["relu2", pytest.param("fatrelu", marks=pytest.mark.slow), "drelu"]
+)
 def test_other_activations_and_their_gradients(back_end, activation):
     operands = draw(300, 128, H)
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)

@@ -13,7 +13,6 @@ from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost
 
 NAMES = ("gate", "up", "down")
-CHOSEN = [("gate",), ("gate", "up"), ("up",)]
 
 
 def draw_8_bits(m, d, h, chosen, *, gated=True):
@@ -44,7 +43,13 @@ def in_wide(x, weights):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "gated"), [*((chosen, True) for chosen in CHOSEN), (("up",), False)]
+    ("chosen", "gated"),
+    [
+        (("gate",), True),
+        (("gate", "up"), True),
+        pytest.param(("up",), True, marks=pytest.mark.slow),
+        (("up",), False),
+    ],
 )
 @pytest.mark.parametrize(("algorithm", "m"), [("unions", 700), ("twell", 100), ("few_tokens", 60)])
 def test_kernels_take_8_bit_weights(back_end, algorithm, m, chosen, gated):

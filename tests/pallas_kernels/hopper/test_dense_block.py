@@ -93,7 +93,9 @@ def test_reference(m, d, h, act):
     )
 
 
-@pytest.mark.parametrize(("m", "d", "h"), CASES)
+@pytest.mark.parametrize(
+    ("m", "d", "h"), [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.slow), CASES[2]]
+)
 @either_form
 def test_pipeline_in_the_interpreter(m, d, h, gated, monkeypatch, capsys):
     for module in (block, matmul):

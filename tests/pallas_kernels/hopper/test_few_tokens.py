@@ -85,7 +85,7 @@ def test_lowers_without_a_gpu_non_gated(lower):
         (8, 192, 640),
         pytest.param(8, 128, 65536, marks=pytest.mark.slow),
         (17, 2048, 5632),
-        (64, 128, 65536),
+        (64, 128, 16384),
     ],
 )
 def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h):

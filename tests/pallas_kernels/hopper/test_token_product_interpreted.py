@@ -208,8 +208,9 @@ def count_gates(monkeypatch, *, few, there=0):
 @pytest.mark.parametrize(
     ("m", "gated", "d", "h", "there"),
     [
-        (8, True, 64, 128, 0), (8, False, 192, 512, 0), (24, True, 64, 320, 2),
-        (8, True, 64, 640, 4), (8, True, 64, 128, 2),
+        (8, False, 192, 512, 0), (24, True, 64, 320, 2), (8, True, 64, 640, 4),
+        (8, True, 64, 128, 2),
+        pytest.param(8, True, 64, 128, 0, marks=pytest.mark.slow),
         pytest.param(8, True, 64, 320, 0, marks=pytest.mark.slow),
         pytest.param(24, True, 64, 128, 0, marks=pytest.mark.slow),
     ],
@@ -310,7 +311,10 @@ def rows_of_tokens(rows_in_jax, monkeypatch):
 
 
 # Eight blocks have a token, or, with many tokens, four; the second token has no open gate.
-@pytest.mark.parametrize(("few", "gated"), [(16, True), (16, False), (0, True)])
+@pytest.mark.parametrize(
+    ("few", "gated"),
+    [(16, True), pytest.param(16, False, marks=pytest.mark.slow), (0, True)],
+)
 def test_rows_interpreted(interpreted, rows_of_tokens, monkeypatch, few, gated):
     m, batch, d, h = 8, 2, 1024, 256
     count_gates(monkeypatch, few=True)

@@ -91,7 +91,13 @@ def assert_same_run(run, expected):
     assert int(state.step) == len(measured)
 
 
-@pytest.mark.parametrize(("devices", "fsdp"), [(8, 1), (8, 4)], ids=["data 8", "data 2 x fsdp 4"])
+@pytest.mark.parametrize(
+    ("devices", "fsdp"),
+    [
+        pytest.param(8, 1, id="data 8", marks=pytest.mark.slow),
+        pytest.param(8, 4, id="data 2 x fsdp 4"),
+    ],
+)
 def test_every_mesh_trains_the_same_model(batches, one_device, devices, fsdp):
     assert_same_run(train(trainer_on(devices, fsdp), batches), one_device)
 
