@@ -46,8 +46,8 @@ PROMPTS = [  # 65 to 1023 tokens, most with one that fires nearly everything, as
     *({"m": m, "pattern": "recorded", "heavy_every": m, "gated": False} for m in (128, 512, 1023)),
 ]
 FEW = [  # up to 64 tokens, of which one, none or all fire nearly everything, or one a part of it
-    *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 8, 32, 64)),
-    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32, 64)),
+    *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 2, 8, 32, 64)),
+    *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 2, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (8, 64)),
     # Around the limits of `expected_nnz` in `twell_jax.ffn.dispatch`.
     *({"m": m, "pattern": "skewed", "nnz": 280} for m in (1, 8, 16)),
