@@ -18,7 +18,7 @@ from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.weights import Weights
 
 MAX_TOKENS = 64
-_ROWS = 8  # the kernels take a multiple of so many tokens
+_TILE = 8  # tokens; a copy of more than one tile needs whole ones
 
 
 def few_tokens_ffn(
@@ -60,7 +60,8 @@ def few_tokens_ffn(
         else:
             support.check_array(name, weight, (h, d), weights.down.dtype)
 
-    x = jnp.pad(x, ((0, -m % _ROWS), (0, 0)))
+    if m > _TILE:
+        x = jnp.pad(x, ((0, -m % _TILE), (0, 0)))
     live = weights.live  # also that of a stack of one layer
     weights = jax.tree.map(lambda w: w[None], replace(weights, live=None))
     only = jnp.zeros(1, jnp.int32)
@@ -70,4 +71,4 @@ def few_tokens_ffn(
     y, l1 = token_ffn.multiply(gate, x, weights, counts, rectifier, batch=m)
     nnz = open_counts.of_tokens(in_place.contents(counts))[0, :m]
     l1 = gate.values.astype(jnp.float32) if l1 is None else l1
-    return y[:m, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate.values[:m] != 0, axis=0)
+    return y[:, :d], nnz, jnp.sum(l1[:m], axis=1), jnp.any(gate.values[:m] != 0, axis=0)

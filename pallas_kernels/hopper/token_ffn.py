@@ -56,8 +56,8 @@ class Operands(NamedTuple):
 
     Attributes:
       gate: `[M, H]`, M a multiple of 8 up to 64.
-      x: `[M, D]`; like the rest of the stream, each block of the gate's kernel has waited for it
-        before it let this one start.
+      x: `[M, D]`, or of fewer than 8 rows; like the rest of the stream, each block of the gate's
+        kernel has waited for it before it let this one start.
       up: one matrix, `[layers, H, D]`; None without a gate projection, where the gate is the
         activation.
       down: one matrix, `[layers, H, D]`, of 16 bits.
@@ -102,19 +102,18 @@ def multiply(
 
     Args:
       gate: from `token_gate.gate`, of M tokens and H neurons.
-      x: `[M, D]`, M a multiple of 8 up to 64.
+      x: `[M, D]`, M a multiple of 8 up to 64; or fewer than 8, and those of the gate are padding.
       weights: `[1, H, D]` each; up may be `Quantised`, and x is then rounded to 8-bit floats, too.
       counts: of one layer, from `token_gate.gate`.
       rectifier: what made the gate; it may pass `x @ w_up^T` through a ReLU.
-      batch: the first so many tokens are computed; what the others hold afterwards is undefined.
+      batch: the first so many tokens are computed.
 
     Returns:
-      y: `[M, row_width(D)]`, columns past D are padding.
-      l1: float32 `[M, H / 16]`, in parts, the sum of the magnitudes of the hidden activation; None
-        without a gate projection, where the gate is the activation.
+      y: `[batch, row_width(D)]`, columns past D are padding.
+      l1: float32 `[M, H / 16]`, in parts, the sum of the magnitudes of the hidden activation; of
+        padding it is undefined. None without a gate projection, where the gate is the activation.
     """
-    tokens, d = x.shape
-    y = jax.ShapeDtypeStruct((tokens, gather.row_width(d)), x.dtype)
+    y = jax.ShapeDtypeStruct((batch, gather.row_width(x.shape[1])), x.dtype)
     l1 = None if gate.l1 is None else in_place.mutable(gate.l1)
 
     def row(refs, outs, layer, token, share):
@@ -364,7 +363,7 @@ def _block(operands, hidden, number, smem, plan):
 
 def _store_hidden(operands, hidden, further, outs, plan):
     """What stores the hidden activation of 16 neurons, given their first and their up."""
-    tokens, d = operands.x.shape
+    tokens, d = len(operands.gate), operands.x.shape[1]
     scale = 1.0
     if operands.squares is not None:
         scale = token_columns.inverse_rms(operands.squares, d, plan.eps)

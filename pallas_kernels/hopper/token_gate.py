@@ -50,7 +50,7 @@ def gate_phase(
     finite and the product is -inf, the gate is -0.0, which is not ignored.
 
     Args:
-      x: `[M, D]`, M a multiple of 8 up to 64.
+      x: `[M, D]`, M a multiple of 8 up to 64; or fewer than 8, and the results are of 8.
       weights: `[layers, H, D]` each, in the dtype of x; gate and up may be `Quantised`, as in
         `token_product.project`. If only one of them is, no tile is multiplied with w_up here. H is
         a multiple of 64. Gates past the number of live neurons are zero, and whole tiles of 64 of
@@ -98,7 +98,7 @@ gate = launched(gate_phase)
 
 def _outs(x, weights, are_new):
     """What the kernel writes, by the fields of `Gate`; the counts, if they are new, come last."""
-    tokens, h = x.shape[0], weights.down.shape[1]
+    tokens, h = token_columns.padded(x.shape[0]), weights.down.shape[1]
     outs = dict(values=jax.ShapeDtypeStruct((tokens, h), x.dtype))
     if weights.linear is not None:
         l1_parts = (tokens, h // token_columns.COLUMNS)

@@ -21,6 +21,7 @@ def gate(
     norm: tuple[jax.Array, float] | None = None,
 ) -> Gate:
     """Padding is zero. No tile is computed further: that concerns speed alone."""
+    x = jnp.pad(x, ((0, -len(x) % 8), (0, 0)))
     before = product(x, weights.activated, layer, 2)
     if norm is not None:
         squares, eps = norm

@@ -51,7 +51,9 @@ def in_wide(x, weights):
         (("up",), False),
     ],
 )
-@pytest.mark.parametrize(("algorithm", "m"), [("unions", 700), ("twell", 100), ("few_tokens", 60)])
+@pytest.mark.parametrize(
+    ("algorithm", "m"), [("unions", 700), ("twell", 100), ("few_tokens", 60), ("few_tokens", 5)]
+)
 def test_kernels_take_8_bit_weights(back_end, algorithm, m, chosen, gated):
     x, weights = draw_8_bits(m, 256, 384, chosen, gated=gated)
     h, exact = in_wide(x, weights)

@@ -32,18 +32,18 @@ def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
     """The largest magnitude of each token in some columns, an array of `token_columns`.
 
     Args:
-      x_ref: GMEM `[tokens, K]`, 16-bit, K a multiple of 8. What is past K does not count.
+      x_ref: GMEM `[M, K]`, 16-bit, K a multiple of 8. What is past M or K counts as zeros.
       first: int32 scalar, the first of the columns.
       columns: their number, a multiple of 128.
     """
-    tokens, k = x_ref.shape
-    dtype = jnp.dtype(x_ref.dtype)
+    shape, dtype = x_ref.shape, jnp.dtype(x_ref.dtype)
+    tokens = token_columns.padded(shape[0])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=_of_tokens(tokens))
     def step(_, x_ref, first):
         tops = []
         for token in range(0, tokens, _TOKENS):
-            chunks = list(_chunks(x_ref, first, token, columns, k))
+            chunks = list(_chunks(x_ref, first, token, columns, shape))
             tops.append(const(0))
             for start in range(0, len(chunks), _IN_FLIGHT):
                 loads = [simt.load_chunk(*chunk) for chunk in chunks[start : start + _IN_FLIGHT]]
@@ -105,13 +105,15 @@ def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
     """Rounds 128 columns of each token into shared memory, for the products that follow.
 
     Args:
-      x_ref: GMEM `[tokens, K]`, 16-bit, K a multiple of 8. Columns past K become zeros.
+      x_ref: GMEM `[M, K]`, 16-bit, K a multiple of 8. What is past M or K becomes zeros.
       first: int32 scalar, the first of the columns.
       reciprocal: of the scales, from `scales`.
-      target_ref: SMEM, float8_e4m3fn `[tokens, 128]` with the transforms `tiles.tiled`.
+      target_ref: SMEM, float8_e4m3fn `[tokens, 128]`, M rounded up to a multiple of 8, with the
+        transforms `tiles.tiled`.
     """
-    tokens, k = x_ref.shape
-    dtype, how = jnp.dtype(x_ref.dtype), token_columns.layout(tokens)
+    shape, dtype = x_ref.shape, jnp.dtype(x_ref.dtype)
+    tokens, _ = target_ref.shape
+    how = token_columns.layout(tokens)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, how, plgpu.RefType(tiled(E4M3))))
     def step(_, x_ref, first, reciprocal, target_ref):
@@ -124,7 +126,7 @@ def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
         loads = [
             simt.load_chunk(*chunk)
             for token in range(0, tokens, _TOKENS)
-            for chunk in _chunks(x_ref, first, token, STAGE, k)
+            for chunk in _chunks(x_ref, first, token, STAGE, shape)
         ]
         for tile, (words, factor) in enumerate(zip(loads, reciprocal.registers.flat, strict=True)):
             factor = token_columns.element(factor)
@@ -187,15 +189,18 @@ def _of_tokens(tokens: int):
 
 
 def _chunks(
-    x_ref: ir.Value, first: mgpu.FragmentedArray, token: int, columns: int, k: int
+    x_ref: ir.Value, first: mgpu.FragmentedArray, token: int, columns: int, shape: tuple[int, int]
 ) -> Iterator[tuple[ir.Value, int, ir.Value]]:
     """What `simt.load_chunk` takes for this lane's chunks of the 8 tokens from `token` on."""
+    m, k = shape
     lane, row = token_columns.column_and_token()
     column = arith.addi(first.registers.item(), arith.muli(lane, const(_CHUNK)))
     index = arith.addi(arith.muli(row, const(k)), column)
     address = simt.gmem_address(x_ref, arith.muli(index, const(2)))
     for start in range(0, columns, STAGE):
         inside = simt.less(arith.addi(column, const(start)), const(k))
+        if m < token + _TOKENS:
+            inside = arith.andi(inside, simt.less(row, const(m - token)))
         yield address, 2 * (token * k + start), inside
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -27,6 +28,11 @@ _LANE_TOKENS = 8  # tokens from one register of a lane to the next
 def layout(tokens: int):
     """Layout of the values of 16 columns for `tokens` tokens."""
     return plgpu.Layout.WG_STRIDED((COLUMNS * tokens,), vec_size=1)
+
+
+def padded(tokens: int) -> int:
+    """So many tokens, rounded up to a multiple of 8."""
+    return pl.cdiv(tokens, _LANE_TOKENS) * _LANE_TOKENS
 
 
 def zeros(tokens: int) -> jax.Array:
@@ -102,21 +108,26 @@ def _load(ref, first, tokens, row_columns):
 
 
 def store(ref, first: jax.Array, values: jax.Array) -> None:
-    """Stores `values`, rounded to its dtype, to columns `first` on of `ref`: GMEM `[tokens, N]`."""
-    tokens = values.size // COLUMNS
+    """Stores `values`, rounded to its dtype, to columns `first` on of `ref`: GMEM `[M, N]`. Tokens
+    past its rows are not stored."""
+    (rows, columns), tokens = ref.shape, values.size // COLUMNS
     values = values.astype(ref.dtype)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, layout(tokens)))
     def step(_, ref, first, values):
-        kind = ir.MemRefType(ref.type)
-        size = mgpu.bitwidth(kind.element_type) // 8
-        addresses = _addresses(ref, first.registers.item(), tokens, kind.shape[1], size)
+        size = mgpu.bitwidth(ir.MemRefType(ref.type).element_type) // 8
+        addresses = _addresses(ref, first.registers.item(), tokens, columns, size)
         bits = ir.IntegerType.get_signless(8 * size)
-        for (address, offset), value in zip(addresses, values.registers.flat, strict=True):
+        _, token = column_and_token()
+        starts = range(0, tokens, _LANE_TOKENS)
+        places = zip(starts, addresses, values.registers.flat, strict=True)
+        for start, (address, offset), value in places:
+            is_whole = start + _LANE_TOKENS <= rows
             mgpu.utils.inline_ptx(
                 f"st.global.b{8 * size} [$0 + {offset}], $1;",
                 address,
                 mgpu.utils.bitcast(element(value), bits),
+                predicate=None if is_whole else simt.less(token, const(rows - start)),
                 has_side_effects=True,
             )
 

@@ -90,10 +90,11 @@ class TokenRing:
 
     @classmethod
     def of(cls, x, weights, *, k_axis: int, **options) -> "TokenRing":
-        """For `x: [tokens, K]` and matrices `[layers, K, N]` (`k_axis` 1) or `[layers, N, K]`."""
-        (tokens, k), dtype = x.shape, weights[0].dtype
+        """For `x: [M, K]`, M a multiple of 8 or fewer, and matrices `[layers, K, N]` (`k_axis` 1)
+        or `[layers, N, K]`."""
+        (m, k), dtype = x.shape, weights[0].dtype
         columns = tuple(w.shape[3 - k_axis] for w in weights)
-        ring = cls(tokens, k, columns, k_axis, jnp.dtype(dtype), **options)
+        ring = cls(token_columns.padded(m), k, columns, k_axis, jnp.dtype(dtype), **options)
         if "on_sm" not in options and clusters_at_once(3) < ring.tiles <= clusters_at_once(4):
             return dataclasses.replace(ring, on_sm=4)  # all are on the GPU at once
         return ring
@@ -167,7 +168,7 @@ class Product:
 
     Attributes:
       ring: how it is cut.
-      x: GMEM `[tokens, K]`, 16-bit.
+      x: GMEM `[M, K]`, 16-bit. Tokens past M count as zeros.
       matrices: GMEM, of all layers.
       number: int32 scalar, the layer.
       tiles: int32 scalars, the quartet's tile of each matrix that a block multiplies. One past the
@@ -294,7 +295,9 @@ class Product:
         if self.scales is not None:
             round_tokens.store(self.x, k.start, self.scales[1], target)
         else:
-            plgpu.copy_gmem_to_smem(self.x.at[:, k], target, here)
+            # Rows past those of x are read as zeros, which a static slice would refuse.
+            tokens = pl.ds(jnp.int32(0), self.ring.tokens)
+            plgpu.copy_gmem_to_smem(self.x.at[tokens, k], target, here)
 
     def _fetch_matrices(self, stage):
         ring, slot = self.ring, stage % self.ring.slots

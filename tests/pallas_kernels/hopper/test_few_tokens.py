@@ -73,6 +73,13 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
     assert "token_gate" in text and "token_ffn" in text
 
 
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_y_costs_no_further_operation(lower, m):
+    text = lower(lambda *a: HOPPER.few_tokens_ffn(*a)[0], *shapes(m, 2048, 5632, jnp.bfloat16))
+    assert "token_ffn" in text
+    assert not re.search(r"stablehlo\.(pad|slice)", text)
+
+
 def test_lowers_without_a_gpu_non_gated(lower):
     operands = shapes(8, 768, 5632, jnp.bfloat16, gated=False)
     assert "token_ffn" in lower(HOPPER.few_tokens_ffn, *operands)
@@ -217,8 +224,9 @@ def test_non_finite_where_dense_is(m, d, gated):
 
 
 @pytest.mark.gpu
-def test_layers_in_a_chain_wait_for_each_other():
-    x, w_gate, w_up, w_down = draw(8, 2048, 5632, 0.005, jnp.bfloat16)
+@pytest.mark.parametrize("m", [2, 8])
+def test_layers_in_a_chain_wait_for_each_other(m):
+    x, w_gate, w_up, w_down = draw(m, 2048, 5632, 0.005, jnp.bfloat16)
     weights = (w_gate, w_up, w_down / 32)
 
     def chain(x, layer):

@@ -61,6 +61,22 @@ def test_gate(kernels, m, batch, d, h, share, has_norm, layers):
         assert agreed == (0 if share < 1 else h // 64)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_fewer_tokens_than_8_are_as_with_padding(kernels, batch):
+    x = normal(8, 192).astype(jnp.bfloat16)
+    w, up, down = (weight(jnp.bfloat16, 1, 128, 192) for _ in range(3))
+    function = functools.partial(gate_and_counts, kernels, batch=batch)
+    (gate, counts), (alone, of_alone) = (
+        run(function, tokens, Weights(w, up, down), np.zeros(1, np.int32))
+        for tokens in (x, x[:batch])
+    )
+    assert alone.values.shape == gate.values.shape
+    np.testing.assert_array_equal(*wide(alone.values[:batch], gate.values[:batch]))
+    numbers = slice(open_counts.column(0), None)
+    np.testing.assert_array_equal(of_alone[..., numbers], counts[..., numbers])
+
+
 def assert_counted(counts, gate):
     """The last layer's counts are the open gates of the tokens that are no padding."""
     of_tokens, batch = open_counts.of_tokens(counts)[-1], len(gate)
