@@ -75,6 +75,12 @@ REMARKS = {
     "tokamax was not installed.",
     "inference-cached-nvidia-h200-20261126-3": "A repetition: the kernels are those of record "
     "inference-cached-nvidia-h200-20261126-2.",
+    "inference-cached-nvidia-h200-20261126-4": "Another repetition; it ended before prompts of 32 "
+    "sequences.",
+    "ffn-few-nvidia-h200-20261126-3": "Fewer than 8 tokens are not padded "
+    "([0041](../design/0041-where-a-dense-token-waits.md)). tokamax was not installed.",
+    "ffn-few-nvidia-h100-80gb-hbm3-20261126": "The kernels are those of record "
+    "ffn-few-nvidia-h200-20261126-3. tokamax was not installed.",
     "ffn-few-nvidia-h200-20261126-2": "A repetition: the kernels are those of record "
     "ffn-few-nvidia-h200-20261126. tokamax was not installed.",
     "ffn-few-nvidia-h100-80gb-hbm3-20261125-3": "tokamax was not installed.",

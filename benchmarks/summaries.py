@@ -89,7 +89,7 @@ class Summary:
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
 _FORWARD = f"ffn-goals-{_H100}"
-_FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261125-3"
+_FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261126"
 _GRADIENTS = "gradients-nvidia-h200-20261124-2"
 _STEPS = {
     "2b": "training-2b-nvidia-h200-20261125",
