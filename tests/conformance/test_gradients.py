@@ -141,7 +141,7 @@ def way_and_heavy_tokens(operands, capacity):
     ("every", "threshold", "capacity", "way", "gated"),
     [
         (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, True),
-        (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, False),
+        pytest.param(*(100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, False), marks=pytest.mark.slow),
         (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, True),  # no room for the last tile: its tokens leave
         (100, 1.5, 0.7, Way.AGAIN, True),  # nor in the lists
         (0, 2.2, 1.0, Way.SPARSE, True),

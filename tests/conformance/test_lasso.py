@@ -84,7 +84,7 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
             *(100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, False, "a sequence"), marks=pytest.mark.slow
         ),
         (100, 1.5, 0.7, Way.AGAIN, True, "sequences that tiles cut"),
-        (1000, -8, 1.0, Way.DENSE, True, "a window each"),
+        pytest.param(*(1000, -8, 1.0, Way.DENSE, True, "a window each"), marks=pytest.mark.slow),
         (1000, -8, 1.0, Way.DENSE, False, "a sequence"),
         (1000, 8, 1.0, Way.SPARSE_AND_HEAVY, True, "a window each"),  # all zero, but for one row
     ],

@@ -128,7 +128,8 @@ def test_gradients(back_end, gated, capacity, threshold, some):
 
 
 @pytest.mark.parametrize(
-    "activation", ["relu2", pytest.param("fatrelu", marks=pytest.mark.slow), "drelu"]
+    "activation",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("relu2", "fatrelu")), "drelu"],
 )
 def test_other_activations_and_their_gradients(back_end, activation):
     operands = draw(300, 128, H)

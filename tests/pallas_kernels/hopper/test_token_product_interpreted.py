@@ -209,7 +209,7 @@ def count_gates(monkeypatch, *, few, there=0):
     ("m", "gated", "d", "h", "there"),
     [
         (8, False, 192, 512, 0), (24, True, 64, 320, 2), (8, True, 64, 640, 4),
-        (8, True, 64, 128, 2),
+        pytest.param(8, True, 64, 128, 2, marks=pytest.mark.slow),
         pytest.param(8, True, 64, 128, 0, marks=pytest.mark.slow),
         pytest.param(8, True, 64, 320, 0, marks=pytest.mark.slow),
         pytest.param(24, True, 64, 128, 0, marks=pytest.mark.slow),
