@@ -74,7 +74,7 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype):
 
 
 @pytest.mark.parametrize("m", [1, 3, 8])
-def test_y_costs_no_further_operation(lower, m):
+def test_neither_x_nor_y_is_copied(lower, m):
     text = lower(lambda *a: HOPPER.few_tokens_ffn(*a)[0], *shapes(m, 2048, 5632, jnp.bfloat16))
     assert "token_ffn" in text
     assert not re.search(r"stablehlo\.(pad|slice)", text)
