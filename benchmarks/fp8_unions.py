@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from benchmarks import record
-from pallas_kernels.layouts.quantised import quantise
+from pallas_kernels.quantised import quantise
 from twell_jax import sparse_ffn
 from twell_jax.analysis import timing
 from twell_jax.models.quantised import QUANTISED_OPTIONS

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import patterns, record
-from pallas_kernels.hopper.frames.matmul import Schedule
-from pallas_kernels.hopper.fused_ffn import FusedFFNConfig, fused_ffn
-from pallas_kernels.hopper.gate_pack import gate_pack
+from pallas_kernels.hopper.common.matmul import Schedule
+from pallas_kernels.hopper.twell.fused_ffn import FusedFFNConfig, fused_ffn
+from pallas_kernels.hopper.twell.gate_pack import gate_pack
 from twell_jax.analysis import timing
 
 M, NNZ, DTYPE = 16384, 29, jnp.bfloat16

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels import hopper, reference
-from pallas_kernels.layouts.gate import Gate
+from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
-from pallas_kernels.layouts.quantised import Quantised
-from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.weights import Weights
 
 type Arrays = tuple[jax.Array, ...]
 
@@ -57,7 +57,7 @@ class Kernels(NamedTuple):
       project: products of the normed stream with matrices, side by side -> `[M, N]`.
       project_attend: `project`, and attention to a cache, which gets keys and values -> `[M, N]`.
       add_product: adds a product to the stream -> the stream.
-      add_product_gate: `add_product`, and the gate of a sparse block -> stream, `layouts.gate`.
+      add_product_gate: `add_product`, and the gate of a sparse block -> stream, `Gate`.
       add_product_hidden: `add_product`, and a dense block's hidden activation -> stream, `[M, H]`.
       add_ffn: adds what a sparse block makes of its gate -> the stream.
     """

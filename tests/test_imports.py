@@ -13,25 +13,35 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("twell_jax", "pallas_kernels")
 
+VALUES = "weights rectifiers quantised"  # of which blocks consist
+KERNELS = "pallas_kernels " + " ".join(
+    f"pallas_kernels.{name}" for name in ("layouts", "capacity", "in_place", *VALUES.split())
+)
+
 # Each room, and the rooms that its modules may import beside their own. A module belongs to the
 # room of the longest name that it starts with.
 MAY_IMPORT = {
-    "pallas_kernels.layouts": "",
     "pallas_kernels.in_place": "",
-    "pallas_kernels.reference": "layouts",
-    "pallas_kernels.hopper.device": "layouts",
-    "pallas_kernels.hopper.support": "layouts",
-    "pallas_kernels.hopper.frames": "layouts hopper.device hopper.support",
-    "pallas_kernels.hopper": "layouts in_place hopper.device hopper.support hopper.frames",
-    "pallas_kernels": "layouts hopper reference",
-    "twell_jax.ffn": "pallas_kernels pallas_kernels.layouts pallas_kernels.in_place",
+    "pallas_kernels.weights": "",
+    "pallas_kernels.rectifiers": "",
+    "pallas_kernels.quantised": "",
+    "pallas_kernels.layouts": VALUES,
+    "pallas_kernels.capacity": "layouts",
+    "pallas_kernels.reference": f"layouts {VALUES}",
+    "pallas_kernels.hopper.common": f"layouts in_place {VALUES}",
+    "pallas_kernels.hopper.dense": f"layouts in_place {VALUES} hopper.common",
+    "pallas_kernels.hopper.twell": f"layouts in_place {VALUES} hopper.common",
+    "pallas_kernels.hopper.unions": f"layouts in_place {VALUES} hopper.common",
+    "pallas_kernels.hopper.decode": f"layouts in_place {VALUES} hopper.common",
+    "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
+    "pallas_kernels": f"layouts {VALUES} hopper reference",
+    "twell_jax.ffn": KERNELS,
     "twell_jax.config": "ffn",
     "twell_jax.data": "config",
-    "twell_jax.models": "ffn config data pallas_kernels pallas_kernels.layouts "
-    "pallas_kernels.in_place",
+    "twell_jax.models": f"ffn config data {KERNELS}",
     "twell_jax.plotting": "config",
     "twell_jax.train": "ffn config data models plotting",
-    "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.device",  # a clock
+    "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.common",  # a clock
     "twell_jax.inference": "ffn config data models train",
     "twell_jax": "ffn",
 }

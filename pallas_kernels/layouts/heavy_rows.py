@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.layouts.quantised import Tokens
+from pallas_kernels.quantised import Tokens
 
 
 @jax.tree_util.register_dataclass

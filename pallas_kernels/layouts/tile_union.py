@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.twell import DTYPES, MAX_COLUMNS
+from pallas_kernels.layouts.twell import MAX_COLUMNS
+from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.weights import DTYPES
 
 TILE_TOKENS = 256  # tokens of a row tile
 GROUP_NEURONS = 64  # neurons among which a token's non-zeros are counted

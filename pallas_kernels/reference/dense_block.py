@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import quantised
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels import quantised
+from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.weights import Weights
 
 
 def dense_block(

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import quantised
+from pallas_kernels import quantised
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.weights import Weights, only_live
 
 
 def dense_rows(

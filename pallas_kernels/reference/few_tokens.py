@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts.quantised import for_product, times, tokens
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels.quantised import for_product, times, tokens
+from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.weights import Weights, only_live
 
 
 def few_tokens_ffn(

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import quantised, twell
+from pallas_kernels import quantised
+from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.quantised import Operand, Tokens
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.quantised import Operand, Tokens
+from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.reference.places import places
 
 

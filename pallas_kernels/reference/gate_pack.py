@@ -2,9 +2,10 @@
 
 import jax
 
-from pallas_kernels.layouts import quantised, twell
-from pallas_kernels.layouts.quantised import Operand
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels import quantised
+from pallas_kernels.layouts import twell
+from pallas_kernels.quantised import Operand
+from pallas_kernels.rectifiers import RELU, Rectifier
 
 
 def gate_pack(

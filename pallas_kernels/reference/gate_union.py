@@ -2,10 +2,11 @@
 
 import jax
 
-from pallas_kernels.layouts import quantised, tile_union
-from pallas_kernels.layouts.quantised import Operand
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import only_live
+from pallas_kernels import quantised
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.quantised import Operand
+from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.weights import only_live
 
 
 def gate_union(

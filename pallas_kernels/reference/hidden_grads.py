@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts.neuron_lists import NeuronLists
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
+from pallas_kernels.rectifiers import RELU, Rectifier
 
 
 def hidden_grads(

@@ -2,8 +2,8 @@
 
 import jax
 
-from pallas_kernels.layouts import quantised
-from pallas_kernels.layouts.quantised import Quantised
+from pallas_kernels import quantised
+from pallas_kernels.quantised import Quantised
 
 
 def round_tokens(x: jax.Array) -> Quantised:

@@ -1,13 +1,13 @@
-"""Meaning of `pallas_kernels.hopper.token_ffn.add`."""
+"""Meaning of `pallas_kernels.hopper.decode.token_ffn.add`."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts.gate import Gate
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.reference import token_product
+from pallas_kernels.weights import Weights
 
 
 def add(

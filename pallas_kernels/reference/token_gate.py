@@ -1,13 +1,13 @@
-"""Meaning of `pallas_kernels.hopper.token_gate`."""
+"""Meaning of `pallas_kernels.hopper.decode.token_gate`."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.gate import Gate
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.hopper.decode import active_counts
+from pallas_kernels.hopper.decode.gate import Gate
+from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.reference.token_product import of_live, product
+from pallas_kernels.weights import Weights
 
 
 def gate(
@@ -28,9 +28,9 @@ def gate(
         before *= jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / x.shape[1] + eps)
     g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, x.dtype)).astype(x.dtype)
     g = of_live(jnp.where((jnp.arange(len(x)) < batch)[:, None], g, 0), weights.live, layer)
-    opens = open_counts.packed(g)
+    opens = active_counts.packed(g)
     if counts is None:
-        zeros = open_counts.zeros(1, *g.shape)
-        return Gate(g, counts=zeros.at[0, 1:, open_counts.column(0) :].set(opens))
-    counts[layer[0], 1:, open_counts.column(0) :] = opens
+        zeros = active_counts.zeros(1, *g.shape)
+        return Gate(g, counts=zeros.at[0, 1:, active_counts.column(0) :].set(opens))
+    counts[layer[0], 1:, active_counts.column(0) :] = opens
     return Gate(g)

@@ -1,15 +1,15 @@
-"""Meaning of the pairs of `pallas_kernels.hopper.token_pairs`."""
+"""Meaning of the pairs of `pallas_kernels.hopper.decode.token_pairs`."""
 
 import jax
 
-from pallas_kernels.layouts.gate import Gate
-from pallas_kernels.layouts.quantised import Operand
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.quantised import Operand
+from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.reference.decode_attention import decode_attention
 from pallas_kernels.reference.token_gate import gate
 from pallas_kernels.reference.token_product import add_product, hidden, project
+from pallas_kernels.weights import Weights
 
 
 def project_attend(

@@ -1,12 +1,12 @@
-"""Meaning of the products of `pallas_kernels.hopper.token_product`."""
+"""Meaning of the products of `pallas_kernels.hopper.decode.token_product`."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts.quantised import Operand, Quantised, rounded, times
-from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import only_live
+from pallas_kernels.quantised import Operand, Quantised, rounded, times
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.weights import only_live
 
 
 def project(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.quantised import Tokens
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, Plan
+from pallas_kernels.quantised import Tokens
 from pallas_kernels.reference.places import places
 
 

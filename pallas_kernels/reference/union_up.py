@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import quantised
-from pallas_kernels.layouts.quantised import Operand
-from pallas_kernels.layouts.rectifiers import RELU, Rectifier
+from pallas_kernels import quantised
 from pallas_kernels.layouts.tile_union import TILE_TOKENS, Plan
+from pallas_kernels.quantised import Operand
+from pallas_kernels.rectifiers import RELU, Rectifier
 
 
 def union_up(

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.layouts.rectifiers import RELU
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.conformance.cases import (
     COLUMNS,

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.layouts.quantised import quantise
+from pallas_kernels.quantised import quantise
 from tests import seeds
 from tests.conformance import test_activations as activations
 from tests.conformance.cases import ALGORITHMS, SPARSE, draw, either_form, gradients

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.layouts.quantised import quantise, rounded
+from pallas_kernels.quantised import quantise, rounded
 from tests.conformance.cases import by, draw, run, xla
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost

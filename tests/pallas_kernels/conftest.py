@@ -8,8 +8,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import gather, row_copies, scales
-from pallas_kernels.hopper.frames import gathered_matmul, job_queue
+from pallas_kernels.hopper.common import register_rows, scales
+from pallas_kernels.hopper.unions import gathered_matmul, job_queue, row_copies
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def rows_in_jax(monkeypatch):
     def copy_row(source_ref, target_ref):
         target_ref[...] = source_ref[...]
 
-    monkeypatch.setattr(gather, "copy_row", copy_row)
-    monkeypatch.setattr(gather, "load_row", load_row)
-    monkeypatch.setattr(gather, "store_row", store_row)
-    monkeypatch.setattr(gather, "widen", lambda row: row.astype(jnp.float32))
-    monkeypatch.setattr(gather, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])
+    monkeypatch.setattr(register_rows, "copy_row", copy_row)
+    monkeypatch.setattr(register_rows, "load_row", load_row)
+    monkeypatch.setattr(register_rows, "store_row", store_row)
+    monkeypatch.setattr(register_rows, "widen", lambda row: row.astype(jnp.float32))
+    monkeypatch.setattr(register_rows, "sum_rows", lambda rows, _: [jnp.sum(row) for row in rows])

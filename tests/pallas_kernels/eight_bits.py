@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts.quantised import E4M3, Quantised
+from pallas_kernels.quantised import E4M3, Quantised
 from tests import seeds
 
 

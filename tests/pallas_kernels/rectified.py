@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pallas_kernels.layouts.rectifiers import Rectifier
+from pallas_kernels.rectifiers import Rectifier
 
 EVERYTHING = Rectifier(threshold=0.7, squared=True, both=True)  # whatever a rectifier can do
 SQUARED = Rectifier(squared=True)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import capacity
 from pallas_kernels.kernels import HOPPER
-from pallas_kernels.layouts import room
 from tests.commands import as_in_a_new_process
 from tests.train.runs import records
 from twell_jax import config
@@ -25,7 +25,7 @@ def settings(workspace, monkeypatch, reference_kernels):
 
     Where they are dense, they measure less room than they need.
     """
-    monkeypatch.setattr(room, "of_dense", lambda *_, **__: 2 * (jnp.float32(0.1),))
+    monkeypatch.setattr(capacity, "of_dense", lambda *_, **__: 2 * (jnp.float32(0.1),))
 
     def load(directory, *changes):
         return config.load(

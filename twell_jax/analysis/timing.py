@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import simt
+from pallas_kernels.hopper.common import simt
 
 _HOLD_MS = 30.0  # how long the GPU is held busy while calls are queued
 

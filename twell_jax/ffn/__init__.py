@@ -1,6 +1,6 @@
 """The sparse feed-forward block: the operation, its statistics, its module and its formats."""
 
-from pallas_kernels.layouts.quantised import Quantised, quantise
+from pallas_kernels.quantised import Quantised, quantise
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import explain, sparse_ffn
 from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_stats

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_kernels.layouts.quantised import E4M3, Quantised
-from pallas_kernels.layouts.rectifiers import rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.quantised import E4M3, Quantised
+from pallas_kernels.rectifiers import rectifier
+from pallas_kernels.weights import Weights
 from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
@@ -65,7 +65,7 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
         multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
-        two is what the block means (`layouts.quantised.product`). The kernels for few
+        two is what the block means (`quantised.product`). The kernels for few
         tokens and unions compute it unless w_down is `Quantised`; else XLA does. There are no
         gradients for either.
       b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.

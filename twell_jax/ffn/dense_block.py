@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import capacity
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import room, tile_union
-from pallas_kernels.layouts.rectifiers import Rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts import tile_union
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.weights import Weights
 from twell_jax.ffn.stats import Output
 
 
@@ -15,7 +16,7 @@ def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) ->
     y, h = kernels.dense_block(x, weights, act)
     # XLA leaves out the statistics that nobody asks for.
     fires = jax.lax.bitcast_convert_type(h, jnp.uint16) != 0
-    union, listed = room.of_dense(fires)
+    union, listed = capacity.of_dense(fires)
     return Output(
         y,
         nnz=jnp.sum(fires, axis=1, dtype=jnp.int32),

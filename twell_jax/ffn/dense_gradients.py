@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts.rectifiers import Rectifier
-from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.weights import Weights, only_live
 from twell_jax.ffn.union_lasso import Grid, Slopes, sums_of_tokens
 
 _PARTS = 8  # what starts from the operands takes this part of the tokens at a time

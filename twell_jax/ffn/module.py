@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.layouts.quantised import Quantised
+from pallas_kernels.quantised import Quantised
 from twell_jax.ffn import api
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.api import sparse_ffn

@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts.rectifiers import Rectifier, rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import Rectifier, rectifier
+from pallas_kernels.weights import Weights
 from twell_jax.ffn import dense_block, few_tokens, partition, twell, unions, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.partition import Share

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from flax import nnx
 
-from pallas_kernels.layouts.quantised import Quantised, quantise
+from pallas_kernels.quantised import Quantised, quantise
 from twell_jax.ffn.module import SparseMLP
 
 Projection = Literal["gate", "up", "down"]

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layouts import room, tile_union
+from pallas_kernels import capacity
+from pallas_kernels.layouts import tile_union
 from twell_jax.ffn import partition
 from twell_jax.ffn.lasso import Windows, tile_lasso
 
@@ -37,7 +38,7 @@ class FFNStats:
       lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
 
     Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
-    `gradient_capacity` (`pallas_kernels.layouts.room`). On a mesh each device that runs kernels has
+    `gradient_capacity` (`pallas_kernels.capacity`). On a mesh each device that runs kernels has
     its own tokens and neurons: these two are then means over devices, and `tiles` counts its own.
     """
 
@@ -112,7 +113,7 @@ def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) ->
       windows: those of the tile lasso, if it is wanted.
     """
     nonzero = active != 0
-    union, listed = room.of_dense(nonzero, devices=partition.devices()[0])
+    union, listed = capacity.of_dense(nonzero, devices=partition.devices()[0])
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
     # The barrier keeps sums of tokens apart from their mean. XLA then makes both sums of a token
     # while it computes h, and does not read all activations once more for nnz.

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import in_place
+from pallas_kernels import in_place, quantised
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import quantised, twell
-from pallas_kernels.layouts.rectifiers import Rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.layouts import twell
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.weights import Weights
 from twell_jax.ffn.stats import NOT_MEASURED, Output
 
 

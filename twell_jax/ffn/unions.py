@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import in_place
+from pallas_kernels import in_place, quantised
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import quantised, room, tile_union
+from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
-from pallas_kernels.layouts.rectifiers import Rectifier
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.weights import Weights
 from twell_jax.ffn import dense_gradients, union_lasso
 from twell_jax.ffn.stats import Output
 from twell_jax.ffn.union_lasso import Grid, WindowSums
@@ -193,7 +193,7 @@ def _forward(
     else:
         slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
         lists, lengths = kernels.neuron_lists(counts, m, slots)
-    shares = room.of_packed(stats, lengths)
+    shares = capacity.of_packed(stats, lengths)
     tiles = tile_union.tiles_of(masks)
     output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
     return output, (hidden, plan, heavy, heavy_hidden, lists, lengths, stats)

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.layouts import quantised
-from pallas_kernels.layouts.quantised import Quantised
-from pallas_kernels.layouts.weights import Weights, only_live
+from pallas_kernels import quantised
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.weights import Weights, only_live
 from twell_jax.ffn import activations, stats
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.lasso import Windows

@@ -17,12 +17,12 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import in_place
+from pallas_kernels.hopper.decode import active_counts
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.quantised import Operand, Quantised
-from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.quantised import Operand, Quantised
+from pallas_kernels.rectifiers import rectifier
+from pallas_kernels.weights import Weights
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.partition import auto_axes
@@ -166,7 +166,7 @@ def _step(
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    counts = in_place.mutable(open_counts.zeros(config.layers, len(x), config.d_ff))
+    counts = in_place.mutable(active_counts.zeros(config.layers, len(x), config.d_ff))
     is_sparse = selection.rule.algorithm == "few_tokens"
     layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
     length = cache.length[None]

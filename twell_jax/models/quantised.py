@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from pallas_kernels.layouts.quantised import Quantised, rounded
+from pallas_kernels.quantised import Quantised, rounded
 from twell_jax.ffn.quantised import AXES, Projection, QuantisedParam
 
 type Part = Projection | Literal["query", "key", "value", "out", "head"]

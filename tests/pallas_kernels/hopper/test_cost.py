@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import token_gate
+from pallas_kernels.hopper.decode import active_counts, token_gate
 from pallas_kernels.kernels import HOPPER
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.weights import Weights
 
 TAKEN = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 
@@ -34,7 +33,7 @@ def test_a_gate_reads_its_operands_and_writes_its_format(lower):
 
 def test_a_product_of_few_tokens_reads_the_matrix_of_one_layer(lower):
     def gate(x, w, layer):
-        counts = jax.new_ref(open_counts.zeros(7, 8, 384))
+        counts = jax.new_ref(active_counts.zeros(7, 8, 384))
         return token_gate.gate(x, Weights(None, w, w), layer, counts, batch=8)
 
     x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)

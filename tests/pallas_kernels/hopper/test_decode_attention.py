@@ -9,8 +9,9 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import decode_attention as hopper
-from pallas_kernels.hopper.device import attend, cluster, combine, warpgroup
+from pallas_kernels.hopper.common import warpgroup
+from pallas_kernels.hopper.decode import attend, cluster, combine
+from pallas_kernels.hopper.decode import decode_attention as hopper
 from pallas_kernels.reference import decode_attention as reference
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
@@ -121,7 +122,7 @@ def test_as_many_blocks_as_planned_share_an_sm(lower, size, on_sm):
 
 
 def test_clusters_fill_the_sms_but_give_each_block_some_steps(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.hopper.support.sm_count", lambda: 132)
+    monkeypatch.setattr("pallas_kernels.hopper.common.support.sm_count", lambda: 132)
     for clusters, steps, size, splits in [
         (1, 1, 64, 1),
         (1, 5, 64, 2),

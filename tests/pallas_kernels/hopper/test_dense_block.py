@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import dense_block as block
-from pallas_kernels.hopper.frames import matmul
+from pallas_kernels.hopper.common import matmul
+from pallas_kernels.hopper.dense import dense_block as block
 from pallas_kernels.kernels import REFERENCE
-from pallas_kernels.layouts.rectifiers import RELU
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.rectified import ABOVE_TWO, EVERYTHING, SQUARED, gate_of, linear_of

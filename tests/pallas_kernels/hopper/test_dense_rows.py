@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import dense_rows, place_rows
-from pallas_kernels.hopper.device import scalars
+from pallas_kernels.hopper.common import scalars
+from pallas_kernels.hopper.dense import dense_rows, place_rows
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.layouts.quantised import Quantised, for_product, rounded, tokens
-from pallas_kernels.layouts.rectifiers import RELU
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.quantised import Quantised, for_product, rounded, tokens
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches

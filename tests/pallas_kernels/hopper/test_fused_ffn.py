@@ -10,11 +10,11 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import fused_ffn as fused
-from pallas_kernels.hopper.device import lists
+from pallas_kernels.hopper.common import lists
+from pallas_kernels.hopper.twell import fused_ffn as fused
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
-from pallas_kernels.layouts.quantised import Tokens, rounded
+from pallas_kernels.quantised import Tokens, rounded
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels import eight_bits

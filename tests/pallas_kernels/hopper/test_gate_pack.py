@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import gate_pack as gate
-from pallas_kernels.hopper.device import lanes, pack_relu
-from pallas_kernels.hopper.frames import matmul
+from pallas_kernels.hopper.common import lanes, matmul
+from pallas_kernels.hopper.twell import gate_pack as gate
+from pallas_kernels.hopper.twell import pack_relu
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
-from pallas_kernels.layouts.quantised import E4M3, Quantised
-from pallas_kernels.layouts.rectifiers import RELU
+from pallas_kernels.quantised import E4M3, Quantised
+from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.pallas_kernels.eight_bits import in_float64, scaled, shapes
 from tests.pallas_kernels.rectified import ABOVE_TWO, EVERYTHING, SQUARED, gate_of

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import gate_union
-from pallas_kernels.hopper.device import union_relu
-from pallas_kernels.hopper.frames import matmul
+from pallas_kernels.hopper.common import matmul
+from pallas_kernels.hopper.unions import gate_union, union_relu
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import E4M3, Quantised, rounded
-from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
+from pallas_kernels.quantised import E4M3, Quantised, rounded
+from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.pallas_kernels.eight_bits import scaled, shapes
 from tests.pallas_kernels.rectified import ABOVE_TWO, SQUARED, gate_of

@@ -9,14 +9,14 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import hidden_grads as module
-from pallas_kernels.hopper.hidden_grads import hidden_grads
-from pallas_kernels.hopper.union_down import union_down
+from pallas_kernels.hopper.unions import hidden_grads as module
+from pallas_kernels.hopper.unions.hidden_grads import hidden_grads
+from pallas_kernels.hopper.unions.union_down import union_down
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists
-from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
+from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.planned import planned

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import gate_union
-from pallas_kernels.hopper.device import union_relu
-from pallas_kernels.hopper.frames import matmul
+from pallas_kernels.hopper.common import matmul
+from pallas_kernels.hopper.unions import gate_union, union_relu
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.weights import Weights
 from tests.pallas_kernels.hopper import test_dense_rows as rows
 from tests.pallas_kernels.hopper import test_gate_union as unions
 from tests.pallas_kernels.hopper import test_token_product as tokens

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import token_product
-from pallas_kernels.hopper.device import token_columns
+from pallas_kernels.hopper.decode import token_columns, token_product
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts.rectifiers import RELU
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper import test_few_tokens as few_tokens
 from tests.pallas_kernels.hopper import test_token_product as tokens

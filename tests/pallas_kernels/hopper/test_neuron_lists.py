@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import group_lists
-from pallas_kernels.hopper.neuron_lists import neuron_lists
+from pallas_kernels.hopper.unions import group_lists
+from pallas_kernels.hopper.unions.neuron_lists import neuron_lists
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
 from pallas_kernels.layouts.tile_union import TILE_TOKENS, to_words

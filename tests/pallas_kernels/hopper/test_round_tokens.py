@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.round_tokens import round_tokens
+from pallas_kernels.hopper.common.round_tokens import round_tokens
 from pallas_kernels.kernels import REFERENCE
 from tests import seeds
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.device import votes
+from pallas_kernels.hopper.decode import active_counts, votes
+from pallas_kernels.hopper.decode.active_counts import Launch
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.open_counts import Launch
-from pallas_kernels.layouts.rectifiers import RELU, rectifier
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import RELU, rectifier
+from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper.test_token_product import (
     EPS,
@@ -30,7 +29,7 @@ from tests.pallas_kernels.hopper.test_token_product import (
 def gate_and_counts(kernels, x, weights, layer, norm=None, act=RELU, *, batch):
     """The gate, and counts of open gates, which are new if there is one layer."""
     layers, h, _ = weights.down.shape
-    counts = None if layers == 1 else jax.new_ref(open_counts.zeros(layers, len(x), h))
+    counts = None if layers == 1 else jax.new_ref(active_counts.zeros(layers, len(x), h))
     gate = folder(kernels).token_gate.gate(x, weights, layer, counts, act, batch=batch, norm=norm)
     return gate, gate.counts if counts is None else counts[...]
 
@@ -75,7 +74,7 @@ def test_fewer_tokens_than_8_need_no_padding(kernels, m):
 
 def assert_counted(counts, gate):
     """The last layer's counts are the open gates of the tokens that are no padding."""
-    of_tokens, batch = open_counts.of_tokens(counts)[-1], len(gate)
+    of_tokens, batch = active_counts.of_tokens(counts)[-1], len(gate)
     np.testing.assert_array_equal(of_tokens[:batch], np.count_nonzero(gate, axis=1))
     assert not of_tokens[batch:].any() and not counts[:-1].any()
 
@@ -87,7 +86,7 @@ def assert_hidden_of_agreed_tiles(gate, counts, up, batch):
     opens = (values != 0).reshape(batch, -1, 4, 16).sum(axis=3).max(axis=0)
     agree = (opens >= votes.SOME).all(axis=1) & ((opens >= votes.MANY).sum(axis=1) >= 2)
     assert counts[-1, 0, Launch.FFN] == 0
-    voted = counts[-1, 0, open_counts.column(0) :]
+    voted = counts[-1, 0, active_counts.column(0) :]
     of_blocks = np.where(opens < votes.MANY, votes.HAS_SOME, votes.HAS_MANY)
     of_blocks = np.where(opens < votes.SOME, votes.AGAINST, of_blocks)
     np.testing.assert_array_equal(voted, of_blocks.sum(axis=1))

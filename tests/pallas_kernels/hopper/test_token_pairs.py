@@ -10,15 +10,14 @@ import pytest
 from jax.experimental import io_callback
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import decode_attention, support
-from pallas_kernels.hopper.device import grid
-from pallas_kernels.hopper.device import votes as device_votes
-from pallas_kernels.hopper.frames.token_ring import clusters_at_once
+from pallas_kernels.hopper.common import support
+from pallas_kernels.hopper.decode import active_counts, decode_attention, grid
+from pallas_kernels.hopper.decode import votes as device_votes
+from pallas_kernels.hopper.decode.active_counts import Launch
+from pallas_kernels.hopper.decode.token_ring import clusters_at_once
 from pallas_kernels.kernels import HOPPER
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.open_counts import Launch
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.hopper.test_decode_attention import (
@@ -45,11 +44,11 @@ from tests.pallas_kernels.hopper.test_token_product_interpreted import (
     votes,  # noqa: F401  # a fixture
 )
 
-AT_ONCE = "pallas_kernels.hopper.launch.clusters_at_once"
+AT_ONCE = "pallas_kernels.hopper.decode.launch.clusters_at_once"
 
 
 def none_arrived(layers, tokens, neurons=64):
-    return jax.new_ref(open_counts.zeros(layers, tokens, neurons))
+    return jax.new_ref(active_counts.zeros(layers, tokens, neurons))
 
 
 def assert_same_bits(results, others):
@@ -104,7 +103,7 @@ def add_product_gate(kernels, attended, w, x, scale, mlp, counts=None, *, batch)
     counts = none_arrived(2, len(x), mlp.down.shape[1]) if counts is None else counts
     options = dict(batch=batch, eps=EPS)
     stream, gate = kernels.add_product_gate(attended, w, LAYER, x, scale, mlp, counts, **options)
-    return stream, gate.values, open_counts.of_tokens(counts[...])
+    return stream, gate.values, active_counts.of_tokens(counts[...])
 
 
 def assert_gate(result, operands, batch):
@@ -135,13 +134,13 @@ def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
     operands = attended, w, x, scale, mlp
 
     def together(attended, w, x, scale, mlp):
-        counts = jax.new_ref(open_counts.zeros(2, m, h))
+        counts = jax.new_ref(active_counts.zeros(2, m, h))
         out = attended, w, LAYER, x, scale, mlp, counts
         stream, gate = HOPPER.add_product_gate(*out, batch=m, eps=EPS)
         return stream, gate, without_arrivals(counts)
 
     def apart(attended, w, x, scale, mlp):
-        counts = jax.new_ref(open_counts.zeros(2, m, h))
+        counts = jax.new_ref(active_counts.zeros(2, m, h))
         stream = HOPPER.add_product(attended, w, LAYER, x, scale)
         norm = stream.squares, EPS
         gate = hopper.token_gate.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
@@ -238,7 +237,7 @@ def arrivals(monkeypatch):
 
 def assert_arrived_at(layer, launch, counts):
     """Blocks count themselves in this layer, for this launch."""
-    arrived = np.asarray(counts[:, 0, : open_counts.column(0)])
+    arrived = np.asarray(counts[:, 0, : active_counts.column(0)])
     np.testing.assert_array_equal(np.argwhere(arrived), [[layer[0], launch]])
 
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper, reference
-from pallas_kernels.hopper.device import votes
+from pallas_kernels.hopper.decode import active_counts, votes
+from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.gate import Gate
-from pallas_kernels.layouts.rectifiers import rectifier
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import rectifier
+from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
@@ -153,12 +152,12 @@ def add_ffn(kernels, gate, stream, weights, counts, scale, hidden=None, *, batch
 
 def open_for_each(numbers, m, h):
     """Counts of two layers: of the second, so many for each of m tokens, no tile having voted."""
-    counts = np.full(open_counts.zeros(2, m, h).shape, 9999, np.int32)
+    counts = np.full(active_counts.zeros(2, m, h).shape, 9999, np.int32)
     tiles, numbers = np.arange(h // 64), np.broadcast_to(numbers, m).reshape(-1, 4, 1)
     of_tiles = numbers // len(tiles) + (tiles < numbers % len(tiles))
     assert (of_tiles < 128).all()
     counts[1, 0] = 0
-    counts[1, 1:, open_counts.column(0) :] = (of_tiles << 8 * np.arange(4)[:, None]).sum(axis=1)
+    counts[1, 1:, active_counts.column(0) :] = (of_tiles << 8 * np.arange(4)[:, None]).sum(axis=1)
     return counts
 
 
@@ -166,7 +165,7 @@ def draw_tiles_that_are_there(counts, share):
     """Votes by which the gate's kernel has multiplied a share of the tiles, which this writes into
     `counts` of `open_for_each`. Returns whether each tile is among them."""
     against = votes.AGAINST + 3 * votes.HAS_MANY
-    of_tiles = counts[1, 0, open_counts.column(0) :]
+    of_tiles = counts[1, 0, active_counts.column(0) :]
     is_there = seeds.rng().permutation(len(of_tiles)) < share * len(of_tiles)
     missing = [against, 3 * votes.HAS_SOME + votes.HAS_MANY, 4 * against]
     there = [2 * votes.HAS_SOME + 2 * votes.HAS_MANY, 4 * votes.HAS_MANY]
@@ -258,7 +257,7 @@ def test_lowers_without_a_gpu(lower):
         h = shape((m, 5632), jnp.bfloat16)
         assert "token_add_product" in lower(HOPPER.add_product, h, w, layer, x, scale)
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
-        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m, 5632))
+        counts = jax.eval_shape(lambda m=m: active_counts.zeros(3, m, 5632))
         assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
 
 

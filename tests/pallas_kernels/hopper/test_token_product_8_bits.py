@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.device import votes
+from pallas_kernels.hopper.decode import active_counts, votes
 from pallas_kernels.kernels import HOPPER, REFERENCE
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.quantised import Quantised, quantise, rounded
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.quantised import Quantised, quantise, rounded
+from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.eight_bits import in_float64, lost
@@ -120,7 +119,7 @@ def test_gate(kernels, m, batch, d, h, has_norm, alike):
     (values,) = wide(gate.values[:batch])
     assert_close_by_token(values, np.maximum(exact, 0)[:batch], d)
     assert_counted(counts, values)
-    voted = counts[1, 0, open_counts.column(0) :]
+    voted = counts[1, 0, active_counts.column(0) :]
     if kernels is REFERENCE or not alike:
         assert not voted.any()
     else:
@@ -213,7 +212,7 @@ def test_lowers_without_a_gpu(lower):
         (launch,) = launches(text).values()
         assert SM_BYTES // (launch.smem + 1024) >= 3 and "e4m3" in text
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
-        counts = jax.eval_shape(lambda m=m: open_counts.zeros(3, m, 2048))
+        counts = jax.eval_shape(lambda m=m: active_counts.zeros(3, m, 2048))
         weights = Weights(struct(3, 2048, 2048), w, struct(3, 2048, 2048))
         scale = struct(3, 2048)
         assert "token_add_ffn" in lower(ffn, x, stream, weights, counts, scale)

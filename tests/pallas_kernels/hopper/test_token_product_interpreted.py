@@ -10,23 +10,27 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import token_ffn, token_gate, token_product
-from pallas_kernels.hopper.device import (
+from pallas_kernels.hopper.common import register_rows
+from pallas_kernels.hopper.decode import (
+    active_counts,
+    active_gates,
     cluster,
-    gather,
     grid,
-    open_gates,
+    token_call,
     token_columns,
+    token_ffn,
+    token_gate,
+    token_product,
+    token_ring,
+    token_rows,
     words,
 )
-from pallas_kernels.hopper.device import shares as device_shares
-from pallas_kernels.hopper.device import votes as device_votes
-from pallas_kernels.hopper.frames import token_call, token_ring, token_rows
+from pallas_kernels.hopper.decode import shares as device_shares
+from pallas_kernels.hopper.decode import votes as device_votes
+from pallas_kernels.hopper.decode.active_counts import Launch
 from pallas_kernels.kernels import HOPPER
-from pallas_kernels.layouts import open_counts
-from pallas_kernels.layouts.open_counts import Launch
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.hopper import tokens_in_jax
 from tests.pallas_kernels.hopper.test_token_product import (
@@ -122,10 +126,10 @@ def votes(monkeypatch):
         "count": count,
         "has": lambda most, number: most >= number,
     }.items():
-        monkeypatch.setattr(open_gates, name, function)
+        monkeypatch.setattr(active_gates, name, function)
     monkeypatch.setattr(device_votes, "vote", vote)
     monkeypatch.setattr(cluster, "fence", lambda: None)
-    for module in (token_columns, gather):
+    for module in (token_columns, register_rows):
         monkeypatch.setattr(module, "prefetch_rows", lambda *_: None)
     return found
 
@@ -157,14 +161,14 @@ def test_gate_interpreted(interpreted, votes, monkeypatch, m, d, h, many, agree)
     weights = Weights(*(weight(jnp.bfloat16, layers, h, d) for _ in range(3)), live)
     x[:, -1] = 1
     weights.gate[:, :64, -1] = -90  # the first tile's gates are all shut
-    counts = None if live is None else jax.new_ref(open_counts.zeros(layers, m, h))
+    counts = None if live is None else jax.new_ref(active_counts.zeros(layers, m, h))
     with interpreted():
         gate = token_gate.gate(x, weights, jnp.asarray(layer), counts, batch=m)
     if counts is None:  # votes and additions are replaced here
-        of_tiles = gate.counts[0, :, open_counts.column(0) :]
+        of_tiles = gate.counts[0, :, active_counts.column(0) :]
         assert not np.asarray(of_tiles).any() and gate.counts[0, 0, Launch.FFN] == 0
     else:
-        voted = np.asarray(counts[...])[1, 0, open_counts.column(0) :]
+        voted = np.asarray(counts[...])[1, 0, active_counts.column(0) :]
         assert voted.tolist() == [0, 0, device_votes.ALL_MANY]
     for_it = device_votes.HAS_MANY if many else device_votes.HAS_SOME
     expected = [device_votes.AGAINST, for_it]
@@ -193,9 +197,9 @@ def count_gates(monkeypatch, *, few, there=0):
             return jnp.where(rank < self.total, there + rank, self.tiles)
 
     monkeypatch.setattr(device_votes.Missing, "of", Missing)
-    for module in (words, open_gates):
+    for module in (words, active_gates):
         monkeypatch.setattr(module, "load", lambda _: 0)
-    monkeypatch.setattr(open_gates, "are_few", lambda *_, **__: jnp.bool_(few))
+    monkeypatch.setattr(active_gates, "are_few", lambda *_, **__: jnp.bool_(few))
     monkeypatch.setattr(token_ring, "most_waiting", lambda *_: 1)
     for name in ("arrive", "wait"):
         monkeypatch.setattr(grid, name, lambda *_: None)
@@ -238,7 +242,7 @@ def test_dense_block_interpreted(interpreted, monkeypatch, m, gated, d, h, there
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
     weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
     gate = np.maximum(normal(m, h), 0).astype(jnp.bfloat16)
-    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m, h)
+    stream, counts = stream_of(x, after[0]), active_counts.zeros(2, m, h)
     exact = wide(gate)[0]
     if gated:
         exact *= normed(x, after[0]) @ wide(weights.up[1])[0].T
@@ -323,7 +327,7 @@ def test_rows_interpreted(interpreted, rows_of_tokens, monkeypatch, few, gated):
     weights = Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
     gate = np.maximum(normal(m, h) - 1, 0).astype(jnp.bfloat16)
     gate[1] = 0
-    stream, counts = stream_of(x, after[0]), open_counts.zeros(2, m, h)
+    stream, counts = stream_of(x, after[0]), active_counts.zeros(2, m, h)
     used = weights if gated else Weights(None, weights.up, weights.down)
     with interpreted():
         out = add_ffn(HOPPER, gate, stream, used, counts, after, batch=batch)

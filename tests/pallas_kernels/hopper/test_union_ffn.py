@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.frames import gathered_matmul
-from pallas_kernels.hopper.union_down import union_down
-from pallas_kernels.hopper.union_up import union_up
+from pallas_kernels.hopper.unions import gathered_matmul
+from pallas_kernels.hopper.unions.union_down import union_down
+from pallas_kernels.hopper.unions.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import Quantised, rounded
-from pallas_kernels.layouts.rectifiers import RELU
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
+from pallas_kernels.quantised import Quantised, rounded
+from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost, shapes

@@ -7,12 +7,13 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.device import gather, lists, tile_counts, warpgroup
-from pallas_kernels.hopper.union_plan import union_plan
+from pallas_kernels.hopper.common import lists, register_rows, warpgroup
+from pallas_kernels.hopper.unions import tile_counts
+from pallas_kernels.hopper.unions.union_plan import union_plan
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.quantised import Tokens, rounded
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
+from pallas_kernels.quantised import Tokens, rounded
 from tests import seeds
 from tests.pallas_kernels.eight_bits import shapes
 from tests.pallas_kernels.planned import pre_activations
@@ -220,7 +221,9 @@ def test_interpreted(m, h, density, options, expected, monkeypatch):
     monkeypatch.setattr(lists, "append_bits", append_bits_reference)
     monkeypatch.setattr(lists, "clear", clear_reference)
     monkeypatch.setattr(warpgroup, "barrier", lambda: None)
-    monkeypatch.setattr(gather, "copy_row", lambda ref, target: target.__setitem__(..., ref[...]))
+    monkeypatch.setattr(
+        register_rows, "copy_row", lambda ref, target: target.__setitem__(..., ref[...])
+    )
     z = pre_activations(m, h, density)
     z[[3, 256]] = np.abs(z[[3, 256]])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):

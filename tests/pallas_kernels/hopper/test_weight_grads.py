@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.weight_grads import weight_grads
+from pallas_kernels.hopper.unions.weight_grads import weight_grads
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS

@@ -9,8 +9,8 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import support
-from pallas_kernels.hopper.device import cluster, round_tokens, token_columns, warpgroup
+from pallas_kernels.hopper.common import support, warpgroup
+from pallas_kernels.hopper.decode import cluster, rounding, token_columns
 
 
 class Quartets:
@@ -65,7 +65,7 @@ def replacements():
             },
         ),
         (
-            round_tokens,
+            rounding,
             {"largest": _largest, "scales": quartets.scales, "store": _store_rounded},
         ),
         (warpgroup, {"barrier": _nothing}),

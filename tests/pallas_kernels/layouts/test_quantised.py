@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.layouts.quantised import Quantised, product, quantise, rounded
+from pallas_kernels.quantised import Quantised, product, quantise, rounded
 from tests import seeds
 from tests.errors import relative_error
 

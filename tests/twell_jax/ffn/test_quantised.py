@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.layouts import quantised as layout
+from pallas_kernels import quantised as layout
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.twell_jax import drawn

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.kernels import REFERENCE
-from pallas_kernels.layouts.rectifiers import RELU
-from pallas_kernels.layouts.weights import Weights
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import Weights
 from tests.conformance.cases import SPARSE, gradients
 from twell_jax import sparse_ffn
 from twell_jax.ffn import unions

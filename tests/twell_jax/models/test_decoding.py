@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.hopper import support
+from pallas_kernels.hopper.common import support
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
 from tests.equations import kernel_calls

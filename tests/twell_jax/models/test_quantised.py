@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.layouts.quantised import quantise
+from pallas_kernels.quantised import quantise
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.twell_jax import drawn

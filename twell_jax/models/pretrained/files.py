@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from pallas_kernels.layouts.quantised import E4M3
+from pallas_kernels.quantised import E4M3
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from pallas_kernels.layouts.quantised import quantise
+from pallas_kernels.quantised import quantise
 from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json, unsupported
 from twell_jax.models.quantised import PARTS, Part

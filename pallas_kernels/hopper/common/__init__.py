@@ -1,0 +1,1 @@
+"""What kernels of several rooms share: lanes, rows, lists, scales, the matmul."""

@@ -1,0 +1,291 @@
+"""`a @ b` on Hopper, with an epilogue that sees the accumulators: the frame of the gate kernels and
+of `dense_block`.
+
+A producer warpgroup streams tiles of `a` and `b` through a ring of shared-memory stages by TMA; two
+consumer warpgroups, one above the other along the rows of `a`, multiply them with WGMMA and hand
+their accumulators to the epilogue. A stage passes from the producer to the first consumer,
+then to the second, then back: the second stays a step behind, so that it still multiplies when the
+first begins its epilogue. The ring runs on across output blocks, so that the next operands are
+there when an epilogue ends.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common import versions
+from pallas_kernels.hopper.common.scales import of_columns, of_rows, padded
+from pallas_kernels.hopper.common.support import sm_count
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, are_before, stage_k, tiled
+from pallas_kernels.quantised import Scales
+
+BLOCK_ROWS = CONSUMERS * ACC_ROWS  # rows of `a` in a tile
+_RING_BYTES = 216 << 10  # of shared memory, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the SMs go through a product.
+
+    Attributes:
+      stages: stages of the ring in shared memory, at most, 3 or more. The consumers hold two
+        between them and the producer must be able to fill another.
+      columns: columns of each of the matrices `b` in one tile, a multiple of 8.
+      parts: into how many equal parts K is split, each of which is a tile of its own.
+      grid_tile_width: column tiles that are swept together along the rows, for reuse in L2.
+    """
+
+    stages: int = 4
+    columns: int = 256
+    parts: int = 1
+    grid_tile_width: int = 8
+
+    def __post_init__(self):
+        if self.stages < 3:
+            raise ValueError(f"stages must be at least 3, got {self.stages}")
+
+
+def matmul(
+    a: jax.Array,
+    bs: tuple[jax.Array, ...],
+    epilogue: Callable[..., None],
+    *,
+    k_axis: int = 1,
+    out_type,
+    scratch_types: dict[str, plgpu.SMEM],
+    schedule: Schedule,
+    rows: jax.Array | None = None,
+    leave_out: Callable[..., None] | None = None,
+    scales: Scales | None = None,
+    name: str | None = None,
+):
+    """Multiplies `a` with one or more matrices and gives tiles of the results to `epilogue`.
+
+    Args:
+      a: `[rows, K]`, bfloat16 or float16, K a multiple of 64; or float8_e4m3fn, of 128.
+      bs: of the same dtype and shape: `[columns, K]` (`k_axis` 1), or one `[K, columns]` (0).
+      epilogue: called by each consumer as `epilogue(acc, slab, tile, *out_refs, **scratch_refs)`.
+        `acc` is float32, `[64, n c]` for n matrices and c columns of each, which lie side by side:
+        rows from 64 * slab on, columns from c * (tile // parts) on, and of the sum over K the part
+        tile % parts. Rows and columns past the ends are products with zeros: 0, or NaN where the
+        other factor is not finite. Before the next call, its copies from SMEM to GMEM have read
+        SMEM, and its warpgroup has met at a barrier.
+      k_axis: the axis of K in `bs`.
+      out_type: shapes and dtypes of the outputs, in GMEM.
+      scratch_types: SMEM shared by the consumers; by convention indexed by `slab % CONSUMERS`.
+      schedule: what the SMs do when.
+      rows: int32 `[1]`: only so many rows of `a`, the first, are multiplied, in whole blocks of
+        128. In the last of them the other rows are 0 for `epilogue`, which is not called
+        for further blocks. None: all.
+      leave_out: called by each consumer as `leave_out(slab, tile, *out_refs)` for further blocks.
+        None: what is in them is unspecified.
+      scales: float32 `[rows]` and `[columns]`, for one matrix: the product is multiplied with those
+        of its columns, then with those of its rows. None: it is not.
+      name: the kernel's name.
+
+    Returns:
+      The outputs.
+    """
+    k, columns = a.shape[1], schedule.columns
+    size = bs[0].shape[1 - k_axis]
+    cost = versions.cost(2 * k * len(a) * len(bs) * size, (a, *bs, *jax.tree.leaves(out_type)))
+    step = stage_k(a.dtype)
+    b_shape = (len(bs) * columns, step) if k_axis == 1 else (step, columns)
+    room = _RING_BYTES // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
+    stages = min(schedule.stages, room, k // step // schedule.parts)
+    blocks = pl.cdiv(a.shape[0], BLOCK_ROWS), pl.cdiv(size, columns) * schedule.parts
+    # For the tiling below.
+    a, *matrices = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, *bs))
+    if scales is not None:
+        scales = padded(scales[0], BLOCK_ROWS), padded(scales[1], columns)
+    kernel = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            epilogue=epilogue,
+            leave_out=leave_out,
+            blocks=blocks,
+            k_axis=k_axis,
+            schedule=schedule,
+        ),
+        out_type=out_type,
+        scratch_types=dict(
+            ring=dict(
+                a=plgpu.SMEM((stages, BLOCK_ROWS, step), a.dtype, transforms=tiled(a.dtype)),
+                b=plgpu.SMEM((stages, *b_shape), a.dtype, transforms=tiled(a.dtype)),
+                loaded=plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=stages),
+                handed=plgpu.Barrier(num_barriers=stages),
+                free=plgpu.Barrier(num_barriers=stages),
+            ),
+            scratch=scratch_types,
+        ),
+        grid=(min(sm_count(), math.prod(blocks)),),
+        grid_names=("sm",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        **cost,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(rows, scales, a, matrices)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The output blocks, in the order in which an SM goes through them.
+
+    Attributes:
+      shape: row blocks, whose number may be known on the device alone, and column tiles, each as
+        often as K has parts.
+      steps: stages that one block takes.
+      stages: stages in the ring.
+      k_axis: the axis of K in the matrices `b`.
+      schedule: what the SMs do when.
+    """
+
+    shape: tuple[int | jax.Array, int]
+    steps: int
+    stages: int
+    k_axis: int
+    schedule: Schedule
+
+    def for_each(self, body: Callable[..., None]) -> None:
+        """Calls `body(row block, column tile, steps before)` for every block of this SM."""
+
+        @plgpu.nd_loop((math.prod(self.shape),), collective_axes="sm")
+        def _(loop):
+            (index,) = loop.index
+            block, tile = plgpu.planar_snake(index, self.shape, 1, self.schedule.grid_tile_width)
+            body(block, tile, loop.local_index * self.steps)
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """The stage of the ring that a step takes."""
+        return lax.rem(step, jnp.int32(self.stages))
+
+
+def _kernel(
+    rows,
+    scales,
+    a_gmem,
+    bs_gmem,
+    *outs,
+    ring,
+    scratch,
+    epilogue,
+    leave_out,
+    blocks,
+    k_axis,
+    schedule,
+):
+    limit = None if rows is None else jnp.clip(rows[0], 0, a_gmem.shape[0])
+    every, computed = blocks, blocks[0] if limit is None else pl.cdiv(limit, BLOCK_ROWS)
+    stages, _, step = ring["a"].shape
+    steps = a_gmem.shape[1] // step // schedule.parts
+    blocks = _Blocks((computed, every[1]), steps, stages, k_axis, schedule)
+    warpgroup = lax.axis_index("warpgroup")
+    is_first = warpgroup == 0
+
+    def finish(acc, slab, tile):
+        if scales is not None:
+            acc *= of_columns(scales[1], tile * schedule.columns, acc.shape)
+            acc *= of_rows(scales[0], slab * ACC_ROWS, acc.shape)
+        if limit is not None:
+            left = limit - slab * ACC_ROWS
+
+            def cut():
+                return jnp.where(are_before(left, acc.shape), acc, 0.0)
+
+            acc = lax.cond(left < ACC_ROWS, cut, lambda: acc)
+        epilogue(acc, slab, tile, *outs, **scratch)
+
+    def consume():
+        _consume(blocks, ring, warpgroup, is_first, finish)
+        if limit is not None and leave_out is not None:
+            others = dataclasses.replace(blocks, shape=(every[0] - computed, every[1]))
+
+            @others.for_each
+            def _(block, tile, _):
+                leave_out(CONSUMERS * (computed + block) + warpgroup, tile, *outs)
+
+    lax.cond(warpgroup == CONSUMERS, lambda: _produce(blocks, ring, a_gmem, bs_gmem), consume)
+
+
+def _produce(blocks, ring, a_gmem, bs_gmem):
+    plgpu.set_max_registers(40, action="decrease")
+    schedule, step = blocks.schedule, ring["a"].shape[2]
+
+    @blocks.for_each
+    def _(block, tile, before):
+        rows, columns = (
+            pl.ds(i * size, size)
+            for i, size in ((block, BLOCK_ROWS), (tile // schedule.parts, schedule.columns))
+        )
+
+        @pl.loop(0, blocks.steps)
+        def _(k):
+            s = blocks.stage(before + k)
+            plgpu.barrier_wait(ring["free"].at[s])
+            loaded = ring["loaded"].at[s]
+            along_k = pl.ds((tile % schedule.parts * blocks.steps + k) * step, step)
+            plgpu.copy_gmem_to_smem(a_gmem.at[rows, along_k], ring["a"].at[s], loaded)
+            for i, b in enumerate(bs_gmem):
+                if blocks.k_axis == 1:
+                    mine = pl.ds(i * schedule.columns, schedule.columns)
+                    part, target = b.at[columns, along_k], ring["b"].at[s, mine]
+                else:
+                    part, target = b.at[along_k, columns], ring["b"].at[s]
+                plgpu.copy_gmem_to_smem(part, target, loaded)
+
+    for s in range(blocks.stages):
+        plgpu.barrier_wait(ring["free"].at[s])
+
+
+def _consume(blocks, ring, warpgroup, is_first, finish):
+    loaded, handed, free = ring["loaded"], ring["handed"], ring["free"]
+    plgpu.set_max_registers(232, action="increase")
+    my_rows = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+
+    for s in range(blocks.stages):
+        plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+
+    def pass_on(s):
+        plgpu.barrier_arrive(handed.at[s], predicate=is_first)
+        plgpu.barrier_arrive(free.at[s], predicate=~is_first)
+
+    @blocks.for_each
+    def _(block, tile, before):
+        def multiply(acc, k):
+            s = blocks.stage(before + k)
+            lax.cond(
+                is_first,
+                lambda: plgpu.barrier_wait(loaded.at[s]),
+                lambda: plgpu.barrier_wait(handed.at[s]),
+            )
+            b = ring["b"].at[s]
+            plgpu.wgmma(acc, ring["a"].at[s, my_rows], b.T if blocks.k_axis == 1 else b)
+
+        def accumulate(acc):
+            multiply(acc, 0)
+
+            @pl.loop(1, blocks.steps)
+            def _(k):
+                multiply(acc, k)
+                plgpu.wgmma_wait(1)
+                pass_on(blocks.stage(before + k - 1))
+
+            plgpu.wgmma_wait(0)
+            pass_on(blocks.stage(before + blocks.steps - 1))
+            return acc[...]
+
+        columns = ring["b"].shape[2 - blocks.k_axis]
+        acc = pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        finish(acc, CONSUMERS * block + warpgroup, tile)
+
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,125 @@
+"""What the Hopper kernels can serve: devices, shapes and dtypes."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import twell
+from pallas_kernels.quantised import E4M3, Operand, Quantised
+from pallas_kernels.weights import DTYPES
+
+_HOPPER = ("H100", "H20", "H800")  # in names of devices of compute capability 9.0; H20: H200, too
+
+
+# With these XLA may run two kernels of a program at the same time. They could share a counter: see
+# `gathered_matmul`.
+_CONCURRENT = (
+    "--xla_gpu_command_buffer_scheduling_mode=concurrent",
+    "--xla_gpu_graph_enable_concurrent_region=true",
+    "--xla_gpu_graph_enable_concurrent_region",
+)
+
+
+def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why the kernels cannot serve a block on this device; None if they can.
+
+    Args:
+      w: `[H, D]`, any of the block's weights.
+    """
+    kind, is_hopper = _device()
+    if not is_hopper:  # other weights would not help
+        return f"it needs a Hopper GPU, got {kind}"
+    try:
+        check_weight("w_down", w)
+    except ValueError as error:
+        return str(error)
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        if flag.lower() in _CONCURRENT:
+            return f"its kernels must run one after the other: take {flag} out of XLA_FLAGS"
+    return None
+
+
+def sm_count() -> int:
+    """Number of streaming multiprocessors of the device that is run on, or lowered for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.num_cores if device else jax.local_devices()[0].core_count
+
+
+def check_weight(name: str, w: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises ValueError unless `w` is a weight `[H, D]` that the kernels take."""
+    if w.ndim != 2 or w.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} must be a bfloat16 or float16 [H, D], got {w.dtype} {list(w.shape)}"
+        )
+    h, d = w.shape
+    if h % 128 or not 0 < h <= twell.MAX_COLUMNS or d % 64 or not 128 <= d <= 8192:
+        raise ValueError(
+            f"{name} must be [H, D] with H a multiple of 128 up to {twell.MAX_COLUMNS} and D a "
+            f"multiple of 64 from 128 to 8192, got {list(w.shape)}"
+        )
+
+
+def check_quantised(name: str, w: Quantised, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `w` has this shape, `[rows, D]`, and the kernels take it."""
+    check_array(f"{name}.values", w.values, shape, E4M3)
+    check_array(f"{name}.scale", w.scale, (shape[0], 1), jnp.float32)
+    if shape[1] % 128:
+        raise ValueError(f"{name} must have D a multiple of 128, got {list(shape)}")
+
+
+def check_gate_matmul(x: Operand, w_gate: Operand, dtype: jax.typing.DTypeLike | None) -> jnp.dtype:
+    """The dtype of a gate: the one given, or that of x.
+
+    Raises:
+      ValueError: kernels do not take these two operands of its matmul, or it has no 16-bit dtype.
+    """
+    if x.ndim != 2 or x.shape[0] < 1:
+        raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
+    if isinstance(w_gate, Quantised):
+        check_weight("w_gate", jax.ShapeDtypeStruct(w_gate.shape, jnp.bfloat16))
+        check_quantised("w_gate", w_gate, w_gate.shape)
+    else:
+        check_weight("w_gate", w_gate)
+    check_operand("x", x, (x.shape[0], w_gate.shape[1]), w_gate)
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype, that of the gate, must be bfloat16 or float16, got {dtype}")
+    return dtype
+
+
+def check_operand(name: str, x: Operand, shape: tuple[int, ...], w: Operand) -> None:
+    """Raises ValueError unless `x` has this shape, and what `w` needs for a product."""
+    if isinstance(x, Quantised) != isinstance(w, Quantised):
+        raise ValueError(f"{name} and the weight must both be Quantised, or neither")
+    if isinstance(x, Quantised):
+        check_quantised(name, x, shape)
+    else:
+        check_array(name, x, shape, w.dtype)
+
+
+def check_array(
+    name: str,
+    array: jax.Array | jax.Ref | None,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+) -> None:
+    """Raises ValueError unless `array` is None or has this shape and dtype."""
+    dtype = jnp.dtype(dtype)
+    if array is not None and (array.shape != shape or array.dtype != dtype):
+        raise ValueError(
+            f"{name} must be {dtype} {list(shape)} to go with the other operands, got "
+            f"{array.dtype} {list(array.shape)}"
+        )
+
+
+def _device() -> tuple[str, bool]:
+    """The name of the device that is run on, or lowered for, and whether it is a Hopper GPU."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind, any(name in device.device_kind for name in _HOPPER)
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
+    return device.device_kind, is_hopper

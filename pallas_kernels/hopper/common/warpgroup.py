@@ -1,0 +1,25 @@
+"""The threads of a warpgroup together."""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@plgpu.inline_mgpu()
+def barrier(_) -> None:
+    """Waits for all warps, for instance so that shared memory can be filled again."""
+    mgpu.warpgroup_barrier()
+
+
+def fence() -> None:
+    """Orders what this warpgroup and the cluster's other blocks store to GMEM and load from it.
+
+    It is called before a warpgroup arrives at a barrier of the cluster, for its stores to be seen
+    behind the barrier, and behind it, before it loads what others have stored.
+    """
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+        mgpu.warpgroup_barrier()
+
+    step()

@@ -1,0 +1,1 @@
+"""Dense computations: a whole block for a prompt, and heavy rows."""

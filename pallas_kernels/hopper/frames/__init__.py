@@ -1,1 +1,0 @@
-"""Frames, the matmul loops that kernels share, with their ring of stages and queue of jobs."""

@@ -1,0 +1,159 @@
+"""Matmuls with gathered rows on Hopper: the frame of `union_*`, `hidden_grads`, `weight_grads`.
+
+A producer warpgroup fills a `Ring` of shared-memory stages; two consumer warpgroups multiply them,
+each into an accumulator of its own, usually 64 x 256. An SM takes its jobs from a `JobQueue`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common.support import sm_count
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, tiled
+from pallas_kernels.hopper.unions import job_queue
+from pallas_kernels.hopper.unions.job_queue import JobQueue
+from pallas_kernels.hopper.unions.ring import AHEAD, STAGES, Ring
+from pallas_kernels.layouts.tile_union import TILE_TOKENS
+
+_BUFFERS = 2  # of a consumer, for `write`
+_FEW_TILES = 4  # row tiles that leave most SMs without a job of 256 tokens
+
+
+def job_tokens(tiles: int) -> int:
+    """Tokens of a row tile in one job: all, or where jobs would be few, half of them."""
+    return TILE_TOKENS // 2 if tiles <= _FEW_TILES else TILE_TOKENS
+
+
+def gathered_matmul(
+    describe: Callable[..., tuple[jax.Array, ...]],
+    produce: Callable[..., jax.Array],
+    consume: Callable[..., jax.Array],
+    *operands: Any,
+    jobs: Callable[..., jax.Array],
+    a_shape: tuple[int, int],
+    b_shape: tuple[int, int],
+    b_copies: int = 1,
+    dtype: jax.typing.DTypeLike | None = None,
+    out_type,
+    name: str,
+):
+    """Runs `jobs(*refs)` jobs on all SMs; in each job, each consumer computes one product.
+
+    Args:
+      describe: `describe(i, *refs)` returns four int32 that describe the i-th job, the first of
+        them not negative; `refs` are the operands and outputs in GMEM.
+      produce: the producer calls it as `produce(job, ring, step, *refs)`, with the job as described
+        and the next step of the ring. Returns the step after the last one that it filled.
+      consume: both consumers call it as `consume(job, ring, step, warpgroup, buffers, *refs)`;
+        `buffers` are for `write`. Returns the same step as `produce`.
+      *operands: arrays; the last one's dtype is that of the results.
+      jobs: `jobs(*refs)` returns the number of jobs, int32.
+      a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `tiled`;
+        `Ring.put_lists` needs a of 64 rows.
+      b_copies: number of TMA copies that fill b in a stage.
+      dtype: that of the stages; None for that of the results. If it differs, a stage's a may also
+        hold as many rows of 64 elements of the results' dtype.
+      out_type: shapes and dtypes of the outputs, which are returned.
+      name: the kernel's name.
+    """
+    out_dtype = operands[-1].dtype
+    dtype = out_dtype if dtype is None else dtype
+    a = plgpu.SMEM((STAGES, *a_shape), dtype, transforms=tiled(dtype))
+    a_16 = plgpu.SMEM((STAGES, a_shape[0], STAGE_K), out_dtype, transforms=TILED)
+    rows = {"a": a} if dtype == out_dtype else {"views_of_a": plgpu.RefUnion(a, a_16)}
+    indices = {"indices": plgpu.SMEM((AHEAD, STAGE_K), jnp.int32)} if a_shape[0] == STAGE_K else {}
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, describe=describe, produce=produce, consume=consume, jobs=jobs),
+        out_type=out_type,
+        scratch_types=dict(
+            ring=dict(
+                **rows,
+                b=plgpu.SMEM((STAGES, *b_shape), dtype, transforms=tiled(dtype)),
+                loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=STAGES),
+                free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+                **indices,
+            ),
+            queue=job_queue.scratch_types(CONSUMERS),
+            buffers=plgpu.SMEM(
+                (CONSUMERS, _BUFFERS, ACC_ROWS, ACC_ROWS), out_dtype, transforms=TILED
+            ),
+        ),
+        grid=(sm_count(),),
+        grid_names=("sm",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        # Only `write` stores tiles to SMEM, and it has the barriers that it needs.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # sums over columns need none
+        ),
+    )
+    # To XLA the counter is a constant, which kernels may share: each leaves it at 0, and they run
+    # one after the other. `support` refuses the flags with which they do not.
+    return kernel(jnp.array([0], jnp.int32), *operands)
+
+
+def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs):
+    if "views_of_a" in ring:
+        ring["a"], ring["a_16"] = ring.pop("views_of_a")
+    ring, queue = Ring(**ring), JobQueue(taken, **queue)
+    warpgroup = lax.axis_index("warpgroup")
+    plgpu.griddepcontrol_launch_dependents()  # `dense_rows` takes SMs that have no more jobs
+
+    def be_producer():
+        plgpu.set_max_registers(56, action="decrease")
+        count, sms = jobs(*refs), lax.axis_size("sm")
+
+        def do(state):
+            n, i, step = state
+            job = describe(i, *refs)
+            queue.post(n, job)
+            ring_of_job = dataclasses.replace(ring, first=step)
+            step = produce(job, ring_of_job, step, *refs)
+            asked = queue.ask(count)  # the answer arrives while the last rows do
+            ring_of_job.finish(step)
+            return n + 1, queue.answer(asked, sms), step
+
+        start = jnp.int32(0), lax.axis_index("sm").astype(jnp.int32), jnp.int32(0)
+        n, _, step = lax.while_loop(lambda state: state[1] < count, do, start)
+        queue.post_end(n)
+        ring.close(step)
+
+    def be_consumer():
+        plgpu.set_max_registers(224, action="increase")
+        ring.open()
+        queue.open()
+
+        def do(state):
+            n, job, step = state
+            step = consume(job, ring, step, warpgroup, buffers.at[warpgroup], *refs)
+            return n + 1, queue.take(n + 1), step
+
+        start = jnp.int32(0), queue.take(jnp.int32(0)), jnp.int32(0)
+        lax.while_loop(lambda state: state[1][0] >= 0, do, start)
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)
+
+
+def write(arrays, buffers, part: int, targets, *, transposed: bool = False) -> None:
+    """Starts to copy one or two arrays `[64, 64]`, or their transposes, to GMEM.
+
+    A consumer writes as many in each part of its product. A single array takes the two buffers in
+    turn, so that the copy of the part before may still read the other one.
+    """
+    plgpu.wait_smem_to_gmem(_BUFFERS - len(arrays), wait_read_only=True)
+    used = [buffers.at[(part + k) % _BUFFERS] for k in range(len(arrays))]
+    for array, buffer in zip(arrays, used, strict=True):
+        (buffer.T if transposed else buffer)[...] = array
+    plgpu.commit_smem()
+    for buffer, target in zip(used, targets, strict=True):
+        plgpu.copy_smem_to_gmem(buffer, target)

@@ -1,0 +1,198 @@
+"""The ring of shared-memory stages between the producer and the consumers of a matmul.
+
+A stage holds the operands of one step of a product: rows that `row_copies` gathers, and an array
+that TMA copies. The producer hands it over two steps later, when the rows have arrived.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common.tiles import ACC_ROWS
+from pallas_kernels.hopper.unions import row_copies
+
+STAGES = 4
+_LAG = 2  # steps between filling a stage and handing it over
+AHEAD = _LAG + 1  # steps between fetching indices and gathering their rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Stages on their way from the producer to the consumers, numbered by `step` across all jobs.
+
+    Attributes:
+      a: SMEM, each stage's array of gathered rows.
+      b: SMEM, each stage's array that TMA fills.
+      loaded: barriers at which a consumer waits for a stage.
+      free: barriers at which the producer waits until both consumers have given a stage back.
+      indices: SMEM, int32 `[3, 64]`, the row indices for the next stages; None if all stages of a
+        job gather the same rows.
+      first: step of the job's first stage.
+      a_16: a again, as 16-bit arrays, if the products are of 8-bit floats; a stage is read as it
+        was filled.
+    """
+
+    a: jax.Ref
+    b: jax.Ref
+    loaded: jax.Ref
+    free: jax.Ref
+    indices: jax.Ref | None = None
+    first: jax.Array | int = 0
+    a_16: jax.Ref | None = None
+
+    def in_16_bits(self) -> "Ring":
+        """The same ring for stages whose rows are of 16 bits, whatever the others are."""
+        return self if self.a_16 is None else dataclasses.replace(self, a=self.a_16)
+
+    def put(self, step: jax.Array, fill: Callable[..., None]) -> None:
+        """Fills a stage by `fill(a, b, loaded)`.
+
+        `fill` may call `row_copies.gather_rows`, and must cause `b_copies` arrivals at `loaded`, as
+        that many TMA copies to b do.
+        """
+        s = _stage(step)
+        plgpu.barrier_wait(self.free.at[s])
+        fill(self.a.at[s], self.b.at[s], self.loaded.at[s])
+        row_copies.await_rows(lag=_LAG)
+        self._hand_over(step - _LAG)
+
+    def put_lists(self, step: jax.Array, steps: jax.Array, source, fill: Callable[..., None]):
+        """Fills `steps` stages, the k-th by `fill(k, indices, a, b, loaded)`.
+
+        `indices`, for `row_copies.gather_rows`, come from `source(k)` (GMEM, int32 `[64]`), which
+        is also called for some k past the end. They are copied as the rows are, and early enough
+        that no stage waits for them.
+
+        Returns:
+          The next step.
+        """
+        assert self.indices is not None  # a stage has 64 rows of `a`
+        for k in range(AHEAD):
+            row_copies.fetch_indices(source(jnp.int32(k)), self.indices.at[k], jnp.bool(True))
+        row_copies.await_rows(lag=0)
+
+        @pl.loop(0, steps)
+        def _(k):
+            def fill_stage(a, b, loaded):
+                buffer = self.indices.at[lax.rem(k, jnp.int32(AHEAD))]
+                fill(k, row_copies.read_indices(buffer), a, b, loaded)
+                row_copies.fetch_indices(source(k + AHEAD), buffer, k + AHEAD < steps)
+
+            self.put(step + k, fill_stage)
+
+        return step + steps
+
+    def put_product(self, step, tokens_ref, first_token, source_ref, indices, limit):
+        """Fills the stages of a product of 128 gathered rows and tokens of a row tile.
+
+        Args:
+          step: the step of the first stage.
+          tokens_ref: GMEM `[M, D]`.
+          first_token: the first of the tokens; there are as many as b has rows.
+          source_ref, indices, limit: as in `row_copies.gather_rows`; rows have D columns.
+
+        Returns:
+          The next step.
+        """
+
+        columns = self.b.shape[2]
+
+        def put(k, step):
+            def fill(a, b, loaded):
+                mine = pl.ds(first_token, b.shape[0]), pl.ds(k * columns, columns)
+                plgpu.copy_gmem_to_smem(tokens_ref.at[mine], b, loaded)
+                row_copies.gather_rows(source_ref, indices, limit, k * columns, a)
+
+            self.put(step, fill)
+            return step + 1
+
+        return lax.fori_loop(0, tokens_ref.shape[1] // columns, put, step)
+
+    def finish(self, step: jax.Array) -> None:
+        """Hands over the last stages of a job; `step` is the one after them."""
+        row_copies.await_rows(lag=0)
+        for lag in range(_LAG, 0, -1):
+            self._hand_over(step - lag)
+
+    def close(self, step: jax.Array) -> None:
+        """Waits until all stages are free again; `step` is the one after the last."""
+        for s in range(STAGES):
+            plgpu.barrier_wait(self.free.at[_stage(step + s)])
+
+    def _hand_over(self, step):
+        s = _stage(jnp.maximum(step, 0))
+        plgpu.barrier_arrive(self.loaded.at[s], predicate=step >= self.first)
+
+    def take(self, step: jax.Array):
+        """A consumer waits for a stage and gets its `(a, b)`."""
+        s = _stage(step)
+        plgpu.barrier_wait(self.loaded.at[s])
+        return self.a.at[s], self.b.at[s]
+
+    def open(self) -> None:
+        """Both consumers call this first, to give all stages to the producer."""
+        for s in range(STAGES):
+            self.release(jnp.int32(s))
+
+    def release(self, step: jax.Array, predicate: jax.Array | None = None) -> None:
+        """A consumer gives a stage back; it is free when both have."""
+        s = _stage(jnp.maximum(step, 0))
+        plgpu.barrier_arrive(self.free.at[s], predicate=predicate)
+
+    def multiply(
+        self,
+        step: jax.Array,
+        steps: jax.Array,
+        wgmma: Callable[..., None],
+        *,
+        columns: int = 4 * ACC_ROWS,
+        is_needed: jax.Array | bool = True,
+    ) -> jax.Array:
+        """A consumer sums up the products of `steps` stages by `wgmma(acc, a, b)`.
+
+        Returns:
+          float32 `[64, columns]`. If not `is_needed`, it is 0, and the consumer gives the stages
+          back as they come.
+        """
+        used = jnp.where(is_needed, steps, 0)
+
+        def accumulate(acc):
+            @pl.loop(0, used)
+            def _(k):
+                wgmma(acc, *self.take(step + k))
+                plgpu.wgmma_wait(1)
+                self.release(step + k - 1, predicate=k > 0)
+
+            plgpu.wgmma_wait(0)
+            self.release(step + used - 1, predicate=used > 0)
+            return acc[...]
+
+        @pl.loop(used, steps)
+        def _(k):
+            self.take(step + k)
+            self.release(step + k)
+
+        return pl.run_scoped(accumulate, plgpu.ACC((ACC_ROWS, columns), jnp.float32))
+
+    def multiply_product(self, step, steps, warpgroup, limit):
+        """This consumer's 64 rows of the product from `put_product`, float32 `[64, tokens]`.
+
+        They are 0, and not computed, if none of them is below `limit`.
+        """
+        mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+        return self.multiply(
+            step,
+            steps,
+            lambda acc, a, b: plgpu.wgmma(acc, a.at[mine], b.T),
+            columns=self.b.shape[1],
+            is_needed=limit > warpgroup * ACC_ROWS,
+        )
+
+
+def _stage(step):
+    return lax.rem(step, jnp.int32(STAGES))

@@ -1,0 +1,168 @@
+"""Gathers rows from GMEM to SMEM, 16 bytes per lane and instruction.
+
+TMA cannot gather rows on Hopper, so a warpgroup copies them by `cp.async`: `gather_rows` starts the
+copies, `await_rows` waits for them. The row indices are loaded from GMEM directly (`load_indices`),
+or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`read_indices`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.common.tiles import tiled
+
+_LANES = 128
+_CHUNK = 16  # bytes that a lane copies at a time
+_TILE_CHUNKS = 8  # chunks in a row of a tile of `tiled`
+_LANE_ROWS = 8  # rows of a stage that a lane copies from: those of one tile
+_INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
+
+
+def load_indices(indices_ref) -> jax.Array:
+    """Loads the row indices `indices_ref` (GMEM, int32 `[128]`) for `gather_rows`.
+
+    Each lane holds the indices of the 8 rows that it copies pieces of.
+    """
+    result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, indices_ref):
+        group, _ = _group_and_chunk(_TILE_CHUNKS)
+        address = simt.gmem_address(indices_ref, arith.muli(group, const(32)))
+        # Neither .nc nor pure: the load must start here, not later, where an index is first used,
+        # nor earlier, before the last fence, which would wait for it.
+        return _indices("ld.global", address)
+
+    return step(indices_ref)
+
+
+def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
+    i32 = ir.IntegerType.get_signless(32)
+    words = [
+        word
+        for offset in (0, 16)
+        for word in mgpu.utils.inline_ptx(
+            f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            address,
+            result_types=[i32] * 4,
+            has_side_effects=True,
+        )
+    ]
+    return simt.int_array(words, _INDICES)
+
+
+def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
+    """Starts to copy 64 indices from GMEM to SMEM if `active`; each warp copies its own rows'."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    def step(_, indices_ref, target_ref, active):
+        lane, warp = simt.lane_and_warp()
+        offset = arith.addi(arith.muli(warp, const(64)), arith.muli(lane, const(16)))
+        _warp_barrier()  # until all lanes have read what was there
+        mgpu.utils.inline_ptx(
+            "cp.async.cg.shared.global [$0], [$1], 16;",
+            arith.addi(simt.smem_address(target_ref), offset),
+            simt.gmem_address(indices_ref, offset),
+            predicate=arith.andi(active.registers.item(), simt.less(lane, const(4))),
+        )
+
+    step(indices_ref, target_ref, active)
+
+
+def read_indices(indices_ref) -> jax.Array:
+    """Loads for `gather_rows` the 64 indices that `fetch_indices` has copied to SMEM."""
+    result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def step(_, indices_ref):
+        group, _ = _group_and_chunk(2 * _TILE_CHUNKS)
+        address = arith.addi(simt.smem_address(indices_ref), arith.muli(group, const(32)))
+        _warp_barrier()  # other lanes' copies have to be visible
+        return _indices("ld.shared", address)
+
+    return step(indices_ref)
+
+
+def _warp_barrier() -> None:
+    mgpu.utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
+
+
+def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
+    """The producer starts to copy rows of `source_ref` to `target_ref`.
+
+    Row i of the target is `source[indices[i], column:]`, or zeros if i >= limit; columns past D are
+    zeros.
+
+    Args:
+      source_ref: GMEM `[H, D]`, 16-bit or 8-bit, rows of a multiple of 16 bytes.
+      indices: from `load_indices` or `read_indices`; anything from limit on.
+      limit: int32 scalar.
+      column: int32 scalar, the first of 16 bytes.
+      target_ref: SMEM `[64, 256]`, `[64, 128]` or `[128, 64]` of 16-bit or `[128, 128]` of 8-bit
+        elements, with transforms `tiled`.
+    """
+    size = jnp.dtype(source_ref.dtype).itemsize
+    chunks = target_ref.shape[1] * size // _CHUNK
+    width = min(chunks, 2 * _TILE_CHUNKS)  # chunks of a row that the warpgroup copies in one pass
+    d = source_ref.shape[1]
+    target_type = plgpu.RefType(tiled(target_ref.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDICES, SCALAR, SCALAR, target_type))
+    def step(_, source_ref, indices, limit, column, target_ref):
+        group, first_chunk = _group_and_chunk(width)
+        for part in range(0, chunks, width):
+            chunk = arith.addi(first_chunk, const(part))
+            # The target consists of tiles in row-major order; chunks of a row are swizzled.
+            tile = arith.muli(group, const(chunks // _TILE_CHUNKS))
+            tile = arith.addi(tile, arith.divui(chunk, const(_TILE_CHUNKS)))
+            tile = arith.addi(simt.smem_address(target_ref), arith.muli(tile, const(1024)))
+            chunk_in_tile = arith.remui(chunk, const(_TILE_CHUNKS))
+            my_column = arith.addi(
+                column.registers.item(), arith.muli(chunk, const(_CHUNK // size))
+            )
+            source = simt.gmem_address(source_ref, arith.muli(my_column, const(size)))
+            is_column = simt.less(my_column, const(d))
+            my_limit = arith.subi(limit.registers.item(), arith.muli(group, const(8)))
+            for i, index in enumerate(indices.registers):
+                is_row = arith.cmpi(arith.CmpIPredicate.slt, const(i), my_limit)
+                place = arith.muli(arith.xori(chunk_in_tile, const(i)), const(16))
+                mgpu.utils.inline_ptx(
+                    f"""{{.reg .b32 index, bytes; .reg .b64 address;
+                        selp.b32 bytes, 16, 0, $3;
+                        selp.b32 index, $2, 0, $3;
+                        mad.wide.u32 address, index, {size * d}, $1;
+                        cp.async.cg.shared.global [$0 + {128 * i}], [address], 16, bytes;}}""",
+                    arith.addi(tile, place),
+                    source,
+                    mgpu.utils.bitcast(index, my_column.type),
+                    arith.andi(is_row, is_column),
+                    has_side_effects=True,
+                )
+
+    step(source_ref, indices, limit, column, target_ref)
+
+
+def _group_and_chunk(width: int):
+    """The group of 8 rows that this lane copies from, and its chunk of `width` of each row."""
+    lane, warp = simt.lane_and_warp()
+    thread = arith.addi(arith.muli(warp, const(32)), lane)
+    return arith.divui(thread, const(width)), arith.remui(thread, const(width))
+
+
+def await_rows(*, lag: int) -> None:
+    """Commits the copies of one step, and waits for those of all steps but the last `lag`."""
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx(
+            f"cp.async.commit_group; cp.async.wait_group {lag}; fence.proxy.async.shared::cta;",
+            has_side_effects=True,
+        )
+
+    step()

@@ -1,0 +1,147 @@
+"""Down projection on tile unions: `h @ w_down[neurons]` for each row tile, or a sum of two such.
+
+The product is computed transposed, with columns of y along the rows of an accumulator and tokens
+along its columns, because h and the gathered rows lie in memory that way. What y is added to
+follows the weights through the ring, 64 tokens at a time. If there are few tokens, two jobs share
+those of a tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common import support
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
+from pallas_kernels.hopper.unions import gathered_matmul, row_copies
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
+
+_COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
+_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a block
+
+
+def union_down(
+    h: jax.Array,
+    weights: tuple[jax.Array, ...],
+    plan: Plan,
+    m: int,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """Sums `h[n] w[n]` over the neurons n in the union of each tile, and over weights, in float32.
+
+    Args:
+      h: `[items, 128 or 256, 256]`, bfloat16 or float16, the block of each item as `union_up`
+        returns it, with or without gates; for two weights, the first one's block above that of the
+        second. At least `item_count` items.
+      weights: one or two arrays `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a
+        multiple of 64 from 128 to 8192: `w_down`, or for the gradient for x `w_gate` and `w_up`.
+      plan: the unions.
+      m: number of tokens.
+      residual: `[m, D]` in the dtype of h, to which the rounded sums are added; None for the sums.
+
+    Returns:
+      y: `[m rounded up to a multiple of 8, D]` in the dtype of h.
+
+    Raises:
+      ValueError: if a shape or dtype is not as above.
+    """
+    for w in weights:
+        support.check_weight("a weight", w)
+    neurons, d = weights[0].shape
+    support.check_array("the second weight", weights[-1], (neurons, d), weights[0].dtype)
+    rows = 2 * CHUNK_NEURONS if h.shape[1] == 2 * CHUNK_NEURONS else CHUNK_NEURONS * len(weights)
+    support.check_array("h", h, (h.shape[0], rows, TILE_TOKENS), weights[0].dtype)
+    tiles = pl.cdiv(m, TILE_TOKENS)
+    support.check_array("plan.neurons", plan.neurons, (tiles, neurons), jnp.int32)
+    if residual is not None:
+        support.check_array("residual", residual, (m, d), h.dtype)
+        residual = jnp.pad(residual, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
+    tokens = gathered_matmul.job_tokens(tiles)
+    return gathered_matmul.gathered_matmul(
+        functools.partial(_describe, TILE_TOKENS // tokens),
+        functools.partial(_produce, tokens),
+        functools.partial(_consume, tokens),
+        plan.neurons,
+        plan.sizes,
+        plan.firsts,
+        h,
+        residual,
+        *weights,
+        jobs=lambda *_: jnp.int32(tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, _COLUMNS)),
+        a_shape=(STAGE_K, _COLUMNS),
+        b_shape=(STAGE_K, tokens),
+        out_type=jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), h.dtype),  # for the copies' tiling
+        name="union_down",
+    )
+
+
+def _describe(shares, i, _, sizes, firsts, *rest):
+    """The job's tokens (of which each tile has `shares`), the size and the first block of their
+    union, and the first column of y."""
+    blocks = pl.cdiv(rest[-1].shape[1], _COLUMNS)
+    share = i // blocks
+    tile = share // shares
+    return share, sizes[tile], firsts[tile], i % blocks * _COLUMNS
+
+
+def _produce(tokens, job, ring, step, *refs):
+    neurons, _, _, h, residual, *weights, _ = refs
+    share, size, first_block, column = job
+    shares = TILE_TOKENS // tokens
+    tile, mine = share // shares, pl.ds(share % shares * tokens, tokens)
+    steps = pl.cdiv(size, STAGE_K)
+
+    def indices_of(k):
+        first = jnp.minimum(k * STAGE_K, neurons.shape[1] - STAGE_K)
+        return neurons.at[tile, pl.ds(first, STAGE_K)]
+
+    for w, weight in enumerate(weights):
+
+        def fill(k, indices, a, b, loaded, w=w, weight=weight):
+            rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
+            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows, mine], b, loaded)
+            row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
+
+        step = ring.put_lists(step, steps, indices_of, fill)
+    if residual is None:
+        return step
+
+    def put_residual(part, step):
+        def fill(a, _, loaded):
+            rows = pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS)
+            plgpu.copy_gmem_to_smem(residual.at[rows, pl.ds(column, _COLUMNS)], a, loaded)
+
+        ring.put(step, fill)
+        return step + 1
+
+    return lax.fori_loop(0, tokens // ACC_ROWS, put_residual, step)
+
+
+def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
+    _, _, _, _, residual, *weights, y = refs
+    share, size, _, column = job
+    steps = len(weights) * pl.cdiv(size, STAGE_K)
+    mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
+
+    def wgmma(acc, a, b):
+        plgpu.wgmma(acc, a.at[:, mine].T, b)
+
+    out = ring.multiply(step, steps, wgmma, columns=tokens)
+    step += steps
+    columns = pl.ds(column + warpgroup * ACC_ROWS, ACC_ROWS)
+    for part in range(tokens // ACC_ROWS):
+        values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+        if residual is not None:
+            a, _ = ring.take(step)
+            before = plgpu.load(a.at[:, mine].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            values = (before.astype(jnp.float32) + values.astype(jnp.float32)).astype(y.dtype)
+        target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
+        gathered_matmul.write([values], buffers, part, [target], transposed=True)
+        if residual is not None:
+            ring.release(step)  # behind the fence of `write`, as TMA overwrites what was read
+            step += 1
+    return step

@@ -1,0 +1,165 @@
+"""Up projection on tile unions: `h = g * (x @ w_up[neurons]^T)` for each row tile.
+
+For 128 neurons of a tile's union this is one dense matmul with gathered rows. The gates of these
+neurons, gathered too, follow the weights through the ring, 64 tokens at a time. If there are few
+tokens, two jobs share those of a tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import quantised
+from pallas_kernels.hopper.common import scales, support
+from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, stage_k
+from pallas_kernels.hopper.unions import gathered_matmul, row_copies
+from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
+from pallas_kernels.quantised import Operand
+from pallas_kernels.rectifiers import RELU, Rectifier
+
+
+def union_up(
+    x: Operand,
+    gate: jax.Array,
+    w_up: Operand | None,
+    plan: Plan,
+    rectifier: Rectifier = RELU,
+    *,
+    with_gate: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes h, the gates times `x . w_up[n]`, for the neurons n in each tile's union.
+
+    In the non-gated form h is the gate. Sums as `gate_union` does, and rounds once.
+
+    Args:
+      x: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
+      gate: `[R, H, 256]` as `gate_union` returns it, R = ceil(M / 256).
+      w_up: `[H, D]`, H a multiple of 128 up to 65536. None for the non-gated form. If it is
+        `Quantised`, with a scale for each row, x is, too, and D is a multiple of 128.
+      plan: the unions.
+      rectifier: what made the gate; it may pass `x . w_up[n]` through a ReLU.
+      with_gate: return the gates, too, for gradients.
+
+    Returns:
+      h: `[items, 128, 256]`, the block of each item; zeros past the union's size, unspecified from
+        `item_count` on. In the gated form with gates: `[items, 256, 256]`, their block above that
+        of h.
+      l1: float32 scalar, the sum of |h| before rounding.
+
+    Raises:
+      ValueError: if a shape or dtype is not as above.
+    """
+    m, h = x.shape[0], plan.neurons.shape[1]
+    support.check_weight(
+        "a weight to go with x and plan", jax.ShapeDtypeStruct((h, x.shape[1]), gate.dtype)
+    )
+    if w_up is not None:
+        support.check_operand("w_up", w_up, (h, x.shape[1]), x)
+    support.check_array("gate", gate, (pl.cdiv(m, TILE_TOKENS), h, TILE_TOKENS), gate.dtype)
+    left, right, scale = quantised.unscaled(x, w_up)
+    left = jnp.pad(left, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
+    if scale is not None:
+        scale = scales.padded(scale[0], TILE_TOKENS), scale[1]
+    (items,) = plan.items.shape
+    rows = 2 * CHUNK_NEURONS if with_gate and w_up is not None else CHUNK_NEURONS
+    tokens = gathered_matmul.job_tokens(len(plan.sizes))
+    shares = TILE_TOKENS // tokens
+    hidden, l1 = gathered_matmul.gathered_matmul(
+        functools.partial(_describe, shares),
+        functools.partial(_produce, tokens),
+        functools.partial(_consume, tokens, rectifier),
+        plan.item_count,
+        plan.items,
+        plan.neurons,
+        plan.sizes,
+        scale,
+        left,
+        right,
+        gate,
+        jobs=lambda item_count, *_: shares * item_count[0],
+        a_shape=(CONSUMERS * ACC_ROWS, stage_k(left.dtype)),
+        b_shape=(tokens, stage_k(left.dtype)),
+        dtype=left.dtype,
+        out_type=(
+            jax.ShapeDtypeStruct((items, rows, TILE_TOKENS), gate.dtype),
+            jax.ShapeDtypeStruct((shares * items, CHUNK_NEURONS), jnp.float32),
+        ),
+        name="union_up",
+    )
+    is_computed = (jnp.arange(shares * items) < shares * plan.item_count)[:, None]
+    return hidden, jnp.sum(l1, where=is_computed)
+
+
+def describe_item(i, _, items, neurons, sizes, *rest) -> tuple[jax.Array, ...]:
+    """The item, its row tile, its start in the union, and the number of neurons from there on."""
+    chunks = neurons.shape[1] // CHUNK_NEURONS
+    tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS
+    return i, tile, first, sizes[tile] - first
+
+
+def _describe(shares, i, *refs):
+    """The job, and of its item, which `shares` jobs have in common, the rest of `describe_item`."""
+    return i, *describe_item(i // shares, *refs)[1:]
+
+
+def _item_and_first_token(i, tokens):
+    """The item of the i-th job, and its first token in the tile."""
+    shares = TILE_TOKENS // tokens
+    return i // shares, i % shares * tokens
+
+
+def _produce(tokens, job, ring, step, _, items, neurons, sizes, scale, x, w_up, gate, *out):
+    i, tile, first, limit = job
+    _, first_token = _item_and_first_token(i, tokens)
+    indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
+
+    def put_gates(part, step):
+        def fill(a, _, loaded):
+            plgpu.barrier_arrive(loaded)
+            column = first_token + part * ACC_ROWS
+            row_copies.gather_rows(gate.at[tile], indices, limit, column, a)
+
+        ring.in_16_bits().put(step, fill)
+        return step + 1
+
+    if w_up is not None:
+        first_row = tile * TILE_TOKENS + first_token
+        step = ring.put_product(step, x, first_row, w_up, indices, limit)
+    return lax.fori_loop(0, tokens // ACC_ROWS, put_gates, step)
+
+
+def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, *refs):
+    i, tile, first, limit = job
+    item, first_token = _item_and_first_token(i, tokens)
+    _, _, neurons, _, scale, x, w_up, _, hidden, l1 = refs
+    mine, parts = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), tokens // ACC_ROWS
+    if w_up is not None:
+        steps = x.shape[1] // ring.b.shape[2]
+        products = ring.multiply_product(step, steps, warpgroup, limit)
+        step += steps
+    if scale is not None:
+        listed = neurons.at[tile, pl.ds(first + mine.start, ACC_ROWS)]
+        products *= scales.of_columns(scale[0], tile * TILE_TOKENS + first_token, products.shape)
+        products *= scales.of_listed_rows(scale[1], listed, products.shape)
+    sums = []
+    for part in range(parts):
+        a, _ = ring.in_16_bits().take(step + part)
+        gates = a[mine]
+        ring.release(step + part)
+        value = gates.astype(jnp.float32)
+        if w_up is not None:
+            value *= rectifier.linear(products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS])
+        sums.append(jnp.sum(jnp.abs(value), axis=1))
+        arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]
+        columns = pl.ds(first_token + part * ACC_ROWS, ACC_ROWS)
+        targets = [
+            hidden.at[item, pl.ds(f * CHUNK_NEURONS + mine.start, ACC_ROWS), columns]
+            for f in range(len(arrays))
+        ]
+        gathered_matmul.write(arrays, buffers, part, targets)
+    l1[i, mine] = sum(sums)
+    return step + parts
