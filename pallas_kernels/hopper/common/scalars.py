@@ -12,7 +12,7 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def read(ref) -> jax.Array:
-    """The int32 scalar `ref` (GMEM); the load stays behind `griddepcontrol_wait`."""
+    """The int32 scalar `ref` (GMEM); the load stays behind `await_previous`."""
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)

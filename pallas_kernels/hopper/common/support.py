@@ -5,6 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.layouts import twell
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 from pallas_kernels.weights import DTYPES
@@ -42,6 +43,8 @@ def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 
 def sm_count() -> int:
     """Number of streaming multiprocessors of the device that is run on, or lowered for."""
+    if (interpreted := interpretation()) is not None:
+        return interpreted.sms
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.num_cores if device else jax.local_devices()[0].core_count
 

@@ -100,7 +100,7 @@ def has(most: jax.Array, number: int) -> jax.Array:
 
 def load(counts_ref) -> jax.Array:
     """The numbers of all tiles, `[M / 4, tiles]`, int32 `[128 * words]`: each warp has every fourth
-    row, and its lanes take turns with tiles. The loads stay behind `griddepcontrol_wait`."""
+    row, and its lanes take turns with tiles. The loads stay behind `await_previous`."""
     rows, tiles = counts_ref.shape
     size = words.WARPS * words.WARP * pl.cdiv(rows, words.WARPS) * pl.cdiv(tiles, words.WARP)
     result = plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=words.layout(size))

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import support, warpgroup
+from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.tiles import TILED
 from pallas_kernels.hopper.decode import attend, cluster, combine
 from pallas_kernels.hopper.decode.launch import launched
@@ -189,7 +190,7 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, heads)
 
     for i in range(stages):
         pl.when(i < count)(functools.partial(load, jnp.int32(i)))
-    plgpu.griddepcontrol_launch_dependents()
+    launch_next()
     wait()
     is_owner = (count > 0) & (first_step + (count - 1) * splits == last_step)
     stored = [cache.at[number, sequence, slot, head] for cache in (k_cache, v_cache)]

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import versions
+from pallas_kernels.hopper.common.primitives import await_previous
 from pallas_kernels.hopper.decode import grid
 from pallas_kernels.hopper.decode.phase import Phase
 from pallas_kernels.hopper.decode.token_ring import clusters_at_once, fitting
@@ -117,7 +118,7 @@ def _kernel(arrays, refs, *outs, memory, barriers, phases, read, changed, column
 
     first, *more = phases
     if not more:
-        run(0, number, plgpu.griddepcontrol_wait)
+        run(0, number, await_previous)
         return
     (second,) = more
     arrived = counts.at[layer[0], 0, column]
@@ -126,7 +127,7 @@ def _kernel(arrays, refs, *outs, memory, barriers, phases, read, changed, column
 
     @pl.when(number < first.clusters)
     def _():
-        run(0, number, plgpu.griddepcontrol_wait)
+        run(0, number, await_previous)
         grid.arrive(arrived)
 
     @pl.when(number >= start)
@@ -149,7 +150,7 @@ def _clusters(phases):
 
 
 def _wait_for_phase(arrived, blocks):
-    plgpu.griddepcontrol_wait()  # `arrived` may have been set to zero just before
+    await_previous()  # `arrived` may have been set to zero just before
     grid.wait(arrived, blocks)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.decode import cluster, token_columns
 from pallas_kernels.hopper.decode.phase import Phase
 from pallas_kernels.hopper.decode.token_ring import (
@@ -99,7 +99,7 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call):
 
     def begin():
         if not call.starts_next:
-            plgpu.griddepcontrol_launch_dependents()
+            launch_next()
         wait()
 
     def multiply():

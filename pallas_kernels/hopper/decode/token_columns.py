@@ -98,7 +98,7 @@ def _load(ref, first, tokens, row_columns):
                 f"ld.global.b{width} $0, [$1 + {offset}];",
                 address,
                 result_types=ir.IntegerType.get_signless(width),
-                has_side_effects=True,  # it must stay behind `griddepcontrol_wait`
+                has_side_effects=True,  # it must stay behind `await_previous`
             )
             value = mgpu.utils.bitcast(bits, dtype)
             values.append(value if width == 32 else arith.extf(f32, value))
@@ -285,7 +285,7 @@ def _addresses(
 
 
 def _load_f32(address: ir.Value, offset: int, active: ir.Value) -> ir.Value:
-    """A float32 of GMEM, or 0 if not `active`; the load stays behind `griddepcontrol_wait`."""
+    """A float32 of GMEM, or 0 if not `active`; the load stays behind `await_previous`."""
     return mgpu.utils.inline_ptx(
         f"mov.b32 $0, 0; @$2 ld.global.f32 $0, [$1 + {offset}];",
         address,

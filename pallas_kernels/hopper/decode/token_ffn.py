@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import register_rows
+from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.decode import (
     active_counts,
     active_gates,
@@ -291,8 +292,8 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
     share = token_rows.Share.of(rank, plan.quartets * PARTS, operands.x.shape[1])
     x_row = None if plan.up is None else _load_x(operands, token, is_row, scratch, plan)
     store_row = plan.stores.row(further, outs, number, token, share)
-    plgpu.griddepcontrol_launch_dependents()
-    plgpu.griddepcontrol_wait()
+    launch_next()
+    await_previous()
     tiles = operands.gate.shape[1] // COLUMNS
     of_tiles = pl.ds(active_counts.column(0), tiles)
     open_of_tokens = active_gates.load(counts.at[number, pl.ds(1, tokens // 4), of_tiles])

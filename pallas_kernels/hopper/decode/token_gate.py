@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import register_rows, warpgroup
+from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.decode import active_counts, active_gates, token_columns, votes
 from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.hopper.decode.launch import launched
@@ -141,12 +141,12 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
         numbers = _numbers(counts, number, tile)
         most = active_gates.count(g, batch, numbers.at[pl.ds(1, tokens // 4)])
         if ups is None:
-            plgpu.griddepcontrol_launch_dependents()
+            launch_next()
         else:
             # Blocks with many open gates let the next kernel start later: it would put two blocks
             # on each SM that is free first, and read w_down through half of the SMs.
             has_many = active_gates.has(most, votes.MANY)
-            pl.when(~has_many)(plgpu.griddepcontrol_launch_dependents)
+            pl.when(~has_many)(launch_next)
 
             up = dataclasses.replace(product, matrices=ups, is_early=None)
             dense = _DenseTile(up, rows[-1].at[number], numbers.at[0], has_many)
@@ -190,7 +190,7 @@ def _set_numbers(counts, number, tile, sum_of_votes):
 
 
 def _leave_out(counts, refs, outs, number, product):
-    plgpu.griddepcontrol_launch_dependents()
+    launch_next()
     store_zeros(refs, outs, number, product)
     (tile,), (first,) = product.tiles, product.first_columns
     if len(outs) > 1:
@@ -251,7 +251,7 @@ class _DenseTile(NamedTuple):
         """Waits for the votes of the others, multiplies if all are for it, and calls `store` with
         the 16 columns of `up`."""
         has_many, do_agree = self.has_many, votes.do_agree(self.votes)
-        pl.when(~do_agree)(plgpu.griddepcontrol_launch_dependents)
+        pl.when(~do_agree)(launch_next)
         pl.when(has_many & ~do_agree)(functools.partial(self.up.drop, _AHEAD))
         pl.when(do_agree & ~has_many)(functools.partial(self.up.fetch, _AHEAD))
         pl.when(do_agree)(functools.partial(self._multiply, store))
@@ -261,6 +261,6 @@ class _DenseTile(NamedTuple):
         up.fetch(range(_AHEAD.stop, up.ring.slots))
         up.expect()
         up.send()
-        plgpu.griddepcontrol_launch_dependents()
+        launch_next()
         register_rows.prefetch_rows(self.down, up.first_columns[0], _DOWN_ROWS)
         store(*up.receive())

@@ -23,7 +23,7 @@ def load(ref) -> jax.Array:
     """The numbers of `ref` (GMEM, int32 `[n]`), int32 `[128 * words]`.
 
     Lane l of each warp has number 32 i + l in its i-th word, 0 past the last. The loads stay behind
-    `griddepcontrol_wait`.
+    `await_previous`.
     """
     (n,) = ref.shape
     starts = range(0, n, WARP)

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
 from pallas_kernels.hopper.common import lists, register_rows, scalars, scales, support, versions
+from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
 from pallas_kernels.hopper.dense import accumulate
@@ -138,15 +139,15 @@ def _hidden_kernel(rectifier, pending, live, *refs, smem):
     count_ref, products, hidden, l1, largest, *kept = refs[pending:]
     h, _ = hidden.shape
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    (lists.acquire if pending else plgpu.griddepcontrol_wait)()
-    plgpu.griddepcontrol_launch_dependents()
+    (lists.acquire if pending else await_previous)()
+    launch_next()
     count = scalars.read(count_ref)
     work = _Hidden(count, live, products, hidden, kept, l1, largest, smem, rectifier)
     few, row_blocks = _split(count)
     _for_each(few * (h // _FEW), sm, sms, work.few_block)
     _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
     if pending:  # this kernel must not end before the one in front of it
-        pl.when(sm == sms - 1)(plgpu.griddepcontrol_wait)
+        pl.when(sm == sms - 1)(await_previous)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,8 +271,8 @@ def _down_kernel(count_ref, hidden, w_down, y_rows, count_out, parts, *, y_smem,
         share = pl.cdiv(h, blocks)
         register_rows.prefetch_rows(w_down, block * share, min(share, _PREFETCH // d))
 
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
+    await_previous()
+    launch_next()
     count = scalars.read(count_ref)
 
     @pl.when(is_first & (block == 0))

@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import scalars, support
+from pallas_kernels.hopper.common.primitives import await_previous
 from pallas_kernels.hopper.common.support import sm_count
 
 
@@ -47,7 +48,7 @@ def place_rows(
 
 def _kernel(count, rows, y_rows, residual, y):
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
-    plgpu.griddepcontrol_wait()  # launched while the second kernel of `dense_rows` runs
+    await_previous()  # launched while the second kernel of `dense_rows` runs
 
     @pl.loop(0, pl.cdiv(scalars.read(count) - block, blocks))
     def _(i):

@@ -22,6 +22,7 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import quantised
 from pallas_kernels.hopper.common import lists, register_rows, simt, support
+from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
@@ -153,7 +154,7 @@ def _kernel(
         def _():
             plgpu.barrier_wait(looked)
             lists.finish(counters, heavy_count, lax.axis_size("block"))
-            plgpu.griddepcontrol_launch_dependents()
+            launch_next()
 
     pl.when(~is_row)(lambda: plgpu.barrier_arrive(looked))
 

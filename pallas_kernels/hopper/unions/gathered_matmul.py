@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, tiled
 from pallas_kernels.hopper.unions import job_queue
@@ -106,7 +107,7 @@ def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs
         ring["a"], ring["a_16"] = ring.pop("views_of_a")
     ring, queue = Ring(**ring), JobQueue(taken, **queue)
     warpgroup = lax.axis_index("warpgroup")
-    plgpu.griddepcontrol_launch_dependents()  # `dense_rows` takes SMs that have no more jobs
+    launch_next()  # `dense_rows` takes SMs that have no more jobs
 
     def be_producer():
         plgpu.set_max_registers(56, action="decrease")
