@@ -1,118 +1,199 @@
-"""What a back end offers: the functions that make up the feed-forward block.
+"""What a back end offers: two protocols, for the feed-forward block and for decoding.
 
-A back end is a folder with a file for each of these functions, and one instance of `Kernels`.
-`pallas_kernels.reference` says in pure JAX what each of them computes; the docstrings of
-`pallas_kernels.hopper` say it in words. tests/conformance runs the same cases on all back ends.
+A back end is a package that has each of these functions, such as `pallas_kernels.hopper`; its
+`__init__` imports them. `pallas_kernels.reference` says in pure JAX what each computes, the
+docstrings in `hopper` say it in words, with shapes. mypy compares both with the protocols, and
+tests/conformance runs the same cases on all back ends.
 """
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import NamedTuple
+from typing import Protocol
 
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels import hopper, reference
-from pallas_kernels.hopper.decode.gate import Gate
+from pallas_kernels.hopper.decode.few_tokens import MAX_TOKENS as MAX_FEW_TOKENS
+from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
-from pallas_kernels.quantised import Quantised
-from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.quantised import Operand, Quantised, Tokens
+from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-type Arrays = tuple[jax.Array, ...]
+__all__ = ["HOPPER", "MAX_FEW_TOKENS", "REFERENCE", "BlockKernels", "DecodeKernels", "Kernels"]
 
-MAX_FEW_TOKENS = hopper.few_tokens.MAX_TOKENS  # the most that `few_tokens_ffn` takes
+type Array = jax.Array
 
 
-class Kernels(NamedTuple):
-    """A back end. The arrows show what its functions return.
+class BlockKernels(Protocol):
+    """The kernels of the feed-forward block.
 
     Attributes:
       name: shown to people.
-      unsupported: given a weight `[H, D]` of a block -> why the back end cannot serve the block on
-        this device; None if it can.
-      few_tokens_ffn: the whole block for up to 64 tokens -> y, nnz `[M]`, l1 `[M]`, fired `[H]`.
-      gate_pack: the gate projection -> the gate in TwELL (`layouts.twell`).
-      fused_ffn: up and down projection for the entries of a TwELL gate -> y, nnz, l1, heavy rows.
-      dense_block: the whole block, densely, for a prompt -> y, h.
-      dense_rows: the dense block for the rows on a list -> their y, l1, fired, and what a backward
-        needs of them.
-      place_rows: puts these rows into y, in place; with a residual, what they add to its rows.
-      round_tokens: tokens in 8 bits -> these, for products with `Quantised` weights.
-      gate_union: the gate projection of the live neurons -> the gate as tile unions
-        (`layouts.tile_union`), in three arrays: gate, masks, counts.
-      union_plan: decides which neurons each row tile computes -> plan, nnz, heavy rows, statistics
-        of the tiles.
-      union_up: the up projection on the unions -> blocks of h, with or without the gates; l1.
-      union_down: sums blocks times gathered weights over the unions, and adds a residual if there
-        is one -> y, or dx.
-      neuron_lists: the tokens that use each group of neurons (`layouts.neuron_lists`) -> the lists,
-        and the lengths that they have with room for all.
-      hidden_grads: the gradients behind h, in place -> h and these on the neuron lists.
-      weight_grads: the gradients for weights from neuron lists -> these.
-
-    For decoding, with the residual stream of up to 64 tokens (`layouts.stream`):
-      project: products of the normed stream with matrices, side by side -> `[M, N]`.
-      project_attend: `project`, and attention to a cache, which gets keys and values -> `[M, N]`.
-      add_product: adds a product to the stream -> the stream.
-      add_product_gate: `add_product`, and the gate of a sparse block -> stream, `Gate`.
-      add_product_hidden: `add_product`, and a dense block's hidden activation -> stream, `[M, H]`.
-      add_ffn: adds what a sparse block makes of its gate -> the stream.
     """
 
     name: str
-    unsupported: Callable[[jax.Array | jax.ShapeDtypeStruct], str | None]
-    few_tokens_ffn: Callable[[jax.Array, Weights, Rectifier], Arrays]
-    gate_pack: Callable[..., jax.Array]
-    fused_ffn: Callable[..., tuple[jax.Array, jax.Array, jax.Array, HeavyRows]]
-    dense_block: Callable[..., tuple[jax.Array, jax.Array]]
-    dense_rows: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]]
-    place_rows: Callable[..., None]
-    round_tokens: Callable[[jax.Array], Quantised]
-    gate_union: Callable[..., Arrays]
-    union_plan: Callable[..., tuple[Plan, jax.Array, HeavyRows, jax.Array]]
-    union_up: Callable[..., tuple[jax.Array, jax.Array]]
-    union_down: Callable[..., jax.Array]
-    neuron_lists: Callable[[jax.Array, int, int], tuple[NeuronLists, jax.Array]]
-    hidden_grads: Callable[..., Arrays]
-    weight_grads: Callable[[Arrays, jax.Array, NeuronLists], Arrays]
-    project: Callable[..., jax.Array]
-    project_attend: Callable[..., jax.Array]
-    add_product: Callable[..., Stream]
-    add_product_gate: Callable[..., tuple[Stream, Gate]]
-    add_product_hidden: Callable[..., tuple[Stream, jax.Array]]
-    add_ffn: Callable[..., Stream]
+
+    def unsupported(self, w: Array | jax.ShapeDtypeStruct) -> str | None:
+        """Why the back end cannot serve a block with a weight `[H, D]` here; None if it can."""
+
+    def few_tokens_ffn(
+        self, x: Array, weights: Weights, rectifier: Rectifier = RELU
+    ) -> tuple[Array, Array, Array, Array]:
+        """The whole block for up to 64 tokens: y, nnz `[M]`, l1 `[M]`, fired `[H]`."""
+
+    def dense_block(
+        self, x: Array, weights: Weights, rectifier: Rectifier = RELU
+    ) -> tuple[Array, Array]:
+        """The whole block, densely, for a prompt: y, h."""
+
+    def dense_rows(
+        self, heavy: HeavyRows, weights: Weights, rectifier: Rectifier = RELU, keep: int = 0
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The dense block for the rows on a list: their y, l1, fired, what a backward needs."""
+
+    def place_rows(
+        self,
+        count: Array,
+        rows: Array,
+        y_rows: Array,
+        y_ref: jax.Ref,
+        residual: Array | None = None,
+    ) -> None:
+        """Puts these rows into y, in place; with a residual, what they add to its rows."""
+
+    def round_tokens(self, x: Array) -> Quantised:
+        """Tokens in 8 bits, for products with `Quantised` weights."""
+
+    def gate_pack(
+        self,
+        x: Operand,
+        w_gate: Operand,
+        rectifier: Rectifier = RELU,
+        *,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """The gate projection, packed in TwELL (`layouts.twell`)."""
+
+    def fused_ffn(
+        self,
+        x: Array | Tokens,
+        packed: Array,
+        w_up: Operand | None,
+        w_down: Array,
+        rectifier: Rectifier = RELU,
+    ) -> tuple[Array, Array, Array, HeavyRows]:
+        """Up and down projection for the entries of a TwELL gate: y, nnz, l1, heavy rows."""
+
+    def gate_union(
+        self,
+        x: Operand,
+        w_gate: Operand,
+        rectifier: Rectifier = RELU,
+        live: Array | None = None,
+        *,
+        dtype: DTypeLike | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """The gate projection of the live neurons as tile unions: gate, masks, counts."""
+
+    def union_plan(
+        self,
+        x: Array | Tokens,
+        gate_ref: jax.Ref,
+        masks: Array,
+        counts: Array,
+        *,
+        max_items: int | None = None,
+        max_heavy: int | None = None,
+    ) -> tuple[Plan, Array, HeavyRows, Array]:
+        """Which neurons each row tile computes: plan, nnz, heavy rows, statistics of the tiles."""
+
+    def union_up(
+        self,
+        x: Operand,
+        gate: Array,
+        w_up: Operand | None,
+        plan: Plan,
+        rectifier: Rectifier = RELU,
+        *,
+        with_gate: bool = False,
+    ) -> tuple[Array, Array]:
+        """The up projection on the unions: chunks of h, with or without the gates; l1."""
+
+    def union_down(
+        self,
+        h: Array,
+        weights: tuple[Array, ...],
+        plan: Plan,
+        m: int,
+        residual: Array | None = None,
+    ) -> Array:
+        """Sums chunks times gathered weights over the unions, adds a residual: y, or dx."""
+
+    def neuron_lists(self, counts: Array, m: int, capacity: int) -> tuple[NeuronLists, Array]:
+        """The tokens that use each group of neurons, and how long these lists would be in full."""
+
+    def hidden_grads(
+        self,
+        dy: Array,
+        w_down: Array,
+        h_ref: jax.Ref,
+        l1_grad: Array,
+        plan: Plan,
+        lists: NeuronLists,
+        rectifier: Rectifier = RELU,
+        extra: Array | None = None,
+    ) -> tuple[Array, ...]:
+        """The gradients behind h, in place; h and these on the neuron lists."""
+
+    def weight_grads(
+        self, values: tuple[Array, ...], x: Array, lists: NeuronLists
+    ) -> tuple[Array, ...]:
+        """The gradients for weights from neuron lists."""
 
 
-def _back_end(name: str, folder: ModuleType) -> Kernels:
-    """The back end in `folder`, which has each function in a file of the same name."""
-    return Kernels(
-        name=name,
-        unsupported=folder.support.unsupported,
-        few_tokens_ffn=folder.few_tokens.few_tokens_ffn,
-        gate_pack=folder.gate_pack.gate_pack,
-        fused_ffn=folder.fused_ffn.fused_ffn,
-        dense_block=folder.dense_block.dense_block,
-        dense_rows=folder.dense_rows.dense_rows,
-        place_rows=folder.place_rows.place_rows,
-        round_tokens=folder.round_tokens.round_tokens,
-        gate_union=folder.gate_union.gate_union,
-        union_plan=folder.union_plan.union_plan,
-        union_up=folder.union_up.union_up,
-        union_down=folder.union_down.union_down,
-        neuron_lists=folder.neuron_lists.neuron_lists,
-        hidden_grads=folder.hidden_grads.hidden_grads,
-        weight_grads=folder.weight_grads.weight_grads,
-        project=folder.token_product.project,
-        project_attend=folder.token_pairs.project_attend,
-        add_product=folder.token_product.add_product,
-        add_product_gate=folder.token_pairs.add_product_gate,
-        add_product_hidden=folder.token_pairs.add_product_hidden,
-        add_ffn=folder.token_ffn.add,
-    )
+class DecodeKernels(Protocol):
+    """The kernels of a decoding step, for up to 64 tokens (`layouts.stream`)."""
+
+    def decode_layers(
+        self,
+        stream: Stream,
+        layers: Layers,
+        k_cache: jax.Ref,
+        v_cache: jax.Ref,
+        length: Array,
+        padding: Array,
+        rope: tuple[Array, Array],
+        *,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+        rectifier: Rectifier | None,
+        is_sparse: bool,
+    ) -> Stream:
+        """All layers for one new token of each sequence; the cache gets its keys and values."""
+
+    def project(
+        self,
+        stream: Stream,
+        weights: tuple[Operand, ...],
+        layer: Array,
+        *,
+        k_axis: int,
+        eps: float,
+        bias: Array | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Array:
+        """Products of the normed stream with matrices, side by side, `[M, N]`: for the logits."""
 
 
-HOPPER = _back_end("Hopper", hopper)
-REFERENCE = _back_end("reference", reference)
+class Kernels(BlockKernels, DecodeKernels, Protocol):
+    """A back end. It is an argument of functions that are cached."""
+
+    def __hash__(self) -> int: ...
+
+
+HOPPER: Kernels = hopper
+REFERENCE: Kernels = reference

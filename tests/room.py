@@ -4,7 +4,7 @@ import numpy as np
 
 
 def shares(active, most_heavy=256):
-    """(union, listed) of activations `[M, H]`, as `pallas_kernels.capacity` defines them."""
+    """(union, listed) of activations `[M, H]`, as `pallas_kernels.pattern_shares` defines them."""
     used = np.asarray(active) != 0
     h, items, all_items, left = used.shape[1], 0, 0, 0
     for start in range(0, len(used), 256):

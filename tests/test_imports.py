@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("twell_jax", "pallas_kernels")
 
-VALUES = "weights rectifiers quantised"  # of which blocks consist
+VALUES = "weights rectifiers quantised layers"  # of which blocks consist
 KERNELS = "pallas_kernels " + " ".join(
-    f"pallas_kernels.{name}" for name in ("layouts", "capacity", "in_place", *VALUES.split())
+    f"pallas_kernels.{name}" for name in ("layouts", "pattern_shares", "in_place", *VALUES.split())
 )
 
 # Each room, and the rooms that its modules may import beside their own. A module belongs to the
@@ -25,8 +25,9 @@ MAY_IMPORT = {
     "pallas_kernels.weights": "",
     "pallas_kernels.rectifiers": "",
     "pallas_kernels.quantised": "",
+    "pallas_kernels.layers": "weights quantised",
     "pallas_kernels.layouts": VALUES,
-    "pallas_kernels.capacity": "layouts",
+    "pallas_kernels.pattern_shares": "layouts",
     "pallas_kernels.reference": f"layouts {VALUES}",
     "pallas_kernels.hopper.common": f"layouts in_place {VALUES}",
     "pallas_kernels.hopper.dense": f"layouts in_place {VALUES} hopper.common",

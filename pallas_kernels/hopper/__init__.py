@@ -1,48 +1,46 @@
-"""Pallas (Mosaic GPU) kernels for Hopper GPUs, one file per kernel.
+"""Pallas (Mosaic GPU) kernels for Hopper GPUs: a back end, in rooms by what they are for.
 
-`frames` holds the loops that kernels share, `device` code for single warpgroups, warps and lanes.
+`decode` serves few tokens, `dense` whole prompts and heavy rows, `twell` and `unions` the two
+packed formats; `common` is what they share. Rooms import `common` alone, never each other.
 """
 
-from pallas_kernels.hopper.common import round_tokens, support
-from pallas_kernels.hopper.decode import (
-    decode_attention,
-    few_tokens,
-    token_ffn,
-    token_gate,
-    token_pairs,
-    token_product,
-)
-from pallas_kernels.hopper.dense import dense_block, dense_rows, place_rows
-from pallas_kernels.hopper.twell import fused_ffn, gate_pack
-from pallas_kernels.hopper.unions import (
-    gate_union,
-    hidden_grads,
-    neuron_lists,
-    union_down,
-    union_plan,
-    union_up,
-    weight_grads,
-)
+from pallas_kernels.hopper.common.round_tokens import round_tokens
+from pallas_kernels.hopper.common.support import unsupported
+from pallas_kernels.hopper.decode.few_tokens import few_tokens_ffn
+from pallas_kernels.hopper.decode.step import decode_layers
+from pallas_kernels.hopper.decode.token_product import project
+from pallas_kernels.hopper.dense.dense_block import dense_block
+from pallas_kernels.hopper.dense.dense_rows import dense_rows
+from pallas_kernels.hopper.dense.place_rows import place_rows
+from pallas_kernels.hopper.twell.fused_ffn import fused_ffn
+from pallas_kernels.hopper.twell.gate_pack import gate_pack
+from pallas_kernels.hopper.unions.gate_union import gate_union
+from pallas_kernels.hopper.unions.hidden_grads import hidden_grads
+from pallas_kernels.hopper.unions.neuron_lists import neuron_lists
+from pallas_kernels.hopper.unions.union_down import union_down
+from pallas_kernels.hopper.unions.union_plan import union_plan
+from pallas_kernels.hopper.unions.union_up import union_up
+from pallas_kernels.hopper.unions.weight_grads import weight_grads
 
 __all__ = [
-    "decode_attention",
+    "decode_layers",
     "dense_block",
     "dense_rows",
-    "few_tokens",
+    "few_tokens_ffn",
     "fused_ffn",
     "gate_pack",
     "gate_union",
     "hidden_grads",
+    "name",
     "neuron_lists",
     "place_rows",
+    "project",
     "round_tokens",
-    "support",
-    "token_ffn",
-    "token_gate",
-    "token_pairs",
-    "token_product",
     "union_down",
     "union_plan",
     "union_up",
+    "unsupported",
     "weight_grads",
 ]
+
+name: str = "Hopper"

@@ -1,51 +1,35 @@
-"""The meaning of every kernel in pure JAX: one file per kernel, under the kernel's name.
+"""The meaning of every kernel in pure JAX: a back end that runs on any device.
 
-These functions define what a back end computes, and compute it on any device. They are a back end
-themselves (`kernels.REFERENCE`), with which tests run everything around the kernels.
+These functions define what a back end computes; tests run everything around the kernels with them.
 """
 
-from pallas_kernels.reference import (
-    decode_attention,
-    dense_block,
-    dense_rows,
-    few_tokens,
-    fused_ffn,
-    gate_pack,
-    gate_union,
-    hidden_grads,
-    neuron_lists,
-    place_rows,
-    round_tokens,
-    support,
-    token_ffn,
-    token_gate,
-    token_pairs,
-    token_product,
-    union_down,
-    union_plan,
-    union_up,
-    weight_grads,
-)
+from pallas_kernels.quantised import rounded as round_tokens
+from pallas_kernels.reference.decode import decode_layers, few_tokens_ffn, project
+from pallas_kernels.reference.dense import dense_block, dense_rows, place_rows
+from pallas_kernels.reference.gradients import hidden_grads, neuron_lists, weight_grads
+from pallas_kernels.reference.support import unsupported
+from pallas_kernels.reference.twell import fused_ffn, gate_pack
+from pallas_kernels.reference.unions import gate_union, union_down, union_plan, union_up
 
 __all__ = [
-    "decode_attention",
+    "decode_layers",
     "dense_block",
     "dense_rows",
-    "few_tokens",
+    "few_tokens_ffn",
     "fused_ffn",
     "gate_pack",
     "gate_union",
     "hidden_grads",
+    "name",
     "neuron_lists",
     "place_rows",
+    "project",
     "round_tokens",
-    "support",
-    "token_ffn",
-    "token_gate",
-    "token_pairs",
-    "token_product",
     "union_down",
     "union_plan",
     "union_up",
+    "unsupported",
     "weight_grads",
 ]
+
+name: str = "reference"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import capacity
+from pallas_kernels import pattern_shares
 from pallas_kernels.kernels import HOPPER
 from tests.commands import as_in_a_new_process
 from tests.train.runs import records
@@ -25,7 +25,7 @@ def settings(workspace, monkeypatch, reference_kernels):
 
     Where they are dense, they measure less room than they need.
     """
-    monkeypatch.setattr(capacity, "of_dense", lambda *_, **__: 2 * (jnp.float32(0.1),))
+    monkeypatch.setattr(pattern_shares, "of_dense", lambda *_, **__: 2 * (jnp.float32(0.1),))
 
     def load(directory, *changes):
         return config.load(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import capacity
+from pallas_kernels import pattern_shares
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.rectifiers import Rectifier
@@ -16,7 +16,7 @@ def forward(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) ->
     y, h = kernels.dense_block(x, weights, act)
     # XLA leaves out the statistics that nobody asks for.
     fires = jax.lax.bitcast_convert_type(h, jnp.uint16) != 0
-    union, listed = capacity.of_dense(fires)
+    union, listed = pattern_shares.of_dense(fires)
     return Output(
         y,
         nnz=jnp.sum(fires, axis=1, dtype=jnp.int32),

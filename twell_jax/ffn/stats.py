@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import capacity
+from pallas_kernels import pattern_shares
 from pallas_kernels.layouts import tile_union
 from twell_jax.ffn import partition
 from twell_jax.ffn.lasso import Windows, tile_lasso
@@ -38,8 +38,9 @@ class FFNStats:
       lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
 
     Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
-    `gradient_capacity` (`pallas_kernels.capacity`). On a mesh each device that runs kernels has
-    its own tokens and neurons: these two are then means over devices, and `tiles` counts its own.
+    `gradient_capacity` (`pallas_kernels.pattern_shares`). On a mesh each device that runs kernels
+    has its own tokens and neurons: these two are then means over devices, and `tiles` counts its
+    own.
     """
 
     l1: jax.Array
@@ -113,7 +114,7 @@ def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) ->
       windows: those of the tile lasso, if it is wanted.
     """
     nonzero = active != 0
-    union, listed = capacity.of_dense(nonzero, devices=partition.devices()[0])
+    union, listed = pattern_shares.of_dense(nonzero, devices=partition.devices()[0])
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
     # The barrier keeps sums of tokens apart from their mean. XLA then makes both sums of a token
     # while it computes h, and does not read all activations once more for nnz.

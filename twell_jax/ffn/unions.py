@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import in_place, quantised
+from pallas_kernels import in_place, pattern_shares, quantised
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
@@ -193,7 +193,7 @@ def _forward(
     else:
         slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
         lists, lengths = kernels.neuron_lists(counts, m, slots)
-    shares = capacity.of_packed(stats, lengths)
+    shares = pattern_shares.of_packed(stats, lengths)
     tiles = tile_union.tiles_of(masks)
     output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
     return output, (hidden, plan, heavy, heavy_hidden, lists, lengths, stats)

@@ -9,7 +9,7 @@ loop's own kernels would come between.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.decode import active_counts
 from pallas_kernels.kernels import Kernels
+from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import Operand, Quantised
 from pallas_kernels.rectifiers import rectifier
@@ -36,28 +36,6 @@ DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
-
-
-class Layers(NamedTuple):
-    """What the kernels read, stacked over layers.
-
-    Attributes:
-      qkv: the kernels of the query, key and value projections, each `[layers, D, N]`; or all are
-        `Quantised`, `[layers, N, D]`.
-      qkv_bias: `[layers, sum of N]`, or None.
-      out: `[layers, heads * head_dim, D]`; `Quantised`, `[layers, D, heads * head_dim]`.
-      out_bias: `[layers, D]`, or None.
-      mlp: of the feed-forward blocks, each `[layers, H, D]`, and their live neurons.
-      scales: of the norms, `[layers, D]` each: before the feed-forward block of a layer, and after
-        it, which is the next layer's first or the last of the model.
-    """
-
-    qkv: tuple[Operand, ...]
-    qkv_bias: jax.Array | None
-    out: Operand
-    out_bias: jax.Array | None
-    mlp: Weights
-    scales: tuple[jax.Array, jax.Array]
 
 
 def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -166,12 +144,20 @@ def _step(
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, first_scale)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    counts = in_place.mutable(active_counts.zeros(config.layers, len(x), config.d_ff))
-    is_sparse = selection.rule.algorithm == "few_tokens"
-    layer = partial(_layer, kernels=kernels, config=config, act=act, is_sparse=is_sparse)
-    length = cache.length[None]
-    for number in np.arange(config.layers, dtype=np.int32)[:, None]:
-        stream = layer(stream, layers, number, k, v, counts, length, cache.padding, rope)
+    stream = kernels.decode_layers(
+        stream,
+        layers,
+        k,
+        v,
+        cache.length[None],
+        cache.padding,
+        rope,
+        heads=config.heads,
+        kv_heads=config.num_kv_heads,
+        eps=config.norm_eps,
+        rectifier=act,
+        is_sparse=selection.rule.algorithm == "few_tokens",
+    )
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
     return logits, extended.advance(1)
@@ -210,28 +196,6 @@ def _matrix(layer: nnx.Linear | QuantisedLinear) -> Operand:
 def _k_axis(matrix: Operand) -> int:
     """The axis of its inputs in a stack of such matrices."""
     return 2 if isinstance(matrix, Quantised) else 1
-
-
-# Traced once for all layers.
-@partial(jax.jit, static_argnames=("kernels", "config", "act", "is_sparse"))
-def _layer(
-    stream, layers, number, k, v, counts, length, padding, rope, *, kernels, config, act, is_sparse
-):
-    eps, batch, mlp = config.norm_eps, len(padding), layers.mlp
-    projection = dict(k_axis=_k_axis(layers.qkv[0]), eps=eps, bias=layers.qkv_bias)
-    heads = dict(heads=config.heads, kv_heads=config.num_kv_heads)
-    attended = kernels.project_attend(
-        stream, layers.qkv, number, rope, k, v, length, padding, counts, **projection, **heads
-    )
-    before, after = layers.scales
-    out, options = (layers.out, number, stream.x, before), dict(eps=eps, bias=layers.out_bias)
-    if not is_sparse:
-        options |= dict(rectifier=act, live=mlp.live)
-        stream, h = kernels.add_product_hidden(attended, *out, mlp.inner, counts, **options)
-        return kernels.add_product(h, mlp.down, number, stream.x, after)
-    options |= dict(batch=batch)
-    stream, gate = kernels.add_product_gate(attended, *out, mlp, counts, act, **options)
-    return kernels.add_ffn(gate, stream, mlp, number, counts, after, act, batch=batch, eps=eps)
 
 
 def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import capacity
+from pallas_kernels import pattern_shares
 from pallas_kernels.layouts import neuron_lists, tile_union
 from tests import seeds
 from tests.room import shares
 
-of_dense = jax.jit(capacity.of_dense, static_argnums=1)
+of_dense = jax.jit(pattern_shares.of_dense, static_argnums=1)
 
 
 @jax.jit
@@ -19,7 +19,7 @@ def both(gate):
     _, masks, counts = tile_union.describe(gate, jnp.isfinite(gate[:, ::64]))
     stats = tile_union.stats_of_tiles(masks, counts, len(gate))
     lengths = neuron_lists.list_lengths(counts, len(gate))
-    return capacity.of_packed(stats, lengths), capacity.of_dense(gate)
+    return pattern_shares.of_packed(stats, lengths), pattern_shares.of_dense(gate)
 
 
 def draw(m, h, density, heavy_every=None):

@@ -1,4 +1,4 @@
-"""Meaning of `dense_rows`."""
+"""The meaning of the dense kernels: a whole block, and the rows that a packed format leaves out."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,21 @@ from pallas_kernels import quantised
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights, only_live
+
+
+def dense_block(
+    x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
+) -> tuple[jax.Array, jax.Array]:
+    """y, and h with the sign of a zero where its gate is not."""
+    dtype = x.dtype
+    gate = rectifier.gate(quantised.times(x, weights.activated), dtype).astype(dtype)
+    h = gate.astype(jnp.float32)
+    if weights.linear is not None:
+        h *= rectifier.linear(quantised.times(x, weights.linear))
+    h = jnp.where((gate != 0) & (h.astype(dtype) == 0), -0.0, jnp.where(gate != 0, h, jnp.abs(h)))
+    h = h.astype(dtype)
+    y = jnp.dot(h, weights.down, preferred_element_type=jnp.float32)
+    return y.astype(dtype), h
 
 
 def dense_rows(
@@ -32,3 +47,19 @@ def dense_rows(
     kept = jnp.stack([h] if weights.linear is None else [gate.astype(jnp.float32), h]).astype(dtype)
     kept = jnp.pad(kept[:, :keep], ((0, 0), (0, max(keep - m, 0)), (0, 0)))
     return y.astype(dtype), l1, fired, kept
+
+
+def place_rows(
+    count: jax.Array,
+    rows: jax.Array,
+    y_rows: jax.Array,
+    y_ref: jax.Ref,
+    residual: jax.Array | None = None,
+) -> None:
+    """Sets `y[rows[i]]` to `y_rows[i]`, plus `residual[rows[i]]` if given, for each i < count."""
+    m = y_ref.shape[0]
+    place = jnp.where(jnp.arange(rows.size) < count[0], rows, m)
+    new = y_rows[: rows.size]
+    if residual is not None:
+        new += residual.at[rows].get(mode="clip")
+    y_ref[...] = y_ref[...].at[place].set(new, mode="drop")

@@ -1,4 +1,4 @@
-"""Meaning of `fused_ffn`."""
+"""The meaning of the kernels for TwELL."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,18 @@ from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Operand, Tokens
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.reference.places import places
+
+
+def gate_pack(
+    x: Operand,
+    w: Operand,
+    rectifier: Rectifier = RELU,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """`act(x @ w^T)` in TwELL, entries in ascending order."""
+    dtype = x.dtype if dtype is None else dtype
+    return twell.pack(rectifier.gate(quantised.times(x, w), dtype).astype(dtype))
 
 
 def fused_ffn(

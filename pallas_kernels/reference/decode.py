@@ -1,0 +1,215 @@
+"""The meaning of the kernels for few tokens, and of the layers of a decoding step."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.layers import Layers
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.quantised import Operand, Quantised, for_product, rounded, times, tokens
+from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.weights import Weights, only_live
+
+
+def few_tokens_ffn(
+    x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The dense block, but ignores weights of neurons that do not fire, even inf and NaN."""
+    given = tokens(x, weights.inner)
+
+    def product(w):
+        return times(for_product(given, w), w)
+
+    g = rectifier.gate(product(weights.activated), x.dtype).astype(x.dtype)
+    g = only_live(g, weights.live)
+    u = 1.0 if weights.linear is None else rectifier.linear(product(weights.linear))
+    h = jnp.where(g != 0, g.astype(jnp.float32) * u, 0)
+    fired = jnp.any(g != 0, axis=0)
+    used = jnp.where(fired[:, None], weights.down, 0).astype(jnp.float32)
+    y = jnp.dot(h, used, precision="highest")
+    nnz = jnp.sum(g != 0, axis=1, dtype=jnp.int32)
+    l1 = jnp.sum(jnp.abs(h), axis=1)
+    if weights.linear is not None:  # 0 * inf: an up projection meets a gate of zero
+        most = g.shape[1] if weights.live is None else weights.live
+        is_nan = ~jnp.all(jnp.isfinite(x), axis=1) & (nnz < most)
+        y, l1 = jnp.where(is_nan[:, None], jnp.nan, y), jnp.where(is_nan, jnp.nan, l1)
+    return y.astype(x.dtype), nnz, l1, fired
+
+
+def project(
+    stream: Stream,
+    weights: tuple[Operand, ...],
+    layer: jax.Array,
+    *,
+    k_axis: int,
+    eps: float,
+    bias: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Rounds once, at the end."""
+    y = jnp.concatenate([product(stream.scaled, w, layer, k_axis) for w in weights], axis=1)
+    y *= stream.inverse_rms(eps)
+    if bias is not None:
+        y += bias[layer[0]].astype(jnp.float32)
+    return y.astype(dtype or stream.x.dtype)
+
+
+def hidden(
+    stream: Stream,
+    weights: tuple[Operand, ...],
+    layer: jax.Array,
+    *,
+    eps: float,
+    rectifier: Rectifier | None,
+    live: jax.Array | None = None,
+) -> jax.Array:
+    """Rounds once, at the end."""
+    inverse_rms = stream.inverse_rms(eps)
+    g, *up = (product(stream.scaled, w, layer, 2) * inverse_rms for w in weights)
+    h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
+    for u in up:
+        h *= u if rectifier is None else rectifier.linear(u)
+    return of_live(h, live, layer).astype(stream.x.dtype)
+
+
+def add_product(
+    h: jax.Array,
+    weight: Operand,
+    layer: jax.Array,
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+) -> Stream:
+    """Rounds the sum of product and stream once."""
+    y = x.astype(jnp.float32) + product(h, weight, layer, 1)
+    if bias is not None:
+        y += bias[layer[0]].astype(jnp.float32)
+    # XLA drops a conversion that is taken back: `squares` would be of a sum that was not rounded.
+    dtype = jnp.finfo(x.dtype)
+    rounded_once = jax.lax.reduce_precision(y, dtype.nexp, dtype.nmant)
+    return Stream.of(rounded_once.astype(x.dtype), scale[layer[0]])
+
+
+def of_live(values: jax.Array, live: jax.Array | None, layer: jax.Array) -> jax.Array:
+    """`only_live` with the number of a layer; `live: int32 [layers]`."""
+    return only_live(values, None if live is None else live[layer])
+
+
+def product(x: jax.Array, w: Operand, layer: jax.Array, k_axis: int) -> jax.Array:
+    """The product of `x: [M, K]` with a layer's matrix, float32 `[M, N]`; see `project`."""
+    if isinstance(w, Quantised):
+        return times(rounded(x), jax.tree.map(lambda a: a[layer[0]], w))
+    return jnp.einsum(
+        "mk,kn->mn" if k_axis == 1 else "mk,nk->mn",
+        x,
+        w[layer[0]],
+        preferred_element_type=jnp.float32,
+        precision="highest",
+    )
+
+
+def decode_attention(
+    qkv: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    k_cache: jax.Ref,
+    v_cache: jax.Ref,
+    layer: jax.Array,
+    length: jax.Array,
+    padding: jax.Array,
+    *,
+    heads: int,
+    kv_heads: int,
+) -> jax.Array:
+    """Attends to all slots of the layer with a mask; rows of the result from B on are zeros."""
+    _, batch, capacity, _, size = k_cache.shape
+    dtype = qkv.dtype
+    vectors = qkv[:batch].reshape(batch, heads + 2 * kv_heads, size)
+    q, k, v = jnp.split(vectors, [heads, heads + kv_heads], axis=1)
+    k_cache[layer[0], :, length[0]] = _rotate(k, rope)
+    v_cache[layer[0], :, length[0]] = v
+
+    slots = jnp.arange(capacity)
+    attends = (slots >= padding[:, None]) & (slots <= length[0])
+    keys = jnp.where(attends[:, :, None, None], k_cache[layer[0]], 0).astype(jnp.float32)
+    values = jnp.where(attends[:, :, None, None], v_cache[layer[0]], 0).astype(jnp.float32)
+    q = _rotate(q, rope).reshape(batch, kv_heads, heads // kv_heads, size).astype(jnp.float32)
+    scores = jnp.einsum("bhgd,bshd->bhgs", q, keys, precision="highest") / size**0.5
+    p = jax.nn.softmax(jnp.where(attends[:, None, None], scores, -jnp.inf)).astype(dtype)
+    attended = jnp.einsum("bhgs,bshd->bhgd", p.astype(jnp.float32), values, precision="highest")
+    attended = attended.reshape(batch, heads * size).astype(dtype)
+    return jnp.pad(attended, ((0, qkv.shape[0] - batch), (0, 0)))
+
+
+def _rotate(x, rope):
+    """Rotates features i and i + head_dim / 2 of `x: [B, heads, head_dim]`."""
+    cos, sin = (table[:, None] for table in rope)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def gate(
+    stream: Stream, mlp: Weights, layer: jax.Array, rectifier: Rectifier, *, eps: float
+) -> jax.Array:
+    """The gate of a sparse block, `[M, H]`; where its product is -inf it is -0.0, not ignored."""
+    before = product(stream.scaled, mlp.activated, layer, 2) * stream.inverse_rms(eps)
+    g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, stream.x.dtype))
+    return of_live(g.astype(stream.x.dtype), mlp.live, layer)
+
+
+def add_ffn(
+    gate: jax.Array,
+    stream: Stream,
+    mlp: Weights,
+    layer: jax.Array,
+    scale: jax.Array,
+    rectifier: Rectifier = RELU,
+    *,
+    eps: float,
+) -> Stream:
+    """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0."""
+    h = gate
+    if mlp.linear is not None:
+        up = project(stream, (mlp.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32)
+        h = gate.astype(jnp.float32) * rectifier.linear(up)
+        h = jnp.where((gate != 0) | jnp.signbit(gate), h, 0.0)
+    return add_product(h.astype(gate.dtype), mlp.down, layer, stream.x, scale)
+
+
+def decode_layers(
+    stream: Stream,
+    layers: Layers,
+    k_cache: jax.Ref,
+    v_cache: jax.Ref,
+    length: jax.Array,
+    padding: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    **options: Any,
+) -> Stream:
+    """One layer after the other."""
+    for number in np.arange(len(layers.mlp.down), dtype=np.int32)[:, None]:
+        stream = _layer(stream, layers, number, k_cache, v_cache, length, padding, rope, **options)
+    return stream
+
+
+# Traced once for all layers.
+@partial(jax.jit, static_argnames=("heads", "kv_heads", "eps", "rectifier", "is_sparse"))
+def _layer(
+    stream, layers, number, k, v, length, padding, rope,
+    *, heads, kv_heads, eps, rectifier, is_sparse,
+):  # fmt: skip
+    mlp, (before, after) = layers.mlp, layers.scales
+    k_axis = 2 if isinstance(layers.qkv[0], Quantised) else 1
+    qkv = project(stream, layers.qkv, number, k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
+    attended = decode_attention(
+        qkv, rope, k, v, number, length, padding, heads=heads, kv_heads=kv_heads
+    )
+    stream = add_product(attended, layers.out, number, stream.x, before, bias=layers.out_bias)
+    if is_sparse:
+        g = gate(stream, mlp, number, rectifier, eps=eps)
+        return add_ffn(g, stream, mlp, number, after, rectifier, eps=eps)
+    h = hidden(stream, mlp.inner, number, eps=eps, rectifier=rectifier, live=mlp.live)
+    return add_product(h, mlp.down, number, stream.x, after)
