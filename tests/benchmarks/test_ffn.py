@@ -11,6 +11,7 @@ from benchmarks import ffn, patterns, record, render
 from benchmarks.pages import TABLES
 from pallas_kernels.kernels import REFERENCE
 from tests import seeds
+from tests.back_ends import changed
 from twell_jax.ffn import dispatch
 
 independent = jax.jit(patterns.independent, static_argnums=(1, 2, 3, 4, 6))
@@ -83,7 +84,7 @@ def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel\nand more")
 
-    kernels = REFERENCE._replace(few_tokens_ffn=broken)
+    kernels = changed(REFERENCE, few_tokens_ffn=broken)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
     ffn.stack.clear_cache()
     rows = {row["implementation"]: row for row in ffn.measure(m=32, pattern="uniform", nnz=5)}

@@ -205,6 +205,6 @@ def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:
         k_axis = _k_axis(weight)
     if model.config.vocab_size % _COLUMNS:
         return model.logits(model.norm(stream.x))
-    only = np.zeros(1, np.int32)
+    only: Any = np.zeros(1, np.int32)  # a constant
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)
     return project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)

@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.record import RESULTS
 from pallas_kernels.kernels import REFERENCE
+from tests.back_ends import changed
 from tests.equations import kernel_calls
 from twell_jax import CannotServe, explain, sparse_ffn
 from twell_jax.ffn import dispatch
@@ -239,7 +240,7 @@ def test_the_environment_names_an_implementation(monkeypatch):
 
 
 def test_the_first_back_end_that_can_serve_does(monkeypatch):
-    cannot = REFERENCE._replace(name="cannot", unsupported=lambda w: "it is broken")
+    cannot = changed(REFERENCE, name="cannot", unsupported=lambda w: "it is broken")
     w = jnp.ones((256, 128), jnp.bfloat16)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (cannot, REFERENCE))
     assert dispatch.back_end(w) == (REFERENCE, None)

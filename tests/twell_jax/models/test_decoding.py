@@ -11,6 +11,7 @@ from flax import nnx
 from pallas_kernels.hopper.common import support
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
+from tests.back_ends import changed
 from tests.equations import kernel_calls
 from tests.errors import relative_error
 from tests.twell_jax import drawn
@@ -170,7 +171,7 @@ def one_step(config, batch, capacity, quantise=()):
     ("case", "quantise"), [*((case, ()) for case in CASES), ("sparse", COVERED["fp8-all-but-down"])]
 )
 def test_launches_of_a_layer(case, quantise, capacity, launches, monkeypatch):
-    hopper = HOPPER._replace(unsupported=lambda w: None)
+    hopper = changed(HOPPER, unsupported=lambda w: None)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (hopper,))
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     settings = CASES[case] | {"decode_implementation": "mosaic", "sliding_window": None}
