@@ -18,7 +18,7 @@ from twell_jax.train.gradient_plan import ROOM
 @pytest.mark.parametrize(
     ("union", "listed", "crowded"),
     [
-        # By the kernels these took less time than with dense gradients (docs/design/0028).
+        # By the kernels these took less time than with dense gradients (docs/design/0009).
         (0.200, 0.200, False),
         (0.359, 0.285, False),
         (0.476, 0.500, False),
