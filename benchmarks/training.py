@@ -171,7 +171,7 @@ def milliseconds(step: Callable[[], StepMetrics]) -> float:
     """The median time from the end of a step to the end of the next one.
 
     As in train.py, each is enqueued while the step before runs, so that what XLA does before a step
-    costs nothing (docs/design/0036).
+    costs nothing (docs/design/0015).
     """
     ends, running = [], step()
     for _ in range(STEPS + 1):
