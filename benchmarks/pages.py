@@ -85,9 +85,11 @@ def _over_patterns(rows: list[Row]) -> list[Row]:
 def _fastest(rows: list[Row]) -> list[Row]:
     """Of the tuning: the fastest configuration for each kernel and shape, and all times."""
     groups = _grouped(rows, lambda row: (row["kernel"], row["m"], row["d"], row["h"]))
+    measured = [[row for row in group if "ms" in row] for group in groups]  # some may not fit
     return [
         {**min(group, key=lambda row: row["ms"]), "all_ms": [row["ms"] for row in group]}
-        for group in groups
+        for group in measured
+        if group
     ]
 
 

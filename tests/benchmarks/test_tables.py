@@ -69,6 +69,7 @@ def test_of_the_tuning_the_fastest_is_named():
     tried = [("a", 0.3), ("b", 0.1), ("c", 0.2)]
     shape = {"kernel": "k", "m": 1, "d": 2, "h": 3}
     rows = [{**shape, "config": config, "ms": ms} for config, ms in tried]
+    rows.insert(0, {**shape, "config": "d", "failed": "does not fit"})
     *_, line = TABLES["tune"].render(rows).splitlines()
     assert line == "| k | 1 | 2 | 3 | `b` | 0.100 | 0.300, 0.100, 0.200 |"
 
