@@ -28,11 +28,9 @@ REMARKS = {
     f"training-0p5b-{_H200}": _LARGEST.format(8),
     f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "
     "138ade9; between them are tests and the order in which the benchmark allocates.",
-    "wallclock-nvidia-h200-20261123-2": "The SiLU run had the second GPU of the machine, at the "
-    "same time as the sparse run.",
-    "wallclock-nvidia-h200-20261125": "Other than in the run of 2026-11-23: a target of 6 % for U "
-    "with half a lasso, dead neurons skipped, and 800 steps of 65,536 tokens to the end of the "
-    "decay, the same for both ([the study](../study.md#a-longer-run) compares them). Other "
-    "processes had the second GPU. The ReLU run was stopped at step 233 and continued; its steps "
+    "wallclock-nvidia-h200-20261125": "Both runs ended after 800 steps of 65,536 tokens, with the "
+    "decay of the learning rate; the sparse one had a target of 6 % for U with half a lasso, and "
+    "skipped dead neurons ([the study](../study.md#a-longer-run) compares them). Other processes "
+    "had the second GPU. The ReLU run was stopped at step 233 and continued; its steps "
     "201 to 250 and 301 to 350 took 9 and 10 s longer than others.",
 }
