@@ -7,10 +7,8 @@ bytes that a layer keeps for the backward, besides x and the weights, the peak m
 reserves for one layer's forward and backward, and which gradients train.py would plan.
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,11 +39,8 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
     rows = (row for case in CASES for row in measure(**case))
-    record.write_as_they_come("gradients", rows, args.out)
+    record.command("gradients", __doc__, rows)
 
 
 def measure(

@@ -9,10 +9,8 @@ is what the number costs. Only the last layer's y is kept, and its error given: 
 into an array of all layers, as no model does.
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,11 +28,8 @@ CASES = [{"m": m, "dead": dead} for m in (16384, 2048, 1, 8, 32) for dead in DEA
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
     rows = (row for case in CASES for row in measure(**case))
-    record.write_as_they_come("live", rows, args.out)
+    record.command("live", __doc__, rows)
 
 
 def measure(*, m: int, dead: tuple[float, ...]) -> Iterator[dict[str, Any]]:

@@ -4,22 +4,31 @@ A new benchmark adds its table to TABLES; the name of the benchmark in a record 
 names the page, docs/results/NAME.md.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from benchmarks import plots
 from benchmarks.study import report
-from benchmarks.tables import UNKNOWN, Cell, Row, Table, block, number, yes
+from benchmarks.tables import UNKNOWN, Cell, Row, Table, block, error, milliseconds, number, yes
 
 
-def _milliseconds(row: Row) -> str:
-    return f"{row['ms']:.3f} ms ({row['speedup']:.2f}x)"
+def _gib(key: str) -> Cell:
+    """Bytes in GiB; a program that comes from the compilation cache states 0."""
+    return lambda row: f"{row[key] / 2**30:.1f}" if row[key] else UNKNOWN
+
+
+def _gigabytes(key: str) -> Cell:
+    return lambda row: f"{row[key] / 1e9:.2f}"
 
 
 def _energy(row: Row) -> str:
     return f"{row['joules_per_token'] * 1e3:,.2f} ({row['energy']:.2f}x)"
 
 
-def _generate(key: str) -> Cell:
-    """The rate of `generate` under a key, and its share of the rate of the steps alone."""
-    return lambda row: f"{row[key]:,.0f} ({row[key] / row['tokens_per_second']:.0%})"
+def _generate(row: Row) -> str:
+    """The rates of `generate`, greedy and sampled, as shares of the rate of the steps alone."""
+    rates = [row[f"generate_{how}"] for how in ("greedy", "sampled") if f"generate_{how}" in row]
+    return " / ".join(f"{rate / row['tokens_per_second']:.0%}" for rate in rates) or UNKNOWN
 
 
 def mesh(row: Row) -> str:
@@ -27,14 +36,61 @@ def mesh(row: Row) -> str:
     return f"{row['devices'] // row['fsdp']} x {row['fsdp']}"
 
 
-def _peak(row: Row) -> str:
-    """A program that comes from the compilation cache states 0."""
-    return f"{row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else UNKNOWN
-
-
 def _tokens_of_mesh(row: Row) -> str:
-    share = f" ({100 * row['efficiency']:.0f} %)" if "efficiency" in row else ""
+    share = f" ({row['efficiency']:.0%})" if row["devices"] > 1 and "efficiency" in row else ""
     return f"{row['tokens_per_second']:,.0f}{share}"
+
+
+def _gradients(row: Row) -> str:
+    if "gradient_capacity" not in row:
+        return row["implementation"]
+    return f"{row['order']}, capacity {row['gradient_capacity']:g}"
+
+
+def _over_dense(rows: list[Row]) -> list[Row]:
+    """Each row with its speed-up over the dense ReLU model on the same mesh, if that is there."""
+    dense = {
+        mesh(row): row["tokens_per_second"]
+        for row in rows
+        if row["implementation"] == "xla, relu" and "tokens_per_second" in row
+    }
+    return [
+        {**row, "speedup": row["tokens_per_second"] / dense[mesh(row)]}
+        if "tokens_per_second" in row and mesh(row) in dense
+        else row
+        for row in rows
+    ]
+
+
+def _grouped(rows: list[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """Rows with the same key together, in the order of the first of each."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def _over_patterns(rows: list[Row]) -> list[Row]:
+    """Of the soak: one row for all patterns of a shape and block, with the worst of them."""
+    groups = _grouped(rows, lambda row: (row["m"], row["d"], row["h"], row["gated"], block(row)))
+    return [
+        {
+            **max(group, key=lambda row: row["worst"]),
+            **{name: sum(row[name] for row in group) for name in ("rows", "wrong")},
+        }
+        for group in groups
+    ]
+
+
+def _fastest(rows: list[Row]) -> list[Row]:
+    """Of the tuning: the fastest configuration for each kernel and shape, and all times."""
+    groups = _grouped(rows, lambda row: (row["kernel"], row["m"], row["d"], row["h"]))
+    measured = [[row for row in group if "ms" in row] for group in groups]  # some may not fit
+    return [
+        {**min(group, key=lambda row: row["ms"]), "all_ms": [row["ms"] for row in group]}
+        for group in measured
+        if group
+    ]
 
 
 def _common_settings(rows: list[Row]) -> str:
@@ -45,7 +101,7 @@ def _common_settings(rows: list[Row]) -> str:
 
 def _equal_ce(rows: list[Row]) -> str:
     if "equal_ce" not in rows[0]:
-        return "Not all runs are there yet, so nothing is compared."
+        return "Not all three runs are there, so nothing is compared at equal time or CE."
     first = rows[0]
     at = f"{first['equal_seconds']:.0f} s"
     if "equal_joules" in first:
@@ -56,127 +112,138 @@ def _equal_ce(rows: list[Row]) -> str:
 TABLES: dict[str, Table] = {
     "ffn": Table(
         title="Feed-forward block, forward",
-        about="D = 2048, H = 5632, bfloat16. Each line is one case, measured in one process; in "
-        'brackets the speed-up over jitted dense XLA. "twell" and "unions" are the packed formats '
-        'of the gate, "mosaic" are the kernels for up to 1023 tokens. "copies" of the recorded '
-        'pattern are superposed. "dense rows" are tokens that fire nearly every neuron, or as many '
-        'as "most nnz" says. "pruned" '
-        "is a share of neurons that never fire: the kernels compute the layer without them, XLA "
-        'and tokamax with them. "fp8" blocks quantise weights beforehand, x and (if dense) h in '
-        'the block, with a scale for each row or for a tensor; "fast" sums in fewer bits than '
-        'float32 has. "ellpack" and "bcoo" are other sparse formats, through XLA. "error" is that '
-        'against float32, in the order of the columns, "against XLA in 8 bits" that against dense '
-        "XLA with the same quantised weights.",
-        columns={
-            "M": number("m", "{}"),
-            "pattern": number("pattern", "{}"),
-            "copies": number("superposed", "{}"),
+        about="D = 2048, H = 5632, bfloat16. Each case is measured in one process: milliseconds, "
+        'in brackets the speed-up over jitted dense XLA, "xla". "twell" and "unions" are the '
+        'packed formats of the gate, "mosaic" are the kernels for up to 1023 tokens. "copies" of '
+        'the recorded pattern are superposed. In "dense rows" nearly every neuron is active, or as '
+        'many as "most nnz" says. "pruned" is a share of neurons that are never active: the '
+        'kernels compute the layer without them, XLA and tokamax with them. "fp8" blocks quantise '
+        "weights beforehand, x and (if dense) h in the block, with a scale for each row or for a "
+        'tensor; "fast" sums in fewer bits than float32 has. "ellpack" and "bcoo" are other sparse '
+        'formats, through XLA. "error" is that against float32, in the order of the columns or '
+        'one if all agree, "against XLA in 8 bits" that against dense XLA with the same quantised '
+        "weights.",
+        case={
+            "M": number("m"),
+            "pattern": number("pattern"),
+            "copies": number("superposed"),
             "gated": yes("gated"),
             "activation": lambda row: row["activation"] if row["activation"] != "relu" else UNKNOWN,
             "pruned": lambda row: f"{row['pruned']:.0%}" if row["pruned"] else UNKNOWN,
             "mean nnz": number("nnz_mean", "{:.1f}"),
-            "most nnz": number("nnz_max", "{}"),
-            "dense rows": number("heavy_rows", "{}"),
+            "most nnz": number("nnz_max"),
+            "dense rows": number("heavy_rows"),
         },
-        spread=_milliseconds,
-        joined={
-            "error": number("error", "{:.1e}"),
-            "against XLA in 8 bits": number("twin_error", "{:.1e}"),
+        name=block,
+        results={
+            "ms": milliseconds,
+            "error": error("error"),
+            "against XLA in 8 bits": error("twin_error"),
         },
         plots={"": plots.speedup},
     ),
     "gradients": Table(
         title="Feed-forward block, forward and backward",
         about="M = 16384, D = 2048, H = 5632, bfloat16; four layers one after the other, nothing "
-        'rematerialised. "xla" is dense, "unions" has sparse gradients; in brackets the speed-up '
-        'over dense XLA. "neurons" are in random order, as drawn, or in that of `order_by_use`, in '
-        'which train.py puts them. "room" is `gradient_capacity`. "train.py takes" is what '
-        '`sparse_gradients_every` comes to. "kept" is what the forward keeps for the backward '
-        'besides x and the weights. "peak" is what XLA reserves for one layer. "error" is the '
-        "largest of those of y and of the gradients.",
-        columns={
-            "pattern": number("pattern", "{}"),
+        'rematerialised. Milliseconds; "xla" is dense, the others have sparse gradients, in '
+        "brackets their speed-up over dense XLA. Neurons are in random order, as drawn, or in that "
+        "of `order_by_use`, in which train.py puts them. The last columns are in the order of "
+        'those before, or have one value if all agree. "train.py takes" is what '
+        '`sparse_gradients_every` comes to, with the capacity as "room"; "kept" is what the '
+        'forward keeps for the backward besides x and the weights, and "peak" what XLA reserves '
+        'for one layer, both in GB. "error" is the largest of those of y and of the gradients.',
+        case={
+            "pattern": number("pattern"),
             "gated": yes("gated"),
             "mean nnz": number("nnz_mean", "{:.1f}"),
-            "dense rows": number("heavy_rows", "{}"),
-            "block": block,
-            "neurons": number("order", "{}"),
-            "room": number("gradient_capacity", "{}"),
-            "forward and backward": _milliseconds,
-            "train.py takes": number("chosen", "{}"),
-            "kept": lambda row: f"{row['kept_bytes'] / 1e9:.2f} GB",
-            "peak": lambda row: f"{row['peak_bytes'] / 1e9:.2f} GB",
-            "error": lambda row: f"{max(row['errors']):.1e}",
+            "dense rows": number("heavy_rows"),
+        },
+        name=_gradients,
+        results={
+            "ms": milliseconds,
+            "train.py takes": number("chosen"),
+            "kept": _gigabytes("kept_bytes"),
+            "peak": _gigabytes("peak_bytes"),
+            "error": lambda row: error("error")({"error": max(row["errors"])}),
         },
     ),
     "inference": Table(
         title="Whole models at inference",
-        about="Random weights whose gates fire, layer by layer, as often as those of a trained "
-        "model; the first token of every sequence fires most neurons. In brackets are ratios to "
+        about="Random weights with which, layer by layer, as many neurons are active as in a "
+        "trained model; for the first token of every sequence most are. In brackets are ratios to "
         'the faster dense model of the same case. "mosaic" takes unions from 1024 tokens on, the '
         "dense block for fewer, and the kernels for few tokens up to 64. Energy is the GPU's own "
-        'counter over 5 s, peak memory is what XLA states for the compiled call. "error" compares '
-        "cross-entropies or logits with those of the dense bfloat16 model of the same function, "
-        '"against float32" compares logits with those of the same weights in float32, "against XLA '
-        'in 8 bits" with what XLA computes of the same 8-bit weights. '
-        '"fp8" models have 8-bit weights: "all" are those of attention and of the feed-forward '
-        "blocks, and the head. "
-        '"torch, silu" is a plain dense decoder in torch, captured in a CUDA graph. "generate" is '
-        "what `generate` reports of decoding, greedy or at temperature 0.8, the host's work "
-        "included; in brackets its share of the rate of the steps alone.",
-        columns={
-            "model": number("model", "{}"),
-            "direction": number("direction", "{}"),
-            "sequences": lambda row: f"{row['batch']} x {row['context']}",
+        "counter over 5 s, peak memory is what XLA states for the compiled call, in GiB. "
+        '"generate" is what `generate` reports of decoding, greedy and at temperature 0.8, the '
+        "host's work included, as a share of the rate of the steps alone. Errors are those of "
+        "logits: against the dense bfloat16 model of the same function, against the same weights "
+        "in float32, and against what XLA computes of the same 8-bit weights. Of scoring the first "
+        'is that of cross-entropies, and "logits" that of logits. "fp8" models have 8-bit '
+        'weights: "all" are those of attention and of the feed-forward blocks, and the head. '
+        '"torch, silu" is a plain dense decoder in torch, captured in a CUDA graph.',
+        case={
+            "model": number("model"),
             "mean nnz": number("nnz_mean", "{:.1f}"),
+            "direction": number("direction"),
+            "sequences": lambda row: f"{row['batch']} x {row['context']}",
             "block": block,
-            "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f} ({row['speedup']:.2f}x)",
-            "generate, greedy": _generate("generate_greedy"),
-            "generate, sampled": _generate("generate_sampled"),
+        },
+        results={
+            "ms": milliseconds,
+            "tokens/s": number("tokens_per_second", "{:,.0f}"),
+            "generate": _generate,
             "mJ/token": _energy,
-            "peak memory": _peak,
-            "error": number("error", "{:.1e}"),
-            "of logits": number("logits_error", "{:.1e}"),
-            "against float32": number("float32_logits_error", "{:.1e}"),
-            "against XLA in 8 bits": number("twin_logits_error", "{:.1e}"),
+            "peak": _gib("peak_bytes"),
+            "error": error("error"),
+            "logits": error("logits_error"),
+            "against float32": error("float32_logits_error"),
+            "against XLA in 8 bits": error("twin_logits_error"),
         },
     ),
     "soak": Table(
         title="Random rows, each against the dense block in float32",
         about="A call draws its pattern from one of ten families. The rows are those of y and, "
         "where gradients are sparse, also of all gradients. A row is wrong if its error is larger "
-        'than rounding explains; "largest error" is in multiples of what is allowed.',
-        columns={
-            "pattern": number("family", "{}"),
+        'than rounding explains; "largest error" is in multiples of what is allowed, and was that '
+        'of a call with the "worst pattern".',
+        case={
             "M x D x H": lambda row: f"{row['m']} x {row['d']} x {row['h']}",
             "gated": yes("gated"),
             "block": block,
+        },
+        results={
             "rows": number("rows", "{:,}"),
             "wrong": number("wrong", "{:,}"),
             "largest error": number("worst", "{:.2f}"),
+            "worst pattern": number("family"),
         },
+        lines=_over_patterns,
     ),
     "live": Table(
         title="Live width",
         about="D = 2048, H = 5632, bfloat16, skewed pattern with a mean of 29 non-zeros; four "
-        "layers in one loop, the last neurons of each are dead. Each line is one case, measured in "
-        'one process; in brackets the speed-up over dense XLA. "live" are the same kernels with '
-        'the number of live neurons of each layer on the device; "gain" is the time without this '
-        "number over the time with it.",
-        columns={
-            "M": number("m", "{}"),
+        "layers in one loop, the last neurons of each are dead. Each case is measured in one "
+        'process: milliseconds, in brackets the speed-up over dense XLA. "live" are the same '
+        'kernels with the number of live neurons of each layer on the device; "gain" is the time '
+        "without this number over the time with it.",
+        case={
+            "M": number("m"),
             "dead by layer": lambda row: ", ".join(f"{share:.0%}" for share in row["dead"]),
         },
-        spread=_milliseconds,
-        joined={"gain": number("gain", "{:.2f}"), "error": number("error", "{:.1e}")},
+        name=block,
+        results={
+            "ms": milliseconds,
+            "gain": lambda row: f"{row['gain']:.2f}" if block(row) == "live" else UNKNOWN,
+            "error": error("error"),
+        },
     ),
     "losses": Table(
         title="Losses of one run, computed in several ways",
         about="The same data and seed. Differences are absolute ones of the training cross-entropy "
         "to the first variant, in means over a window of logged steps. The last two columns are "
         "the share of the layers' gradients that were sparse.",
-        columns={
-            "variant": number("variant", "{}"),
+        case={"variant": number("variant")},
+        results={
             "held-out CE": number("held_out_ce", "{:.4f}"),
             "mean difference": number("mean_difference", "{:.4f}"),
             "largest": number("largest_difference", "{:.4f}"),
@@ -191,8 +258,8 @@ TABLES: dict[str, Table] = {
         about="The same data and one seed, so small differences mean nothing. CE is held out, in "
         "nats per token; the others are means over layers on the same text. U is the share of the "
         "neurons that 256 consecutive tokens use between them.",
-        columns={
-            "variant": number("variant", "{}"),
+        case={"variant": number("variant")},
+        results={
             "held-out CE": number("held_out_ce", "{:.3f}"),
             "U": number("union", "{:.2f}"),
             "mean nnz": number("nnz_mean", "{:.1f}"),
@@ -211,8 +278,8 @@ TABLES: dict[str, Table] = {
         "which the first of them was last evaluated, and say when each reached the lowest "
         "held-out CE that all reached; in brackets how many times sooner, or with how many times "
         "less energy, than the first row.",
-        columns={
-            "run": number("variant", "{}"),
+        case={"run": number("variant")},
+        results={
             "seconds": number("seconds", "{:.0f}"),
             "steps": number("steps", "{:,}"),
             "tokens/s, with pauses": lambda row: f"{row['tokens'] / row['seconds']:,.0f}",
@@ -235,39 +302,48 @@ TABLES: dict[str, Table] = {
     ),
     "training": Table(
         title="Whole training steps",
-        about="Random weights whose gates fire as in the benchmark of inference, with a learning "
-        'rate of almost 0. "sparse" has sparse gradients in the layers whose pattern fits; "xla" '
-        "is the same ReLU model, dense throughout. The work of a device is the same on every mesh; "
-        'in brackets is the efficiency against one device. "collectives" is how long the kernels '
-        'of NCCL run, waiting included, "exposed" how long nothing else does, both in ms. '
-        '"estimate" is the lower bound of `twell_jax.train.roofline` for the dense model.',
-        columns={
-            "model": number("config", "{}"),
-            "block": block,
+        about="Random weights with which as many neurons are active as in the benchmark of "
+        'inference, with a learning rate of almost 0. "sparse" has sparse gradients in the layers '
+        'whose pattern fits; "xla" is dense throughout. In brackets are the speed-up over "xla, '
+        'relu" on the same mesh, and the efficiency against one device; the work of a device is '
+        'the same on every mesh. "collectives" is how long the kernels of NCCL run, waiting '
+        'included, "exposed" how long nothing else does, both in ms. "estimate" is the lower bound '
+        "of `twell_jax.train.roofline` for the dense model. Peak memory is in GiB.",
+        case={
+            "model": number("config"),
             "data x fsdp": mesh,
-            "micro-batch": number("micro_batch", "{}"),
+            "micro-batch": number("micro_batch"),
             "tokens a step": number("batch_tokens", "{:,}"),
-            "sparse layers": number("sparse_layers", "{}"),
+            "block": block,
+        },
+        results={
+            "ms": milliseconds,
             "tokens/s": _tokens_of_mesh,
-            "ms": number("ms", "{:.1f}"),
+            "sparse layers": number("sparse_layers"),
             "collectives": number("collective_ms", "{:.1f}"),
             "exposed": number("exposed_ms", "{:.1f}"),
             "estimate": number("estimate_ms", "{:.1f}"),
             "its collectives": number("estimate_collective_ms", "{:.1f}"),
-            "peak memory": _peak,
+            "peak": _gib("peak_bytes"),
         },
+        lines=_over_dense,
     ),
     "tune": Table(
         title="Tile sizes and pipelines of the kernels",
-        about="Times of a kernel alone under each configuration that was tried.",
-        columns={
-            "kernel": number("kernel", "{}"),
-            "M": number("m", "{}"),
-            "D": number("d", "{}"),
-            "H": number("h", "{}"),
-            "configuration": number("config", "`{}`"),
-            "ms": number("ms", "{:.3f}"),
+        about="The fastest configuration of each kernel alone, of those that were tried, and the "
+        "times of all.",
+        case={
+            "kernel": number("kernel"),
+            "M": number("m"),
+            "D": number("d"),
+            "H": number("h"),
         },
+        results={
+            "fastest configuration": number("config", "`{}`"),
+            "ms": number("ms", "{:.3f}"),
+            "all, ms": lambda row: ", ".join(f"{ms:.3f}" for ms in row["all_ms"]),
+        },
+        lines=_fastest,
     ),
     "quantised": Table(
         title="Trained models with 8-bit weights",
@@ -275,18 +351,19 @@ TABLES: dict[str, Table] = {
         'but for "float32". Weights of the named projections are e4m3 with a scale for each '
         "output, and what they are multiplied with is quantised token by token; "
         '"all" are those of attention and of the feed-forward blocks, and the head. In brackets '
-        'is the standard error over sequences. "changed" are the activations that fire in one of '
-        "the two models alone, as a share of those that fire in bfloat16.",
-        columns={
-            "run": number("run", "{}"),
-            "weights": number("implementation", "{}"),
-            "sequences": number("sequences", "{}"),
+        'is the standard error over sequences. "changed" are the activations that are non-zero in '
+        "one of the two models alone, as a share of those that are in bfloat16.",
+        case={
+            "run": number("run"),
+            "sequences": number("sequences"),
             "tokens": number("tokens", "{:,}"),
+            "weights": number("implementation"),
+        },
+        results={
             "cross-entropy": number("ce", "{:.4f}"),
             "over bfloat16": lambda row: f"{row['increase']:+.3%} ({row['uncertainty']:.3%})",
-            "fire, over bfloat16": number("fired", "{:.2%}"),
+            "non-zero, over bfloat16": number("fired", "{:.2%}"),
             "changed": number("changed", "{:.2%}"),
-            "by layer": lambda row: ", ".join(f"{share:.1%}" for share in row["changed_by_layer"]),
         },
     ),
     "study": report.TABLE,

@@ -3,6 +3,7 @@
 `python -m benchmarks.render` makes pages of them.
 """
 
+import argparse
 import importlib.metadata
 import itertools
 import json
@@ -42,6 +43,13 @@ def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def command(benchmark: str, description: str, rows: Iterable[dict[str, Any]]) -> None:
+    """The command of a benchmark without options but `--out`: measures the rows and writes them."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    write_as_they_come(benchmark, rows, parser.parse_args().out)
 
 
 def write_as_they_come(benchmark: str, rows: Iterable[dict[str, Any]], directory: Path) -> None:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from benchmarks.remarks import REMARKS
 from benchmarks.summaries import SUMMARIES
 from benchmarks.tables import markdown
 from twell_jax.plotting import drawn
+
+Record = dict[str, Any]
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "results"
@@ -36,8 +39,7 @@ def main() -> None:
     parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
     parser.add_argument("--out", type=Path, help="a directory for pages and plots")
     args = parser.parse_args()
-    paths = args.records or sorted(RESULTS.glob("*.json"))
-    records = {path: json.loads(path.read_text()) for path in paths}
+    records = load(args.records or RESULTS.glob("*.json"))
     for path, record in records.items():
         if record["benchmark"] not in TABLES:
             parser.error(f"{path}: no table shows {record['benchmark']!r}, only {list(TABLES)}")
@@ -56,23 +58,24 @@ def main() -> None:
                 draw(figure, record)
     if not args.records:
         for path in sorted(DOCS.glob("*.md")):
-            path.write_text(with_summaries(path))
+            path.write_text(with_summaries(path, records))
 
 
-def pages(records: dict[Path, dict[str, Any]], out: Path) -> dict[str, str]:
-    """The pages of these records by file name: one for each benchmark.
+def load(paths: Iterable[Path]) -> dict[Path, Record]:
+    """The records by their path, the newest first; of the same day, the last of a name."""
+    records = {path: json.loads(path.read_text()) for path in sorted(paths)}
 
-    The newest record comes first; of the same day, the one with the shortest name; of these,
-    the last.
-    """
-
-    def place(path: Path) -> tuple[str, int, int]:
+    def age(path: Path) -> tuple[str, int]:
         of_day = re.search(r"-\d{8}-(\d+)$", path.stem)
-        return records[path]["date"], -len(short_name(path)), int(of_day[1]) if of_day else 1
+        return records[path]["date"], int(of_day[1]) if of_day else 1
 
+    return {path: records[path] for path in sorted(records, key=age, reverse=True)}
+
+
+def pages(records: dict[Path, Record], out: Path) -> dict[str, str]:
+    """The pages of these records by file name: one for each benchmark."""
     sections: dict[str, list[str]] = {}
-    for path in sorted(sorted(records), key=place, reverse=True):
-        record = records[path]
+    for path, record in records.items():
         sections.setdefault(record["benchmark"], []).append(section(path, record, out))
     return {
         f"{name}.md": "\n\n".join(
@@ -83,14 +86,12 @@ def pages(records: dict[Path, dict[str, Any]], out: Path) -> dict[str, str]:
     }
 
 
-def section(path: Path, record: dict[str, Any], out: Path) -> str:
+def section(path: Path, record: Record, out: Path) -> str:
     """The section of a page for one record: its origin, remark, table and plots."""
     table = TABLES[record["benchmark"]]
-    origin = f"{record['device']}, {record['date']}"
-    commit = f"commit {record['commit'][:7]}, " if record["commit"] else ""
     parts = [
-        f"## {short_name(path)}, {origin}",
-        f"[{path.name}]({_link(path, out)}), {commit}jax {record['versions']['jax']}.",
+        f"## {short_name(path)}, {record['device']}, {record['date']}",
+        f"[{path.name}]({_link(path, out)}), {_origin(record)}.",
         *([REMARKS[path.stem]] if path.stem in REMARKS else []),
         table.render(record["rows"]),
     ]
@@ -102,24 +103,33 @@ def section(path: Path, record: dict[str, Any], out: Path) -> str:
     return "\n\n".join(parts)
 
 
-def with_summaries(path: Path) -> str:
-    """The text of a page, with each of its summaries made from the records."""
+def _origin(record: Record) -> str:
+    """The commit, the versions of what was measured, and the command without `--out`."""
+    commit = [f"commit {record['commit'][:7]}"] if record["commit"] else []
+    versions = record["versions"]
+    shown = [f"{name} {versions[name]}" for name in ("jax", "tokamax", "torch") if name in versions]
+    command = re.sub(r" --out \S+", "", record["command"])
+    command = re.sub(r"(\w+=\[)[^\]]{60,}\]", r"\1...]", command)
+    return f"{', '.join(commit + shown)}: `{command}`"
+
+
+def with_summaries(path: Path, records: dict[Path, Record]) -> str:
+    """The text of a page, with each of its summaries made from all records, the newest first."""
 
     def fill(place: re.Match) -> str:
-        return f"{place[1]}\n{summary(place[2], path.parent)}\n\n{place[3]}"
+        return f"{place[1]}\n{summary(place[2], records, path.parent)}\n\n{place[3]}"
 
     return _PLACE.sub(fill, path.read_text())
 
 
-def summary(name: str, directory: Path) -> str:
+def summary(name: str, records: dict[Path, Record], directory: Path) -> str:
     """A summary as Markdown, with links for a page in `directory`."""
-    spec, lines = SUMMARIES[name], []
-    for pick in spec.picks:
-        path = RESULTS / f"{pick.record}.json"
-        rows = pick.rows(json.loads(path.read_text())["rows"])
+    columns, lines = SUMMARIES[name].columns, []
+    for pick in SUMMARIES[name].picks:
+        path, *rows = pick.find(records)
         source = f"[{short_name(path)}]({_link(path, directory)})"
-        lines.append([*(cell(*rows) for cell in spec.columns.values()), source])
-    return markdown([*spec.columns, "record"], lines)
+        lines.append([*(cell(*rows) for cell in columns.values()), source])
+    return markdown([*columns, "record"], lines)
 
 
 def short_name(path: Path) -> str:

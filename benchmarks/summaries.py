@@ -4,12 +4,13 @@ A page marks the place of a summary by its name in SUMMARIES; `benchmarks.render
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import mesh
-from benchmarks.study import report, values
+from benchmarks.pages import TABLES, mesh
+from benchmarks.study import report
 from benchmarks.tables import UNKNOWN, Cell, Row, number, text_of, yes
 
 
@@ -18,28 +19,41 @@ class Pick:
     """A line of a summary: a row of a record, and the row that it is compared with.
 
     Attributes:
-      record: the record's file name, without `.json`.
-      ours: values that exactly one row must have; floats are compared to one decimal.
-      baseline: values of the row to compare with; of several, the last one before ours counts.
+      record: the start of the record's file name, up to the date. Of several records, the newest
+        that has the row counts.
+      ours: values that exactly one row must have, of those that the page of results shows; floats
+        are compared to one decimal.
+      baseline: values of the row to compare with; of several, the last one before ours counts. By
+        default it is ours.
     """
 
     record: str
     ours: Mapping[str, Any]
-    baseline: Mapping[str, Any]
+    baseline: Mapping[str, Any] = field(default_factory=dict)
 
-    def rows(self, rows: list[Row]) -> tuple[Row, Row]:
-        """Our row and the baseline.
+    def find(self, records: Mapping[Path, Mapping[str, Any]]) -> tuple[Path, Row, Row]:
+        """The record, our row and the baseline.
+
+        Args:
+          records: all records by their path, the newest first.
 
         Raises:
-          ValueError: the record has no or several rows with the values of ours, or no baseline.
+          ValueError: no record has our row, one has several of them, or it has no baseline.
         """
-        ours = [i for i, row in enumerate(rows) if _has(row, self.ours)]
-        if len(ours) != 1:
-            raise ValueError(f"{self.record} has {len(ours)} rows with {dict(self.ours)}, not 1")
-        baseline = [row for row in rows[: ours[0] + 1] if _has(row, self.baseline)]
-        if not baseline:
-            raise ValueError(f"{self.record} has no row with {dict(self.baseline)} before ours")
-        return rows[ours[0]], baseline[-1]
+        for path, record in records.items():
+            if not path.stem.startswith(f"{self.record}-20"):
+                continue
+            rows = TABLES[record["benchmark"]].lines(record["rows"])
+            ours = [i for i, row in enumerate(rows) if _has(row, self.ours)]
+            if len(ours) > 1:
+                raise ValueError(f"{path.stem} has {len(ours)} rows with {dict(self.ours)}, not 1")
+            if not ours:
+                continue
+            baseline = [row for row in rows[: ours[0] + 1] if _has(row, self.baseline)]
+            if not baseline:
+                raise ValueError(f"{path.stem} has no row with {dict(self.baseline)} before ours")
+            return path, rows[ours[0]], baseline[-1]
+        raise ValueError(f"no record {self.record} has a row with {dict(self.ours)}")
 
 
 def _has(row: Row, values: Mapping[str, Any]) -> bool:
@@ -50,54 +64,19 @@ def _has(row: Row, values: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Runs:
-    """A line of a summary: all runs of a variant of the study.
-
-    Attributes:
-      record: the record's file name, without `.json`.
-      variant: its name.
-    """
-
-    record: str
-    variant: str
-
-    def rows(self, rows: list[Row]) -> tuple[Row]:
-        """The runs, as `values.by_variant` puts them together.
-
-        Raises:
-          ValueError: the record has no such variant.
-        """
-        found = [group for group in values.by_variant(rows) if group["variant"] == self.variant]
-        if not found:
-            raise ValueError(f"{self.record} has no variant {self.variant!r}")
-        return (found[0],)
-
-
-@dataclass(frozen=True)
 class Summary:
     """A short table within a page: lines picked from records, each with a link to its record.
 
     Attributes:
-      columns: for each heading, a function from what a pick gives, our row and the baseline or all
-        runs of a variant, to a cell.
+      columns: for each heading, a function from our row and the baseline to a cell.
       picks: the lines.
     """
 
-    columns: Mapping[str, Callable[..., str]]
-    picks: tuple[Pick | Runs, ...]
+    columns: Mapping[str, Callable[[Row, Row], str]]
+    picks: tuple[Pick, ...]
 
 
-_H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
-_FORWARD = f"ffn-goals-{_H100}"
-_FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261126"
-_GRADIENTS = "gradients-nvidia-h200-20261124-2"
-_STEPS = {
-    "2b": "training-2b-nvidia-h200-20261125",
-    "0p5b": "training-0p5b-nvidia-h200-20261125",
-}
-_FP8_MODELS = "inference-fp8-nvidia-h200-20261123-2"
-_CACHED = "inference-cached-nvidia-h200-20261126-3"
-_STUDY = "study-nvidia-h200-20261124"
+_H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 _WORK = {
     "forward": "scoring",
     "prefill": "prefill",
@@ -111,17 +90,18 @@ def _pick(record: str, ours: str, case: Mapping[str, Any], dense: str = "xla") -
     return Pick(record, {**case, "implementation": ours}, {**case, "implementation": dense})
 
 
-def _model(name: str, **case: Any) -> Pick:
-    return _pick(f"{name}-{_H100}", "mosaic, relu", case, "xla, relu")
+def _score(record: str, model: str, ours: str = "mosaic, relu") -> Pick:
+    return _pick(record, ours, {"model": model, "direction": "forward"}, "xla, relu")
 
 
 def _step(config: str) -> Pick:
-    return _pick(_STEPS[config], "sparse, relu", {"config": config}, "xla, relu")
+    case = {"config": config, "devices": 1}
+    return _pick(f"training-{config}-{_H200}", "sparse, relu", case, "xla, relu")
 
 
-def _mesh_step(config: str, devices: int, fsdp: int) -> Pick:
+def _mesh_step(config: str, micro_batch: int, devices: int, fsdp: int) -> Pick:
     """A line that compares a dense step on several devices with one on a single device."""
-    dense = {"config": config, "implementation": "xla, relu"}
+    dense = {"config": config, "micro_batch": micro_batch, "implementation": "xla, relu"}
     ours = {**dense, "devices": devices, "fsdp": fsdp}
     return Pick(f"training-{config}-{_H200}", ours, {**dense, "devices": 1})
 
@@ -156,36 +136,32 @@ def _named(row: Row) -> str:
     return (row.get("model") or row["config"]) + (in_8_bits and f", FP8{in_8_bits}")
 
 
-def _on_h200(ours: str) -> Pick:
-    return _pick(_FP8_MODELS, ours, {"direction": "forward"}, "xla, relu")
-
-
 SUMMARIES: dict[str, Summary] = {
     "forward": Summary(
         columns={
             "tokens": _ours(number("m", "{:,}")),
-            "pattern": _ours(number("pattern", "{}")),
+            "pattern": _ours(number("pattern")),
             "mean nnz of 5632": _ours(number("nnz_mean", "{:.0f}")),
             "dense XLA, ms": _baseline(number("ms", "{:.3f}")),
             "kernels, ms": _ours(number("ms", "{:.3f}")),
             "speed-up": _speedup,
         },
         picks=tuple(
-            _pick(record, ours, {"m": m, "pattern": pattern, "nnz_mean": nnz})
+            _pick(f"{record}-{_H100}", ours, {"m": m, "pattern": pattern, "nnz_mean": nnz})
             for record, ours, m, pattern, nnz in (
-                (_FORWARD, "unions", 16384, "recorded", 20.0),
-                (_FORWARD, "unions", 16384, "skewed", 29.0),
-                (_FORWARD, "unions", 16384, "skewed", 299.6),
-                (_FORWARD, "unions", 16384, "uniform", 29.3),
-                (_FORWARD, "unions", 16384, "uniform", 1497.0),
-                (_FEW_TOKENS, "mosaic", 32, "skewed", 28.2),
-                (_FEW_TOKENS, "mosaic", 1, "skewed", 29.0),
+                ("ffn-goals", "unions", 16384, "recorded", 20.0),
+                ("ffn-goals", "unions", 16384, "skewed", 29.0),
+                ("ffn-goals", "unions", 16384, "skewed", 299.6),
+                ("ffn-goals", "unions", 16384, "uniform", 29.3),
+                ("ffn-goals", "unions", 16384, "uniform", 1497.0),
+                ("ffn-few", "mosaic", 32, "skewed", 28.2),
+                ("ffn-few", "mosaic", 1, "skewed", 29.0),
             )
         ),
     ),
     "gradients": Summary(
         columns={
-            "pattern": _ours(number("pattern", "{}")),
+            "pattern": _ours(number("pattern")),
             "mean nnz of 5632": _ours(number("nnz_mean", "{:.0f}")),
             "gated": _ours(yes("gated")),
             "union": _ours(number("union", "{:.2f}")),
@@ -196,7 +172,7 @@ SUMMARIES: dict[str, Summary] = {
             "speed-up, by use": _ours(lambda row: f"**{row['speedup']:.2f}x**"),
         },
         picks=tuple(
-            Pick(_GRADIENTS, {**case, "order": "by use"}, {**case, "order": "as drawn"})
+            Pick(f"gradients-{_H200}", {**case, "order": "by use"}, {**case, "order": "as drawn"})
             for case in (
                 {"pattern": pattern, "nnz_mean": nnz, "gated": gated, "gradient_capacity": 1.0}
                 for pattern, nnz, gated in (
@@ -222,11 +198,11 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=(
-            _on_h200("mosaic, relu"),
-            _on_h200("mosaic, relu, fp8 gate and up"),
-            _on_h200("mosaic, relu, fp8 all but down"),
-            _model("inference-1p5b", model="1p5b", direction="forward"),
-            _model("inference", model="0p5b", direction="forward"),
+            _score(f"inference-fp8-{_H200}", "2b"),
+            _score(f"inference-fp8-{_H200}", "2b", "mosaic, relu, fp8 gate and up"),
+            _score(f"inference-fp8-{_H200}", "2b", "mosaic, relu, fp8 all but down"),
+            _score(f"inference-1p5b-{_H100}", "1p5b"),
+            _score(f"inference-{_H100}", "0p5b"),
             _step("2b"),
             _step("0p5b"),
         ),
@@ -241,14 +217,19 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=tuple(
-            _pick(_CACHED, "mosaic, relu", {"direction": direction, "batch": batch}, "xla, relu")
+            _pick(
+                f"inference-cached-{_H200}",
+                "mosaic, relu",
+                {"direction": direction, "batch": batch},
+                "xla, relu",
+            )
             for direction in ("decode", "prefill")
             for batch in (1, 8, 32)
         ),
     ),
     "scaling": Summary(
         columns={
-            "model": _ours(number("config", "{}")),
+            "model": _ours(number("config")),
             "data x fsdp": _ours(mesh),
             "compute, estimate": _ours(number("estimate_ms", "{:.0f}")),
             "the step": _ours(number("ms", "{:.0f}")),
@@ -257,14 +238,14 @@ SUMMARIES: dict[str, Summary] = {
             "longer than on one GPU": lambda ours, alone: f"{ours['ms'] - alone['ms']:.0f}",
         },
         picks=tuple(
-            _mesh_step(config, devices, fsdp)
-            for config in ("0p5b", "1p5b")
+            _mesh_step(config, micro_batch, devices, fsdp)
+            for config, micro_batch in (("0p5b", 96), ("1p5b", 36))
             for devices, fsdp in ((1, 1), (2, 1), (4, 1), (4, 4))
         ),
     ),
     "study": Summary(
         columns={
-            heading: partial(text_of, report.TABLE.columns[name])
+            heading: _ours(partial(text_of, {**report.TABLE.case, **report.TABLE.results}[name]))
             for heading, name in {
                 "variant": "variant",
                 "seeds": "seeds",
@@ -278,7 +259,7 @@ SUMMARIES: dict[str, Summary] = {
             }.items()
         },
         picks=tuple(
-            Runs(_STUDY, name)
+            Pick(f"study-{_H200}", {"variant": name})
             for name in (
                 "silu",
                 "relu",

@@ -17,43 +17,66 @@ class Table:
     Attributes:
       title: the heading of the page.
       about: the first paragraph of the page.
-      columns: for each heading, the cell of a row. Columns without any value are left out.
-      spread: the cell of an implementation. If given, rows that agree in `columns` share a line,
-        which has a column for each implementation.
-      joined: columns after those of `spread`; a cell lists a value for each implementation.
-      order: sorts the rows, or makes one of several.
+      case: for each heading, a cell that says what was measured. What is the same in all lines
+        stands once, above the table. Columns without any value are left out.
+      results: for each heading, a cell that says what was found.
+      name: names a row among those of its case. If given, and if there are no more names than
+        cases, a line shows a case: the first of `results` in a column for each name, the others
+        with a value for each name in one cell, or one value if all agree.
+      lines: sorts the rows, or makes one of several.
       notes: makes a paragraph below the table.
       plots: for each suffix of a file name, a function that draws a record into a figure.
     """
 
     title: str
     about: str
-    columns: Mapping[str, Cell]
-    spread: Cell | None = None
-    joined: Mapping[str, Cell] = field(default_factory=dict)
-    order: Callable[[list[Row]], list[Row]] = list
+    case: Mapping[str, Cell]
+    results: Mapping[str, Cell]
+    name: Cell | None = None
+    lines: Callable[[list[Row]], list[Row]] = list
     notes: Callable[[list[Row]], str] = lambda rows: ""
     plots: Mapping[str, Callable[[Any, dict[str, Any]], None]] = field(default_factory=dict)
 
     def render(self, rows: Iterable[Row]) -> str:
         """The rows as Markdown."""
-        rows = self.order(list(rows))
-        if self.spread is None:
-            return markdown(list(self.columns), [_cells(self.columns, row) for row in rows])
+        rows = self.lines(list(rows))
+        case = dict(self.case)
+        shared = {}
+        for heading, cell in self.case.items():
+            found = {text_of(cell, row) for row in rows}
+            if len(rows) > 1 and len(found) == 1:
+                shared[heading] = found.pop()
+                del case[heading]
+        known = [f"{heading} {text}" for heading, text in shared.items() if text != UNKNOWN]
+        above = f"All lines: {', '.join(known)}.\n\n" if known else ""
+        return above + (self._by_case(case, rows) or self._by_row(case, rows))
+
+    def _by_row(self, case: Mapping[str, Cell], rows: list[Row]) -> str:
+        named = {"block": self.name} if self.name else {}
+        columns = {**case, **named, **self.results}
+        return markdown(list(columns), [_cells(columns, row) for row in rows])
+
+    def _by_case(self, case: Mapping[str, Cell], rows: list[Row]) -> str:
+        """Empty if a line shows a row."""
+        if self.name is None:
+            return ""
         lines: list[tuple[list[str], dict[str, Row]]] = []
         for row in rows:
-            cells, name = _cells(self.columns, row), block(row)
+            cells, name = _cells(case, row), self.name(row)
             if not lines or lines[-1][0] != cells or name in lines[-1][1]:
                 lines.append((cells, {}))
             lines[-1][1][name] = row
-        names = list(dict.fromkeys(block(row) for row in rows))
+        names = list(dict.fromkeys(map(self.name, rows)))
+        if len(names) > len(lines):
+            return ""
+        (_, spread), *joined = self.results.items()
         return markdown(
-            [*self.columns, *names, *self.joined],
+            [*case, *names, *(heading for heading, _ in joined)],
             [
                 [
                     *cells,
-                    *(text_of(self.spread, found.get(name, {})) for name in names),
-                    *(_join(cell, found.values()) for cell in self.joined.values()),
+                    *(text_of(spread, found.get(name, {})) for name in names),
+                    *(_join(cell, found.values()) for _, cell in joined),
                 ]
                 for cells, found in lines
             ],
@@ -70,9 +93,21 @@ def markdown(titles: list[str], lines: list[list[str]]) -> str:
     return "\n".join([text[0], "|---" * sum(known) + "|", *text[1:]])
 
 
-def number(key: str, form: str) -> Cell:
+def number(key: str, form: str = "{}") -> Cell:
     """A cell with the formatted value of a key."""
     return lambda row: form.format(row[key])
+
+
+def error(key: str) -> Cell:
+    """A cell with an error, to two digits."""
+    return lambda row: f"{row[key]:.1e}".replace("e-0", "e-")
+
+
+def milliseconds(row: Row) -> str:
+    """A row's time and, unless it is the baseline or has none, its speed-up."""
+    speedup = row.get("speedup", 1)
+    over = "" if speedup == 1 else f" ({speedup:.2f}x)"
+    return f"{row['ms']:{'.3f' if row['ms'] < 10 else '.4g'}}{over}"
 
 
 def block(row: Row) -> str:
@@ -99,4 +134,5 @@ def text_of(cell: Cell, row: Row) -> str:
 
 
 def _join(cell: Cell, rows: Iterable[Row]) -> str:
-    return " / ".join(text for row in rows if (text := text_of(cell, row)) != UNKNOWN) or UNKNOWN
+    texts = [text for row in rows if (text := text_of(cell, row)) != UNKNOWN]
+    return " / ".join(texts if len(set(texts)) > 1 else texts[:1]) or UNKNOWN

@@ -3,10 +3,8 @@
 python -m benchmarks.tune [--out DIRECTORY]
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,11 +25,8 @@ FUSED_CONFIGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
     rows = (row for shape in SHAPES for row in measure(*shape))
-    record.write_as_they_come("tune", rows, args.out)
+    record.command("tune", __doc__, rows)
 
 
 def measure(d: int, h: int) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import render
+from benchmarks.record import RESULTS
 from tests.commands import ROOT, call
 from twell_jax import config
 
@@ -18,13 +21,24 @@ README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def speedups(record: Path) -> set[float]:
-    """Of each row, over dense XLA on as many devices, to two digits."""
-    rows = json.loads(record.read_text())["rows"]
+def gains(rows: list[dict]) -> set[float]:
+    """Speed-ups of the rows of a record, and their share of the energy, to two digits.
+
+    They are over the baseline that the record names, or over any other row of the same mesh.
+    """
     if "speedup" in rows[0]:
-        return {round(row["speedup"], 2) for row in rows}
-    rates = {(r["implementation"], r["devices"], r["fsdp"]): r["tokens_per_second"] for r in rows}
-    return {round(rate / rates["xla, relu", *mesh], 2) for (_, *mesh), rate in rates.items()}
+        return {round(row[name], 2) for row in rows for name in ("speedup", "energy")}
+    pairs = [
+        (ours, dense)
+        for ours, dense in itertools.permutations(rows, 2)
+        if all(ours.get(name) == dense.get(name) for name in ("devices", "fsdp"))
+    ]
+    return {
+        round(ours[name] / dense[name], 2)
+        for ours, dense in pairs
+        for name in ("tokens_per_second", "joules")
+        if name in ours
+    }
 
 
 def test_there_is_code():
@@ -46,11 +60,30 @@ def test_links_lead_to_files(page):
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_figures_are_those_of_the_records():
-    rows = re.findall(r"\| (1\.\d\d) times .*?\((benchmarks/results/[^)]+)\)", README)
-    assert len(rows) == 4
-    for figure, record in rows:
-        assert float(figure) in speedups(ROOT / record)
+def cited(text: str) -> list[Path]:
+    return [ROOT / name for name in re.findall(r"\((benchmarks/results/[^)]+\.json)\)", text)]
+
+
+CITING = [line for line in README.splitlines() if line.startswith("|") and cited(line)]
+
+
+def test_rows_cite_records():
+    assert CITING
+
+
+@pytest.mark.parametrize("line", CITING, ids=lambda line: line.split("|")[1].strip())
+def test_figures_are_those_of_the_records(line):
+    records = [json.loads(record.read_text())["rows"] for record in cited(line)]
+    figures = {float(figure) for figure in re.findall(r"(\d\.\d\d) times", line)}
+    assert figures and figures <= set().union(*map(gains, records))
+
+
+@pytest.mark.parametrize("record", sorted(set(cited(README))), ids=lambda path: path.stem)
+def test_the_newest_record_is_cited(record):
+    """An older one of the same name and card only besides it, for rows that the newest lacks."""
+    name = re.fullmatch(r"(.*-)\d{8}(-\d+)?", record.stem)[1]
+    newest, *_ = render.load(RESULTS.glob(f"{name}20*.json"))
+    assert newest in cited(README)
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -85,8 +85,8 @@ _OF_MODELS = Table(
     title="Whole models",
     about="Tokens per second of the training, by dense XLA; speed-ups of whole models, forward and "
     f"both passes; right answers to questions of {downstream.ANSWERS} answers:",
-    columns={
-        "variant": number("variant", "{}"),
+    case={"variant": number("variant")},
+    results={
         "tokens/s": mean("{:,.0f}", lambda run: run["tokens_per_second"]),
         "forward": spread("{:.2f}x", partial(values.speedup_of_model, passes="forward")),
         "both passes": spread("{:.2f}x", partial(values.speedup_of_model, passes="training")),
@@ -94,7 +94,7 @@ _OF_MODELS = Table(
             task: spread("{:.1%}", partial(values.accuracy, task=task)) for task in downstream.TASKS
         },
     },
-    order=values.by_variant,
+    lines=values.by_variant,
 )
 
 TABLE = Table(
@@ -102,13 +102,15 @@ TABLE = Table(
     about="Variants of a model of 120M parameters, each trained on 33 million tokens; "
     "[the page of the study](../study.md) says how. Means are over the layers, times are sums over "
     "them.",
-    columns={
-        "variant": number("variant", "{}"),
+    case={
+        "variant": number("variant"),
         "seeds": lambda group: str(len({run["seed"] for run in group["runs"]})),
+        "of H": lambda group: str(group["runs"][0]["d_ff"]),
+    },
+    results={
         "held-out CE": spread("{:.3f}", lambda run: run["held_out_ce"]),
         "halfway": spread("{:.3f}", values.halfway),
         "nnz": spread("{:.1f}", values.nnz),
-        "of H": lambda group: str(group["runs"][0]["d_ff"]),
         "zeros": mean("{:.1%}", lambda run: float(np.mean(run["sparsity"]))),
         "dead": spread("{:.1%}", values.dead),
         "first token": mean(
@@ -124,7 +126,7 @@ TABLE = Table(
             "skipping", spread("{:.2f}x", values.speedup_in_training_without_dead)
         ),
     },
-    order=values.by_variant,
+    lines=values.by_variant,
     notes=describe,
     plots={
         "-cross-entropy": plots.cross_entropy,

@@ -69,8 +69,9 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     record.write("ffn", rows, path)
     stored = json.loads(path.read_text())
     assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
-    lines = TABLES["ffn"].render(rows).splitlines()
-    assert len(lines) == 2 + 4 and lines[-1].startswith("| 32 | skewed | 1 | no |")
+    shared, _, *lines = TABLES["ffn"].render(rows).splitlines()
+    assert shared == "All lines: M 32, copies 1."
+    assert len(lines) == 2 + 4 and lines[-1].startswith("| skewed | no | - |")
     monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(tmp_path / "pages")])
     render.main()
     assert lines[-1] in (tmp_path / "pages" / "ffn.md").read_text()

@@ -31,5 +31,8 @@ def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, t
     assert sparse["packing"] == "unions" and sparse["gradients"] == "sparse"
     record.write("gradients", rows, tmp_path / "gradients.json")
     stored = json.loads((tmp_path / "gradients.json").read_text())
-    lines = TABLES["gradients"].render(stored["rows"]).splitlines()
-    assert len(lines) == 2 + 4 and lines[-1].startswith(f"| uniform | {'yes' if gated else 'no'} |")
+    shared, _, *lines = TABLES["gradients"].render(stored["rows"]).splitlines()
+    assert shared.startswith(f"All lines: pattern uniform, gated {'yes' if gated else 'no'}, ")
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| xla", "| as drawn, capacity 1", "| as drawn, capacity 0.5", "| by use, capacity 1",
+    ]  # fmt: skip

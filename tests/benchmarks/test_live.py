@@ -23,6 +23,8 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch):
     assert all(row["error"] < 1e-2 and row["ms"] > 0 for row in rows)
     assert rows[1]["error"] == rows[2]["error"]
     assert rows[2]["gain"] == rows[1]["ms"] / rows[2]["ms"]
-    lines = TABLES["live"].render(rows).splitlines()
-    assert len(lines) == 3 and lines[2].startswith("| 40 | 0%, 50% |")
+    shared, _, *lines = TABLES["live"].render(rows).splitlines()
+    assert shared == "All lines: M 40, dead by layer 0%, 50%."
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| xla", "| mosaic", "| live"]
+    assert f" | {rows[2]['gain']:.2f} | " in lines[4] and " | - | " in lines[3]
     assert jax.tree.leaves(weights)[0].shape == (2, 256, 128)

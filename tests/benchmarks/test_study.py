@@ -197,10 +197,12 @@ def test_the_report_shows_the_variants_by_their_l1_coefficient(tmp_path, monkeyp
     ]
     path, out = tmp_path / "study.json", tmp_path / "pages"
     origin = {"device": "abacus", "date": "today", "commit": None, "versions": {"jax": "0"}}
+    origin["command"] = f"python -m benchmarks.study data.paths=[{'a,' * 40}b] --seeds 1"
     path.write_text(json.dumps({"benchmark": "study", **origin, "rows": rows}))
     monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(out)])
     render.main()
     text = (out / "study.md").read_text()
+    assert "`python -m benchmarks.study data.paths=[...] --seeds 1`" in text
     lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert [line.split(" | ")[0] for line in lines] == [
         "| not gated", "| l1 3.0e-4", "| l1 1.0e-3",
@@ -242,7 +244,8 @@ def test_the_report_shows_the_seeds_of_a_variant_together(tmp_path):
         a_run("l1 1.0e-3", 2, 1.8, 1.25, skipping={"mosaic_ms": [0.5] * 3}),
         a_run("silu", 0, 1.7, 1.0, **unmeasured),
     ]
-    lines = report.TABLE.render(rows).splitlines()
+    shared, _, *lines = report.TABLE.render(rows).splitlines()
+    assert shared.startswith("All lines: of H ")
     assert [line.split(" | ")[:4] for line in lines[2:]] == [
         ["| silu", "1", "1.700", "2.700"],
         ["| l1 1.0e-3", "1", "1.800", "2.800"],
@@ -285,5 +288,6 @@ def test_runs_are_trained_and_measured(study_of, in_this_process, reference_kern
     ((step, ce),) = relu["evaluated"]
     assert step == 3 and ce == pytest.approx(relu["held_out_ce"], rel=1e-3)
     assert not any((tmp_path / "runs").glob("*/checkpoints"))
-    lines = report.TABLE.render(rows).splitlines()
-    assert len(lines) == 4 and f"| relu | 1 | {relu['held_out_ce']:.3f} |" in lines[2]
+    shared, _, *lines = report.TABLE.render(rows).splitlines()
+    assert shared == "All lines: seeds 1, of H 256."
+    assert len(lines) == 4 and f"| relu | {relu['held_out_ce']:.3f} |" in lines[2]

@@ -61,10 +61,11 @@ def test_a_record_of_several_meshes(small, measured):
     for name in ("ce", "grad_norm"):
         assert fsdp[name] == pytest.approx(data[name], rel=1e-2)
     assert fsdp["peak_bytes"] < data["peak_bytes"]
-    lines = TABLES["training"].render(rows).splitlines()
+    shared, _, *lines = TABLES["training"].render(rows).splitlines()
+    assert shared == "All lines: model small, micro-batch 2, block xla, relu."
     assert len(lines) == 2 + len(rows)
-    assert lines[2].startswith("| small | xla, relu | 1 x 1 | 2 | 128 | ")
-    assert "(100 %) | " in lines[2]
+    assert lines[2].startswith("| 1 x 1 | 128 | ") and "%" not in lines[2]
+    assert f" ({data['efficiency']:.0%}) | " in lines[3]
 
 
 @pytest.mark.slow
@@ -72,7 +73,7 @@ def test_the_row_of_what_cannot_be_served_says_why(small, measured):
     (row,) = measured(small, "--devices", "1", "--only", "sparse, relu")
     assert "needs a Hopper GPU" in row["failed"]
     *_, line = TABLES["training"].render([row]).splitlines()
-    assert line == "| small | sparse, relu | 1 x 1 |"
+    assert line == "| small | 1 x 1 | sparse, relu |"
 
 
 def test_each_device_has_the_work_of_one(small):

@@ -27,7 +27,8 @@ FROM_FEW_TO_MANY = (MAX_FEW_TOKENS + 1, MANY_TOKENS - 1)
 def unmeasured(has_live: bool, tokens: int) -> str | None:
     """What no record knows of a call with so many tokens on a device, in words; None if all is.
 
-    Live neurons were measured with many tokens (benchmarks/results/live-nvidia-h200-20261123.json).
+    Live neurons were measured with many tokens
+    (benchmarks/results/live-nvidia-h100-80gb-hbm3-20261125.json).
     """
     if has_live and tokens < MANY_TOKENS:
         return f"live neurons for fewer than {MANY_TOKENS} tokens"
@@ -196,7 +197,7 @@ class Rule:
 
 _GOALS = "ffn-goals-nvidia-h100-80gb-hbm3-20261121.json"
 _SHAPES = "ffn-nvidia-h100-80gb-hbm3-20261121.json"
-_FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261125-3.json"
+_FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261126.json"
 _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
 _STUDY = "study-nvidia-h100-80gb-hbm3-20261121.json"
 
