@@ -242,9 +242,8 @@ class Trainer:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
         params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
-        mean_union = None
-        if self._config.union_target is not None:
-            mean_union = jnp.mean(stats.union, axis=0)
+        follows_unions = self._config.union_target is not None
+        mean_union = jnp.mean(stats.union, axis=0) if follows_unions else None
         stats = over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
         metrics = StepMetrics(
