@@ -31,7 +31,7 @@ from twell_jax.config import Config
 from twell_jax.models import sharding
 from twell_jax.train import roofline
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.start import first_plan
+from twell_jax.train.loop import first_plan
 from twell_jax.train.state import StepMetrics
 from twell_jax.train.trainer import ModelGradients, Trainer
 
@@ -128,9 +128,9 @@ def measure(
             state, metrics = compiled(state, batch, config.l1_coefficient)
             measured = metrics.union, metrics.listed, metrics.overflow
             following = plan.revised(*(np.asarray(of_layers).tolist() for of_layers in measured))
-            if following.announced == plan.rooms:
+            if following.announced == plan.capacities:
                 break
-            plan = dataclasses.replace(following, rooms=following.announced)
+            plan = dataclasses.replace(following, capacities=following.announced)
 
         def step() -> StepMetrics:
             nonlocal state

@@ -25,8 +25,7 @@ from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.cross_entropy import mean_cross_entropy
-from twell_jax.train import metrics, skip_dead
-from twell_jax.train.reorder import reorder
+from twell_jax.train import metrics, neurons
 from twell_jax.train.run_directory import RunPaths, load_run
 
 # The settings of the whole model by the kernels and by dense XLA.
@@ -106,8 +105,8 @@ def times(
     """
 
     def without_dead(**options):
-        order, live = skip_dead.live_first(jnp.asarray(usage > 0))
-        params = skip_dead.with_live(reorder(nnx.state(model), order), live)
+        order, live = neurons.live_first(jnp.asarray(usage > 0))
+        params = neurons.with_live(neurons.reorder(nnx.state(model), order), live)
         graph = graphdef(model.config.model_copy(update={"live_width": True}))
         found = speedup(nnx.merge(graph, params), **options).summarise()
         return found | {"live": live.tolist()}

@@ -1,29 +1,37 @@
 """Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
 
 `DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
-JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed. No random state
-is stored: random numbers follow from the seed and the number of the step.
+JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed. The digest of an
+array does not depend on how it is sharded, see docs/design/0021-digests.md. No random state is
+stored: random numbers follow from the seed and the number of the step.
 """
 
+import hashlib
+import inspect
 import itertools
+import json
 import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from twell_jax.train import digest, noise
 from twell_jax.train.state import TrainState
 
 log = logging.getLogger(__name__)
+
+_NOISY = "absl", "asyncio"  # loggers; Orbax logs by way of absl
 
 
 class CheckpointError(RuntimeError):
@@ -48,7 +56,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory.absolute()
-        noise.divert_to(self.directory.parent / "log.txt")
+        _divert_messages(self.directory.parent / "log.txt")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._broken: list[int] = []
@@ -79,8 +87,8 @@ class Checkpoints:
         self._set_broken_aside()
         tree = _fields(state)
         digests = {
-            "arrays": {name: digest.texts(x)[0] for name, x in digest.of_arrays(tree).items()},
-            "data": digest.of_json(data_position),
+            "arrays": {name: digest_texts(x)[0] for name, x in digests_of_arrays(tree).items()},
+            "data": digest_of_json(data_position),
         }
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(tree),
@@ -136,7 +144,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "
                 + "; ".join(problems.values())
-                + noise.where()
+                + _where_more_is()
             )
         return None
 
@@ -144,19 +152,19 @@ class Checkpoints:
         self._broken = list(problems)
         for problem in problems.values():
             log.warning(
-                "checkpoint %s cannot be restored, %s%s", self.directory, problem, noise.where()
+                "checkpoint %s cannot be restored, %s%s", self.directory, problem, _where_more_is()
             )
 
     def _write(self, call: Callable[[], Any]) -> None:
         try:
             call()
         except Exception as error:  # of this write or of the one before, in a thread of Orbax
-            noise.add("a checkpoint cannot be written", error)
+            _add_to_log("a checkpoint cannot be written", error)
             whole = self.newest_before(sys.maxsize)
             raise CannotSave(
                 f"{self.directory}: a checkpoint cannot be written: {_reason(error)}; "
                 + (f"{whole} is whole, and the same command continues from it" if whole else "")
-                + noise.where()
+                + _where_more_is()
             ) from error
 
     def _newest_besides(self, tried: Container[int]) -> int | None:
@@ -189,7 +197,7 @@ def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return call(), None
     except Exception as error:  # Orbax raises many kinds; all mean "not this one"
-        noise.add("a checkpoint cannot be restored", error)
+        _add_to_log("a checkpoint cannot be restored", error)
         return None, _reason(error)
 
 
@@ -223,7 +231,7 @@ def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
     Raises:
       CheckpointError: they differ.
     """
-    arrays = digest.of_arrays(restored.get("state"))  # by all processes, whatever they read
+    arrays = digests_of_arrays(restored.get("state"))  # by all processes, whatever they read
     saved = restored.get("digests")
     if saved is None:
         log.warning(
@@ -232,8 +240,127 @@ def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
         )
         return
     of_saved = saved["arrays"]
-    damaged = [name for name, x in arrays.items() if set(digest.texts(x)) != {of_saved.get(name)}]
-    if "data" in restored and digest.of_json(restored.data) != saved["data"]:
+    damaged = [name for name, x in arrays.items() if set(digest_texts(x)) != {of_saved.get(name)}]
+    if "data" in restored and digest_of_json(restored.data) != saved["data"]:
         damaged.append("the position in the data")
     if damaged:
         raise CheckpointError(f"not as saved: {', '.join(damaged)}")
+
+
+def digests_of_arrays(tree: Any) -> dict[str, jax.Array]:
+    """The digest of each array of a tree, computed on its devices; all of its processes call it.
+
+    Returns:
+      uint32 [2], replicated, for the path of each array, such as "params/embed/embedding/value".
+    """
+    digests = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        # One after the other: processes on CPUs may wait for each other forever if reductions of
+        # several programs are under way.
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        digests[name] = jax.block_until_ready(_digest(x))
+    return digests
+
+
+def digest_texts(digest: jax.Array) -> list[str]:
+    """A digest in hexadecimal, as each device of this process has it.
+
+    They differ only if the array's replicas do. The first is that of the first replica.
+    """
+    values = (np.asarray(shard.data) for shard in digest.addressable_shards)
+    return [value.astype(">u4").tobytes().hex() for value in values]
+
+
+def digest_of_json(tree: Any) -> str:
+    """The digest of what JSON keeps of a tree."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+@jax.jit
+def _digest(x: jax.Array) -> jax.Array:
+    """The sum and the sum of squares, modulo 2^32, of a hash of each element and its index."""
+    word = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+    index = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, size in enumerate(bits.shape):
+        along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        index = index * jnp.uint32(size) + along
+    hashed, zero = _mixed(bits ^ _mixed(index)), jnp.uint32(0)
+    # One reduction of both: XLA would keep `hashed`, as large as x, for a second one.
+    sums = jax.lax.reduce(
+        (hashed, hashed * hashed),
+        (zero, zero),
+        lambda total, more: (total[0] + more[0], total[1] + more[1]),
+        tuple(range(bits.ndim)),
+    )
+    return jnp.stack(sums)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A permutation of all uint32 in which each bit of x decides about half of the bits."""
+    # The constants are those of "lowbias32", https://github.com/skeeto/hash-prospector
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+class _LogFile(logging.Handler):
+    """Keeps off the terminal what Orbax says when a checkpoint cannot be read or written.
+
+    For one cause Orbax and asyncio log hundreds of lines, some of them from threads that end later.
+    We name the cause in one line; everything else is added to the file at `path`. What cannot be
+    written there, as on a full disk, is lost.
+    """
+
+    path: Path
+    written = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            with self.path.open("a") as file:
+                file.write(f"{self.format(record)}\n")
+            self.written = True
+        except OSError:
+            pass
+
+
+_log_file = _LogFile(logging.WARNING)
+_log_file.setFormatter(
+    logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+)
+_show_unraisable = sys.unraisablehook
+
+
+def _divert_messages(path: Path) -> None:
+    """From now on, messages go to the end of the file at `path`, created with the first of them."""
+    global _show_unraisable
+    _log_file.path, _log_file.written = path, False
+    for logger in map(logging.getLogger, _NOISY):
+        logger.propagate = False
+        if _log_file not in logger.handlers:
+            logger.addHandler(_log_file)
+    warnings.filterwarnings("ignore", r"coroutine 'Store\.", RuntimeWarning)  # Orbax's, at an error
+    if sys.unraisablehook is not _divert_unraisable:
+        _show_unraisable, sys.unraisablehook = sys.unraisablehook, _divert_unraisable
+
+
+def _add_to_log(message: str, error: Exception) -> None:
+    """Adds an error with its traceback to the file."""
+    record = logging.getLogger(__name__).makeRecord(
+        __name__, logging.ERROR, "", 0, message, (), (type(error), error, error.__traceback__)
+    )
+    _log_file.handle(record)
+
+
+def _where_more_is() -> str:
+    """Words that end a message: where there is more, if there is."""
+    return f"; details: {_log_file.path}" if _log_file.written else ""
+
+
+def _divert_unraisable(unraisable: Any) -> None:
+    """Takes what is left of coroutines whose event loop ended with the first error of several."""
+    error = unraisable.exc_value
+    if inspect.iscoroutine(unraisable.object) or str(error) == "Event loop is closed":
+        _add_to_log("left behind by an earlier error", error)
+    else:
+        _show_unraisable(unraisable)

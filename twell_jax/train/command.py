@@ -23,7 +23,6 @@ from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.train import distributed, interrupt, memory
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
-from twell_jax.train.dry_run import print_memory
 from twell_jax.train.init_from import filled
 from twell_jax.train.loop import train
 from twell_jax.train.metrics import NonFiniteLoss
@@ -47,7 +46,7 @@ def _run(args: argparse.Namespace) -> None:
         if args.print_config:
             print(config_lib.to_yaml(config), end="")
         elif args.dry_run is not None:
-            print_memory(config, args.dry_run)
+            memory.print_dry_run(config, args.dry_run)
         else:
             distributed.initialize(config.mesh.heartbeat_seconds)
             memory.require_for_training(config, jax.device_count(), memory.of_device())

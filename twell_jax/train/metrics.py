@@ -1,12 +1,16 @@
-"""Fetches a run's metrics from the device a step late; checks, shows and stores them."""
+"""Fetches a run's metrics from the device a step late; checks, shows and stores them.
+
+`metrics.jsonl` holds them, and TensorBoard and Weights & Biases get the same numbers if asked for.
+"""
 
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +20,6 @@ from twell_jax.train import pace
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.run_directory import write_atomically
-from twell_jax.train.sinks import Sink, open_sinks
 from twell_jax.train.sparsity_control import out_of_reach
 from twell_jax.train.state import StepMetrics
 
@@ -40,13 +43,13 @@ class Log:
     Args:
       path: the file. Records after `step` are removed, as a continued run writes them again.
       step: the step at which the run starts or continues.
-      sinks: the names of those in `sinks.SINKS` that get every number too.
+      sinks: the names of those in `SINKS` that get every number too.
 
     Attributes:
       last: the last record at the start; None without one, and in the other processes.
 
     Raises:
-      ConfigError: see `open_sinks`, or the file is broken.
+      ConfigError: the file is broken, or a sink cannot start or is not installed.
     """
 
     def __init__(self, path: Path, step: int, sinks: Iterable[str] = ()) -> None:
@@ -54,7 +57,7 @@ class Log:
         self.last: dict[str, Any] | None = None
         if jax.process_index() > 0:
             return
-        self._sinks = open_sinks(sinks, path.parent, step)
+        self._sinks = [_opened(name, path.parent, step) for name in sinks]
         kept = [record for record in read(path) if record["step"] <= step]
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
@@ -124,6 +127,77 @@ def _layers(record: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+class Sink(NamedTuple):
+    """A program that shows a run's metrics: TensorBoard, or Weights & Biases.
+
+    Attributes:
+      add: called with numbers by name and the step that they are of.
+      close: called once, at the end.
+    """
+
+    add: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
+
+
+def _opened(name: str, directory: Path, step: int) -> Sink:
+    """The sink of this name, a key of `SINKS`, for a run that starts or continues at `step`.
+
+    It writes below `directory`, which exists.
+
+    Raises:
+      ConfigError: its package is not installed, or it cannot start.
+    """
+    try:
+        return SINKS[name](directory, step)
+    except ImportError as error:
+        raise ConfigError(
+            f"{name}: needs {error.name}: in your clone, pip install -e '.[{name}]'"
+        ) from None
+
+
+def _tensorboard(directory: Path, step: int) -> Sink:
+    from tensorboardX import SummaryWriter
+
+    # TensorBoard hides events from `purge_step` on that earlier sessions wrote.
+    writer = SummaryWriter(str(directory), purge_step=step + 1)
+
+    def add(numbers: Mapping[str, float], step: int) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    return Sink(add, writer.close)
+
+
+def _wandb(directory: Path, step: int) -> Sink:
+    import wandb
+
+    # A continued run goes on under its id. Steps that were logged before are ignored there.
+    stored = directory / "wandb" / "id"
+    run_id = stored.read_text() if stored.exists() else None
+    while run_id and _has_session_of_this_second(stored.parent, run_id):
+        time.sleep(0.05)
+    try:
+        run = wandb.init(dir=directory, name=directory.name, id=run_id, resume="allow")
+    except wandb.Error as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"wandb: {reason}; WANDB_MODE=offline needs no account") from error
+    stored.parent.mkdir(exist_ok=True)
+    stored.write_text(run.id)
+    return Sink(lambda numbers, step: run.log(dict(numbers), step=step), run.finish)
+
+
+def _has_session_of_this_second(directory: Path, run_id: str) -> bool:
+    """Whether W&B would write into the directory of an earlier session, over what that wrote.
+
+    It names a session's directory by the second in which it starts, and the run's id.
+    """
+    return any(directory.glob(f"*run-{datetime.now():%Y%m%d_%H%M%S}-{run_id}"))
+
+
+# By the key of a configuration that asks for it, which is also the name of its extra.
+SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+
+
 class Recorder:
     """Handles the metrics of a step while the next one runs, so that the device never waits.
 
@@ -160,7 +234,7 @@ class Recorder:
           NonFiniteLoss: see `flush`.
         """
         self.flush()
-        if plan and self._plan and plan.rooms != self._plan.rooms:
+        if plan and self._plan and plan.capacities != self._plan.capacities:
             self._clock = None  # the time for compiling another program does not count
         self._plan = plan
         self._pending = step, measured

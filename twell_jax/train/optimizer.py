@@ -1,5 +1,6 @@
 """Schedules and the optimizer of the training recipe (arXiv 2603.23198, section 5)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,13 +58,6 @@ def trained(params: nnx.State) -> nnx.State:
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """AdamW on gradients clipped by global norm, without weight decay on norms and biases."""
-
-    def decayed(params: optax.Params) -> optax.Params:
-        def is_matrix(path: tuple[Any, ...], _: jax.Array) -> bool:
-            return not any(getattr(key, "key", None) in _UNDECAYED for key in path)
-
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
-
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -72,6 +66,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             b2=config.b2,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            mask=decayed,
+            mask=partial(jax.tree_util.tree_map_with_path, _is_decayed),
         ),
     )
+
+
+def _is_decayed(path: tuple[Any, ...], _: jax.Array) -> bool:
+    return not any(getattr(key, "key", None) in _UNDECAYED for key in path)

@@ -155,7 +155,7 @@ def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
     model = tree.get("model")
     if not isinstance(model, dict):
         return tree
-    # Up to version 0.2 one room was set for the sparse gradients of all layers.
+    # Up to version 0.2 one capacity was set for the sparse gradients of all layers.
     model = {key: value for key, value in model.items() if key != "ffn_gradient_capacity"}
     # Version 0.1 had no ffn_gradients, and could plan gradients for layers with "xla".
     plans_with_xla = (

@@ -1,11 +1,11 @@
-"""Moves the L1 coefficient until as few neurons fire as wanted, for a token or for 256, and stays.
+"""Moves the L1 coefficient until as few neurons are active as wanted, for a token or for 256.
 
-The controller is an integrator in the logarithm: it raises the coefficient while more neurons fire
-than wanted, and lowers it while fewer do. The statistics answer late, so the controller acts on
-where the present trend leads within a horizon; otherwise it would go on raising the coefficient
-while a model already becomes sparser, and neurons that die do not come back. It moves by a bounded
-amount in each step, whatever was measured, and between fixed bounds. What is clipped is the
-coefficient itself, so nothing winds up behind a bound.
+The controller is an integrator in the logarithm: it raises the coefficient while more neurons are
+active than wanted, and lowers it while fewer are. The statistics answer late, so the controller
+acts on where the present trend leads within a horizon; otherwise it would go on raising the
+coefficient while a model already becomes sparser, and neurons that die do not come back. It moves
+by a bounded amount in each step, whatever was measured, and between fixed bounds. What is clipped
+is the coefficient itself, so nothing winds up behind a bound.
 
 With a target for a token and another for 256 neighbours, U, the larger of the two errors counts:
 that of the target which is further from being met or, once both are met, which is closer to being
@@ -46,7 +46,9 @@ _DEAD = 0.05  # less than this share of the target counts as so much: 0 has no l
 
 # How a value and its target are told, by the key of the target.
 _IN_WORDS: dict[str, Callable[[float, float], str]] = {
-    "sparsity_target": lambda nnz, target: f"{nnz:.1f} neurons fire for a token, not {target:g}",
+    "sparsity_target": lambda nnz, target: (
+        f"{nnz:.1f} neurons are active for a token, not {target:g}"
+    ),
     "union_target": lambda union, target: (
         f"256 neighbouring tokens use {union:.1%} of the neurons, not {target:.1%}"
     ),
@@ -167,9 +169,9 @@ def _moved(average: jax.Array, value: jax.Array, steps: float) -> jax.Array:
 
 
 def _wanted_multipliers(nnz: jax.Array, l1: jax.Array) -> jax.Array:
-    """float32 [layers], logarithms; 0, for a multiplier of 1, where no neuron fires."""
-    fires = (nnz > 0) & (l1 > 0)
-    size = jnp.log(jnp.where(fires, l1, 1)) - jnp.log(jnp.where(fires, nnz, 1))
-    mean = jnp.sum(size) / jnp.maximum(jnp.sum(fires), 1)
+    """float32 [layers], logarithms; 0, for a multiplier of 1, where no neuron is active."""
+    active = (nnz > 0) & (l1 > 0)
+    size = jnp.log(jnp.where(active, l1, 1)) - jnp.log(jnp.where(active, nnz, 1))
+    mean = jnp.sum(size) / jnp.maximum(jnp.sum(active), 1)
     most = math.log(MOST_MULTIPLIER)
-    return jnp.where(fires, jnp.clip(mean - size, -most, most), 0)
+    return jnp.where(active, jnp.clip(mean - size, -most, most), 0)

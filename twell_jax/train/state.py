@@ -12,8 +12,8 @@ from twell_jax.config import Config
 from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer
+from twell_jax.train.neurons import Skipping, first_skipping
 from twell_jax.train.optimizer import make_optimizer, trained
-from twell_jax.train.skip_dead import Skipping, first_skipping
 from twell_jax.train.sparsity_control import SparsityControl, first_control
 
 
@@ -26,7 +26,7 @@ class TrainState:
       step: int32 [], number of steps taken.
       params: the model's parameters.
       opt_state: moments and counters of the optimizer.
-      idle_steps: int32 [layers, d_ff], number of steps since each neuron last fired.
+      idle_steps: int32 [layers, d_ff], number of steps since each neuron was last active.
       control: of the L1 coefficient; None, which checkpoints do not hold, without a target.
       skipping: which neurons steps leave out; None likewise without `skip_dead_every`.
     """
@@ -52,7 +52,7 @@ class StepMetrics:
       grad_norm: float32 [], the global norm of the gradient before clipping.
       nnz: float32 [layers], mean number of non-zero activations per token.
       max_nnz: int32 [layers], largest number of non-zero activations of a token.
-      dead: float32 [layers], fraction of neurons that have not fired for `dead_window_tokens`.
+      dead: float32 [layers], fraction of neurons not active for `dead_window_tokens`.
       overflow: float32 [layers], share of the calls in which dense gradients replaced sparse ones,
         from 0 to 1; see `FFNStats`.
       l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
@@ -61,13 +61,15 @@ class StepMetrics:
         them (`FFNStats.union`), mean over micro-batches and replicas. Each device has whole tiles,
         so any mesh has the same ones; only of the tokens that may leave a union, each device has
         a number of its own. None without a `union_target`.
-      union, listed: float32 [layers], the room that sparse gradients need (see `FFNStats`), the
-        largest of all micro-batches and replicas; None without `sparse_gradients_every`, as dense
-        layers would compute them for nothing.
-      tiles: int32 [layers, d_ff], in how many tiles of tokens each neuron fired (see `FFNStats`);
-        None likewise. It is for `Trainer.order_by_use`; the metrics that are logged do not have it.
+      union, listed: float32 [layers], the capacity that sparse gradients need (see `FFNStats`),
+        the largest of all micro-batches and replicas; None without `sparse_gradients_every`, as
+        dense layers would compute them for nothing.
+      tiles: int32 [layers, d_ff], in how many tiles of tokens each neuron was active (see
+        `FFNStats`); None likewise. It is for `Trainer.order_by_use`; the metrics that are logged do
+        not have it.
       live, missed: int32 [layers], number of neurons that the step computed, and of those that were
-        skipped before the last step at full width, but fired in it; None without `skip_dead_every`.
+        active in the last step at full width although skipped before it; None without
+        `skip_dead_every`.
       lasso: float32 [], tile lasso of h, mean over layers; None without a `lasso_share`.
     """
 

@@ -18,11 +18,9 @@ from twell_jax.ffn import FFNStats, Windows, order_by_use
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import LayerGradients, graphdef
-from twell_jax.train import skip_dead
+from twell_jax.train import neurons
 from twell_jax.train.compile_ahead import CompileAhead
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
-from twell_jax.train.reinit import reinitialise
-from twell_jax.train.reorder import reorder, reorder_moments
 from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import (
     StepMetrics,
@@ -51,9 +49,9 @@ class Trainer:
       init: () -> state.
       reinitialise: state -> state, with the gates of dead neurons drawn anew. It donates the given
         state.
-      sort_neurons: after a step at full width (`skip_dead.is_full_width`), state -> state, with the
-        neurons first that fired in it or in the `skip_dead_every` steps up to it. It donates the
-        given state.
+      sort_neurons: after a step at full width (`neurons.is_full_width`), state -> state, with the
+        neurons first that were active in it or in the `skip_dead_every` steps up to it. It donates
+        the given state.
       order_by_use: (state, `tiles` and `nnz` of the step that returned it) -> state, with the
         neurons of each layer in the order of `twell_jax.order_by_use`. It donates the given state.
       step: `step_with(None)`.
@@ -228,8 +226,8 @@ class Trainer:
             multipliers = jnp.exp(control.log_multipliers)
         params, live = state.params, None
         if skipping is not None:
-            live = skip_dead.live_in(skipping, state.step, self._config)
-            params = skip_dead.with_live(params, live)
+            live = neurons.live_in(skipping, state.step, self._config)
+            params = neurons.with_live(params, live)
         # shard_map, because XLA would reduce gradients over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
@@ -244,9 +242,8 @@ class Trainer:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
         params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
-        mean_union = None
-        if self._config.union_target is not None:
-            mean_union = jnp.mean(stats.union, axis=0)
+        follows_unions = self._config.union_target is not None
+        mean_union = jnp.mean(stats.union, axis=0) if follows_unions else None
         stats = over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
         metrics = StepMetrics(
@@ -268,7 +265,7 @@ class Trainer:
             metrics = replace(metrics, union=stats.union, listed=stats.listed, tiles=stats.tiles)
         if skipping is not None:
             counted_in = stats.fired, state.idle_steps, state.step
-            skipping = skip_dead.counted(skipping, *counted_in, self._config)
+            skipping = neurons.counted(skipping, *counted_in, self._config)
             metrics = replace(metrics, missed=skipping.missed)
         if control is not None:
             measured = stats.nnz, mean_union, stats.l1
@@ -278,7 +275,7 @@ class Trainer:
 
     def _reinitialise(self, state: TrainState) -> TrainState:
         dead = state.idle_steps >= self._config.dead_steps
-        params, opt_state = reinitialise(
+        params, opt_state = neurons.reinitialise(
             state.params,
             state.opt_state,
             dead,
@@ -291,15 +288,15 @@ class Trainer:
 
     def _sort_neurons(self, state: TrainState) -> TrainState:
         assert state.skipping is not None
-        order, live = skip_dead.live_first(state.idle_steps < self._config.skip_dead_every)
+        order, live = neurons.live_first(state.idle_steps < self._config.skip_dead_every)
         return replace(self._reordered(state, order), skipping=replace(state.skipping, live=live))
 
     def _reordered(self, state: TrainState, order: jax.Array) -> TrainState:
         moments = state.opt_state, state.params, order, self._optimizer
         return replace(
             state,
-            params=reorder(state.params, order),
-            opt_state=reorder_moments(*moments),
+            params=neurons.reorder(state.params, order),
+            opt_state=neurons.reorder_moments(*moments),
             idle_steps=jnp.take_along_axis(state.idle_steps, order, axis=1),
         )
 

@@ -12,7 +12,7 @@ from pallas_kernels.weights import Weights
 from tests.conformance.cases import SPARSE, gradients
 from twell_jax import sparse_ffn
 from twell_jax.ffn import unions
-from twell_jax.train.gradient_plan import ROOM
+from twell_jax.train.gradient_plan import CAPACITY
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_patterns_are_crowded_where_kernels_lose(union, listed, crowded):
     assert unions.is_crowded(jnp.float32(union), jnp.float32(listed)) == crowded
 
 
-@pytest.mark.parametrize(("capacity", "ways"), [(ROOM, 3), (1.0, 5)])
+@pytest.mark.parametrize(("capacity", "ways"), [(CAPACITY, 3), (1.0, 5)])
 def test_dense_products_of_what_was_kept_are_compiled_only_where_they_may_be_needed(capacity, ways):
     x, w = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (300, 256))
     operands = x, Weights(w, w, w)

@@ -1,4 +1,7 @@
-"""Checkpoints come back to the bit, or not at all; what is broken is never lost or used."""
+"""Checkpoints come back to the bit, or not at all; what is broken is never lost or used.
+
+Digests differ where arrays differ, whatever the devices that hold them.
+"""
 
 import dataclasses
 import json
@@ -15,7 +18,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.seeds import rng
-from twell_jax.train.checkpoint import CheckpointError, Checkpoints
+from twell_jax.train import checkpoint
+from twell_jax.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    digest_of_json,
+    digest_texts,
+    digests_of_arrays,
+)
 from twell_jax.train.sparsity_control import SparsityControl
 from twell_jax.train.state import TrainState
 
@@ -312,3 +322,70 @@ def test_restores_onto_another_mesh(tmp_path):
     assert_is_step(restored, 6)
     assert jax.tree.map(lambda x: x.sharding, restored[0]) == shardings(fsdp)
     assert restored[0].params["w"].addressable_shards[0].data.shape == (2, 8)
+
+
+def digest_of(array):
+    (found,) = {text for x in digests_of_arrays(array).values() for text in digest_texts(x)}
+    return found
+
+
+def drawn(dtype, shape):
+    """An array of random bits, as signed integers of its width and as `dtype`."""
+    bits = rng().integers(-(2**15), 2**15, (*shape, 2), dtype=np.int16)
+    bits = bits[..., 0] if dtype == jnp.bfloat16 else bits.view(np.int32)[..., 0]
+    return bits, lambda changed: jnp.asarray(changed.view(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+@pytest.mark.parametrize("shape", [(), (16, 24)])
+def test_every_bit_counts(dtype, shape):
+    bits, as_dtype = drawn(dtype, shape)
+    expected = digest_of(as_dtype(bits))
+    assert digest_of(as_dtype(bits.copy())) == expected
+    flips = [np.left_shift(bits.dtype.type(1), i) for i in range(8 * bits.dtype.itemsize)]
+    position = tuple(rng().integers(shape)) if shape else ()
+    for flip in flips:
+        changed = bits.copy()
+        changed[position] ^= flip
+        assert digest_of(as_dtype(changed)) != expected
+
+
+def test_what_would_cancel_in_a_plain_sum_counts():
+    bits, as_dtype = drawn(jnp.float32, (16, 24))
+    bits[0, 0], bits[3, 5] = 17, 18
+    expected = digest_of(as_dtype(bits))
+    swapped, signs = bits.copy(), bits.copy()
+    swapped[0, 0], swapped[3, 5] = 18, 17
+    signs[[2, 7], [1, 1]] ^= np.int32(-(2**31))
+    for changed in (swapped, signs, bits[::-1].copy(), np.roll(bits, 1), np.zeros_like(bits)):
+        assert digest_of(as_dtype(changed)) != expected
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_every_mesh_finds_the_same(dtype):
+    bits, as_dtype = drawn(dtype, (16, 24))
+    array = as_dtype(bits)
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), devices=jax.devices("cpu")[:8])
+    for spec in (P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P(("data", "fsdp"))):
+        assert digest_of(jax.device_put(array, NamedSharding(mesh, spec))) == digest_of(array)
+
+
+def test_a_digest_needs_no_copy_of_the_array():
+    array = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    memory = checkpoint._digest.lower(array).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * memory.argument_size_in_bytes
+
+
+def test_replicas_are_compared_each():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
+    copies = [jax.device_put(np.float32([1, 2]), device) for device in mesh.devices]
+    copies[2] = jax.device_put(np.float32([1, 3]), mesh.devices[2])
+    array = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), copies)
+    first, second, third, fourth = digest_texts(digests_of_arrays({"x": array})["x"])
+    assert first == second == fourth != third
+
+
+def test_json_is_compared_as_it_comes_back():
+    saved = {"b": (1, 0.1), "a": {"c": None}}
+    assert digest_of_json(saved) == digest_of_json({"a": {"c": None}, "b": [1, 0.1]})
+    assert digest_of_json(saved) != digest_of_json({"a": {"c": None}, "b": [1, 0.2]})

@@ -1,11 +1,10 @@
 """Each layer's gradients: the rule, what is saved of it, and the model's part."""
 
-import dataclasses
 import json
 
 import pytest
 
-from twell_jax.train.gradient_plan import ROOM, GradientPlan
+from twell_jax.train.gradient_plan import CAPACITY, GradientPlan
 
 USUAL = 1.0, 0.9  # union and listed of a layer that has just begun to train
 
@@ -24,7 +23,7 @@ def planned(*layers):
 @pytest.mark.parametrize(
     ("union", "listed", "fits"),
     [
-        (0, 0, True),  # no neuron fires
+        (0, 0, True),  # no neuron is active
         (0.2, 0.2, True),  # the recorded pattern
         (0.48, 0.5, True),  # skewed, nnz 60
         (0.2, 0.68, True),  # the lists decide as well
@@ -35,37 +34,37 @@ def planned(*layers):
         (1, 1, False),
     ],
 )
-def test_a_layer_becomes_sparse_if_the_room_holds_it_with_a_margin(union, listed, fits):
-    assert planned((union, listed)).rooms == (fits * ROOM,)
+def test_a_layer_becomes_sparse_if_the_capacity_holds_it_with_a_margin(union, listed, fits):
+    assert planned((union, listed)).capacities == (fits * CAPACITY,)
 
 
-def test_a_layer_that_outgrows_the_room_becomes_dense():
+def test_a_layer_that_outgrows_the_capacity_becomes_dense():
     plan = planned((0.67, 0.5))
-    assert revised(plan, (0.72, 0.5)) == plan and plan.rooms == (ROOM,)
+    assert revised(plan, (0.72, 0.5)) == plan and plan.capacities == (CAPACITY,)
     plan = revised(plan, (0.74, 0.5))
-    assert plan.rooms == (ROOM,) and plan.announced == (0,)
-    assert revised(plan, (0.74, 0.5)).rooms == revised(plan, (0.74, 0.5)).announced == (0,)
+    assert plan.capacities == (CAPACITY,) and plan.announced == (0,)
+    assert revised(plan, (0.74, 0.5)).capacities == revised(plan, (0.74, 0.5)).announced == (0,)
 
 
 def test_a_change_is_announced_one_plan_ahead():
     plan = GradientPlan.dense(2)
     plan = revised(plan, (0.2, 0.1), USUAL)
-    assert plan.rooms == (0, 0) and plan.announced == (ROOM, 0)
+    assert plan.capacities == (0, 0) and plan.announced == (CAPACITY, 0)
     plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-    assert plan.rooms == (ROOM, 0) and plan.announced == (ROOM, ROOM)
+    assert plan.capacities == (CAPACITY, 0) and plan.announced == (CAPACITY, CAPACITY)
     plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-    assert plan.rooms == plan.announced == (ROOM, ROOM)
+    assert plan.capacities == plan.announced == (CAPACITY, CAPACITY)
 
 
 def test_what_no_longer_fits_when_its_time_comes_is_taken_back():
     plan = revised(GradientPlan.dense(1), (0.2, 0.1))
     plan = revised(plan, (0.8, 0.1))
-    assert plan.rooms == plan.announced == (0,)
+    assert plan.capacities == plan.announced == (0,)
 
 
-def test_a_plan_rests_while_its_room_holds():
+def test_a_plan_rests_while_its_capacity_holds():
     plan = planned(*3 * [(0.3, 0.1)])
-    assert plan.rooms == 3 * (ROOM,) == plan.all_sparse.rooms
+    assert plan.capacities == 3 * (CAPACITY,) == plan.all_sparse.capacities
     for union in (0.36, 0.01, 0.72):  # 0.72 would not become sparse now
         assert revised(plan, (union, 0.1), (0.3, 0.1), (0.3, 0.1)) == plan
 
@@ -73,33 +72,34 @@ def test_a_plan_rests_while_its_room_holds():
 def test_an_overflow_is_corrected_at_once_and_widens_the_margin_for_good():
     plan = planned((0.6, 0.1), (0.2, 0.1))
     corrected = revised(plan, (0.8, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert corrected.rooms == corrected.announced == (0, ROOM)
+    assert corrected.capacities == corrected.announced == (0, CAPACITY)
     assert corrected.margins == pytest.approx((1.32, 1.1))
-    for need, rooms in ((0.57, (0, ROOM)), (0.56, (ROOM, ROOM))):
-        assert revised(corrected, (need, 0.1), (0.2, 0.1)).announced == rooms
+    for need, capacities in ((0.57, (0, CAPACITY)), (0.56, (CAPACITY, CAPACITY))):
+        assert revised(corrected, (need, 0.1), (0.2, 0.1)).announced == capacities
     # Other devices needed more than the mean over devices says, but the margin still holds it.
-    assert revised(plan, (0.5, 0.1), (0.2, 0.1), overflow=[0.5, 0]).rooms == (ROOM, ROOM)
+    still_held = revised(plan, (0.5, 0.1), (0.2, 0.1), overflow=[0.5, 0])
+    assert still_held.capacities == (CAPACITY, CAPACITY)
     # A layer that goes on to overflow becomes dense.
     for _ in range(9):
         corrected = revised(corrected, (0.2, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert corrected.rooms == (0, ROOM)
+    assert corrected.capacities == (0, CAPACITY)
 
 
-def test_a_saved_plan_keeps_its_rooms_until_it_changes():
-    plan = GradientPlan(rooms=(1 / 4, 0.0), announced=(1 / 4, 0.0), margins=(1.1, 1.1))
+def test_a_saved_plan_keeps_its_capacities_until_it_changes():
+    plan = GradientPlan(capacities=(1 / 4, 0.0), announced=(1 / 4, 0.0), margins=(1.1, 1.1))
     assert plan.ffn_gradients == (1 / 4, None)
     plan = revised(plan, (0.2, 0.1), USUAL)
-    assert plan.rooms == (1 / 4, 0) and plan.announced == (ROOM, 0)
+    assert plan.capacities == (1 / 4, 0) and plan.announced == (CAPACITY, 0)
 
 
 def test_the_model_is_told_of_sparse_layers_alone_and_of_the_next_plan_before():
     plan = revised(planned((0.2, 0.1), USUAL, USUAL), (0.2, 0.1), USUAL, (0.05, 0.1))
-    assert plan.ffn_gradients == (ROOM, None, None) and plan.sparse == (True, False, False)
-    assert plan.next_ffn_gradients == (ROOM, None, ROOM)
+    assert plan.ffn_gradients == (CAPACITY, None, None) and plan.sparse == (True, False, False)
+    assert plan.next_ffn_gradients == (CAPACITY, None, CAPACITY)
 
 
 def test_a_plan_survives_json_and_keeps_the_names_that_checkpoints_have():
     plan = revised(planned((0.2, 0.1), USUAL), (0.2, 0.1), (0.05, 0.1), overflow=[0.1, 0])
-    saved = json.loads(json.dumps(dataclasses.asdict(plan)))
+    saved = json.loads(json.dumps(plan.saved()))
     assert saved.keys() == {"rooms", "announced", "margins"}
     assert GradientPlan.from_saved(saved) == plan

@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
-from tests.twell_jax.train.test_trainer import END, L1, draw, settings
+from tests.twell_jax.train.small import END, L1, draw, settings
 from twell_jax.config import ConfigError
 from twell_jax.ffn import Windows
 from twell_jax.models import sharding

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.twell_jax.train.test_trainer import D_FF, END, draw, settings
+from tests.twell_jax.train.small import D_FF, END, draw, settings
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.trainer import Trainer

@@ -2,11 +2,15 @@
 
 import io
 
+import jax
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from twell_jax.train.progress import Progress
+from twell_jax import config
+from twell_jax.train import plots
+from twell_jax.train.progress import Progress, redraw
+from twell_jax.train.run_directory import RunPaths
 
 
 def shown(width: int, terminal: bool, **also: float) -> list[str]:
@@ -87,3 +91,11 @@ def test_skipped_and_missed_neurons_are_shown():
 def test_on_a_terminal_an_evaluation_is_printed_above_the_bar():
     lines = shown(80, terminal=True)
     assert "step 20/400  ETA 0:19:00  held-out CE 1.500" in lines[:-1]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_first_process_draws(process, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(plots, "plot_run", lambda settings, paths: [paths.directory / "x.png"])
+    drawn = redraw(config.load("tiny"), RunPaths(tmp_path), Console(quiet=True))
+    assert len(drawn) == 1 - process

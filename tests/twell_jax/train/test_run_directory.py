@@ -56,7 +56,7 @@ def test_a_run_of_0_1_that_planned_its_gradients_with_xla_is_still_read(tmp_path
     open_run(settings(tmp_path, sparse_gradients_every=5))
 
 
-def test_a_run_of_0_2_that_set_the_room_of_its_gradients_is_still_read(tmp_path):
+def test_a_run_of_0_2_that_set_the_capacity_of_its_gradients_is_still_read(tmp_path):
     run = begin(tmp_path)
     tree = run.model_dump(mode="json")
     tree["model"]["ffn_gradient_capacity"] = 0.5

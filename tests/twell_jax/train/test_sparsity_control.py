@@ -232,8 +232,8 @@ def test_neither_spikes_nor_lost_statistics_carry_it_away():
 
 
 @pytest.mark.parametrize(("nnz", "bound", "says"), [
-    (D_FF / 2, MOST, "its bound 10, and still 256.0 neurons fire for a token, not 20; .* larger"),
-    (1.0, LEAST, "its bound 1e-08, and only 1.0 neurons fire for a token, not 20; .* smaller"),
+    (D_FF / 2, MOST, "10, and still 256.0 neurons are active for a token, not 20; .* larger"),
+    (1.0, LEAST, "1e-08, and only 1.0 neurons are active for a token, not 20; .* smaller"),
 ])  # fmt: skip
 def test_a_target_out_of_reach_is_named_once_the_coefficient_is_at_its_bound(nnz, bound, says):
     run = settings(l1_warmup=[0, 10])
@@ -243,7 +243,7 @@ def test_a_target_out_of_reach_is_named_once_the_coefficient_is_at_its_bound(nnz
         assert step < 5000
         control, step = compiled(10)(control, layers, layers, step), step + 1
     why = out_of_reach(run, step, coefficient(control), found)
-    assert re.search(says, why) and "\n" not in why
+    assert re.search(f"its bound {says}", why) and "\n" not in why
     np.testing.assert_allclose(coefficient(control), bound, rtol=2e-3)
     met = {"sparsity_target": TARGET}
     assert out_of_reach(run, step, coefficient(control), met) is None

@@ -13,9 +13,8 @@ import optax
 import pytest
 from flax import nnx
 
-from tests import seeds
 from tests.errors import relative_error
-from twell_jax import config
+from tests.twell_jax.train.small import D_FF, END, L1, VOCAB, draw, settings, trainer_on
 from twell_jax.config import ConfigError
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
@@ -23,38 +22,6 @@ from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import init_state
 from twell_jax.train.trainer import Trainer, unrolls_layers
-
-SEQUENCES, CONTEXT, VOCAB, D_FF = 16, 12, 61, 48
-END = 60
-L1 = 1e-2
-
-
-def settings(**changes):
-    tree = {
-        "run_dir": "unused",
-        "steps": 50,
-        "batch_tokens": SEQUENCES * CONTEXT,
-        "micro_batch": 4,
-        "dead_window_tokens": 2 * SEQUENCES * CONTEXT,
-        "optimizer": {"lr": 1e-2},
-        "model": {
-            "vocab_size": VOCAB, "context": CONTEXT, "d_model": 32, "layers": 2, "heads": 4,
-            "d_ff": D_FF, "dtype": "float32", "init_scale": 0.1,
-        },
-    }  # fmt: skip
-    return config.from_dict(tree | changes)
-
-
-@functools.cache  # compiled once for all tests that use it
-def trainer_on(devices, fsdp=1, **changes):
-    """Its micro-batches are a few to a step, on one device 4, on eight 2."""
-    run = settings(mesh={"fsdp": fsdp}, micro_batch=4 if devices == 1 else 1, **changes)
-    mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices("cpu")[:devices])
-    return Trainer(run, END, mesh)
-
-
-def draw(sequences=SEQUENCES):
-    return seeds.rng().integers(0, VOCAB, (sequences, CONTEXT + 1)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +241,7 @@ def test_documents_are_masked_if_asked_for():
     assert abs(found - unmasked) > 1e-4
 
 
-def test_a_neuron_that_never_fires_is_counted_as_dead_until_it_is_drawn_anew():
+def test_a_neuron_that_is_never_active_is_counted_as_dead_until_it_is_drawn_anew():
     trainer = trainer_on(1)
     with jax.set_mesh(trainer.mesh):
         state = trainer.init()

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tests import room, seeds
-from tests.twell_jax.train.test_trainer import END, VOCAB, settings
+from tests.twell_jax.train.small import END, VOCAB, settings
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.sparsity_control import update

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.commands import call
-from tests.train.runs import ROOT
+from tests.runs.started import ROOT
 from twell_jax.train import interrupt
 from twell_jax.train.metrics import Recorder
 
@@ -20,7 +20,7 @@ from twell_jax.train.metrics import Recorder
 PRESS = """
 import hashlib, importlib, json, os, signal, sys, time
 import twell_jax.analyze, twell_jax.generate, twell_jax.train.command
-from tests.train.after_calls import after_calls
+from tests.runs.after_calls import after_calls
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of some shells
 def press_at(where, calls, presses):
     def press(*args):

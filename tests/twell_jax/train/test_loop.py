@@ -1,14 +1,18 @@
-"""A run continues on the text that it was trained on, and on no other."""
+"""How a run starts: on its own text alone, and only if its gradients can be computed."""
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from twell_jax import config
+from twell_jax.ffn import CannotServe
+from twell_jax.models import sharding
+from twell_jax.train.loop import Run, Standing, first_plan, start
 from twell_jax.train.run_directory import AnotherRun
-from twell_jax.train.start import Run, Standing, start
+from twell_jax.train.trainer import Trainer
 
 
 class Batches:
@@ -62,3 +66,10 @@ def test_a_run_continues_on_its_own_text_alone():
     with pytest.raises(AnotherRun, match=r"^data: the training text is not that of the run in "):
         start(other)
     assert other.batches.position == 0
+
+
+def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
+    settings = config.load("tiny", ["sparse_gradients_every=10"])
+    trainer = Trainer(settings, 0, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    with pytest.raises(CannotServe, match="Hopper GPU"):
+        first_plan(settings, trainer)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.commands import call
-from tests.train.runs import STEPS, final_state, finish, records, run, start
+from tests.runs.started import STEPS, final_state, finish, records, run, start
 from twell_jax import config
 from twell_jax.train import distributed
 
@@ -21,7 +21,7 @@ from twell_jax.train import distributed
 KILL_AT = """
 import os, runpy, signal, sys
 import twell_jax.train.command, twell_jax.train.plots
-from tests.train.after_calls import after_calls
+from tests.runs.after_calls import after_calls
 end = sys.argv.index("train.py")
 points, sys.argv = sys.argv[1:end], sys.argv[end:]
 checkpoints = sys.argv[-1].removeprefix("run_dir=") + "/checkpoints"
@@ -176,7 +176,7 @@ def wait_for(path, processes):
 @pytest.mark.slow
 def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, tmp_path):
     # Adam's first step for a neuron is as large as any: at a usual learning rate, rounding that
-    # lets one fire a step earlier grows to 1e-2 within 30 steps.
+    # lets one be active a step earlier grows to 1e-2 within 30 steps.
     calm = ["steps=20", "checkpoint_every=4", "optimizer.lr=1e-6", "reinit_every=0"]
     one, several = tmp_path / "one", tmp_path / "several"
     reference = call("train.py", workspace / "config.yaml", f"run_dir={one}", *calm)

@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import pattern_shares
 from pallas_kernels.kernels import HOPPER
 from tests.commands import as_in_a_new_process
-from tests.train.runs import records
+from tests.runs.started import records
 from twell_jax import config
 from twell_jax.ffn import CannotServe, dispatch
 from twell_jax.train import distributed, loop, trainer
@@ -23,7 +23,7 @@ STEPS = 8
 def settings(workspace, monkeypatch, reference_kernels):
     """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse.
 
-    Where they are dense, they measure less room than they need.
+    Where they are dense, they measure a smaller capacity than they need.
     """
     monkeypatch.setattr(pattern_shares, "of_dense", lambda *_, **__: 2 * (jnp.float32(0.1),))
 
@@ -56,7 +56,7 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     assert planned == [False, False, False, False, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
     assert [line["union"][0] for line in whole] == [1 if s else pytest.approx(0.1) for s in planned]
-    told = "up to step 5 sparse gradients of layers 0, 1 had too little room"
+    told = "up to step 5 layers 0, 1 exceeded the capacity of their sparse gradients"
     assert told in " ".join(capsys.readouterr().out.split())
 
     train_until(3, settings(tmp_path / "parts"), monkeypatch)  # sparse layers are announced
@@ -73,7 +73,7 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
     every_layer = ["steps=1", "sparse_gradients_every=0", "model.ffn_gradients=sparse"]
     loop.train(settings(tmp_path / "run", *every_layer))
     first, *_ = records(tmp_path / "run")
-    assert first["overflow"] == [0, 0]  # by default there is room for all
+    assert first["overflow"] == [0, 0]  # by default the capacity is enough for all
     assert first.keys().isdisjoint({"sparse_gradients", "union", "listed"})
     run, _, model = load_run(tmp_path / "run")
     assert (run.model.ffn_gradients, model.config.ffn_gradients) == ("sparse", None)

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.commands import call
-from tests.train.runs import STEPS
+from tests.runs.started import STEPS
 
 
 @pytest.fixture(scope="session")

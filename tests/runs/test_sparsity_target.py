@@ -7,7 +7,7 @@ import pytest
 
 from tests import figures
 from tests.commands import as_in_a_new_process, call, finished
-from tests.train.runs import final_state, records
+from tests.runs.started import final_state, records
 from twell_jax import config
 from twell_jax.train import distributed, loop
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests import hub as local_hub
 from tests.commands import ROOT, call
-from tests.train.runs import records
+from tests.runs.started import records
 from tests.twell_jax import drawn
 from twell_jax import analyze
 from twell_jax import config as config_lib

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.train.runs import ROOT
+from tests.runs.started import ROOT
 from twell_jax import config
 
 

@@ -8,14 +8,10 @@ import pytest
 from flax import nnx
 
 from tests.commands import call
-from tests.train.runs import ROOT, STEPS, final_state, records
+from tests.runs.started import STEPS, final_state, records
 from twell_jax import config
-from twell_jax.ffn import CannotServe
-from twell_jax.models import sharding
-from twell_jax.train import distributed
+from twell_jax.train import distributed, metrics, plots
 from twell_jax.train.run_directory import load_run
-from twell_jax.train.start import first_plan
-from twell_jax.train.trainer import Trainer
 
 
 def train(*arguments):
@@ -47,6 +43,22 @@ def test_a_run_learns_and_shows_what_it_did(workspace, uninterrupted):
     assert {path.name for path in (directory / "checkpoints").iterdir()} == {"40", "50", "60"}
     stored = config.load(directory / "config.yaml")
     assert stored == config.load(workspace / "config.yaml")
+
+
+@pytest.mark.slow
+def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, monkeypatch):
+    evaluated = []
+
+    def plot_run(settings, paths):
+        evaluated.append([r["step"] for r in metrics.read(paths.metrics) if "held_out_ce" in r])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(plots, "plot_run", plot_run)
+    process = train(workspace / "config.yaml", f"run_dir={tmp_path / 'run'}")
+    assert process.returncode == 0, process.stderr
+    assert evaluated == [[25], [25, 50], [25, 50, STEPS]]
+    assert process.stdout.count("warning: plots not drawn: OSError: disk full\n") == 3
+    assert f"step {STEPS}/{STEPS}  ETA 0:00:00  held-out CE" in process.stdout
 
 
 @pytest.mark.slow
@@ -178,10 +190,3 @@ def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path, monkeypatch
     split = gibibytes("--dry-run", "8", "mesh.fsdp=8", *shape)
     assert split < 0.3 * whole
     assert not (tmp_path / "run").exists()
-
-
-def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
-    settings = config.load(ROOT / "configs/tiny.yaml", ["sparse_gradients_every=10"])
-    trainer = Trainer(settings, 0, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    with pytest.raises(CannotServe, match="Hopper GPU"):
-        first_plan(settings, trainer)
