@@ -12,10 +12,10 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels import hopper, reference
-from pallas_kernels.hopper.decode.few_tokens import MAX_TOKENS as MAX_FEW_TOKENS
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.stream import MAX_TOKENS as MAX_FEW_TOKENS
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.layouts.tile_union import Plan
 from pallas_kernels.quantised import Operand, Quantised, Tokens

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+MAX_TOKENS = 64  # that kernels for few tokens take
+
 
 class Stream(NamedTuple):
     """The residual stream and what the next RMS norm needs, so that no kernel passes over it again.

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import support
 from pallas_kernels.hopper.decode import active_counts, token_ffn, token_gate
+from pallas_kernels.layouts.stream import MAX_TOKENS
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-MAX_TOKENS = 64
 _TILE = 8  # tokens; a copy of more than one tile needs whole ones
 
 
