@@ -6,10 +6,10 @@ import os
 import hypothesis
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.kernels import REFERENCE
 from tests import seeds
+from tests.devices import abstract_gpu
 from twell_jax.ffn import dispatch
 
 # Has an effect only on the CPU backend, and only before it starts.
@@ -78,11 +78,9 @@ def reference_kernels(monkeypatch):
 @pytest.fixture
 def lower():
     """`lower(function, *operands)` is the text of the function, lowered for an H100 without one."""
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
 
     def lower(function, *operands):
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1,), axes=("x",))):
             traced = jax.jit(function).trace(*operands)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 

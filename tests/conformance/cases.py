@@ -27,7 +27,6 @@ ALGORITHMS = {  # how a caller asks for it, and some tokens that it serves
     "unions": ({"packing": "unions"}, 700),
 }
 PACKED = ["twell", "unions"]
-SPARSE = {"packing": "unions", "gradients": "sparse"}
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_packing = pytest.mark.parametrize("algorithm", PACKED)
@@ -36,6 +35,12 @@ either_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "pla
 xla = jax.jit(functools.partial(sparse_ffn, implementation="xla"))
 
 TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
+
+
+def sparse(capacity=None):
+    """The options of `sparse_ffn` for sparse gradients, in a room of this share of M x H."""
+    options = {"packing": "unions", "gradients": "sparse"}
+    return options if capacity is None else options | {"gradient_capacity": capacity}
 
 
 def by(algorithm, **options):
