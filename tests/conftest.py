@@ -7,7 +7,7 @@ import hypothesis
 import jax
 import pytest
 
-from pallas_kernels.kernels import REFERENCE
+from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
 from tests.devices import abstract_gpu
 from twell_jax.ffn import dispatch
@@ -69,10 +69,30 @@ def quick_compilation(tmp_path_factory):
         yield
 
 
+# Whom every back end is tested with; a new one is a line here.
+BACK_ENDS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
+
+
 @pytest.fixture
-def reference_kernels(monkeypatch):
+def serve(monkeypatch):
+    """After `serve(*back_ends)`, the first of them that can serves implementation="mosaic"."""
+    return lambda *back_ends: monkeypatch.setattr(dispatch, "BACK_ENDS", back_ends)
+
+
+@pytest.fixture
+def reference_kernels(serve):
     """The functions that define the kernels serve implementation="mosaic", on any device."""
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
+    serve(REFERENCE)
+
+
+@pytest.fixture(params=BACK_ENDS)
+def back_end(request, serve):
+    """Each back end in turn serves implementation="mosaic"."""
+    serve(request.param)
+    return request.param
 
 
 @pytest.fixture

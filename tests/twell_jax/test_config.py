@@ -1,25 +1,13 @@
 """Configuration: what is wrong is named in one line, and what is right survives a round trip."""
 
-from pathlib import Path
-
 import jax
 import pytest
 import yaml
 
+from tests.twell_jax.configs import CONFIGS, VALID
 from twell_jax import config
 from twell_jax.config import Config, ConfigError, MeshConfig
 from twell_jax.models import sharding
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-VALID = {
-    "run_dir": "run",
-    "steps": 100,
-    "batch_tokens": 256,
-    "micro_batch": 2,
-    "model": {
-        "vocab_size": 257, "context": 32, "d_model": 32, "layers": 1, "heads": 4, "d_ff": 64,
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

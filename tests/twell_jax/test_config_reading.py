@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.twell_jax.test_config import CONFIGS
+from tests.twell_jax.configs import CONFIGS
 from twell_jax import config
 from twell_jax.config import ConfigError
 

@@ -275,10 +275,10 @@ def test_the_environment_names_an_implementation(monkeypatch):
         sparse_ffn(*operands)
 
 
-def test_the_first_back_end_that_can_serve_does(monkeypatch):
+def test_the_first_back_end_that_can_serve_does(serve):
     cannot = REFERENCE._replace(name="cannot", unsupported=lambda w: "it is broken")
     w = jnp.ones((256, 128), jnp.bfloat16)
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (cannot, REFERENCE))
+    serve(cannot, REFERENCE)
     assert dispatch.back_end(w) == (REFERENCE, None)
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (cannot, cannot))
+    serve(cannot, cannot)
     assert dispatch.back_end(w) == (None, "it is broken; it is broken")

@@ -1,6 +1,8 @@
-"""python -m twell_jax.generate and export as a person runs them."""
+"""python -m twell_jax.generate and export as a person runs them; evaluate without the harness."""
 
+import importlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,32 +26,14 @@ from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run, open_run
 from twell_jax.train.state import init_state
 
-MODEL = {
-    "vocab_size": 257,
-    "context": 32,
-    "d_model": 32,
-    "layers": 2,
-    "heads": 2,
-    "d_ff": 64,
-    "dtype": "float32",
-    "init_scale": 0.3,
-}
-
-
+MODEL = drawn.SMALL | {"vocab_size": 257, "context": 32}
 OPTIONS = ["--max-tokens", "8", "--top-k", "20"]  # tests that have them share compiled programs
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    config = config_lib.from_dict(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "steps": 1,
-            "batch_tokens": 32,
-            "micro_batch": 1,
-            "model": MODEL,
-        }
-    )
+    settings = {"steps": 1, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
+    config = config_lib.from_dict(settings | {"run_dir": str(tmp_path / "run")})
     paths = open_run(config)
     tokenizers.save(ByteTokenizer(), paths.tokenizer)
     return config, paths
@@ -210,3 +194,12 @@ def test_tokens_beyond_the_context_are_announced(run_dir, capsys):
     assert capsys.readouterr().err.startswith(
         "warning: 25 tokens of the prompt and --max-tokens 8 exceed the 32 of the model's context"
     )
+
+
+def test_without_the_harness_evaluate_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    for name in ("twell_jax.evaluate", "twell_jax.inference.harness"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(inference, "harness", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[eval\]'"):
+        importlib.import_module("twell_jax.evaluate")

@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 
 from pallas_kernels.hopper import support
-from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.kernels import HOPPER
 from tests import seeds
 from tests.equations import kernel_calls
 from tests.errors import relative_error
 from tests.twell_jax import drawn
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import CannotServe, dispatch
+from twell_jax.ffn import CannotServe
 from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, decode, graphdef
 from twell_jax.models.quantised import COVERED
 
@@ -45,12 +45,6 @@ IN_8_BITS = [  # a value of `quantise`, and the case
     pytest.param("fp8-all-but-down", "silu", marks=pytest.mark.slow),
     pytest.param("fp8", "sparse", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(params=["reference", pytest.param("hopper", marks=pytest.mark.gpu)])
-def back_end(request, monkeypatch):
-    kernels = {"reference": REFERENCE, "hopper": HOPPER}[request.param]
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
 
 
 def with_settings(model, quantise=(), **changes):
@@ -169,9 +163,8 @@ def one_step(config, batch, capacity, quantise=()):
 @pytest.mark.parametrize(
     ("case", "quantise"), [*((case, ()) for case in CASES), ("sparse", COVERED["fp8-all-but-down"])]
 )
-def test_launches_of_a_layer(case, quantise, capacity, launches, monkeypatch):
-    hopper = HOPPER._replace(unsupported=lambda w: None)
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (hopper,))
+def test_launches_of_a_layer(case, quantise, capacity, launches, serve, monkeypatch):
+    serve(HOPPER._replace(unsupported=lambda w: None))
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     settings = CASES[case] | {"decode_implementation": "mosaic", "sliding_window": None}
     config, params = abstract(quantise, **settings)
@@ -195,18 +188,12 @@ def test_launches_of_a_layer(case, quantise, capacity, launches, monkeypatch):
         ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "layer norms and a rotation of some"),
         ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
         ({"embed_scale": 2.0}, 1, 16, "no kernels for a scale of the embedding"),
-        (
-            {"residual_scale": 2.0, "logit_scale": 2.0},
-            1,
-            16,
-            "residual stream and a scale",
-        ),
+        ({"residual_scale": 2.0, "logit_scale": 2.0}, 1, 16, "residual stream and a scale"),
     ],
 )
 def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
-    changes, batch, capacity, message, monkeypatch
+    reference_kernels, changes, batch, capacity, message
 ):
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
     config, params = abstract(**changes)
     step, cache = one_step(config, batch, capacity)
     assert jax.eval_shape(step, params, cache)[0].shape == (batch, 320)
@@ -224,8 +211,7 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
         (["key", "value"], "query, key, value must all have 8-bit weights, or none, got"),
     ],
 )
-def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(quantise, message, monkeypatch):
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
+def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(reference_kernels, quantise, message):
     config, params = abstract(quantise, decode_implementation="mosaic")
     step, cache = one_step(config, 1, 16, quantise)
     with pytest.raises(CannotServe, match=message):

@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.devices import H100
 from tests.equations import equations, kernel_calls
-from tests.twell_jax.ffn.test_dispatch import H100
-from tests.twell_jax.models.test_transformer import (
-    assert_close,
-    draw_tokens,
-    loss_and_gradients,
-    make,
-)
+from tests.twell_jax.drawn import small as make
+from tests.twell_jax.models.small import assert_close, draw_tokens, loss_and_gradients
 
 
 def test_remat_changes_neither_loss_nor_gradients():
