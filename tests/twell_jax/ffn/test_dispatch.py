@@ -159,15 +159,18 @@ def test_rules_measured_on_one_back_end_do_not_hold_for_another(reference_kernel
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("named", "says"),
     [
-        ({"implementation": "xla", "packing": "unions"}, "'xla' cannot serve packing='unions'"),
-        ({"implementation": "xla", "gradients": "sparse"}, "'xla' cannot serve gradients='sparse'"),
+        (
+            {"implementation": "xla", "packing": "unions"},
+            "'xla' .* packing='unions', .* leave one ",
+        ),
+        ({"implementation": "xla", "gradients": "sparse"}, "'xla' .*='sparse', .* leave one out"),
         ({"packing": "twell", "gradients": "sparse"}, "write packing='unions'"),
     ],
 )
-def test_what_contradicts_itself_is_named(named, message):
-    with pytest.raises(CannotServe, match=message):
+def test_what_contradicts_itself_is_named_with_a_way_out(named, says):
+    with pytest.raises(CannotServe, match=says):
         algorithm(2048, **named)
 
 

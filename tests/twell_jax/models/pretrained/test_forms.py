@@ -105,24 +105,18 @@ def test_a_qwen2_is_a_llama_if_its_output_has_a_bias_or_its_tokenizer_is_another
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"qk_norm": True, "sliding_window": 9},
-            "mistral needs qk_norm=False, not True; qwen3 needs sliding_window=None, not 9",
-        ),
-        (
-            {"gated": False, "activation": "fatrelu", "activation_threshold": 0.1},
-            "arcee needs activation=relu or silu or relu2, not fatrelu; "
-            "sparsellama needs gated=True, not False",
-        ),
-        (
-            {"norm": "layer"},
-            "model: llama needs norm=rms, not layer; nemotron needs gated=False, not True",
-        ),
+        ({"qk_norm": True, "sliding_window": 9},
+         "mistral needs qk_norm=False, not True; qwen3 needs sliding_window=None, not 9"),
+        ({"gated": False, "activation": "fatrelu", "activation_threshold": 0.1},
+         "arcee needs activation=relu or silu or relu2, not fatrelu; "
+         "sparsellama needs gated=True, not False"),
+        ({"norm": "layer"},
+         "model: llama needs norm=rms, not layer; nemotron needs gated=False, not True"),
         ({"activation": "drelu", "embed_scale": 2.0}, "bamboo needs embed_scale=1.0, not 2.0"),
         ({"rotary_fraction": 0.5}, "llama needs rotary_fraction=1.0, not 0.5"),
         ({"mlp_bias": True, "logit_scale": 0.5}, "llama needs logit_scale=1.0, not 0.5; minicpm"),
     ],
-)
+)  # fmt: skip
 def test_what_no_architecture_expresses_is_one_line(tmp_path, changes, says):
     with pytest.raises(PretrainedError) as error:
         save_pretrained(tmp_path / "new", make(**changes), ByteTokenizer())
