@@ -1,6 +1,5 @@
 """Any matrix round-trips to the bit, or TwELL reports a row as overflowed."""
 
-import doctest
 import functools
 
 import jax
@@ -13,7 +12,6 @@ from hypothesis.extra import numpy as st_numpy
 
 from tests import seeds
 from twell_jax import TwELL, pack, pack_unions, unpack
-from twell_jax.ffn import formats
 
 DTYPES = ["bfloat16", "float16"]
 # tile, compression, columns: one tile, several, and a last tile that is not full
@@ -200,10 +198,6 @@ def test_what_cannot_be_packed_is_named(shape, dtype, geometry, message):
 def test_what_cannot_be_unpacked_is_named(words, columns, dtype, message):
     with pytest.raises(ValueError, match=message):
         unpack(TwELL(jnp.ones((2, 1, 4), words), columns, jnp.dtype(dtype), 16, 4))
-
-
-def test_docstring_example():
-    assert doctest.testmod(formats) == (0, 4)
 
 
 @given(st.data())

@@ -9,6 +9,7 @@ from jax.extend.mlir import ir
 
 from tests.conformance.cases import by, gradients, sparse
 from tests.devices import H100
+from tests.launches import operations
 from twell_jax import sparse_ffn
 
 
@@ -34,15 +35,6 @@ def test_all_operands_and_results_pass_a_barrier(function, ffn):
         assert {o.name for o in owners} <= {"stablehlo.optimization_barrier", "stablehlo.constant"}
         users = {use.owner.name for result in kernel.results for use in result.uses}
         assert users <= {"stablehlo.optimization_barrier"}
-
-
-def operations(parent):
-    """All operations inside of one."""
-    for region in parent.regions:
-        for block in region:
-            for op in block:
-                yield op.operation
-                yield from operations(op.operation)
 
 
 def is_in_place(op):

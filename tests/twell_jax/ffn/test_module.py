@@ -1,6 +1,5 @@
 """SparseMLP as anyone would use it: alone, in other models, in a Linen model, on a mesh."""
 
-import doctest
 import functools
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import seeds
 from twell_jax import SparseMLP, capture_stats, sparse_ffn
-from twell_jax.ffn import LiveWidth, SownStats, capture
+from twell_jax.ffn import LiveWidth, SownStats
 
 
 def fresh_rngs():
@@ -368,7 +367,3 @@ def test_an_optimizer_leaves_the_number_of_live_neurons_alone():
 def test_what_is_no_number_of_live_neurons_is_named(live):
     with pytest.raises(ValueError, match=r"^live must be "):
         SparseMLP(8, 24, live=live, rngs=nnx.Rngs(0))
-
-
-def test_docstring_example():
-    assert doctest.testmod(capture, extraglobs={"SparseMLP": SparseMLP}) == (0, 3)

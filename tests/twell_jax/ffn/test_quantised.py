@@ -1,14 +1,11 @@
 """Blocks with 8-bit weights: against the products of quantised operands in float64."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.layouts import quantised as layout
 from tests import seeds
 from tests.errors import ROUNDING, in_e4m3, relative_error
 from twell_jax import CannotServe, Quantised, SparseMLP, explain, sparse_ffn
@@ -162,9 +159,3 @@ def test_what_has_no_blocks_or_projections_is_refused():
     mlp.w_up[...] = mlp.w_up[...].at[3, 3].set(jnp.nan)
     with pytest.raises(ValueError, match="1 elements that are inf or NaN"):
         quantise_mlps(mlp)
-
-
-def test_examples_in_docstrings():
-    for module in (layout, quantised):
-        result = doctest.testmod(module)
-        assert result.attempted and not result.failed
