@@ -6,10 +6,10 @@ import os
 import hypothesis
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels.kernels import REFERENCE
+from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
+from tests.devices import abstract_gpu
 from twell_jax.ffn import dispatch
 
 # Has an effect only on the CPU backend, and only before it starts.
@@ -69,20 +69,38 @@ def quick_compilation(tmp_path_factory):
         yield
 
 
+# Whom every back end is tested with; a new one is a line here.
+BACK_ENDS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
+
+
 @pytest.fixture
-def reference_kernels(monkeypatch):
+def serve(monkeypatch):
+    """After `serve(*back_ends)`, the first of them that can serves implementation="mosaic"."""
+    return lambda *back_ends: monkeypatch.setattr(dispatch, "BACK_ENDS", back_ends)
+
+
+@pytest.fixture
+def reference_kernels(serve):
     """The functions that define the kernels serve implementation="mosaic", on any device."""
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
+    serve(REFERENCE)
+
+
+@pytest.fixture(params=BACK_ENDS)
+def back_end(request, serve):
+    """Each back end in turn serves implementation="mosaic"."""
+    serve(request.param)
+    return request.param
 
 
 @pytest.fixture
 def lower():
     """`lower(function, *operands)` is the text of the function, lowered for an H100 without one."""
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
 
     def lower(function, *operands):
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1,), axes=("x",))):
             traced = jax.jit(function).trace(*operands)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -1,6 +1,8 @@
-"""How lowered kernels are launched: their blocks and shared memory."""
+"""The operations of lowered programs, and how kernels are launched: blocks and shared memory."""
 
+import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend.mlir import ir
@@ -24,25 +26,28 @@ def launches(text: str) -> dict[str, Launch]:
         context.allow_unregistered_dialects = True
         for escaped in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text):
             code = ir.Module.parse(re.sub(rb"\\(\\|[0-9A-F]{2})", _unescape, escaped.encode()))
-            name = re.search(r'sym_name = "(\w+?)_mosaic', str(code))
-            constants = {}
-            for line in str(code).splitlines():
-                if constant := re.match(r"\s*(%\w+) = .*arith.constant.*value = (-?\d+) :", line):
-                    constants[constant[1]] = int(constant[2])
-                if ".gpu.launch" in line:
-                    operands = re.findall(r"%\w+", line.split("(")[1])[1:]
-                    grid, _, cluster, smem = (
-                        [constants[o] for o in operands[i : i + 3]] for i in (0, 3, 6, 9)
-                    )
-                    found[name[1]] = Launch(_product(grid), _product(cluster), smem[0])
-                    break
+            (name,) = {*re.findall(r'sym_name = "(\w+?)_mosaic', str(code))}
+            (launch,) = (op for op in operations(code.operation) if op.name.endswith("gpu.launch"))
+            # What it waits for; the sizes of grid, blocks and clusters; shared memory.
+            _, *sizes, smem = (_constant(operand) for operand in launch.operands)
+            found[name] = Launch(math.prod(sizes[:3]), math.prod(sizes[6:]), smem)
     return found
+
+
+def operations(parent: ir.Operation) -> Iterator[ir.Operation]:
+    """All operations inside of one."""
+    for region in parent.regions:
+        for block in region:
+            for op in block:
+                yield op.operation
+                yield from operations(op.operation)
+
+
+def _constant(value: ir.Value) -> int | None:
+    """The number that a value is; None if it is not constant."""
+    is_constant = value.owner.name.endswith("arith.constant")
+    return ir.IntegerAttr(value.owner.attributes["value"]).value if is_constant else None
 
 
 def _unescape(match: re.Match) -> bytes:
     return b"\\" if match[1] == b"\\" else bytes([int(match[1], 16)])
-
-
-def _product(numbers: list[int]) -> int:
-    x, y, z = numbers
-    return x * y * z

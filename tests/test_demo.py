@@ -14,16 +14,9 @@ def test_both_runs_stand_side_by_side_in_three_lines(tmp_path):
         run_dir.mkdir()
         changed = [f"run_dir={run_dir}", "model.layers=2"]
         (run_dir / "config.yaml").write_text(config.to_yaml(config.load("tiny", changed)))
+        same = {"ce": 2.0, "l1": 0.0, "max_nnz": [512] * 2, "dead": [0.0] * 2}
         records = [
-            {
-                "step": step,
-                "ce": 2.0,
-                "l1": 0.0,
-                "nnz": [512.0] * 2 if step < 4 else nnz,
-                "max_nnz": [512] * 2,
-                "dead": [0.0] * 2,
-                "tokens_per_second": s,
-            }
+            same | {"step": step, "nnz": [512.0] * 2 if step < 4 else nnz, "tokens_per_second": s}
             for step, s in ((1, 0.0), (2, 12345.0), (3, 12346.0), (4, 99999.0), (5, 11111.0))
         ]
         records += [{"step": step, "held_out_ce": ce * 6 / step} for step in (3, 6)]

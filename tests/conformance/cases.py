@@ -1,6 +1,6 @@
 """What every back end and every algorithm is tested with.
 
-A new back end is a line in `BACK_ENDS`, a new algorithm a line in `ALGORITHMS`.
+A new back end is a line in tests/conftest.py, a new algorithm a line in `ALGORITHMS`.
 """
 
 import functools
@@ -11,15 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
 from twell_jax import sparse_ffn
 from twell_jax.ffn import dispatch
 
-BACK_ENDS = [
-    pytest.param(REFERENCE, id="reference"),
-    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
-]
 ALGORITHMS = {  # how a caller asks for it, and some tokens that it serves
     "few_tokens": ({"implementation": "mosaic"}, 5),
     "dense_block": ({"implementation": "mosaic"}, 130),
@@ -27,7 +22,6 @@ ALGORITHMS = {  # how a caller asks for it, and some tokens that it serves
     "unions": ({"packing": "unions"}, 700),
 }
 PACKED = ["twell", "unions"]
-SPARSE = {"packing": "unions", "gradients": "sparse"}
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_packing = pytest.mark.parametrize("algorithm", PACKED)
@@ -36,6 +30,12 @@ either_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "pla
 xla = jax.jit(functools.partial(sparse_ffn, implementation="xla"))
 
 TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
+
+
+def sparse(capacity=None):
+    """The options of `sparse_ffn` for sparse gradients, in a room of this share of M x H."""
+    options = {"packing": "unions", "gradients": "sparse"}
+    return options if capacity is None else options | {"gradient_capacity": capacity}
 
 
 def by(algorithm, **options):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from tests.conformance.cases import (
     ALGORITHMS,
@@ -24,6 +24,7 @@ from tests.conformance.cases import (
     run,
     xla,
 )
+from tests.devices import make_mesh, place
 from tests.errors import relative_error
 from tests.room import fired_tiles, shares
 from twell_jax import sparse_ffn
@@ -60,22 +61,16 @@ def assert_exact(operands, algorithm):
     return y, stats
 
 
-@every_packing
-@pytest.mark.parametrize(("heavy", "gated"), [(0, True), (7, True), (7, False), (700, True)])
-def test_any_number_of_heavy_rows(back_end, heavy, gated, algorithm):
-    operands = draw_for(algorithm, gated=gated)
-    operands[0][:heavy, -1] = -1  # 700 are all
-    _, stats = assert_exact(operands, algorithm)
-    np.testing.assert_array_equal(stats.fired, xla(*operands)[1].fired)
-
-
 @every_algorithm
 @either_form
-@pytest.mark.parametrize("last_feature", [1, 0, -1])
-def test_sparse_half_and_dense_rows(back_end, algorithm, last_feature, gated):
+@pytest.mark.parametrize(("last_feature", "heavy"), [(1, 0), (1, 7), (0, 0), (-1, 0)])
+def test_sparse_heavy_half_and_dense_rows(back_end, algorithm, last_feature, heavy, gated):
     operands = draw_for(algorithm, gated=gated)
     operands[0][:, -1] = last_feature
-    assert_exact(operands, algorithm)
+    operands[0][:heavy, -1] = -1
+    _, stats = assert_exact(operands, algorithm)
+    if last_feature:  # else a neuron may be active for some tokens by rounding alone
+        np.testing.assert_array_equal(stats.fired, xla(*operands)[1].fired)
 
 
 @pytest.mark.gpu
@@ -107,15 +102,7 @@ def test_shapes(back_end, algorithm, shape):
 @every_algorithm
 @pytest.mark.parametrize(
     ("d", "h"),
-    [
-        (128, 65536),
-        (512, 5632),
-        (768, 128),
-        (1024, 1408),
-        (2048, 5632),
-        (4096, 384),
-        (8192, 640),
-    ],
+    [(128, 65536), (512, 5632), (768, 128), (1024, 1408), (2048, 5632), (4096, 384), (8192, 640)],
 )
 def test_large_shapes(algorithm, d, h):
     tokens = {"few_tokens": 3, "dense_block": 200, "twell": 130, "unions": 600}
@@ -248,14 +235,10 @@ def test_the_room_that_nobody_asks_for_is_not_computed():
 def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(reference_kernels, gated):
     operands = draw(8 * 100, 128, 256, gated=gated)
     operands[0][5, -1] = -1
-    mesh = jax.make_mesh((4, 2), TOKENS[0], 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:8])
-    twell = by("twell")
+    mesh = make_mesh((4, 2), TOKENS[0])
     with jax.set_mesh(mesh):
-        x, *weights = (
-            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip(operands, [TOKENS, *3 * [COLUMNS]], strict=True)
-        )
-        compiled = jax.jit(twell).lower(x, *weights).compile()
+        x, *weights = place(mesh, operands, [TOKENS, *3 * [COLUMNS]])
+        compiled = jax.jit(by("twell")).lower(x, *weights).compile()
         y, stats = compiled(x, *weights)
     collectives = [
         name

@@ -10,15 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.rectifiers import RELU
-from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.conformance.cases import (
     COLUMNS,
-    SPARSE,
     TOKENS,
     by,
     draw,
@@ -27,17 +24,18 @@ from tests.conformance.cases import (
     every_packing,
     gradients,
     in_float32,
+    sparse,
     xla,
 )
+from tests.conformance.patterns import PATTERNS, SHAPE, draw_pattern, way_and_heavy_tokens
+from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
 from tests.room import fired_tiles, shares
 from twell_jax import config, sparse_ffn
-from twell_jax.ffn import RESIDUALS, dispatch, unions
+from twell_jax.ffn import RESIDUALS, dispatch
 from twell_jax.ffn.unions import Way
 from twell_jax.models import sharding
 from twell_jax.train.trainer import Trainer
-
-SHAPE = 700, 128, 512  # M, D, H: the same for most cases, so that they share a compiled program
 
 dense_gradients = jax.jit(functools.partial(gradients, xla))
 
@@ -49,7 +47,7 @@ def sparse_gradients(capacity):
 
 @functools.cache
 def _sparse_gradients(back_ends, capacity):
-    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=capacity)
+    ffn = functools.partial(sparse_ffn, **sparse(capacity))
     return jax.jit(functools.partial(gradients, ffn))
 
 
@@ -76,7 +74,10 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
         functions = functools.partial(forward, ffn), jax.grad(rematerialised, argnums=(0, 1))
         return [jax.jit(jax.vmap(f, in_axes=(0, None)))(x, weights) for f in functions]
 
-    kernels = by(algorithm, gradients=kind, gradient_capacity=1.0)
+    if kind == "sparse":
+        kernels = functools.partial(sparse_ffn, **sparse(1.0))
+    else:
+        kernels = by(algorithm, gradients="dense")
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
         assert relative_error(ours, dense) < 1e-2
@@ -88,7 +89,7 @@ def test_what_the_forward_keeps_is_all_that_the_backward_needs(reference_kernels
 
     @functools.partial(jax.checkpoint, policy=kept)
     def loss(a):
-        y, _ = sparse_ffn(jnp.sin(a), *weights, **SPARSE)
+        y, _ = sparse_ffn(jnp.sin(a), *weights, **sparse())
         return jnp.sum(y.astype(jnp.float32))
 
     assert str(jax.make_jaxpr(jax.grad(loss))(x)).count(" sin ") == 1
@@ -124,57 +125,22 @@ def unzip(out):
     return grads, y, stats
 
 
-@functools.cache
-def _residuals(kernels, capacity):
-    forward = functools.partial(unions.forward_with_residuals, kernels, RELU, capacity=capacity)
-    return jax.jit(lambda operands: forward(operands[0], Weights(*operands[1:]))[1])
-
-
-def way_and_heavy_tokens(operands, capacity):
-    """How the gradients of these operands are computed, and how many tokens left the unions."""
-    (kernels,) = dispatch.BACK_ENDS
-    residuals = _residuals(kernels, capacity)(operands)
-    return residuals.way, np.sum(residuals.heavy < len(operands[0]))
-
-
 @pytest.mark.parametrize(
-    ("every", "threshold", "capacity", "way", "gated"),
+    ("pattern", "gated"),
     [
-        (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, True),
-        pytest.param(*(100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, False), marks=pytest.mark.slow),
-        (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, True),  # no room for the last tile: its tokens leave
-        (100, 1.5, 0.7, Way.AGAIN, True),  # nor in the lists
-        (0, 2.2, 1.0, Way.SPARSE, True),
-        (0, 2.2, 1.0, Way.SPARSE, False),
-        (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY, True),  # too many leave: from some tile on they stay
-        (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY, False),
-        (1000, 8, 1.0, Way.SPARSE_AND_HEAVY, True),  # all zero, but for one row
-        (1000, -8, 1.0, Way.DENSE, True),  # all dense
+        *((pattern, True) for pattern in PATTERNS),
+        *((pattern, False) for pattern in ("sparse", "too many tokens leave", "dense is faster")),
+        pytest.param("some dense tokens", False, marks=pytest.mark.slow),
     ],
 )
-def test_sparse_gradients(back_end, every, threshold, capacity, way, gated):
-    operands = draw(*SHAPE, gated=gated, threshold=threshold)
-    if every:
-        operands[0][3::every, -1] = -1
-    assert way_and_heavy_tokens(operands, capacity)[0] == way
-    overflow = assert_exact_gradients(operands, capacity)
-    assert overflow == (way == Way.AGAIN)
+def test_sparse_gradients(back_end, pattern, gated):
+    operands, capacity, way = draw_pattern(pattern, gated)
+    assert assert_exact_gradients(operands, capacity) == (way == Way.AGAIN)
 
 
-@either_form
-def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end, gated):
-    operands = draw(*SHAPE, gated=gated, threshold=1.5)
-    operands[1 if gated else 2][-40:, -1] = -9  # neurons that fire for tokens which fire nearly all
-    operands[0][3::100, -1] = -1
-    way, heavy = way_and_heavy_tokens(operands, 1.0)
-    assert way == Way.DENSE_AND_HEAVY and heavy >= 7
-    assert assert_exact_gradients(operands, 1.0) == 0
-
-
-def forward_for_gradients(operands, **options):
+def forward_for_gradients(operands, capacity=None):
     """The stats of a forward that a sparse backward would follow."""
-
-    ffn = functools.partial(sparse_ffn, **SPARSE, **options)
+    ffn = functools.partial(sparse_ffn, **sparse(capacity))
 
     @jax.jit
     def forward(operands):
@@ -194,7 +160,7 @@ def test_sparse_gradients_fit_into_the_larger_share(back_end, alike):
     lacking = 1 if alike else 0.5  # unions that lack less than a tile may fit: it is then heavy
     needed = max(union, listed)
     for capacity, overflow in ((needed + 1e-4, 0), (lacking * needed - 1e-4, 1)):
-        stats = forward_for_gradients(operands, gradient_capacity=capacity)
+        stats = forward_for_gradients(operands, capacity)
         assert stats.overflow == overflow
         np.testing.assert_allclose((stats.union, stats.listed), shares(active), rtol=1e-6)
 
@@ -226,10 +192,7 @@ def compile_over(mesh, operands, tokens, weights):
     with jax.default_matmul_precision("highest"):
         *reference, expected = unzip(dense_gradients(in_float32(operands), dy))
     with jax.set_mesh(mesh):
-        *placed, dy = (
-            None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip([*operands, dy], [tokens, *3 * [weights], tokens], strict=True)
-        )
+        *placed, dy = place(mesh, [*operands, dy], [tokens, *3 * [weights], tokens])
         compiled = sparse_gradients(1.0).lower(placed, dy).compile()
         *out, stats = unzip(compiled(placed, dy))
     for array, ref in zip(*map(jax.tree.leaves, (out, reference)), strict=True):
@@ -253,11 +216,6 @@ def active_by_device(mesh, operands):
         for is_neurons in (False, True)
     ]
     return [np.split(some, parts[1], axis=1) for some in np.split(active, parts[0])]
-
-
-def make_mesh(shape, axes, platform="cpu", axis_type=AxisType.Auto):
-    devices = jax.devices(platform)[: math.prod(shape)]
-    return jax.make_mesh(shape, axes, len(axes) * (axis_type,), devices=devices)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -389,5 +347,6 @@ def test_over_two_gpus(axis, weights, gated):
     operands = draw(600, 512, 1536, gated=gated)
     operands[0][5, -1] = -1
     tokens = P("data") if axis == "data" else P()
-    text = compile_over(make_mesh((2,), (axis,), "gpu"), operands, tokens, weights)
+    mesh = make_mesh((2,), (axis,), platform="gpu")
+    text = compile_over(mesh, operands, tokens, weights)
     assert "mosaic_gpu" in text

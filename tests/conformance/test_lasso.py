@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import seeds
-from tests.conformance.cases import COLUMNS, SPARSE, TOKENS, draw, either_form, in_float32
-from tests.conformance.test_gradients import SHAPE, make_mesh, way_and_heavy_tokens
+from tests.conformance.cases import COLUMNS, TOKENS, draw, in_float32, sparse
+from tests.conformance.patterns import SHAPE, draw_pattern
+from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
 from twell_jax import explain, sparse_ffn
 from twell_jax.ffn import CannotServe, Windows, dispatch
@@ -61,9 +61,8 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
     with jax.default_matmul_precision("highest"):
         reference, expected = gradients({}, length, *given, in_float32(operands))
     dense, _ = gradients({}, length, *given, operands)
-    options = SPARSE | {"gradient_capacity": capacity}
-    ours, stats = gradients(options, length, *given, operands)
-    again, _ = gradients(options, length, *given, operands)
+    ours, stats = gradients(sparse(capacity), length, *given, operands)
+    again, _ = gradients(sparse(capacity), length, *given, operands)
     for out, same, own, ref in zip(
         *map(jax.tree.leaves, (ours, again, dense, reference)), strict=True
     ):
@@ -75,36 +74,24 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
 
 
 @pytest.mark.parametrize(
-    ("every", "threshold", "capacity", "way", "gated", "grid"),
+    ("pattern", "gated", "grid"),
     [  # with few pairs of a form and a grid, so that cases share compiled programs
-        (0, 2.2, 1.0, Way.SPARSE, True, "sequences that tiles cut"),
-        (0, 2.2, 1.0, Way.SPARSE, False, "a sequence"),
-        (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, True, "sequences that tiles cut"),
-        pytest.param(
-            *(100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, False, "a sequence"), marks=pytest.mark.slow
-        ),
-        (100, 1.5, 0.7, Way.AGAIN, True, "sequences that tiles cut"),
-        pytest.param(*(1000, -8, 1.0, Way.DENSE, True, "a window each"), marks=pytest.mark.slow),
-        (1000, -8, 1.0, Way.DENSE, False, "a sequence"),
-        (1000, 8, 1.0, Way.SPARSE_AND_HEAVY, True, "a window each"),  # all zero, but for one row
+        ("sparse", True, "sequences that tiles cut"),
+        ("sparse", False, "a sequence"),
+        ("some dense tokens", True, "sequences that tiles cut"),
+        pytest.param("the last tile does not fit", False, "a sequence", marks=pytest.mark.slow),
+        ("the lists do not fit", True, "sequences that tiles cut"),
+        pytest.param("dense", True, "a window each", marks=pytest.mark.slow),
+        ("dense", False, "a sequence"),
+        ("zero but for one token", True, "a window each"),
+        ("dense is faster", True, "sequences that tiles cut"),
+        ("dense is faster", False, "a sequence"),
     ],
 )
 @pytest.mark.parametrize("with_y", [True, False], ids=["with y", "alone"])
-def test_gradients(back_end, every, threshold, capacity, way, gated, grid, with_y):
-    operands = draw(*SHAPE, gated=gated, threshold=threshold)
-    if every:
-        operands[0][3::every, -1] = -1
-    assert way_and_heavy_tokens(operands, capacity)[0] == way
+def test_gradients(back_end, pattern, gated, grid, with_y):
+    operands, capacity, way = draw_pattern(pattern, gated)
     assert assert_exact(operands, grid, capacity, with_y=with_y) == (way == Way.AGAIN)
-
-
-@either_form
-def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end, gated):
-    operands = draw(*SHAPE, gated=gated, threshold=1.5)
-    operands[1 if gated else 2][-40:, -1] = -9  # neurons that fire for tokens which fire nearly all
-    operands[0][3::100, -1] = -1
-    assert way_and_heavy_tokens(operands, 1.0)[0] == Way.DENSE_AND_HEAVY
-    assert assert_exact(operands, "sequences that tiles cut" if gated else "a sequence") == 0
 
 
 def test_without_gradients(back_end):
@@ -113,7 +100,7 @@ def test_without_gradients(back_end):
     windows = Windows(jnp.int32(7), length=32)
     ours, dense = (
         jax.jit(functools.partial(sparse_ffn, windows=windows, **options))(*operands)[1].lasso
-        for options in (SPARSE | {"gradient_capacity": 0.1}, {})
+        for options in (sparse(0.1), {})
     )
     np.testing.assert_allclose(ours, dense, rtol=1e-2)
 
@@ -132,15 +119,12 @@ def test_rematerialised_and_mapped(reference_kernels):
 
         return jax.jit(jax.vmap(jax.grad(of)))(x)
 
-    assert relative_error(mapped(SPARSE), mapped({})) < 1e-2
+    assert relative_error(mapped(sparse()), mapped({})) < 1e-2
 
 
 @pytest.mark.parametrize(
     ("axes", "tokens", "weights"),
-    [
-        (("data", "fsdp"), TOKENS, COLUMNS),
-        (("data", "tensor"), P("data"), P("tensor")),
-    ],
+    [(("data", "fsdp"), TOKENS, COLUMNS), (("data", "tensor"), P("data"), P("tensor"))],
 )
 def test_over_a_mesh(reference_kernels, axes, tokens, weights):
     operands = in_sequences(draw(800, D, 512), 100)
@@ -150,11 +134,8 @@ def test_over_a_mesh(reference_kernels, axes, tokens, weights):
     reference, expected = gradients({}, length, *given, operands)
     mesh = make_mesh((2, 2), axes)
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip(operands, [tokens, *3 * [weights]], strict=True)
-        ]
-        ours, stats = gradients(SPARSE, length, *given, placed)
+        placed = place(mesh, operands, [tokens, *3 * [weights]])
+        ours, stats = gradients(sparse(), length, *given, placed)
     np.testing.assert_allclose(stats.lasso, expected.lasso, rtol=1e-2)
     for out, ref in zip(*map(jax.tree.leaves, (ours, reference)), strict=True):
         assert relative_error(out, ref) < 1e-2

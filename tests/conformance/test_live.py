@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.quantised import quantise
 from tests import seeds
-from tests.conformance import test_activations as activations
-from tests.conformance.cases import ALGORITHMS, SPARSE, draw, either_form, gradients
+from tests.conformance import activations
+from tests.conformance.cases import ALGORITHMS, draw, either_form, gradients, sparse
+from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
 from twell_jax import CannotServe, explain, sparse_ffn
 from twell_jax.ffn import dispatch, unions
@@ -22,8 +22,7 @@ H = 512
 LIVE = [0, 1, 127, 128, 300, H]  # none, around a tile, within a group of 64, all
 
 
-def options(algorithm):
-    return {"implementation": "xla"} if algorithm == "xla" else ALGORITHMS[algorithm][0]
+WITH_XLA = ALGORITHMS | {"xla": ({"implementation": "xla"}, 40)}
 
 
 def run(algorithm, operands, live):
@@ -32,7 +31,7 @@ def run(algorithm, operands, live):
 
 @functools.cache
 def _compiled(back_ends, algorithm):
-    ffn = functools.partial(sparse_ffn, **options(algorithm))
+    ffn = functools.partial(sparse_ffn, **WITH_XLA[algorithm][0])
     return jax.jit(lambda operands, live: ffn(*operands, live=live))
 
 
@@ -61,8 +60,7 @@ def truncated(operands, live):
 @SERVE
 @either_form
 def test_further_neurons_never_fire(back_end, algorithm, gated):
-    m = ALGORITHMS.get(algorithm, (None, 40))[1]
-    operands = draw(m, 128, H, gated=gated, threshold=1.0)
+    operands = draw(WITH_XLA[algorithm][1], 128, H, gated=gated, threshold=1.0)
     operands[0][3::50, -1] = -1  # heavy rows
     for live in LIVE:  # one compiled program
         y, stats = run(algorithm, poisoned(operands, live), live)
@@ -77,7 +75,7 @@ def test_further_neurons_never_fire(back_end, algorithm, gated):
 
 @SERVE
 def test_a_token_that_is_not_finite_stays_alone(back_end, algorithm):
-    operands = draw(ALGORITHMS.get(algorithm, (None, 40))[1], 128, H)
+    operands = draw(WITH_XLA[algorithm][1], 128, H)
     clean, _ = run(algorithm, operands, 200)
     operands[0][2, 5] = np.nan
     for live, is_nan in ((200, True), (0, False)):
@@ -103,9 +101,9 @@ def test_gradients(back_end, gated, capacity, threshold, some):
     operands = draw(500, 128, H, gated=gated, threshold=threshold)
     operands[0][3::100, -1] = -1
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
-    sparse = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=capacity)
+    by_kernels = functools.partial(sparse_ffn, **sparse(capacity))
     dense = functools.partial(sparse_ffn, implementation="xla")
-    ours, xla = (jax.jit(functools.partial(grads, f)) for f in (sparse, dense))
+    ours, xla = (jax.jit(functools.partial(grads, f)) for f in (by_kernels, dense))
     compiled_reference = jax.jit(functools.partial(gradients, dense))
     for live in (0, some):
         out, (_, stats) = ours(operands, dy, live)
@@ -139,7 +137,7 @@ def test_other_activations_and_their_gradients(back_end, activation):
     y_ref, _, _, wide = activations.by_hand(activation, *cut, dy=dy)
     # Where the pattern does not fit, gradients are dense: by XLA, as in `test_gradients`.
     for capacity in (1.0, 0.01) if activation == "drelu" else (1.0,):
-        ffn = functools.partial(sparse_ffn, **SPARSE, **act, gradient_capacity=capacity)
+        ffn = functools.partial(sparse_ffn, **sparse(capacity), **act)
         call = jax.jit(functools.partial(grads, ffn))
         out, (y, stats) = call(poisoned(operands, 130), dy, 130)
         assert stats.overflow == (capacity < 1) and not stats.fired[130:].any()
@@ -166,7 +164,7 @@ def test_stacked_layers_in_a_loop_have_their_own(back_end):
     layers = [draw(300, 128, H) for _ in range(4)]
     live = np.array([0, 70, 256, H], np.int32)
     stacked = [np.stack(arrays) for arrays in zip(*layers, strict=True)]
-    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
+    ffn = functools.partial(sparse_ffn, **sparse(1.0))
 
     def loss(stacked, live):
         def layer(total, operands):
@@ -188,19 +186,14 @@ def test_stacked_layers_in_a_loop_have_their_own(back_end):
 
 
 def test_devices_that_share_the_neurons(reference_kernels):
-    axes = ("data", "tensor")
-    mesh = jax.make_mesh((2, 2), axes, 2 * (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = make_mesh((2, 2), ("data", "tensor"))
     operands, live = draw(512, 128, H), 300  # within the second half
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
     dense = functools.partial(grads, functools.partial(sparse_ffn, implementation="xla"))
     reference, (y_ref, expected) = jax.jit(dense)(operands, dy, live)
-    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
+    ffn = functools.partial(sparse_ffn, **sparse(1.0))
     with jax.set_mesh(mesh):
-        specs = [P("data"), *3 * [P("tensor")]]
-        placed = [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)
-        ]
-        dy = jax.device_put(dy, NamedSharding(mesh, P("data")))
+        *placed, dy = place(mesh, [*operands, dy], [P("data"), *3 * [P("tensor")], P("data")])
         out, (y, stats) = jax.jit(functools.partial(grads, ffn))(placed, dy, live)
     assert relative_error(y, y_ref) < 1e-2
     np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=1e-3)
@@ -251,6 +244,6 @@ def test_what_is_no_number_of_neurons_is_named(live, message):
 @pytest.mark.parametrize(("beyond", "same"), [(H + 200, H), (-5, 0)])
 @SERVE
 def test_a_number_on_the_device_beyond_the_neurons(back_end, algorithm, beyond, same):
-    operands = draw(ALGORITHMS.get(algorithm, (None, 40))[1], 128, H)
+    operands = draw(WITH_XLA[algorithm][1], 128, H)
     ours, expected = run(algorithm, operands, beyond), run(algorithm, operands, same)
     jax.tree.map(np.testing.assert_array_equal, ours, expected)

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.quantised import quantise, rounded
 from tests.conformance.cases import by, draw, run, xla
+from tests.devices import make_mesh
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost
 
@@ -85,8 +86,7 @@ def test_gradients_are_refused(back_end):
 
 def test_over_a_mesh_scales_go_with_their_neurons(reference_kernels):
     x, weights = draw_8_bits(4 * 100, 128, 512, ("gate", "up"))
-    names = "data", "tensor"
-    mesh = jax.make_mesh((4, 2), names, 2 * (AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    mesh = make_mesh((4, 2), ("data", "tensor"))
     with jax.set_mesh(mesh):
         placed = jax.device_put(weights, NamedSharding(mesh, P("tensor")))
         y, stats = jax.jit(by("unions"))(x, *placed)

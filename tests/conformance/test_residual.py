@@ -5,20 +5,20 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import seeds
 from tests.conformance.cases import (
     ALGORITHMS,
-    SPARSE,
     by,
     draw,
     every_algorithm,
     gradients,
     in_float32,
+    sparse,
     xla,
 )
+from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
 from twell_jax import sparse_ffn
 from twell_jax.models import PREFILL_OPTIONS
@@ -61,20 +61,15 @@ def assert_added(call, operands):
 def test_where_the_neurons_are_split_a_residual_is_added_once(reference_kernels):
     operands = draw(4 * 100, 128, 512)
     residual = residual_for(operands)
-    axes, devices = ("data", "tensor"), jax.devices("cpu")[:4]
-    mesh = jax.make_mesh((2, 2), axes, 2 * (AxisType.Auto,), devices=devices)
-    specs = [P("data"), *3 * [P("tensor")], P("data")]
+    mesh, specs = make_mesh((2, 2), ("data", "tensor")), [P("data"), *3 * [P("tensor")], P("data")]
     with jax.set_mesh(mesh):
-        x, *weights, placed = (
-            jax.device_put(a, NamedSharding(mesh, spec))
-            for a, spec in zip([*operands, residual], specs, strict=True)
-        )
+        x, *weights, placed = place(mesh, [*operands, residual], specs)
         y, _ = jax.jit(by("unions"))(x, *weights, residual=placed)
     expected, _ = xla(*in_float32(operands), residual=residual.astype(np.float32))
     assert relative_error(y, expected) < 5e-3
 
 
-@pytest.mark.parametrize("options", [{"packing": "unions"}, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("options", [{"packing": "unions"}, sparse()], ids=["dense", "sparse"])
 def test_gradients_of_a_residual_are_those_of_a_sum(back_end, options):
     """And the others are what they are without one."""
     operands = draw(700, 128, 512)

@@ -48,7 +48,6 @@ def continuations(printed: str) -> list[str]:
     return [ast.literal_eval(line) for line in printed.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("name", ["nnx_model", "linen_model", "equinox_model"])
 def test_a_model_learns_to_add_with_few_neurons(run, name):
@@ -60,7 +59,6 @@ def test_a_model_learns_to_add_with_few_neurons(run, name):
         assert 0 < after < before / 4
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_plain_jax_learns_the_facts_with_few_neurons(run):
     (_, fired_at_first), *_, (error, fired) = steps(run("plain_jax"))
@@ -68,7 +66,6 @@ def test_plain_jax_learns_the_facts_with_few_neurons(run):
     assert 0 < fired < fired_at_first / 4
 
 
-@pytest.mark.slow
 def test_fine_tuning_lowers_the_loss_and_closes_gates_and_its_model_writes_text(run):
     printed = run("finetune")
     (cross_entropy_at_first, fired_at_first), *_, (cross_entropy, fired) = steps(printed)
@@ -80,9 +77,8 @@ def test_fine_tuning_lowers_the_loss_and_closes_gates_and_its_model_writes_text(
         assert text.startswith(prompt)
         written = text.removeprefix(prompt)
         assert len(written) > 30
-        assert sum(c.isascii() and (c.isprintable() or c == "\n") for c in written) > 0.9 * len(
-            written
-        )
+        readable = [c for c in written if c.isascii() and (c.isprintable() or c == "\n")]
+        assert len(readable) > 0.9 * len(written)
 
 
 def test_without_a_model_random_bytes_follow_the_prompts(run):
@@ -105,8 +101,7 @@ def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
     assert fired == "0.00% of other tokens fire a removed neuron"
 
 
-def test_every_example_is_short_and_tested():
+def test_every_example_is_tested():
     source = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):
         assert f'"{example.stem}"' in source
-        assert len(example.read_text().splitlines()) < 60

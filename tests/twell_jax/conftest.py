@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from tests.twell_jax.test_config import VALID
+from tests.twell_jax.configs import VALID
 
 
 @pytest.fixture

@@ -9,6 +9,17 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn import LiveWidth
 from twell_jax.models import Transformer
 
+# A large init_scale, so that attention and positions matter to untrained logits.
+SMALL = {
+    "vocab_size": 61, "context": 16, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 48,
+    "dtype": "float32", "init_scale": 0.4,
+}  # fmt: skip
+
+
+def small(**changes) -> Transformer:
+    """A `transformer` of `SMALL` with changes."""
+    return transformer(**SMALL | changes)
+
 
 def transformer(**settings) -> Transformer:
     """As `Transformer` makes it from a `ModelConfig` of these settings."""

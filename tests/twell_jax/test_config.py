@@ -1,25 +1,13 @@
 """Configuration: what is wrong is named in one line, and what is right survives a round trip."""
 
-from pathlib import Path
-
 import jax
 import pytest
 import yaml
 
+from tests.twell_jax.configs import CONFIGS, VALID
 from twell_jax import config
 from twell_jax.config import Config, ConfigError, MeshConfig
 from twell_jax.models import sharding
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-VALID = {
-    "run_dir": "run",
-    "steps": 100,
-    "batch_tokens": 256,
-    "micro_batch": 2,
-    "model": {
-        "vocab_size": 257, "context": 32, "d_model": 32, "layers": 1, "heads": 4, "d_ff": 64,
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -78,23 +66,17 @@ VALID = {
         ("model.kv_heads=3", "model.kv_heads", "heads=4"),
         ("model.rope_scaling=2", "model.rope_scaling", "dictionary"),
         ("model.rope_scaling={factor: 2}", "model.rope_scaling.type", "required"),
-        (
-            "model.rope_scaling={type: linear, factor: 2, beta_fast: 9}",
-            "model.rope_scaling.beta_fast",
-            "type=linear does not use it; leave it out, or write 32.0",
-        ),
+        ("model.rope_scaling={type: linear, factor: 2, beta_fast: 9}",
+         "model.rope_scaling.beta_fast",
+         "type=linear does not use it; leave it out, or write 32.0"),
         ("model.rope_scaling.fctor=2", "model.rope_scaling.fctor", "did you mean factor?"),
         ("model.rope_scaling={type: ntk, factor: 2}", "model.rope_scaling.type", "'yarn'"),
-        (
-            "model.rope_scaling={type: yarn, factor: 2}",
-            "model.rope_scaling.original_context",
-            "yarn needs the context that the model had before",
-        ),
-        (
-            "model.rope_scaling={type: llama3, factor: 2, original_context: 8, low_freq_factor: 4}",
-            "model.rope_scaling.high_freq_factor",
-            "above low_freq_factor=4, got 4",
-        ),
+        ("model.rope_scaling={type: yarn, factor: 2}",
+         "model.rope_scaling.original_context",
+         "yarn needs the context that the model had before"),
+        ("model.rope_scaling={type: llama3, factor: 2, original_context: 8, low_freq_factor: 4}",
+         "model.rope_scaling.high_freq_factor",
+         "above low_freq_factor=4, got 4"),
         ("mesh.fsdp=3", "mesh.fsdp", "model.d_model=32"),
         ("data.source=files", "data.paths", "at least one path"),
         ("data.source=hf", "data.name", "needs the name"),
@@ -106,7 +88,7 @@ VALID = {
         ("=3", "'=3'", "key=value"),
         ("steps=[", "steps", "not valid YAML"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
     with pytest.raises(ConfigError) as error:
         config.load(path, [override])
@@ -119,77 +101,45 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            ["sparsity_target=5", "model.activation=silu"],
-            r"sparsity_target: no activation of model.activation=silu becomes zero; write "
-            "model.activation=relu, or sparsity_target=null",
-        ),
-        (
-            ["union_target=0.5", "model.activation=silu"],
-            r"union_target: no activation of model.activation=silu becomes zero; write "
-            "model.activation=relu, or union_target=null",
-        ),
-        (
-            ["union_target=0.06", "model.d_ff=2000", "micro_batch=8"],
-            r"union_target: is counted in chunks of 128 neurons, so it must be at least 0.063 with "
-            r"model.d_ff=2000, got 0.06",
-        ),
-        (
-            ["union_target=0.5", "model.d_ff=2000", "micro_batch=4"],
-            r"union_target: is measured on 256 tokens, so micro_batch \* model.context must be a "
-            r"multiple of them, got 128",
-        ),
-        (
-            [
-                "union_target=0.5",
-                "model.d_ff=2000",
-                "micro_batch=8",
-                "model.ffn_implementation=mosaic",
-            ],
-            r"union_target: kernels measure it from micro_batch \* model.context=1024 on, got 256; "
-            "write a larger micro_batch, or model.ffn_implementation=null",
-        ),
-        (
-            ["skip_dead_every=1"],
-            r"skip_dead_every: with 1 every step is at full width and .*; write 2 or more, or 0",
-        ),
-        (
-            ["skip_dead_every=5", "model.activation=silu"],
-            r"skip_dead_every: with model.activation=silu every neuron fires; write .*=relu, or "
-            "skip_dead_every=0",
-        ),
-        (
-            ["skip_dead_every=5", "model.live_width=true"],
-            r"skip_dead_every: the model has numbers .* \(model.live_width=true\); write "
-            "skip_dead_every=0",
-        ),
-        (
-            ["skip_dead_every=5", "dead_window_tokens=1000"],  # of 256 tokens a step
-            r"skip_dead_every: .* dead_window_tokens=1000 is dead, and must be looked at in these "
-            "4 steps, got 5; write a larger dead_window_tokens",
-        ),
-        (
-            ["sparse_gradients_every=5", "model.ffn_implementation=xla"],
-            r"sparse_gradients_every: .*model.ffn_implementation must be mosaic or null, got xla",
-        ),
-        (
-            ["sparse_gradients_every=5", "model.ffn_gradients=sparse"],
-            r"sparse_gradients_every: .*model.ffn_gradients must be null, got sparse",
-        ),
-        (
-            ["sparse_gradients_every=5", "model.ffn_gradients=dense"],
-            r"sparse_gradients_every: .*model.ffn_gradients must be null, got dense",
-        ),
-        (
-            ["model.ffn_gradients=sparse", "model.ffn_implementation=xla"],
-            r"model.ffn_gradients: .*model.ffn_implementation must be mosaic or null",
-        ),
-        (
-            ["model.gated=false", "model.activation=drelu"],
-            r"model.activation: 'drelu' needs a gate.*",
-        ),
+        (["sparsity_target=5", "model.activation=silu"],
+         r"sparsity_target: no activation of model.activation=silu becomes zero; write "
+         "model.activation=relu, or sparsity_target=null"),
+        (["union_target=0.5", "model.activation=silu"],
+         r"union_target: no activation of model.activation=silu becomes zero; write "
+         "model.activation=relu, or union_target=null"),
+        (["union_target=0.06", "model.d_ff=2000", "micro_batch=8"],
+         r"union_target: is counted in chunks of 128 neurons, so it must be at least 0.063 with "
+         r"model.d_ff=2000, got 0.06"),
+        (["union_target=0.5", "model.d_ff=2000", "micro_batch=4"],
+         r"union_target: is measured on 256 tokens, so micro_batch \* model.context must be a "
+         r"multiple of them, got 128"),
+        (["union_target=0.5", "model.d_ff=2000", "micro_batch=8",
+          "model.ffn_implementation=mosaic"],
+         r"union_target: kernels measure it from micro_batch \* model.context=1024 on, got 256; "
+         "write a larger micro_batch, or model.ffn_implementation=null"),
+        (["skip_dead_every=1"],
+         r"skip_dead_every: with 1 every step is at full width and .*; write 2 or more, or 0"),
+        (["skip_dead_every=5", "model.activation=silu"],
+         r"skip_dead_every: with model.activation=silu every neuron fires; write .*=relu, or "
+         "skip_dead_every=0"),
+        (["skip_dead_every=5", "model.live_width=true"],
+         r"skip_dead_every: the model has numbers .* \(model.live_width=true\); write "
+         "skip_dead_every=0"),
+        (["skip_dead_every=5", "dead_window_tokens=1000"],  # of 256 tokens a step
+         r"skip_dead_every: .* dead_window_tokens=1000 is dead, and must be looked at in these "
+         "4 steps, got 5; write a larger dead_window_tokens"),
+        (["sparse_gradients_every=5", "model.ffn_implementation=xla"],
+         r"sparse_gradients_every: .*model.ffn_implementation must be mosaic or null, got xla"),
+        (["sparse_gradients_every=5", "model.ffn_gradients=sparse"],
+         r"sparse_gradients_every: .*model.ffn_gradients must be null, got sparse"),
+        (["sparse_gradients_every=5", "model.ffn_gradients=dense"],
+         r"sparse_gradients_every: .*model.ffn_gradients must be null, got dense"),
+        (["model.ffn_gradients=sparse", "model.ffn_implementation=xla"],
+         r"model.ffn_gradients: .*model.ffn_implementation must be mosaic or null"),
+        (["model.gated=false", "model.activation=drelu"],
+         r"model.activation: 'drelu' needs a gate.*"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(path, overrides, says):
     with pytest.raises(ConfigError, match=f"^{says}$"):
         config.load(path, overrides)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.twell_jax.test_config import CONFIGS
+from tests.twell_jax.configs import CONFIGS
 from twell_jax import config
 from twell_jax.config import ConfigError
 
@@ -139,31 +139,23 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
     [
         (["optimizer.warmup_steps=100"], "optimizer.warmup_steps: 100 of 100 steps"),
         (["l1_coefficient=1", "l1_warmup=[0, 100]"], "l1_warmup: ends at step 100 of 100"),
-        (
-            ["sparsity_target=8", "l1_warmup=[0, 100]"],
-            "sparsity_target: the L1 coefficient is not moved towards it before step 100 of 100",
-        ),
-        (
-            ["union_target=0.8", "micro_batch=8", "model.d_ff=256", "l1_warmup=[0, 100]"],
-            "union_target: the L1 coefficient is not moved towards it before step 100 of 100",
-        ),
-        (
-            ["union_target=0.05", "micro_batch=8", "model.d_ff=2816"],
-            "union_target: 0.05 is hardly more than a layer has as soon as one neuron fires, "
-            "0.0455 with model.d_ff=2816, so the L1 coefficient would grow until hardly any does; "
-            "write 0.069 or more",
-        ),
-        (
-            ["skip_dead_every=5", "model.ffn_implementation=xla"],
-            "skip_dead_every: gains nothing with model.ffn_implementation=xla",
-        ),
+        (["sparsity_target=8", "l1_warmup=[0, 100]"],
+         "sparsity_target: the L1 coefficient is not moved towards it before step 100 of 100"),
+        (["union_target=0.8", "micro_batch=8", "model.d_ff=256", "l1_warmup=[0, 100]"],
+         "union_target: the L1 coefficient is not moved towards it before step 100 of 100"),
+        (["union_target=0.05", "micro_batch=8", "model.d_ff=2816"],
+         "union_target: 0.05 is hardly more than a layer has as soon as one neuron fires, "
+         "0.0455 with model.d_ff=2816, so the L1 coefficient would grow until hardly any does; "
+         "write 0.069 or more"),
+        (["skip_dead_every=5", "model.ffn_implementation=xla"],
+         "skip_dead_every: gains nothing with model.ffn_implementation=xla"),
         (["optimizer.lr=3"], "optimizer.lr: 3 is far from what is usual, 1e-08 to 1"),
         (["optimizer.eps=1"], "optimizer.eps: 1 is far"),
         (["optimizer.clip_norm=1e-9"], "optimizer.clip_norm: 1e-09 is far"),
         (["model.init_scale=20"], "model.init_scale: 20 is far"),
         (["model.activation=silu", "l1_coefficient=1"], "l1_coefficient: 1 makes activations of"),
     ],
-)
+)  # fmt: skip
 def test_what_can_hardly_be_meant_is_a_warning(path, caplog, overrides, says):
     config.load(path, overrides)
     (record,) = caplog.records

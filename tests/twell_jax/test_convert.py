@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import seeds
+from tests.devices import make_mesh
 from twell_jax import SparseMLP, capture_stats
 from twell_jax.convert import FORMS, replace_mlps
 
@@ -133,8 +133,7 @@ def test_training_with_relu_and_l1_closes_gates():
 @pytest.mark.parametrize("axes", [("x", "y"), ("y",)], ids=str)
 def test_sharding_is_kept(axes):
     """`axes` of a kernel `[D, H]`, by name and in memory."""
-    types = (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh((2, 4), ("x", "y"), types, devices=jax.devices("cpu")[:8])
+    mesh = make_mesh((2, 4), ("x", "y"))
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
     with jax.set_mesh(mesh):
         model = nnx.Sequential(MLP(kernel_init=init))
@@ -185,38 +184,18 @@ def test_a_module_at_two_places_stays_one():
     assert model.first is not model.others[0]["mlp"]
 
 
-def biased():
-    return Model(MLP(), MLP(use_bias=True))
-
-
-def with_dropout():
+def with_layer(**layers):
+    """A model whose second module has these instead of its own, or beside them."""
     mlp = MLP()
-    mlp.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
-    return Model(MLP(), mlp)
-
-
-def with_other_layers():
-    mlp = MLP()
-    mlp.up_proj = nnx.LoRALinear(D, H, lora_rank=2, use_bias=False, rngs=nnx.Rngs(0))
-    return Model(MLP(), mlp)
-
-
-def with_experts():
-    mlp = MLP()
-    mlp.gate_proj = nnx.Param(jnp.zeros((4, D, H)))
-    return Model(MLP(), mlp)
-
-
-def of_other_shape():
-    mlp = MLP()
-    mlp.down_proj = nnx.Linear(H, 4, use_bias=False, rngs=nnx.Rngs(0))
+    for name, layer in layers.items():
+        setattr(mlp, name, layer)
     return Model(MLP(), mlp)
 
 
 def of_several_dtypes():
-    mlp = MLP()
-    mlp.down_proj.dtype = jnp.bfloat16
-    return Model(MLP(), mlp)
+    model = Model(MLP(), MLP())
+    model.others[0]["mlp"].down_proj.dtype = jnp.bfloat16
+    return model
 
 
 def in_a_tuple():
@@ -225,28 +204,50 @@ def in_a_tuple():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (biased, "cannot replace others/0/mlp: gate_proj has a bias"),
-        (
-            with_dropout,
-            "others/0/mlp: it holds dropout/rngs.* beside gate_proj, up_proj, down_proj",
-        ),
-        (with_other_layers, "others/0/mlp: up_proj is LoRALinear, not nnx.Linear"),
-        (with_experts, "others/0/mlp: gate_proj is Param, not nnx.Linear"),
-        (of_other_shape, r"others/0/mlp: kernels of shapes .*\(48, 4\).* do not fit each other"),
-        (of_several_dtypes, "others/0/mlp: its layers compute in different dtypes: .*bfloat16"),
-        (in_a_tuple, "others/1: it is in a tuple, which cannot be changed; use nnx.List"),
-        (MLP, "cannot replace the model itself: it must be part of a module"),
-        (
-            lambda: Model(nnx.Linear(D, D, rngs=nnx.Rngs(0))),
-            "no module of the model has the layers",
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_cannot_be_replaced_is_named_and_the_model_left_alone(make, message):
+UNSUITED = {  # what makes the model, and what is said
+    "biased": (
+        lambda: Model(MLP(), MLP(use_bias=True)),
+        "cannot replace others/0/mlp: gate_proj has a bias",
+    ),
+    "with dropout": (
+        lambda: with_layer(dropout=nnx.Dropout(0.1, rngs=nnx.Rngs(0))),
+        "others/0/mlp: it holds dropout/rngs.* beside gate_proj, up_proj, down_proj",
+    ),
+    "with other layers": (
+        lambda: with_layer(up_proj=nnx.LoRALinear(D, H, lora_rank=2, rngs=nnx.Rngs(0))),
+        "others/0/mlp: up_proj is LoRALinear, not nnx.Linear",
+    ),
+    "with experts": (
+        lambda: with_layer(gate_proj=nnx.Param(jnp.zeros((4, D, H)))),
+        "others/0/mlp: gate_proj is Param, not nnx.Linear",
+    ),
+    "of another shape": (
+        lambda: with_layer(down_proj=nnx.Linear(H, 4, use_bias=False, rngs=nnx.Rngs(0))),
+        r"others/0/mlp: kernels of shapes .*\(48, 4\).* do not fit each other",
+    ),
+    "of several dtypes": (
+        of_several_dtypes,
+        "others/0/mlp: its layers compute in different dtypes: .*bfloat16",
+    ),
+    "in a tuple": (
+        in_a_tuple,
+        "others/1: it is in a tuple, which cannot be changed; use nnx.List",
+    ),
+    "itself": (MLP, "cannot replace the model itself: it must be part of a module"),
+    "without one": (
+        lambda: Model(nnx.Linear(D, D, rngs=nnx.Rngs(0))),
+        "no module of the model has the layers",
+    ),
+    "a plain array": (
+        lambda: with_layer(up_proj=jnp.zeros((D, H))),
+        "others/0/mlp: up_proj is ArrayImpl, not",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_what_cannot_be_replaced_is_named_and_the_model_left_alone(name):
+    make, message = UNSUITED[name]
     model = make()
     before = nnx.graphdef(model)
     with pytest.raises(ValueError, match=message) as raised:
@@ -258,13 +259,6 @@ def test_what_cannot_be_replaced_is_named_and_the_model_left_alone(make, message
 def test_a_model_of_another_framework_is_refused():
     with pytest.raises(ValueError, match=r"model must be an nnx\.Module, got Dense"):
         replace_mlps(linen.Dense(D))
-
-
-def test_a_layer_that_is_a_plain_array_is_refused():
-    mlp = MLP()
-    mlp.up_proj = jnp.zeros((D, H))
-    with pytest.raises(ValueError, match="others/0/mlp: up_proj is ArrayImpl, not"):
-        replace_mlps(Model(MLP(), mlp))
 
 
 def test_names_without_up_or_down_are_refused():

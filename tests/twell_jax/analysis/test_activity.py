@@ -1,5 +1,6 @@
 """Activity statistics against plain numpy, and the pattern against what the model itself counts."""
 
+import functools
 import json
 
 import jax
@@ -19,17 +20,10 @@ from twell_jax.analysis.activity import (
 )
 
 END = 60
-SMALL = {
-    "vocab_size": 61, "context": 16, "d_model": 32, "layers": 3, "heads": 4, "d_ff": 48,
-    "dtype": "float32", "init_scale": 0.4,
-}  # fmt: skip
+make = functools.partial(drawn.small, layers=3)
 
 forward = nnx.jit(lambda model, tokens: model(tokens))
 forward_documents = nnx.jit(lambda model, tokens: model(tokens, document_end=END))
-
-
-def make(**changes):
-    return drawn.transformer(**(SMALL | changes))
 
 
 def draw_sequences(count=3):

@@ -15,17 +15,13 @@ from twell_jax.analysis.activity import firing_patterns, measure_activity
 from twell_jax.analysis.prune import fires_removed, prune_dead, prune_mlp
 from twell_jax.models import graphdef
 
-SMALL = {
-    "vocab_size": 61, "context": 16, "d_model": 64, "layers": 3, "heads": 4, "d_ff": 512,
-    "dtype": "float32", "init_scale": 0.2,
-}  # fmt: skip
-
+SMALL = drawn.SMALL | {"d_model": 64, "layers": 3, "d_ff": 512, "init_scale": 0.2}
 forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 
 def make(**changes):
     """A model with a constant feature through which its neurons fire often, rarely or never."""
-    model = drawn.transformer(**(SMALL | changes))
+    model = drawn.transformer(**SMALL | changes)
     mlp = model.blocks.mlp
     gate = mlp.w_gate if mlp.w_gate is not None else mlp.w_up
     set_first_feature(model.embed.embedding, 4.0)

@@ -1,13 +1,19 @@
-"""Speed-ups of the layers' forward and backward, with blocks that err in place of the kernels."""
+"""Speed-ups of the layers' forward and backward, with blocks that err in place of the kernels.
+
+Clocks are those of what computes, and stop when the results are there.
+"""
+
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from tests import seeds
 from twell_jax import sparse_ffn
-from twell_jax.analysis import speedup
+from twell_jax.analysis import speedup, timing
 from twell_jax.config import ModelConfig
 from twell_jax.models import Transformer
 
@@ -57,3 +63,24 @@ def test_kernels_compute_both_passes_of_a_models_layers():
     both = speedup.measure_speedup(model, tokens, backward=True)
     assert both.tokens == 2048 and len(both.factor) == 2
     assert max(both.mosaic_error) < 0.01 and max(both.xla_error) < 0.01
+
+
+def test_results_are_waited_for():
+    def sleep(x):
+        time.sleep(0.02)
+        return x
+
+    x = jnp.ones(3)
+    sleeping = jax.jit(lambda x: jax.pure_callback(sleep, x, x))
+    assert timing.milliseconds(sleeping, x, calls=2, repeats=3) >= 20
+
+
+def test_the_clock_is_lowered_without_a_gpu(lower):
+    assert "@mosaic_gpu" in lower(lambda: timing._gpu_clock(3.0))
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_gpu_goes_on_while_it_is_held():
+    stamps = [timing._clock(hold) for hold in (0.0, 5.0, 0.0)]
+    first, held, last = (np.asarray(stamp).view(np.int64)[0] for stamp in stamps)
+    assert first + 5e6 <= held <= last

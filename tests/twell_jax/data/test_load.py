@@ -22,8 +22,8 @@ def first_epoch(loaded, stream):
     return sorted(windows), sorted(expected)
 
 
-def files(text_dir, **settings):
-    return {"source": "files", "paths": [str(text_dir / "*.txt")], **settings}
+def files(directory, pattern="*.txt", **settings):
+    return {"source": "files", "paths": [str(directory / pattern)], **settings}
 
 
 def stream_of(texts):
@@ -96,7 +96,7 @@ def test_bpe_is_trained_on_the_training_documents_and_kept(
 def test_jsonl_lines_are_documents(make_config, tmp_path, text_dir, documents):
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    lines = data.load(make_config({"source": "files", "paths": [str(path)]}))
+    lines = data.load(make_config(files(tmp_path, path.name)))
     whole = data.load(make_config(files(text_dir)))
     np.testing.assert_array_equal(lines.held_out, whole.held_out)
 
@@ -104,7 +104,7 @@ def test_jsonl_lines_are_documents(make_config, tmp_path, text_dir, documents):
 def test_the_end_of_a_single_file_is_held_out(make_config, tmp_path, caplog):
     text = "".join(map(chr, seeds.rng().integers(97, 123, 1000)))
     (tmp_path / "input.txt").write_text(text)
-    one = {"source": "files", "paths": [str(tmp_path / "input.txt")], "held_out_fraction": 0.1}
+    one = files(tmp_path, "input.txt", held_out_fraction=0.1)
     loaded = data.load(make_config(one, eval_sequences=1000))
     assert "too few documents to hold out whole ones, so the last 10 %" in caplog.text
     epoch, expected = first_epoch(loaded, stream_of([text[:900]]))
@@ -116,8 +116,8 @@ def test_the_end_of_a_single_file_is_held_out(make_config, tmp_path, caplog):
 def test_the_end_of_a_single_file_does_not_shape_the_bpe(make_config, tmp_path, fraction):
     text = "".join(seeds.rng().choice(["abc ", "de ", "fghi\n"], 2000))
     (tmp_path / "input.txt").write_text(text + text.upper())
-    one = {"source": "files", "paths": [str(tmp_path / "input.txt")], "tokenizer": "bpe"}
-    loaded = data.load(make_config(one | {"held_out_fraction": fraction}, {"vocab_size": 262}))
+    one = files(tmp_path, "input.txt", tokenizer="bpe", held_out_fraction=fraction)
+    loaded = data.load(make_config(one, {"vocab_size": 262}))
     kept = (text + text.upper())[: int(2 * len(text) * (1 - fraction))]
     assert loaded.tokenizer.to_json() == tokenizers.train_bpe([kept], 262).to_json()
 
@@ -165,9 +165,8 @@ def test_a_file_that_is_no_text_is_left_out_and_counted(make_config, text_dir, c
 
 def test_files_of_which_none_is_text_are_an_error(make_config, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1\xff\xff")
-    settings = {"source": "files", "paths": [str(tmp_path / "a.parquet")]}
     with pytest.raises(ConfigError, match=r"a\.parquet \(at byte 4; data\.source=hf reads such"):
-        data.load(make_config(settings))
+        data.load(make_config(files(tmp_path, "a.parquet")))
 
 
 def test_a_file_with_null_characters_is_doubted(make_config, text_dir, caplog):

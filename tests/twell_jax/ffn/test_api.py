@@ -1,7 +1,5 @@
 """sparse_ffn against float64 numpy, under JAX's transformations, and in its errors."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from tests import seeds
 from tests.errors import relative_error
 from twell_jax import sparse_ffn
-from twell_jax.ffn import api
 
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
@@ -394,7 +391,3 @@ def test_operands_may_be_jax_arrays_and_params():
     for convert in (jnp.asarray, nnx.Param):
         y, _ = eager({name: convert(jnp.asarray(value)) for name, value in inputs.items()})
         np.testing.assert_array_equal(y, expected)
-
-
-def test_docstring_examples():
-    assert doctest.testmod(api) == (0, 5)

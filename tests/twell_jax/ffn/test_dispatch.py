@@ -1,65 +1,125 @@
-"""Who serves: the table at each of its boundaries, without a GPU, and what it says."""
+"""Who serves, without a GPU: the table at its boundaries, the calls of users, and what is said."""
 
 import itertools
+import json
+import math
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.record import RESULTS
 from pallas_kernels.kernels import REFERENCE
 from tests.back_ends import changed
+from tests.devices import H100, abstract_gpu
 from tests.equations import kernel_calls
 from twell_jax import CannotServe, explain, sparse_ffn
-from twell_jax.ffn import dispatch
-from twell_jax.ffn.dispatch import RULES, Case, Request, select
+from twell_jax.ffn import dispatch, quantise
+from twell_jax.ffn.dispatch import RULES
 
 H = 1408
+DEFAULT = RULES[: 1 + [rule.algorithm for rule in RULES].index("dense")]  # if nobody names anything
 
 
-def abstract_gpu(name, shape=(1, 1), axes=("data", "fsdp")):
-    device = AbstractDevice(device_kind=name, num_cores=132, platform="gpu")
-    return AbstractMesh(shape, axes, 2 * (AxisType.Auto,), abstract_device=device)
+def shapes(m, d=128, h=256, dtype=jnp.bfloat16, gated=True):
+    x, w = (jax.ShapeDtypeStruct((n, d), dtype) for n in (m, h))
+    return x, w if gated else None, w, w
 
 
-H100 = abstract_gpu("NVIDIA H100 80GB HBM3")
+def served(tokens, *, gpu=H100, gated=True, quantised=False, **options):
+    """The algorithm for a block of H neurons, and the record that supports the choice."""
+    x, *weights = shapes(tokens, h=H, gated=gated)
+    if quantised:
+        weights[0] = jax.eval_shape(quantise, weights[0])
+    with jax.sharding.use_abstract_mesh(gpu):
+        last = explain(x, *weights, **options).splitlines()[-1]
+    algorithm, _, record = last.strip(" )").partition(", by ")
+    return algorithm, record.partition("benchmarks/results/")[2] or None
 
 
-def algorithm(case, **named):
-    return select(case, Request(**named)).rule.algorithm
+def algorithm(tokens, **options):
+    return served(tokens, **options)[0]
 
 
-def by_hand(tokens, gated, expected_nnz):
-    """What `implementation=None` takes, written without the table."""
-    for most_tokens, most_open in ((16, 0.05), (32, 0.03), (64, 0.015)):
-        if tokens <= most_tokens:
-            sparse = expected_nnz is None or expected_nnz <= most_open * H
-            return "few_tokens" if sparse else "dense"
-    if tokens < 1024:
-        return "dense_block"
-    if gated:
-        return "unions"
-    known_to_be_sparse = expected_nnz is not None and expected_nnz <= 0.01 * H
-    return "unions" if known_to_be_sparse else "dense"
+def by_the_table(tokens, gated, nnz):
+    """The first rule of the default whose conditions hold."""
+    for rule in DEFAULT:
+        least, most = rule.tokens
+        limit = math.inf if rule.most_open is None else rule.most_open * H
+        is_sparse = not rule.knows if nnz is None else nnz <= limit
+        if least <= tokens <= most and rule.gated in (None, gated) and is_sparse:
+            return rule.algorithm, rule.record
+    raise AssertionError("the last rule serves everything")
+
+
+def tokens_of(rule):
+    """The least and the most tokens that a rule serves, as far as they are finite."""
+    return [tokens for tokens in rule.tokens if tokens < math.inf]
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_what_the_default_takes(gated):
-    tokens = (1, 2, 15, 16, 17, 31, 32, 33, 34, 63, 64, 65, 66, 1023, 1024, 1025, 16384)
-    shares = (0, 0.01 * H, 0.015 * H, 0.03 * H, 0.05 * H, H)
-    nnz = [None, *(s + d for s in shares for d in (-0.5, 0, 0.5) if 0 <= s + d <= H)]
+def test_on_both_sides_of_every_limit_the_default_is_what_the_table_says(gated):
+    limits = {tokens for rule in DEFAULT for tokens in tokens_of(rule)}
+    tokens = {m for limit in limits for m in (limit - 1, limit, limit + 1) if m > 0}
+    shares = {rule.most_open * H for rule in DEFAULT if rule.most_open}
+    nnz = [None, 0, H, *(share + step for share in shares for step in (-0.5, 0, 0.5))]
     for m, expected in itertools.product(tokens, nnz):
-        case = Case(m, H, gated, "Hopper", expected)
-        assert algorithm(case) == by_hand(m, gated, expected), (m, expected)
-        without = Case(m, H, gated, None, expected, "no GPU")
-        assert algorithm(without) == "dense"
+        found = served(m, gated=gated, expected_nnz=expected)
+        assert found == by_the_table(m, gated, expected), (m, expected)
+        unsupported = abstract_gpu("NVIDIA A100-SXM4-80GB")
+        assert algorithm(m, gated=gated, expected_nnz=expected, gpu=unsupported) == "dense"
+
+
+def test_every_rule_serves_a_call(request):
+    tokens = {tokens for rule in RULES for tokens in tokens_of(rule)}
+    wishes = ({}, {"implementation": "mosaic"}, {"packing": "twell"}, {"packing": "unions"})
+
+    def reached():
+        calls = itertools.product(tokens, wishes, (True, False), (None, 0, H))
+        return {served(m, gated=g, expected_nnz=nnz, **wish) for m, wish, g, nnz in calls}
+
+    of_hopper = reached()
+    request.getfixturevalue("reference_kernels")  # of which there is no record
+    assert of_hopper | reached() == {(rule.algorithm, rule.record) for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", DEFAULT, ids=lambda rule: f"{rule.algorithm} {rule.tokens}")
+def test_the_record_of_a_rule_is_there_and_supports_it(rule):
+    rows = json.loads((Path(RESULTS) / rule.record).read_text())["rows"]
+    if rule.algorithm == "dense":
+        assert rows
+        return
+    most = math.inf if rule.most_open is None else rule.most_open
+    speedups = [speedup for row in rows for share, speedup in measured(row, rule) if share <= most]
+    assert np.median(speedups) > 1
+
+
+def measured(row, rule):
+    """(share of active neurons, speed-up) of what a row says of calls that a rule serves."""
+    if "variant" in row:  # a whole model, layer by layer
+        layers = row["speedup"] or {"nnz": [], "factor": []}
+        return [(n / row["d_ff"], f) for n, f in zip(layers["nnz"], layers["factor"], strict=True)]
+    is_of_rule = (
+        row["direction"] == "forward"
+        and rule.tokens[0] <= row["m"] <= rule.tokens[1]
+        and row["implementation"] in ("mosaic", rule.algorithm)
+        and not row.get("packing")
+        and not row["heavy_rows"]
+        and rule.gated in (None, row["gated"])
+    )
+    return [(row["nnz_mean"] / row["h"], row["speedup"])] if is_of_rule else []
 
 
 @pytest.mark.parametrize(
     ("tokens", "named", "expected"),
     [
+        (1, {}, "few_tokens"),
+        (512, {}, "dense_block"),
+        (16384, {}, "unions"),
+        (16384, {"gated": False}, "dense"),
         (1, {"implementation": "mosaic"}, "few_tokens"),
         (64, {"implementation": "mosaic"}, "few_tokens"),
         (65, {"implementation": "mosaic"}, "dense_block"),
@@ -76,73 +136,64 @@ def test_what_the_default_takes(gated):
         (16384, {"gradients": "dense"}, "unions"),
         (16384, {"implementation": "xla"}, "dense"),
         (65, {"gradients": "dense"}, "dense_block"),
+        (8, {"quantised": True}, "few_tokens"),
+        (512, {"quantised": True}, "dense"),
+        (512, {"quantised": True, "packing": "twell"}, "twell"),
+        (16384, {"quantised": True}, "unions"),
+        (8, {"live": 100}, "dense"),
+        (8, {"live": 100, "implementation": "mosaic"}, "few_tokens"),
+        (1023, {"live": 100}, "dense"),
+        (1023, {"live": 100, "implementation": "mosaic"}, "unions"),
+        (1024, {"live": 100}, "unions"),
     ],
 )
-def test_what_a_caller_names(tokens, named, expected):
-    for nnz in (None, 1, H):  # who names the kernels has decided
-        assert algorithm(Case(tokens, H, True, "Hopper", nnz), **named) == expected
+def test_calls_of_users(tokens, named, expected):
+    assert algorithm(tokens, **named) == expected
+    if {"implementation", "packing", "gradients"} & set(named):  # who names kernels has decided
+        for nnz in (1, H):
+            assert algorithm(tokens, expected_nnz=nnz, **named) == expected
 
 
-def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
-    for tokens in (8, 1023):
-        case = Case(tokens, H, True, "Hopper", has_live=True)
-        assert algorithm(case) == "dense"
-        assert algorithm(case, implementation="mosaic") != "dense"
-        text = "not measured with live neurons for fewer than 1024 tokens\n"
-        assert text in str(select(case, Request()))
-    assert algorithm(Case(1024, H, True, "Hopper", has_live=True)) == "unions"
-
-
-def test_quantised_weights_take_kernels():
-    for tokens, expected in ((8, "few_tokens"), (512, "dense"), (16384, "unions")):
-        assert algorithm(Case(tokens, H, True, "Hopper", quantised=True)) == expected
-    assert algorithm(Case(512, H, True, "Hopper", quantised=True), packing="twell") == "twell"
-
-
-def test_rules_measured_on_one_back_end_do_not_hold_for_another():
-    assert algorithm(Case(16384, H, True, "another")) == "dense"
-    assert algorithm(Case(16384, H, True, "another"), implementation="mosaic") == "unions"
+def test_rules_measured_on_one_back_end_do_not_hold_for_another(reference_kernels):
+    assert algorithm(16384) == "dense"
+    assert algorithm(16384, implementation="mosaic") == "unions"
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("named", "says"),
     [
-        ({"implementation": "xla", "packing": "unions"}, "'xla' cannot serve packing='unions'"),
-        ({"implementation": "xla", "gradients": "sparse"}, "'xla' cannot serve gradients='sparse'"),
+        (
+            {"implementation": "xla", "packing": "unions"},
+            "'xla' .* packing='unions', .* leave one ",
+        ),
+        ({"implementation": "xla", "gradients": "sparse"}, "'xla' .*='sparse', .* leave one out"),
         ({"packing": "twell", "gradients": "sparse"}, "write packing='unions'"),
     ],
 )
-def test_what_contradicts_itself_is_named(named, message):
-    with pytest.raises(CannotServe, match=message):
-        select(Case(2048, H, True, "Hopper"), Request(**named))
+def test_what_contradicts_itself_is_named_with_a_way_out(named, says):
+    with pytest.raises(CannotServe, match=says):
+        algorithm(2048, **named)
 
 
 @pytest.mark.parametrize(
-    "named", ["implementation='mosaic'", "packing='twell'", "gradients='sparse'"]
+    "named", [{"implementation": "mosaic"}, {"packing": "twell"}, {"gradients": "sparse"}]
 )
 def test_what_cannot_be_had_says_what_was_named_and_why(named):
-    request = Request(**{named.split("=")[0]: named.split("'")[1]})
-    with pytest.raises(CannotServe, match=f"^{named} cannot serve: no GPU$"):
-        select(Case(2048, H, True, unsupported="no GPU"), request)
-
-
-def test_each_rule_of_the_default_cites_a_record_that_is_there():
-    default = RULES[: 1 + [rule.algorithm for rule in RULES].index("dense")]
-    assert all((Path(RESULTS) / rule.record).exists() for rule in default)
-
-
-def shapes(m, d=128, h=256, dtype=jnp.bfloat16):
-    x, w = (jax.ShapeDtypeStruct((n, d), dtype) for n in (m, h))
-    return x, w, w, w
+    ((name, value),) = named.items()
+    says = f"^{name}='{value}' cannot serve: it needs a Hopper GPU, got NVIDIA B200$"
+    with pytest.raises(CannotServe, match=says):
+        algorithm(2048, gpu=abstract_gpu("NVIDIA B200"), **named)
 
 
 def test_explain_says_which_rule_serves_and_why_not_those_before():
     with jax.sharding.use_abstract_mesh(H100):
         text = explain(*shapes(4096))
+        with_live = explain(*shapes(1023), live=7)
     first, *passed_over, last = text.splitlines()
     assert first == "4096 tokens on a device, 256 neurons, gated, expected_nnz unknown:"
-    assert len(passed_over) == 4 and all("4096 tokens" in line for line in passed_over)
-    assert last.strip().startswith("unions, by mosaic") and "ffn-goals" in last
+    assert passed_over and all("4096 tokens" in line for line in passed_over)
+    assert last.strip().startswith("unions, by mosaic") and last.endswith(".json)")
+    assert "not measured with live neurons for fewer than 1024 tokens\n" in with_live
     with pytest.raises(CannotServe, match="needs a Hopper GPU"):
         explain(*shapes(4096), implementation="mosaic")
     with pytest.raises(ValueError, match="w_up must be"):
@@ -190,34 +241,23 @@ def test_axes_may_be_explicit_but_not_beside_manual_ones(reference_kernels):
 
 
 @pytest.mark.parametrize(
-    ("name", "serves"),
-    [
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA H200", True),
-        ("NVIDIA H20", True),
-        ("NVIDIA H800", True),
-        ("NVIDIA GH200 480GB", True),
-        ("NVIDIA A100-SXM4-80GB", False),
-        ("NVIDIA B200", False),
-        ("NVIDIA GB200", False),
-        ("NVIDIA B300 SXM6 AC", False),
-        ("NVIDIA GB300", False),
-    ],
+    "name",
+    ["H100 80GB HBM3", "H200", "H20", "H800", "GH200 480GB"],
+    ids=lambda name: name.split()[0],
 )
-def test_hopper_gpus_are_known_by_name(name, serves):
-    with jax.sharding.use_abstract_mesh(abstract_gpu(name)):
-        assert ("unions, by mosaic" in explain(*shapes(2048))) == serves
+def test_hopper_gpus_are_known_by_name(name):
+    assert algorithm(2048, gpu=abstract_gpu(f"NVIDIA {name}")) == "unions"
 
 
 @pytest.mark.parametrize("tokens", [4, 2048])
-@pytest.mark.parametrize("name", ["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300 SXM6 AC"])
-def test_blackwell_gpus_get_no_kernels(name, tokens):
+@pytest.mark.parametrize("name", ["A100-SXM4-80GB", "B200", "GB200", "B300 SXM6 AC", "GB300"])
+def test_other_gpus_get_no_kernels(name, tokens):
     """An abstract device has no compute capability, and Mosaic then takes it for a Hopper GPU."""
     with jax.sharding.use_abstract_mesh(H100):
         assert kernel_calls(sparse_ffn, *shapes(tokens)) > 0
-    with jax.sharding.use_abstract_mesh(abstract_gpu(name)):
+    with jax.sharding.use_abstract_mesh(abstract_gpu(f"NVIDIA {name}")):
         assert kernel_calls(sparse_ffn, *shapes(tokens)) == 0
-        with pytest.raises(CannotServe, match=f"it needs a Hopper GPU, got {name}$"):
+        with pytest.raises(CannotServe, match=f"it needs a Hopper GPU, got NVIDIA {name}$"):
             explain(*shapes(tokens), implementation="mosaic")
 
 
@@ -239,10 +279,10 @@ def test_the_environment_names_an_implementation(monkeypatch):
         sparse_ffn(*operands)
 
 
-def test_the_first_back_end_that_can_serve_does(monkeypatch):
+def test_the_first_back_end_that_can_serve_does(serve):
     cannot = changed(REFERENCE, name="cannot", unsupported=lambda w: "it is broken")
     w = jnp.ones((256, 128), jnp.bfloat16)
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (cannot, REFERENCE))
+    serve(cannot, REFERENCE)
     assert dispatch.back_end(w) == (REFERENCE, None)
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (cannot, cannot))
+    serve(cannot, cannot)
     assert dispatch.back_end(w) == (None, "it is broken; it is broken")

@@ -1,6 +1,5 @@
 """Any matrix round-trips to the bit, or TwELL reports a row as overflowed."""
 
-import doctest
 import functools
 
 import jax
@@ -13,7 +12,6 @@ from hypothesis.extra import numpy as st_numpy
 
 from tests import seeds
 from twell_jax import TwELL, pack, pack_unions, unpack
-from twell_jax.ffn import formats
 
 DTYPES = ["bfloat16", "float16"]
 # tile, compression, columns: one tile, several, and a last tile that is not full
@@ -172,37 +170,34 @@ def test_vmap():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("shape", "dtype", "geometry", "message"),
     [
-        (lambda: pack(jnp.ones((2, 8))), "bfloat16 or float16.*float32"),
-        (lambda: pack(jnp.ones((8,), jnp.bfloat16)), r"\[M, H\], got bfloat16 \[8\]"),
-        (lambda: pack(jnp.ones((2, 0), jnp.bfloat16)), "columns, got 0"),
-        (lambda: pack(jnp.ones((1, 65537), jnp.bfloat16)), "65536 columns, got 65537"),
-        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=8, compression=3), "tile=8.*ression=3"),
-        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=8, compression=8), "two words"),
-        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=8, compression=0), "compression=0"),
-        (lambda: pack(jnp.ones((2, 8), jnp.bfloat16), tile=0, compression=1), "tile=0"),
-        (
-            lambda: unpack(TwELL(jnp.ones((2, 1, 4), jnp.uint32), 40, jnp.bfloat16, 16, 4)),
-            r"\[2, 3, 4\] for 40 columns.*got uint32 \[2, 1, 4\]",
-        ),
-        (
-            lambda: unpack(TwELL(jnp.ones((2, 1, 4), jnp.int32), 16, jnp.bfloat16, 16, 4)),
-            "uint32.*got int32",
-        ),
-        (
-            lambda: unpack(TwELL(jnp.ones((2, 1, 4), jnp.uint32), 16, jnp.float32, 16, 4)),
-            "got float32",
-        ),
+        ((2, 8), "float32", {}, "bfloat16 or float16.*float32"),
+        ((8,), "bfloat16", {}, r"\[M, H\], got bfloat16 \[8\]"),
+        ((2, 0), "bfloat16", {}, "columns, got 0"),
+        ((1, 65537), "bfloat16", {}, "65536 columns, got 65537"),
+        ((2, 8), "bfloat16", {"tile": 8, "compression": 3}, "tile=8.*ression=3"),
+        ((2, 8), "bfloat16", {"tile": 8, "compression": 8}, "two words"),
+        ((2, 8), "bfloat16", {"tile": 8, "compression": 0}, "compression=0"),
+        ((2, 8), "bfloat16", {"tile": 0, "compression": 1}, "tile=0"),
     ],
 )
-def test_errors(make, message):
+def test_what_cannot_be_packed_is_named(shape, dtype, geometry, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        pack(jnp.ones(shape, dtype), **geometry)
 
 
-def test_docstring_example():
-    assert doctest.testmod(formats) == (0, 4)
+@pytest.mark.parametrize(
+    ("words", "columns", "dtype", "message"),
+    [
+        ("uint32", 40, "bfloat16", r"\[2, 3, 4\] for 40 columns.*got uint32 \[2, 1, 4\]"),
+        ("int32", 16, "bfloat16", "uint32.*got int32"),
+        ("uint32", 16, "float32", "got float32"),
+    ],
+)
+def test_what_cannot_be_unpacked_is_named(words, columns, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        unpack(TwELL(jnp.ones((2, 1, 4), words), columns, jnp.dtype(dtype), 16, 4))
 
 
 @given(st.data())

@@ -1,6 +1,5 @@
 """SparseMLP as anyone would use it: alone, in other models, in a Linen model, on a mesh."""
 
-import doctest
 import functools
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import seeds
 from twell_jax import SparseMLP, capture_stats, sparse_ffn
-from twell_jax.ffn import SownStats, capture
+from twell_jax.ffn import LiveWidth, SownStats
 
 
 def fresh_rngs():
@@ -64,12 +63,6 @@ def test_output_is_the_formula(gated):
     h = np.maximum(gate, 0) * (up if gated else 1)
     np.testing.assert_allclose(y, h @ w["w_down"] + w["b_down"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(stats.l1, np.abs(h).sum(-1).mean(), rtol=1e-5)
-
-
-def test_silu_is_the_dense_twin():
-    mlp = SparseMLP(8, 24, activation="silu", rngs=nnx.Rngs(0))
-    _, stats = nnx.jit(lambda mlp, x: mlp(x, return_stats=True))(mlp, draw(4, 8))
-    assert stats.max_nnz == 24
 
 
 def test_initial_weights_keep_the_scale_of_the_input():
@@ -190,12 +183,6 @@ def test_logical_axes_map_to_the_mesh(rules, matrix, d_ff_bias, d_model_bias):
     assert specs == weights | biases
 
 
-def test_is_made_and_used_without_a_mesh():
-    mlp = SparseMLP(8, 24, rngs=nnx.Rngs(0))
-    y = nnx.jit(lambda mlp, x: mlp(x))(mlp, draw(2, 8))
-    assert y.shape == (2, 8)
-
-
 def test_is_made_and_used_on_a_mesh_with_explicit_axes():
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8])
     alone, x = SparseMLP(8, 24, rngs=nnx.Rngs(0)), draw(8, 8)
@@ -292,19 +279,6 @@ def test_a_model_returns_the_statistics_of_all_its_blocks():
     np.testing.assert_allclose(stats.nnz, (expected.nnz + expected_second.nnz) / 2, rtol=1e-6)
 
 
-def test_the_l1_of_all_blocks_reaches_the_loss_under_jit_and_grad():
-    model, x = sequential(fresh_rngs()), draw(5, 8)
-
-    @nnx.jit
-    def gradients(model, x):
-        return nnx.grad(lambda model: capture_stats(model)(x)[1].l1)(model)
-
-    grads = dict(nnx.to_flat_state(gradients(model, x)))
-    for block in (0, 2):
-        assert np.any(grads["layers", block, "w_up"][...])
-    assert not np.any(grads["layers", 2, "w_down"][...])  # nothing comes behind it
-
-
 def test_a_block_that_is_called_twice_counts_twice():
     block, x = SparseMLP(8, 24, rngs=fresh_rngs()), draw(3, 8)
 
@@ -333,5 +307,63 @@ def test_a_model_without_sparse_blocks_is_named():
         nnx.eval_shape(lambda: capture_stats(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))(draw(3, 8)))
 
 
-def test_docstring_example():
-    assert doctest.testmod(capture, extraglobs={"SparseMLP": SparseMLP}) == (0, 3)
+WIDTHS = np.array([0, 5, 24], np.int32)  # numbers of live neurons
+
+
+def truncated(x, mlp, live, layer=...):
+    """y in float64 from the weights of the live neurons."""
+    weights = (mlp.w_gate, mlp.w_up, mlp.w_down)
+    gate, up, down = (np.asarray(w[layer], np.float64)[:live] for w in weights)
+    return (np.maximum(x @ gate.T, 0) * (x @ up.T)) @ down
+
+
+def test_the_number_of_live_neurons_can_be_changed_without_compiling_anew():
+    mlp, x = SparseMLP(8, 24, live=7, rngs=fresh_rngs()), draw(5, 8)
+    compiled = []
+
+    @nnx.jit
+    def call(mlp, x):
+        compiled.append(True)
+        return mlp(x)
+
+    for live in (7, 0, 24):
+        mlp.live[...] = jnp.int32(live)
+        np.testing.assert_allclose(call(mlp, x), truncated(x, mlp, live), rtol=1e-4, atol=1e-5)
+    assert len(compiled) == 1
+
+
+def test_layers_in_a_scan_have_their_own_number_of_live_neurons():
+    make = nnx.vmap(lambda rngs: SparseMLP(8, 24, live=24, rngs=rngs))
+    mlps, x = make(fresh_rngs().split(3)), draw(5, 8)
+    assert mlps.live[...].shape == (3,)
+    mlps.live[...] = jnp.asarray(WIDTHS)
+
+    @nnx.jit
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, mlp):
+        return x + mlp(x)
+
+    y = run(x, mlps)
+    expected = x.astype(np.float64)
+    for layer, live in enumerate(WIDTHS):
+        expected = expected + truncated(expected, mlps, live, layer)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_optimizer_leaves_the_number_of_live_neurons_alone():
+    mlp, x = SparseMLP(8, 24, live=7, rngs=fresh_rngs()), draw(5, 8)
+    optimizer = nnx.Optimizer(mlp, optax.sgd(0.1), wrt=nnx.Param)
+    before = jax.tree.map(np.array, nnx.state(mlp))
+    optimizer.update(mlp, nnx.grad(lambda mlp: jnp.sum(mlp(x) ** 2))(mlp))
+    assert [leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp, LiveWidth))] == [jnp.int32]
+    assert mlp.live[...] == 7
+    for name in ("w_gate", "w_up", "w_down"):
+        new, old = np.asarray(getattr(mlp, name)), np.asarray(before[name])
+        np.testing.assert_array_equal(new[7:], old[7:])
+        assert not np.array_equal(new[:7], old[:7])
+
+
+@pytest.mark.parametrize("live", [-1, 25, 2.0])
+def test_what_is_no_number_of_live_neurons_is_named(live):
+    with pytest.raises(ValueError, match=r"^live must be "):
+        SparseMLP(8, 24, live=live, rngs=nnx.Rngs(0))

@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
-from tests.conformance.cases import SPARSE, gradients
+from tests.conformance.cases import gradients, sparse
 from twell_jax import sparse_ffn
 from twell_jax.ffn import unions
 from twell_jax.train.gradient_plan import CAPACITY
@@ -54,6 +54,6 @@ def test_no_way_has_a_loop(lower):
     """With a loop XLA would not put the choice into a CUDA graph, and the host would choose."""
     x, *weights = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1001, 256), *3 * [(512, 256)]))
     text = lower(
-        functools.partial(gradients, functools.partial(sparse_ffn, **SPARSE)), [x, *weights], x
+        functools.partial(gradients, functools.partial(sparse_ffn, **sparse())), [x, *weights], x
     )
     assert "stablehlo.case" in text and "stablehlo.while" not in text

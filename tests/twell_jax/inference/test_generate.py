@@ -1,6 +1,8 @@
-"""python -m twell_jax.generate and export as a person runs them."""
+"""python -m twell_jax.generate and export as a person runs them; evaluate without the harness."""
 
+import importlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,38 +26,23 @@ from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import load_run, open_run
 from twell_jax.train.state import init_state
 
-MODEL = {
-    "vocab_size": 257,
-    "context": 32,
-    "d_model": 32,
-    "layers": 2,
-    "heads": 2,
-    "d_ff": 64,
-    "dtype": "float32",
-    "init_scale": 0.3,
-}
-
-
+MODEL = drawn.SMALL | {"vocab_size": 257, "context": 32}
 OPTIONS = ["--max-tokens", "8", "--top-k", "20"]  # tests that have them share compiled programs
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    config = config_lib.from_dict(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "steps": 1,
-            "batch_tokens": 32,
-            "micro_batch": 1,
-            "model": MODEL,
-        }
-    )
+    settings = {"steps": 1, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
+    config = config_lib.from_dict(settings | {"run_dir": str(tmp_path / "run")})
     paths = open_run(config)
     tokenizers.save(ByteTokenizer(), paths.tokenizer)
     return config, paths
 
 
-def save_checkpoint(config, paths):
+@pytest.fixture
+def saved(run_dir):
+    """A run with a checkpoint: its configuration, its directory, and the state."""
+    config, paths = run_dir
     rng, shapes = seeds.rng(), jax.eval_shape(lambda: init_state(config))
     with jax.set_mesh(sharding.make_mesh((1, 1), jax.devices()[:1])):
         state = jax.tree.map(
@@ -63,12 +50,11 @@ def save_checkpoint(config, paths):
         )
     with Checkpoints(paths.checkpoints, keep=1) as checkpoints:
         checkpoints.save(0, state, {})
-    return state
+    return config, paths, state
 
 
-def test_a_run_with_sparse_gradients_writes_text_on_any_machine(run_dir):
-    config, paths = run_dir
-    save_checkpoint(config, paths)
+def test_a_run_with_sparse_gradients_writes_text_on_any_machine(saved):
+    config, paths, _ = saved
     model = config.model.model_copy(update={"ffn_gradients": "sparse"})
     paths.config.write_text(config_lib.to_yaml(config.model_copy(update={"model": model})))
     lm = language_model.load(str(paths.directory))
@@ -79,9 +65,8 @@ def test_a_run_with_sparse_gradients_writes_text_on_any_machine(run_dir):
 
 
 @pytest.mark.slow
-def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
-    config, paths = run_dir
-    state = save_checkpoint(config, paths)
+def test_a_run_is_loaded_and_continued_from_the_command_line(saved, capsys):
+    config, paths, state = saved
     loaded_config, tokenizer, model = load_run(str(paths.directory))
     assert loaded_config == config and tokenizer == ByteTokenizer()
     for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(state.params), strict=True):
@@ -114,9 +99,8 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(run_dir, capsys):
     assert continued(exported, "def ").out == first.out
 
 
-def test_special_tokens_of_a_prompt_are_read_on_purpose(run_dir, capsys):
-    save_checkpoint(*run_dir)
-    run, exported = run_dir[1].directory, run_dir[1].directory / "exported"
+def test_special_tokens_of_a_prompt_are_read_on_purpose(saved, capsys):
+    run, exported = saved[1].directory, saved[1].directory / "exported"
     export.main([str(run), str(exported)])
     backend = hf.Tokenizer.from_file(str(exported / "tokenizer.json"))
     backend.post_processor = hf.processors.TemplateProcessing(
@@ -132,10 +116,8 @@ def test_special_tokens_of_a_prompt_are_read_on_purpose(run_dir, capsys):
     assert (read(run, "--special-tokens"), read(exported, "--special-tokens")) == (3, 3)
 
 
-def test_a_tilde_is_the_home_directory(run_dir, monkeypatch):
-    config, paths = run_dir
-    save_checkpoint(config, paths)
-    home = paths.directory.parent
+def test_a_tilde_is_the_home_directory(saved, monkeypatch):
+    home = saved[1].directory.parent
     monkeypatch.setenv("HOME", str(home))
     export.main(["~/run", "~/exported"])
     assert (home / "exported/config.json").exists()
@@ -144,11 +126,9 @@ def test_a_tilde_is_the_home_directory(run_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_export_writes_the_asked_dtype(run_dir, dtype):
-    config, paths = run_dir
-    save_checkpoint(config, paths)
-    out = paths.directory.parent / "exported"
-    export.main([str(paths.directory), str(out), "--dtype", dtype])
+def test_export_writes_the_asked_dtype(saved, tmp_path, dtype):
+    out = tmp_path / "exported"
+    export.main([str(saved[1].directory), str(out), "--dtype", dtype])
     stored = {tensor.dtype.name for tensor in load_file(out / "model.safetensors").values()}
     assert stored == {dtype}
 
@@ -193,20 +173,27 @@ def test_bad_arguments_are_one_line_before_a_model_is_read(capsys, arguments, sa
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {says}")
 
 
-def test_more_tokens_than_memory_holds_are_refused(run_dir, monkeypatch):
-    save_checkpoint(*run_dir)
+def test_more_tokens_than_memory_holds_are_refused(saved, monkeypatch):
     monkeypatch.setattr(memory, "of_device", lambda: 2**33)
     # keys and values of 2 layers x 32 features in float32: 512 bytes a token
     with pytest.raises(SystemExit, match=r"^error: .* 100000064 tokens: at least 48 "):
-        generate.main([str(run_dir[1].directory), "--prompt", "x", "--max-tokens", "100000000"])
+        generate.main([str(saved[1].directory), "--prompt", "x", "--max-tokens", "100000000"])
 
 
-def test_tokens_beyond_the_context_are_announced(run_dir, capsys):
-    save_checkpoint(*run_dir)
-    directory = str(run_dir[1].directory)
+def test_tokens_beyond_the_context_are_announced(saved, capsys):
+    directory = str(saved[1].directory)
     generate.main([directory, "--prompt", "x" * 24, *OPTIONS])
     assert "context" not in capsys.readouterr().err
     generate.main([directory, "--prompt", "x" * 25, *OPTIONS])
     assert capsys.readouterr().err.startswith(
         "warning: 25 tokens of the prompt and --max-tokens 8 exceed the 32 of the model's context"
     )
+
+
+def test_without_the_harness_evaluate_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    for name in ("twell_jax.evaluate", "twell_jax.inference.harness"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(inference, "harness", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[eval\]'"):
+        importlib.import_module("twell_jax.evaluate")

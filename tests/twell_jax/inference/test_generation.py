@@ -1,5 +1,6 @@
 """Continued token sequences against the forward pass, and text as it is streamed."""
 
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -13,21 +14,12 @@ from tests.twell_jax import drawn
 from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer, train_bpe
 from twell_jax.inference import ENDED, GREEDY, generate, stream_text
 
-MODEL = {
-    "vocab_size": 257,
-    "context": 32,
-    "d_model": 32,
-    "layers": 2,
-    "heads": 2,
-    "d_ff": 64,
-    "dtype": "float32",
-    "init_scale": 0.3,
-}
+make = functools.partial(drawn.small, vocab_size=257, context=32)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return drawn.transformer(**MODEL)
+    return make()
 
 
 # Of different lengths; one is as long as generation pads them to.
@@ -78,7 +70,7 @@ def test_a_seed_decides(model):
 
 
 def test_every_token_is_drawn_for_itself():
-    model = drawn.transformer(**MODEL)
+    model = make()
     model.embed.embedding.set_value(jnp.asarray(np.zeros((257, 32), np.float32)))
     prompts = [[1]] * 4  # all alike, and every token is as likely as any other
     tokens = [continued(model, prompts, seed=seeds.integer()) for _ in range(3)]

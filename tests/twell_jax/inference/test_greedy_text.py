@@ -8,11 +8,9 @@ import optax
 import pytest
 from flax import nnx
 
-from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests.twell_jax import drawn
 from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.ffn import dispatch
 from twell_jax.inference import GREEDY, generate, generation
 from twell_jax.models import Transformer, graphdef
 
@@ -49,10 +47,8 @@ def trained():
     return nnx.merge(graph, params)
 
 
-@pytest.fixture(params=["reference", pytest.param("hopper", marks=pytest.mark.gpu)])
-def back_end(request, monkeypatch):
-    kernels = {"reference": REFERENCE, "hopper": HOPPER}[request.param]
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
+@pytest.fixture(autouse=True)
+def new_programs(back_end):
     generation._programs.cache_clear()  # they have what served when they were compiled
 
 
@@ -70,7 +66,7 @@ def continued(model, prompts=PROMPTS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ffn", ["mosaic", "xla"])
-def test_text_is_that_of_the_dense_model_in_float32(trained, back_end, ffn):
+def test_text_is_that_of_the_dense_model_in_float32(trained, ffn):
     expected = continued(trained)
     learnt = [row[len(prompt) :][:TOKENS] for row, prompt in zip(PASSAGES, PROMPTS, strict=True)]
     np.testing.assert_array_equal(expected, np.transpose(learnt))  # no close calls for rounding
@@ -78,7 +74,7 @@ def test_text_is_that_of_the_dense_model_in_float32(trained, back_end, ffn):
 
 
 @pytest.mark.slow
-def test_a_text_does_not_depend_on_the_prompts_beside_it(trained, back_end):
+def test_a_text_does_not_depend_on_the_prompts_beside_it(trained):
     model = by_kernels(trained, "mosaic")
     together = continued(model)
     for row, prompt in enumerate(PROMPTS):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from tests.devices import abstract_gpu
 from twell_jax.config import ModelConfig
 from twell_jax.models import Transformer
 from twell_jax.models.attention import in_window, split_documents
@@ -50,13 +50,11 @@ def test_only_remat_of_whole_blocks_computes_cudnns_forward_twice(
     )
     module = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(module)
-    kind = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((1, devices), ("data", "fsdp"), 2 * (AxisType.Auto,), abstract_device=kind)
 
     def loss(params, tokens):
         return nnx.merge(graph, params)(tokens)[0].sum()
 
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(abstract_gpu(shape=(1, devices))):
         traced = jax.jit(jax.grad(loss)).trace(params, jax.ShapeDtypeStruct((2, 16), jnp.int32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     called = re.findall(r"@__cudnn\$fmha(\w+)", text)  # in the body of each pass over the layers

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels.hopper.common import support
-from pallas_kernels.kernels import HOPPER, REFERENCE
 from tests import seeds
-from tests.back_ends import changed
+from tests.devices import H100
 from tests.equations import kernel_calls
 from tests.errors import relative_error
 from tests.twell_jax import drawn
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import CannotServe, dispatch
+from twell_jax.ffn import CannotServe
 from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, decode, graphdef
 from twell_jax.models.quantised import COVERED
 
@@ -46,12 +44,6 @@ IN_8_BITS = [  # a value of `quantise`, and the case
     pytest.param("fp8-all-but-down", "silu", marks=pytest.mark.slow),
     pytest.param("fp8", "sparse", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(params=["reference", pytest.param("hopper", marks=pytest.mark.gpu)])
-def back_end(request, monkeypatch):
-    kernels = {"reference": REFERENCE, "hopper": HOPPER}[request.param]
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
 
 
 def with_settings(model, quantise=(), **changes):
@@ -170,15 +162,13 @@ def one_step(config, batch, capacity, quantise=()):
 @pytest.mark.parametrize(
     ("case", "quantise"), [*((case, ()) for case in CASES), ("sparse", COVERED["fp8-all-but-down"])]
 )
-def test_launches_of_a_layer(case, quantise, capacity, launches, monkeypatch):
-    hopper = changed(HOPPER, unsupported=lambda w: None)
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (hopper,))
-    monkeypatch.setattr(support, "sm_count", lambda: 132)
+def test_launches_of_a_layer(case, quantise, capacity, launches):
     settings = CASES[case] | {"decode_implementation": "mosaic", "sliding_window": None}
     config, params = abstract(quantise, **settings)
     step, cache = one_step(config, 2, capacity, quantise)
     head = config.vocab_size % 64 == 0
-    assert kernel_calls(step, params, cache) == launches * config.layers + head
+    with jax.sharding.use_abstract_mesh(H100):
+        assert kernel_calls(step, params, cache) == launches * config.layers + head
 
 
 @pytest.mark.parametrize(
@@ -196,18 +186,12 @@ def test_launches_of_a_layer(case, quantise, capacity, launches, monkeypatch):
         ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "layer norms and a rotation of some"),
         ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
         ({"embed_scale": 2.0}, 1, 16, "no kernels for a scale of the embedding"),
-        (
-            {"residual_scale": 2.0, "logit_scale": 2.0},
-            1,
-            16,
-            "residual stream and a scale",
-        ),
+        ({"residual_scale": 2.0, "logit_scale": 2.0}, 1, 16, "residual stream and a scale"),
     ],
 )
 def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
-    changes, batch, capacity, message, monkeypatch
+    reference_kernels, changes, batch, capacity, message
 ):
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
     config, params = abstract(**changes)
     step, cache = one_step(config, batch, capacity)
     assert jax.eval_shape(step, params, cache)[0].shape == (batch, 320)
@@ -225,8 +209,7 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
         (["key", "value"], "query, key, value must all have 8-bit weights, or none, got"),
     ],
 )
-def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(quantise, message, monkeypatch):
-    monkeypatch.setattr(dispatch, "BACK_ENDS", (REFERENCE,))
+def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(reference_kernels, quantise, message):
     config, params = abstract(quantise, decode_implementation="mosaic")
     step, cache = one_step(config, 1, 16, quantise)
     with pytest.raises(CannotServe, match=message):

@@ -1,4 +1,4 @@
-"""Norms, against float64."""
+"""Norms, against float64, and rotary positions."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,15 @@ from flax import nnx
 
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.twell_jax.drawn import SMALL
 from twell_jax.config import ModelConfig
 from twell_jax.models.layers import norm
+from twell_jax.models.rope import rope_table, rotate
 
 
 def norm_of(width, dtype):
-    shape = {"vocab_size": 61, "context": 16, "d_model": width, "layers": 1, "heads": 4, "d_ff": 48}
-    return norm(ModelConfig(**shape, dtype=dtype, norm_eps=1e-5), nnx.Rngs(0))
+    settings = SMALL | {"d_model": width, "dtype": dtype, "norm_eps": 1e-5}
+    return norm(ModelConfig(**settings), nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e15])
@@ -28,6 +30,19 @@ def test_rms_norm(dtype, size):
     expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * scale
     assert y.dtype == dtype
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-6)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    config = ModelConfig(**SMALL)
+    q, k = seeds.rng().normal(size=(2, 1, 1, 4, 8)).astype(np.float32)
+
+    def score(i, j):
+        q_i, k_j = rotate(jnp.concatenate([q, k]), rope_table(jnp.array([[i], [j]]), config))
+        return np.einsum("thd,thd->h", q_i, k_j)
+
+    np.testing.assert_allclose(score(0, 0), np.einsum("bthd,bthd->h", q, k), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(score(107, 104), score(3, 0), rtol=1e-3, atol=1e-4)
+    assert np.abs(score(4, 0) - score(3, 0)).min() > 1e-4
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Models with 8-bit weights: linear layers, the head, and which parts are which."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.quantised import quantise
+from pallas_kernels.quantised import E4M3, quantise
 from tests import seeds
-from tests.errors import ROUNDING, relative_error
+from tests.equations import equations
+from tests.errors import ROUNDING, in_e4m3, relative_error
 from tests.twell_jax import drawn
-from tests.twell_jax.ffn.test_quantised import in_e4m3
 from twell_jax.models import KVCache, graphdef, sharding
 from twell_jax.models.quantised import (
     ATTENTION,
@@ -26,10 +24,7 @@ from twell_jax.models.quantised import (
 )
 
 MOST = COVERED["fp8-all-but-down"]
-MODEL = {
-    "vocab_size": 61, "context": 16, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2,
-    "d_ff": 48, "dtype": "float32", "init_scale": 0.2,
-}  # fmt: skip
+MODEL = drawn.SMALL | {"kv_heads": 2, "init_scale": 0.2}
 SHAPES = ((40, 72), (40, 24), (40, 1))  # of kernels, [in, out]
 
 
@@ -75,9 +70,12 @@ def test_products_are_those_of_the_quantised_operands(dtype, bound, leading):
 
 def test_tokens_are_quantised_once_for_several_products():
     layers = [QuantisedLinear(transposed(layer.kernel)) for layer in linears()]
-    text = jax.jit(lambda x: project(x, *layers)).lower(jnp.asarray(tokens_of(8))).as_text()
-    assert len(re.findall(r"stablehlo.convert.*-> tensor<8x40xf8E4M3FN>", text)) == 1
-    assert len(re.findall(r"stablehlo.dot_general.*f8E4M3FN", text)) == len(layers)
+    made = list(equations(lambda x: project(x, *layers), jnp.asarray(tokens_of(8))))
+    conversions = [e.outvars[0].aval for e in made if e.primitive.name == "convert_element_type"]
+    assert [a.shape for a in conversions if a.dtype == E4M3].count((8, 40)) == 1
+    products = [e for e in made if e.primitive.name == "dot_general"]
+    assert len(products) == len(layers)
+    assert all(operand.aval.dtype == E4M3 for e in products for operand in e.invars)
 
 
 def test_gradients_are_refused_in_one_line():
@@ -93,6 +91,7 @@ def test_a_model_computes_with_all_its_parts_in_8_bits(tied):
     tokens = seeds.rng().integers(0, 61, (2, 12))
     exact = call(model, tokens)
     query, embedding = model.blocks.attention.query.kernel[...], model.embed.embedding[...]
+    w_up = model.blocks.mlp.w_up[...]
     head = embedding if tied else model.unembed.kernel[...].T
     errors = []
     for parts in (MOST, PARTS) if tied else (MOST,):
@@ -102,10 +101,13 @@ def test_a_model_computes_with_all_its_parts_in_8_bits(tied):
     assert all(1e-3 < error < 0.2 for error in errors)
     # All layers together are quantised as each alone would be.
     for layer in range(2):
-        expected = quantise(query[layer].T)
-        found = model.blocks.attention.query.weight[layer]
-        np.testing.assert_array_equal(found.values, expected.values)
-        np.testing.assert_array_equal(found.scale, expected.scale)
+        for found, weight in (
+            (model.blocks.attention.query.weight, query[layer].T),
+            (model.blocks.mlp.w_up[...], w_up[layer]),
+        ):
+            expected = jax.jit(quantise)(weight)
+            np.testing.assert_array_equal(found.values[layer], expected.values)
+            np.testing.assert_array_equal(found.scale[layer], expected.scale)
     np.testing.assert_array_equal(model.unembed.weight[...].values, quantise(head).values)
     np.testing.assert_array_equal(model.embed.embedding[...], embedding)
     assert not model.config.tie_embeddings
@@ -136,7 +138,7 @@ def test_the_logits_of_a_head_in_8_bits_are_scaled():
 
 def test_scales_are_where_the_parts_of_their_rows_are():
     model = drawn.transformer(**MODEL)
-    model.quantise(MOST)
+    model.quantise(PARTS)
     mesh, state = sharding.make_mesh((2, 4)), nnx.state(model)
     placed = jax.device_put(state, sharding.of_params(state, mesh))
     attention = placed["blocks"]["attention"]
@@ -144,6 +146,10 @@ def test_scales_are_where_the_parts_of_their_rows_are():
     assert attention["query"]["weight"]["scale"][...].sharding.spec == P(None, None, None)
     assert attention["out"]["weight"]["values"][...].sharding.spec == P(None, "fsdp", None)
     assert attention["out"]["weight"]["scale"][...].sharding.spec == P(None, "fsdp", None)
+    mlp = placed["blocks"]["mlp"]
+    assert mlp["w_gate"]["values"][...].sharding.spec == P(None, None, "fsdp")
+    assert mlp["w_gate"]["scale"][...].sharding.spec == P(None, None, None)
+    assert mlp["w_down"]["scale"][...].sharding.spec == P(None, None, "fsdp")
     assert placed["unembed"]["weight"]["values"][...].sharding.spec == P(None, "fsdp")
     tokens = seeds.rng().integers(0, 61, (8, 12))
     call = nnx.jit(lambda model, tokens: model(tokens)[0])

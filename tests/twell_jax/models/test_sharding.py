@@ -3,17 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import seeds
+from tests.devices import make_mesh, place
 from twell_jax.models import sharding
 
 
 def split(mesh, sequences, axis):
     """What `split_batch` makes of activations that are split along d_model over `axis`."""
     x = seeds.rng().standard_normal((sequences, 3, 16))
-    placed = jax.device_put(x, NamedSharding(mesh, P(None, None, axis)))
+    (placed,) = place(mesh, [x], [P(None, None, axis)])
     with jax.set_mesh(mesh):
         y = jax.jit(sharding.split_batch)(placed)
     np.testing.assert_array_equal(y, placed)
@@ -28,8 +28,7 @@ def test_the_batch_is_split_over_all_devices(shape):
 
 
 def test_a_batch_that_does_not_divide_and_another_mesh_are_left_to_xla():
-    devices = jax.devices("cpu")[:8]
-    other = jax.make_mesh((8,), ("x",), (AxisType.Auto,), devices=devices)
-    for case in ((sharding.make_mesh((2, 4), devices), 12, "fsdp"), (other, 8, "x")):
+    of_models = sharding.make_mesh((2, 4), jax.devices("cpu")[:8])
+    for case in ((of_models, 12, "fsdp"), (make_mesh((8,), ("x",)), 8, "x")):
         found, given = split(*case)
         assert found.is_equivalent_to(given, 3)

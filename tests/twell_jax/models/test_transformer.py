@@ -12,19 +12,14 @@ import pytest
 from flax import nnx
 
 from tests import seeds
-from tests.errors import relative_error
-from tests.twell_jax import drawn
+from tests.twell_jax.drawn import SMALL
+from tests.twell_jax.drawn import small as make
+from tests.twell_jax.models.small import END, assert_close, draw_tokens, loss_and_gradients
 from twell_jax import config
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe, SparseMLP, capture_stats
 from twell_jax.models import KVCache, Transformer, graphdef
 
-END = 60
-# A large init_scale, so that attention and positions matter to untrained logits.
-SMALL = {
-    "vocab_size": 61, "context": 16, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 48,
-    "dtype": "float32", "init_scale": 0.4,
-}  # fmt: skip
 QWEN = {"kv_heads": 2, "sliding_window": 4, "qk_norm": True}
 
 
@@ -40,14 +35,6 @@ prefill = nnx.jit(
 def forward(module, tokens, document_end=None):
     """The logits and statistics, as NumPy arrays."""
     return jax.device_get(compiled(module, tokens, document_end))
-
-
-def make(**changes):
-    return drawn.transformer(**(SMALL | changes))
-
-
-def draw_tokens(*shape):
-    return seeds.rng().integers(0, END, shape)
 
 
 def weights(module):
@@ -95,21 +82,6 @@ def reference_logits(module, tokens):
         x = x + h @ layer["mlp.w_down"]
     unembed = w["embed.embedding"].T if c.tie_embeddings else w["unembed.kernel"]
     return norm(x, w["norm.scale"]) @ unembed
-
-
-def loss_and_gradients(module, tokens):
-    """And the statistics."""
-
-    def loss(module):
-        logits, stats = module(tokens)
-        return -jnp.mean(jax.nn.log_softmax(logits)[..., 3]) + 1e-2 * jnp.mean(stats.l1), stats
-
-    (value, stats), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(module)
-    return value, gradients, stats
-
-
-def assert_close(a, b, tolerance=1e-5):
-    assert relative_error(a, b) <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -340,7 +312,7 @@ def test_the_gradients_are_those_of_the_config_unless_the_call_names_others():
     nnx.eval_shape(functools.partial(module, ffn_gradients=("dense",) * 2), tokens)
 
 
-def assert_kernels_serve_a_model():
+def test_kernels_serve_a_model(back_end):
     """Scoring, a prompt into a cache and a next token, by kernels and densely."""
     common = {"vocab_size": 512, "context": 512, "d_model": 128, "layers": 3, "d_ff": 384}
     dense = make(**common, dtype="bfloat16", init_scale=0.1, ffn_implementation="xla")
@@ -359,12 +331,3 @@ def assert_kernels_serve_a_model():
         assert_close(ours, ref, tolerance=3e-2)
     np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=2e-2)
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
-
-
-def test_kernels_serve_a_model(reference_kernels):
-    assert_kernels_serve_a_model()
-
-
-@pytest.mark.gpu
-def test_kernels_serve_a_model_on_the_gpu():
-    assert_kernels_serve_a_model()

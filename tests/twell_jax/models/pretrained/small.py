@@ -23,10 +23,14 @@ def assert_same_parameters(a, b):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
 
 
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
 def change_config(directory, **changes):
-    path = directory / "config.json"
-    tree = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in tree.items() if value != "absent"}))
+    tree = config_of(directory) | changes
+    tree = {key: value for key, value in tree.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(tree))
 
 
 def change_tensors(directory, change):

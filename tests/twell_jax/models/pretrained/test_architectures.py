@@ -15,33 +15,10 @@ from safetensors.numpy import load_file, save_file
 from tests import seeds
 from tests.errors import relative_error
 from tests.twell_jax.models.pretrained import written
+from tests.twell_jax.models.pretrained.written import BAMBOO, FATRELU, MINICPM, MODELS
 from twell_jax.models.pretrained import PretrainedError, from_pretrained
 
-LLAMA = {"model_type": "llama"}
-MINICPM = {
-    "model_type": "minicpm", "hidden_act": "relu", "scale_emb": 3, "scale_depth": 1.4,
-    "dim_model_base": 8,
-}  # fmt: skip
 forward = nnx.jit(lambda model, tokens: model(tokens))
-
-
-def relu(z):
-    return np.maximum(z, 0)
-
-
-def fatrelu(z):
-    return np.where(z > 0.3, z, 0)
-
-
-FATRELU = {"model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.3}
-BAMBOO = {"model_type": "bamboo", "hidden_act": "relu", "sliding_window": 5}
-MODELS = {
-    "minicpm": (MINICPM, lambda gate, up: relu(gate) * up),
-    "minicpm, fatrelu": (MINICPM | FATRELU | {"model_type": "minicpm", "tie_word_embeddings": True},
-                         lambda gate, up: fatrelu(gate) * up),
-    "sparsellama": (FATRELU, lambda gate, up: fatrelu(gate) * up),
-    "bamboo": (BAMBOO, lambda gate, up: relu(gate) * relu(up)),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,32 +38,6 @@ def test_logits_match_float64(tmp_path, name):
         (MINICPM | {"num_experts": 8}, "num_experts=8 is not supported; it must be None or 0"),
         (MINICPM | {"sparse_config": {}}, "sparse_config={} is not supported"),
         ({"model_type": "minicpm"}, "has no scale_emb"),
-        (
-            {**LLAMA, "rope_parameters": {"rope_type": "longrope"}},
-            "rope_parameters.rope_type='longrope'",
-        ),
-        (
-            {**LLAMA, "rope_scaling": {"type": "linear"}},
-            "rope_scaling has no factor, which linear needs",
-        ),
-        (
-            {**LLAMA, "rope_scaling": {"type": "linear", "factor": "2"}},
-            "rope_scaling.factor must be a pos",
-        ),
-        (
-            {**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}},
-            "factor .*greater than or equal",
-        ),
-        (
-            {**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            "full_attention: layers w",
-        ),
-        ({**LLAMA, "rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        (
-            {**LLAMA, "hidden_act": "fatrelu"},
-            "hidden_act_param must be a positive number, got None",
-        ),
-        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"model_type": "bamboo"}, "hidden_act='silu' is not supported; it must be 'relu'"),
         (FATRELU | {"hidden_act_param": 0}, "hidden_act_param must be a positive number, got 0"),
         ({"model_type": "nemotron", "partial_rotary_factor": 0.3}, "an even number of the 4 feat"),

@@ -1,12 +1,13 @@
-"""Models are written in the form of their architecture: as they were read, and as others read it.
+"""The form of its architecture, and the dtype, in which a model is written and read again.
 
-What transformers computes of them is in test_transformers.
+What transformers computes of such models is in test_transformers.
 """
 
-import json
 import logging
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers as hf
@@ -16,14 +17,19 @@ from safetensors.numpy import load_file
 from tests import seeds
 from tests.errors import relative_error
 from tests.twell_jax.models.pretrained import written
-from tests.twell_jax.models.pretrained.small import assert_same_parameters, make
-from tests.twell_jax.models.pretrained.test_architectures import MODELS
+from tests.twell_jax.models.pretrained.small import (
+    assert_same_parameters,
+    change_config,
+    change_tensors,
+    config_of,
+    make,
+)
+from tests.twell_jax.models.pretrained.written import MODELS
 from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
 from twell_jax.models.pretrained.architectures import ARCHITECTURES
 
 FIXTURES = Path(__file__).parent / "fixtures"
-YARN = {"type": "yarn", "factor": 2, "original_context": 9, "beta_fast": 8}
 forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 
@@ -38,24 +44,22 @@ def tokenizer(splitting=None):
     return SubwordTokenizer(backend, "</s>")
 
 
-def settings(directory):
-    return json.loads((directory / "config.json").read_text())
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
-def test_a_model_of_transformers_is_written_as_it_was(tmp_path, name):
-    source, kind = FIXTURES / name, settings(FIXTURES / name)["model_type"]
+def test_a_model_of_transformers_computes_what_was_recorded_and_is_written_as_it_was(
+    tmp_path, name
+):
+    source, kind = FIXTURES / name, config_of(FIXTURES / name)["model_type"]
     model = from_pretrained(source)
     save_pretrained(tmp_path, model, tokenizer(ARCHITECTURES[kind].splitting))
-    before, after = settings(source), settings(tmp_path)
+    before, after = config_of(source), config_of(tmp_path)
     assert after["model_type"] == kind and after["architectures"] == before["architectures"]
     old, new = (load_file(path / "model.safetensors") for path in (source, tmp_path))
     assert old.keys() == new.keys()
     for key in old:  # 1 is added to some scales and taken away again
         np.testing.assert_allclose(new[key], old[key], rtol=0, atol=2e-7)
     recorded = np.load(source / "logits.npz")
-    logits = forward(from_pretrained(tmp_path), recorded["tokens"])
-    assert relative_error(logits, recorded["logits"]) < 1e-5
+    for read in (model, from_pretrained(tmp_path)):
+        assert relative_error(forward(read, recorded["tokens"]), recorded["logits"]) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,7 +72,7 @@ def test_a_model_that_transformers_does_not_have_is_written_as_it_was(tmp_path, 
         save_pretrained(directory, from_pretrained(source), tokenizer())
     (message,) = caplog.messages
     assert f"is written as model_type={config['model_type']}, whose class is no part" in message
-    kept = settings(directory)
+    kept = config_of(directory)
     assert {key: kept[key] for key in config} == config
     old, new = (load_file(path / "model.safetensors") for path in (source, directory))
     assert old.keys() == new.keys()
@@ -80,41 +84,11 @@ def test_a_model_that_transformers_does_not_have_is_written_as_it_was(tmp_path, 
     assert relative_error(logits[0], written.logits(directory, tokens, mlp)) < 1e-5
 
 
-UNGATED = {"gated": False, "activation": "relu2"}
-OURS = {
-    "mistral": {"sliding_window": 5, "kv_heads": 2, "rope_scaling": YARN},
-    "qwen3": {"qk_norm": True, "head_size": 6, "attention_bias": True, "activation": "silu"},
-    "arcee": {**UNGATED, "mlp_bias": True, "attention_bias": True, "tie_embeddings": False},
-    "nemotron": {**UNGATED, "norm": "layer", "rotary_fraction": 0.5, "mlp_bias": True},
-    "sparsellama": {"activation": "fatrelu", "activation_threshold": 0.01, "mlp_bias": True},
-    "minicpm": {
-        "embed_scale": 12.0, "residual_scale": 1.4 / 2**0.5, "activation": "fatrelu",
-        "activation_threshold": 0.25, "attention_bias": True,
-    },
-    "bamboo": {"activation": "drelu", "sliding_window": 7},
-    "llama": {"attention_bias": True},  # whose tokenizer is not that of a Qwen2
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_is_written_is_read_as_the_same_model(tmp_path, name):
-    model = make(**OURS[name])
-    if OURS[name].get("norm") == "layer":  # scales to which 1 can be added without rounding
-        model.norm.scale[...] += 2.0**-7
-    save_pretrained(tmp_path, model, ByteTokenizer(), max_shard_bytes=3000)
-    assert settings(tmp_path)["model_type"] == name
-    loaded = from_pretrained(tmp_path)
-    stored = {"dtype": model.config.param_dtype, "kv_heads": model.config.num_kv_heads,
-              "head_size": model.config.head_dim}  # fmt: skip
-    assert loaded.config == model.config.model_copy(update=stored)
-    assert_same_parameters(loaded, model)
-
-
 def test_a_qwen2_is_a_llama_if_its_output_has_a_bias_or_its_tokenizer_is_another(tmp_path):
     model = make(attention_bias=True)
     own = tokenizer(ARCHITECTURES["qwen2"].splitting)
     save_pretrained(tmp_path / "own", model, own)
-    assert settings(tmp_path / "own")["model_type"] == "qwen2"
+    assert config_of(tmp_path / "own")["model_type"] == "qwen2"
     assert "model.layers.0.self_attn.o_proj.bias" not in load_file(
         tmp_path / "own/model.safetensors"
     )
@@ -124,31 +98,25 @@ def test_a_qwen2_is_a_llama_if_its_output_has_a_bias_or_its_tokenizer_is_another
     model.blocks.attention.out.bias[...] += 0.5
     save_pretrained(tmp_path / "bias", model, own)
     for name in ("other", "bias"):
-        assert settings(tmp_path / name)["model_type"] == "llama"
+        assert config_of(tmp_path / name)["model_type"] == "llama"
     assert_same_parameters(from_pretrained(tmp_path / "bias"), model)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"qk_norm": True, "sliding_window": 9},
-            "mistral needs qk_norm=False, not True; qwen3 needs sliding_window=None, not 9",
-        ),
-        (
-            {"gated": False, "activation": "fatrelu", "activation_threshold": 0.1},
-            "arcee needs activation=relu or silu or relu2, not fatrelu; "
-            "sparsellama needs gated=True, not False",
-        ),
-        (
-            {"norm": "layer"},
-            "model: llama needs norm=rms, not layer; nemotron needs gated=False, not True",
-        ),
+        ({"qk_norm": True, "sliding_window": 9},
+         "mistral needs qk_norm=False, not True; qwen3 needs sliding_window=None, not 9"),
+        ({"gated": False, "activation": "fatrelu", "activation_threshold": 0.1},
+         "arcee needs activation=relu or silu or relu2, not fatrelu; "
+         "sparsellama needs gated=True, not False"),
+        ({"norm": "layer"},
+         "model: llama needs norm=rms, not layer; nemotron needs gated=False, not True"),
         ({"activation": "drelu", "embed_scale": 2.0}, "bamboo needs embed_scale=1.0, not 2.0"),
         ({"rotary_fraction": 0.5}, "llama needs rotary_fraction=1.0, not 0.5"),
         ({"mlp_bias": True, "logit_scale": 0.5}, "llama needs logit_scale=1.0, not 0.5; minicpm"),
     ],
-)
+)  # fmt: skip
 def test_what_no_architecture_expresses_is_one_line(tmp_path, changes, says):
     with pytest.raises(PretrainedError) as error:
         save_pretrained(tmp_path / "new", make(**changes), ByteTokenizer())
@@ -156,3 +124,64 @@ def test_what_no_architecture_expresses_is_one_line(tmp_path, changes, says):
     assert message.startswith("no architecture in Hugging Face's format can express this model: ")
     assert says in message and "\n" not in message
     assert not (tmp_path / "new").exists()
+
+
+def stored_dtypes(directory):
+    tensors = load_file(directory / "model.safetensors").values()
+    return {tensor.dtype.name for tensor in tensors}
+
+
+def test_another_dtype_is_that_of_the_loaded_model(saved):
+    model, directory = saved
+    rounded = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16), nnx.state(model))
+    half = from_pretrained(directory, dtype="bfloat16")
+    assert (half.config.dtype, half.config.param_dtype) == ("bfloat16", "bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(half), rounded)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(half))} == {"bfloat16"}
+    master = from_pretrained(directory, dtype="bfloat16", param_dtype="float32")
+    assert (master.config.dtype, master.config.param_dtype) == ("bfloat16", "float32")
+    assert_same_parameters(master, model)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_float16_is_read_as_bfloat16_rounded_once_or_as_float32_exactly(tmp_path, key):
+    bits = np.arange(2**16).astype(np.uint16).view(np.float16)
+    every = bits[np.isfinite(bits)].reshape(-1, 16)
+    save_pretrained(tmp_path, make(vocab_size=len(every)), ByteTokenizer())
+
+    def change(tensors):
+        tensors.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()})
+        tensors["model.embed_tokens.weight"] = every
+
+    change_tensors(tmp_path, change)
+    change_config(tmp_path, torch_dtype="absent")
+    change_config(tmp_path, **{key: "float16"})
+    for asked, dtype, param_dtype in [
+        ({}, "bfloat16", "bfloat16"),
+        ({"dtype": "float32"}, "float32", "float32"),
+        ({"param_dtype": "float32"}, "bfloat16", "float32"),
+    ]:
+        model = from_pretrained(tmp_path, **asked)
+        assert (model.config.dtype, model.config.param_dtype) == (dtype, param_dtype)
+        expected = every.astype(np.float32)
+        if param_dtype == "bfloat16":  # to the nearest, of two the even one
+            words = expected.view(np.uint32)
+            rounded = words + 0x7FFF + (words >> 16 & 1)
+            expected = (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+        embedding = np.asarray(model.embed.embedding[...])
+        assert np.isfinite(embedding).all() and embedding.dtype == param_dtype
+        np.testing.assert_array_equal(embedding.astype(np.float32), expected)
+    with pytest.raises(PretrainedError, match="dtype='float16'; name bfloat16 or float32"):
+        from_pretrained(tmp_path, dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_the_file_has_the_asked_dtype(tmp_path, dtype, param_dtype):
+    model = make(param_dtype=param_dtype)
+    save_pretrained(tmp_path, model, ByteTokenizer(), dtype=dtype)
+    expected = dtype or param_dtype  # as they are
+    assert stored_dtypes(tmp_path) == {expected}
+    assert config_of(tmp_path)["torch_dtype"] == expected
+    rounded = jax.tree.map(lambda p: np.asarray(p).astype(expected), nnx.state(model))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(from_pretrained(tmp_path)), rounded)

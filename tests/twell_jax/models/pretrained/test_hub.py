@@ -4,21 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 
 from tests import hub as local_hub
-from tests.twell_jax import drawn
+from tests.twell_jax.models.pretrained.small import assert_same_parameters, make
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import language_model
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, hub, save_pretrained
 
-SMALL = {
-    "vocab_size": 257, "context": 64, "d_model": 16, "layers": 2, "heads": 4, "d_ff": 24,
-    "dtype": "float32", "init_scale": 0.3,
-}  # fmt: skip
 SETTINGS = ["config.json", "generation_config.json", "tokenizer.json"]
 
 
@@ -26,7 +19,7 @@ SETTINGS = ["config.json", "generation_config.json", "tokenizer.json"]
 def directory(tmp_path_factory):
     """A model as its author would publish it, with files that nobody here should run or need."""
     path = tmp_path_factory.mktemp("model")
-    save_pretrained(path, drawn.transformer(**SMALL), ByteTokenizer())
+    save_pretrained(path, make(), ByteTokenizer())
     for name in ("pytorch_model.bin", "modeling_llama.py", "README.md", "training_args.bin",
                  "original/consolidated.safetensors"):  # fmt: skip
         (path / name).parent.mkdir(exist_ok=True)
@@ -65,10 +58,6 @@ def says(name, revision=None):
     return str(error.value)
 
 
-def assert_same_parameters(a, b):
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
-
-
 def test_a_name_on_the_hub_is_downloaded_once_and_then_read_offline(
     published, directory, tmp_path, capfd
 ):
@@ -89,7 +78,7 @@ def test_a_name_on_the_hub_is_downloaded_once_and_then_read_offline(
 def test_a_revision_is_another_model(published, directory, tmp_path):
     commit = published.publish("org/small", directory, revision="v1")
     other = tmp_path / "other"
-    save_pretrained(other, drawn.transformer(**SMALL | {"d_ff": 16}), ByteTokenizer())
+    save_pretrained(other, make(d_ff=16), ByteTokenizer())
     published.publish("org/small", other)
     published.publish("org/small", other, revision="refs/pr/1")
     assert from_pretrained("org/small").config.d_ff == 16

@@ -15,6 +15,7 @@ from tests.twell_jax.models.pretrained.small import (
     assert_same_parameters,
     change_config,
     change_tensors,
+    config_of,
     make,
 )
 from twell_jax import config as config_lib
@@ -48,10 +49,6 @@ def stored(path):
             tensors[name] = np.frombuffer(data[start:stop], dtypes[entry["dtype"]])
             tensors[name] = tensors[name].reshape(entry["shape"])
     return tensors
-
-
-def config_of(directory):
-    return json.loads((directory / "config.json").read_text())
 
 
 @pytest.mark.parametrize("projections", SUBSETS, ids="+".join)

@@ -23,81 +23,60 @@ SHAPE = {
     "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.3,
     "hidden_act": "relu", "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-SCALED = (
+RELU2 = {"hidden_act": "relu2"}
+THEIRS = {  # the class of the config, and what it is given beside SHAPE
+    "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5}}),
+    "llama, grouped, untied, biases, SiLU": (
+        "Llama",
+        {"hidden_act": "silu", "num_key_value_heads": 2, "attention_bias": True, "head_dim": 12},
+    ),
+    "llama, biases of the blocks, relu2": ("Llama", RELU2 | {"mlp_bias": True}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 1e6}}),
+    "qwen2, multi-query, tied": ("Qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
+    "mistral, no window, SiLU": (
+        "Mistral", {"hidden_act": "silu", "num_key_value_heads": 1, "sliding_window": None}
+    ),
+    "arcee": ("Arcee", RELU2 | {"num_key_value_heads": 2}),
+    "arcee, biases": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
+    "nemotron": ("Nemotron", RELU2 | {"num_key_value_heads": 2, "head_dim": 16}),
+    "nemotron, a quarter rotated": (
+        "Nemotron",
+        {
+            "head_dim": 16, "num_key_value_heads": 4, "norm_eps": 1e-3,
+            "rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.25},
+        },
+    ),
+}  # fmt: skip
+OF_32 = {"original_max_position_embeddings": 32}
+for rope in (
     {"rope_type": "linear"},
-    {
-        "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    {"rope_type": "yarn", "beta_fast": 4.0, "original_max_position_embeddings": 32},
-)  # fmt: skip
-THEIRS = {
-    "llama": lambda: transformers.LlamaConfig(
-        **SHAPE, tie_word_embeddings=True, rope_parameters={"rope_theta": 1e5}
-    ),
-    "llama, grouped, untied, biases, SiLU": lambda: transformers.LlamaConfig(
-        **(SHAPE | {"hidden_act": "silu"}), num_key_value_heads=2, attention_bias=True, head_dim=12
-    ),
-    "qwen2": lambda: transformers.Qwen2Config(
-        **SHAPE, num_key_value_heads=2, rope_parameters={"rope_theta": 1e6}
-    ),
-    "qwen2, multi-query, tied": lambda: transformers.Qwen2Config(
-        **SHAPE, num_key_value_heads=1, tie_word_embeddings=True
-    ),
-    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=12),
-    "mistral": lambda: transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=5),
-    "mistral, no window, SiLU": lambda: transformers.MistralConfig(
-        **(SHAPE | {"hidden_act": "silu"}), num_key_value_heads=1, sliding_window=None
-    ),
-    "llama, biases of the blocks, relu2": lambda: transformers.LlamaConfig(
-        **(SHAPE | {"hidden_act": "relu2"}), mlp_bias=True
-    ),
-    "arcee": lambda: transformers.ArceeConfig(
-        **(SHAPE | {"hidden_act": "relu2"}), num_key_value_heads=2
-    ),
-    "arcee, biases": lambda: transformers.ArceeConfig(**SHAPE, mlp_bias=True, attention_bias=True),
-    "nemotron": lambda: transformers.NemotronConfig(
-        **(SHAPE | {"hidden_act": "relu2"}), num_key_value_heads=2, head_dim=16
-    ),
-    "nemotron, a quarter rotated": lambda: transformers.NemotronConfig(
-        **SHAPE,
-        head_dim=16,
-        num_key_value_heads=4,
-        norm_eps=1e-3,
-        rope_parameters={"rope_theta": 1e3, "partial_rotary_factor": 0.25},
-    ),
-    **{
-        f"llama, {rope['rope_type']}": lambda rope=rope: transformers.LlamaConfig(
-            **SHAPE, head_dim=16, rope_parameters={"rope_theta": 100.0, "factor": 4.0, **rope}
-        )
-        for rope in SCALED
-    },
-}
+    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | OF_32,
+    {"rope_type": "yarn", "beta_fast": 4.0} | OF_32,
+):
+    scaled = {"rope_theta": 100.0, "factor": 4.0} | rope
+    given = {"head_dim": 16, "rope_parameters": scaled}
+    THEIRS[f"llama, {rope['rope_type']}"] = ("Llama", given)
 UNGATED = {"gated": False, "activation": "relu2"}
 OURS = {
     "default": {},
     "grouped, untied": {"kv_heads": 2, "tie_embeddings": False, "rope_theta": 1e6},
     "biases, wide heads": {"attention_bias": True, "head_size": 12},
     "biases of the blocks, relu2": {"mlp_bias": True, "activation": "relu2"},
-    "llama3": {
-        "rope_theta": 100.0,
-        "rope_scaling": {"type": "llama3", "factor": 4, "original_context": 32},
-    },
-    "yarn": {
-        "rope_theta": 100.0,
-        "rope_scaling": {"type": "yarn", "factor": 4, "original_context": 16},
-    },
+    "llama3": {"rope_theta": 100.0,
+               "rope_scaling": {"type": "llama3", "factor": 4, "original_context": 32}},
+    "yarn": {"rope_theta": 100.0,
+             "rope_scaling": {"type": "yarn", "factor": 4, "original_context": 16}},
     "mistral": {"sliding_window": 5, "kv_heads": 2, "activation": "silu"},
     "qwen2": {"attention_bias": True, "kv_heads": 2, "head_size": 12},
     "qwen3": {"qk_norm": True, "kv_heads": 2, "head_size": 12, "attention_bias": True},
     "arcee": UNGATED | {"mlp_bias": True, "attention_bias": True, "tie_embeddings": False},
     "arcee, live": UNGATED | {"live_width": True, "mlp_bias": True},
     "nemotron": UNGATED | {"norm": "layer", "rotary_fraction": 0.5, "kv_heads": 2},
-    "nemotron, all rotated, biases": UNGATED
-    | {"norm": "layer", "mlp_bias": True, "attention_bias": True, "rope_theta": 1e3},
-}
-
-
+    "nemotron, all rotated, biases": UNGATED | {"norm": "layer", "mlp_bias": True,
+                                                "attention_bias": True, "rope_theta": 1e3},
+}  # fmt: skip
 TEXT = "for é in 漢字: don't  stop<|endoftext|> . !\n\t we'LL 123" * 20
 
 
@@ -138,7 +117,9 @@ def assert_agree(model, peer):
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_model_of_transformers_is_loaded(tmp_path, name):
     torch.manual_seed(seeds.integer())
-    peer = perturb(transformers.AutoModelForCausalLM.from_config(THEIRS[name]()))
+    kind, given = THEIRS[name]
+    config = getattr(transformers, f"{kind}Config")(**SHAPE | given)
+    peer = perturb(transformers.AutoModelForCausalLM.from_config(config))
     peer.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_agree(from_pretrained(tmp_path), peer)

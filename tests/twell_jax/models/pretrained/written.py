@@ -18,6 +18,29 @@ SHAPE = {
 }  # fmt: skip
 
 
+def relu(z):
+    return np.maximum(z, 0)
+
+
+def fatrelu(z):
+    return np.where(z > 0.3, z, 0)
+
+
+MINICPM = {
+    "model_type": "minicpm", "hidden_act": "relu", "scale_emb": 3, "scale_depth": 1.4,
+    "dim_model_base": 8,
+}  # fmt: skip
+FATRELU = {"model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.3}
+BAMBOO = {"model_type": "bamboo", "hidden_act": "relu", "sliding_window": 5}
+MODELS = {  # what config.json says, and the hidden activation of the two products
+    "minicpm": (MINICPM, lambda gate, up: relu(gate) * up),
+    "minicpm, fatrelu": (MINICPM | FATRELU | {"model_type": "minicpm", "tie_word_embeddings": True},
+                         lambda gate, up: fatrelu(gate) * up),
+    "sparsellama": (FATRELU, lambda gate, up: fatrelu(gate) * up),
+    "bamboo": (BAMBOO, lambda gate, up: relu(gate) * relu(up)),
+}  # fmt: skip
+
+
 def write(directory, **config):
     """A model of random weights; `config` is merged into `SHAPE` to make its config.json."""
     config, rng = SHAPE | config, seeds.rng()
