@@ -19,6 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import eight_bits, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.quantised import E4M3
 from pallas_kernels.rectifiers import Rectifier
@@ -113,6 +114,7 @@ def gather_ffn(
     return y, l1
 
 
+@primitive
 def load_row(ref, active: jax.Array) -> jax.Array:
     """Loads the row `ref: [D]` (GMEM, 16-bit or float8_e4m3fn, whose bits it returns as uint8); if
     not `active`, returns zeros without an access."""
@@ -132,6 +134,15 @@ def load_row(ref, active: jax.Array) -> jax.Array:
     return step(ref, active)
 
 
+@load_row.in_jax
+def _load_row(ref, active):
+    (d,) = ref.shape
+    row = lax.cond(active, lambda: ref[...], lambda: jnp.zeros(d, ref.dtype))
+    row = jnp.pad(row, (0, row_width(d) - d))
+    return lax.bitcast_convert_type(row, jnp.uint8) if row.dtype == E4M3 else row
+
+
+@primitive
 def store_row(ref, row: jax.Array) -> None:
     """Stores the first D columns of `row` (16-bit) to `ref: [D]` (GMEM)."""
 
@@ -144,6 +155,12 @@ def store_row(ref, row: jax.Array) -> None:
     step(ref, row)
 
 
+@store_row.in_jax
+def _store_row(ref, row):
+    ref[...] = row[: ref.shape[0]]
+
+
+@primitive
 def copy_row(source_ref, target_ref) -> None:
     """Copies a row `[D]` from GMEM to GMEM, of any dtype in which it has a multiple of 16 bytes."""
     size = source_ref.shape[0] * jnp.dtype(source_ref.dtype).itemsize
@@ -165,6 +182,11 @@ def copy_row(source_ref, target_ref) -> None:
     step(source_ref, target_ref)
 
 
+@copy_row.in_jax
+def _copy_row(source_ref, target_ref):
+    target_ref[...] = source_ref[...]
+
+
 def copy_token(parts, row: jax.Array, target_parts, target_row: jax.Array) -> None:
     """Copies a row of each part of tokens, `[M, D]` or scales `[M, 1]`, from GMEM to GMEM."""
     for part, target in zip(parts, target_parts, strict=True):
@@ -180,6 +202,7 @@ def _store_words(address, offset, words, inside):
     )
 
 
+@primitive
 def prefetch_rows(ref, first: jax.Array, n: int) -> None:
     """Fetches rows `first` to `first + n - 1` of `ref: [H, D]` (GMEM, 16-bit) into L2, up to H."""
 
@@ -201,6 +224,12 @@ def prefetch_rows(ref, first: jax.Array, n: int) -> None:
     step(ref, first)
 
 
+@prefetch_rows.in_jax
+def _prefetch_none(ref, first, n):
+    del ref, first, n
+
+
+@primitive
 def widen(row: jax.Array) -> jax.Array:
     """Converts a row of `load_row` to float32."""
     if row.dtype == jnp.float16:
@@ -228,6 +257,14 @@ def widen(row: jax.Array) -> jax.Array:
     return step(row)
 
 
+@widen.in_jax
+def _widen(row):
+    if row.dtype == jnp.uint8:
+        row = lax.bitcast_convert_type(row, E4M3)
+    return row.astype(jnp.float32)
+
+
+@primitive
 def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     """Sums each of `rows` (float32) over its columns, in a fixed order, with one barrier for all.
 
@@ -267,6 +304,12 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
         return totals
 
     return step(rows, scratch_ref)
+
+
+@sum_rows.in_jax
+def _sum_rows(rows, scratch_ref):
+    del scratch_ref
+    return [jnp.sum(row) for row in rows]
 
 
 def all_finite(row: jax.Array, scratch_ref) -> jax.Array:

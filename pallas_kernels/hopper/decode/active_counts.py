@@ -1,7 +1,7 @@
-"""How many gates of each token are open, which decides how a block of few tokens is computed.
+"""How many gates of each token are active, which decides how a block of few tokens is computed.
 
-Each tile of 64 neurons has a column: how far its kernels are, and how many of its gates each token
-opens. So the blocks of a tile can clear its numbers before they count; nothing else must.
+Each tile of 64 neurons has a column: how far its kernels are, and how many of its gates are active
+for each token. So the blocks of a tile can clear its numbers before they count; nothing else must.
 """
 
 import enum
@@ -23,11 +23,11 @@ class Launch(enum.IntEnum):
 
 
 def zeros(layers: int, tokens: int, neurons: int) -> jax.Array:
-    """No gate is open, no block done: int32 `[layers, 1 + M / 4, 3 + H / 64]`.
+    """No gate is active, no block done: int32 `[layers, 1 + M / 4, 3 + H / 64]`.
 
     The first row has blocks that are done, by `Launch`, and then the votes of each tile, by which
-    the gate's kernel computes its hidden activation, too. Each other row has the open gates of four
-    tokens, a byte for each.
+    the gate's kernel computes its hidden activation, too. Each other row has the active gates of
+    four tokens, a byte for each.
 
     Args:
       layers: number of layers.
@@ -50,14 +50,14 @@ def column(tile: int | jax.Array) -> int | jax.Array:
 
 
 def packed(gate: jax.Array) -> jax.Array:
-    """The open gates of each token and tile of `gate: [M, H]`, as in the rows behind the first."""
-    opens = (gate != 0).reshape(-1, _TOKENS_OF_ROW, gate.shape[1] // _TILE, _TILE)
-    numbers = jnp.sum(opens, axis=3, dtype=jnp.int32)
+    """The active gates of each token and tile of `gate: [M, H]`, as in the rows past the first."""
+    active = (gate != 0).reshape(-1, _TOKENS_OF_ROW, gate.shape[1] // _TILE, _TILE)
+    numbers = jnp.sum(active, axis=3, dtype=jnp.int32)
     return jnp.sum(numbers << _shifts()[:, None], axis=1)
 
 
 def of_tokens(counts: jax.Array) -> jax.Array:
-    """The open gates of each token, int32 `[layers, M]`, from `counts` as in `zeros`."""
+    """The active gates of each token, int32 `[layers, M]`, from `counts` as in `zeros`."""
     words = counts[:, 1:, column(0) :]
     numbers = jnp.sum(words[..., None] >> _shifts() & 0xFF, axis=2)
     return numbers.reshape(len(counts), -1)

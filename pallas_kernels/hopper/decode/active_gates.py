@@ -1,4 +1,4 @@
-"""How many gates of a token are open: counted by the blocks that compute them, read by others.
+"""How many gates of a token are active: counted by the blocks that compute them, read by others.
 
 The values of 16 neurons for all tokens are an array as in `token_columns`. Numbers lie in GMEM as
 in `hopper.decode.active_counts`: int32, a byte for each of four tokens.
@@ -16,14 +16,16 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.common import lanes, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.decode import token_columns, words
 from pallas_kernels.hopper.decode.token_columns import COLUMNS
 
 
+@primitive
 def store(numbers_ref, votes: int) -> None:
-    """Stores the numbers of a tile: the sum of its votes, and that no gate is open.
+    """Stores the numbers of a tile: the sum of its votes, and that no gate is active.
 
     `numbers_ref`: `[1 + M / 4]`.
     """
@@ -40,6 +42,12 @@ def store(numbers_ref, votes: int) -> None:
     step(numbers_ref)
 
 
+@store.in_jax
+def _store(numbers_ref, votes):
+    numbers_ref[...] = jnp.zeros(numbers_ref.shape, jnp.int32).at[0].set(votes)
+
+
+@primitive
 def count(values: jax.Array, tokens: int, counts_ref) -> jax.Array:
     """Counts the values of each token that are not zero; NaN is not zero.
 
@@ -67,11 +75,11 @@ def count(values: jax.Array, tokens: int, counts_ref) -> jax.Array:
         shift = arith.muli(byte, const(8))
         is_first, most = simt.less(column, const(1)), const(0)
         for i, register in enumerate(values.registers.flat):
-            fires = arith.andi(
+            is_active = arith.andi(
                 arith.cmpf(arith.CmpFPredicate.UNE, token_columns.element(register), zero),
                 simt.less(token, const(max(0, tokens - 8 * i))),
             )
-            bits = arith.andi(lanes.ballot(fires), token_bits)
+            bits = arith.andi(lanes.ballot(is_active), token_bits)
             number = lanes.popcount(bits)
             mgpu.utils.inline_ptx(
                 f"red.global.add.u32 [$0 + {8 * stride * i}], $1;",
@@ -85,9 +93,18 @@ def count(values: jax.Array, tokens: int, counts_ref) -> jax.Array:
     return step(values, counts_ref)
 
 
+@count.in_jax
+def _count(values, tokens, counts_ref):
+    """The interpreter has no atomic additions, so `counts_ref` stays as it is."""
+    del counts_ref
+    active = values.reshape(-1, COLUMNS)[:tokens] != 0
+    return jnp.max(jnp.sum(active, axis=1, dtype=jnp.int32))
+
+
+@primitive
 def has(most: jax.Array, number: int) -> jax.Array:
-    """Whether a token has so many of a block's 16 gates open, given `most` of `count`: bool scalar.
-    All warps have arrived then."""
+    """Whether a token has so many of a block's 16 gates active, given `most` of `count`: bool
+    scalar. All warps have arrived then."""
     result = plgpu.ShapeDtypeStruct((), jnp.bool_, layout=SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=result)
@@ -98,6 +115,12 @@ def has(most: jax.Array, number: int) -> jax.Array:
     return step(most)
 
 
+@has.in_jax
+def _has(most, number):
+    return most >= number
+
+
+@primitive
 def load(counts_ref) -> jax.Array:
     """The numbers of all tiles, `[M / 4, tiles]`, int32 `[128 * words]`: each warp has every fourth
     row, and its lanes take turns with tiles. The loads stay behind `await_previous`."""
@@ -123,10 +146,16 @@ def load(counts_ref) -> jax.Array:
     return step(counts_ref)
 
 
+@load.in_jax
+def _load(counts_ref):
+    return counts_ref[...]
+
+
+@primitive
 def are_few(
     counts: jax.Array, tiles: int, of_warps_ref, *, most: int, most_of_a_token: int
 ) -> jax.Array:
-    """Whether open gates are at most `most_of_a_token` for each token and `most` together.
+    """Whether active gates are at most `most_of_a_token` for each token and `most` together.
 
     Args:
       counts: of `load`.
@@ -153,6 +182,13 @@ def are_few(
         return mgpu.FragmentedArray.splat(few, (), is_signed=False)
 
     return step(counts, of_warps_ref)
+
+
+@are_few.in_jax
+def _are_few(counts, tiles, of_warps_ref, *, most, most_of_a_token):
+    del tiles, of_warps_ref
+    numbers = jnp.sum(counts[..., None] >> 8 * jnp.arange(4) & 0xFF, axis=1)
+    return (jnp.sum(numbers) <= most) & (jnp.max(numbers) <= most_of_a_token)
 
 
 def _sums_of_bytes(of_lane):

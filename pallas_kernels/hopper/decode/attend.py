@@ -8,12 +8,16 @@ through the generic proxy, so a fence and a barrier follow before the WGMMA.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import register_rows, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import TILED
@@ -36,6 +40,7 @@ class Heads:
         return self.all // self.stored
 
 
+@primitive
 def place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs, *, heads: Heads):
     """Rotates query and key of a new token; puts them and its value into shared memory.
 
@@ -94,6 +99,23 @@ def place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs,
     step(qkv_ref, list(rope_refs), head, is_owner, q_smem, new_smem, list(stored_refs))
 
 
+@place_new.in_jax
+def _place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs, *, heads):
+    vectors = qkv_ref[...].reshape(-1, heads.size)
+    a, b = jnp.split(vectors.astype(jnp.float32), 2, axis=1)
+    cos, sin = (ref[...] for ref in rope_refs)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], 1).astype(vectors.dtype)
+    q = lax.dynamic_slice_in_dim(rotated, head * heads.group, heads.group)
+    q_smem[...] = jnp.pad(q, ((0, HEADS - heads.group), (0, 0)))
+    new = rotated[heads.all + head], vectors[heads.all + heads.stored + head]
+    new_smem[...] = jnp.stack(new)
+
+    @pl.when(is_owner)
+    def _():
+        stored_refs[0][...], stored_refs[1][...] = new
+
+
+@primitive
 def patch(k_smem, v_smem, new_smem, low: jax.Array, high: jax.Array) -> None:
     """Makes loaded keys and values complete, and values that nothing attends to zero.
 
@@ -142,6 +164,16 @@ def patch(k_smem, v_smem, new_smem, low: jax.Array, high: jax.Array) -> None:
     step(k_smem, v_smem, new_smem, low, high)
 
 
+@patch.in_jax
+def _patch(k_smem, v_smem, new_smem, low, high):
+    row = jnp.arange(k_smem.shape[0])[:, None]
+    key, value = new_smem[...]
+    k_smem[...] = jnp.where(row == high, key, k_smem[...])
+    v = jnp.where(row == high, value, v_smem[...])
+    v_smem[...] = jnp.where((row < low) | (row > high), 0, v)
+
+
+@primitive
 def store_transposed(p: jax.Array, p_smem) -> None:
     """Stores `p: [keys, 8]` (16-bit, WGMMA layout) to SMEM `[8, keys]` with transforms `TILED`."""
 
@@ -170,6 +202,11 @@ def store_transposed(p: jax.Array, p_smem) -> None:
         _hand_over()
 
     step(p, p_smem)
+
+
+@store_transposed.in_jax
+def _store_transposed(p, p_smem):
+    p_smem[...] = p.T
 
 
 def _equal(a: ir.Value, b: ir.Value) -> ir.Value:

@@ -1,23 +1,28 @@
 """Exchange of partial sums between the thread blocks of a cluster.
 
 Each block is one warpgroup. It receives what the other blocks have summed for it, for instance its
-own columns of every block's row (see `gather`), and every block's scalar. A kernel calls `prepare`
-once. For each exchange it calls `expect`, sends (`send_parts` or `exchange_columns`), and calls
-`wait_for_parts`; then the parts lie in shared memory, to be added in a fixed order. `release` comes
-before this memory is used for something else. Blocks that exchange more than that do it through
-GMEM and a `ClusterBarrier`, between two calls of `fence`.
+own columns of every block's row (see `register_rows`), and every block's scalar. A kernel calls
+`prepare` once. For each exchange it calls `expect`, sends (`send_parts` or `exchange_columns`), and
+calls `wait_for_parts`; then the parts lie in shared memory, to be added in a fixed order. `release`
+comes before this memory is used for something else. Blocks that exchange more than that do it
+through GMEM and a `ClusterBarrier`, between two calls of `warpgroup.fence`.
 """
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.common import register_rows, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.decode import on_host
 
 
+@primitive
 def prepare(arrived_ref) -> None:
     """Prepares `arrived_ref` (SMEM, uint32 `[4]`): an mbarrier, and the parity of its phase."""
 
@@ -32,6 +37,7 @@ def prepare(arrived_ref) -> None:
     step(arrived_ref)
 
 
+@primitive
 def expect(size: int, arrived_ref) -> None:
     """Says that this block has read the parts of the exchange before, and expects `size` bytes."""
 
@@ -53,6 +59,7 @@ def expect(size: int, arrived_ref) -> None:
     step(arrived_ref)
 
 
+@primitive
 def send_parts(
     y_part: jax.Array, l1_part: jax.Array, block: jax.Array, y_parts_ref, l1_parts_ref, arrived_ref
 ) -> None:
@@ -113,16 +120,25 @@ def send_parts(
     step(y_part, l1_part, block, y_parts_ref, l1_parts_ref, arrived_ref)
 
 
+@send_parts.in_jax
+def _send_parts(y_part, l1_part, block, y_parts_ref, l1_parts_ref, arrived_ref):
+    del arrived_ref
+    blocks, width = y_parts_ref.shape
+    y_parts, l1_parts_ref[...] = on_host.of_all((y_part, l1_part), block, blocks)
+    y_parts_ref[...] = lax.dynamic_slice_in_dim(y_parts, block * width, width, axis=1)
+
+
+@primitive
 def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived_ref) -> None:
-    """Sends each of the four blocks of this one's quartet 16 of the 64 columns of `accs`.
+    """Sends each of the four blocks of this one's subcluster 16 of the 64 columns of `accs`.
 
     The columns of a product lie along the rows of its accumulator, so that each warp has those of
     one block.
 
     Args:
       accs: each float32 `[64, tokens]` in the WGMMA layout.
-      block: int32 scalar, this block's rank in the cluster, whose first four ranks are a quartet,
-        and so on.
+      block: int32 scalar, this block's rank in the cluster, whose first four ranks are a
+        subcluster, and so on.
       parts_ref: SMEM, float32 `[len(accs), 4, 16 * tokens]`; a receiver gets this block's part at
         `[:, block % 4]`, in the order that `token_columns.add_parts` reads.
       arrived_ref: as in `expect`.
@@ -137,7 +153,7 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
         lane, warp = simt.lane_and_warp()
         ptx("barrier.cluster.wait.aligned;", convergent=True)  # all blocks expect parts
 
-        part, receiver = in_quartet(block.registers.item(), warp)
+        part, receiver = in_subcluster(block.registers.item(), warp)
 
         def in_receiver(address):
             return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, receiver, result_types=i32)
@@ -164,9 +180,21 @@ def exchange_columns(accs: list[jax.Array], block: jax.Array, parts_ref, arrived
     step(accs, block, parts_ref, arrived_ref)
 
 
-def in_quartet(block: ir.Value, other: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The place of a block in its quartet, 0 to 3, given its rank in the cluster; and the rank of
-    the block whose place is `other`."""
+@exchange_columns.in_jax
+def _exchange_columns(accs, block, parts_ref, arrived_ref):
+    del arrived_ref
+    sums, blocks, _ = parts_ref.shape
+    rows, tokens = accs[0].shape
+    columns = rows // blocks
+    accs = on_host.of_all(jnp.stack(accs), block, blocks)
+    mine = lax.dynamic_slice_in_dim(accs, block % blocks * columns, columns, axis=2)
+    pairs = mine.reshape(blocks, sums, columns, tokens // 2, 2)
+    parts_ref[...] = pairs.transpose(1, 0, 3, 2, 4).reshape(parts_ref.shape)
+
+
+def in_subcluster(block: ir.Value, other: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The place of a block in its subcluster, 0 to 3, given its rank in the cluster; and the rank
+    of the block whose place is `other`."""
     part = arith.andi(block, simt.const(3))
     return part, arith.addi(arith.subi(block, part), other)
 
@@ -206,6 +234,7 @@ def send_words(
         )
 
 
+@primitive
 def wait_for_parts(arrived_ref) -> None:
     """Waits until every block of the cluster has sent its parts to this one."""
 
@@ -222,6 +251,7 @@ def wait_for_parts(arrived_ref) -> None:
     step(arrived_ref)
 
 
+@primitive
 def release(arrived_ref) -> None:
     """Ends the mbarrier in `arrived_ref`, whose memory may not be used otherwise before: keys of
     `decode_attention` became NaN where it lay."""
@@ -236,3 +266,11 @@ def release(arrived_ref) -> None:
         )
 
     step(arrived_ref)
+
+
+@prepare.in_jax
+@expect.in_jax
+@wait_for_parts.in_jax
+@release.in_jax
+def _need_no_barrier(*_):
+    """The twins that send wait for each other."""

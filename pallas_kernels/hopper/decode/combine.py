@@ -1,19 +1,25 @@
 """The end of `decode_attention`: the blocks of a cluster exchange their parts and add them up."""
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import lanes, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.decode import on_host
 from pallas_kernels.hopper.decode.attend import HEADS, Heads
 
 _HEAD_SUMS = plgpu.Layout.WGMMA.reduce(0)  # two heads in each lane of a quad
 
 
+@primitive
 def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None:
     """Sends each block of the cluster its rows of `o`, and `top` and `total`.
 
@@ -68,6 +74,15 @@ def send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref) -> None
     step(o, top, total, block, o_parts_ref, sums_ref, arrived_ref)
 
 
+@send_parts.in_jax
+def _send_parts(o, top, total, block, o_parts_ref, sums_ref, arrived_ref):
+    del arrived_ref
+    blocks, rows, _ = o_parts_ref.shape
+    o_parts, tops, totals = on_host.of_all((o, top, total), block, blocks)
+    o_parts_ref[...] = lax.dynamic_slice_in_dim(o_parts, block * rows, rows, axis=1)
+    sums_ref[...] = jnp.stack([tops, totals], axis=1)
+
+
 def _send(address, receiver, register, arrived, predicate=None) -> None:
     """Sends two numbers to the same place in another block; without `arrived` it stores them."""
     ptx, i32 = mgpu.utils.inline_ptx, const(0).type
@@ -89,6 +104,7 @@ def _send(address, receiver, register, arrived, predicate=None) -> None:
     )
 
 
+@primitive
 def store_combined(o_parts_ref, sums_ref, out_ref, head: jax.Array, *, heads: Heads, block) -> None:
     """Adds up the cluster's parts in a fixed order and stores this block's rows of the result.
 
@@ -128,6 +144,17 @@ def store_combined(o_parts_ref, sums_ref, out_ref, head: jax.Array, *, heads: He
             )
 
     step(o_parts_ref, sums_ref, out_ref, head, block)
+
+
+@store_combined.in_jax
+def _store_combined(o_parts_ref, sums_ref, out_ref, head, *, heads, block):
+    top, total = sums_ref[:, 0], sums_ref[:, 1]
+    weight = jnp.exp2(top - jnp.max(top, axis=0))
+    sums = jnp.sum(weight[:, None] * o_parts_ref[...], axis=0) / jnp.sum(weight * total, axis=0)
+    rows = len(sums)
+    for i in range(heads.group):
+        column = (head * heads.group + i) * heads.size + block * rows
+        out_ref[pl.ds(column, rows)] = sums[:, i].astype(out_ref.dtype)
 
 
 def _combine(o_parts_ref, sums_ref, head, row):

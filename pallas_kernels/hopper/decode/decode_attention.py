@@ -23,8 +23,7 @@ from pallas_kernels.hopper.common import support, warpgroup
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.tiles import TILED
 from pallas_kernels.hopper.decode import attend, cluster, combine
-from pallas_kernels.hopper.decode.launch import launched
-from pallas_kernels.hopper.decode.phase import Phase, only
+from pallas_kernels.hopper.decode.launch import Phase, launched, only
 from pallas_kernels.hopper.decode.token_ring import PARTS
 from pallas_kernels.weights import DTYPES
 
@@ -165,7 +164,7 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, heads)
     small, o_parts, sums = (memory[name] for name in ("small", "o_parts", "sums"))
     loaded, splits = barriers, o_parts.shape[0]
     sequence, head = cluster_number // heads.stored, cluster_number % heads.stored
-    split = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
+    split = lax.axis_index("subcluster") * PARTS + lax.axis_index("part")
     (stages, step, _), new_smem, arrived = k_smem.shape, small.at[pl.ds(0, 2)], small.at[2]
     if splits > 1:
         cluster.prepare(arrived)

@@ -1,7 +1,8 @@
 """The whole feed-forward block for few tokens (decoding); its cost is reading the weights.
 
-Two kernels: `token_gate` reads w_gate once, `token_ffn` the rows of w_up and w_down behind open
-gates; if many gates are open, both multiply densely instead, as their numbers decide on the device.
+Two kernels: `token_gate` reads w_gate once, `token_ffn` the rows of w_up and w_down behind active
+gates; if many gates are active, both multiply densely instead, as their numbers decide on the
+device.
 The second is launched while the first still runs (docs/design/0008-few-tokens.md).
 """
 
@@ -28,9 +29,9 @@ def few_tokens_ffn(
 
     The non-gated form is `y = act(x @ w_up^T) @ w_down`. Gate and hidden activation are rounded to
     the dtype of x, sums are float32 and have a fixed order. Behind a gate of zero, no row of w_up
-    or w_down is used (in the non-gated form, of w_down), unless many gates are open. Where x is not
-    finite, the gated result is NaN as in the dense computation, where a gate of zero then meets inf
-    or NaN.
+    or w_down is used (in the non-gated form, of w_down), unless many gates are active. Where x is
+    not finite, the gated result is NaN as in the dense computation, where a gate of zero then meets
+    inf or NaN.
 
     Args:
       x: `[M, D]`, bfloat16 or float16, M from 1 to 64, D a multiple of 64 from 128 to 8192.

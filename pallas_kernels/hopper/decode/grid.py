@@ -9,11 +9,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.decode import on_host
 
 _MOST_POLLS = 1 << 24  # some seconds
 
 
+@primitive
 def arrive(arrivals_ref) -> None:
     """This block arrives: adds one to `arrivals_ref` (GMEM, int32 scalar)."""
 
@@ -31,6 +34,14 @@ def arrive(arrivals_ref) -> None:
     step(arrivals_ref)
 
 
+@arrive.in_jax
+def _arrive(arrivals_ref):
+    """Blocks are counted in the log "arrivals"; the reference gets 1, to show where they arrive."""
+    arrivals = on_host.log("arrivals")
+    arrivals_ref[...] = on_host.in_order(lambda: arrivals.note("arrived"))
+
+
+@primitive
 def wait(arrivals_ref, count: int) -> None:
     """Waits until `count` blocks have arrived."""
 
@@ -56,3 +67,16 @@ def wait(arrivals_ref, count: int) -> None:
         ptx("fence.proxy.async.global;", has_side_effects=True)
 
     step(arrivals_ref)
+
+
+@wait.in_jax
+def _wait(arrivals_ref, count):
+    """Also notes `count`, as far as there is one launch in which blocks arrive."""
+    del arrivals_ref
+    arrivals = on_host.log("arrivals")
+
+    def wait():
+        arrivals.note(count)
+        arrivals.wait_until(lambda entries: entries.count("arrived") >= count)
+
+    on_host.in_order(wait)

@@ -1,6 +1,6 @@
 """Rounding of few tokens to 8-bit floats on their way into a product.
 
-The four blocks of a quartet have a quarter of the columns each. A token's scale follows from its
+The four blocks of a subcluster have a quarter of the columns each. A token's scale follows from its
 largest magnitude, so each block finds the largest of its quarter and sends it to all.
 
 Sixteen neighbouring lanes have a token, as in `token_columns`. They read 128 columns at a time, 16
@@ -11,17 +11,19 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.common import eight_bits, register_rows, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import tiled
-from pallas_kernels.hopper.decode import cluster, token_columns
-from pallas_kernels.quantised import E4M3
+from pallas_kernels.hopper.decode import cluster, on_host, token_columns
+from pallas_kernels.quantised import E4M3, rounded
 
 STAGE = 128  # columns that are rounded at a time
 _TOKENS = 8  # whose rows the lanes read at a time, and a tile has
@@ -29,6 +31,7 @@ _CHUNK = 8  # columns of a lane
 _IN_FLIGHT = 8  # chunks that a lane loads before it looks at them
 
 
+@primitive
 def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
     """The largest magnitude of each token in some columns, an array of `token_columns`.
 
@@ -57,6 +60,12 @@ def largest(x_ref, first: jax.Array, columns: int) -> jax.Array:
     return step(x_ref, first)
 
 
+@largest.in_jax
+def _largest(x_ref, first, columns):
+    return _by_lane(jnp.max(jnp.abs(_columns_of(x_ref, first, columns)), axis=1))
+
+
+@primitive
 def scales(
     parts: jax.Array, block: jax.Array, parts_ref, arrived_ref
 ) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +86,7 @@ def scales(
     def send(_, parts, block, parts_ref, arrived_ref):
         lane, token = token_columns.column_and_token()
         to = arith.remui(lane, const(blocks))
-        part, receiver = cluster.in_quartet(block.registers.item(), to)
+        part, receiver = cluster.in_subcluster(block.registers.item(), to)
         place = arith.addi(arith.muli(part, const(tokens)), token)
         place = arith.addi(simt.smem_address(parts_ref), arith.muli(place, const(4)))
         words = [token_columns.element(part) for part in parts.registers.flat]
@@ -102,6 +111,15 @@ def scales(
     return receive(parts_ref)
 
 
+@scales.in_jax
+def _scales(parts, block, parts_ref, arrived_ref):
+    del parts_ref, arrived_ref
+    top = jnp.max(on_host.of_all(parts, block, 4), axis=0)
+    scale = rounded(top[:, None]).scale[:, 0]
+    return scale, 1 / scale
+
+
+@primitive
 def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
     """Rounds 128 columns of each token into shared memory, for the products that follow.
 
@@ -143,11 +161,29 @@ def store(x_ref, first: jax.Array, reciprocal: jax.Array, target_ref) -> None:
     step(x_ref, first, reciprocal, target_ref)
 
 
+@store.in_jax
+def _store(x_ref, first, reciprocal, target_ref):
+    factor = reciprocal[:: token_columns.COLUMNS, None]
+    target_ref[...] = (_columns_of(x_ref, first, STAGE) * factor).astype(E4M3)
+
+
+def _columns_of(x_ref, first, columns):
+    """So many columns of all tokens, float32; zeros past M and K."""
+    m, _ = x_ref.shape
+    x = jnp.pad(x_ref[...], ((0, token_columns.padded(m) - m), (0, 4 * columns)))
+    return lax.dynamic_slice_in_dim(x, first, columns, axis=1).astype(jnp.float32)
+
+
+def _by_lane(of_tokens):
+    return jnp.repeat(of_tokens, token_columns.COLUMNS)
+
+
+@primitive
 def round_row(row: jax.Array, scratch_ref) -> jax.Array:
     """Rounds a row to 8-bit floats; float32, the numbers that they stand for.
 
     Args:
-      row: 16-bit, as `gather.load_row` gives it.
+      row: 16-bit, as `register_rows.load_row` gives it.
       scratch_ref: SMEM, four words; it is free again afterwards.
     """
     dtype, (width,) = jnp.dtype(row.dtype), row.shape
@@ -182,6 +218,13 @@ def round_row(row: jax.Array, scratch_ref) -> jax.Array:
         return register_rows.row_of(chunks, width)
 
     return step(row, scratch_ref)
+
+
+@round_row.in_jax
+def _round_row(row, scratch_ref):
+    del scratch_ref
+    found = rounded(row[None])
+    return (found.values.astype(jnp.float32) * found.scale)[0]
 
 
 def _of_tokens(tokens: int):

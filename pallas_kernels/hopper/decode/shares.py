@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -13,6 +14,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import lanes, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.decode import token_columns
@@ -39,6 +41,7 @@ class Found(NamedTuple):
     total: jax.Array
 
 
+@primitive
 def find(gate_ref, active, counts_ref) -> Found:
     """Finds the non-zeros of one token.
 
@@ -82,6 +85,15 @@ def find(gate_ref, active, counts_ref) -> Found:
     return step(gate_ref, active, counts_ref)
 
 
+@find.in_jax
+def _find(gate_ref, active, counts_ref):
+    """No masks: `_list_share` finds the non-zeros once more."""
+    del counts_ref
+    total = jnp.sum(_bits(gate_ref) != 0, dtype=jnp.int32)
+    return Found([], [], jnp.where(active, total, 0))
+
+
+@primitive
 def list_share(found: Found, gate_ref, share, shares: int, entries_ref) -> None:
     """Lists every `shares`-th non-zero of a token, from the `share`-th on, in a fixed order.
 
@@ -106,6 +118,23 @@ def list_share(found: Found, gate_ref, share, shares: int, entries_ref) -> None:
         mgpu.warpgroup_barrier()
 
     step(found.masks, found.ranks, gate_ref, share, entries_ref)
+
+
+@list_share.in_jax
+def _list_share(found, gate_ref, share, shares, entries_ref):
+    del found
+    bits = _bits(gate_ref)
+    rank = jnp.cumsum(bits != 0) - 1
+    is_mine = (bits != 0) & (rank % shares == share)
+    words = jnp.arange(bits.size, dtype=jnp.uint32) | bits << 16
+    places = jnp.where(is_mine, rank // shares, entries_ref.shape[0])
+    # Past the list may be whatever was there.
+    entries = jnp.full(entries_ref.shape, 0xFFFFFFFF, jnp.uint32)
+    entries_ref[...] = entries.at[places].set(words, mode="drop")
+
+
+def _bits(gate_ref):
+    return lax.bitcast_convert_type(gate_ref[...], jnp.uint16).astype(jnp.uint32)
 
 
 def _by_lane(value: ir.Value) -> mgpu.FragmentedArray:

@@ -15,14 +15,14 @@ from pallas_kernels.hopper.decode.votes import Missing
 
 
 class TokenBlock(NamedTuple):
-    """The products of a quartet, which takes turns with the others; their tiles are not set.
+    """The products of a subcluster, which takes turns with the others; their tiles are not set.
 
     Attributes:
       up: makes what `down` multiplies; None if it is there.
       down: the second product.
-      first: int32 scalar, the number of the cluster's first quartet. All quartets of a cluster have
-        as many rounds as this one.
-      stride: quartets that share the tiles. All of them must be on the GPU at once.
+      first: int32 scalar, the number of the cluster's first subcluster. All subclusters of a
+        cluster have as many rounds as this one.
+      stride: subclusters that share the tiles. All of them must be on the GPU at once.
     """
 
     up: Product | None
@@ -74,5 +74,5 @@ class TokenBlock(NamedTuple):
         return dataclasses.replace(self.down, tiles=(self._place(i),))
 
     def _place(self, turn):
-        """What this quartet's turn is, counted over all quartets."""
-        return self.first + lax.axis_index("quartet") + turn * self.stride
+        """What this subcluster's turn is, counted over all subclusters."""
+        return self.first + lax.axis_index("subcluster") + turn * self.stride

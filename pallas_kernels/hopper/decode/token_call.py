@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.decode import cluster, token_columns
-from pallas_kernels.hopper.decode.phase import Phase
+from pallas_kernels.hopper.decode.launch import Phase
 from pallas_kernels.hopper.decode.token_ring import (
     COLUMNS,
     PARTS,
@@ -65,8 +65,8 @@ class TokenCall:
     def phase(self, x, weights, layer, operands, outs, form, *, refs=()) -> Phase:
         """This kernel; `finish` finds `refs` in front of `operands`.
 
-        Each quartet has a tile. The quartets of a cluster must agree whether they multiply it, so
-        a kernel with `live` keeps its one quartet.
+        Each subcluster has a tile. The subclusters of a cluster must agree whether they multiply
+        it, so a kernel with `live` keeps its one subcluster.
         """
         matrices = Matrices.of(weights, side_by_side=self.ring.side_by_side)
         read = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights]  # of one layer
@@ -89,9 +89,9 @@ class TokenCall:
 def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, call):
     x, layer, matrices, further = operands
     further, smem, number = [*refs, *further], memory | dict(here=barriers), layer[0]
-    quartet = lax.axis_index("quartet")
-    tile = cluster_number * lax.axis_size("quartet") + quartet
-    tiles, first_block = call.ring.sums * (tile,), quartet * PARTS
+    subcluster = lax.axis_index("subcluster")
+    tile = cluster_number * lax.axis_size("subcluster") + subcluster
+    tiles, first_block = call.ring.sums * (tile,), subcluster * PARTS
     is_early = tile < clusters_at_once(1) if call.staggered else None
     product = Product(call.ring, x, matrices, number, tiles, smem, first_block, is_early=is_early)
     cluster.prepare(smem["arrived"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,6 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import lanes, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 
@@ -46,6 +48,7 @@ def are_before(end: jax.Array, first: jax.Array, tokens: int) -> jax.Array:
     return first + place % COLUMNS < end
 
 
+@primitive
 def add_parts(parts_ref) -> jax.Array:
     """Adds up `parts_ref` (SMEM, float32 `[parts, 16 * tokens]`) over parts, in a fixed order.
 
@@ -78,13 +81,17 @@ def add_parts(parts_ref) -> jax.Array:
     return step(parts_ref)
 
 
+@add_parts.in_jax
+def _add_parts(parts_ref):
+    total = jnp.sum(parts_ref[...], axis=0)
+    return jnp.swapaxes(total.reshape(-1, COLUMNS, 2), 1, 2).reshape(-1)
+
+
+@primitive
 def load(ref, first: jax.Array, tokens: int) -> jax.Array:
     """Columns `first` to `first + 15` of `ref` (GMEM, floats of 16 or 32 bits): `[tokens, N]`, or
     one row `[N]` for all tokens."""
-    return _load(ref, first, tokens, 0 if len(ref.shape) == 1 else ref.shape[1])
-
-
-def _load(ref, first, tokens, row_columns):
+    row_columns = 0 if len(ref.shape) == 1 else ref.shape[1]
     result = plgpu.ShapeDtypeStruct((COLUMNS * tokens,), jnp.float32, layout=layout(tokens))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
@@ -107,6 +114,13 @@ def _load(ref, first, tokens, row_columns):
     return step(ref, first)
 
 
+@load.in_jax
+def _load(ref, first, tokens):
+    rows = jnp.broadcast_to(ref[...], (tokens, ref.shape[-1]))
+    return lax.dynamic_slice_in_dim(rows, first, COLUMNS, 1).astype(jnp.float32).reshape(-1)
+
+
+@primitive
 def store(ref, first: jax.Array, values: jax.Array) -> None:
     """Stores `values`, rounded to its dtype, to columns `first` on of `ref`: GMEM `[M, N]`. Tokens
     past its rows are not stored."""
@@ -134,6 +148,13 @@ def store(ref, first: jax.Array, values: jax.Array) -> None:
     step(ref, first, values)
 
 
+@store.in_jax
+def _store(ref, first, values):
+    rows = values.reshape(-1, COLUMNS)[: ref.shape[0]]
+    ref[:, pl.ds(first, COLUMNS)] = rows.astype(ref.dtype)
+
+
+@primitive
 def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
     """`rsqrt(sum(squares) / columns + eps)` of each token, the same for its 16 columns.
 
@@ -158,9 +179,16 @@ def inverse_rms(squares_ref, columns: int, eps: float) -> jax.Array:
             sums.append(_sum_over_columns(total))
         return array(sums)
 
-    return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
+    return lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
 
 
+@inverse_rms.in_jax
+def _inverse_rms(squares_ref, columns, eps):
+    mean = jnp.sum(squares_ref[...], axis=1) / columns
+    return jnp.repeat(lax.rsqrt(mean + eps), COLUMNS)
+
+
+@primitive
 def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
     """As `inverse_rms`, for one token, `squares_ref: [parts]`: a float32 scalar."""
     result = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
@@ -179,9 +207,15 @@ def inverse_rms_of_one(squares_ref, columns: int, eps: float) -> jax.Array:
             total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
         return mgpu.FragmentedArray.splat(total, ())
 
-    return jax.lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
+    return lax.rsqrt(step(squares_ref) * (1 / columns) + eps)
 
 
+@inverse_rms_of_one.in_jax
+def _inverse_rms_of_one(squares_ref, columns, eps):
+    return lax.rsqrt(jnp.sum(squares_ref[...]) / columns + eps)
+
+
+@primitive
 def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> None:
     """Prefetches into L2 row `first + c` of `w_ref` (GMEM `[H, D]`) for each of the 16 columns c
     that has a value above zero for one of the first `tokens` tokens.
@@ -197,13 +231,15 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
         column, token = column_and_token()
         lane, _ = simt.lane_and_warp()
         zero = mgpu.c(0.0, ir.F32Type.get())
-        fires = const(0)
+        is_active = const(0)
         for i, value in enumerate(values.registers.flat):
             is_above = arith.cmpf(arith.CmpFPredicate.OGT, element(value), zero)
             is_token = simt.less(token, const(max(0, tokens - _LANE_TOKENS * i)))
-            fires = arith.ori(fires, arith.extui(const(0).type, arith.andi(is_above, is_token)))
-        fires = arith.ori(fires, mgpu.utils.shfl_bfly(fires, 16))  # the lane of the same column
-        is_above = lanes.nonzero(fires)
+            of_value = arith.extui(const(0).type, arith.andi(is_above, is_token))
+            is_active = arith.ori(is_active, of_value)
+        # The lane of the same column.
+        is_active = arith.ori(is_active, mgpu.utils.shfl_bfly(is_active, 16))
+        is_above = lanes.nonzero(is_active)
         is_first = simt.less(lane, const(COLUMNS))
         columns = lanes.popcount(lanes.ballot(arith.andi(is_above, is_first)))
         are_few = simt.less(columns, const(_MOST_PREFETCHED + 1))
@@ -219,6 +255,12 @@ def prefetch_rows(w_ref, first: jax.Array, values: jax.Array, tokens: int) -> No
     step(w_ref, first, values)
 
 
+@prefetch_rows.in_jax
+def _prefetch_none(w_ref, first, values, tokens):
+    del w_ref, first, values, tokens
+
+
+@primitive
 def store_sums(sums_ref, part: jax.Array, values: jax.Array) -> None:
     """Stores each token's sum over its 16 `values` to `sums_ref[:, part]`: GMEM, float32
     `[tokens, parts]`."""
@@ -242,6 +284,12 @@ def store_sums(sums_ref, part: jax.Array, values: jax.Array) -> None:
     step(sums_ref, part, values)
 
 
+@store_sums.in_jax
+def _store_sums(sums_ref, part, values):
+    sums_ref[:, pl.ds(part, 1)] = jnp.sum(values.reshape(-1, COLUMNS), axis=1, keepdims=True)
+
+
+@primitive
 def store_total(sums_ref, share: jax.Array, shares: int, total: jax.Array) -> None:
     """Stores `total` (float32 scalar) and zeros to the `share`-th of so many equal shares of
     `sums_ref` (GMEM, float32 `[parts]`)."""
@@ -264,6 +312,12 @@ def store_total(sums_ref, share: jax.Array, shares: int, total: jax.Array) -> No
             )
 
     step(sums_ref, share, total)
+
+
+@store_total.in_jax
+def _store_total(sums_ref, share, shares, total):
+    size = sums_ref.shape[0] // shares
+    sums_ref[pl.ds(share * size, size)] = jnp.where(jnp.arange(size) == 0, total, 0.0)
 
 
 def column_and_token() -> tuple[ir.Value, ir.Value]:

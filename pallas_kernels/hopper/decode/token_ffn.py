@@ -1,13 +1,13 @@
 """A sparse block behind its gate, for up to 64 tokens and any pattern.
 
-If few gates are open, a cluster of blocks serves a token (`token_rows`). If many are, each
-quartet of blocks multiplies densely (`token_block`): first those tiles of 64 neurons with
+If few gates are active, a cluster of blocks serves a token (`token_rows`). If many are, each
+subcluster of blocks multiplies densely (`token_block`): first those tiles of 64 neurons with
 w_up that the gate's kernel has not multiplied, then, behind a barrier across the grid if there were
-any, with w_down. The numbers of open gates decide, which `token_gate.gate` has counted on the
+any, with w_down. The numbers of active gates decide, which `token_gate.gate` has counted on the
 device; sums have a fixed order either way.
 
 The kernel is launched while the gate's still runs (programmatic dependent launch); if many gates
-are open, when w_up has been multiplied.
+are active, when w_up has been multiplied.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-# Rows are read one by one up to so many open gates. A block then takes 16 rounds of 8 rows, about
+# Rows are read one by one up to so many active gates. A block then takes 16 rounds of 8 rows, about
 # as long as its part of a dense product takes (D = 2048, H = 5632, H100).
-MOST_OPEN_OF_A_TOKEN = 512
-MOST_OPEN = 8192  # of all tokens together
+MOST_ACTIVE_OF_A_TOKEN = 512
+MOST_ACTIVE = 8192  # of all tokens together
 _ON_SM = 2  # blocks that share an SM: their registers allow no third one
-# Up to so many tokens two quartets serve one, so that most tokens take a single round of rows. With
-# more, the GPU would not hold all blocks at once.
+# Up to so many tokens two subclusters serve one, so that most tokens take a single round of rows.
+# With more, the GPU would not hold all blocks at once.
 _FEW = 16
 
 
@@ -175,24 +175,25 @@ def add(
     outs = x, x, jax.ShapeDtypeStruct((tokens, d // token_columns.COLUMNS), jnp.float32)
 
     def columns(refs, outs, layer, first, y):
-        before, scale = refs
+        (before, scale), written = refs, Stream(*outs)
         after = (token_columns.load(before, first, tokens) + y).astype(x.dtype)
-        token_columns.store(outs[0], first, after)
+        token_columns.store(written.x, first, after)
         after = after.astype(jnp.float32)
         factor = token_columns.load(scale.at[layer], first, tokens)
-        token_columns.store(outs[1], first, after * factor)
-        token_columns.store_sums(outs[2], first // token_columns.COLUMNS, after * after)
+        token_columns.store(written.scaled, first, after * factor)
+        token_columns.store_sums(written.squares, first // token_columns.COLUMNS, after * after)
 
     def row(refs, outs, layer, token, share):
-        before = token_rows.load_now(refs[0].at[token, share.columns])
-        factor = token_rows.load_now(refs[1].at[layer, share.columns])
+        (before, scale), written = refs, Stream(*outs)
+        before = token_rows.load_now(before.at[token, share.columns])
+        factor = token_rows.load_now(scale.at[layer, share.columns])
 
         def store(y, _):
             after = (before + y).astype(x.dtype)
-            outs[0][token, share.columns] = after
+            written.x[token, share.columns] = after
             after = after.astype(jnp.float32)
-            outs[1][token, share.columns] = (after * factor).astype(x.dtype)
-            share.store_total(outs[2].at[token], jnp.sum(after * after))
+            written.scaled[token, share.columns] = (after * factor).astype(x.dtype)
+            share.store_total(written.squares.at[token], jnp.sum(after * after))
 
         return store
 
@@ -202,15 +203,55 @@ def add(
     return Stream(*y)
 
 
+class Cut(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+      rings: the dense products, with w_up if there is a gate projection, and with w_down.
+      subclusters: of a cluster.
+      dense_clusters: clusters that multiply densely, and wait for each other.
+      memory: the shared memory of a block, a pytree by the arguments of the kernel.
+    """
+
+    rings: list[TokenRing]
+    subclusters: int
+    dense_clusters: int
+    memory: dict[str, Any]
+
+    @classmethod
+    def of(cls, gate: jax.Array, x: jax.Array, weights: Weights, batch: int) -> "Cut":
+        """For operands as of `multiply` and `add`; `gate` are its values."""
+        (_, h), d = gate.shape, x.shape[1]
+        subclusters = 2 if batch <= _FEW else 1
+        blocks = subclusters * PARTS
+        scratch = token_rows.scratch(d)
+        # Memory stands still less if a subcluster's two tiles of w_up are loaded at once. With more
+        # tokens they leave too little room for stages.
+        waiting = token_ring.most_waiting(scratch, _ON_SM, blocks)
+        is_two = subclusters > 1 and h > waiting * subclusters * COLUMNS
+        rings = _rings(x, gate, weights, token_ring.size(scratch), is_two)
+        memory = dict(
+            memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.memory(h, d, blocks)),
+            scratch=scratch,
+            parts=rings[0].parts(),
+            arrived=plgpu.SMEM((4,), jnp.uint32),
+        )
+        clusters = pl.cdiv(max(h, d) // COLUMNS, subclusters)
+        clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
+        return cls(rings, subclusters, clusters, memory)
+
+    @property
+    def up(self) -> TokenRing | None:
+        """The dense product with w_up, if there is one."""
+        return self.rings[0] if len(self.rings) > 1 else None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """How the kernel works.
 
     Attributes:
-      up: the dense product with w_up; None without a gate projection.
-      down: the dense product with w_down.
-      quartets: of a cluster.
-      dense_clusters: clusters that multiply densely.
+      cut: of the work.
       batch: tokens.
       further: number of operands of `stores`.
       eps: of the norm.
@@ -218,10 +259,7 @@ class _Plan:
       rectifier: what made the gate.
     """
 
-    up: TokenRing | None
-    down: TokenRing
-    quartets: int
-    dense_clusters: int
+    cut: Cut
     batch: int
     further: int
     eps: float
@@ -231,34 +269,16 @@ class _Plan:
 
 def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
     (gate, hidden, *_), x, weights, layer, squares = operands
-    (_, h), d = gate.shape, x.shape[1]
-    quartets = 2 if batch <= _FEW else 1
-    blocks = quartets * PARTS
-    scratch = token_rows.scratch(d)
-    # Memory stands still less if a quartet's two tiles of w_up are loaded at once. With more tokens
-    # they leave too little room for stages.
-    is_two = (
-        quartets > 1 and h > token_ring.most_waiting(scratch, _ON_SM, blocks) * quartets * COLUMNS
-    )
-    up, down = _rings(x, gate, weights, token_ring.size(scratch), is_two)
-    rings = [r for r in (up, down) if r is not None]
-    memory = dict(
-        memory=plgpu.RefUnion(*(r.memory() for r in rings), token_rows.memory(h, d, blocks)),
-        scratch=scratch,
-        parts=rings[0].parts(),
-        arrived=plgpu.SMEM((4,), jnp.uint32),
-    )
-    clusters = pl.cdiv(max(h, d) // COLUMNS, quartets)
-    clusters = min(clusters, token_ring.most_waiting(memory, _ON_SM, blocks))
-    plan = _Plan(up, down, quartets, clusters, batch, len(further), eps, stores, rectifier)
+    cut = Cut.of(gate, x, weights, batch)
+    plan = _Plan(cut, batch, len(further), eps, stores, rectifier)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=outs,
-        scratch_types=dict(**memory, here=[r.barriers() for r in rings]),
-        grid=(max(batch, clusters),),
+        scratch_types=dict(**cut.memory, here=[r.barriers() for r in cut.rings]),
+        grid=(max(batch, cut.dense_clusters),),
         grid_names=("tile",),
-        cluster=(quartets, PARTS),
-        cluster_names=("quartet", "part"),
+        cluster=(cut.subclusters, PARTS),
+        cluster_names=("subcluster", "part"),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -271,15 +291,15 @@ def _call(name, operands, counts, further, outs, batch, eps, stores, rectifier):
 
 
 def _rings(x, gate, weights, reserved, is_two):
-    """The dense products with w_up, None if there is none, and with w_down."""
+    """Of `Cut`; they leave so many bytes of shared memory for other things."""
     options = dict(on_sm=_ON_SM, reserved=reserved)
     down = TokenRing.of(gate, (weights.down,), k_axis=1, **options)
     if weights.linear is None:
-        return None, down
+        return [down]
     linear = (1 + is_two) * (weights.linear,)
     up = TokenRing.of(x, linear, k_axis=2, side_by_side=False, **options)
     sums = token_ring.size(up.parts()) - token_ring.size(down.parts())
-    return up, dataclasses.replace(down, reserved=reserved + sums)
+    return [up, dataclasses.replace(down, reserved=reserved + sums)]
 
 
 def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arrived, plan):
@@ -288,23 +308,23 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
     tokens, is_row = operands.gate.shape[0], tile < plan.batch
     token = jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
-    rank = lax.axis_index("quartet") * PARTS + lax.axis_index("part")
-    share = token_rows.Share.of(rank, plan.quartets * PARTS, operands.x.shape[1])
-    x_row = None if plan.up is None else _load_x(operands, token, is_row, scratch, plan)
+    rank = lax.axis_index("subcluster") * PARTS + lax.axis_index("part")
+    share = token_rows.Share.of(rank, plan.cut.subclusters * PARTS, operands.x.shape[1])
+    x_row = None if plan.cut.up is None else _load_x(operands, token, is_row, scratch, plan)
     store_row = plan.stores.row(further, outs, number, token, share)
     launch_next()
     await_previous()
     tiles = operands.gate.shape[1] // COLUMNS
     of_tiles = pl.ds(active_counts.column(0), tiles)
-    open_of_tokens = active_gates.load(counts.at[number, pl.ds(1, tokens // 4), of_tiles])
-    if plan.up is not None:
+    numbers_of_tokens = active_gates.load(counts.at[number, pl.ds(1, tokens // 4), of_tiles])
+    if plan.cut.up is not None:
         votes_of_tiles = words.load(counts.at[number, 0, of_tiles])
-    # While those are on their way, open gates are found as if they were few.
+    # While those are on their way, active gates are found as if they were few.
     gate = operands.gate.at[token]
     found = shares.find(gate, is_row, scratch["counts"])
-    limits = dict(most=MOST_OPEN, most_of_a_token=MOST_OPEN_OF_A_TOKEN)
+    limits = dict(most=MOST_ACTIVE, most_of_a_token=MOST_ACTIVE_OF_A_TOKEN)
     of_warps = parts.at[0, 0, pl.ds(0, 4)]  # free until a product sends its sums
-    is_sparse = active_gates.are_few(open_of_tokens, tiles, of_warps, **limits)
+    is_sparse = active_gates.are_few(numbers_of_tokens, tiles, of_warps, **limits)
 
     @pl.when(is_sparse & is_row)
     def _():
@@ -312,18 +332,17 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
         read = x_row, gate, found, share
         store_row(*token_rows.sum_rows(*read, *weights, *shared, plan.rectifier))
 
-    @pl.when(~is_sparse & (tile < plan.dense_clusters))
+    @pl.when(~is_sparse & (tile < plan.cut.dense_clusters))
     def _():
-        rings = [r for r in (plan.up, plan.down) if r is not None]
         smem = [
             dict(ring=m, here=b, parts=parts.at[pl.ds(0, r.sums)], arrived=arrived)
-            for r, m, b in zip(rings, memory[:-1], here, strict=True)
+            for r, m, b in zip(plan.cut.rings, memory[:-1], here, strict=True)
         ]
         block = _block(operands, hidden, number, smem, plan)
-        if plan.up is None:
+        if plan.cut.up is None:
             block.fetch_down()
         else:
-            missing = votes.Missing.of(votes_of_tiles, plan.up.tiles)
+            missing = votes.Missing.of(votes_of_tiles, plan.cut.up.tiles)
             arrivals = counts.at[number, 0, active_counts.Launch.FFN]
             store = _store_hidden(operands, hidden, further, outs, plan)
             block.multiply_up(missing, arrivals, store)
@@ -332,7 +351,7 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
 
 def _load_x(operands, token, is_row, scratch, plan):
     squares = None if operands.squares is None else operands.squares.at[token]
-    options = dict(is_8_bits=plan.up.is_8_bits, eps=plan.eps)
+    options = dict(is_8_bits=plan.cut.up.is_8_bits, eps=plan.eps)
     return token_rows.load_x(operands.x.at[token], squares, is_row, scratch, **options)
 
 
@@ -348,18 +367,19 @@ def _of_layer(operands, number):
 
 
 def _block(operands, hidden, number, smem, plan):
-    """The dense block. The quartets take turns with tiles of neurons, then of columns."""
-    quartet = lax.axis_index("quartet")
-    first, stride = lax.axis_index("tile") * plan.quartets, plan.dense_clusters * plan.quartets
+    """The dense block. The subclusters take turns with tiles of neurons, then of columns."""
+    subcluster = lax.axis_index("subcluster")
+    first = lax.axis_index("tile") * plan.cut.subclusters
+    stride = plan.cut.dense_clusters * plan.cut.subclusters
 
     def product(ring, x, matrices, smem):
-        return Product(ring, x, matrices, number, (), smem, quartet * PARTS)
+        return Product(ring, x, matrices, number, (), smem, subcluster * PARTS)
 
     up = None
-    if plan.up is not None:
-        up = product(plan.up, operands.x, operands.up.repeated(plan.up.sums), smem[0])
+    if plan.cut.up is not None:
+        up = product(plan.cut.up, operands.x, operands.up.repeated(plan.cut.up.sums), smem[0])
     activation = operands.gate if up is None else hidden
-    down = product(plan.down, activation, operands.down, smem[-1])
+    down = product(plan.cut.rings[-1], activation, operands.down, smem[-1])
     return TokenBlock(up, down, first, stride)
 
 

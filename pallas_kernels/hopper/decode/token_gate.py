@@ -14,16 +14,15 @@ from pallas_kernels.hopper.common import register_rows, warpgroup
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.decode import active_counts, active_gates, token_columns, votes
 from pallas_kernels.hopper.decode.gate import Gate
-from pallas_kernels.hopper.decode.launch import launched
-from pallas_kernels.hopper.decode.phase import Phase
+from pallas_kernels.hopper.decode.launch import Phase, launched
 from pallas_kernels.hopper.decode.token_call import TokenCall, only_live, store_zeros
 from pallas_kernels.hopper.decode.token_ring import Matrices, Product, TokenRing
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-# Slots of the second product's ring that a block with many open gates fills before it knows whether
-# the others agree. If all blocks that wait did so, sparse gates would take more time
+# Slots of the second product's ring that a block with many active gates fills before it knows
+# whether the others agree. If all blocks that wait did so, sparse gates would take more time
 # (docs/design/0008-few-tokens.md).
 _AHEAD = range(1)
 # Of the 16 rows of w_down that are a block's, those that it prefetches into L2 as soon as its ring
@@ -41,9 +40,9 @@ def gate_phase(
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
 ) -> Phase[Gate]:
-    """The gate of a sparse block, `act(x @ w^T)`; counts the open gates of each token.
+    """The gate of a sparse block, `act(x @ w^T)`; counts the active gates of each token.
 
-    Where many gates of a tile of 64 neurons are open, they are multiplied with `x @ w_up^T` at
+    Where many gates of a tile of 64 neurons are active, they are multiplied with `x @ w_up^T` at
     once: memory would stand still until all gates are known.
 
     Zeros are ignored by what reads the gate, but in a dense block 0 * inf is NaN. So where x is not
@@ -54,9 +53,9 @@ def gate_phase(
       weights: `[layers, H, D]` each, in the dtype of x; gate and up may be `Quantised`, as in
         `token_product.project`. If only one of them is, no tile is multiplied with w_up here. H is
         a multiple of 64. Gates past the number of live neurons are zero, and whole tiles of 64 of
-        them are not computed. Rows of open gates are prefetched into L2 if gates are few.
+        them are not computed. Rows of active gates are prefetched into L2 if gates are few.
       layer: int32 `[1]`.
-      counts: mutable, as in `active_counts`, zero at `layer`; gets the open gates of each
+      counts: mutable, as in `active_counts`, zero at `layer`; gets the active gates of each
         token and the votes of tiles. None, for weights of one layer, makes an array of them.
       rectifier: act, which may pass `x @ w_up^T` through a ReLU.
       batch: the first so many tokens are counted, the others are padding. What the results hold
@@ -143,7 +142,7 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
         if ups is None:
             launch_next()
         else:
-            # Blocks with many open gates let the next kernel start later: it would put two blocks
+            # Blocks with many active gates let the next kernel start later: it would put two blocks
             # on each SM that is free first, and read w_down through half of the SMs.
             has_many = active_gates.has(most, votes.MANY)
             pl.when(~has_many)(launch_next)
@@ -174,7 +173,7 @@ def _numbers(counts, number, tile):
 
 
 def _set_numbers(counts, number, tile, sum_of_votes):
-    """The first block of a tile stores the sum of its votes, and that none of its gates is open;
+    """The first block of a tile stores the sum of its votes, and that none of its gates is active;
     that of the first tile also that no block of `token_ffn` has arrived. The other blocks of the
     tile see it when they have the sums that this one sends."""
 
@@ -201,8 +200,8 @@ def _leave_out(counts, refs, outs, number, product):
 
 def hidden(g: jax.Array, up: jax.Array, rectifier: Rectifier) -> jax.Array:
     """The hidden activation of columns with the gates `g`, float32; a gate of 0 ignores `up`."""
-    opens = lax.bitcast_convert_type(g, jnp.uint32) != 0
-    return jnp.where(opens, g * rectifier.linear(up), 0.0)
+    is_active = lax.bitcast_convert_type(g, jnp.uint32) != 0
+    return jnp.where(is_active, g * rectifier.linear(up), 0.0)
 
 
 def _store_hidden(outs, first, h):
@@ -217,8 +216,8 @@ class _DenseTile(NamedTuple):
       up: the product.
       down: GMEM `[H, D]`, w_down.
       votes: GMEM int32 scalar, for the tile's votes.
-      has_many: whether a token has `votes.MANY` open gates in this block, bool scalar; then it has
-        not let the next kernel start.
+      has_many: whether a token has `votes.MANY` active gates in this block, bool scalar; then it
+        has not let the next kernel start.
     """
 
     up: Product
@@ -230,7 +229,7 @@ class _DenseTile(NamedTuple):
         """Votes, and fetches the first stages if this block has many.
 
         Args:
-          most: of `open_gates.count`.
+          most: of `active_gates.count`.
 
         Returns:
           Whether a token has `votes.SOME`, bool scalar: whether this block is not against it.

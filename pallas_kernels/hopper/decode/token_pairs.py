@@ -7,8 +7,7 @@ import jax
 from pallas_kernels.hopper.decode.active_counts import Launch
 from pallas_kernels.hopper.decode.decode_attention import decode_attention_phase
 from pallas_kernels.hopper.decode.gate import Gate
-from pallas_kernels.hopper.decode.launch import Arrivals, launch
-from pallas_kernels.hopper.decode.phase import Phase
+from pallas_kernels.hopper.decode.launch import Arrivals, Phase, launch
 from pallas_kernels.hopper.decode.token_gate import gate_phase
 from pallas_kernels.hopper.decode.token_product import (
     add_product_phase,
@@ -66,10 +65,10 @@ def project_attend(
 
     first = project_phase(stream, weights, layer, k_axis=k_axis, eps=eps, bias=bias)
     second = attention(*first.outs)
-    quartets, parts = second.cluster
-    if parts == PARTS and first.clusters % quartets == 0:
+    subclusters, parts = second.cluster
+    if parts == PARTS and first.clusters % subclusters == 0:
         on_sm = min(fitting(first.memory), fitting(second.memory))
-        if first.clusters // quartets <= clusters_at_once(on_sm, quartets * parts):
+        if first.clusters // subclusters <= clusters_at_once(on_sm, subclusters * parts):
             first = first.in_clusters(second.cluster)
             return _together(first, second, counts, layer, Launch.ATTENTION)[1]
     (qkv,) = launch(first)

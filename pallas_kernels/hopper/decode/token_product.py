@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.decode import token_columns
-from pallas_kernels.hopper.decode.launch import launched
-from pallas_kernels.hopper.decode.phase import Phase, only
+from pallas_kernels.hopper.decode.launch import Phase, launched, only
 from pallas_kernels.hopper.decode.token_call import TokenCall, only_live
 from pallas_kernels.hopper.decode.token_ring import TokenRing
 from pallas_kernels.layouts.stream import Stream
@@ -48,14 +47,14 @@ def project_phase(
     out = jax.ShapeDtypeStruct((tokens, columns), dtype or stream.x.dtype)
 
     def finish(refs, outs, number, product):
-        (first,) = product.first_columns
-        scale = token_columns.inverse_rms(refs[0], stream.x.shape[1], eps)
+        (first,), (squares, *bias_refs) = product.first_columns, refs
+        scale = token_columns.inverse_rms(squares, stream.x.shape[1], eps)
 
         def store(values):
             (total,) = values
             total *= scale
-            if bias is not None:
-                total += token_columns.load(refs[1].at[number], first, tokens)
+            for bias_ref in bias_refs:
+                total += token_columns.load(bias_ref.at[number], first, tokens)
             token_columns.store(outs[0], first, total)
 
         return store
@@ -97,9 +96,10 @@ def hidden_phase(
     out = jax.ShapeDtypeStruct((tokens, weights[0].shape[1]), stream.x.dtype)
 
     def finish(refs, outs, number, product):
+        squares, live_ref = refs
         first = product.first_columns[0]  # of each matrix
-        scale = token_columns.inverse_rms(refs[0], d, eps)
-        set_live = only_live(refs[1], number, first, tokens)
+        scale = token_columns.inverse_rms(squares, d, eps)
+        set_live = only_live(live_ref, number, first, tokens)
 
         def store(values):
             g, *up = (v * scale for v in values)
@@ -149,18 +149,20 @@ def add_product_phase(
     ]
 
     def finish(refs, outs, number, product):
-        (first,) = product.first_columns
-        before = token_columns.load(refs[0], first, tokens)
-        if bias is not None:
-            before += token_columns.load(refs[2].at[number], first, tokens)
-        factor = token_columns.load(refs[1].at[number], first, tokens)
+        (first,), (x_ref, scale_ref, *bias_refs) = product.first_columns, refs
+        written = Stream(*outs)
+        before = token_columns.load(x_ref, first, tokens)
+        for bias_ref in bias_refs:
+            before += token_columns.load(bias_ref.at[number], first, tokens)
+        factor = token_columns.load(scale_ref.at[number], first, tokens)
 
         def store(values):
             after = (before + values[0]).astype(x.dtype)
-            token_columns.store(outs[0], first, after)
+            token_columns.store(written.x, first, after)
             after = after.astype(jnp.float32)
-            token_columns.store(outs[1], first, after * factor)
-            token_columns.store_sums(outs[2], first // token_columns.COLUMNS, after * after)
+            token_columns.store(written.scaled, first, after * factor)
+            part = first // token_columns.COLUMNS
+            token_columns.store_sums(written.squares, part, after * after)
 
         return store
 

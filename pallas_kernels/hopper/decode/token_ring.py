@@ -3,7 +3,7 @@
 Four blocks of a cluster compute 64 columns. Each block multiplies a quarter of K by WGMMA, with
 the matrix as the operand of 64 rows, through a ring of stages in shared memory. The blocks then
 send each other their sums, 16 columns to each, which adds them in a fixed order. A cluster may have
-several such quartets.
+several such subclusters.
 
 Matrices of 8-bit floats are multiplied with tokens that the blocks round, too.
 """
@@ -25,8 +25,8 @@ from pallas_kernels.hopper.common.tiles import tiled
 from pallas_kernels.hopper.decode import cluster, rounding, token_columns
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 
-PARTS = 4  # blocks of a quartet
-COLUMNS = PARTS * token_columns.COLUMNS  # of a quartet: the rows of a WGMMA
+PARTS = 4  # blocks of a subcluster
+COLUMNS = PARTS * token_columns.COLUMNS  # of a subcluster: the rows of a WGMMA
 _SM_BYTES = 228 * 1024  # shared memory of an SM
 _ALIGNMENT = 1024  # of an array in shared memory
 _OVERHEAD = 2048  # bytes of shared memory of a block besides its arrays: the system's and barriers
@@ -71,7 +71,7 @@ class TokenRing:
       k_axis: the axis of the matrices, `[layers, K, N]` or `[layers, N, K]`, that is summed over;
         2 for 8-bit floats.
       dtype: of the matrices.
-      side_by_side: whether the matrices' columns follow each other; else each quartet multiplies
+      side_by_side: whether the matrices' columns follow each other; else each subcluster multiplies
         a tile of each of them. So the same matrix twice is two tiles of it at once.
       on_sm: blocks that are to share an SM. Three are faster than one with a deeper ring, even
         where there is but one: the blocks of the next kernel find room and ask for their part of
@@ -171,11 +171,11 @@ class Product:
       x: GMEM `[M, K]`, 16-bit. Tokens past M count as zeros.
       matrices: GMEM, of all layers.
       number: int32 scalar, the layer.
-      tiles: int32 scalars, the quartet's tile of each matrix that a block multiplies. One past the
-        last counts as zeros.
+      tiles: int32 scalars, the subcluster's tile of each matrix that a block multiplies. One past
+        the last counts as zeros.
       smem: what `TokenRing.scratch` asks for, where `cluster.prepare` has prepared `arrived`; and
         `here`, the barriers.
-      first_block: int32 scalar, the rank in the cluster of the first block of the quartet.
+      first_block: int32 scalar, the rank in the cluster of the first block of the subcluster.
       scales: of the tokens in 8-bit floats, and their reciprocals; see `with_scales`.
       is_early: bool scalar, whether `fetch_matrices` and `fetch_tokens` fill the whole ring. Else
         they fill the first slot; the others are filled when its stage is there. None: always.
@@ -210,7 +210,7 @@ class Product:
         self._fill(self._fetch_matrices)
 
     def with_scales(self) -> "Product":
-        """In 8 bits, with the scales of the tokens, which the blocks of the quartet find together.
+        """In 8 bits, with the scales of the tokens, which the subcluster's blocks find together.
 
         It is called behind what x comes from, and before `expect`. In 16 bits nothing is to do.
         """

@@ -1,7 +1,7 @@
-"""One token's block by the rows behind its open gates, which the blocks of a cluster share out.
+"""One token's block by the rows behind its active gates, which the blocks of a cluster share out.
 
-Each block lists its share of the gates, walks their rows of w_up and w_down (`gather.gather_ffn`),
-and sends the others its sums of their columns.
+Each block lists its share of the gates, walks their rows of w_up and w_down
+(`register_rows.gather_ffn`), and sends the others its sums of their columns.
 """
 
 import functools
@@ -17,6 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.common import register_rows, simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.decode import cluster, rounding, shares, token_columns
 from pallas_kernels.rectifiers import Rectifier
 
@@ -39,7 +40,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, number: jax.Array, blocks: int, d: int) -> "Share":
-        """The `number`-th share of D columns, which count as `gather.row_width(d)`."""
+        """The `number`-th share of D columns, which count as `register_rows.row_width(d)`."""
         return cls(number, blocks, register_rows.row_width(d) // blocks)
 
     @property
@@ -60,7 +61,7 @@ def scratch(d: int) -> dict[str, Any]:
 
 
 def memory(h: int, d: int, blocks: int) -> dict[str, Any]:
-    """Shared memory for the open gates of a block's share, and for what arrives of all blocks."""
+    """Shared memory for the active gates of a block's share, and for what arrives of all blocks."""
     return dict(
         entries=plgpu.SMEM((h // blocks + 2 * _rows_at_once(d),), jnp.uint32),
         y_parts=plgpu.SMEM((blocks, register_rows.row_width(d) // blocks), jnp.float32),
@@ -101,9 +102,9 @@ def sum_rows(
     Args:
       x_row: from `load_x`; None without a gate projection.
       gate_ref: GMEM `[H]`.
-      found: of `shares.find`, its open gates.
+      found: of `shares.find`, its active gates.
       share: this block's.
-      w_up, up_scale, w_down, rectifier: as of `gather.gather_ffn`.
+      w_up, up_scale, w_down, rectifier: as of `register_rows.gather_ffn`.
       scratch, memory: of the functions of these names.
       arrived: of `cluster.prepare`.
 
@@ -123,11 +124,13 @@ def sum_rows(
     return y, functools.reduce(jnp.add, [l1_parts[b] for b in range(share.blocks)])
 
 
+@primitive
 def wide(ref) -> jax.Array:
     """`ref: [n]` in float32, two neighbours in each register if there are enough."""
     return plgpu.load(ref, layout=_layout(ref.shape[0])).astype(jnp.float32)
 
 
+@primitive
 def load_now(ref) -> jax.Array:
     """As `wide`, of 16 bits in GMEM; the loads stand here, not where the values are first used."""
     (n,) = ref.shape
@@ -159,6 +162,12 @@ def load_now(ref) -> jax.Array:
         )
 
     return step(ref)
+
+
+@wide.in_jax
+@load_now.in_jax
+def _wide(ref):
+    return ref[...].astype(jnp.float32)
 
 
 def _layout(n: int):

@@ -8,6 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.simt import const
 
 WARP = 32  # lanes
@@ -19,6 +20,7 @@ def layout(size: int):
     return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
 
 
+@primitive
 def load(ref) -> jax.Array:
     """The numbers of `ref` (GMEM, int32 `[n]`), int32 `[128 * words]`.
 
@@ -41,6 +43,12 @@ def load(ref) -> jax.Array:
         return simt.int_array(words, layout(size))
 
     return step(ref)
+
+
+@load.in_jax
+def _load(ref):
+    """Each number once."""
+    return ref[...]
 
 
 def of_lane(words: mgpu.FragmentedArray) -> list[ir.Value]:

@@ -15,8 +15,13 @@ from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.weights import Weights
 from tests.pallas_kernels.hopper import test_dense_rows as rows
 from tests.pallas_kernels.hopper import test_gate_union as unions
-from tests.pallas_kernels.hopper import test_token_product as tokens
+from tests.pallas_kernels.hopper.decode.products import run
 from tests.pallas_kernels.hopper.test_dense_rows import interpreted  # noqa: F401  # a fixture
+
+KERNELS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
 
 
 @pytest.mark.parametrize("live", [0, 1, 128, 129])
@@ -40,7 +45,7 @@ def test_unions_on_the_gpu(m, d, h, dtype):
     x = x.at[m // 2, 3].set(jnp.inf)
     for live in (0, 1, 63, 64, 127, 128, h // 2 + 5, h - 1, h, h + 300):
         given = w.at[live:].set(jnp.nan), jnp.full(1, live, jnp.int32)
-        unions.assert_unions(tokens.run(unions_of_live, x, *given), x, w, live=live)
+        unions.assert_unions(run(unions_of_live, x, *given), x, w, live=live)
 
 
 def write_none_reference(*refs):
@@ -61,7 +66,7 @@ def test_dense_rows_in_the_interpreter(interpreted, live):  # noqa: F811
 
 
 @pytest.mark.parametrize("case", [rows.CASES[2], rows.CASES[3]])
-@pytest.mark.parametrize("kernels", tokens.KERNELS)
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_dense_rows(kernels, case):
     for live in (0, 1, 65, 128, 200):
         operands = dense_rows_operands(case, live)

@@ -1,50 +1,43 @@
 """Two decoding kernels in one launch."""
 
 import functools
-import threading
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import io_callback
 
-from pallas_kernels import hopper
-from pallas_kernels.hopper.common import support
-from pallas_kernels.hopper.decode import active_counts, decode_attention, grid
-from pallas_kernels.hopper.decode import votes as device_votes
+from pallas_kernels.hopper.common.primitives import interpreting
+from pallas_kernels.hopper.decode import (
+    active_counts,
+    decode_attention,
+    launch,
+    token_gate,
+    token_pairs,
+    token_product,
+)
 from pallas_kernels.hopper.decode.active_counts import Launch
 from pallas_kernels.hopper.decode.token_ring import clusters_at_once
-from pallas_kernels.kernels import HOPPER
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
-from tests.pallas_kernels.hopper.test_decode_attention import (
-    LAYERS,
-    draw,
-    replace_by_jax,
-    shapes,
-)
-from tests.pallas_kernels.hopper.test_token_product import (
+from tests.pallas_kernels.hopper.decode.attention import LAYERS, draw, shapes
+from tests.pallas_kernels.hopper.decode.products import (
     EPS,
+    HOPPER,
     KERNELS,
     LAYER,
     assert_consistent,
+    in_8_bits,
     normal,
     normed,
     run,
     stream_of,
     weight,
+    weights_of,
     wide,
 )
-from tests.pallas_kernels.hopper.test_token_product_8_bits import in_8_bits
-from tests.pallas_kernels.hopper.test_token_product_interpreted import (
-    interpreted,  # noqa: F401  # a fixture
-    votes,  # noqa: F401  # a fixture
-)
-
-AT_ONCE = "pallas_kernels.hopper.decode.launch.clusters_at_once"
 
 
 def none_arrived(layers, tokens, neurons=64):
@@ -71,9 +64,9 @@ def operands_of_hidden(m, k, d, h):
 def assert_hidden(result, operands):
     stream, hidden = result
     attended, w, x, scale, inner = operands
-    assert relative_error(stream.x, wide(x)[0] + wide(attended)[0] @ wide(w[1])[0]) < ROUNDING
+    assert relative_error(stream.x, wide(x) + wide(attended) @ wide(w[1])) < ROUNDING
     assert_consistent(stream, scale[1])
-    g, up = (normed(stream.x, scale[1]) @ wide(w[1])[0].T for w in inner)
+    g, up = (normed(stream.x, scale[1]) @ wide(w[1]).T for w in inner)
     assert relative_error(hidden, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
 
 
@@ -95,11 +88,11 @@ def test_hidden(kernels, m, k, d, h):
 
 def operands_of_gate(m, k, d, h):
     attended, w, x, scale, _ = operands_of_hidden(m, k, d, 64)
-    return attended, w, x, scale, Weights(*(weight(jnp.bfloat16, 2, h, d) for _ in range(3)))
+    return attended, w, x, scale, weights_of(2, h, d)
 
 
 def add_product_gate(kernels, attended, w, x, scale, mlp, counts=None, *, batch):
-    """The stream, the gate's values and the open gates of each token."""
+    """The stream, the gate's values and the active gates of each token."""
     counts = none_arrived(2, len(x), mlp.down.shape[1]) if counts is None else counts
     options = dict(batch=batch, eps=EPS)
     stream, gate = kernels.add_product_gate(attended, w, LAYER, x, scale, mlp, counts, **options)
@@ -109,9 +102,9 @@ def add_product_gate(kernels, attended, w, x, scale, mlp, counts=None, *, batch)
 def assert_gate(result, operands, batch):
     stream, values, _ = result
     attended, w, x, scale, mlp = operands
-    assert relative_error(stream.x, wide(x)[0] + wide(attended)[0] @ wide(w[1])[0]) < ROUNDING
+    assert relative_error(stream.x, wide(x) + wide(attended) @ wide(w[1])) < ROUNDING
     assert_consistent(stream, scale[1])
-    exact = np.maximum(normed(stream.x, scale[1]) @ wide(mlp.gate[1])[0].T, 0)
+    exact = np.maximum(normed(stream.x, scale[1]) @ wide(mlp.gate[1]).T, 0)
     assert relative_error(values[:batch], exact[:batch]) < 2 * ROUNDING
 
 
@@ -130,20 +123,20 @@ def test_gate(kernels, m, batch, d, h):
 @pytest.mark.parametrize(("m", "d", "h"), [(8, 2048, 5632), (64, 1024, 384)])
 def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
     attended, w, x, scale, mlp = operands_of_gate(m, 1024, d, h)
-    w[..., -1], x[:, -1], scale[:, -1], mlp.gate[..., -1] = 0, 1, 1, 90  # all gates are open
+    w[..., -1], x[:, -1], scale[:, -1], mlp.gate[..., -1] = 0, 1, 1, 90  # all gates are active
     operands = attended, w, x, scale, mlp
 
     def together(attended, w, x, scale, mlp):
         counts = jax.new_ref(active_counts.zeros(2, m, h))
         out = attended, w, LAYER, x, scale, mlp, counts
-        stream, gate = HOPPER.add_product_gate(*out, batch=m, eps=EPS)
+        stream, gate = token_pairs.add_product_gate(*out, batch=m, eps=EPS)
         return stream, gate, without_arrivals(counts)
 
     def apart(attended, w, x, scale, mlp):
         counts = jax.new_ref(active_counts.zeros(2, m, h))
-        stream = HOPPER.add_product(attended, w, LAYER, x, scale)
+        stream = token_product.add_product(attended, w, LAYER, x, scale)
         norm = stream.squares, EPS
-        gate = hopper.token_gate.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
+        gate = token_gate.gate(stream.scaled, mlp, LAYER, counts, batch=m, norm=norm)
         return stream, gate, without_arrivals(counts)
 
     def without_arrivals(counts):
@@ -175,11 +168,11 @@ def attend_to_projection(
     shape, projection = dict(heads=heads, kv_heads=kv_heads), dict(k_axis=2, eps=EPS, bias=bias)
     if together:
         counts = none_arrived(LAYERS, len(stream.x)) if counts is None else counts
-        attended = HOPPER.project_attend(
+        attended = token_pairs.project_attend(
             stream, weights, layer, rope, *caches, length, padding, counts, **shape, **projection
         )
     else:
-        qkv = HOPPER.project(stream, weights, layer, **projection)
+        qkv = token_product.project(stream, weights, layer, **projection)
         attend = decode_attention.decode_attention
         attended = attend(qkv, rope, *caches, layer, length, padding, **shape)
     return attended[: len(padding)], *(ref[...] for ref in caches)
@@ -210,86 +203,79 @@ def test_attention(heads, kv_heads, size, batch, capacity, length, is_8_bits):
         assert_same_bits(run(functools.partial(function, together=True), *operands), apart)
 
 
-@pytest.fixture
-def arrivals(monkeypatch):
-    """The arrivals of blocks, and for how many each block waits, in the interpreter.
-
-    Where blocks arrive there is a 1.
-    """
-    seen, changed = [], threading.Condition()
-
-    def note(what, arrived):
-        with changed:
-            seen.append(what)
-            changed.notify_all()
-            assert changed.wait_for(lambda: seen.count("arrived") >= arrived, timeout=60)
-        return np.int32(1)
-
-    def step(ref, what, arrived):
-        # What is read and stored puts the call behind this block's stores, and before its loads.
-        call = functools.partial(note, what, arrived)
-        ref[...] = io_callback(lambda _: call(), jax.ShapeDtypeStruct((), jnp.int32), ref[...])
-
-    monkeypatch.setattr(grid, "arrive", lambda ref: step(ref, "arrived", 0))
-    monkeypatch.setattr(grid, "wait", lambda ref, count: step(ref, count, count))
-    return seen
-
-
 def assert_arrived_at(layer, launch, counts):
     """Blocks count themselves in this layer, for this launch."""
     arrived = np.asarray(counts[:, 0, : active_counts.column(0)])
     np.testing.assert_array_equal(np.argwhere(arrived), [[layer[0], launch]])
 
 
-# If the GPU has room for one cluster less, the last of the first phase has one of the second, too.
-# More can't be interpreted, as clusters run one after the other.
+def assert_arrivals(current, blocks, waiting):
+    """So many blocks have arrived, and so many have waited for them."""
+    entries = current.shared["arrivals"].entries
+    assert entries.count("arrived") == blocks
+    assert entries.count(blocks) == waiting == len(entries) - blocks
+
+
+# On few SMs there is room for one cluster less: the last of the first phase has one of the second,
+# too. More can't be interpreted, as clusters run one after the other.
 @pytest.mark.parametrize(
-    ("m", "k", "d", "h", "at_once"),
-    [(8, 256, 128, 192, 5), (64, 512, 256, 64, 5), (8, 256, 128, 192, 4)],
+    ("m", "k", "d", "h", "sms", "clusters"),
+    [(8, 256, 128, 192, 132, 5), (64, 512, 256, 64, 132, 5), (8, 256, 128, 192, 2, 4)],
 )
-def test_hidden_interpreted(interpreted, arrivals, monkeypatch, m, k, d, h, at_once):  # noqa: F811
-    monkeypatch.setattr(AT_ONCE, lambda *_: at_once)
+def test_hidden_interpreted(interpreted, m, k, d, h, sms, clusters):
     operands, counts = operands_of_hidden(m, k, d, h), none_arrived(2, m)
-    with interpreted(detect_races=False):  # it knows nothing of arrivals
+    with interpreted(sms=sms, detect_races=False) as current:  # it knows nothing of arrivals
+        assert number_of_clusters(*operands) == clusters
         assert_hidden(add_product_hidden(HOPPER, *operands, counts), operands)
     assert_arrived_at(LAYER, Launch.GATE, counts)
-    blocks = d // 16
-    assert arrivals.count("arrived") == blocks
-    assert arrivals.count(blocks) == h // 16 == len(arrivals) - blocks
+    assert_arrivals(current, d // 16, h // 16)
 
 
-def test_gate_interpreted(interpreted, arrivals, votes, monkeypatch):  # noqa: F811
+def number_of_clusters(attended, w, x, scale, inner):
+    first = token_product.add_product_phase(attended, w, LAYER, x, scale)
+    stream = first.form(*first.outs)
+    second = token_product.hidden_phase(stream, inner, LAYER, eps=EPS, rectifier=None)
+    return launch.clusters_of(first, second)
+
+
+def test_gate_interpreted(interpreted):
     m, d, h = 8, 256, 192
-    monkeypatch.setattr(device_votes, "do_agree", lambda _: jnp.bool_(False))
     operands, counts = operands_of_gate(m, 512, d, h), none_arrived(2, m, h)
-    with interpreted(detect_races=False):
+    with interpreted(detect_races=False) as current:
         result = add_product_gate(HOPPER, *operands, counts, batch=m)
     assert_gate(result, operands, m)
     assert_arrived_at(LAYER, Launch.GATE, counts)
-    assert arrivals.count("arrived") == d // 16 and arrivals.count(d // 16) == h // 16
-    assert sorted(votes) == [4, 5, 6]  # the clusters behind the first phase's four
+    assert_arrivals(current, d // 16, h // 16)
+    voted = {cluster for cluster, _ in current.shared["votes"].entries}
+    assert voted == {4, 5, 6}  # the clusters behind the first phase's four
 
 
 @pytest.mark.parametrize(
-    ("splits", "is_8_bits"), [pytest.param(4, False, marks=pytest.mark.slow), (8, True)]
+    ("splits", "capacity", "sms", "is_8_bits"),
+    [pytest.param(4, 520, 12, False, marks=pytest.mark.slow), (8, 2048, 16, True)],
 )
-def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_bits):  # noqa: F811
+def test_attention_interpreted(interpreted, splits, capacity, sms, is_8_bits):
     heads, kv_heads, batch = 4, 2, 2
-    clusters = (heads + 2 * kv_heads) * 4 // splits, kv_heads * batch
-    monkeypatch.setattr(AT_ONCE, lambda *_: sum(clusters) - 1)
-    monkeypatch.setattr(decode_attention, "_splits", lambda *_: splits)
-    replace_by_jax(monkeypatch, splits)
-    operands = operands_of_attention(heads, kv_heads, 64, batch, 520, 130, 512, is_8_bits)
+    operands = operands_of_attention(heads, kv_heads, 64, batch, capacity, 130, 512, is_8_bits)
     function = functools.partial(attend_to_projection, heads, kv_heads)
     counts, (layer, *_) = none_arrived(LAYERS, 8), operands[-3:]
-    with interpreted(detect_races=False):
+    with interpreted(sms=sms, detect_races=False) as current:
+        first, second = phases_of_attention(heads, kv_heads, *operands)
+        assert math.prod(second.cluster) == splits
+        assert launch.clusters_of(first, second) == first.clusters + second.clusters - 1
         results = function(*operands, together=True, counts=counts)
-        replace_by_jax(monkeypatch, splits)
         assert_same_bits(results, function(*operands, together=False))
     assert_arrived_at(layer, Launch.ATTENTION, counts)
-    blocks = 4 * (heads + 2 * kv_heads)
-    assert arrivals.count("arrived") == blocks
-    assert arrivals.count(blocks) == splits * kv_heads * batch == len(arrivals) - blocks
+    assert_arrivals(current, 4 * (heads + 2 * kv_heads), splits * kv_heads * batch)
+
+
+def phases_of_attention(heads, kv_heads, stream, weights, bias, rope, k, v, *numbers):
+    (layer, length, padding), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
+    first = token_product.project_phase(stream, weights, layer, k_axis=2, eps=EPS, bias=bias)
+    second = decode_attention.decode_attention_phase(
+        *first.outs, rope, *caches, layer, length, padding, heads=heads, kv_heads=kv_heads
+    )
+    return first.in_clusters(second.cluster), second
 
 
 # With 128 features a block of attention takes so much shared memory that 48 clusters of the
@@ -301,12 +287,10 @@ def test_attention_interpreted(interpreted, arrivals, monkeypatch, splits, is_8_
         (8, 128, 1, 1024, 1), (32, 128, 1, 1024, 2),
     ],
 )  # fmt: skip
-def test_attention_shares_a_launch_where_it_can(
-    lower, heads, size, batch, capacity, number, monkeypatch
-):
-    def pair(stream, weights, rope, k, v, layer, length, padding):
+def test_attention_shares_a_launch_where_it_can(lower, heads, size, batch, capacity, number):
+    def together(stream, weights, rope, k, v, layer, length, padding):
         caches, counts = (jax.new_ref(k), jax.new_ref(v)), none_arrived(LAYERS, 8)
-        return HOPPER.project_attend(
+        return token_pairs.project_attend(
             stream, weights, layer, rope, *caches, length, padding, counts,
             heads=heads, kv_heads=heads, k_axis=1, eps=EPS,
         )  # fmt: skip
@@ -316,21 +300,20 @@ def test_attention_shares_a_launch_where_it_can(
     )
     stream = Stream(x, x, jax.ShapeDtypeStruct((8, 32), jnp.float32))
     _, *attention = shapes(heads, heads, size, batch, capacity, jnp.bfloat16)
-    monkeypatch.setattr(support, "sm_count", lambda: 132)
-    found = launches(lower(pair, stream, 3 * (w,), *attention))
+    found = launches(lower(together, stream, 3 * (w,), *attention))
     assert len(found) == number
     if number == 1:
-        (launch,) = found.values()
-        on_sm = SM_BYTES // (launch.smem + 1024)
-        assert launch.blocks // launch.cluster <= clusters_at_once(on_sm, launch.cluster)
+        (pair,) = found.values()
+        on_sm = SM_BYTES // (pair.smem + 1024)
+        with interpreting(sms=132):
+            assert pair.blocks // pair.cluster <= clusters_at_once(on_sm, pair.cluster)
 
 
-def test_blocks_are_put_into_clusters_that_they_fill(monkeypatch):
-    monkeypatch.setattr(support, "sm_count", lambda: 132)
+def test_blocks_are_put_into_clusters_that_they_fill():
     x, w = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((1, 192, 256), jnp.bfloat16)
-    projection = hopper.token_product.project_phase(
-        stream_of(x, jnp.ones(256, x.dtype)), (w, w), jnp.zeros(1, jnp.int32), k_axis=2, eps=EPS
-    )
+    stream, layer = stream_of(x, jnp.ones(256, x.dtype)), jnp.zeros(1, jnp.int32)
+    with interpreting(sms=132):
+        projection = token_product.project_phase(stream, (w, w), layer, k_axis=2, eps=EPS)
     assert (projection.clusters, projection.cluster) == (6, (1, 4))
     assert projection.in_clusters((3, 4)).clusters == 2
     with pytest.raises(

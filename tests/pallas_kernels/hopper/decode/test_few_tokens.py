@@ -6,48 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.hopper.common.primitives import interpreting
+from pallas_kernels.hopper.decode.few_tokens import few_tokens_ffn
+from pallas_kernels.hopper.decode.token_ffn import Cut
 from pallas_kernels.weights import Weights
-from tests import seeds
-from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
-
-
-def draw(m, d, h, active, dtype):
-    """x, w_gate, w_up and w_down, of NumPy. The last column of x is 1, and that of w_gate makes
-    about a share `active` of the neurons fire."""
-    normal = functools.partial(seeds.rng().standard_normal, dtype=np.float32)
-    x, w_gate, w_up, w_down = normal((m, d)), normal((h, d)), normal((h, d)), normal((h, d))
-    x[:, -1] = 1
-    w_gate /= d**0.5
-    w_gate[:, -1] = np.quantile(normal(10000), active)
-    return [a.astype(dtype) for a in (x, w_gate, w_up / d**0.5, w_down)]
-
-
-def dense(x, w_gate, w_up, w_down):
-    """(y, l1) in float64 on the host, from the gate as rounded to the dtype of x."""
-    dtype = x.dtype
-    x, w_up, w_down = (np.asarray(a, np.float64) for a in (x, w_up, w_down))
-    first = w_up if w_gate is None else np.asarray(w_gate, np.float64)
-    h = np.maximum((x @ first.T).astype(dtype).astype(np.float64), 0)
-    if w_gate is not None:
-        h = h * (x @ w_up.T)
-    return h @ w_down, np.sum(np.abs(h), axis=1)
-
-
-def assert_matches(out, x, w_gate, w_up, w_down):
-    y, nnz, l1, fired = jax.device_get(out)
-    y_ref, l1_ref = dense(x, w_gate, w_up, w_down)
-    assert y.dtype == x.dtype and y.shape == y_ref.shape
-    assert relative_error(y, y_ref) < 2 * ROUNDING  # of the gate and of y
-    assert relative_error(l1, l1_ref) < ROUNDING
-    # A gate within rounding of zero may go either way.
-    first = w_up if w_gate is None else w_gate
-    gate = np.asarray(x, np.float64) @ np.asarray(first, np.float64).T
-    assert np.all(np.sum(gate > 1e-5, axis=1) <= nnz)
-    assert np.all(nnz <= np.sum(gate > -1e-5, axis=1))
-    assert np.all((gate > 1e-5).any(axis=0) <= fired)
-    assert np.all(fired <= (gate > -1e-5).any(axis=0))
+from tests.pallas_kernels.hopper.decode.blocks import assert_matches, dense, draw
+from tests.pallas_kernels.hopper.decode.products import REFERENCE
+from tests.pallas_kernels.hopper.decode.products import run as run_on_poison
 
 
 @jax.jit
@@ -61,28 +27,24 @@ def shapes(m, d, h, dtype, gated=True):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h", "dtype"),
+    ("m", "d", "h", "dtype", "gated"),
     [
-        (1, 2048, 5632, jnp.bfloat16),
-        (7, 192, 384, jnp.float16),
-        (33, 8192, 128, jnp.bfloat16),
+        (1, 2048, 5632, jnp.bfloat16, True),
+        (7, 192, 384, jnp.float16, True),
+        (33, 8192, 128, jnp.bfloat16, True),
+        (8, 768, 5632, jnp.bfloat16, False),
     ],
 )
-def test_lowers_without_a_gpu(lower, m, d, h, dtype):
-    text = lower(HOPPER.few_tokens_ffn, *shapes(m, d, h, dtype))
+def test_lowers_without_a_gpu(lower, m, d, h, dtype, gated):
+    text = lower(few_tokens_ffn, *shapes(m, d, h, dtype, gated))
     assert "token_gate" in text and "token_ffn" in text
 
 
 @pytest.mark.parametrize("m", [1, 3, 8])
 def test_neither_x_nor_y_is_copied(lower, m):
-    text = lower(lambda *a: HOPPER.few_tokens_ffn(*a)[0], *shapes(m, 2048, 5632, jnp.bfloat16))
+    text = lower(lambda *a: few_tokens_ffn(*a)[0], *shapes(m, 2048, 5632, jnp.bfloat16))
     assert "token_ffn" in text
     assert not re.search(r"stablehlo\.(pad|slice)", text)
-
-
-def test_lowers_without_a_gpu_non_gated(lower):
-    operands = shapes(8, 768, 5632, jnp.bfloat16, gated=False)
-    assert "token_ffn" in lower(HOPPER.few_tokens_ffn, *operands)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +58,18 @@ def test_lowers_without_a_gpu_non_gated(lower):
     ],
 )
 def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h):
-    text = lower(HOPPER.few_tokens_ffn, *shapes(m, d, h, jnp.bfloat16))
-    launch = launches(text)["token_ffn"]
-    # Blocks, in `grid.wait`; what waits for votes does not trap.
-    waited_for = int(re.search(r"stuck trap;.*?more, seen, (\d+);", text)[1])
+    x, weights = shapes(m, d, h, jnp.bfloat16)
+    launch = launches(lower(few_tokens_ffn, x, weights))["token_ffn"]
+    stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, *w.shape), w.dtype), weights)
+    with interpreting(sms=132):
+        cut = Cut.of(jax.ShapeDtypeStruct((m, h), x.dtype), x, stacked, m)
     on_sm = SM_BYTES // (launch.smem + 1024)
     assert launch.cluster == (8 if m <= 16 else 4)
     # What an H100 holds, by cuOccupancyMaxActiveClusters, with 1 and 2 blocks on an SM; registers
     # allow two.
     held = {4: {1: 30, 2: 62}, 8: {1: 15, 2: 30}}[launch.cluster][min(on_sm, 2)]
-    assert waited_for // launch.cluster <= held
+    assert cut.dense_clusters <= held
+    assert launch.blocks == launch.cluster * max(m, cut.dense_clusters)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -160,15 +124,11 @@ def test_bad_operands_are_named(change, message):
 
 
 def hopper(x, w_gate, w_up, w_down):
-    return HOPPER.few_tokens_ffn(x, Weights(w_gate, w_up, w_down))
+    return few_tokens_ffn(x, Weights(w_gate, w_up, w_down))
 
 
 def run(*operands):
-    """`few_tokens_ffn` on memory that held NaN just before."""
-    poison = jnp.full((64, 1 << 20), jnp.nan)
-    poison.block_until_ready()
-    poison.delete()
-    return jax.block_until_ready(jax.jit(hopper)(*operands))
+    return run_on_poison(hopper, *operands)
 
 
 @pytest.mark.gpu
@@ -196,7 +156,7 @@ def run(*operands):
 def test_matches_dense(m, d, h, active, dtype, gated):
     x, w_gate, w_up, w_down = draw(m, d, h, active, dtype)
     if active == 1.0:
-        w_gate[:, -1] = 60  # every neuron fires
+        w_gate[:, -1] = 60  # every neuron is active
     operands = (x, w_gate, w_up, w_down) if gated else (x, None, w_gate, w_down)
     assert_matches(run(*operands), *operands)
 
@@ -244,7 +204,7 @@ def test_layers_in_a_chain_wait_for_each_other(m):
 def test_nan_reaches_its_token_and_no_other():
     x, w_gate, w_up, w_down = draw(4, 768, 5632, 0.005, jnp.bfloat16)
     w_gate[7] = -100 * np.eye(1, 768, 767)[0]
-    w_up[7] = np.nan  # neuron 7 never fires
+    w_up[7] = np.nan  # neuron 7 is never active
     x[2, 5] = np.nan
     y, nnz, l1, _ = (np.asarray(a, np.float32) for a in run(x, w_gate, w_up, w_down))
     assert np.isnan(y[2]).all() and np.isnan(l1[2]) and nnz[2] == 5632

@@ -7,39 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.decode import active_counts, votes
-from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.hopper.decode import active_counts, token_product, votes
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import Quantised, quantise, rounded
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
-from tests.pallas_kernels.eight_bits import in_float64, lost
-from tests.pallas_kernels.hopper.test_token_gate import assert_counted, gate_and_counts
-from tests.pallas_kernels.hopper.test_token_product import (
+from tests.pallas_kernels.eight_bits import lost
+from tests.pallas_kernels.hopper.decode.products import (
     EPS,
+    HOPPER,
     KERNELS,
     LAYER,
+    REFERENCE,
+    active_for_each,
     add_ffn,
     assert_consistent,
+    assert_counted,
     draw_tiles_that_are_there,
-    folder,
+    gate_and_counts,
+    in_8_bits,
+    inverse_rms,
     normal,
-    open_for_each,
+    product,
     run,
     stream_of,
+    votes_of,
     weight,
     wide,
 )
 
 SHAPES = [(8, 256, 64), (24, 640, 192), (64, 2048, 320)]
-
-
-def in_8_bits(*shape):
-    """Stacked matrices whose rows have very different sizes; the first is zero."""
-    w = weight(jnp.float32, *shape) * 4.0 ** np.arange(-3, 3)[np.arange(shape[1]) % 6, None]
-    w[:, 0] = 0
-    return jax.tree.map(np.asarray, quantise(w))
 
 
 def tokens(m, d):
@@ -49,24 +47,9 @@ def tokens(m, d):
     return x.astype(jnp.bfloat16)
 
 
-def in_rounded(x):
-    """The numbers that x stands for in 8 bits, in float64."""
-    with jax.default_device(jax.devices("cpu")[0]):  # XLA's reciprocals are not exact on GPUs
-        return in_float64(jax.device_get(rounded(jnp.asarray(x))))
-
-
-def inverse_rms(x):
-    return 1 / np.sqrt(np.mean(wide(x)[0] ** 2, axis=1, keepdims=True) + EPS)
-
-
-def product(x, w):
-    """x times the matrices of the second layer, both in 8 bits."""
-    return in_rounded(x) @ in_float64(w)[1].T
-
-
 def assert_close_by_token(y, exact, k, roundings=1):
     """Each token is as close as tensor cores and roundings of the result to 16 bits let it be."""
-    for token, (mine, theirs) in enumerate(zip(*wide(y, exact), strict=True)):
+    for token, (mine, theirs) in enumerate(zip(wide(y), exact, strict=True)):
         if theirs.any():
             assert relative_error(mine, theirs) < roundings * ROUNDING + 2 * lost(k), token
         else:
@@ -86,7 +69,7 @@ def test_projections_side_by_side(kernels, m, d, n, dtype):
     y = run(lambda *a: kernels.project(*a, bias=bias, **options), stream, weights, LAYER)
     assert y.dtype == (dtype or jnp.bfloat16)
     exact = np.concatenate([product(stream.scaled, w) for w in weights], axis=1)
-    exact = exact * inverse_rms(x) + wide(bias)[0][1]
+    exact = exact * inverse_rms(x) + wide(bias)[1]
     assert_close_by_token(y, exact, d, roundings=1 if dtype is None else 0)
 
 
@@ -97,7 +80,7 @@ def test_dense_hidden_activation(kernels, m, d, h, gated):
     x, scale = tokens(m, d), normal(d).astype(jnp.bfloat16)
     weights = tuple(in_8_bits(2, h, d) for _ in range(1 + gated))
     stream = stream_of(x, scale)
-    out = run(folder(kernels).token_product.hidden, stream, weights, LAYER, eps=EPS, rectifier=None)
+    out = run(kernels.hidden, stream, weights, LAYER, eps=EPS, rectifier=None)
     g, *up = (product(stream.scaled, w) * inverse_rms(x) for w in weights)
     exact = functools.reduce(np.multiply, up, g / (1 + np.exp(-g)))
     assert_close_by_token(out, exact, d, roundings=2)
@@ -116,14 +99,14 @@ def test_gate(kernels, m, batch, d, h, has_norm, alike):
     weights = Weights(w, up if alike else weight(jnp.bfloat16, 2, h, d), up.values)
     gate, counts = run(function, stream.scaled, weights, LAYER)
     exact = product(stream.scaled, w) * factor
-    (values,) = wide(gate.values[:batch])
+    values = wide(gate.values[:batch])
     assert_close_by_token(values, np.maximum(exact, 0)[:batch], d)
     assert_counted(counts, values)
-    voted = counts[1, 0, active_counts.column(0) :]
+    voted = votes_of(counts)
     if kernels is REFERENCE or not alike:
         assert not voted.any()
     else:
-        assert (voted < votes.AGAINST).all()  # a token with half of its gates open is among them
+        assert (voted < votes.AGAINST).all()  # a token with half of its gates active is among them
         exact = values * (product(stream.scaled, up) * factor)[:batch]
         assert_close_by_token(gate.hidden[:batch], exact, d, roundings=2)
 
@@ -134,7 +117,7 @@ def test_what_is_not_finite_stays_in_its_token(kernels):
     x[3, 639], x[9, 5] = np.inf, np.nan
     stream = stream_of(x, np.ones(640, jnp.bfloat16))
     y = run(kernels.project, stream, (w,), LAYER, k_axis=2, eps=EPS)
-    is_nan = np.isnan(wide(y)[0])
+    is_nan = np.isnan(wide(y))
     assert is_nan[[3, 9]].all() and not np.delete(is_nan, [3, 9], axis=0).any()
 
 
@@ -144,7 +127,7 @@ def test_adds_to_the_stream(kernels, m, k, d):
     h, x = tokens(m, k), normal(m, d).astype(jnp.bfloat16)
     w, scale = in_8_bits(2, d, k), normal(2, d).astype(jnp.bfloat16)
     stream = run(kernels.add_product, h, w, LAYER, x, scale)
-    assert_close_by_token(stream.x, wide(x)[0] + product(h, w), k)
+    assert_close_by_token(stream.x, wide(x) + product(h, w), k)
     assert_consistent(stream, scale[1])
 
 
@@ -160,14 +143,14 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     gate = np.abs(normal(m, h)) * (np.abs(normal(m, h)) < 1.3 * active)
     gate[0] = 0
     gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
-    counts = open_for_each(counted, m, h)
+    counts = active_for_each(counted, m, h)
     stream = stream_of(x, scale)
     added = run(
         functools.partial(add_ffn, kernels, batch=batch),
         gate, stream, Weights(down, up, down), counts, after,
     )  # fmt: skip
-    hidden = wide(gate)[0] * product(stream.scaled, up) * inverse_rms(x)
-    exact = wide(x)[0] + hidden @ wide(down[1])[0]
+    hidden = wide(gate) * product(stream.scaled, up) * inverse_rms(x)
+    exact = wide(x) + hidden @ wide(down[1])
     added = jax.tree.map(lambda a: a[:batch], added)
     # In dense products the hidden activation is rounded, too.
     assert_close_by_token(added.x, exact[:batch], d, roundings=2)
@@ -180,8 +163,8 @@ def test_tiles_that_the_gate_has_multiplied_are_not_computed_again(m, d, h):
     x, after = tokens(m, d), normal(2, d).astype(jnp.bfloat16)
     up, down = in_8_bits(2, h, d), weight(jnp.bfloat16, 2, h, d)
     gate = np.abs(normal(m, h)).astype(jnp.bfloat16)
-    counts, stream = open_for_each(513, m, h), stream_of(x, normal(d).astype(jnp.bfloat16))
-    exact = wide(gate)[0] * product(stream.scaled, up) * inverse_rms(x)
+    counts, stream = active_for_each(513, m, h), stream_of(x, normal(d).astype(jnp.bfloat16))
+    exact = wide(gate) * product(stream.scaled, up) * inverse_rms(x)
     of_tile = np.repeat(draw_tiles_that_are_there(counts, 0.5), 64)
     poisoned = jnp.where(of_tile[:, None], jnp.nan, up.scale)
     hidden = np.where(of_tile, exact, np.nan).astype(jnp.bfloat16)
@@ -189,7 +172,7 @@ def test_tiles_that_the_gate_has_multiplied_are_not_computed_again(m, d, h):
         functools.partial(add_ffn, HOPPER, batch=m),
         gate, stream, Weights(down, Quantised(up.values, poisoned), down), counts, after, hidden,
     )  # fmt: skip
-    expected = wide(x)[0] + exact @ wide(down[1])[0]
+    expected = wide(x) + exact @ wide(down[1])
     assert_close_by_token(added.x, expected, d, roundings=2)
     assert_consistent(added, after[1])
 
@@ -206,11 +189,10 @@ def test_lowers_without_a_gpu(lower):
     for m in (8, 64):
         x, w = struct(m, 2048), quantised(3, 2048, 2048)
         stream = Stream(x, x, struct(m, 128, dtype=jnp.float32))
-        project = functools.partial(HOPPER.project, k_axis=2, eps=EPS)
-        text = lower(project, stream, (w, w, w), layer)
+        project = functools.partial(token_product.project, k_axis=2, eps=EPS)
         # Half the bytes of 16-bit stages, in as many blocks on an SM at least.
-        (launch,) = launches(text).values()
-        assert SM_BYTES // (launch.smem + 1024) >= 3 and "e4m3" in text
+        (launch,) = launches(lower(project, stream, (w, w, w), layer)).values()
+        assert SM_BYTES // (launch.smem + 1024) >= 3
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
         counts = jax.eval_shape(lambda m=m: active_counts.zeros(3, m, 2048))
         weights = Weights(struct(3, 2048, 2048), w, struct(3, 2048, 2048))

@@ -1,45 +1,17 @@
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import io_callback
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import warpgroup
-from pallas_kernels.hopper.decode import attend, cluster, combine
+from pallas_kernels.hopper.common.primitives import interpreting
 from pallas_kernels.hopper.decode import decode_attention as hopper
 from pallas_kernels.reference import decode_attention as reference
-from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
-
-LAYERS, LAYER = 3, 1
-
-
-def draw(heads, kv_heads, size, batch, capacity, length, dtype, *, ragged=True, fill=np.nan):
-    """Operands, of NumPy; `fill` is in all slots of the cache that nothing may attend to."""
-    normal = functools.partial(seeds.rng().standard_normal, dtype=np.float32)
-    qkv = normal((batch + 3, (heads + 2 * kv_heads) * size)).astype(dtype)
-    qkv[batch:] = np.nan
-    angle = 10 * normal((batch, size // 2))
-    padding = np.zeros(batch, np.int32)
-    if ragged:
-        padding[:] = seeds.rng().integers(0, length + 1, batch)
-        padding[0] = length  # nothing but the new token
-    slots = np.arange(capacity)
-    stored = (slots >= padding[:, None]) & (slots < length)
-    caches = []
-    for _ in range(2):
-        cache = np.full((LAYERS, batch, capacity, kv_heads, size), fill, dtype)
-        layer = normal(cache.shape[1:])
-        cache[LAYER] = np.where(stored[:, :, None, None], layer, fill).astype(dtype)
-        caches.append(cache)
-    one = functools.partial(np.full, 1, dtype=np.int32)
-    return qkv, (np.cos(angle), np.sin(angle)), *caches, one(LAYER), one(length), padding
+from tests.pallas_kernels.hopper.decode.attention import LAYERS, draw, shapes
+from tests.pallas_kernels.hopper.decode.products import poison
 
 
 def expected(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
@@ -94,14 +66,6 @@ def run(function, qkv, rope, k_cache, v_cache, layer, length, padding, *, heads,
     return attended, refs[0][...], refs[1][...]
 
 
-def shapes(heads, kv_heads, size, batch, capacity, dtype):
-    one, shape = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct
-    qkv = shape((-(-batch // 8) * 8, (heads + 2 * kv_heads) * size), dtype)
-    table = shape((batch, size // 2), jnp.float32)
-    cache = shape((LAYERS, batch, capacity, kv_heads, size), dtype)
-    return qkv, (table, table), cache, cache, one, one, shape((batch,), jnp.int32)
-
-
 @pytest.mark.parametrize(
     ("dtype", "batch"), [(jnp.bfloat16, 1), (jnp.float16, 3), (jnp.bfloat16, 64)]
 )
@@ -121,8 +85,7 @@ def test_as_many_blocks_as_planned_share_an_sm(lower, size, on_sm):
     assert SM_BYTES // (launch.smem + 1024) == on_sm
 
 
-def test_clusters_fill_the_sms_but_give_each_block_some_steps(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.hopper.common.support.sm_count", lambda: 132)
+def test_clusters_fill_the_sms_but_give_each_block_some_steps():
     for clusters, steps, size, splits in [
         (1, 1, 64, 1),
         (1, 5, 64, 2),
@@ -134,7 +97,8 @@ def test_clusters_fill_the_sms_but_give_each_block_some_steps(monkeypatch):
         (64, 99, 128, 4),
         (2048, 99, 64, 1),
     ]:
-        assert hopper._splits(clusters, steps, size) == splits
+        with interpreting(sms=132):
+            assert hopper._splits(clusters, steps, size) == splits
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -145,75 +109,6 @@ def test_reference(length, dtype):
     assert_matches(out, operands, 6, 2)
 
 
-class InJax:
-    """What the steps in `attend` and `combine` do, for the interpreter."""
-
-    def __init__(self, splits):
-        self.board, self.meeting = {}, threading.Barrier(splits)
-
-    @staticmethod
-    def place_new(qkv, rope, head, is_owner, q_smem, new_smem, stored_refs, *, heads):
-        vectors, group = qkv[...].reshape(-1, heads.size), heads.group
-        a, b = jnp.split(vectors.astype(jnp.float32), 2, axis=1)
-        cos, sin = (table[...] for table in rope)
-        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], 1).astype(vectors.dtype)
-        q = jax.lax.dynamic_slice_in_dim(rotated, head * group, group)
-        q_smem[...] = jnp.pad(q, ((0, 8 - group), (0, 0)))
-        new = rotated[heads.all + head], vectors[heads.all + heads.stored + head]
-        new_smem[...] = jnp.stack(new)
-
-        @pl.when(is_owner)
-        def _():
-            stored_refs[0][...], stored_refs[1][...] = new
-
-    @staticmethod
-    def patch(k_smem, v_smem, new_smem, low, high):
-        row = jnp.arange(k_smem.shape[0])[:, None]
-        new = new_smem[...]
-        k_smem[...] = jnp.where(row == high, new[0], k_smem[...])
-        v = jnp.where(row == high, new[1], v_smem[...])
-        v_smem[...] = jnp.where((row < low) | (row > high), 0, v)
-
-    @staticmethod
-    def store_transposed(p, p_smem):
-        p_smem[...] = p.T
-
-    def send_parts(self, o, top, total, block, o_parts_ref, sums_ref, _):
-        splits, rows, _ = o_parts_ref.shape
-
-        def exchange(o, top, total, block):
-            self.board[int(block)] = np.asarray(o).reshape(splits, rows, -1), (top, total)
-            self.meeting.wait(timeout=60)  # all have sent
-            o_parts = np.stack([self.board[sender][0][block] for sender in range(splits)])
-            sums = np.stack([np.stack(self.board[sender][1]) for sender in range(splits)])
-            self.meeting.wait(timeout=60)  # all have received
-            return o_parts, sums
-
-        out = [jax.ShapeDtypeStruct(ref.shape, jnp.float32) for ref in (o_parts_ref, sums_ref)]
-        o_parts_ref[...], sums_ref[...] = io_callback(exchange, out, o, top, total, block)
-
-    @staticmethod
-    def store_combined(o_parts_ref, sums_ref, out_ref, head, *, heads, block):
-        top, total = sums_ref[:, 0], sums_ref[:, 1]
-        weight = jnp.exp2(top - jnp.max(top, axis=0))
-        sums = jnp.sum(weight[:, None] * o_parts_ref[...], axis=0) / jnp.sum(weight * total, axis=0)
-        rows = sums.shape[0]
-        for i in range(heads.group):
-            column = (head * heads.group + i) * heads.size + block * rows
-            out_ref[pl.ds(column, rows)] = sums[:, i].astype(out_ref.dtype)
-
-
-def replace_by_jax(monkeypatch, splits):
-    """What the interpreter lacks, for clusters of so many blocks."""
-    steps = InJax(splits)
-    for module, names in (
-        (attend, ("place_new", "patch", "store_transposed")),
-        (combine, ("send_parts", "store_combined")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(steps, name))
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "batch", "capacity", "length", "splits"),
     [
@@ -222,19 +117,14 @@ def replace_by_jax(monkeypatch, splits):
         (2, 2, 64, 1, 8, 0, 1),
     ],
 )
-def test_interpreted(monkeypatch, heads, kv_heads, size, batch, capacity, length, splits):
-    replace_by_jax(monkeypatch, splits)
-    monkeypatch.setattr(warpgroup, "barrier", lambda: None)
-    for name in ("prepare", "expect"):
-        monkeypatch.setattr(cluster, name, lambda *_: None)
-    monkeypatch.setattr(cluster, "wait_for_parts", lambda _: None)
-    monkeypatch.setattr(plgpu, "griddepcontrol_wait", lambda: None)
-    monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
-    monkeypatch.setattr(hopper, "_splits", lambda *_: splits)
+def test_interpreted(interpreted, heads, kv_heads, size, batch, capacity, length, splits):
     operands = draw(heads, kv_heads, size, batch, capacity, length, jnp.bfloat16)
     if splits == 1:
         operands[6][:] = 0
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    # Blocks load the new token's slot, which one of them writes; they have its key and value.
+    with interpreted(detect_races=False):
+        phase = hopper.decode_attention_phase(*operands, heads=heads, kv_heads=kv_heads)
+        assert phase.cluster == (1, splits)
         out = run(hopper.decode_attention, *operands, heads=heads, kv_heads=kv_heads)
         assert_matches(out, operands, heads, kv_heads)
 
@@ -274,9 +164,7 @@ def test_bad_operands_are_named(change, message):
 
 def poisoned(operands, heads, kv_heads):
     """`decode_attention` on memory that held NaN just before, and the caches."""
-    poison = jnp.full((64, 1 << 20), jnp.nan)
-    poison.block_until_ready()
-    poison.delete()
+    poison()
     qkv, rope, k_cache, v_cache, *numbers = jax.block_until_ready(jax.device_put(operands))
     refs = jax.new_ref(k_cache), jax.new_ref(v_cache)
     jax.block_until_ready(refs[0][...])  # the kernel does not wait for the copies

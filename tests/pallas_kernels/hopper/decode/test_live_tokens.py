@@ -7,35 +7,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.decode import token_columns, token_product
-from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.hopper.decode import few_tokens, token_product
+from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
-from tests.pallas_kernels.hopper import test_few_tokens as few_tokens
-from tests.pallas_kernels.hopper import test_token_product as tokens
-from tests.pallas_kernels.hopper.test_token_gate import assert_counted, gate_and_counts
-from tests.pallas_kernels.hopper.test_token_product_interpreted import (
-    interpreted,  # noqa: F401  # a fixture
+from tests.pallas_kernels.hopper.decode import blocks
+from tests.pallas_kernels.hopper.decode.products import (
+    EPS,
+    HOPPER,
+    KERNELS,
+    LAYER,
+    REFERENCE,
+    assert_counted,
+    gate_and_counts,
+    normal,
+    run,
+    stream_of,
+    weight,
+    wide,
 )
 
-KERNELS = tokens.KERNELS
 AROUND_TILES = [0, 1, 63, 64, 65, 128, 200]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 192, 256), (64, 61, 1024, 256)])
 def test_gate_of_few_tokens(kernels, m, batch, d, h):
-    x, w = tokens.normal(m, d).astype(jnp.bfloat16), tokens.weight(jnp.bfloat16, 2, h, d)
+    x, w = normal(m, d).astype(jnp.bfloat16), weight(jnp.bfloat16, 2, h, d)
     for live in AROUND_TILES:
         poisoned = w.copy()
         poisoned[:, live:] = np.nan
         function = functools.partial(gate_and_counts, kernels, batch=batch)
         number = np.array([h, live], np.int32)
         weights = Weights(poisoned, w, w, number)
-        gate, counts = tokens.run(function, x, weights, tokens.LAYER)
-        (gate,) = tokens.wide(gate.values[:batch])
-        exact = np.maximum(tokens.wide(x)[0] @ tokens.wide(w[1])[0].T, 0)[:batch]
+        gate, counts = run(function, x, weights, LAYER)
+        gate = wide(gate.values[:batch])
+        exact = np.maximum(wide(x) @ wide(w[1]).T, 0)[:batch]
         if live:
             assert relative_error(gate[:, :live], exact[:, :live]) < ROUNDING
         assert not gate[:, live:].any() and not np.signbit(gate[:, live:]).any()
@@ -44,28 +52,28 @@ def test_gate_of_few_tokens(kernels, m, batch, d, h):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_gate_of_a_token_that_is_not_finite(kernels):
-    x, w = tokens.normal(8, 256).astype(jnp.bfloat16), tokens.weight(jnp.bfloat16, 2, 256, 256)
+    x, w = normal(8, 256).astype(jnp.bfloat16), weight(jnp.bfloat16, 2, 256, 256)
     x[1, 3], x[2, 5] = np.inf, np.nan
-    stream = tokens.stream_of(x, np.ones(256, jnp.bfloat16))
-    norm, weights = (stream.squares, tokens.EPS), Weights(w, w, w, np.array([256, 70], np.int32))
+    stream = stream_of(x, np.ones(256, jnp.bfloat16))
+    norm, weights = (stream.squares, EPS), Weights(w, w, w, np.array([256, 70], np.int32))
     function = functools.partial(gate_and_counts, kernels, norm=norm, batch=8)
-    gate, _ = tokens.run(function, stream.scaled, weights, tokens.LAYER)
-    (gate,) = tokens.wide(gate.values)
+    gate, _ = run(function, stream.scaled, weights, LAYER)
+    gate = wide(gate.values)
     assert np.isnan(gate[2, :70]).all() and not gate[:, 70:].any()
 
 
-# Half of the gates are open, in some cases too many for the kernels to take rows one by one.
+# Half of the gates are active, in some cases too many for the kernels to take rows one by one.
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("m", "d"), [(8, 256), (64, 1024)])
 @pytest.mark.parametrize("live", [0, 64, 700, 1280, 1408])
 def test_block_of_few_tokens(kernels, m, d, live):
-    x, *weights = few_tokens.draw(m, d, 1408, 0.5, jnp.bfloat16)
+    x, *weights = blocks.draw(m, d, 1408, 0.5, jnp.bfloat16)
     poisoned = [w.copy() for w in weights]
     for w, value in zip(poisoned, (np.nan, np.nan, 1e4), strict=True):
         w[live:] = value
     operands = x, Weights(*poisoned, np.array([live], np.int32))
-    *out, fired = tokens.run(kernels.few_tokens_ffn, *operands)
-    few_tokens.assert_matches((*out, fired[:live]), x, *(w[:live] for w in weights))
+    *out, fired = run(kernels.few_tokens_ffn, *operands)
+    blocks.assert_matches((*out, fired[:live]), x, *(w[:live] for w in weights))
     assert not np.asarray(fired[live:]).any()
 
 
@@ -73,21 +81,19 @@ def test_block_of_few_tokens(kernels, m, d, live):
 @pytest.mark.parametrize("act", [RELU, None], ids=["relu", "silu"])
 def test_dense_hidden_activation(kernels, act):
     stream, weights, hidden = draw_hidden(kernels, 24, 256, 256, act)
-    whole = wide(tokens.run(hidden, stream, weights, tokens.LAYER))
+    whole = wide(run(hidden, stream, weights, LAYER))
     for live in AROUND_TILES:
-        out = wide(tokens.run(hidden_of_live(hidden), stream, weights, tokens.LAYER, of(live)))
+        out = wide(run(hidden_of_live(hidden), stream, weights, LAYER, of(live)))
         np.testing.assert_array_equal(out[:, :live], whole[:, :live])
         assert not out[:, live:].any()
 
 
 # In the second case the last tile is left out.
 @pytest.mark.parametrize("live", [70, 64, 0])
-def test_dense_hidden_activation_in_the_interpreter(interpreted, live, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(token_columns, "are_before", columns_before)
-    monkeypatch.setattr(token_columns, "zeros", lambda count: jnp.zeros(16 * count))
+def test_dense_hidden_activation_in_the_interpreter(interpreted, live):
     stream, weights, hidden = draw_hidden(HOPPER, 8, 256, 128, RELU)
     *_, reference = draw_hidden(REFERENCE, 8, 256, 128, RELU)
-    operands = stream, weights, jnp.asarray(tokens.LAYER), jnp.asarray([128, live], jnp.int32)
+    operands = stream, weights, jnp.asarray(LAYER), jnp.asarray([128, live], jnp.int32)
     with interpreted():
         out = wide(hidden_of_live(hidden)(*operands))
     expected = wide(hidden_of_live(reference)(*operands))
@@ -96,17 +102,11 @@ def test_dense_hidden_activation_in_the_interpreter(interpreted, live, monkeypat
     assert not out[:, live:].any()
 
 
-def columns_before(end, first, count):
-    return jnp.tile(first + jnp.arange(16) < end, count)
-
-
 def draw_hidden(kernels, m, d, h, act):
-    x, scale = tokens.normal(m, d).astype(jnp.bfloat16), tokens.normal(d).astype(jnp.bfloat16)
-    weights = tuple(tokens.weight(jnp.bfloat16, 2, h, d) for _ in range(2))
-    hidden = functools.partial(
-        tokens.folder(kernels).token_product.hidden, eps=tokens.EPS, rectifier=act
-    )
-    return tokens.stream_of(x, scale), weights, hidden
+    x, scale = normal(m, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
+    weights = tuple(weight(jnp.bfloat16, 2, h, d) for _ in range(2))
+    hidden = functools.partial(kernels.hidden, eps=EPS, rectifier=act)
+    return stream_of(x, scale), weights, hidden
 
 
 def hidden_of_live(hidden):
@@ -118,15 +118,11 @@ def of(live):
     return np.array([256, live], np.int32)
 
 
-def wide(array):
-    return np.asarray(array, np.float32)
-
-
 def test_lowers_without_a_gpu(lower):
     shape, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
     one, layers = shape((1,), jnp.int32), shape((3,), jnp.int32)
     few, w = shape((8, 2048), bf16), shape((5632, 2048), bf16)
-    assert "token_gate" in lower(HOPPER.few_tokens_ffn, few, Weights(w, w, w, one))
-    stream, w = tokens.Stream(few, few, shape((8, 128), jnp.float32)), shape((3, *w.shape), bf16)
-    hidden = functools.partial(token_product.hidden, eps=tokens.EPS, rectifier=RELU)
+    assert "token_gate" in lower(few_tokens.few_tokens_ffn, few, Weights(w, w, w, one))
+    stream, w = Stream(few, few, shape((8, 128), jnp.float32)), shape((3, *w.shape), bf16)
+    hidden = functools.partial(token_product.hidden, eps=EPS, rectifier=RELU)
     assert "token_hidden_dense" in lower(hidden_of_live(hidden), stream, (w, w), one, layers)
