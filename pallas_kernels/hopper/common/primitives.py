@@ -81,13 +81,13 @@ def primitive[**P, R](on_device: Callable[P, R]) -> Primitive[P, R]:
 @primitive
 def launch_next() -> None:
     """Lets the next kernel start (programmatic dependent launch)."""
-    launch_next()
+    plgpu.griddepcontrol_launch_dependents()
 
 
 @primitive
 def await_previous() -> None:
     """Waits until the kernels before this one have ended, and their stores can be read."""
-    await_previous()
+    plgpu.griddepcontrol_wait()
 
 
 @launch_next.in_jax

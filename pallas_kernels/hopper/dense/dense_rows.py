@@ -31,6 +31,7 @@ from pallas_kernels.hopper.common import lists, register_rows, scalars, scales, 
 from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
+from pallas_kernels.hopper.common.warpgroup import fence
 from pallas_kernels.hopper.dense import accumulate
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Quantised
@@ -347,10 +348,10 @@ class _Down:
         def finish(accs):
             quarter = part * CONSUMERS + warpgroup
             self.parts[index, quarter] = accs[0]
-            warpgroup.fence()
+            fence()
             plgpu.barrier_arrive(self.written)
             plgpu.barrier_wait(self.written)
-            warpgroup.fence()
+            fence()
             first_row = quarter * _PART_ROWS
             pl.when(first_row < self.count)(lambda: self._add_parts(index, first_row))
 

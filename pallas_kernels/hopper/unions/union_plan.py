@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import lists, support, warpgroup
+from pallas_kernels.hopper.common import lists, register_rows, support, warpgroup
 from pallas_kernels.hopper.unions import tile_counts, tile_stats
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
@@ -129,7 +129,7 @@ def _kernel(
     def leave(token, place):
         row = tile * TILE_TOKENS + token
         rows[place] = row
-        rows.copy_token(x, row, x_rows, place)
+        register_rows.copy_token(x, row, x_rows, place)
         lists.clear(gate.at[tile], neurons.at[tile], mine.size, token)
         return place + 1
 
