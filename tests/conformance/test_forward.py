@@ -25,7 +25,7 @@ from tests.conformance.cases import (
     xla,
 )
 from tests.errors import relative_error
-from tests.room import fired_tiles, shares
+from tests.pattern_shares import fired_tiles, shares
 from twell_jax import sparse_ffn
 from twell_jax.ffn.stats import NOT_MEASURED
 from twell_jax.models import PREFILL_OPTIONS

@@ -30,7 +30,7 @@ from tests.conformance.cases import (
     xla,
 )
 from tests.errors import ROUNDING, relative_error
-from tests.room import fired_tiles, shares
+from tests.pattern_shares import fired_tiles, shares
 from twell_jax import config, sparse_ffn
 from twell_jax.ffn import RESIDUALS, dispatch, unions
 from twell_jax.ffn.unions import Way

@@ -19,7 +19,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import eight_bits, simt
-from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.primitives import primitive
+from pallas_kernels.hopper.common.scalars import FLOAT32, SCALAR
 from pallas_kernels.quantised import E4M3
 from pallas_kernels.rectifiers import Rectifier
 
@@ -113,6 +114,7 @@ def gather_ffn(
     return y, l1
 
 
+@primitive
 def load_row(ref, active: jax.Array) -> jax.Array:
     """Loads the row `ref: [D]` (GMEM, 16-bit or float8_e4m3fn, whose bits it returns as uint8); if
     not `active`, returns zeros without an access."""
@@ -132,6 +134,15 @@ def load_row(ref, active: jax.Array) -> jax.Array:
     return step(ref, active)
 
 
+@load_row.in_jax
+def _load_row(ref, active):
+    (d,) = ref.shape
+    row = lax.cond(active, lambda: ref[...], lambda: jnp.zeros(d, ref.dtype))
+    row = jnp.pad(row, (0, row_width(d) - d))
+    return lax.bitcast_convert_type(row, jnp.uint8) if row.dtype == E4M3 else row
+
+
+@primitive
 def store_row(ref, row: jax.Array) -> None:
     """Stores the first D columns of `row` (16-bit) to `ref: [D]` (GMEM)."""
 
@@ -144,13 +155,19 @@ def store_row(ref, row: jax.Array) -> None:
     step(ref, row)
 
 
+@store_row.in_jax
+def _store_row(ref, row):
+    ref[...] = row[: ref.shape[0]]
+
+
+@primitive
 def copy_row(source_ref, target_ref) -> None:
     """Copies a row `[D]` from GMEM to GMEM, of any dtype in which it has a multiple of 16 bytes."""
     size = source_ref.shape[0] * jnp.dtype(source_ref.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def step(_, source_ref, target_ref):
-        lane = _lane()
+        lane = simt.thread()
         source, target = (
             simt.gmem_address(ref, arith.muli(lane, simt.const(_CHUNK)))
             for ref in (source_ref, target_ref)
@@ -163,6 +180,11 @@ def copy_row(source_ref, target_ref) -> None:
             _store_words(target, offset, words, inside)
 
     step(source_ref, target_ref)
+
+
+@copy_row.in_jax
+def _copy_row(source_ref, target_ref):
+    target_ref[...] = source_ref[...]
 
 
 def copy_token(parts, row: jax.Array, target_parts, target_row: jax.Array) -> None:
@@ -180,6 +202,7 @@ def _store_words(address, offset, words, inside):
     )
 
 
+@primitive
 def prefetch_rows(ref, first: jax.Array, n: int) -> None:
     """Fetches rows `first` to `first + n - 1` of `ref: [H, D]` (GMEM, 16-bit) into L2, up to H."""
 
@@ -187,7 +210,7 @@ def prefetch_rows(ref, first: jax.Array, n: int) -> None:
     def step(_, ref, first):
         i64 = ir.IntegerType.get_signless(64)
         h, d = ir.MemRefType(ref.type).shape
-        base, lane = simt.gmem_address(ref, simt.const(0)), _lane()
+        base, lane = simt.gmem_address(ref, simt.const(0)), simt.thread()
         for start in range(0, n, _LANES):
             mine = arith.addi(lane, simt.const(start))
             row = arith.addi(first.registers.item(), mine)
@@ -201,6 +224,12 @@ def prefetch_rows(ref, first: jax.Array, n: int) -> None:
     step(ref, first)
 
 
+@prefetch_rows.in_jax
+def _prefetch_none(ref, first, n):
+    del ref, first, n
+
+
+@primitive
 def widen(row: jax.Array) -> jax.Array:
     """Converts a row of `load_row` to float32."""
     if row.dtype == jnp.float16:
@@ -228,6 +257,14 @@ def widen(row: jax.Array) -> jax.Array:
     return step(row)
 
 
+@widen.in_jax
+def _widen(row):
+    if row.dtype == jnp.uint8:
+        row = lax.bitcast_convert_type(row, E4M3)
+    return row.astype(jnp.float32)
+
+
+@primitive
 def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     """Sums each of `rows` (float32) over its columns, in a fixed order, with one barrier for all.
 
@@ -235,10 +272,9 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     next call needs another scratch.
     """
     layout = row_layout(rows[0].size)
-    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
 
     @plgpu.inline_mgpu(
-        arg_types=([layout] * len(rows), plgpu.RefType()), return_type=[scalar] * len(rows)
+        arg_types=([layout] * len(rows), plgpu.RefType()), return_type=[FLOAT32] * len(rows)
     )
     def step(_, rows, scratch_ref):
         f32 = ir.F32Type.get()
@@ -269,6 +305,12 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     return step(rows, scratch_ref)
 
 
+@sum_rows.in_jax
+def _sum_rows(rows, scratch_ref):
+    del scratch_ref
+    return [jnp.sum(row) for row in rows]
+
+
 def all_finite(row: jax.Array, scratch_ref) -> jax.Array:
     """Whether `row` (float32) has no inf and no NaN, a bool scalar; scratch as in `sum_rows`."""
     (total,) = sum_rows([row * 0.0], scratch_ref)
@@ -277,7 +319,7 @@ def all_finite(row: jax.Array, scratch_ref) -> jax.Array:
 
 def lane_columns(row: mgpu.FragmentedArray):
     """Yields the first column (i32) and the register of each of this lane's chunks of `row`."""
-    lane = _lane()
+    lane = simt.thread()
     for i, chunk in enumerate(row.registers):
         yield (
             arith.addi(arith.muli(lane, simt.const(_LANE_COLUMNS)), simt.const(i * _PASS_COLUMNS)),
@@ -295,16 +337,11 @@ def elements(x: ir.Value, dtype: ir.Type) -> list[ir.Value]:
 def _chunks(ref: ir.Value):
     """Yields, for each of this lane's chunks of `ref: [D]`, an address, the chunk's offset from it
     in bytes, and whether the chunk lies inside the row."""
-    kind, lane = ir.MemRefType(ref.type), _lane()
+    kind, lane = ir.MemRefType(ref.type), simt.thread()
     (d,), size = kind.shape, mgpu.bitwidth(kind.element_type) // 8
     address = simt.gmem_address(ref, arith.muli(lane, simt.const(size * _LANE_COLUMNS)))
     for start in range(0, d, _PASS_COLUMNS):
         yield address, size * start, simt.less(lane, simt.const((d - start) // _LANE_COLUMNS))
-
-
-def _lane() -> ir.Value:
-    """This thread's lane in the warpgroup, i32."""
-    return arith.andi(mgpu.thread_idx(), simt.const(_LANES - 1))
 
 
 def row_of(

@@ -3,13 +3,21 @@
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common.primitives import primitive
 
-@plgpu.inline_mgpu()
-def barrier(_) -> None:
+
+@primitive
+def barrier() -> None:
     """Waits for all warps, for instance so that shared memory can be filled again."""
-    mgpu.warpgroup_barrier()
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.warpgroup_barrier()
+
+    step()
 
 
+@primitive
 def fence() -> None:
     """Orders what this warpgroup and the cluster's other blocks store to GMEM and load from it.
 
@@ -23,3 +31,9 @@ def fence() -> None:
         mgpu.warpgroup_barrier()
 
     step()
+
+
+@barrier.in_jax
+@fence.in_jax
+def _() -> None:
+    """To the interpreter a warpgroup is one thread, whose stores are seen at once."""

@@ -324,11 +324,13 @@ class _Down:
 
         def finish(accs):
             rows = pl.ds(row_block * _BLOCK + warpgroup * ACC_ROWS, ACC_ROWS)
-            for first in range(0, _BLOCK, _FEW):  # D may end in between
+            for first in range(0, _BLOCK, _FEW):
                 half = accs[0][:, first : first + _FEW].astype(self.y.dtype)
                 target = pl.ds(columns.start + first, _FEW)
-                store = functools.partial(_store, half, self.y_smem.at[warpgroup], self.y)
-                pl.when(target.start < d)(functools.partial(store, rows, target))
+
+                @pl.when(target.start < d)  # D may end in between
+                def _(half=half, target=target):
+                    _store(half, self.y_smem.at[warpgroup], self.y, rows, target)
 
         operand = accumulate.operand((STAGE_K, _BLOCK), lambda k: (k, 0))
         accumulate.accumulate(

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import lists, register_rows, support, warpgroup
-from pallas_kernels.hopper.unions import tile_counts, tile_stats
+from pallas_kernels.hopper.unions import tile_stats
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.quantised import Tokens
@@ -112,7 +112,7 @@ def _kernel(
 ):
     tile = lax.axis_index("tile")
     words = masks.shape[2]
-    mine = tile_counts.decide(stats, tile, **limits)
+    mine = tile_stats.decide(stats, tile, **limits)
     union = masks.at[mine.leave, tile]
 
     def append_words(i, length):
