@@ -20,7 +20,7 @@ _FINISHED = "thread blocks that have finished the list"
 
 @primitive
 def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
-    """Makes room for n more elements: the warpgroup adds n once, atomically, to the length.
+    """Takes places for n more elements: the warpgroup adds n once, atomically, to the length.
 
     Args:
       length_ref: GMEM, int32 `[1]`, the length of the list.
@@ -50,12 +50,12 @@ def _(length_ref, n, scratch_ref):
 def finish(counters_ref, length_ref, blocks: int) -> None:
     """Each of `blocks` thread blocks says that it appends no more; the last one ends the list.
 
-    What the block's warpgroups have stored before, and told this one by a barrier, is then visible
-    to whoever sees that all blocks have finished, and calls `acquire`.
+    What its warpgroups have stored before, and told this one by a barrier, is then visible to
+    whoever sees that all thread blocks have finished, and calls `acquire`.
 
     Args:
-      counters_ref: GMEM, int32, at least 2: the length of the list, and the number of blocks that
-        have finished. The last block sets both to 0.
+      counters_ref: GMEM, int32, at least 2: the length of the list, and the number of thread
+        blocks that have finished. The last one sets both to 0.
       length_ref: GMEM, int32 `[1]`, gets the length.
       blocks: their number.
     """

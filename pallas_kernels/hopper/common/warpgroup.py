@@ -35,5 +35,5 @@ def fence() -> None:
 
 @barrier.in_jax
 @fence.in_jax
-def _() -> None:
-    """To the interpreter a warpgroup is one thread, whose stores are seen at once."""
+def _one_thread() -> None:
+    """A thread of the interpreter stands for a warpgroup, and sees what others have stored."""

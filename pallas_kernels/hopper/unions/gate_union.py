@@ -26,8 +26,8 @@ from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from pallas_kernels.quantised import Operand
 from pallas_kernels.rectifiers import RELU, Rectifier
 
-# With a width of 8, a quarter of the SMs would get the first tokens of all sequences, which fire
-# most (docs/design/0003-gate-matmuls.md).
+# With a width of 8, a quarter of the SMs would get the first tokens of all sequences, for which
+# most neurons are active (docs/design/0003-gate-matmuls.md).
 _SCHEDULE = Schedule(grid_tile_width=7)
 
 _WARP_WORDS = 64  # of a warp's counts: one byte for each of 256 columns
@@ -54,7 +54,7 @@ def gate_union(
         with a scale for each row, and D is a multiple of 128.
       rectifier: act.
       live: int32 `[1]`: neurons from this number on have gates of zero, and are not computed, but
-        for those in the last block of 128. None: all are computed.
+        for those in the last 128 that are begun. None: all are computed.
       dtype: bfloat16 or float16, that of the gate; None for that of x, if it is not `Quantised`.
 
     Returns:

@@ -31,7 +31,7 @@ from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.rectifiers import RELU, Rectifier
 
-_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a block
+_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a chunk
 _WORDS = 4  # int32 of `NeuronLists.words` that describe the 64 tokens of a part in a list
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # those of a lane's two rows
 _LIST_WORDS = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
@@ -91,7 +91,7 @@ def hidden_grads(
       plan: the unions.
       lists: with C slots; they hold at least the non-zeros of the gate.
       rectifier: what made the gate.
-      extra: `[items, 128, 256]`, in blocks like h, what the gradient for h has besides; finite also
+      extra: `[items, 128, 256]`, in chunks like h, what the gradient for h has besides; finite also
         outside the unions. None: nothing.
 
     Returns:

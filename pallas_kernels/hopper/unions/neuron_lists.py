@@ -1,7 +1,7 @@
-"""Lists the tokens that use each group of 64 neurons.
+"""Lists the tokens for which any of a group of 64 neurons is active.
 
-One kernel finds a group's tokens, as bits, and counts them. In the next, each block goes through
-the lengths of all lists, and knows where its own begins and how many are longer.
+One kernel finds a group's tokens, as bits, and counts them. In the next, each thread block goes
+through the lengths of all lists, and knows where its own begins and how many are longer.
 """
 
 import functools
@@ -45,7 +45,7 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
     Returns:
       lists: if they need more than C slots, they are cut off at slot C: they lack some tokens, but
         kernels may still take them.
-      lengths: int32 `[H / 64]`, how long each would be with room for all.
+      lengths: int32 `[H / 64]`, how long each would be without a limit.
 
     Raises:
       ValueError: if a shape, a dtype or the capacity is not as above.

@@ -45,8 +45,8 @@ def tile_stats(
       m: number of tokens.
 
     Returns:
-      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`: neurons that any token uses, neurons
-        that any does that is not outlying, outlying tokens, tokens that are not finite.
+      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`: neurons that are active for
+        any token, for any that is not outlying, outlying tokens, tokens that are not finite.
       bits: uint32 `[R, 2, 8]`, bits of these tokens.
       nnz: int32 `[R * 256]`; past m, anything.
     """
@@ -82,8 +82,8 @@ def _describe(masks_ref, counts_ref, tile, m: int, stats_ref, bits_ref, nnz_ref,
       masks_ref, counts_ref: GMEM, as of `tile_union`.
       tile: int32 scalar, the number of the tile.
       m: number of tokens.
-      stats_ref: GMEM, int32 `[R, 4]`; row `tile` gets the neurons that any token uses, those that
-        any does that is not outlying, the outlying tokens, and those that are not finite.
+      stats_ref: GMEM, int32 `[R, 4]`; row `tile` gets the neurons that are active for any token,
+        those for any that is not outlying, the outlying tokens, and those that are not finite.
       bits_ref: GMEM, uint32 `[R, 2, 8]`, gets bits of these tokens.
       nnz_ref: GMEM, int32 `[R * 256]`, gets the non-zeros of each token; past m, anything.
       scratch_ref: SMEM, uint32 `[_SCRATCH_WORDS]`.
@@ -284,8 +284,8 @@ def decide(stats_ref, tile, m: int, h: int, max_items: int, max_heavy: int | Non
         results = [simt.from_lane(word, last) for word in (*decided, *sums)]
         return [scalars.int32(word) for word in results]
 
-    def body(block, carry):
-        return tuple(step(stats_ref, block * 32, tile, *carry[-4:]))
+    def body(i, carry):
+        return tuple(step(stats_ref, i * 32, tile, *carry[-4:]))
 
     *decision, _, _ = lax.fori_loop(0, tile // 32 + 1, body, (jnp.int32(0),) * found)
     return Decision(*decision)

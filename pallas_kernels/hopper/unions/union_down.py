@@ -21,7 +21,7 @@ from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
 _COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
-_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a block
+_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a chunk
 
 
 class _Job(NamedTuple):
@@ -68,8 +68,8 @@ def union_down(
     """Sums `h[n] w[n]` over the neurons n in the union of each tile, and over weights, in float32.
 
     Args:
-      h: `[items, 128 or 256, 256]`, bfloat16 or float16, the block of each item as `union_up`
-        returns it, with or without gates; for two weights, the first one's block above that of the
+      h: `[items, 128 or 256, 256]`, bfloat16 or float16, the chunk of each item as `union_up`
+        returns it, with or without gates; for two weights, the first one's chunk above that of the
         second. At least `item_count` items.
       weights: one or two arrays `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a
         multiple of 64 from 128 to 8192: `w_down`, or for the gradient for x `w_gate` and `w_up`.

@@ -1,6 +1,6 @@
 """Decides which tokens leave the tile unions, and lists the work for the others.
 
-One kernel counts tile by tile (`tile_stats`). In the other, each block goes through what was
+One kernel counts tile by tile (`tile_stats`). In the other, each thread block goes through what was
 counted for its tile and those before, decides, and knows where its part of every list begins.
 """
 

@@ -83,8 +83,8 @@ def union_up(
       with_gate: return the gates, too, for gradients.
 
     Returns:
-      h: `[items, 128, 256]`, the block of each item; zeros past the union's size, unspecified from
-        `item_count` on. In the gated form with gates: `[items, 256, 256]`, their block above that
+      h: `[items, 128, 256]`, the chunk of each item; zeros past the union's size, unspecified from
+        `item_count` on. In the gated form with gates: `[items, 256, 256]`, their chunk above that
         of h.
       l1: float32 scalar, the sum of |h| before rounding.
 

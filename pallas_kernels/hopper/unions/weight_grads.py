@@ -1,4 +1,4 @@
-"""Gradients of weights on neuron lists: `values^T @ x[tokens]` for each block of 64 neurons.
+"""Gradients of weights on neuron lists: `values^T @ x[tokens]` for each group of 64 neurons.
 
 The gradients for the gate and for the up projection share x, and so its gathered rows; each
 consumer computes one of the two. For a single gradient, each consumer computes half of the columns.
@@ -72,19 +72,19 @@ def weight_grads(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    (capacity,), (blocks,) = lists.tokens.shape, lists.lengths.shape
+    (capacity,), (groups,) = lists.tokens.shape, lists.lengths.shape
     if x.ndim != 2 or x.shape[0] < 1:
         raise ValueError(f"x must be [M, D] with at least one row, got {list(x.shape)}")
     if not 1 <= len(values) <= CONSUMERS:
         raise ValueError(f"values must be one or two arrays, got {len(values)}")
-    out_type = jax.ShapeDtypeStruct((blocks * GROUP_NEURONS, x.shape[1]), x.dtype)
+    out_type = jax.ShapeDtypeStruct((groups * GROUP_NEURONS, x.shape[1]), x.dtype)
     support.check_weight("a weight to go with x and lists", out_type)
     for i, value in enumerate(values):
         support.check_array(f"values[{i}]", value, (capacity, GROUP_NEURONS), x.dtype)
     return gathered_matmul.gathered_matmul(
         _Operands(lists.order, lists.starts, lists.lengths, lists.tokens, values, x),
         job_type=_Job,
-        jobs=lambda _: jnp.int32(blocks * pl.cdiv(x.shape[1], _COLUMNS)),
+        jobs=lambda _: jnp.int32(groups * pl.cdiv(x.shape[1], _COLUMNS)),
         describe=_describe,
         produce=_produce,
         consume=_consume,

@@ -23,7 +23,7 @@ CASES = [(1, 128, 128), (130, 192, 384), (257, 320, 640)]
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16):
-    """x and the weights, of NumPy. For every seventh token no neuron is active, for the next all."""
+    """x and the weights, of NumPy; of every seventh token no neuron is active, of the next all."""
     rng = seeds.rng()
     x, activated, linear, down = (rng.standard_normal(s) for s in ((m, d), *3 * [(h, d)]))
     x[:, -1], activated[:, -1] = 0, 9 * d**0.5
