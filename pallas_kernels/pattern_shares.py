@@ -1,10 +1,11 @@
-"""The room that the sparse gradients of a pattern need, as shares of what any pattern needs.
+"""The capacity that the sparse gradients of a pattern need, as shares of what any pattern needs.
 
-    union     work items, of the R H / 128 that there are if every tile uses every neuron: each row
-              tile has one for every started chunk of 128 neurons of its union (`tile_union`)
-    listed    list slots, of the R 256 H / 64 that there are if every token uses every group of 64
-              neurons: each group has one for every token that uses it, in whole rooms of 64
-              (`neuron_lists`)
+    union     work items, of the R H / 128 that there are if every neuron is active in every tile:
+              each row tile has one for every started chunk of 128 neurons of its union
+              (`tile_union`)
+    listed    list slots, of the R 256 H / 64 that there are if in every group of 64 neurons one is
+              active for every token: each group has one for every such token, rounded up to a
+              multiple of 64 (`neuron_lists`)
 
 A finite pattern fits into a share of the memory if neither is larger. Tokens that leave their union
 do not count in the first.

@@ -26,7 +26,7 @@ from tests.conformance.cases import (
 )
 from tests.devices import make_mesh, place
 from tests.errors import relative_error
-from tests.room import fired_tiles, shares
+from tests.pattern_shares import fired_tiles, shares
 from twell_jax import sparse_ffn
 from twell_jax.ffn.stats import NOT_MEASURED
 from twell_jax.models import PREFILL_OPTIONS

@@ -30,7 +30,7 @@ from tests.conformance.cases import (
 from tests.conformance.patterns import PATTERNS, SHAPE, draw_pattern, way_and_heavy_tokens
 from tests.devices import make_mesh, place
 from tests.errors import ROUNDING, relative_error
-from tests.room import fired_tiles, shares
+from tests.pattern_shares import fired_tiles, shares
 from twell_jax import config, sparse_ffn
 from twell_jax.ffn import RESIDUALS, dispatch
 from twell_jax.ffn.unions import Way

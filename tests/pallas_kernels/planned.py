@@ -1,13 +1,16 @@
-"""Pre-activations, and their gates as tile unions with the plan, from one compiled program."""
+"""Pre-activations, and their gates as tile unions with the plan, from one compiled program; and
+shapes of plans and neuron lists."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.tile_union import Plan
+from pallas_kernels.layouts.neuron_lists import NeuronLists
+from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS, Plan
 from tests import seeds
 
 
@@ -32,3 +35,18 @@ def planned(z, x) -> tuple[jax.Array, np.ndarray, Plan, np.ndarray]:
     counts, plan, heavy = jax.device_get(rest)
     items = plan.items[: max(1, int(plan.item_count[0]))]
     return gate, counts, dataclasses.replace(plan, items=items), heavy.rows[: heavy.count[0]]
+
+
+def plan_shapes(m: int, h: int, items: int | None = None) -> Plan:
+    """A plan for m tokens, with room for so many items, or for all."""
+    tiles = -(-m // TILE_TOKENS)
+    items = tiles * h // 128 if items is None else items
+    shapes = (tiles, h), (tiles,), (items,), (1,), (tiles,)
+    return Plan(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+
+
+def list_shapes(m: int, h: int, capacity: int) -> NeuronLists:
+    """The lists of m tokens."""
+    groups, words = h // GROUP_NEURONS, -(-m // TILE_TOKENS) * TILE_TOKENS // 32
+    shapes = (capacity,), (groups,), (groups,), (groups, words, 2), (groups,)
+    return NeuronLists(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))

@@ -2,20 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
-from pallas_kernels.hopper.common import lanes, simt
-from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common import lanes, scalars, simt
+from pallas_kernels.hopper.common.primitives import count_together, primitive
+from pallas_kernels.hopper.common.scalars import INT32, SCALAR
 from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.layouts import tile_union
 
-_RESULT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+_LENGTH = "length of the list"  # names for `count_together`
+_FINISHED = "thread blocks that have finished the list"
 
 
+@primitive
 def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
-    """Makes room for n more elements: the warpgroup adds n once, atomically, to the length.
+    """Takes places for n more elements: the warpgroup adds n once, atomically, to the length.
 
     Args:
       length_ref: GMEM, int32 `[1]`, the length of the list.
@@ -26,25 +31,31 @@ def append(length_ref, n: jax.Array, scratch_ref) -> jax.Array:
       int32 scalar, the length before.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType()), return_type=_RESULT)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType()), return_type=INT32)
     def step(_, length_ref, n, scratch_ref):
         address = simt.gmem_address(length_ref, const(0))
         length = simt.first_thread_atomic("add", address, n.registers.item())
         length = simt.broadcast_first(length, simt.smem_address(scratch_ref))
-        return mgpu.FragmentedArray.splat(length, (), is_signed=True)
+        return scalars.int32(length)
 
     return step(length_ref, n, scratch_ref)
 
 
+@append.in_jax
+def _(length_ref, n, scratch_ref):
+    return count_together(_LENGTH, lambda length, n: length + n, n)
+
+
+@primitive
 def finish(counters_ref, length_ref, blocks: int) -> None:
     """Each of `blocks` thread blocks says that it appends no more; the last one ends the list.
 
-    What the block's warpgroups have stored before, and told this one by a barrier, is then visible
-    to whoever sees that all blocks have finished, and calls `acquire`.
+    What its warpgroups have stored before, and told this one by a barrier, is then visible to
+    whoever sees that all thread blocks have finished, and calls `acquire`.
 
     Args:
-      counters_ref: GMEM, int32, at least 2: the length of the list, and the number of blocks that
-        have finished. The last block sets both to 0.
+      counters_ref: GMEM, int32, at least 2: the length of the list, and the number of thread
+        blocks that have finished. The last one sets both to 0.
       length_ref: GMEM, int32 `[1]`, gets the length.
       blocks: their number.
     """
@@ -71,13 +82,33 @@ def finish(counters_ref, length_ref, blocks: int) -> None:
     step(counters_ref, length_ref)
 
 
-@plgpu.inline_mgpu()
-def acquire(_) -> None:
+@finish.in_jax
+def _(counters_ref, length_ref, blocks):
+    finished = count_together(_FINISHED, lambda before: (before + 1) % blocks)
+
+    @pl.when(finished == blocks - 1)
+    def _():
+        length_ref[0] = count_together(_LENGTH, lambda _: 0)
+
+
+@primitive
+def acquire() -> None:
     """Lets this thread, and its TMA copies, see a list that another kernel has finished."""
-    mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-    mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+    step()
 
 
+@acquire.in_jax
+def _():
+    """The interpreter has ended the other kernel."""
+
+
+@primitive
 def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) -> jax.Array:
     """Appends the indices of the bits that are set in up to 32 words, in ascending order.
 
@@ -93,7 +124,7 @@ def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) ->
     (n,) = bits_ref.shape
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(), SCALAR), return_type=_RESULT
+        arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(), SCALAR), return_type=INT32
     )
     def step(_, bits_ref, first_word, list_ref, length):
         first_word, length = first_word.registers.item(), length.registers.item()
@@ -114,11 +145,22 @@ def append_bits(bits_ref, first_word: jax.Array, list_ref, length: jax.Array) ->
             place = arith.addi(arith.muli(arith.addi(first_word, source), const(32)), lane)
             is_set = arith.andi(arith.shrui(bits, lane), const(1))
             simt.store_words(list_ref, rank, [place], lanes.nonzero(is_set))
-        return mgpu.FragmentedArray.splat(simt.from_lane(end, const(31)), (), is_signed=True)
+        return scalars.int32(simt.from_lane(end, const(31)))
 
     return step(bits_ref, first_word, list_ref, length)
 
 
+@append_bits.in_jax
+def _(bits_ref, first_word, list_ref, length):
+    bits = tile_union.to_bits(bits_ref[...])
+    place = jnp.arange(bits.size)
+    is_here = bits & (place // 1024 == first_word // 32)
+    rank = jnp.where(is_here, length + jnp.cumsum(is_here) - 1, bits.size)
+    list_ref[...] = list_ref[...].at[rank].set(place, mode="drop")
+    return length + jnp.sum(is_here, dtype=jnp.int32)
+
+
+@primitive
 def clear(rows_ref, list_ref, length: jax.Array, column: jax.Array) -> None:
     """Sets `rows[list[i], column]` to zero for each i < length.
 
@@ -152,3 +194,9 @@ def clear(rows_ref, list_ref, length: jax.Array, column: jax.Array) -> None:
             scf.YieldOp([])
 
     step(rows_ref, list_ref, length, column)
+
+
+@clear.in_jax
+def _(rows_ref, list_ref, length, column):
+    rows = jnp.where(jnp.arange(list_ref.size) < length, list_ref[...], list_ref.size)
+    rows_ref[...] = rows_ref[...].at[rows, column].set(0, mode="drop")

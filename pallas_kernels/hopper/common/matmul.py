@@ -98,8 +98,8 @@ def matmul(
     cost = versions.cost(2 * k * len(a) * len(bs) * size, (a, *bs, *jax.tree.leaves(out_type)))
     step = stage_k(a.dtype)
     b_shape = (len(bs) * columns, step) if k_axis == 1 else (step, columns)
-    room = _RING_BYTES // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
-    stages = min(schedule.stages, room, k // step // schedule.parts)
+    most = _RING_BYTES // ((BLOCK_ROWS * step + math.prod(b_shape)) * a.dtype.itemsize)
+    stages = min(schedule.stages, most, k // step // schedule.parts)
     blocks = pl.cdiv(a.shape[0], BLOCK_ROWS), pl.cdiv(size, columns) * schedule.parts
     # For the tiling below.
     a, *matrices = (jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))) for w in (a, *bs))

@@ -8,9 +8,14 @@ that pipelines, barriers and indexing can be checked there.
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -21,10 +26,12 @@ class Interpretation:
     Attributes:
       sms: the number of SMs that the device seems to have.
       shared: what twins keep between their calls, for instance what thread blocks tell each other.
+      counters: numbers that thread blocks share; see `count_together`.
     """
 
     sms: int
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    counters: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 _current: Interpretation | None = None
@@ -50,6 +57,29 @@ def interpreting(*, sms: int = 132, detect_races: bool = True) -> Iterator[Inter
             yield _current
     finally:
         _current = before
+
+
+_counting = threading.Lock()
+
+
+def count_together(name: str, step: Callable[..., int], *operands: jax.Array) -> jax.Array:
+    """For twins: the counter of this name, 0 at first, becomes `step(counter, *operands)`.
+
+    The interpreter has no atomic operations, so the host has the counters.
+
+    Returns:
+      int32 scalar, the counter before.
+    """
+    assert _current is not None
+    counters = _current.counters
+
+    def count(*operands):
+        with _counting:
+            before = counters.get(name, 0)
+            counters[name] = step(before, *map(int, operands))
+        return np.int32(before)
+
+    return io_callback(count, jax.ShapeDtypeStruct((), jnp.int32), *operands)
 
 
 class Primitive[**P, R]:

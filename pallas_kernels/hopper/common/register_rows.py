@@ -20,7 +20,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import eight_bits, simt
 from pallas_kernels.hopper.common.primitives import primitive
-from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.scalars import FLOAT32, SCALAR
 from pallas_kernels.quantised import E4M3
 from pallas_kernels.rectifiers import Rectifier
 
@@ -167,7 +167,7 @@ def copy_row(source_ref, target_ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def step(_, source_ref, target_ref):
-        lane = _lane()
+        lane = simt.thread()
         source, target = (
             simt.gmem_address(ref, arith.muli(lane, simt.const(_CHUNK)))
             for ref in (source_ref, target_ref)
@@ -210,7 +210,7 @@ def prefetch_rows(ref, first: jax.Array, n: int) -> None:
     def step(_, ref, first):
         i64 = ir.IntegerType.get_signless(64)
         h, d = ir.MemRefType(ref.type).shape
-        base, lane = simt.gmem_address(ref, simt.const(0)), _lane()
+        base, lane = simt.gmem_address(ref, simt.const(0)), simt.thread()
         for start in range(0, n, _LANES):
             mine = arith.addi(lane, simt.const(start))
             row = arith.addi(first.registers.item(), mine)
@@ -272,10 +272,9 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
     next call needs another scratch.
     """
     layout = row_layout(rows[0].size)
-    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
 
     @plgpu.inline_mgpu(
-        arg_types=([layout] * len(rows), plgpu.RefType()), return_type=[scalar] * len(rows)
+        arg_types=([layout] * len(rows), plgpu.RefType()), return_type=[FLOAT32] * len(rows)
     )
     def step(_, rows, scratch_ref):
         f32 = ir.F32Type.get()
@@ -320,7 +319,7 @@ def all_finite(row: jax.Array, scratch_ref) -> jax.Array:
 
 def lane_columns(row: mgpu.FragmentedArray):
     """Yields the first column (i32) and the register of each of this lane's chunks of `row`."""
-    lane = _lane()
+    lane = simt.thread()
     for i, chunk in enumerate(row.registers):
         yield (
             arith.addi(arith.muli(lane, simt.const(_LANE_COLUMNS)), simt.const(i * _PASS_COLUMNS)),
@@ -338,16 +337,11 @@ def elements(x: ir.Value, dtype: ir.Type) -> list[ir.Value]:
 def _chunks(ref: ir.Value):
     """Yields, for each of this lane's chunks of `ref: [D]`, an address, the chunk's offset from it
     in bytes, and whether the chunk lies inside the row."""
-    kind, lane = ir.MemRefType(ref.type), _lane()
+    kind, lane = ir.MemRefType(ref.type), simt.thread()
     (d,), size = kind.shape, mgpu.bitwidth(kind.element_type) // 8
     address = simt.gmem_address(ref, arith.muli(lane, simt.const(size * _LANE_COLUMNS)))
     for start in range(0, d, _PASS_COLUMNS):
         yield address, size * start, simt.less(lane, simt.const((d - start) // _LANE_COLUMNS))
-
-
-def _lane() -> ir.Value:
-    """This thread's lane in the warpgroup, i32."""
-    return arith.andi(mgpu.thread_idx(), simt.const(_LANES - 1))
 
 
 def row_of(

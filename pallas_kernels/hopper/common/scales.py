@@ -11,6 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.tiles import ACC_ROWS
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -51,6 +52,7 @@ def of_listed_rows(scale_ref, indices_ref, shape: tuple[int, int]) -> jax.Array:
     return _over(gather(scale_ref, indices_ref), shape, 0)
 
 
+@primitive
 def gather(scale_ref, indices_ref) -> jax.Array:
     """`scale[indices]`, float32 `[64]`, by a load for each row."""
     f32, i32 = ir.F32Type.get, lambda: ir.IntegerType.get_signless(32)
@@ -73,6 +75,11 @@ def gather(scale_ref, indices_ref) -> jax.Array:
         return mgpu.FragmentedArray(_registers=scales, _layout=_ROWS.to_mgpu(), _is_signed=None)
 
     return step(scale_ref, indices)
+
+
+@gather.in_jax
+def _(scale_ref, indices_ref):
+    return scale_ref[...].at[indices_ref[...]].get(mode="clip")
 
 
 def _over(scales, shape, axis):

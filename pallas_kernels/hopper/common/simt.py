@@ -16,6 +16,15 @@ def less(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
+def equal(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def thread() -> ir.Value:
+    """This thread's number in its warpgroup, i32."""
+    return arith.andi(mgpu.thread_idx(), const(127))
+
+
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:
     """This thread's lane in its warp and its warp in the warpgroup, i32."""
     thread = mgpu.thread_idx()
@@ -71,6 +80,21 @@ def smem_address(ref: ir.Value) -> ir.Value:
     """Address (i32) of an SMEM reference."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx("mov.b32 $0, $1;", mgpu.utils.memref_ptr(ref), result_types=i32)
+
+
+def load_shared(address: ir.Value, offset: int) -> ir.Value:
+    """Loads a word (i32) of SMEM at `address + offset` (bytes)."""
+    return mgpu.utils.inline_ptx(
+        f"ld.shared.b32 $0, [$1 + {offset}];",
+        address,
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+    )
+
+
+def store_shared(address: ir.Value, offset: int, word: ir.Value) -> None:
+    """Stores a word (i32) to SMEM at `address + offset` (bytes)."""
+    mgpu.utils.inline_ptx(f"st.shared.b32 [$0 + {offset}], $1;", address, word)
 
 
 def load_words(address: ir.Value, offset: int, active: ir.Value, n: int = 4) -> list[ir.Value]:
@@ -142,6 +166,21 @@ def from_lane(word: ir.Value, lane: ir.Value) -> ir.Value:
         result_types=word.type,
         convergent=True,
     )
+
+
+def barrier_any(x: ir.Value) -> ir.Value:
+    """Whether `x` (i1) holds in any lane of the warpgroup; also a barrier for the warpgroup."""
+    result = mgpu.utils.inline_ptx(
+        """{.reg .pred any;
+            barrier.cta.red.or.pred any, $1, 128, $2;
+            selp.b32 $0, 1, 0, any;}""",
+        mgpu.utils.warpgroup_barrier_idx(sync=False),
+        x,
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return arith.cmpi(arith.CmpIPredicate.ne, result, const(0))
 
 
 def warp_sum(x: ir.Value) -> ir.Value:

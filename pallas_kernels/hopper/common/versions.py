@@ -26,7 +26,8 @@ def store(ref, value: jax.Array) -> None:
 
 
 def first_block() -> int | jax.Array:
-    """Index 0 in the index map of a block that may reach past the array, where TMA reads zeros.
+    """Index 0 in an index map of `plgpu.BlockSpec` that may reach past the array, where TMA reads
+    zeros.
 
     From 0.12 on, a literal 0 is an error there; an index that is computed is not.
     """

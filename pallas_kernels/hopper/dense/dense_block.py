@@ -39,7 +39,7 @@ def dense_block(
     Returns:
       y: `[M, D]`. Sums are those of `gate_union`; the gate, h and y are rounded.
       h: `[M, H]`. Where the gate is 0, h is +0.0, or NaN if up is not finite; where it is not and h
-        is 0, h is -0.0. So its bits tell which neurons fire.
+        is 0, h is -0.0. So its bits tell which neurons are active.
 
     Raises:
       ValueError: if a shape or dtype is not as above, or weights have a number of live neurons.

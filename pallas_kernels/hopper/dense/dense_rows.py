@@ -31,6 +31,7 @@ from pallas_kernels.hopper.common import lists, register_rows, scalars, scales, 
 from pallas_kernels.hopper.common.primitives import await_previous, launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, are_before
+from pallas_kernels.hopper.common.warpgroup import fence
 from pallas_kernels.hopper.dense import accumulate
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Quantised
@@ -43,7 +44,7 @@ _FEW = ACC_ROWS  # a list of up to so many rows is short: rows and columns of it
 _PAIR = 2  # thread blocks that share the sums of a short list
 _PARTS = _PAIR * CONSUMERS  # of a sum
 _PART_ROWS = _FEW // _PARTS  # rows whose parts a warpgroup adds
-_PREFETCH = 1 << 17  # elements of w_down that a block fetches into L2, at most
+_PREFETCH = 1 << 17  # elements of w_down that a thread block fetches into L2, at most
 
 
 def dense_rows(
@@ -88,12 +89,11 @@ def dense_rows(
     hidden, l1, largest, *kept = _call(
         _hidden_kernel,
         rectifier,
-        len(heavy.pending),
         out_type=(jax.ShapeDtypeStruct((h, row_blocks * _BLOCK), dtype), stats, stats, *kept),
         scratch_types=dict(smem=plgpu.SMEM((CONSUMERS, ACC_ROWS, _BLOCK), dtype, transforms=TILED)),
         grid=(sm_count(),),
         grid_names=("sm",),
-    )(weights.live, *heavy.pending, heavy.count, [_factors(heavy.x, w) for w in weights.inner])
+    )(weights.live, heavy.pending, heavy.count, [_factors(heavy.x, w) for w in weights.inner])
     y_rows, count, _ = _call(
         _down_kernel,
         out_type=(
@@ -135,17 +135,17 @@ def _call(body, *static, **kwargs):
     )
 
 
-def _hidden_kernel(rectifier, pending, live, *refs, smem):
-    count_ref, products, hidden, l1, largest, *kept = refs[pending:]
-    h, _ = hidden.shape
+def _hidden_kernel(
+    rectifier, live, pending, count_ref, products, hidden, l1, largest, *kept, smem
+):  # fmt: skip
     sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
     (lists.acquire if pending else await_previous)()
     launch_next()
     count = scalars.read(count_ref)
     work = _Hidden(count, live, products, hidden, kept, l1, largest, smem, rectifier)
     few, row_blocks = _split(count)
-    _for_each(few * (h // _FEW), sm, sms, work.few_block)
-    _for_each(row_blocks * (h // _BLOCK), sm, sms, work.block)
+    _for_each(few * (len(hidden) // _FEW), sm, sms, work.few_block)
+    _for_each(row_blocks * (len(hidden) // _BLOCK), sm, sms, work.block)
     if pending:  # this kernel must not end before the one in front of it
         pl.when(sm == sms - 1)(await_previous)
 
@@ -156,7 +156,7 @@ class _Hidden:
 
     Attributes:
       count: int32 scalar, the length of the list.
-      live: GMEM, int32 `[1]`, neurons that may fire, from the first on; None: all may.
+      live: GMEM, int32 `[1]`, neurons that may be active, the first ones; None: all may.
       products: GMEM, for gate and up or one of them x `[rows, D]`, the weight `[H, D]` and None, or
         in 8 bits the scales of the rows of both.
       hidden: GMEM `[H, rows]`, to be filled.
@@ -294,7 +294,7 @@ class _Down:
       hidden, w_down: GMEM `[H, rows]` and `[H, D]`.
       y: GMEM `[rows, D]`, to be filled.
       parts: GMEM, float32 `[D / 64, 4, 64, 64]`: of 64 columns for the rows of a short list, what
-        each warpgroup of a pair of blocks has summed.
+        each warpgroup of a pair of thread blocks has summed.
       y_smem, few_smem: SMEM `[warpgroups, 64, 64]` and `[warpgroups, 16, 64]`.
       written: barrier of the pair, at which a warpgroup arrives when its part is in GMEM.
     """
@@ -323,11 +323,13 @@ class _Down:
 
         def finish(accs):
             rows = pl.ds(row_block * _BLOCK + warpgroup * ACC_ROWS, ACC_ROWS)
-            for first in range(0, _BLOCK, _FEW):  # D may end in between
+            for first in range(0, _BLOCK, _FEW):
                 half = accs[0][:, first : first + _FEW].astype(self.y.dtype)
                 target = pl.ds(columns.start + first, _FEW)
-                store = functools.partial(_store, half, self.y_smem.at[warpgroup], self.y)
-                pl.when(target.start < d)(functools.partial(store, rows, target))
+
+                @pl.when(target.start < d)  # D may end in between
+                def _(half=half, target=target):
+                    _store(half, self.y_smem.at[warpgroup], self.y, rows, target)
 
         operand = accumulate.operand((STAGE_K, _BLOCK), lambda k: (k, 0))
         accumulate.accumulate(
@@ -347,10 +349,10 @@ class _Down:
         def finish(accs):
             quarter = part * CONSUMERS + warpgroup
             self.parts[index, quarter] = accs[0]
-            warpgroup.fence()
+            fence()
             plgpu.barrier_arrive(self.written)
             plgpu.barrier_wait(self.written)
-            warpgroup.fence()
+            fence()
             first_row = quarter * _PART_ROWS
             pl.when(first_row < self.count)(lambda: self._add_parts(index, first_row))
 

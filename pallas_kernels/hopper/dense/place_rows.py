@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import scalars, support
+from pallas_kernels.hopper.common import register_rows, scalars, support
 from pallas_kernels.hopper.common.primitives import await_previous
 from pallas_kernels.hopper.common.support import sm_count
 
@@ -55,7 +55,9 @@ def _kernel(count, rows, y_rows, residual, y):
         i = block + i * blocks
         row = rows[i]
         if residual is None:
-            rows.copy_row(y_rows.at[i], y.at[row])
+            register_rows.copy_row(y_rows.at[i], y.at[row])
         else:
-            parts = [rows.load_row(a, jnp.bool(True)) for a in (residual.at[row], y_rows.at[i])]
-            rows.store_row(y.at[row], sum(map(rows.widen, parts)).astype(y.dtype))
+            both = residual.at[row], y_rows.at[i]
+            parts = [register_rows.load_row(a, jnp.bool(True)) for a in both]
+            total = sum(map(register_rows.widen, parts))
+            register_rows.store_row(y.at[row], total.astype(y.dtype))

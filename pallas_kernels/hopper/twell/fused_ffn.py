@@ -1,10 +1,11 @@
 """Up and down projection behind a TwELL-packed gate, fused (arXiv 2603.23198).
 
 One warpgroup takes one token: it collects the row's entries from its tiles into shared memory and
-walks that list (`gather.gather_ffn`), so that the hidden activation h lives in registers alone. A
-block holds a few neighbouring tokens, which share neurons; blocks are short, so the hardware's own
-scheduler balances rows of different lengths. Heavy rows (`twell.is_heavy`) are put on a list for
-`dense_rows`, which may start as soon as all blocks have looked at their rows.
+walks that list (`register_rows.gather_ffn`), so that the hidden activation h lives in registers
+alone. A thread block holds a few neighbouring tokens, which share neurons; thread blocks are short,
+so the hardware's own scheduler balances rows of different lengths. Heavy rows (`twell.is_heavy`)
+are put on a list for `dense_rows`, which may start as soon as all thread blocks have looked at
+their rows.
 
 Weights may be slices of stacked weights: nothing is changed in place, so XLA copies none of them.
 """
@@ -21,9 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import quantised
-from pallas_kernels.hopper.common import lists, register_rows, simt, support
-from pallas_kernels.hopper.common.primitives import launch_next
-from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common import lists, register_rows, scalars, simt, support
+from pallas_kernels.hopper.common.primitives import launch_next, primitive
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Operand, Tokens
@@ -37,7 +37,7 @@ class FusedFFNConfig:
     Attributes:
       loads: 16-byte loads from each weight matrix that a lane keeps in flight, or one row's worth
         where that is more.
-      rows: rows of a block, at most; wide rows need more registers, so that fewer fit.
+      rows: rows of a thread block, at most; wide rows need more registers, so that fewer fit.
     """
 
     loads: int = 4
@@ -147,7 +147,20 @@ def _kernel(
     row = lax.axis_index("block") * entries.shape[0] + warpgroup
     is_row = row < packed.shape[0]
 
-    def let_next_start():
+    pl.when(~is_row)(lambda: plgpu.barrier_arrive(looked))
+
+    @pl.when(is_row)
+    def _():
+        mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
+        x_row = None if w_up is None else register_rows.load_row(x.at[row], jnp.bool(True))
+        count = _collect_entries(packed.at[row], mine)
+
+        @pl.when(count < 0)
+        def _():
+            place = lists.append(counters.at[pl.ds(0, 1)], jnp.int32(1), my_sums)
+            heavy_rows[place] = row
+            register_rows.copy_token(parts, row, heavy_x, place)
+
         plgpu.barrier_arrive(looked)
 
         @pl.when(warpgroup == 0)
@@ -156,21 +169,6 @@ def _kernel(
             lists.finish(counters, heavy_count, lax.axis_size("block"))
             launch_next()
 
-    pl.when(~is_row)(lambda: plgpu.barrier_arrive(looked))
-
-    @pl.when(is_row)
-    def _():
-        mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
-        x_row = None if w_up is None else register_rows.load_row(x.at[row], jnp.bool(True))
-        count = collect_entries(packed.at[row], mine)
-
-        @pl.when(count < 0)
-        def _():
-            place = lists.append(counters.at[pl.ds(0, 1)], jnp.int32(1), my_sums)
-            heavy_rows[place] = row
-            register_rows.copy_token(parts, row, heavy_x, place)
-
-        let_next_start()
         wide = None if w_up is None else register_rows.widen(x_row)
         up_scale = None
         if scales is not None:
@@ -190,7 +188,8 @@ def _kernel(
         l1[row] = row_l1
 
 
-def collect_entries(packed_ref, entries_ref) -> jax.Array:
+@primitive
+def _collect_entries(packed_ref, entries_ref) -> jax.Array:
     """Copies the entries of one row of TwELL to the front of a list.
 
     Args:
@@ -202,10 +201,7 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
     """
     tiles, words = packed_ref.shape
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
-    )
+    @plgpu.inline_mgpu(arg_types=2 * [plgpu.RefType()], return_type=scalars.INT32)
     def step(_, packed_ref, entries_ref):
         ptx, const, less = mgpu.utils.inline_ptx, simt.const, simt.less
         lane, warp = simt.lane_and_warp()
@@ -240,6 +236,18 @@ def collect_entries(packed_ref, entries_ref) -> jax.Array:
             less(const(words - 1), most), less(const(twell.MAX_ROW_ENTRIES), total)
         )
         total = arith.select(is_heavy, complement, total)
-        return mgpu.FragmentedArray.splat(total, (), is_signed=True)
+        return scalars.int32(total)
 
     return step(packed_ref, entries_ref)
+
+
+@_collect_entries.in_jax
+def _(packed_ref, entries_ref):
+    tiles = packed_ref[...]
+    counts, words = tiles[:, :1].astype(jnp.int32), tiles[:, 1:]
+    stored = (jnp.arange(words.shape[1]) < counts).ravel()
+    order = jnp.argsort(~stored, stable=True)
+    entries_ref[: words.size] = words.ravel()[order]
+    total = counts.sum()
+    is_heavy = jnp.any(counts > words.shape[1]) | (total > twell.MAX_ROW_ENTRIES)
+    return jnp.where(is_heavy, ~total, total)

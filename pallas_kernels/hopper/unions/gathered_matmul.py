@@ -17,9 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.primitives import launch_next
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K, TILED, tiled
-from pallas_kernels.hopper.unions import job_queue
-from pallas_kernels.hopper.unions.job_queue import JobQueue
-from pallas_kernels.hopper.unions.ring import AHEAD, STAGES, Ring
+from pallas_kernels.hopper.unions import pipeline
+from pallas_kernels.hopper.unions.pipeline import AHEAD, STAGES, JobQueue, Ring
 from pallas_kernels.layouts.tile_union import TILE_TOKENS
 
 _BUFFERS = 2  # of a consumer, for `write`
@@ -32,58 +31,67 @@ def job_tokens(tiles: int) -> int:
 
 
 def gathered_matmul(
-    describe: Callable[..., tuple[jax.Array, ...]],
+    operands: Any,
+    *,
+    job_type: type[tuple],
+    jobs: Callable[..., jax.Array],
+    describe: Callable[..., tuple],
     produce: Callable[..., jax.Array],
     consume: Callable[..., jax.Array],
-    *operands: Any,
-    jobs: Callable[..., jax.Array],
     a_shape: tuple[int, int],
     b_shape: tuple[int, int],
     b_copies: int = 1,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: jax.typing.DTypeLike,
+    stage_dtype: jax.typing.DTypeLike | None = None,
     out_type,
     name: str,
 ):
-    """Runs `jobs(*refs)` jobs on all SMs; in each job, each consumer computes one product.
+    """Runs jobs on all SMs; in each job, each consumer computes one product.
 
     Args:
-      describe: `describe(i, *refs)` returns four int32 that describe the i-th job, the first of
-        them not negative; `refs` are the operands and outputs in GMEM.
-      produce: the producer calls it as `produce(job, ring, step, *refs)`, with the job as described
-        and the next step of the ring. Returns the step after the last one that it filled.
-      consume: both consumers call it as `consume(job, ring, step, warpgroup, buffers, *refs)`;
-        `buffers` are for `write`. Returns the same step as `produce`.
-      *operands: arrays; the last one's dtype is that of the results.
-      jobs: `jobs(*refs)` returns the number of jobs, int32.
+      operands: a NamedTuple of arrays, which the functions below get as references to GMEM.
+      job_type: a NamedTuple of four int32 that describe a job, the first of them not negative.
+      jobs: `jobs(operands)` returns the number of jobs, int32.
+      describe: `describe(i, operands)` returns the i-th job.
+      produce: the producer calls it as `produce(job, ring, step, operands)`, with the next step of
+        the ring. Returns the step after the last one that it filled.
+      consume: both consumers call it as
+        `consume(job, ring, step, warpgroup, buffers, operands, *outputs)`; `buffers` are for
+        `write`. Returns the same step as `produce`.
       a_shape, b_shape: shapes of a stage's arrays in SMEM, with transforms `tiled`;
         `Ring.put_lists` needs a of 64 rows.
       b_copies: number of TMA copies that fill b in a stage.
-      dtype: that of the stages; None for that of the results. If it differs, a stage's a may also
-        hold as many rows of 64 elements of the results' dtype.
+      dtype: that of the results, 16-bit.
+      stage_dtype: that of the stages; None for that of the results. If it differs, a stage's a may
+        also hold as many rows of 64 elements of the results' dtype.
       out_type: shapes and dtypes of the outputs, which are returned.
       name: the kernel's name.
     """
-    out_dtype = operands[-1].dtype
-    dtype = out_dtype if dtype is None else dtype
-    a = plgpu.SMEM((STAGES, *a_shape), dtype, transforms=tiled(dtype))
-    a_16 = plgpu.SMEM((STAGES, a_shape[0], STAGE_K), out_dtype, transforms=TILED)
-    rows = {"a": a} if dtype == out_dtype else {"views_of_a": plgpu.RefUnion(a, a_16)}
+    stage_dtype = dtype if stage_dtype is None else stage_dtype
+    a = plgpu.SMEM((STAGES, *a_shape), stage_dtype, transforms=tiled(stage_dtype))
+    a_16 = plgpu.SMEM((STAGES, a_shape[0], STAGE_K), dtype, transforms=TILED)
+    rows = {"a": a} if stage_dtype == dtype else {"views_of_a": plgpu.RefUnion(a, a_16)}
     indices = {"indices": plgpu.SMEM((AHEAD, STAGE_K), jnp.int32)} if a_shape[0] == STAGE_K else {}
     kernel = plgpu.kernel(
-        functools.partial(_kernel, describe=describe, produce=produce, consume=consume, jobs=jobs),
+        functools.partial(
+            _kernel,
+            job_type=job_type,
+            jobs=jobs,
+            describe=describe,
+            produce=produce,
+            consume=consume,
+        ),
         out_type=out_type,
         scratch_types=dict(
             ring=dict(
                 **rows,
-                b=plgpu.SMEM((STAGES, *b_shape), dtype, transforms=tiled(dtype)),
+                b=plgpu.SMEM((STAGES, *b_shape), stage_dtype, transforms=tiled(stage_dtype)),
                 loaded=plgpu.Barrier(num_arrivals=1 + b_copies, num_barriers=STAGES),
                 free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
                 **indices,
             ),
-            queue=job_queue.scratch_types(CONSUMERS),
-            buffers=plgpu.SMEM(
-                (CONSUMERS, _BUFFERS, ACC_ROWS, ACC_ROWS), out_dtype, transforms=TILED
-            ),
+            queue=pipeline.queue_types(CONSUMERS),
+            buffers=plgpu.SMEM((CONSUMERS, _BUFFERS, ACC_ROWS, ACC_ROWS), dtype, transforms=TILED),
         ),
         grid=(sm_count(),),
         grid_names=("sm",),
@@ -99,10 +107,12 @@ def gathered_matmul(
     )
     # To XLA the counter is a constant, which kernels may share: each leaves it at 0, and they run
     # one after the other. `support` refuses the flags with which they do not.
-    return kernel(jnp.array([0], jnp.int32), *operands)
+    return kernel(jnp.array([0], jnp.int32), operands)
 
 
-def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs):
+def _kernel(
+    taken, operands, *outputs, ring, queue, buffers, job_type, jobs, describe, produce, consume
+):
     if "views_of_a" in ring:
         ring["a"], ring["a_16"] = ring.pop("views_of_a")
     ring, queue = Ring(**ring), JobQueue(taken, **queue)
@@ -111,14 +121,14 @@ def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs
 
     def be_producer():
         plgpu.set_max_registers(56, action="decrease")
-        count, sms = jobs(*refs), lax.axis_size("sm")
+        count, sms = jobs(operands), lax.axis_size("sm")
 
         def do(state):
             n, i, step = state
-            job = describe(i, *refs)
+            job = describe(i, operands)
             queue.post(n, job)
             ring_of_job = dataclasses.replace(ring, first=step)
-            step = produce(job, ring_of_job, step, *refs)
+            step = produce(job, ring_of_job, step, operands)
             asked = queue.ask(count)  # the answer arrives while the last rows do
             ring_of_job.finish(step)
             return n + 1, queue.answer(asked, sms), step
@@ -134,8 +144,9 @@ def _kernel(taken, *refs, ring, queue, buffers, describe, produce, consume, jobs
         queue.open()
 
         def do(state):
-            n, job, step = state
-            step = consume(job, ring, step, warpgroup, buffers.at[warpgroup], *refs)
+            n, words, step = state
+            mine = buffers.at[warpgroup]
+            step = consume(job_type(*words), ring, step, warpgroup, mine, operands, *outputs)
             return n + 1, queue.take(n + 1), step
 
         start = jnp.int32(0), queue.take(jnp.int32(0)), jnp.int32(0)

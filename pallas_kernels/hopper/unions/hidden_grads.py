@@ -7,6 +7,7 @@ store of its own.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,52 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.common import simt, support
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import ACC_ROWS, CONSUMERS, STAGE_K
 from pallas_kernels.hopper.unions import gathered_matmul, row_copies
-from pallas_kernels.hopper.unions.union_up import describe_item
+from pallas_kernels.hopper.unions.union_up import Item, describe_item
 from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.rectifiers import RELU, Rectifier
 
-_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a block
+_PARTS = TILE_TOKENS // ACC_ROWS  # parts of 64 tokens in a chunk
 _WORDS = 4  # int32 of `NeuronLists.words` that describe the 64 tokens of a part in a list
 _NEURONS = plgpu.Layout.WG_STRIDED((2 * 128,), vec_size=1)  # those of a lane's two rows
 _LIST_WORDS = plgpu.Layout.WG_STRIDED((2 * _WORDS * 128,), vec_size=1)
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads, and what it changes.
+
+    Attributes:
+      item_count, items, neurons, sizes: of the plan.
+      l1_grad: float32 `[1]`.
+      list_words: `NeuronLists.words`.
+      entries: `[C, 64]` for h and each gradient, to be filled.
+      extra: `[items, 128, 256]`, or None.
+      hidden: `[items, 128 or 256, 256]`, to be overwritten.
+      dy: `[M rounded up to a multiple of 8, D]`.
+      w_down: `[H, D]`.
+    """
+
+    item_count: Any
+    items: Any
+    neurons: Any
+    sizes: Any
+    l1_grad: Any
+    list_words: Any
+    entries: list
+    extra: Any
+    hidden: Any
+    dy: Any
+    w_down: Any
+
+    def blocks_of_a_part(self) -> list:
+        """Arrays of which a part takes a stage each, in this order."""
+        return [self.hidden] if self.extra is None else [self.extra, self.hidden]
 
 
 def hidden_grads(
@@ -58,7 +91,7 @@ def hidden_grads(
       plan: the unions.
       lists: with C slots; they hold at least the non-zeros of the gate.
       rectifier: what made the gate.
-      extra: `[items, 128, 256]`, in blocks like h, what the gradient for h has besides; finite also
+      extra: `[items, 128, 256]`, in chunks like h, what the gradient for h has besides; finite also
         outside the unions. None: nothing.
 
     Returns:
@@ -87,22 +120,27 @@ def hidden_grads(
         in_place.mutable(a) for a in _no_entries(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)
     ]
     gathered_matmul.gathered_matmul(
-        describe_item,
-        _produce,
-        functools.partial(_consume, rectifier),
-        plan.item_count,
-        plan.items,
-        plan.neurons,
-        plan.sizes,
-        l1_grad,
-        lists.words,
-        entries,
-        [h_ref] if extra is None else [extra, h_ref],
-        dy,
-        w_down,
-        jobs=lambda item_count, *_: item_count[0],
+        _Operands(
+            plan.item_count,
+            plan.items,
+            plan.neurons,
+            plan.sizes,
+            l1_grad,
+            lists.words,
+            entries,
+            extra,
+            h_ref,
+            dy,
+            w_down,
+        ),
+        job_type=Item,
+        jobs=lambda operands: operands.item_count[0],
+        describe=describe_item,
+        produce=_produce,
+        consume=functools.partial(_consume, rectifier),
         a_shape=(CONSUMERS * ACC_ROWS, STAGE_K),
         b_shape=(TILE_TOKENS, STAGE_K),
+        dtype=w_down.dtype,
         out_type=(),
         name="hidden_grads",
     )
@@ -139,64 +177,67 @@ def _no_entries(lists: NeuronLists, n: int, dtype):
     )(lists.starts, lists.lengths)
 
 
-def _produce(job, ring, step, _, items, neurons, sizes, l1_grad, words, entries, *rest):
-    all_blocks, dy, w_down = rest
-    item, tile, first, limit = job
-    indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
+def _produce(item, ring, step, operands):
+    chunk = pl.ds(item.first, CHUNK_NEURONS)
+    indices = row_copies.load_indices(operands.neurons.at[item.tile, chunk])
 
     def put_part(part, step):
-        for blocks in all_blocks:
+        for blocks in operands.blocks_of_a_part():
 
             def fill(_, b, loaded, blocks=blocks):
-                block = blocks.at[item, :, pl.ds(part * ACC_ROWS, ACC_ROWS)]
+                block = blocks.at[item.job, :, pl.ds(part * ACC_ROWS, ACC_ROWS)]
                 plgpu.copy_gmem_to_smem(block, b.at[pl.ds(0, blocks.shape[1])], loaded)
 
             ring.put(step, fill)
             step += 1
         return step
 
-    step = ring.put_product(step, dy, tile * TILE_TOKENS, w_down, indices, limit)
+    first_row = item.tile * TILE_TOKENS
+    step = ring.put_product(step, operands.dy, first_row, operands.w_down, indices, item.limit)
     return lax.fori_loop(0, _PARTS, put_part, step)
 
 
-def _consume(rectifier, job, ring, step, warpgroup, buffers, *refs):
-    _, _, neurons, _, l1_grad, words, entries, (*extra, hidden), dy, _ = refs
-    item, tile, first, limit = job
-    my_neurons = _load_neurons(neurons.at[tile, pl.ds(first + warpgroup * ACC_ROWS, ACC_ROWS)])
-    first_word = tile * TILE_TOKENS // 32
+def _consume(rectifier, item, ring, step, warpgroup, buffers, operands):
+    hidden, dtype = operands.hidden, operands.dy.dtype
+    mine = pl.ds(item.first + warpgroup * ACC_ROWS, ACC_ROWS)
+    neurons = _load_neurons(operands.neurons.at[item.tile, mine])
+    first_word = item.tile * TILE_TOKENS // 32
     # Each part's words are loaded before something long, as the fences of `write` wait for loads.
-    list_words = _load_list_words(words, my_neurons, first_word)
-    l1 = l1_grad[0]
-    steps = dy.shape[1] // STAGE_K
-    products = ring.multiply_product(step, steps, warpgroup, limit)
+    list_words = _load_list_words(operands.list_words, neurons, first_word)
+    l1 = operands.l1_grad[0]
+    steps = operands.dy.shape[1] // STAGE_K
+    products = ring.multiply_product(step, steps, warpgroup, item.limit)
     step += steps
-    taken = 1 + len(extra)  # stages of a part
+    taken = len(operands.blocks_of_a_part())  # stages of a part
     for part in range(_PARTS):
         first_stage = step + taken * part
         dh = products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS]
-        for stage in range(len(extra)):  # before gates and h, as these need registers
+        *with_extra, with_hidden = range(taken)
+        for stage in with_extra:  # before gates and h, as these need registers
             _, b = ring.take(first_stage + stage)
             dh += b[pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)].astype(jnp.float32)
-        _, b = ring.take(first_stage + len(extra))
+        _, b = ring.take(first_stage + with_hidden)
         starts = [
             f * CHUNK_NEURONS + warpgroup * ACC_ROWS
             for f in range(hidden.shape[1] // CHUNK_NEURONS)
         ]
         *gate, value = [b[pl.ds(start, ACC_ROWS)].astype(jnp.float32) for start in starts]
         grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
-        grads = [a.astype(dy.dtype) for a in grads]
+        grads = [a.astype(dtype) for a in grads]
         columns = pl.ds(part * ACC_ROWS, ACC_ROWS)
-        targets = [hidden.at[item, pl.ds(start, ACC_ROWS), columns] for start in starts]
+        targets = [hidden.at[item.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
         gathered_matmul.write(grads, buffers, part, targets)
         for stage in range(taken):  # after the fence of the writes, as TMA will fill them again
             ring.release(first_stage + stage)
         if part + 1 < _PARTS:
-            next_words = _load_list_words(words, my_neurons, first_word + (part + 1) * _WORDS // 2)
-        _scatter(entries, my_neurons, list_words, [value.astype(dy.dtype), *grads])
+            next_word = first_word + (part + 1) * _WORDS // 2
+            next_words = _load_list_words(operands.list_words, neurons, next_word)
+        _scatter(operands.entries, neurons, list_words, [value.astype(dtype), *grads])
         list_words = next_words
     return step + taken * _PARTS
 
 
+@primitive
 def _load_neurons(neurons_ref):
     """Loads `neurons_ref` (GMEM, int32 `[64]`): each lane gets the neurons of its two rows."""
     result = plgpu.ShapeDtypeStruct((2 * 128,), jnp.int32, layout=_NEURONS)
@@ -211,6 +252,12 @@ def _load_neurons(neurons_ref):
     return step(neurons_ref)
 
 
+@_load_neurons.in_jax
+def _(neurons_ref):
+    return neurons_ref[...]
+
+
+@primitive
 def _load_list_words(words_ref, neurons, first_word):
     """Loads the words that describe 64 tokens in the lists of a lane's two neurons.
 
@@ -237,6 +284,14 @@ def _load_list_words(words_ref, neurons, first_word):
     return step(words_ref, neurons, first_word)
 
 
+@_load_list_words.in_jax
+def _(words_ref, neurons, first_word):
+    groups = neurons.astype(jnp.uint32) // GROUP_NEURONS
+    words = words_ref[:, pl.ds(first_word, 2)]
+    return words[jnp.minimum(groups, len(words) - 1)]
+
+
+@primitive
 def _scatter(entries, neurons, list_words, arrays) -> None:
     """Stores the non-zero elements of `arrays` to the lists.
 
@@ -268,6 +323,22 @@ def _scatter(entries, neurons, list_words, arrays) -> None:
                 _store_pair(targets, pairs, list_words[word], list_words[word + 1], mask, capacity)
 
     step(entries, neurons, list_words, arrays)
+
+
+@_scatter.in_jax
+def _(entries, neurons, list_words, arrays):
+    bits, first_slots = list_words[..., :1], list_words[..., 1:]
+    listed = bits >> jnp.arange(32) & 1  # of 64 neurons, 32 tokens of each of two words
+    slots = (first_slots + jnp.cumsum(listed, axis=2) - listed).reshape(arrays[0].shape)
+    is_stored = functools.reduce(jnp.logical_or, [a != 0 for a in arrays])
+    is_stored &= slots < entries[0].shape[0]
+    neuron, token = jnp.nonzero(is_stored, size=is_stored.size)
+
+    @pl.loop(0, jnp.sum(is_stored))
+    def _(i):
+        n, t = neuron[i], token[i]
+        for entry, array in zip(entries, arrays, strict=True):
+            entry[slots[n, t], neurons[n] % GROUP_NEURONS] = array[n, t]
 
 
 def _store_pair(targets, pairs, bits, first_slot, mask, capacity):

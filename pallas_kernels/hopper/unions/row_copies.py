@@ -7,12 +7,15 @@ or copied to SMEM ahead of the rows (`fetch_indices`) and loaded from there (`re
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import tiled
@@ -24,6 +27,7 @@ _LANE_ROWS = 8  # rows of a stage that a lane copies from: those of one tile
 _INDICES = plgpu.Layout.WG_STRIDED((_LANE_ROWS * _LANES,), vec_size=1)
 
 
+@primitive
 def load_indices(indices_ref) -> jax.Array:
     """Loads the row indices `indices_ref` (GMEM, int32 `[128]`) for `gather_rows`.
 
@@ -42,6 +46,11 @@ def load_indices(indices_ref) -> jax.Array:
     return step(indices_ref)
 
 
+@load_indices.in_jax
+def _(indices_ref):
+    return indices_ref[...]
+
+
 def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
     i32 = ir.IntegerType.get_signless(32)
     words = [
@@ -57,6 +66,7 @@ def _indices(load: str, address: ir.Value) -> mgpu.FragmentedArray:
     return simt.int_array(words, _INDICES)
 
 
+@primitive
 def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
     """Starts to copy 64 indices from GMEM to SMEM if `active`; each warp copies its own rows'."""
 
@@ -75,6 +85,14 @@ def fetch_indices(indices_ref, target_ref, active: jax.Array) -> None:
     step(indices_ref, target_ref, active)
 
 
+@fetch_indices.in_jax
+def _(indices_ref, target_ref, active):
+    @pl.when(active)
+    def _():
+        target_ref[...] = indices_ref[...]
+
+
+@primitive
 def read_indices(indices_ref) -> jax.Array:
     """Loads for `gather_rows` the 64 indices that `fetch_indices` has copied to SMEM."""
     result = plgpu.ShapeDtypeStruct((_LANE_ROWS * _LANES,), jnp.int32, layout=_INDICES)
@@ -89,10 +107,16 @@ def read_indices(indices_ref) -> jax.Array:
     return step(indices_ref)
 
 
+@read_indices.in_jax
+def _(indices_ref):
+    return indices_ref[...]
+
+
 def _warp_barrier() -> None:
     mgpu.utils.inline_ptx("bar.warp.sync -1;", has_side_effects=True, convergent=True)
 
 
+@primitive
 def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target_ref) -> None:
     """The producer starts to copy rows of `source_ref` to `target_ref`.
 
@@ -148,6 +172,14 @@ def gather_rows(source_ref, indices, limit: jax.Array, column: jax.Array, target
     step(source_ref, indices, limit, column, target_ref)
 
 
+@gather_rows.in_jax
+def _(source_ref, indices, limit, column, target_ref):
+    n, width = target_ref.shape
+    source = jnp.pad(source_ref[...], ((0, 0), (0, width)))
+    rows = lax.dynamic_slice_in_dim(source[indices], column, width, axis=1)
+    target_ref[...] = jnp.where((jnp.arange(n) < limit)[:, None], rows, 0)
+
+
 def _group_and_chunk(width: int):
     """The group of 8 rows that this lane copies from, and its chunk of `width` of each row."""
     lane, warp = simt.lane_and_warp()
@@ -155,6 +187,7 @@ def _group_and_chunk(width: int):
     return arith.divui(thread, const(width)), arith.remui(thread, const(width))
 
 
+@primitive
 def await_rows(*, lag: int) -> None:
     """Commits the copies of one step, and waits for those of all steps but the last `lag`."""
 
@@ -166,3 +199,8 @@ def await_rows(*, lag: int) -> None:
         )
 
     step()
+
+
+@await_rows.in_jax
+def _(*, lag):
+    plgpu.commit_smem()

@@ -7,6 +7,7 @@ those of a tile.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,41 @@ from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
 
 _COLUMNS = CONSUMERS * ACC_ROWS  # columns of y in a job
-_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a block
+_STEPS = CHUNK_NEURONS // STAGE_K  # steps of the product in a chunk
+
+
+class _Job(NamedTuple):
+    """128 columns of y for some tokens of a row tile.
+
+    Attributes:
+      share: the number of the tokens' share; each tile has one or two.
+      size: neurons in the tile's union.
+      first_chunk: the first of its chunks in h.
+      column: the first column.
+    """
+
+    share: jax.Array
+    size: jax.Array
+    first_chunk: jax.Array
+    column: jax.Array
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      neurons, sizes, firsts: of the plan.
+      h: `[items, 128 or 256, 256]`.
+      residual: `[M rounded up to a multiple of 8, D]`, or None.
+      weights: one or two `[H, D]`.
+    """
+
+    neurons: Any
+    sizes: Any
+    firsts: Any
+    h: Any
+    residual: Any
+    weights: tuple
 
 
 def union_down(
@@ -33,8 +68,8 @@ def union_down(
     """Sums `h[n] w[n]` over the neurons n in the union of each tile, and over weights, in float32.
 
     Args:
-      h: `[items, 128 or 256, 256]`, bfloat16 or float16, the block of each item as `union_up`
-        returns it, with or without gates; for two weights, the first one's block above that of the
+      h: `[items, 128 or 256, 256]`, bfloat16 or float16, the chunk of each item as `union_up`
+        returns it, with or without gates; for two weights, the first one's chunk above that of the
         second. At least `item_count` items.
       weights: one or two arrays `[H, D]` of the same dtype, H a multiple of 128 up to 65536, D a
         multiple of 64 from 128 to 8192: `w_down`, or for the gradient for x `w_gate` and `w_up`.
@@ -61,35 +96,31 @@ def union_down(
         residual = jnp.pad(residual, ((0, -m % 8), (0, 0)))  # for the tiling of its copies
     tokens = gathered_matmul.job_tokens(tiles)
     return gathered_matmul.gathered_matmul(
-        functools.partial(_describe, TILE_TOKENS // tokens),
-        functools.partial(_produce, tokens),
-        functools.partial(_consume, tokens),
-        plan.neurons,
-        plan.sizes,
-        plan.firsts,
-        h,
-        residual,
-        *weights,
-        jobs=lambda *_: jnp.int32(tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, _COLUMNS)),
+        _Operands(plan.neurons, plan.sizes, plan.firsts, h, residual, tuple(weights)),
+        job_type=_Job,
+        jobs=lambda _: jnp.int32(tiles * (TILE_TOKENS // tokens) * pl.cdiv(d, _COLUMNS)),
+        describe=functools.partial(_describe, TILE_TOKENS // tokens),
+        produce=functools.partial(_produce, tokens),
+        consume=functools.partial(_consume, tokens),
         a_shape=(STAGE_K, _COLUMNS),
         b_shape=(STAGE_K, tokens),
+        dtype=h.dtype,
         out_type=jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, d), h.dtype),  # for the copies' tiling
         name="union_down",
     )
 
 
-def _describe(shares, i, _, sizes, firsts, *rest):
-    """The job's tokens (of which each tile has `shares`), the size and the first block of their
-    union, and the first column of y."""
-    blocks = pl.cdiv(rest[-1].shape[1], _COLUMNS)
+def _describe(shares, i, operands):
+    """The i-th job; each tile's tokens are cut into `shares`."""
+    blocks = pl.cdiv(operands.weights[0].shape[1], _COLUMNS)
     share = i // blocks
     tile = share // shares
-    return share, sizes[tile], firsts[tile], i % blocks * _COLUMNS
+    return _Job(share, operands.sizes[tile], operands.firsts[tile], i % blocks * _COLUMNS)
 
 
-def _produce(tokens, job, ring, step, *refs):
-    neurons, _, _, h, residual, *weights, _ = refs
-    share, size, first_block, column = job
+def _produce(tokens, job, ring, step, operands):
+    neurons, _, _, h, residual, weights = operands
+    share, size, first_chunk, column = job
     shares = TILE_TOKENS // tokens
     tile, mine = share // shares, pl.ds(share % shares * tokens, tokens)
     steps = pl.cdiv(size, STAGE_K)
@@ -102,7 +133,7 @@ def _produce(tokens, job, ring, step, *refs):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
             rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
-            plgpu.copy_gmem_to_smem(h.at[first_block + k // _STEPS, rows, mine], b, loaded)
+            plgpu.copy_gmem_to_smem(h.at[first_chunk + k // _STEPS, rows, mine], b, loaded)
             row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
@@ -120,10 +151,9 @@ def _produce(tokens, job, ring, step, *refs):
     return lax.fori_loop(0, tokens // ACC_ROWS, put_residual, step)
 
 
-def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
-    _, _, _, _, residual, *weights, y = refs
+def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
     share, size, _, column = job
-    steps = len(weights) * pl.cdiv(size, STAGE_K)
+    steps = len(operands.weights) * pl.cdiv(size, STAGE_K)
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
     def wgmma(acc, a, b):
@@ -135,13 +165,13 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, *refs):
     for part in range(tokens // ACC_ROWS):
         values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
-        if residual is not None:
+        if operands.residual is not None:
             a, _ = ring.take(step)
             before = plgpu.load(a.at[:, mine].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
             values = (before.astype(jnp.float32) + values.astype(jnp.float32)).astype(y.dtype)
         target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
         gathered_matmul.write([values], buffers, part, [target], transposed=True)
-        if residual is not None:
+        if operands.residual is not None:
             ring.release(step)  # behind the fence of `write`, as TMA overwrites what was read
             step += 1
     return step

@@ -1,6 +1,6 @@
 """Decides which tokens leave the tile unions, and lists the work for the others.
 
-One kernel counts tile by tile (`tile_stats`). In the other, each block goes through what was
+One kernel counts tile by tile (`tile_stats`). In the other, each thread block goes through what was
 counted for its tile and those before, decides, and knows where its part of every list begins.
 """
 
@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import in_place
-from pallas_kernels.hopper.common import lists, support, warpgroup
-from pallas_kernels.hopper.unions import tile_counts, tile_stats
+from pallas_kernels.hopper.common import lists, register_rows, support, warpgroup
+from pallas_kernels.hopper.unions import tile_stats
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.quantised import Tokens
@@ -112,7 +112,7 @@ def _kernel(
 ):
     tile = lax.axis_index("tile")
     words = masks.shape[2]
-    mine = tile_counts.decide(stats, tile, **limits)
+    mine = tile_stats.decide(stats, tile, **limits)
     union = masks.at[mine.leave, tile]
 
     def append_words(i, length):
@@ -129,7 +129,7 @@ def _kernel(
     def leave(token, place):
         row = tile * TILE_TOKENS + token
         rows[place] = row
-        rows.copy_token(x, row, x_rows, place)
+        register_rows.copy_token(x, row, x_rows, place)
         lists.clear(gate.at[tile], neurons.at[tile], mine.size, token)
         return place + 1
 

@@ -6,6 +6,7 @@ tokens, two jobs share those of a tile.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,43 @@ from pallas_kernels.hopper.unions import gathered_matmul, row_copies
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.quantised import Operand
 from pallas_kernels.rectifiers import RELU, Rectifier
+
+
+class Item(NamedTuple):
+    """A job: the neurons of an item of the plan, with all tokens of its row tile or some of them.
+
+    Attributes:
+      job: its number; that of the item if it has all tokens.
+      tile: the row tile.
+      first: where the item's neurons begin in the tile's union.
+      limit: how many neurons the union has from there on.
+    """
+
+    job: jax.Array
+    tile: jax.Array
+    first: jax.Array
+    limit: jax.Array
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      item_count, items, neurons, sizes: of the plan.
+      scale: the scales of x and of w_up, if these are in 8 bits.
+      x: `[M rounded up to a multiple of 8, D]`.
+      w_up: `[H, D]`; None in the non-gated form.
+      gate: `[R, H, 256]`.
+    """
+
+    item_count: Any
+    items: Any
+    neurons: Any
+    sizes: Any
+    scale: Any
+    x: Any
+    w_up: Any
+    gate: Any
 
 
 def union_up(
@@ -45,8 +83,8 @@ def union_up(
       with_gate: return the gates, too, for gradients.
 
     Returns:
-      h: `[items, 128, 256]`, the block of each item; zeros past the union's size, unspecified from
-        `item_count` on. In the gated form with gates: `[items, 256, 256]`, their block above that
+      h: `[items, 128, 256]`, the chunk of each item; zeros past the union's size, unspecified from
+        `item_count` on. In the gated form with gates: `[items, 256, 256]`, their chunk above that
         of h.
       l1: float32 scalar, the sum of |h| before rounding.
 
@@ -69,21 +107,16 @@ def union_up(
     tokens = gathered_matmul.job_tokens(len(plan.sizes))
     shares = TILE_TOKENS // tokens
     hidden, l1 = gathered_matmul.gathered_matmul(
-        functools.partial(_describe, shares),
-        functools.partial(_produce, tokens),
-        functools.partial(_consume, tokens, rectifier),
-        plan.item_count,
-        plan.items,
-        plan.neurons,
-        plan.sizes,
-        scale,
-        left,
-        right,
-        gate,
-        jobs=lambda item_count, *_: shares * item_count[0],
+        _Operands(plan.item_count, plan.items, plan.neurons, plan.sizes, scale, left, right, gate),
+        job_type=Item,
+        jobs=lambda operands: shares * operands.item_count[0],
+        describe=functools.partial(_describe, shares),
+        produce=functools.partial(_produce, tokens),
+        consume=functools.partial(_consume, tokens, rectifier),
         a_shape=(CONSUMERS * ACC_ROWS, stage_k(left.dtype)),
         b_shape=(tokens, stage_k(left.dtype)),
-        dtype=left.dtype,
+        dtype=gate.dtype,
+        stage_dtype=left.dtype,
         out_type=(
             jax.ShapeDtypeStruct((items, rows, TILE_TOKENS), gate.dtype),
             jax.ShapeDtypeStruct((shares * items, CHUNK_NEURONS), jnp.float32),
@@ -94,16 +127,17 @@ def union_up(
     return hidden, jnp.sum(l1, where=is_computed)
 
 
-def describe_item(i, _, items, neurons, sizes, *rest) -> tuple[jax.Array, ...]:
-    """The item, its row tile, its start in the union, and the number of neurons from there on."""
-    chunks = neurons.shape[1] // CHUNK_NEURONS
+def describe_item(i, operands) -> Item:
+    """The i-th item, as a job of all its tokens."""
+    chunks = operands.neurons.shape[1] // CHUNK_NEURONS
+    items = operands.items
     tile, first = items[i] // chunks, items[i] % chunks * CHUNK_NEURONS
-    return i, tile, first, sizes[tile] - first
+    return Item(i, tile, first, operands.sizes[tile] - first)
 
 
-def _describe(shares, i, *refs):
-    """The job, and of its item, which `shares` jobs have in common, the rest of `describe_item`."""
-    return i, *describe_item(i // shares, *refs)[1:]
+def _describe(shares, i, operands):
+    """The i-th job; `shares` jobs have an item in common."""
+    return describe_item(i // shares, operands)._replace(job=i)
 
 
 def _item_and_first_token(i, tokens):
@@ -112,46 +146,46 @@ def _item_and_first_token(i, tokens):
     return i // shares, i % shares * tokens
 
 
-def _produce(tokens, job, ring, step, _, items, neurons, sizes, scale, x, w_up, gate, *out):
+def _produce(tokens, job, ring, step, operands):
     i, tile, first, limit = job
     _, first_token = _item_and_first_token(i, tokens)
-    indices = row_copies.load_indices(neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
+    indices = row_copies.load_indices(operands.neurons.at[tile, pl.ds(first, CHUNK_NEURONS)])
 
     def put_gates(part, step):
         def fill(a, _, loaded):
             plgpu.barrier_arrive(loaded)
             column = first_token + part * ACC_ROWS
-            row_copies.gather_rows(gate.at[tile], indices, limit, column, a)
+            row_copies.gather_rows(operands.gate.at[tile], indices, limit, column, a)
 
         ring.in_16_bits().put(step, fill)
         return step + 1
 
-    if w_up is not None:
+    if operands.w_up is not None:
         first_row = tile * TILE_TOKENS + first_token
-        step = ring.put_product(step, x, first_row, w_up, indices, limit)
+        step = ring.put_product(step, operands.x, first_row, operands.w_up, indices, limit)
     return lax.fori_loop(0, tokens // ACC_ROWS, put_gates, step)
 
 
-def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, *refs):
+def _consume(tokens, rectifier, job, ring, step, warpgroup, buffers, operands, hidden, l1):
     i, tile, first, limit = job
     item, first_token = _item_and_first_token(i, tokens)
-    _, _, neurons, _, scale, x, w_up, _, hidden, l1 = refs
     mine, parts = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS), tokens // ACC_ROWS
-    if w_up is not None:
-        steps = x.shape[1] // ring.b.shape[2]
+    if operands.w_up is not None:
+        steps = operands.x.shape[1] // ring.b.shape[2]
         products = ring.multiply_product(step, steps, warpgroup, limit)
         step += steps
-    if scale is not None:
-        listed = neurons.at[tile, pl.ds(first + mine.start, ACC_ROWS)]
-        products *= scales.of_columns(scale[0], tile * TILE_TOKENS + first_token, products.shape)
-        products *= scales.of_listed_rows(scale[1], listed, products.shape)
+    if operands.scale is not None:
+        of_tokens, of_neurons = operands.scale
+        neurons = operands.neurons.at[tile, pl.ds(first + mine.start, ACC_ROWS)]
+        products *= scales.of_columns(of_tokens, tile * TILE_TOKENS + first_token, products.shape)
+        products *= scales.of_listed_rows(of_neurons, neurons, products.shape)
     sums = []
     for part in range(parts):
         a, _ = ring.in_16_bits().take(step + part)
         gates = a[mine]
         ring.release(step + part)
         value = gates.astype(jnp.float32)
-        if w_up is not None:
+        if operands.w_up is not None:
             value *= rectifier.linear(products[:, part * ACC_ROWS : (part + 1) * ACC_ROWS])
         sums.append(jnp.sum(jnp.abs(value), axis=1))
         arrays = [gates, value.astype(hidden.dtype)][-hidden.shape[1] // CHUNK_NEURONS :]

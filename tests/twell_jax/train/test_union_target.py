@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests import room, seeds
+from tests import pattern_shares, seeds
 from tests.twell_jax.train.small import END, VOCAB, settings
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
@@ -53,7 +53,7 @@ def test_it_follows_the_mean_over_all_tiles_of_all_devices(tokens):
 
     fired, l1 = map(np.asarray, of_tokens(tokens[:, :-1]))
     fired = fired.reshape(2, -1, D_FF)
-    unions = np.array([room.shares(layer)[0] for layer in fired])
+    unions = np.array([pattern_shares.shares(layer)[0] for layer in fired])
     assert 0.2 < unions[1] < 0.45 < unions[0] < 0.7  # of 640 neurons, and tiles differ
     np.testing.assert_allclose(measured.mean_union, unions, rtol=1e-2)
     assert measured.union is None and measured.listed is None

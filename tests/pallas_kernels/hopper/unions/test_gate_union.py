@@ -4,32 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import matmul
-from pallas_kernels.hopper.unions import gate_union, union_relu
-from pallas_kernels.layouts import tile_union
+from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, OUTLYING_ABOVE, TILE_TOKENS
 from pallas_kernels.quantised import E4M3, Quantised, rounded
 from pallas_kernels.rectifiers import RELU
 from tests import seeds
+from tests.pallas_kernels import gates
 from tests.pallas_kernels.eight_bits import scaled, shapes
+from tests.pallas_kernels.poisoned import on_poisoned_memory
 from tests.pallas_kernels.rectified import ABOVE_TWO, SQUARED, gate_of
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
 
-def draw(m, d, h, density, dtype):
-    """x and w_gate whose relu(x @ w_gate^T) has about `density` non-zeros; one token fires most.
+gate_union = jax.jit(HOPPER.gate_union, static_argnames=("rectifier", "dtype"))
 
-    Small integers: every order of summation gives the same float32, so results agree to the bit.
-    """
-    rng = seeds.rng()
-    x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((m, d), (h, d)))
-    x[:, -1], w[:, -1] = 1, 0
-    w[:, -1] = -np.clip(np.quantile(x @ w.T, 1 - density), 1, 448)
-    x[rng.integers(m), -1] = -4
-    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+
+def draw(m, d, h, density, dtype):
+    """x and w_gate; for one token most neurons are active."""
+    x, w = gates.draw(m, d, h, density, dtype, least=1)
+    return x.at[seeds.rng().integers(m), -1].set(-4), w
 
 
 def assert_unions(out, x, w, act=RELU, live=None):
@@ -49,15 +44,21 @@ def assert_unions(out, x, w, act=RELU, live=None):
     # By NumPy: XLA keeps more bits than `dtype` has on a GPU, and no subnormal numbers on a CPU.
     with np.errstate(over="ignore"):
         g = gate_of(act, z.astype(dtype).astype(np.float32), dtype).astype(dtype)
-    is_finite = np.isfinite(z[:, ::GROUP_NEURONS])
-    expected = jax.device_get(tile_union.describe(jnp.asarray(g), jnp.asarray(is_finite)))
-    np.testing.assert_array_equal(masks, expected[1])
-    np.testing.assert_array_equal(counts, expected[2])
-    used = np.unpackbits(masks[0].view(np.uint8), axis=-1, bitorder="little").astype(bool)
-    assert gate.shape == expected[0].shape and gate.dtype == dtype
-    np.testing.assert_array_equal(
-        gate[used].astype(np.float32), expected[0][used].astype(np.float32)
-    )
+    tiles, h = -(-len(g) // TILE_TOKENS), g.shape[1]
+    padding = (0, tiles * TILE_TOKENS - len(g)), (0, 0)
+    dense = np.pad(g, padding).reshape(tiles, TILE_TOKENS, h)
+    active = (dense != 0).reshape(tiles, TILE_TOKENS, -1, GROUP_NEURONS)
+    in_group = active.sum(axis=3)
+    is_infinite = np.pad(~np.isfinite(z[:, ::GROUP_NEURONS]), padding).reshape(in_group.shape)
+    expected = in_group + 128 * is_infinite
+    np.testing.assert_array_equal(counts, expected.reshape(-1, h // GROUP_NEURONS).T)
+    is_usual = (expected <= OUTLYING_ABOVE)[..., None]
+    used, usual = (a.any(axis=1).reshape(tiles, h) for a in (active, active & is_usual))
+    bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")
+    np.testing.assert_array_equal(bits, [used, usual])
+    assert gate.shape == (tiles, h, TILE_TOKENS) and gate.dtype == dtype
+    expected = dense.transpose(0, 2, 1)[used]
+    np.testing.assert_array_equal(gate[used].astype(np.float32), expected.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -72,75 +73,78 @@ def assert_unions(out, x, w, act=RELU, live=None):
 )
 def test_lowers_without_a_gpu(lower, m, d, h, dtype, act, instruction):
     x, w = jax.ShapeDtypeStruct((m, d), dtype), jax.ShapeDtypeStruct((h, d), dtype)
-    text = lower(functools.partial(gate_union.gate_union, rectifier=act), x, w)
+    text = lower(functools.partial(HOPPER.gate_union, rectifier=act), x, w)
     assert "mosaic_gpu" in text and instruction in text
 
 
 def test_8_bits_lower_without_a_gpu(lower):
     x, w = (shapes(rows, 2048) for rows in (1000, 5632))
-    text = lower(functools.partial(gate_union.gate_union, dtype=jnp.float16), x, w)
+    text = lower(functools.partial(HOPPER.gate_union, dtype=jnp.float16), x, w)
     assert "m64n256k32.f32.e4m3.e4m3" in text and "cvt.rn.relu.f16x2" in text
 
 
-def union_relu_reference(
-    acc, gate_ref, used_ref, usual_ref, counts_ref, words_ref, *, rectifier, threshold
-):
-    """What `union_relu` does, for the interpreter."""
-    assert threshold == OUTLYING_ABOVE
-    # 64 neurons that never fire pad H to the multiple of 128 that `pack` takes.
-    z = jnp.pad(acc.T, ((0, 0), (0, 128 - GROUP_NEURONS)), constant_values=-1)
-    gate, masks, counts = tile_union.pack(z, gate_ref.dtype, rectifier)
-    gate_ref[...] = gate[0, :GROUP_NEURONS]
-    used_ref[...], usual_ref[...] = masks[:, 0, :2]
-    counts_ref[...] = counts[0]
-
-
 @pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (300, 320, 384)])
-def test_pipeline_in_the_interpreter(m, d, h, monkeypatch, capsys):
-    monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
-    monkeypatch.setattr(matmul, "sm_count", lambda: 1)
+def test_pipeline_in_the_interpreter(m, d, h, interpreted):
     x, w = draw(m, d, h, 0.1, jnp.bfloat16)
     x = x.at[m // 2].set(jnp.nan)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        assert_unions(gate_union.gate_union(x, w), x, w)
-    assert "RACE" not in capsys.readouterr().out
+    with interpreted(sms=1):
+        assert_unions(HOPPER.gate_union(x, w), x, w)
 
 
-def test_8_bits_in_the_interpreter(monkeypatch, capsys):
-    monkeypatch.setattr(union_relu, "union_relu", union_relu_reference)
-    monkeypatch.setattr(matmul, "sm_count", lambda: 1)
+def test_8_bits_in_the_interpreter(interpreted):
     x, w = draw(300, 384, 384, 0.1, E4M3)
     x, w = scaled(x.at[150].set(jnp.nan), w)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        assert_unions(gate_union.gate_union(x, w, dtype=jnp.bfloat16), x, w)
-    assert "RACE" not in capsys.readouterr().out
+    with interpreted(sms=1):
+        assert_unions(HOPPER.gate_union(x, w, dtype=jnp.bfloat16), x, w)
 
 
-@pytest.mark.parametrize(
-    ("x", "w", "message"),
-    [
-        ((4, 128), (128, 192), r"x must be .*\[4, 192\].*\[4, 128\]"),
-        ((4, 128), (192, 128), r"H a multiple of 128.*\[192, 128\]"),
-        ((0, 128), (128, 128), r"x must be .*at least one row.*\[0, 128\]"),
-    ],
-)
-def test_bad_shape_is_named(x, w, message):
-    with pytest.raises(ValueError, match=message):
-        gate_union.gate_union(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
+def of_live(kernels, x, w, live):
+    return kernels.gate_union(x, w, live=jnp.full(1, live, jnp.int32))
+
+
+@pytest.mark.parametrize("live", [0, 1, 128, 129])
+def test_only_live_neurons_are_read_in_the_interpreter(live, interpreted):
+    x, w = draw(300, 64 * 3, 384, 0.1, jnp.bfloat16)
+    with interpreted(sms=2):
+        out = of_live(HOPPER, x, w.at[live:].set(jnp.nan), live)
+    assert_unions(out, x, w, live=live)
+
+
+def test_the_reference_reads_live_neurons_only():
+    x, w = draw(300, 128, 256, 0.1, jnp.bfloat16)
+    assert_unions(of_live(REFERENCE, x, w.at[70:].set(jnp.nan), 70), x, w, live=70)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (257, 192, 384), (1000, 2048, 5632)])
+def test_only_live_neurons_are_read_on_the_gpu(m, d, h, dtype):
+    x, w = draw(m, d, h, 0.05, dtype)
+    x = x.at[m // 2, 3].set(jnp.inf)
+    for live in (0, 1, 63, 64, 127, 128, h // 2 + 5, h - 1, h, h + 300):
+        call = functools.partial(of_live, HOPPER)
+        out = on_poisoned_memory(call, x, w.at[live:].set(jnp.nan), live)
+        assert_unions(out, x, w, live=live)
+
+
+def test_a_number_of_live_neurons_lowers_without_a_gpu(lower):
+    x, w = (jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16) for n in (1000, 5632))
+    live = jax.ShapeDtypeStruct((), jnp.int32)
+    assert "mosaic_gpu" in lower(functools.partial(of_live, HOPPER), x, w, live)
 
 
 def test_bad_8_bit_operands_are_named():
     x, w = (jnp.ones((n, 128), jnp.bfloat16) for n in (4, 256))
     x8, w8 = rounded(x), rounded(w)
     with pytest.raises(ValueError, match="x and the weight must both be Quantised, or neither"):
-        gate_union.gate_union(x, w8)
+        HOPPER.gate_union(x, w8)
     with pytest.raises(ValueError, match=r"w_gate.scale must be float32 \[256, 1\]"):
-        gate_union.gate_union(x8, rounded(w, -2), dtype=x.dtype)
+        HOPPER.gate_union(x8, rounded(w, -2), dtype=x.dtype)
     with pytest.raises(ValueError, match="must be bfloat16 or float16, got float8_e4m3fn"):
-        gate_union.gate_union(x8, w8)
+        HOPPER.gate_union(x8, w8)
     x8, w8 = (rounded(jnp.ones((n, 192), jnp.bfloat16)) for n in (4, 256))
     with pytest.raises(ValueError, match=r"w_gate must have D a multiple of 128, got \[256, 192\]"):
-        gate_union.gate_union(x8, w8, dtype=x.dtype)
+        HOPPER.gate_union(x8, w8, dtype=x.dtype)
 
 
 @pytest.mark.gpu
@@ -152,7 +156,7 @@ def test_bad_8_bit_operands_are_named():
 )
 def test_every_bit_on_the_gpu(m, d, h, density, act, dtype):
     x, w = draw(m, d, h, density, dtype)
-    assert_unions(jax.jit(functools.partial(gate_union.gate_union, rectifier=act))(x, w), x, w, act)
+    assert_unions(gate_union(x, w, rectifier=act), x, w, act)
 
 
 @pytest.mark.gpu
@@ -162,7 +166,7 @@ def test_every_bit_on_the_gpu(m, d, h, density, act, dtype):
 )
 def test_every_bit_of_8_bit_products_on_the_gpu(m, d, h, density):
     x, w = scaled(*draw(m, d, h, density, E4M3))
-    assert_unions(jax.jit(functools.partial(gate_union.gate_union, dtype=jnp.bfloat16))(x, w), x, w)
+    assert_unions(gate_union(x, w, dtype=jnp.bfloat16), x, w)
 
 
 @pytest.mark.gpu
@@ -177,7 +181,7 @@ def test_tokens_around_the_threshold_on_the_gpu(dtype):
         for first in range(0, 384, GROUP_NEURONS):
             w[first + rng.permutation(GROUP_NEURONS)[:n], n] = rng.integers(1, 100, n)
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
-    assert_unions(jax.jit(gate_union.gate_union)(x, w), x, w)
+    assert_unions(gate_union(x, w), x, w)
 
 
 @pytest.mark.gpu
@@ -185,7 +189,5 @@ def test_tokens_around_the_threshold_on_the_gpu(dtype):
 @pytest.mark.parametrize("act", [RELU, SQUARED, ABOVE_TWO])
 def test_nan_inf_and_signed_zero_on_the_gpu(act, dtype):
     x, w = draw(TILE_TOKENS + 70, 192, 384, 0.01, dtype)
-    x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf).at[266, 9].set(-jnp.inf).at[68].set(-0.0)
-    tiny = float(jnp.finfo(dtype).smallest_subnormal)
-    x, w = x.at[10].set(0).at[10, 0].set(tiny), w.at[4, 0].set(1).at[200:204, 0].set(-0.25)
-    assert_unions(jax.jit(functools.partial(gate_union.gate_union, rectifier=act))(x, w), x, w, act)
+    x, w = gates.with_odd_values(x, w, infinite_row=266)
+    assert_unions(gate_union(x, w, rectifier=act), x, w, act)

@@ -1,4 +1,4 @@
-"""What a pattern has in its tiles, in NumPy: the room that sparse gradients need, what fires."""
+"""What a pattern has in its tiles, in NumPy: its shares, and which neurons are active."""
 
 import numpy as np
 
@@ -25,6 +25,6 @@ def shares(active, most_heavy=256):
 
 
 def fired_tiles(active):
-    """In how many tiles of 256 of M tokens each neuron fires, int [H], of activations `[M, H]`."""
+    """In how many tiles of 256 tokens each neuron is active, int [H], of activations `[M, H]`."""
     used = np.asarray(active) != 0
     return sum(used[start : start + 256].any(axis=0) for start in range(0, len(used), 256))

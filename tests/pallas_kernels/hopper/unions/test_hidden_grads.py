@@ -19,7 +19,7 @@ from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
-from tests.pallas_kernels.planned import planned
+from tests.pallas_kernels.planned import list_shapes, plan_shapes, planned
 from tests.pallas_kernels.rectified import EVERYTHING, SQUARED, linear_of
 
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -35,6 +35,7 @@ CASES = [  # M, D, H, density
     (300, 192, 256, 0),
     (300, 192, 256, 1),
 ]
+FEW = (300, 192, 256, 0.005)  # of which the interpreter stores one by one to the lists
 
 
 def draw(m, d, h, density, gated, dtype, act=RELU):
@@ -95,10 +96,11 @@ def assert_close(out, ref):
     assert relative_error(out, ref) <= 3 * ROUNDING  # of a factor of h, of its gradient, of dx
 
 
-def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, extra=0.0):
+def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, act=RELU, extra=0.0):
     entries, dx = out
-    grads = dense_grads(dense, dy, w_down, extra=extra)
-    assert_grad_of_x(dx, grads, dy, weights)
+    grads = dense_grads(dense, dy, w_down, act, extra)
+    pairs = zip(grads[1:], weights, strict=True)
+    assert_close(dx[: len(dy)], sum(g @ np.asarray(w, np.float64) for g, w in pairs))
     slots = np.asarray(slots_of(lists, np.arange(len(dy))))
     lists, entries = jax.device_get((lists, entries))
     block, token = np.nonzero(slots < lists.tokens.size)
@@ -108,11 +110,6 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, extra=0.0):
         listed = np.zeros((end, GROUP_NEURONS))
         listed[slots[block, token]] = grad.reshape(len(dy), -1, GROUP_NEURONS)[token, block]
         assert_close(entry[:end], listed)
-
-
-def assert_grad_of_x(dx, grads, dy, weights):
-    pairs = zip(grads[1:], weights, strict=True)
-    assert_close(dx[: len(dy)], sum(g @ np.asarray(w, np.float64) for g, w in pairs))
 
 
 @pytest.mark.parametrize(("case", "gated"), [*((case, True) for case in CASES), (CASES[1], False)])
@@ -134,27 +131,20 @@ def test_reference_with_an_extra_gradient():
 @pytest.mark.parametrize(
     ("case", "gated", "act", "down", "with_extra"),
     [  # test_union_ffn.py: union_down with a single weight
-        (CASES[1], True, EVERYTHING, union_down, False),
-        (CASES[1], True, RELU, REFERENCE.union_down, True),
-        (CASES[3], False, SQUARED, REFERENCE.union_down, False),
-        (CASES[1], False, RELU, REFERENCE.union_down, True),
+        (FEW, True, EVERYTHING, union_down, False),
+        (FEW, True, RELU, REFERENCE.union_down, True),
+        ((20, 192, 128, 1), False, SQUARED, REFERENCE.union_down, False),
+        (FEW, False, RELU, REFERENCE.union_down, True),
     ],
 )
-def test_interpreted_but_for_the_lists(
-    case, gated, act, down, with_extra, interpreted, monkeypatch
-):
-    monkeypatch.setattr(module, "_load_neurons", lambda ref: ref[...])
-    monkeypatch.setattr(module, "_load_list_words", lambda *_: None)
-    monkeypatch.setattr(module, "_scatter", lambda *_: None)
-    monkeypatch.setattr(module, "sm_count", lambda: 2)
+def test_interpreted(case, gated, act, down, with_extra, interpreted):
     operands, dense = draw(*case, gated, jnp.bfloat16, act)
-    dy, w_down, _, plan, *_, weights = operands
+    dy, _, _, plan, *_ = operands
     blocks, extra = draw_extra(plan, len(dy), dy.dtype) if with_extra else (None, 0.0)
     grads = functools.partial(hidden_grads, rectifier=act, extra=blocks)
     with interpreted():
-        entries, dx = run(grads, down, *operands)
-    assert_grad_of_x(dx, dense_grads(dense, dy, w_down, act, extra), dy, weights)
-    assert not any(np.any(entry[:GROUP_NEURONS]) for entry in jax.device_get(entries))
+        out = run(grads, down, *operands)
+    assert_matches(out, dense, *operands, act=act, extra=extra)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +158,9 @@ def test_interpreted_but_for_the_lists(
 )
 def test_lowers_without_a_gpu(lower, shape, gated, dtype, act, with_extra):
     m, d, h = shape
-    tiles, capacity = -(-m // TILE_TOKENS), 6400
     w, x = jax.ShapeDtypeStruct((h, d), dtype), jax.ShapeDtypeStruct((m, d), dtype)
-    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    plan = [(tiles, h), (tiles,), (7,), (1,), (tiles,)]
-    lists = [(capacity,), (h // 64,), (h // 64,), (h // 64, 8 * tiles, 2), (h // 64,)]
     hidden = jax.ShapeDtypeStruct((7, 256 if gated else 128, TILE_TOKENS), dtype)
-    plan, lists = tile_union.Plan(*map(ints, plan)), NeuronLists(*map(ints, lists))
+    plan, lists = plan_shapes(m, h, items=7), list_shapes(m, h, capacity=6400)
     extra = jnp.zeros((7, 128, TILE_TOKENS), dtype) if with_extra else None
     grads = functools.partial(hidden_grads, rectifier=act, extra=extra)
     call = functools.partial(run, grads, union_down)
@@ -207,7 +193,7 @@ CAPACITY = 100
 
 
 def scatter(values, lists):
-    """Slots in which the values of the second list are stored, where there is room for CAPACITY."""
+    """Slots in which the values of the second list are stored, with a capacity of CAPACITY."""
 
     def body(neurons, words, values, entries):
         mine = module._load_neurons(neurons)

@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import functools
 
@@ -6,10 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import scalars
-from pallas_kernels.hopper.dense import dense_rows, place_rows
 from pallas_kernels.kernels import HOPPER, REFERENCE
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.quantised import Quantised, for_product, rounded, tokens
@@ -100,6 +96,12 @@ def assert_matches(out, heavy, weights, y, act=RELU):
             assert relative_error(ours[:count], ref[:KEPT]) < 2 * ROUNDING
 
 
+KERNELS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_reference(case, gated):
@@ -154,25 +156,6 @@ def test_reference_with_8_bits(case, names):
     assert_matches(run(REFERENCE, *operands), *operands)
 
 
-@pytest.fixture
-def interpreted(rows_in_jax, monkeypatch, capsys):
-    """`with interpreted():` runs on two SMs; `inline_mgpu` is nothing but fences elsewhere."""
-    for module in (dense_rows, place_rows):
-        monkeypatch.setattr(module, "sm_count", lambda: 2)
-    for name in ("griddepcontrol_wait", "griddepcontrol_launch_dependents"):
-        monkeypatch.setattr(plgpu, name, lambda: None)
-    monkeypatch.setattr(scalars, "read", lambda ref: ref[0])
-
-    @contextlib.contextmanager
-    def run():
-        params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
-        with plgpu.force_gpu_interpret_mode(params):
-            yield
-        assert "RACE" not in capsys.readouterr().out
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("case", "gated", "act"),
     [
@@ -185,7 +168,7 @@ def interpreted(rows_in_jax, monkeypatch, capsys):
 )
 def test_interpreted(interpreted, case, gated, act):
     operands = draw(*case, gated, jnp.bfloat16)
-    with interpreted():
+    with interpreted(sms=2):
         out = run(HOPPER, *operands, rectifier=act, keep=KEPT)
         assert_matches(out, *operands, act)
 
@@ -193,7 +176,7 @@ def test_interpreted(interpreted, case, gated, act):
 @pytest.mark.parametrize(("case", "names"), EIGHT_BITS[:2])
 def test_8_bits_interpreted(interpreted, case, names):
     operands = draw_8_bits(*case, names)
-    with interpreted():
+    with interpreted(sms=2):
         assert_matches(run(HOPPER, *operands), *operands)
 
 
@@ -221,13 +204,44 @@ def test_reference_keeps_rows_apart():
 def test_interpreted_behind_a_kernel_that_still_runs(interpreted):
     heavy, weights, y = draw(*CASES[4], True, jnp.bfloat16)
     pending = dataclasses.replace(heavy, pending=(np.zeros(3, np.float32), y))
-    with interpreted():
+    with interpreted(sms=2):
         assert_matches(run(HOPPER, pending, weights, y), heavy, weights, y)
 
 
 def test_interpreted_keeps_rows_apart(interpreted):
-    with interpreted():
+    with interpreted(sms=2):
         assert_rows_keep_apart(HOPPER, (70, 192, 256, 35), jnp.bfloat16)
+
+
+def draw_live(case, live):
+    """Operands with NaN in the weights of further neurons, and those without these neurons."""
+    heavy, weights, y = draw(*case, True, jnp.bfloat16)
+    poisoned = [w.copy() for w in weights.inner]
+    for w in poisoned:
+        w[live:] = np.nan
+    cut = [np.where(np.arange(len(w))[:, None] < live, w, 0) for w in weights.inner]
+    given = Weights(*poisoned, weights.down, np.full(1, live, np.int32))
+    return (heavy, given, y), (heavy, Weights(*cut, weights.down), y)
+
+
+@pytest.mark.parametrize("live", [0, 65, 128])
+def test_only_live_neurons_are_read_in_the_interpreter(interpreted, live):
+    given, expected = draw_live(CASES[2], live)
+    with interpreted(sms=2):
+        assert_matches(run(HOPPER, *given), *expected)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[3]])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_only_live_neurons_are_read(kernels, case):
+    for live in (0, 1, 65, 128, 200):
+        given, expected = draw_live(case, live)
+        assert_matches(run(kernels, *given), *expected)
+
+
+def test_a_number_of_live_neurons_lowers_without_a_gpu(lower):
+    given, _ = draw_live(CASES[2], 7)
+    assert "hidden_kernel" in lower(jitted(HOPPER), *given)
 
 
 @pytest.mark.parametrize(

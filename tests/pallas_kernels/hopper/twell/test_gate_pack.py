@@ -4,16 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import lanes, matmul
 from pallas_kernels.hopper.twell import gate_pack as gate
-from pallas_kernels.hopper.twell import pack_relu
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
 from pallas_kernels.quantised import E4M3, Quantised
 from pallas_kernels.rectifiers import RELU
 from tests import seeds
+from tests.pallas_kernels import gates
 from tests.pallas_kernels.eight_bits import in_float64, scaled, shapes
 from tests.pallas_kernels.rectified import ABOVE_TWO, EVERYTHING, SQUARED, gate_of
 
@@ -23,15 +22,8 @@ CAPACITY = twell.TILE // twell.COMPRESSION - 1
 
 
 def draw(m, d, h, density, dtype):
-    """x, w_gate and relu(x @ w_gate^T) with about `density` non-zeros.
-
-    Small integers: every order of summation gives the same float32, so results agree to the bit.
-    """
-    rng = seeds.rng()
-    x, w = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((m, d), (h, d)))
-    x[:, -1], w[:, -1] = 1, 0
-    w[:, -1] = -np.clip(np.quantile(x @ w.T, 1 - density), -448, 448)
-    x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    """x, w_gate and the gate, as of `gates.draw`; in 8 bits with scales."""
+    x, w = gates.draw(m, d, h, density, dtype)
     if dtype == E4M3:
         x, w = scaled(x, w)
     return x, w, dense_gate(x, w)
@@ -106,57 +98,16 @@ def test_reference_packs_the_dense_gate(dtype):
     np.testing.assert_array_equal(unpack(packed, 384, g.dtype), g)
 
 
-def pack_relu_reference(acc, dtype, tile, packed_ref, rectifier):
-    """What `pack_relu` does, for the interpreter."""
-    packed = twell.pack(rectifier.gate(acc, dtype).astype(dtype))[:, 0]
-    word = jnp.arange(packed.shape[1])
-    is_entry = (word > 0) & (word <= packed[:, :1])
-    packed_ref[...] = packed + jnp.where(is_entry, twell.TILE * tile, 0).astype(jnp.uint32)
-
-
 @pytest.mark.parametrize(
     ("m", "d", "h", "dtype"),
     [(1, 128, 128, jnp.bfloat16), (130, 320, 384, jnp.bfloat16), (70, 256, 384, E4M3)],
 )
-def test_pipeline_in_the_interpreter(m, d, h, dtype, monkeypatch, capsys):
-    monkeypatch.setattr(pack_relu, "pack_relu", pack_relu_reference)
-    monkeypatch.setattr(matmul, "sm_count", lambda: 1)
+def test_pipeline_in_the_interpreter(m, d, h, dtype, interpreted):
     x, w, g = draw(m, d, h, 0.1, dtype)
     x = jax.tree.map(lambda a: a.at[0].set(jnp.nan), x)
     g = np.concatenate([np.full((1, h), np.nan, g.dtype), g[1:]])
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted(sms=1):
         assert_packs(gate.gate_pack(x, w, dtype=g.dtype), g)
-    assert "RACE" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("x", "w", "message"),
-    [
-        ((4, 128), (128, 192), r"x must be .*\[4, 192\].*\[4, 128\]"),
-        ((4, 96), (128, 96), r"D a multiple of 64.*\[128, 96\]"),
-        ((4, 8256), (128, 8256), r"D a multiple of 64 from 128 to 8192.*\[128, 8256\]"),
-        ((4, 128), (192, 128), r"H a multiple of 128.*\[192, 128\]"),
-        ((4, 128), (65536 + 128, 128), r"H a multiple of 128 up to 65536.*\[65664, 128\]"),
-        ((0, 128), (128, 128), r"x must be .*at least one row.*\[0, 128\]"),
-        ((4, 4, 128), (128, 128), r"x must be .*\[4, 4, 128\]"),
-    ],
-)
-def test_bad_shape_is_named(x, w, message):
-    with pytest.raises(ValueError, match=message):
-        gate.gate_pack(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("x", "w", "message"),
-    [
-        (jnp.float32, jnp.float32, "w_gate must be a bfloat16 or float16 .* got float32"),
-        (jnp.bfloat16, jnp.float16, "x must be float16 .* got bfloat16"),
-        (jnp.int16, jnp.int16, "w_gate must be a bfloat16 or float16 .* got int16"),
-    ],
-)
-def test_bad_dtype_is_named(x, w, message):
-    with pytest.raises(ValueError, match=message):
-        gate.gate_pack(jnp.zeros((4, 128), x), jnp.zeros((128, 128), w))
 
 
 def test_bad_number_of_stages_is_named():
@@ -217,8 +168,5 @@ def test_rows_at_and_over_capacity_on_the_gpu(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", [RELU, SQUARED, ABOVE_TWO])
 def test_nan_inf_and_signed_zero_on_the_gpu(act, dtype):
-    x, w, _ = draw(70, 192, 384, 0.01, dtype)
-    x = x.at[3].set(jnp.nan).at[5, 7].set(jnp.inf).at[66, 9].set(-jnp.inf).at[68].set(-0.0)
-    tiny = float(jnp.finfo(dtype).smallest_subnormal)
-    x, w = x.at[10].set(0).at[10, 0].set(tiny), w.at[4, 0].set(1).at[200:204, 0].set(-0.25)
+    x, w = gates.with_odd_values(*gates.draw(70, 192, 384, 0.01, dtype), infinite_row=66)
     assert_packs(gate_pack(x, w, act), dense_gate(x, w, act))

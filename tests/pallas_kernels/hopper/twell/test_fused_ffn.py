@@ -1,16 +1,10 @@
 import functools
-import itertools
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import io_callback
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import lists
 from pallas_kernels.hopper.twell import fused_ffn as fused
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import twell
@@ -19,6 +13,7 @@ from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels import eight_bits
 from tests.pallas_kernels.eight_bits import in_float64
+from tests.pallas_kernels.poisoned import on_poisoned_memory
 
 pack = jax.jit(twell.pack)
 reference = jax.jit(REFERENCE.fused_ffn)
@@ -118,46 +113,8 @@ def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
     assert np.isfinite(y).all()
 
 
-def collect_entries(packed_ref, entries_ref):
-    """What `fused.collect_entries` does, for the interpreter."""
-    tiles = packed_ref[...]
-    counts, words = tiles[:, :1].astype(jnp.int32), tiles[:, 1:]
-    stored = (jnp.arange(words.shape[1]) < counts).ravel()
-    order = jnp.argsort(~stored, stable=True)
-    entries_ref[: words.size] = words.ravel()[order]
-    total = counts.sum()
-    is_heavy = jnp.any(counts > words.shape[1]) | (total > twell.MAX_ROW_ENTRIES)
-    return jnp.where(is_heavy, ~total, total)
-
-
-@pytest.fixture
-def list_on_host(monkeypatch):
-    """What `lists.append` and `lists.finish` do, for the interpreter; the host has the counters."""
-    length, finished, lock = itertools.count(), itertools.count(1), threading.Lock()
-    int32 = jax.ShapeDtypeStruct((), jnp.int32)
-
-    def append(length_ref, n, _):
-        return io_callback(lambda: np.int32(next(length)), int32)
-
-    def finish(_, length_ref, blocks):
-        def is_last():
-            with lock:
-                return np.int32(next(length) if next(finished) == blocks else -1)
-
-        total = io_callback(is_last, int32)
-
-        @pl.when(total >= 0)
-        def _():
-            length_ref[0] = total
-
-    monkeypatch.setattr(lists, "append", append)
-    monkeypatch.setattr(lists, "finish", finish)
-    monkeypatch.setattr(plgpu, "griddepcontrol_launch_dependents", lambda: None)
-
-
 @pytest.mark.parametrize(("d", "form"), [(192, "gated"), (256, "8 bits"), (192, "plain")])
-def test_interpreted(rows_in_jax, list_on_host, monkeypatch, d, form):
-    monkeypatch.setattr(fused, "collect_entries", collect_entries)
+def test_interpreted(interpreted, d, form):
     gated = form != "plain"
     x, gate, w_up, w_down = draw(8, d, 384, 7, jnp.bfloat16)
     gate[2], gate[3, 256 : 256 + CAPACITY + 1] = 0, 1
@@ -167,7 +124,7 @@ def test_interpreted(rows_in_jax, list_on_host, monkeypatch, d, form):
     if not gated:
         w_up = None
     packed = pack(gate)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         out = jax.device_get(jax.jit(fused.fused_ffn)(x, packed, w_up, w_down))
     ref = jax.device_get(reference(x, packed, w_up, w_down))
     is_nan = gated & (np.arange(8) == 5)
@@ -201,12 +158,7 @@ def test_bad_operands_are_named(change, message):
         fused.fused_ffn(**good | change)
 
 
-def run(*operands):
-    """`fused_ffn` on memory that held NaN just before."""
-    poison = jnp.full((64, 1 << 20), jnp.nan)
-    poison.block_until_ready()
-    poison.delete()
-    return jax.block_until_ready(jax.jit(fused.fused_ffn)(*operands))
+run = functools.partial(on_poisoned_memory, fused.fused_ffn)
 
 
 @pytest.mark.gpu

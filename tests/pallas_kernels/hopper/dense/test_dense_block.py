@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import matmul
+from pallas_kernels.hopper.common.primitives import interpreting
 from pallas_kernels.hopper.dense import dense_block as block
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.rectifiers import RELU
@@ -24,7 +23,7 @@ CASES = [(1, 128, 128), (130, 192, 384), (257, 320, 640)]
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16):
-    """x and the weights, of NumPy. Every seventh token fires nothing, the one before everything."""
+    """x and the weights, of NumPy; of every seventh token no neuron is active, of the next all."""
     rng = seeds.rng()
     x, activated, linear, down = (rng.standard_normal(s) for s in ((m, d), *3 * [(h, d)]))
     x[:, -1], activated[:, -1] = 0, 9 * d**0.5
@@ -44,13 +43,13 @@ def assert_matches(out, x, weights, act=RELU):
     assert relative_error(h, expected) < (4 if act.squared else 2) * ROUNDING
     y_of_h = h.astype(np.float64) @ weights.down.astype(np.float64)
     assert relative_error(y, y_of_h) < ROUNDING
-    fires = np.signbit(h) | (h != 0)
+    active = np.signbit(h) | (h != 0)
     # The sum decides on which side of the threshold a gate falls that is within its rounding.
     size = np.linalg.norm(x.astype(np.float64), axis=1)[:, None]
     near = np.abs(product - act.threshold) < 1e-5 * size + act.threshold * ROUNDING
     if act.squared:  # a square may underflow
         near |= np.abs(gate) < 1e-7
-    np.testing.assert_array_equal(fires | near, (gate != 0) | near)
+    np.testing.assert_array_equal(active | near, (gate != 0) | near)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +72,15 @@ def test_lowers_without_a_gpu(lower, m, d, h, dtype, act, gated):
 
 @pytest.mark.parametrize("sms", [4, 132, 144])
 @pytest.mark.parametrize("shape", [(128, 128), (2816, 1024), (5632, 2048), (11008, 4096)])
-def test_tiles_cover_the_matrices(sms, shape, monkeypatch):
+def test_tiles_cover_the_matrices(sms, shape):
     h, d = shape
-    monkeypatch.setattr(block, "sm_count", lambda: sms)
     for row_blocks in range(1, 9):
-        for matrices in (1, 2):
-            columns = block._up_schedule(row_blocks, h, d, matrices).columns
+        with interpreting(sms=sms):
+            ups = [block._up_schedule(row_blocks, h, d, matrices).columns for matrices in (1, 2)]
+            down = block._down_schedule(row_blocks, h, d)
+        for matrices, columns in enumerate(ups, 1):
             assert columns % 8 == 0 == h % columns and matrices * columns <= 256
-        schedule = block._down_schedule(row_blocks, h, d)
-        assert d % schedule.columns == 0 and h % (64 * schedule.parts) == 0
+        assert d % down.columns == 0 and h % (64 * down.parts) == 0
 
 
 @pytest.mark.parametrize(("m", "d", "h"), CASES)
@@ -97,21 +96,16 @@ def test_reference(m, d, h, act):
     ("m", "d", "h"), [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.slow), CASES[2]]
 )
 @either_form
-def test_pipeline_in_the_interpreter(m, d, h, gated, monkeypatch, capsys):
-    for module in (block, matmul):
-        monkeypatch.setattr(module, "sm_count", lambda: 3)
+def test_pipeline_in_the_interpreter(m, d, h, gated, interpreted):
     x, weights = draw(m, d, h, gated=gated)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         assert_matches(block.dense_block(x, weights), x, weights)
-    assert "RACE" not in capsys.readouterr().out
 
 
-def test_parts_of_the_sum_in_the_interpreter(monkeypatch):
-    for module in (block, matmul):
-        monkeypatch.setattr(module, "sm_count", lambda: 8)
-    assert block._down_schedule(1, 384, 192).parts > 1
+def test_parts_of_the_sum_in_the_interpreter(interpreted):
     x, weights = draw(100, 192, 384)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with interpreted(sms=8):
+        assert block._down_schedule(1, 384, 192).parts > 1
         assert_matches(block.dense_block(x, weights), x, weights)
 
 

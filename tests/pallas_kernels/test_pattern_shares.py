@@ -1,4 +1,4 @@
-"""The room that a pattern needs, from packed and from dense gates, against NumPy."""
+"""The capacity that a pattern needs, from packed and from dense gates, against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import pattern_shares
 from pallas_kernels.layouts import neuron_lists, tile_union
 from tests import seeds
-from tests.room import shares
+from tests.pattern_shares import shares
 
 of_dense = jax.jit(pattern_shares.of_dense, static_argnums=1)
 
@@ -23,7 +23,7 @@ def both(gate):
 
 
 def draw(m, h, density, heavy_every=None):
-    """Activations, bfloat16; each neuron has a density of its own, some tokens fire nearly all."""
+    """bfloat16; each neuron has a density of its own, some tokens have nearly all active."""
     rng = seeds.rng()
     active = rng.random((m, h)) < density * rng.exponential(size=h)
     if heavy_every:

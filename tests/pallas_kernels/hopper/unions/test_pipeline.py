@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.unions.job_queue import JobQueue
+from pallas_kernels.hopper.unions.pipeline import JobQueue
 
 BLOCKS, TIMES = 200, 3
 COUNT = BLOCKS * TIMES

@@ -4,11 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import lists, register_rows, warpgroup
-from pallas_kernels.hopper.unions import tile_counts
 from pallas_kernels.hopper.unions.union_plan import union_plan
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.layouts import tile_union
@@ -36,11 +32,11 @@ def run(planner, x, gate, masks, counts, **options):
     return run(x, gate, masks, counts)
 
 
-def stats_of(fires):
-    """What `tile_union.stats_of_tiles` says of finite pre-activations; `fires`: bool `[m, h]`."""
+def stats_of(active):
+    """What `tile_union.stats_of_tiles` says of finite pre-activations; `active`: bool `[m, h]`."""
     rows = []
-    for first in range(0, len(fires), TILE_TOKENS):
-        used = fires[first : first + TILE_TOKENS]
+    for first in range(0, len(active), TILE_TOKENS):
+        used = active[first : first + TILE_TOKENS]
         counts = used.reshape(len(used), -1, tile_union.GROUP_NEURONS).sum(axis=2)
         is_usual = np.repeat(counts <= tile_union.OUTLYING_ABOVE, tile_union.GROUP_NEURONS, axis=1)
         outlying = (counts > tile_union.OUTLYING_ABOVE).any(axis=1)
@@ -55,14 +51,14 @@ def make(planner, z, **options):
     The unions hold all that tokens that are not heavy need; the work list holds each of their items
     once and nothing else; the list of heavy rows holds the other tokens.
     """
-    (m, h), fires = z.shape, z > 0
+    (m, h), active = z.shape, z > 0
     x = seeds.rng().standard_normal((m, 128)).astype(jnp.bfloat16)
     before, masks, counts = jax.device_get(pack(z, x.dtype))
     x = jax.device_get(Tokens(x, rounded(x)))
     out = run(planner, x, before, masks, counts, **options)
     gate, (plan, nnz, listed_rows, stats) = jax.device_get(out)
-    np.testing.assert_array_equal(nnz, fires.sum(axis=1))
-    np.testing.assert_array_equal(stats, stats_of(fires))
+    np.testing.assert_array_equal(nnz, active.sum(axis=1))
+    np.testing.assert_array_equal(stats, stats_of(active))
 
     (count,) = listed_rows.count
     rows = listed_rows.rows[:count]
@@ -78,10 +74,10 @@ def make(planner, z, **options):
         tile = slice(TILE_TOKENS * r, TILE_TOKENS * (r + 1))
         stays = np.pad(~heavy[tile], (0, max(0, TILE_TOKENS * (r + 1) - m)))
         np.testing.assert_array_equal(gate[r, neurons], before[r, neurons] * stays)
-        used = np.flatnonzero((fires[tile] & ~heavy[tile, None]).any(axis=0))
+        used = np.flatnonzero((active[tile] & ~heavy[tile, None]).any(axis=0))
         assert set(used) <= set(neurons) and (np.diff(neurons) > 0).all()
         if not heavy[tile].any():
-            assert size == fires[tile].any(axis=0).sum()
+            assert size == active[tile].any(axis=0).sum()
         mine = [r * (h // CHUNK_NEURONS) + chunk for chunk in range(-(-size // CHUNK_NEURONS))]
         np.testing.assert_array_equal(listed[firsts[r] : firsts[r] + len(mine)], mine)
         items += mine
@@ -169,43 +165,6 @@ def test_many_tiles(planner):
     np.testing.assert_array_equal(heavy, [*leaving, *range(70 * TILE_TOKENS, m)])
 
 
-def append_bits_reference(bits_ref, first_word, list_ref, length):
-    bits = tile_union.to_bits(bits_ref[...])
-    place = jnp.arange(bits.size)
-    is_here = bits & (place // 1024 == first_word // 32)
-    rank = jnp.where(is_here, length + jnp.cumsum(is_here) - 1, bits.size)
-    list_ref[...] = list_ref[...].at[rank].set(place, mode="drop")
-    return length + jnp.sum(is_here, dtype=jnp.int32)
-
-
-def clear_reference(rows_ref, list_ref, length, column):
-    rows = jnp.where(jnp.arange(list_ref.size) < length, list_ref[...], list_ref.size)
-    rows_ref[...] = rows_ref[...].at[rows, column].set(0, mode="drop")
-
-
-def describe_reference(masks_ref, counts_ref, tile, m, stats_ref, bits_ref, nnz_ref, _):
-    masks, counts = masks_ref[...], counts_ref[...]
-    _, _, *tokens = tile_union.tokens_of_tiles(masks, counts, m)
-    stats_ref[tile] = tile_union.stats_of_tiles(masks, counts, m)[tile]
-    bits_ref[tile] = tile_union.to_words(jnp.stack([some[tile] for some in tokens]))
-    nnz = jnp.sum(counts & 127, axis=0, dtype=jnp.int32)
-    first = tile * TILE_TOKENS
-    nnz_ref[pl.ds(first, TILE_TOKENS)] = jax.lax.dynamic_slice(nnz, (first,), (TILE_TOKENS,))
-
-
-def decide_reference(stats_ref, tile, m, h, max_items, max_heavy):
-    every, usual, outlying, not_finite = stats_ref[...].T
-    leave = tile_union.who_leaves(every, usual, outlying, h, max_heavy)
-    sizes = jnp.where(leave, usual, every)
-    chunks = -(-sizes // tile_union.CHUNK_NEURONS)
-    fits = jnp.cumsum(chunks) <= max_items
-    tokens = jnp.minimum(TILE_TOKENS, m - TILE_TOKENS * jnp.arange(len(every)))
-    items = jnp.where(fits, chunks, 0)
-    heavy = jnp.where(fits, jnp.where(leave, outlying, 0) + not_finite, tokens)
-    own = leave, fits, jnp.where(fits, sizes, 0), items, heavy, jnp.cumsum(items), jnp.cumsum(heavy)
-    return tile_counts.Decision(*(a[tile].astype(jnp.int32) for a in own))
-
-
 @pytest.mark.parametrize(
     ("m", "h", "density", "options", "expected"),
     [
@@ -215,18 +174,10 @@ def decide_reference(stats_ref, tile, m, h, max_items, max_heavy):
         (300, 1280, 0.001, {"max_items": 3}, [3, *range(256, 300)]),
     ],
 )
-def test_interpreted(m, h, density, options, expected, monkeypatch):
-    monkeypatch.setattr(tile_counts, "describe", describe_reference)
-    monkeypatch.setattr(tile_counts, "decide", decide_reference)
-    monkeypatch.setattr(lists, "append_bits", append_bits_reference)
-    monkeypatch.setattr(lists, "clear", clear_reference)
-    monkeypatch.setattr(warpgroup, "barrier", lambda: None)
-    monkeypatch.setattr(
-        register_rows, "copy_row", lambda ref, target: target.__setitem__(..., ref[...])
-    )
+def test_interpreted(m, h, density, options, expected, interpreted):
     z = pre_activations(m, h, density)
     z[[3, 256]] = np.abs(z[[3, 256]])
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with interpreted():
         _, heavy = make(union_plan, z, **options)
     np.testing.assert_array_equal(heavy, expected)
 

@@ -7,18 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.unions import gathered_matmul
 from pallas_kernels.hopper.unions.union_down import union_down
 from pallas_kernels.hopper.unions.union_up import union_up
 from pallas_kernels.kernels import REFERENCE
-from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS
 from pallas_kernels.quantised import Quantised, rounded
 from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost, shapes
-from tests.pallas_kernels.planned import planned, pre_activations
+from tests.pallas_kernels.planned import plan_shapes, planned, pre_activations
 from tests.pallas_kernels.rectified import EVERYTHING, linear_of
 
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -28,6 +26,9 @@ CASES = [  # M, D, H, density
     (300, 192, 256, 0),
     (300, 192, 256, 1),
 ]
+# So many row tiles that a job has all tokens of one. In the other cases, and in those of 8 bits, it
+# has half of them.
+WHOLE_TILES = (1030, 192, 256, 0.02)
 LARGE = [(1001, 2048, 5632, 0.003), (1300, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)]
 CASES_OF_8_BITS = [(1, 128, 128, 0.1), (257, 256, 128, 0.03)]
 
@@ -141,10 +142,9 @@ def test_reference_adds_to_a_residual(case):
     assert relative_error(y, expected) <= 2 * ROUNDING  # XLA may leave out the one of `alone`
 
 
-@pytest.mark.parametrize("few_tiles", [0, 2])
-def test_interpreted_adds_to_a_residual(few_tiles, interpreted, monkeypatch):
-    monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
-    operands, residual = draw_added(*CASES[1], True, jnp.bfloat16)
+@pytest.mark.parametrize("case", [CASES[1], WHOLE_TILES])
+def test_interpreted_adds_to_a_residual(case, interpreted):
+    operands, residual = draw_added(*case, True, jnp.bfloat16)
     with interpreted():
         assert_adds_rounded_sums(union_down, operands, residual)
 
@@ -171,13 +171,10 @@ def test_8_bits_interpreted(interpreted):
         assert_matches(run(union_up, union_down, *operands), g, *operands)
 
 
-# Jobs of whole tiles, or of half of them, as also in 8 bits, which are gated.
 @pytest.mark.parametrize(
-    ("case", "gated", "few_tiles", "act"),
-    [(CASES[1], True, 0, EVERYTHING), (CASES[3], False, 2, RELU)],
+    ("case", "gated", "act"), [(WHOLE_TILES, True, EVERYTHING), (CASES[3], False, RELU)]
 )
-def test_interpreted(case, gated, few_tiles, act, interpreted, monkeypatch):
-    monkeypatch.setattr(gathered_matmul, "_FEW_TILES", few_tiles)
+def test_interpreted(case, gated, act, interpreted):
     operands, g = draw(*case, gated, jnp.bfloat16)
     with interpreted():
         out = run(functools.partial(union_up, rectifier=act), union_down, *operands)
@@ -194,10 +191,7 @@ def test_interpreted(case, gated, few_tiles, act, interpreted, monkeypatch):
 )
 def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     m, d, h = shape
-    tiles, i32 = -(-m // TILE_TOKENS), jnp.int32
-    w = jax.ShapeDtypeStruct((h, d), dtype)
-    shapes = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
-    plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in shapes))
+    tiles, w, plan = -(-m // TILE_TOKENS), jax.ShapeDtypeStruct((h, d), dtype), plan_shapes(m, h)
     x = jax.ShapeDtypeStruct((m, d), dtype)
     gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), dtype)
     call = functools.partial(run, functools.partial(union_up, rectifier=act), union_down)
@@ -208,24 +202,14 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
 
 
 def test_8_bits_lower_without_a_gpu(lower):
-    m, d, h, tiles, i32 = 2000, 8192, 65536, 8, jnp.int32
-    lists = [(tiles, h), (tiles,), (tiles * h // 128,), (1,), (tiles,)]
-    plan = tile_union.Plan(*(jax.ShapeDtypeStruct(shape, i32) for shape in lists))
+    m, d, h = 2000, 8192, 65536
     x, w = (shapes(rows, d) for rows in (m, h))
-    gate = jax.ShapeDtypeStruct((tiles, h, TILE_TOKENS), jnp.float16)
-    assert "m64n256k32.f32.e4m3.e4m3" in lower(union_up, x, gate, w, plan)
+    gate = jax.ShapeDtypeStruct((8, h, TILE_TOKENS), jnp.float16)
+    assert "m64n256k32.f32.e4m3.e4m3" in lower(union_up, x, gate, w, plan_shapes(m, h))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CASES_OF_8_BITS,
-        (300, 256, 256, 0),
-        (300, 256, 256, 1),
-        *LARGE,
-    ],
-)
+@pytest.mark.parametrize("case", [*CASES_OF_8_BITS, (300, 256, 256, 0), (300, 256, 256, 1), *LARGE])
 def test_8_bits_on_the_gpu(case):
     operands, g = draw_8_bits(*case)
     assert_matches(run(union_up, union_down, *operands), g, *operands)
@@ -234,14 +218,7 @@ def test_8_bits_on_the_gpu(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CASES,
-        *LARGE,
-        (1300, 192, 256, 0.5),
-    ],
-)
+@pytest.mark.parametrize("case", [*CASES, *LARGE, (1300, 192, 256, 0.5)])
 def test_on_the_gpu(case, gated, dtype):
     operands, g = draw(*case, gated, dtype)
     assert_matches(run(union_up, union_down, *operands), g, *operands)

@@ -12,6 +12,7 @@ from pallas_kernels.layouts.neuron_lists import NeuronLists
 from pallas_kernels.layouts.tile_union import GROUP_NEURONS, TILE_TOKENS
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.planned import list_shapes
 
 make_lists = jax.jit(REFERENCE.neuron_lists, static_argnums=(1, 2))
 slots_of = jax.jit(NeuronLists.slots)
@@ -86,14 +87,8 @@ def test_interpreted(case, n, interpreted):
 
 
 def shapes(m, d, h, capacity, n, dtype):
-    blocks = h // GROUP_NEURONS
-    tokens = -(-m // TILE_TOKENS) * TILE_TOKENS
-    lists = [(capacity,), (blocks,), (blocks,), (blocks, tokens // 32, 2), (blocks,)]
-    return (
-        (jax.ShapeDtypeStruct((capacity, GROUP_NEURONS), dtype),) * n,
-        jax.ShapeDtypeStruct((m, d), dtype),
-        NeuronLists(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists)),
-    )
+    values = (jax.ShapeDtypeStruct((capacity, GROUP_NEURONS), dtype),) * n
+    return values, jax.ShapeDtypeStruct((m, d), dtype), list_shapes(m, h, capacity)
 
 
 @pytest.mark.parametrize(

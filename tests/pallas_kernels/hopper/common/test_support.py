@@ -1,0 +1,59 @@
+"""What the kernels refuse."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.kernels import HOPPER
+from tests.devices import H100
+
+W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
+        "--xla_gpu_graph_enable_concurrent_region=true",
+    ],
+)
+def test_kernels_that_run_at_the_same_time_are_refused(monkeypatch, flag):
+    with jax.sharding.use_abstract_mesh(H100):
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+        assert HOPPER.unsupported(W) is None
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 {flag}")
+        assert HOPPER.unsupported(W) == (
+            f"its kernels must run one after the other: take {flag} out of XLA_FLAGS"
+        )
+
+
+@pytest.mark.parametrize("gate", [HOPPER.gate_pack, HOPPER.gate_union])
+@pytest.mark.parametrize(
+    ("x", "w", "message"),
+    [
+        ((4, 128), (128, 192), r"x must be .*\[4, 192\].*\[4, 128\]"),
+        ((4, 96), (128, 96), r"D a multiple of 64.*\[128, 96\]"),
+        ((4, 8256), (128, 8256), r"D a multiple of 64 from 128 to 8192.*\[128, 8256\]"),
+        ((4, 128), (192, 128), r"H a multiple of 128.*\[192, 128\]"),
+        ((4, 128), (65536 + 128, 128), r"H a multiple of 128 up to 65536.*\[65664, 128\]"),
+        ((0, 128), (128, 128), r"x must be .*at least one row.*\[0, 128\]"),
+        ((4, 4, 128), (128, 128), r"x must be .*\[4, 4, 128\]"),
+    ],
+)
+def test_bad_shapes_of_a_gate_are_named(gate, x, w, message):
+    with pytest.raises(ValueError, match=message):
+        gate(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("gate", [HOPPER.gate_pack, HOPPER.gate_union])
+@pytest.mark.parametrize(
+    ("x", "w", "message"),
+    [
+        (jnp.float32, jnp.float32, "w_gate must be a bfloat16 or float16 .* got float32"),
+        (jnp.bfloat16, jnp.float16, "x must be float16 .* got bfloat16"),
+        (jnp.int16, jnp.int16, "w_gate must be a bfloat16 or float16 .* got int16"),
+    ],
+)
+def test_bad_dtypes_of_a_gate_are_named(gate, x, w, message):
+    with pytest.raises(ValueError, match=message):
+        gate(jnp.zeros((4, 128), x), jnp.zeros((128, 128), w))
