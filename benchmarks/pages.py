@@ -90,8 +90,8 @@ TABLES: dict[str, Table] = {
         about="M = 16384, D = 2048, H = 5632, bfloat16; four layers one after the other, nothing "
         'rematerialised. "xla" is dense, "unions" has sparse gradients; in brackets the speed-up '
         'over dense XLA. "neurons" are in random order, as drawn, or in that of `order_by_use`, in '
-        'which train.py puts them. "room" is `gradient_capacity`. "train.py takes" is what '
-        '`sparse_gradients_every` comes to. "kept" is what the forward keeps for the backward '
+        'which train.py puts them. "room" is the capacity of sparse gradients. "train.py takes" is '
+        'what `sparse_gradients_every` comes to. "kept" is what the forward keeps for the backward '
         'besides x and the weights. "peak" is what XLA reserves for one layer. "error" is the '
         "largest of those of y and of the gradients.",
         columns={

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests import seeds
-from tests.conformance.cases import ALGORITHMS, SPARSE, by, draw, gradients
+from tests.conformance.cases import ALGORITHMS, by, draw, gradients
 from tests.errors import ROUNDING, relative_error
-from twell_jax import sparse_ffn
+from twell_jax import Rectifier, sparse_ffn
 from twell_jax.ffn import dispatch
 
 THRESHOLD = 0.7  # no number of 16 bits
@@ -27,7 +27,8 @@ gpu = pytest.mark.gpu
 
 def options(case):
     activation, _ = CASES[case]
-    return {"activation": activation, "threshold": THRESHOLD * (activation == "fatrelu")}
+    is_named = activation != "fatrelu"
+    return {"activation": activation if is_named else Rectifier(threshold=THRESHOLD)}
 
 
 def operands_of(case, m, d, h, **change):
@@ -42,7 +43,7 @@ def forward(back_ends, algorithm, case):
 
 @functools.cache
 def backward(back_ends, case, capacity):
-    ffn = functools.partial(sparse_ffn, **SPARSE, **options(case), gradient_capacity=capacity)
+    ffn = functools.partial(sparse_ffn, **options(case), gradients=capacity)
     return jax.jit(functools.partial(gradients, ffn))
 
 
@@ -60,7 +61,7 @@ def by_hand(case, x, w_gate, w_up, w_down, dy=None):
     x, w_up, w_down = (a.astype(np.float64) for a in (x, w_up, w_down))
     w_gate = w_gate.astype(np.float64) if gated else w_up
     z, u = (x @ w_gate.T).astype(dtype).astype(np.float64), x @ w_up.T
-    kept = z > options(case)["threshold"]
+    kept = z > (THRESHOLD if activation == "fatrelu" else 0)
     g, slope = np.where(kept, z, 0), kept.astype(float)
     if activation == "relu2":
         g, slope = g * g, 2 * g

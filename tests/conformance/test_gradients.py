@@ -49,7 +49,7 @@ def sparse_gradients(capacity):
 
 @functools.cache
 def _sparse_gradients(back_ends, capacity):
-    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=capacity)
+    ffn = functools.partial(sparse_ffn, gradients=capacity)
     return jax.jit(functools.partial(gradients, ffn))
 
 
@@ -76,7 +76,7 @@ def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
         functions = functools.partial(forward, ffn), jax.grad(rematerialised, argnums=(0, 1))
         return [jax.jit(jax.vmap(f, in_axes=(0, None)))(x, weights) for f in functions]
 
-    kernels = by(algorithm, gradients=kind, gradient_capacity=1.0)
+    kernels = by(algorithm, gradients=kind)
     for ours, dense in zip(*map(jax.tree.leaves, map(mapped, (kernels, xla))), strict=True):
         assert ours.shape == dense.shape and ours.dtype == dense.dtype
         assert relative_error(ours, dense) < 1e-2
@@ -143,7 +143,7 @@ def way_and_heavy_tokens(operands, capacity):
         (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, True),
         pytest.param(*(100, 2.2, 1.0, Way.SPARSE_AND_HEAVY, False), marks=pytest.mark.slow),
         (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, True),  # no room for the last tile: its tokens leave
-        (100, 1.5, 0.7, Way.AGAIN, True),  # nor in the lists
+        (100, 1.5, 0.7, Way.RECOMPUTE, True),  # nor in the lists
         (0, 2.2, 1.0, Way.SPARSE, True),
         (0, 2.2, 1.0, Way.SPARSE, False),
         (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY, True),  # too many leave: from some tile on they stay
@@ -158,11 +158,11 @@ def test_sparse_gradients(back_end, every, threshold, capacity, way, gated):
         operands[0][3::every, -1] = -1
     assert way_and_heavy_tokens(operands, capacity)[0] == way
     overflow = assert_exact_gradients(operands, capacity)
-    assert overflow == (way == Way.AGAIN)
+    assert overflow == (way == Way.RECOMPUTE)
 
 
 @either_form
-def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end, gated):
+def test_dense_products_are_faster_with_tokens_outside_the_unions(back_end, gated):
     operands = draw(*SHAPE, gated=gated, threshold=1.5)
     operands[1 if gated else 2][-40:, -1] = -9  # neurons that fire for tokens which fire nearly all
     operands[0][3::100, -1] = -1
@@ -174,7 +174,7 @@ def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end,
 def forward_for_gradients(operands, **options):
     """The stats of a forward that a sparse backward would follow."""
 
-    ffn = functools.partial(sparse_ffn, **SPARSE, **options)
+    ffn = functools.partial(sparse_ffn, **SPARSE | options)
 
     @jax.jit
     def forward(operands):
@@ -194,7 +194,7 @@ def test_sparse_gradients_fit_into_the_larger_share(back_end, alike):
     lacking = 1 if alike else 0.5  # unions that lack less than a tile may fit: it is then heavy
     needed = max(union, listed)
     for capacity, overflow in ((needed + 1e-4, 0), (lacking * needed - 1e-4, 1)):
-        stats = forward_for_gradients(operands, gradient_capacity=capacity)
+        stats = forward_for_gradients(operands, gradients=capacity)
         assert stats.overflow == overflow
         np.testing.assert_allclose((stats.union, stats.listed), shares(active), rtol=1e-6)
 
@@ -340,7 +340,7 @@ def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
 @gpu
 @pytest.mark.parametrize(
     ("threshold", "capacity", "way"),
-    [(2.57, 1.0, Way.SPARSE_AND_HEAVY), (1.5, 0.5, Way.AGAIN), (1.5, 1.0, Way.DENSE)],
+    [(2.57, 1.0, Way.SPARSE_AND_HEAVY), (1.5, 0.5, Way.RECOMPUTE), (1.5, 1.0, Way.DENSE)],
 )
 def test_sparse_gradients_at_full_size(threshold, capacity, way):
     operands = draw(16384, 2048, 5632, threshold=threshold)

@@ -61,7 +61,7 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
     with jax.default_matmul_precision("highest"):
         reference, expected = gradients({}, length, *given, in_float32(operands))
     dense, _ = gradients({}, length, *given, operands)
-    options = SPARSE | {"gradient_capacity": capacity}
+    options = {"gradients": capacity}
     ours, stats = gradients(options, length, *given, operands)
     again, _ = gradients(options, length, *given, operands)
     for out, same, own, ref in zip(
@@ -83,7 +83,7 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
         pytest.param(
             *(100, 2.2, 0.7, Way.SPARSE_AND_HEAVY, False, "a sequence"), marks=pytest.mark.slow
         ),
-        (100, 1.5, 0.7, Way.AGAIN, True, "sequences that tiles cut"),
+        (100, 1.5, 0.7, Way.RECOMPUTE, True, "sequences that tiles cut"),
         pytest.param(*(1000, -8, 1.0, Way.DENSE, True, "a window each"), marks=pytest.mark.slow),
         (1000, -8, 1.0, Way.DENSE, False, "a sequence"),
         (1000, 8, 1.0, Way.SPARSE_AND_HEAVY, True, "a window each"),  # all zero, but for one row
@@ -95,11 +95,11 @@ def test_gradients(back_end, every, threshold, capacity, way, gated, grid, with_
     if every:
         operands[0][3::every, -1] = -1
     assert way_and_heavy_tokens(operands, capacity)[0] == way
-    assert assert_exact(operands, grid, capacity, with_y=with_y) == (way == Way.AGAIN)
+    assert assert_exact(operands, grid, capacity, with_y=with_y) == (way == Way.RECOMPUTE)
 
 
 @either_form
-def test_gradients_of_a_crowded_pattern_with_tokens_outside_the_unions(back_end, gated):
+def test_dense_products_are_faster_with_tokens_outside_the_unions(back_end, gated):
     operands = draw(*SHAPE, gated=gated, threshold=1.5)
     operands[1 if gated else 2][-40:, -1] = -9  # neurons that fire for tokens which fire nearly all
     operands[0][3::100, -1] = -1
@@ -113,7 +113,7 @@ def test_without_gradients(back_end):
     windows = Windows(jnp.int32(7), length=32)
     ours, dense = (
         jax.jit(functools.partial(sparse_ffn, windows=windows, **options))(*operands)[1].lasso
-        for options in (SPARSE | {"gradient_capacity": 0.1}, {})
+        for options in ({"gradients": 0.1}, {})
     )
     np.testing.assert_allclose(ours, dense, rtol=1e-2)
 

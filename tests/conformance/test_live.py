@@ -95,7 +95,7 @@ def grads(ffn, operands, dy, live):
     ("gated", "capacity", "threshold", "some"),
     [
         (True, 1.0, 2.2, 130),
-        (True, 1.0, 1.0, 450),  # crowded: dense products of what was kept
+        (True, 1.0, 1.0, 450),  # dense products are faster: those of what was kept
         (False, 0.01, 2.2, 130),  # no room: dense gradients
     ],
 )
@@ -103,13 +103,13 @@ def test_gradients(back_end, gated, capacity, threshold, some):
     operands = draw(500, 128, H, gated=gated, threshold=threshold)
     operands[0][3::100, -1] = -1
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
-    sparse = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=capacity)
+    sparse = functools.partial(sparse_ffn, gradients=capacity)
     dense = functools.partial(sparse_ffn, implementation="xla")
     ours, xla = (jax.jit(functools.partial(grads, f)) for f in (sparse, dense))
     compiled_reference = jax.jit(functools.partial(gradients, dense))
     for live in (0, some):
         out, (_, stats) = ours(operands, dy, live)
-        assert unions.is_crowded(stats.union, stats.listed) == (threshold < 2 and live > 0)
+        assert unions.dense_is_faster(stats.union, stats.listed) == (threshold < 2 and live > 0)
         cut = [operands[0], *(None if w is None else w[:live] for w in operands[1:])]
         assert stats.overflow == (capacity < 1 and live > 0)
         for array in jax.tree.leaves(out[1:]):
@@ -139,7 +139,7 @@ def test_other_activations_and_their_gradients(back_end, activation):
     y_ref, _, _, wide = activations.by_hand(activation, *cut, dy=dy)
     # Where the pattern does not fit, gradients are dense: by XLA, as in `test_gradients`.
     for capacity in (1.0, 0.01) if activation == "drelu" else (1.0,):
-        ffn = functools.partial(sparse_ffn, **SPARSE, **act, gradient_capacity=capacity)
+        ffn = functools.partial(sparse_ffn, **act, gradients=capacity)
         call = jax.jit(functools.partial(grads, ffn))
         out, (y, stats) = call(poisoned(operands, 130), dy, 130)
         assert stats.overflow == (capacity < 1) and not stats.fired[130:].any()
@@ -166,7 +166,7 @@ def test_stacked_layers_in_a_loop_have_their_own(back_end):
     layers = [draw(300, 128, H) for _ in range(4)]
     live = np.array([0, 70, 256, H], np.int32)
     stacked = [np.stack(arrays) for arrays in zip(*layers, strict=True)]
-    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
+    ffn = functools.partial(sparse_ffn, **SPARSE)
 
     def loss(stacked, live):
         def layer(total, operands):
@@ -194,7 +194,7 @@ def test_devices_that_share_the_neurons(reference_kernels):
     dy = seeds.rng().standard_normal(operands[0].shape).astype(np.float32)
     dense = functools.partial(grads, functools.partial(sparse_ffn, implementation="xla"))
     reference, (y_ref, expected) = jax.jit(dense)(operands, dy, live)
-    ffn = functools.partial(sparse_ffn, **SPARSE, gradient_capacity=1.0)
+    ffn = functools.partial(sparse_ffn, **SPARSE)
     with jax.set_mesh(mesh):
         specs = [P("data"), *3 * [P("tensor")]]
         placed = [

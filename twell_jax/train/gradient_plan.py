@@ -30,7 +30,7 @@ class GradientPlan:
     """The gradients of each layer. Checkpoints hold its fields by name.
 
     Attributes:
-      rooms: for each layer, the `gradient_capacity` of its sparse gradients; 0 if they are dense.
+      rooms: for each layer, the capacity of its sparse gradients; 0 if they are dense.
         Saved plans may have other rooms than `ROOM`, which they keep until the next change.
       announced: the rooms of the next plan, unless a layer overflows or they become too small.
       margins: for each layer, its room over what it needs, at least, when it becomes sparse. They

@@ -55,7 +55,7 @@ def _are_by_neuron(params: nnx.State) -> Any:
 
 
 def _reordered(order: jax.Array) -> Callable[[jax.Array, bool], jax.Array]:
-    if partition.devices()[1] > 1:
+    if partition.devices().neurons > 1:
         raise ValueError(
             f"neurons are split over the mesh axis {partition.TENSOR!r}: sorting would give the "
             "first devices all that fire; sort them on a mesh without this axis"

@@ -1,6 +1,5 @@
 """Who serves: the table at each of its boundaries, without a GPU, and what it says."""
 
-import itertools
 from pathlib import Path
 
 import jax
@@ -11,9 +10,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from benchmarks.record import RESULTS
 from pallas_kernels.kernels import REFERENCE
 from tests.equations import kernel_calls
-from twell_jax import CannotServe, explain, sparse_ffn
+from twell_jax import Biases, CannotServe, explain, sparse_ffn
 from twell_jax.ffn import dispatch
-from twell_jax.ffn.dispatch import RULES, Case, Request, select
+from twell_jax.ffn.algorithms import Case, Request
+from twell_jax.ffn.dispatch import RULES, select
 
 H = 1408
 
@@ -30,30 +30,24 @@ def algorithm(case, **named):
     return select(case, Request(**named)).rule.algorithm
 
 
-def by_hand(tokens, gated, expected_nnz):
+def case(tokens, gated=True, back_end="Hopper", **facts):
+    return Case(tokens, 512, H, gated, back_end=back_end, **facts)
+
+
+def by_hand(tokens, gated):
     """What `implementation=None` takes, written without the table."""
-    for most_tokens, most_open in ((16, 0.05), (32, 0.03), (64, 0.015)):
-        if tokens <= most_tokens:
-            sparse = expected_nnz is None or expected_nnz <= most_open * H
-            return "few_tokens" if sparse else "dense"
+    if tokens <= 64:
+        return "few_tokens"
     if tokens < 1024:
         return "dense_block"
-    if gated:
-        return "unions"
-    known_to_be_sparse = expected_nnz is not None and expected_nnz <= 0.01 * H
-    return "unions" if known_to_be_sparse else "dense"
+    return "unions" if gated else "dense"
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_what_the_default_takes(gated):
-    tokens = (1, 2, 15, 16, 17, 31, 32, 33, 34, 63, 64, 65, 66, 1023, 1024, 1025, 16384)
-    shares = (0, 0.01 * H, 0.015 * H, 0.03 * H, 0.05 * H, H)
-    nnz = [None, *(s + d for s in shares for d in (-0.5, 0, 0.5) if 0 <= s + d <= H)]
-    for m, expected in itertools.product(tokens, nnz):
-        case = Case(m, H, gated, "Hopper", expected)
-        assert algorithm(case) == by_hand(m, gated, expected), (m, expected)
-        without = Case(m, H, gated, None, expected, "no GPU")
-        assert algorithm(without) == "dense"
+    for m in (1, 2, 15, 16, 17, 31, 32, 33, 34, 63, 64, 65, 66, 1023, 1024, 1025, 16384):
+        assert algorithm(case(m, gated)) == by_hand(m, gated), m
+        assert algorithm(case(m, gated, None, no_back_end="no GPU")) == "dense"
 
 
 @pytest.mark.parametrize(
@@ -78,29 +72,32 @@ def test_what_the_default_takes(gated):
     ],
 )
 def test_what_a_caller_names(tokens, named, expected):
-    for nnz in (None, 1, H):  # who names the kernels has decided
-        assert algorithm(Case(tokens, H, True, "Hopper", nnz), **named) == expected
+    assert algorithm(case(tokens), **named) == expected
+    if named.get("gradients") == "sparse":
+        assert algorithm(case(tokens), gradients=0.5) == expected
 
 
 def test_what_was_not_measured_takes_kernels_only_if_they_are_asked_for():
-    for tokens in (8, 1023):
-        case = Case(tokens, H, True, "Hopper", has_live=True)
-        assert algorithm(case) == "dense"
-        assert algorithm(case, implementation="mosaic") != "dense"
-        text = "not measured with live neurons for fewer than 1024 tokens\n"
-        assert text in str(select(case, Request()))
-    assert algorithm(Case(1024, H, True, "Hopper", has_live=True)) == "unions"
+    for tokens, text in (
+        (8, "not few_tokens: not measured with live neurons\n"),
+        (1023, "not dense_block: its kernels compute all neurons: leave out live, or write"),
+    ):
+        live = case(tokens, live=True)
+        assert algorithm(live) == "dense"
+        assert algorithm(live, implementation="mosaic") != "dense"
+        assert text in str(select(live, Request()))
+    assert algorithm(case(1024, live=True)) == "unions"
 
 
 def test_quantised_weights_take_kernels():
     for tokens, expected in ((8, "few_tokens"), (512, "dense"), (16384, "unions")):
-        assert algorithm(Case(tokens, H, True, "Hopper", quantised=True)) == expected
-    assert algorithm(Case(512, H, True, "Hopper", quantised=True), packing="twell") == "twell"
+        assert algorithm(case(tokens, quantised=("gate",))) == expected
+    assert algorithm(case(512, quantised=("up",)), packing="twell") == "twell"
 
 
 def test_rules_measured_on_one_back_end_do_not_hold_for_another():
-    assert algorithm(Case(16384, H, True, "another")) == "dense"
-    assert algorithm(Case(16384, H, True, "another"), implementation="mosaic") == "unions"
+    assert algorithm(case(16384, back_end="another")) == "dense"
+    assert algorithm(case(16384, back_end="another"), implementation="mosaic") == "unions"
 
 
 @pytest.mark.parametrize(
@@ -108,12 +105,13 @@ def test_rules_measured_on_one_back_end_do_not_hold_for_another():
     [
         ({"implementation": "xla", "packing": "unions"}, "'xla' cannot serve packing='unions'"),
         ({"implementation": "xla", "gradients": "sparse"}, "'xla' cannot serve gradients='sparse'"),
+        ({"implementation": "xla", "gradients": 0.5}, "'xla' cannot serve gradients=0.5"),
         ({"packing": "twell", "gradients": "sparse"}, "write packing='unions'"),
     ],
 )
 def test_what_contradicts_itself_is_named(named, message):
     with pytest.raises(CannotServe, match=message):
-        select(Case(2048, H, True, "Hopper"), Request(**named))
+        select(case(2048), Request(**named))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +120,7 @@ def test_what_contradicts_itself_is_named(named, message):
 def test_what_cannot_be_had_says_what_was_named_and_why(named):
     request = Request(**{named.split("=")[0]: named.split("'")[1]})
     with pytest.raises(CannotServe, match=f"^{named} cannot serve: no GPU$"):
-        select(Case(2048, H, True, unsupported="no GPU"), request)
+        select(case(2048, back_end=None, no_back_end="no GPU"), request)
 
 
 def test_each_rule_of_the_default_cites_a_record_that_is_there():
@@ -139,8 +137,8 @@ def test_explain_says_which_rule_serves_and_why_not_those_before():
     with jax.sharding.use_abstract_mesh(H100):
         text = explain(*shapes(4096))
     first, *passed_over, last = text.splitlines()
-    assert first == "4096 tokens on a device, 256 neurons, gated, expected_nnz unknown:"
-    assert len(passed_over) == 4 and all("4096 tokens" in line for line in passed_over)
+    assert first == "4096 tokens on a device, 256 neurons, gated:"
+    assert len(passed_over) == 2 and all("4096 tokens" in line for line in passed_over)
     assert last.strip().startswith("unions, by mosaic") and "ffn-goals" in last
     with pytest.raises(CannotServe, match="needs a Hopper GPU"):
         explain(*shapes(4096), implementation="mosaic")
@@ -152,7 +150,7 @@ def test_explain_says_which_rule_serves_and_why_not_those_before():
     ("change", "reason"),
     [
         ({"activation": "silu"}, "must be zero for most neurons, got silu"),
-        ({"b_down": jax.ShapeDtypeStruct((128,), jnp.bfloat16)}, "no biases"),
+        ({"biases": Biases(down=jax.ShapeDtypeStruct((128,), jnp.bfloat16))}, "no biases"),
         ({"dtype": jnp.float32}, "bfloat16 or float16"),
         ({"d": 96}, "D a multiple of 64"),
         ({"h": 200}, "H a multiple of 128"),

@@ -14,7 +14,7 @@ from pallas_kernels import quantised as layout
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.twell_jax import drawn
-from twell_jax import CannotServe, Quantised, SparseMLP, explain, sparse_ffn
+from twell_jax import Biases, CannotServe, Quantised, SparseMLP, explain, sparse_ffn
 from twell_jax.ffn import quantise, quantise_mlps, quantised
 from twell_jax.models import KVCache, decode, sharding
 
@@ -162,7 +162,7 @@ def test_a_module_computes_with_quantised_weights(chosen):
     x = jnp.asarray(operands()[0])
     made = {name: quantise(getattr(mlp, f"w_{name}")[...], quantised.AXES[name]) for name in chosen}
     weights = [made.get(name, getattr(mlp, f"w_{name}")) for name in NAMES]
-    expected = sparse_ffn(x, *weights, b_gate=mlp.b_gate, b_up=mlp.b_up, b_down=mlp.b_down)[0]
+    expected = sparse_ffn(x, *weights, biases=Biases(mlp.b_gate, mlp.b_up, mlp.b_down))[0]
     quantise_mlps(mlp, chosen)
     assert quantised.quantised_projections(mlp) == list(chosen)
     np.testing.assert_array_equal(mlp(x), expected)
