@@ -334,8 +334,8 @@ class Config(Section):
             asked["sparse_gradients_every=0"] = planned
         case = Case(
             tokens=self.micro_batch * model.context,
-            width=model.d_model,
-            neurons=model.d_ff,
+            width=UNION_NEURONS,  # that of the model matters to blocks without a lasso, too
+            neurons=UNION_NEURONS,
             gated=model.gated,
             sequence=model.context,
             documents=documents,
