@@ -68,7 +68,7 @@ _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. If many neurons are active, those for
     # few tokens take up to a fourth more time, unions a few percent.
-    Rule("few_tokens", back_end="Hopper", live=False, record=_FEW_TOKENS),
+    Rule("few_tokens", (1, MAX_FEW_TOKENS), "Hopper", live=False, record=_FEW_TOKENS),
     # Dense, too, but faster than the products of a library, whatever the pattern.
     Rule("dense_block", FROM_FEW_TO_MANY, "Hopper", record=_PROMPTS),
     # Without a gate one matmul of two can be sparse, not two of three.
