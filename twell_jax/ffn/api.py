@@ -247,7 +247,7 @@ def _select(call: _Call) -> Selection:
         sequence=None if windows is None else x.shape[-2],
         documents=windows is not None and windows.documents is not None,
         devices=partition.devices(),
-        back_end=kernels and kernels.name,
+        back_end=None if kernels is None else kernels.name,
         no_back_end=no_back_end,
     )
     return dispatch.select(case, call.request)
