@@ -49,13 +49,6 @@ def column(tile: int | jax.Array) -> int | jax.Array:
     return len(Launch) + tile
 
 
-def packed(gate: jax.Array) -> jax.Array:
-    """The active gates of each token and tile of `gate: [M, H]`, as in the rows past the first."""
-    active = (gate != 0).reshape(-1, _TOKENS_OF_ROW, gate.shape[1] // _TILE, _TILE)
-    numbers = jnp.sum(active, axis=3, dtype=jnp.int32)
-    return jnp.sum(numbers << _shifts()[:, None], axis=1)
-
-
 def of_tokens(counts: jax.Array) -> jax.Array:
     """The active gates of each token, int32 `[layers, M]`, from `counts` as in `zeros`."""
     words = counts[:, 1:, column(0) :]

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference
 from pallas_kernels.hopper.decode import (
     active_counts,
     few_tokens,
     token_ffn,
     token_gate,
-    token_pairs,
     token_product,
     votes,
 )
@@ -22,6 +20,7 @@ from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import quantise, rounded
 from pallas_kernels.rectifiers import RELU
+from pallas_kernels.reference import decode
 from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
@@ -29,6 +28,17 @@ from tests.pallas_kernels.eight_bits import in_float64
 
 EPS = 1e-5
 LAYER = np.array([1], np.int32)
+
+
+def reference_gate(x, weights, layer, counts, rectifier=RELU, *, batch, norm=None):
+    """The reference's gate, with the arguments of the kernel; nothing is counted."""
+    squares, eps = norm or (jnp.full((len(x), 1), x.shape[1], jnp.float32), 0.0)  # a mean of 1
+    return Gate(decode.gate(Stream(x, x, squares), weights, layer, rectifier, eps=eps))
+
+
+def reference_add_ffn(gate, stream, weights, layer, counts, scale, rectifier=RELU, *, batch, eps):
+    return decode.add_ffn(gate.values, stream, weights, layer, scale, rectifier, eps=eps)
+
 
 # What a back end has for few tokens.
 HOPPER = SimpleNamespace(
@@ -38,18 +48,14 @@ HOPPER = SimpleNamespace(
     project=token_product.project,
     hidden=token_product.hidden,
     add_product=token_product.add_product,
-    add_product_gate=token_pairs.add_product_gate,
-    add_product_hidden=token_pairs.add_product_hidden,
 )
 REFERENCE = SimpleNamespace(
-    few_tokens_ffn=reference.few_tokens.few_tokens_ffn,
-    gate=reference.token_gate.gate,
-    add_ffn=reference.token_ffn.add,
-    project=reference.token_product.project,
-    hidden=reference.token_product.hidden,
-    add_product=reference.token_product.add_product,
-    add_product_gate=reference.token_pairs.add_product_gate,
-    add_product_hidden=reference.token_pairs.add_product_hidden,
+    few_tokens_ffn=decode.few_tokens_ffn,
+    gate=reference_gate,
+    add_ffn=reference_add_ffn,
+    project=decode.project,
+    hidden=decode.hidden,
+    add_product=decode.add_product,
 )
 KERNELS = [
     pytest.param(REFERENCE, id="reference"),
@@ -134,8 +140,11 @@ def assert_consistent(stream, scale):
 
 
 def gate_and_counts(kernels, x, weights, layer, norm=None, act=RELU, *, batch):
-    """The gate, and counts of active gates, which are new if there is one layer."""
+    """The gate, and counts of active gates, which are new if there is one layer; the reference has
+    none."""
     layers, h, _ = weights.down.shape
+    if kernels is REFERENCE:
+        return kernels.gate(x, weights, layer, None, act, batch=batch, norm=norm), None
     counts = None if layers == 1 else jax.new_ref(active_counts.zeros(layers, len(x), h))
     gate = kernels.gate(x, weights, layer, counts, act, batch=batch, norm=norm)
     return gate, gate.counts if counts is None else counts[...]
@@ -143,6 +152,8 @@ def gate_and_counts(kernels, x, weights, layer, norm=None, act=RELU, *, batch):
 
 def assert_counted(counts, gate):
     """The last layer's counts are the active gates of the tokens that are no padding."""
+    if counts is None:  # of the reference
+        return
     of_tokens, batch = active_counts.of_tokens(counts)[-1], len(gate)
     np.testing.assert_array_equal(of_tokens[:batch], np.count_nonzero(gate, axis=1))
     assert not of_tokens[batch:].any() and not counts[:-1].any()

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.hopper.common.primitives import interpreting
 from pallas_kernels.hopper.decode import decode_attention as hopper
-from pallas_kernels.reference import decode_attention as reference
+from pallas_kernels.reference import decode as reference
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.hopper.decode.attention import LAYERS, draw, shapes

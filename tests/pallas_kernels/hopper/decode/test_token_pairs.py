@@ -25,8 +25,6 @@ from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.hopper.decode.attention import LAYERS, draw, shapes
 from tests.pallas_kernels.hopper.decode.products import (
     EPS,
-    HOPPER,
-    KERNELS,
     LAYER,
     assert_consistent,
     in_8_bits,
@@ -49,10 +47,10 @@ def assert_same_bits(results, others):
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (result, other)))
 
 
-def add_product_hidden(kernels, h, w, x, scale, inner, counts=None):
+def add_product_hidden(h, w, x, scale, inner, counts=None):
     counts = none_arrived(2, len(x)) if counts is None else counts
     options = dict(eps=EPS, rectifier=None)
-    return kernels.add_product_hidden(h, w, LAYER, x, scale, inner, counts, **options)
+    return token_pairs.add_product_hidden(h, w, LAYER, x, scale, inner, counts, **options)
 
 
 def operands_of_hidden(m, k, d, h):
@@ -71,19 +69,19 @@ def assert_hidden(result, operands):
 
 
 # The last has more blocks than a GPU holds at once.
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("m", "k", "d", "h"),
     [
         (8, 256, 128, 192),
         (64, 512, 256, 64),
         (8, 2048, 2048, 5632),
-        pytest.param(24, 1024, 2048, 16384, marks=pytest.mark.gpu),
+        (24, 1024, 2048, 16384),
     ],
 )
-def test_hidden(kernels, m, k, d, h):
+def test_hidden(m, k, d, h):
     operands = operands_of_hidden(m, k, d, h)
-    assert_hidden(run(functools.partial(add_product_hidden, kernels), *operands), operands)
+    assert_hidden(run(add_product_hidden, *operands), operands)
 
 
 def operands_of_gate(m, k, d, h):
@@ -91,11 +89,12 @@ def operands_of_gate(m, k, d, h):
     return attended, w, x, scale, weights_of(2, h, d)
 
 
-def add_product_gate(kernels, attended, w, x, scale, mlp, counts=None, *, batch):
+def add_product_gate(attended, w, x, scale, mlp, counts=None, *, batch):
     """The stream, the gate's values and the active gates of each token."""
     counts = none_arrived(2, len(x), mlp.down.shape[1]) if counts is None else counts
     options = dict(batch=batch, eps=EPS)
-    stream, gate = kernels.add_product_gate(attended, w, LAYER, x, scale, mlp, counts, **options)
+    out = attended, w, LAYER, x, scale, mlp, counts
+    stream, gate = token_pairs.add_product_gate(*out, **options)
     return stream, gate.values, active_counts.of_tokens(counts[...])
 
 
@@ -108,11 +107,11 @@ def assert_gate(result, operands, batch):
     assert relative_error(values[:batch], exact[:batch]) < 2 * ROUNDING
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.gpu
 @pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 2048, 5632), (64, 61, 1024, 384)])
-def test_gate(kernels, m, batch, d, h):
+def test_gate(m, batch, d, h):
     operands = operands_of_gate(m, 1024, d, h)
-    result = run(functools.partial(add_product_gate, kernels, batch=batch), *operands)
+    result = run(functools.partial(add_product_gate, batch=batch), *operands)
     assert_gate(result, operands, batch)
     _, values, nnz = result
     np.testing.assert_array_equal(nnz[1, :batch], np.count_nonzero(values[:batch], axis=1))
@@ -226,7 +225,7 @@ def test_hidden_interpreted(interpreted, m, k, d, h, sms, clusters):
     operands, counts = operands_of_hidden(m, k, d, h), none_arrived(2, m)
     with interpreted(sms=sms, detect_races=False) as current:  # it knows nothing of arrivals
         assert number_of_clusters(*operands) == clusters
-        assert_hidden(add_product_hidden(HOPPER, *operands, counts), operands)
+        assert_hidden(add_product_hidden(*operands, counts), operands)
     assert_arrived_at(LAYER, Launch.GATE, counts)
     assert_arrivals(current, d // 16, h // 16)
 
@@ -242,7 +241,7 @@ def test_gate_interpreted(interpreted):
     m, d, h = 8, 256, 192
     operands, counts = operands_of_gate(m, 512, d, h), none_arrived(2, m, h)
     with interpreted(detect_races=False) as current:
-        result = add_product_gate(HOPPER, *operands, counts, batch=m)
+        result = add_product_gate(*operands, counts, batch=m)
     assert_gate(result, operands, m)
     assert_arrived_at(LAYER, Launch.GATE, counts)
     assert_arrivals(current, d // 16, h // 16)

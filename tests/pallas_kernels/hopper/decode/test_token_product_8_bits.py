@@ -102,8 +102,10 @@ def test_gate(kernels, m, batch, d, h, has_norm, alike):
     values = wide(gate.values[:batch])
     assert_close_by_token(values, np.maximum(exact, 0)[:batch], d)
     assert_counted(counts, values)
+    if kernels is REFERENCE:
+        return
     voted = votes_of(counts)
-    if kernels is REFERENCE or not alike:
+    if not alike:
         assert not voted.any()
     else:
         assert (voted < votes.AGAINST).all()  # a token with half of its gates active is among them
