@@ -112,7 +112,8 @@ def measure_block(name: str, capacity: float | None, x, layers, dy, reference) -
 @cache
 def programs(name: str, capacity: float | None = None):
     """The block, and jitted forward and backward of one layer and of several."""
-    ffn = partial(sparse_ffn, **BLOCKS[name], gradient_capacity=capacity or 1.0)
+    options = BLOCKS[name] | ({"gradients": capacity} if capacity else {})
+    ffn = partial(sparse_ffn, **options)
     return ffn, jax.jit(partial(forward_and_backward, ffn)), jax.jit(partial(stack, ffn))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from twell_jax import explain, sparse_ffn
+from twell_jax import Biases, explain, sparse_ffn
 
 FACTS, WIDTH, NEURONS = 256, 64, 512
 L1_COEFFICIENT = 3e-3
@@ -22,8 +22,7 @@ def init(key: jax.Array) -> dict[str, jax.Array]:
         "w_gate": jax.random.normal(gate, (NEURONS, WIDTH)) / WIDTH**0.5,
         "w_up": jax.random.normal(up, (NEURONS, WIDTH)) / WIDTH**0.5,
         "w_down": jax.random.normal(down, (NEURONS, WIDTH)) / NEURONS**0.5,
-        "b_gate": jnp.zeros(NEURONS),
-        "b_down": jnp.zeros(WIDTH),
+        "biases": Biases(gate=jnp.zeros(NEURONS), down=jnp.zeros(WIDTH)),
     }
 
 

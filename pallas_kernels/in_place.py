@@ -10,6 +10,7 @@ none (docs/design/0014-in-place-behind-a-barrier.md).
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -26,3 +27,12 @@ def mutable(array: jax.Array) -> jax.Ref:
 def contents(ref: jax.Ref) -> jax.Array:
     """The contents of `ref` after the kernels called so far."""
     return barrier(ref[...])
+
+
+def used_after(last: jax.Array, array: jax.Array) -> jax.Array:
+    """`array`, but what XLA makes of it waits for `last`, a number that is never negative.
+
+    XLA would put sums of one kernel's results between two kernels, which then could not overlap. It
+    does not know that a result of the last kernel, such as a sum of magnitudes, is not negative.
+    """
+    return jnp.where(last < 0, 0, array)

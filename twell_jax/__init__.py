@@ -5,10 +5,12 @@ The rest has to be imported by name: `twell_jax.models`, `twell_jax.train`, `twe
 """
 
 from twell_jax.ffn import (
+    Biases,
     CannotServe,
     FFNStats,
     ModelStats,
     Quantised,
+    Rectifier,
     SparseMLP,
     TileUnions,
     TwELL,
@@ -26,10 +28,12 @@ from twell_jax.ffn import (
 __version__ = "0.2.0"
 
 __all__ = [
+    "Biases",
     "CannotServe",
     "FFNStats",
     "ModelStats",
     "Quantised",
+    "Rectifier",
     "SparseMLP",
     "TileUnions",
     "TwELL",

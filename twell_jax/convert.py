@@ -27,7 +27,6 @@ def replace_mlps(
     model: nnx.Module,
     *,
     activation: Activation = "relu",
-    threshold: float = 0.0,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, SparseMLP]:
     """Replaces the feed-forward modules of a model, in place, by `SparseMLP`s with their weights.
@@ -43,7 +42,7 @@ def replace_mlps(
 
     Args:
       model: the model, which is changed.
-      activation, threshold: of the new modules, as in `sparse_ffn`; "silu" leaves the outputs of a
+      activation: of the new modules, as in `sparse_ffn`; "silu" leaves the outputs of a
         SiLU model as they are.
       names: what this model calls the layers "gate" (if gated), "up" and "down" of its feed-forward
         modules, in place of `FORMS`.
@@ -65,8 +64,7 @@ def replace_mlps(
     replaced: dict[str, SparseMLP] = {}
     blocks: dict[int, SparseMLP] = {}
     # A module that is at several places is found at one of them, so the search is repeated.
-    options = {"activation": activation, "threshold": threshold}
-    while found := list(_find(model, forms, options)):
+    while found := list(_find(model, forms, activation)):
         # Each old module is let go before the next is copied: large models fit only once.
         while found:
             path, old, layers, block = found.pop(0)
@@ -91,7 +89,7 @@ class _Found(NamedTuple):
 
 
 def _find(
-    model: nnx.Module, forms: tuple[Mapping[str, str], ...], options: Mapping[str, Any]
+    model: nnx.Module, forms: tuple[Mapping[str, str], ...], activation: Activation
 ) -> Iterator[_Found]:
     for path, module in nnx.iter_modules(model):
         for form in forms:
@@ -100,7 +98,7 @@ def _find(
                 try:
                     _check(module, form, layers)
                     _check_place(model, path)
-                    block = _shapes(layers, options)
+                    block = _shapes(layers, activation)
                 except ValueError as error:
                     place = _name(path) or "the model itself"
                     raise ValueError(f"cannot replace {place}: {error}") from error
@@ -137,7 +135,7 @@ def _check_place(model: nnx.Module, path: tuple[Any, ...]) -> None:
         raise ValueError("it is in a tuple, which cannot be changed; use nnx.List")
 
 
-def _shapes(layers: Mapping[str, nnx.Linear], options: Mapping[str, Any]) -> SparseMLP:
+def _shapes(layers: Mapping[str, nnx.Linear], activation: Activation) -> SparseMLP:
     *_, d_model, d_ff = layers["up"].kernel.shape
     dtype = layers["up"].dtype
     if dtype is None and any(layer.kernel.dtype == jnp.float32 for layer in layers.values()):
@@ -149,7 +147,7 @@ def _shapes(layers: Mapping[str, nnx.Linear], options: Mapping[str, Any]) -> Spa
             d_ff,
             gated="gate" in layers,
             dtype=dtype,
-            **options,
+            activation=activation,
             rngs=nnx.Rngs(0),
         )
 

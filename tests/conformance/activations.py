@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from twell_jax import Rectifier
+
 THRESHOLD = 0.7  # no number of 16 bits
 CASES = {  # activation, whether there is a gate
     "relu2": ("relu2", True),
@@ -14,7 +16,8 @@ CASES = {  # activation, whether there is a gate
 
 def options(case):
     activation, _ = CASES[case]
-    return {"activation": activation, "threshold": THRESHOLD * (activation == "fatrelu")}
+    is_named = activation != "fatrelu"
+    return {"activation": activation if is_named else Rectifier(threshold=THRESHOLD)}
 
 
 def by_hand(case, x, w_gate, w_up, w_down, dy=None):

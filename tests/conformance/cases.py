@@ -34,8 +34,7 @@ TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
 
 def sparse(capacity=None):
     """The options of `sparse_ffn` for sparse gradients, in a room of this share of M x H."""
-    options = {"packing": "unions", "gradients": "sparse"}
-    return options if capacity is None else options | {"gradient_capacity": capacity}
+    return {"packing": "unions", "gradients": "sparse" if capacity is None else capacity}
 
 
 def by(algorithm, **options):

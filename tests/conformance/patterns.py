@@ -16,7 +16,7 @@ PATTERNS = {  # every how many tokens one fires nearly all, the threshold, the c
     "sparse": (0, 2.2, 1.0, Way.SPARSE),
     "some dense tokens": (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY),
     "the last tile does not fit": (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY),  # its tokens leave
-    "the lists do not fit": (100, 1.5, 0.7, Way.AGAIN),
+    "the lists do not fit": (100, 1.5, 0.7, Way.RECOMPUTE),
     "too many tokens leave": (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY),  # from some tile on they stay
     "zero but for one token": (1000, 8, 1.0, Way.SPARSE_AND_HEAVY),
     "dense": (1000, -8, 1.0, Way.DENSE),

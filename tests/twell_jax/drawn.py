@@ -6,7 +6,7 @@ from flax import nnx
 
 from tests import seeds
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import LiveWidth
+from twell_jax.ffn import Biases, LiveWidth
 from twell_jax.models import Transformer
 
 # A large init_scale, so that attention and positions matter to untrained logits.
@@ -36,3 +36,10 @@ def transformer(**settings) -> Transformer:
     for _, leaf in nnx.to_flat_state(nnx.state(model, LiveWidth)):
         leaf.set_value(jnp.asarray(rng.integers(1, config.d_ff, leaf.shape), leaf.dtype))
     return model
+
+
+def arguments(operands: dict) -> dict:
+    """Those of `sparse_ffn`, of operands by name among which "b_gate", "b_up", "b_down" may be."""
+    weights = {name: value for name, value in operands.items() if not name.startswith("b_")}
+    biases = Biases(*(operands.get(f"b_{name}") for name in Biases._fields))
+    return {"w_gate": None, **weights, "biases": biases}

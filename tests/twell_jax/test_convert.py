@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import seeds
 from tests.devices import make_mesh
-from twell_jax import SparseMLP, capture_stats
+from twell_jax import Rectifier, SparseMLP, capture_stats
 from twell_jax.convert import FORMS, replace_mlps
 
 D, H = 8, 48
@@ -104,7 +104,7 @@ def test_a_model_with_a_threshold_keeps_it():
     model = Model(MLP(activation=lambda z: jnp.where(z > 0.1, z, 0)))
     x = draw(3, D)
     before = call(model, x)
-    replace_mlps(model, activation="fatrelu", threshold=0.1)
+    replace_mlps(model, activation=Rectifier(threshold=0.1))
     np.testing.assert_allclose(call(model, x), before, rtol=1e-5, atol=1e-5)
 
 

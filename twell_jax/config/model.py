@@ -6,7 +6,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from twell_jax.config.section import Section
-from twell_jax.ffn import Activation, Gradients, Implementation, activations
+from twell_jax.ffn import Activation, Gradients, Implementation, Rectifier, activations
+from twell_jax.ffn.algorithms import Request
+
+# Those of `sparse_ffn`, and "fatrelu", whose threshold is a key of its own.
+ActivationName = Literal["relu", "relu2", "fatrelu", "drelu", "silu"]
 
 # The keys of `rope_scaling` that not every type uses, and the types that do.
 _ONLY_FOR = {
@@ -92,7 +96,7 @@ class ModelConfig(Section):
         None, gt=0, description="tokens that a token attends to, itself included; null: all before"
     )
     d_ff: int = Field(gt=0, description="hidden units (neurons) of a feed-forward block")
-    activation: Activation = Field(
+    activation: ActivationName = Field(
         "relu",
         description="relu; relu2, its square; fatrelu, zero up to a threshold; drelu, ReLU on both "
         "factors; or silu for the dense model to compare with, which no kernel serves",
@@ -158,15 +162,31 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.kv_heads: must divide heads={self.heads}, got {self.num_kv_heads}"
             )
-        problem = activations.problem(self.activation, self.activation_threshold, self.gated)
-        if problem:
+        if self.activation == "fatrelu" and not self.activation_threshold:
+            raise ValueError(
+                "model.activation: 'fatrelu' needs a threshold above 0, such as 0.01, got "
+                f"{self.activation_threshold!r}"
+            )
+        if self.activation != "fatrelu" and self.activation_threshold:
+            raise ValueError(
+                f"model.activation: {self.activation!r} has no threshold, which must then be 0, "
+                f"got {self.activation_threshold!r}"
+            )
+        if problem := activations.problem(self.ffn_activation, self.gated):
             raise ValueError(f"model.activation: {problem}")
-        if self.ffn_gradients == "sparse" and self.ffn_implementation == "xla":
+        if Request(self.ffn_implementation, gradients=self.ffn_gradients).contradiction:
             raise ValueError(
                 "model.ffn_gradients: xla computes dense gradients only, so with sparse "
                 "model.ffn_implementation must be mosaic or null"
             )
         return self
+
+    @property
+    def ffn_activation(self) -> Activation:
+        """The activation with its threshold, as `sparse_ffn` takes it."""
+        if self.activation == "fatrelu":
+            return Rectifier(threshold=self.activation_threshold)
+        return self.activation
 
     @property
     def head_dim(self) -> int:

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from twell_jax.config.model import ModelConfig
 from twell_jax.config.section import ConfigError, Section
-from twell_jax.ffn.dispatch import MANY_TOKENS
+from twell_jax.ffn.algorithms import Case, Request
+from twell_jax.ffn.dispatch import refused
 from twell_jax.ffn.stats import UNION_NEURONS, UNION_TOKENS
 
 _MOST = 2**31 - 1  # steps and counts of them are int32 on the devices
@@ -244,7 +245,8 @@ class Config(Section):
             raise ValueError(
                 f"mesh.fsdp: must divide model.d_model={self.model.d_model}, got {self.mesh.fsdp}"
             )
-        if self.sparse_gradients_every and self.model.ffn_implementation == "xla":
+        sparse = Request(self.model.ffn_implementation, gradients="sparse")
+        if self.sparse_gradients_every and sparse.contradiction:
             raise ValueError(
                 "sparse_gradients_every: xla computes dense gradients only, so "
                 "model.ffn_implementation must be mosaic or null, got xla"
@@ -295,12 +297,6 @@ class Config(Section):
                 f"union_target: is measured on {UNION_TOKENS} tokens, so micro_batch * "
                 f"model.context must be a multiple of them, got {tokens}"
             )
-        if self.model.ffn_implementation == "mosaic" and tokens < MANY_TOKENS:
-            raise ValueError(
-                f"union_target: kernels measure it from micro_batch * model.context="
-                f"{MANY_TOKENS} on, got {tokens}; write a larger micro_batch, or "
-                "model.ffn_implementation=null"
-            )
 
     def _check_skipping(self) -> None:
         if self.skip_dead_every == 1:
@@ -327,19 +323,29 @@ class Config(Section):
             )
 
     def _check_lasso(self) -> None:
-        always_sparse = self.model.ffn_gradients == "sparse"
-        if self.model.ffn_implementation == "mosaic" and not always_sparse:
-            raise ValueError(
-                "lasso_share: kernels compute the lasso with sparse gradients alone; write "
-                "model.ffn_implementation=null, or lasso_share=0"
-            )
-        if self.data.mask_documents and (always_sparse or self.sparse_gradients_every):
-            leave_out = "model.ffn_gradients=null" if always_sparse else "sparse_gradients_every=0"
-            raise ValueError(
-                "lasso_share: with data.mask_documents its windows end where documents do, for "
-                f"which kernels compute no lasso; write {leave_out}, data.mask_documents=false, or "
-                "lasso_share=0"
-            )
+        model, documents = self.model, self.data.mask_documents
+        # What steps ask of each block, and what not to ask for if it cannot be served.
+        always = "ffn_gradients" if model.ffn_gradients == "sparse" else "ffn_implementation"
+        asked = {
+            f"model.{always}=null": Request(model.ffn_implementation, None, model.ffn_gradients)
+        }
+        if self.sparse_gradients_every:
+            planned = Request(model.ffn_implementation, gradients="sparse")
+            asked["sparse_gradients_every=0"] = planned
+        case = Case(
+            tokens=self.micro_batch * model.context,
+            width=UNION_NEURONS,  # that of the model matters to blocks without a lasso, too
+            neurons=UNION_NEURONS,
+            gated=model.gated,
+            sequence=model.context,
+            documents=documents,
+            back_end="that of the machine that trains",
+        )
+        for leave_out, request in asked.items():
+            if why := refused(case, request):
+                sparse = documents and request.capacity is not None
+                or_ = ", data.mask_documents=false" if sparse else ""
+                raise ValueError(f"lasso_share: {why}; write {leave_out}{or_}, or lasso_share=0")
 
     @property
     def targets(self) -> dict[str, float]:

@@ -1,40 +1,33 @@
 """The activation functions of the feed-forward block."""
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Activation = Literal["relu", "relu2", "fatrelu", "drelu", "silu"]
+from pallas_kernels import rectifiers
+from pallas_kernels.rectifiers import Rectifier
+
+Name = Literal["relu", "relu2", "drelu", "silu"]
+Activation = Name | Rectifier
 
 
-def _fatrelu(z: jax.Array, threshold: float) -> jax.Array:
-    # In float32, so that the threshold is not rounded; as a NaN is below nothing, it stays. Without
-    # a barrier XLA may compare a product before it rounds it.
-    return jnp.where(lax.optimization_barrier(z).astype(jnp.float32) <= threshold, 0, z)
-
-
-# Each is a function of the pre-activation and the threshold, which fatrelu alone has.
-FUNCTIONS: dict[Activation, Callable[[jax.Array, float], jax.Array]] = {
-    "relu": lambda z, _: jax.nn.relu(z),
-    "relu2": lambda z, _: jnp.square(jax.nn.relu(z)),  # Primer, arXiv 2109.08668
-    "fatrelu": _fatrelu,  # z where it is above the threshold, else 0; ProSparse, arXiv 2402.13516
-    "drelu": lambda z, _: jax.nn.relu(z),  # of both factors; TurboSparse, arXiv 2406.05955
-    "silu": lambda z, _: jax.nn.silu(z),
-}
+def rectifier(activation: Activation) -> Rectifier | None:
+    """The rectifier that is meant; None for "silu", which is none."""
+    if isinstance(activation, Rectifier):
+        return activation
+    return rectifiers.rectifier(activation, 0.0)
 
 
 def hidden(
-    activation: Activation, threshold: float, gate: jax.Array | None, up: jax.Array
+    activation: Activation, gate: jax.Array | None, up: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The hidden activation of a block, and what its statistics count.
 
     Args:
-      activation: a key of `FUNCTIONS`.
-      threshold: of fatrelu, for the others 0.
+      activation: a name or a rectifier.
       gate: `[..., H]`, the product with `w_gate`; None if there is none.
       up: `[..., H]`, the product with `w_up`.
 
@@ -42,22 +35,36 @@ def hidden(
       h `[..., H]`, and the output of the activation function `[..., H]`: of the gate, if there is
       one. Its zeros are what kernels skip.
     """
-    function = FUNCTIONS[activation]
-    active = function(up if gate is None else gate, threshold)
+    act, activated = rectifier(activation), up if gate is None else gate
+    active = jax.nn.silu(activated) if act is None else _rectified(act, activated)
     if gate is None:
         return active, active
-    return active * (function(up, threshold) if activation == "drelu" else up), active
+    return active * (jax.nn.relu(up) if act is not None and act.both else up), active
 
 
-def problem(activation: Any, threshold: Any, gated: bool) -> str | None:
+def _rectified(act: Rectifier, z: jax.Array) -> jax.Array:
+    if act.threshold:
+        # In float32, so that the threshold is not rounded; as a NaN is below nothing, it stays.
+        # Without a barrier XLA may compare a product before it rounds it.
+        is_zero = lax.optimization_barrier(z).astype(jnp.float32) <= act.threshold
+        z = jnp.where(is_zero, 0, z)
+    else:
+        z = jax.nn.relu(z)
+    return jnp.square(z) if act.squared else z
+
+
+def problem(activation: Any, gated: bool) -> str | None:
     """Why there is no block with this activation, in words; None if there is one."""
-    if activation not in FUNCTIONS:
-        return f"must be one of {list(FUNCTIONS)}, got {activation!r}"
-    is_number = isinstance(threshold, int | float) and math.isfinite(threshold)
-    if activation == "fatrelu" and not (is_number and threshold > 0):
-        return f"'fatrelu' needs a threshold above 0, such as 0.01, got {threshold!r}"
-    if activation != "fatrelu" and threshold != 0:
-        return f"{activation!r} has no threshold, which must then be 0, got {threshold!r}"
-    if activation == "drelu" and not gated:
+    if isinstance(activation, Rectifier):
+        threshold = activation.threshold
+        is_number = isinstance(threshold, int | float) and math.isfinite(threshold)
+        if not is_number or threshold < 0:
+            return f"Rectifier needs a threshold of 0 or more, such as 0.01, got {threshold!r}"
+    elif activation == "fatrelu":
+        return "'fatrelu' has a threshold: write activation=Rectifier(threshold=0.01)"
+    elif activation not in get_args(Name):
+        return f"must be one of {[*get_args(Name)]} or a Rectifier, got {activation!r}"
+    act = rectifier(activation)
+    if act is not None and act.both and not gated:
         return "'drelu' needs a gate, as it is the ReLU of both factors; without one write 'relu'"
     return None

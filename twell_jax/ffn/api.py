@@ -13,45 +13,40 @@ tested against; `dispatch` chooses which one serves a call.
 import inspect
 import os
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_kernels.quantised import E4M3, Quantised
-from pallas_kernels.rectifiers import rectifier
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.weights import Weights
-from twell_jax.ffn import activations, dispatch, mosaic, partition, xla
+from twell_jax.ffn import activations, arguments, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
-from twell_jax.ffn.dispatch import Case, Gradients, Implementation, Packing, Request, Selection
+from twell_jax.ffn.algorithms import Case, Gradients, Implementation, Packing, Request
+from twell_jax.ffn.arguments import refuses_old_names
+from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
-from twell_jax.ffn.union_lasso import Cells
-from twell_jax.ffn.xla import Biases
+from twell_jax.ffn.union_lasso import WindowGrid
+from twell_jax.ffn.xla import NO_BIASES, Biases
 
 _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
+@refuses_old_names
 def sparse_ffn(
     x: ArrayLike,
     w_gate: ArrayLike | Quantised | None,
     w_up: ArrayLike | Quantised,
     w_down: ArrayLike | Quantised,
     *,
-    b_gate: ArrayLike | None = None,
-    b_up: ArrayLike | None = None,
-    b_down: ArrayLike | None = None,
+    biases: Biases | None = None,
     live: ArrayLike | None = None,
     activation: Activation = "relu",
-    threshold: float = 0.0,
     implementation: Implementation | None = None,
     packing: Packing | None = None,
-    gradients: Gradients | None = None,
-    expected_nnz: float | None = None,
-    gradient_capacity: float = 1.0,
+    gradients: Gradients | float | None = None,
     windows: Windows | None = None,
     residual: ArrayLike | None = None,
 ) -> tuple[jax.Array, FFNStats]:
@@ -68,35 +63,32 @@ def sparse_ffn(
         two is what the block means (`quantised.product`). The kernels for few
         tokens and unions compute it unless w_down is `Quantised`; else XLA does. There are no
         gradients for either.
-      b_gate, b_up, b_down: optional biases, `[H]`, `[H]` and `[D]`.
+      biases: `Biases(gate, up, down)`, `[H]`, `[H]` and `[D]`; any of them may be None.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
-        taken as never firing, and their weights get gradients of zero. The kernels for few tokens
+        taken as never active, and their weights get gradients of zero. The kernels for few tokens
         and unions then leave out the gates of these neurons, in whole tiles; for fewer than 1024
         tokens they serve only if they are asked for. A larger number on the device is like H, a
-        negative one like 0. None: any may fire.
-      activation: "relu"; "relu2", its square; "fatrelu", z where z is above the threshold, else 0;
-        "drelu", ReLU on both factors; or "silu" for the dense twin, which no kernel serves. The
-        default takes kernels for "relu" alone.
-      threshold: of "fatrelu", above 0.
+        negative one like 0. None: any may be active.
+      activation: "relu"; "relu2", its square; "drelu", ReLU on both factors; a `Rectifier`, such as
+        Rectifier(threshold=0.01), z where z is above 0.01, else 0 (FATReLU); or "silu" for the
+        dense twin, which no kernel serves.
       implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
         None takes the kernels where they are known to be faster; `explain` says why.
       packing: the packed format of the gate, "twell" or "unions"; it matters for more than 64
         tokens. None takes unions from 1024 tokens on, and dense kernels for fewer.
-      gradients: "sparse" computes the backward on the unions of the forward, for more than 64
-        tokens; "dense" and None compute it by XLA. Only the dense implementation supports
-        forward-mode differentiation.
-      expected_nnz: mean non-zeros per token, from 0 to H, if the caller has measured them (see
-        `FFNStats.nnz`). They decide whether kernels serve few tokens and blocks without a gate.
-      gradient_capacity: the memory for sparse gradients, above 0 and at most 1, as a fraction of
-        what the largest pattern takes. 1 holds any pattern, if x is finite. Less suffices if
-        neither `FFNStats.union` nor `FFNStats.listed` is larger, on any device. Otherwise the
-        gradients are computed densely: they are exact, but take longer than gradients without
-        kernels (docs/performance.md), and `FFNStats.overflow` is 1.
-        `twell_jax.ffn.RESIDUALS` names what the forward keeps, for policies of `jax.checkpoint`.
+      gradients: "dense" and None compute the backward by XLA, "sparse" on the unions of the
+        forward, for more than 64 tokens. A number above 0 and at most 1 is sparse with so much
+        memory, as a fraction of what the largest pattern takes: the capacity. "sparse" is 1, which
+        holds any pattern, if x is finite. Less suffices if neither `FFNStats.union` nor
+        `FFNStats.listed` is larger, on any device. Otherwise the gradients are computed densely:
+        they are exact, but take longer than gradients without kernels (docs/performance.md), and
+        `FFNStats.overflow` is 1. `twell_jax.ffn.RESIDUALS` names what the forward keeps, for
+        policies of `jax.checkpoint`. Only the dense implementation supports forward-mode
+        differentiation.
       windows: `twell_jax.ffn.Windows` of consecutive tokens, for which `FFNStats.lasso` is wanted;
         `[T]` or `[..., T]` are the leading axes of x. Dense XLA computes it; kernels do with
-        gradients="sparse", unless there are documents.
+        sparse gradients, unless there are documents.
       residual: `[..., D]` in the dtype of x, to which the rounded y is added. Kernels of unions do
         it where they write y, if there are no gradients and the neurons are on one device; else it
         is as if the caller did.
@@ -115,6 +107,7 @@ def sparse_ffn(
         kernels round g and y, with unions also h.
 
     Raises:
+      TypeError: an argument has the name of an earlier version; the message says the new one.
       ValueError: shapes or dtypes do not agree, or an argument is out of its range.
       CannotServe: the implementation, packing or gradients asked for cannot serve this call; the
         message says why.
@@ -125,17 +118,13 @@ def sparse_ffn(
       >>> y.shape, int(stats.max_nnz)
       ((4, 8), 32)
     """
-    request = _request(implementation, packing, gradients)
-    x = jnp.asarray(x)
-    weights = Weights(*map(_array, (w_gate, w_up, w_down)))
-    biases = Biases(*map(_array, (b_gate, b_up, b_down)))
-    residual = _array(residual)
-    _check_operands(x, weights, biases, residual)
-    check_live(live, len(weights.down))
+    call: _Call = _checked(
+        x, w_gate, w_up, w_down, biases, live, activation, implementation, packing, gradients,
+        windows, residual,
+    )  # fmt: skip
+    request, weights = call.request, call.weights
     if live is not None:
         weights = replace(weights, live=jnp.asarray(live, jnp.int32)[None])
-    check_activation(activation, threshold, weights.gate is not None)
-    check_options(len(weights.down), expected_nnz, gradient_capacity)
 
     def serve(
         tokens: tuple[jax.Array, jax.Array | None],
@@ -144,39 +133,30 @@ def sparse_ffn(
         windows: Windows | None,
     ) -> tuple[jax.Array, FFNStats]:
         x, residual = tokens
-        selection = _select(x, weights, biases, activation, expected_nnz, request, windows)
-        algorithm = selection.rule.algorithm
+        algorithm = _select(call).rule.algorithm
         if algorithm == "dense":
             return xla.ffn(
-                x,
-                weights,
-                biases,
-                activation=activation,
-                threshold=threshold,
-                windows=windows,
-                residual=residual,
+                x, weights, biases, activation=activation, windows=windows, residual=residual
             )
-        kernels, why = dispatch.back_end(weights.down)
-        assert kernels is not None, why  # the rule would have been excluded
+        kernels, why = dispatch.back_end(_like_down(call))
+        act = activations.rectifier(activation)
+        assert kernels is not None and act is not None, why  # the rule would have been excluded
         rows, residual_rows = (a if a is None else a.reshape(-1, a.shape[-1]) for a in tokens)
-        if algorithm == "unions" and gradients == "sparse":
-            act = rectifier(activation, threshold)
-            cells = windows and Cells(x.shape[-2], windows.length)
-            compute = mosaic.sparse_gradients(kernels, act, gradient_capacity, cells)
+        if algorithm == "unions" and request.capacity is not None:
+            grid = windows and WindowGrid(x.shape[-2], windows.length)
+            compute = mosaic.sparse_gradients(kernels, act, request.capacity, grid)
             offset = () if windows is None else (windows.offset,)
-            y, stats = compute(rows, weights, *offset)
-            y = xla.add(residual_rows, y)
+            y, stats = compute(rows, weights, residual_rows, *offset)
         else:
             few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
-            compute = mosaic.dense_gradients(
-                kernels, activation, threshold, algorithm, few_under_vmap
-            )
+            compute = mosaic.dense_gradients(kernels, act, algorithm, few_under_vmap)
             y, stats = compute(rows, weights, residual_rows)
         return y.reshape(x.shape), stats
 
-    return partition.left_to_xla(serve, (x, residual), weights, biases, windows)
+    return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
 
 
+@refuses_old_names
 def explain(*operands: Any, **options: Any) -> str:
     """Says which rule serves a call of `sparse_ffn`, and why the rules before it do not.
 
@@ -190,74 +170,43 @@ def explain(*operands: Any, **options: Any) -> str:
     Example:
       >>> x, w = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (100, 512))
       >>> print(explain(x, w, w, w, implementation="xla").splitlines()[0])
-      100 tokens on a device, 512 neurons, gated, expected_nnz unknown:
+      100 tokens on a device, 512 neurons, gated:
     """
-    call = inspect.signature(sparse_ffn).bind(*operands, **options)
-    call.apply_defaults()
-    given = call.arguments
-    x, activation, expected_nnz = given["x"], given["activation"], given["expected_nnz"]
-    weights = Weights(*(given[name] for name in ("w_gate", "w_up", "w_down", "live")))
-    biases = Biases(*(given[name] for name in ("b_gate", "b_up", "b_down")))
-    request = _request(*(given[name] for name in ("implementation", "packing", "gradients")))
-    _check_operands(x, weights, biases, given["residual"])
-    check_live(weights.live, len(weights.down))
-    check_activation(activation, given["threshold"], weights.gate is not None)
-    check_options(len(weights.down), expected_nnz, given["gradient_capacity"])
-    windows = given["windows"]
-    return str(_select(x, weights, biases, activation, expected_nnz, request, windows))
+    given = inspect.signature(sparse_ffn).bind(*operands, **options)
+    given.apply_defaults()
+    call: _Call = _checked(**given.arguments)
+    partition.check_shardings(call.weights, call.biases, call.windows)
+    return str(_select(call))
 
 
-def check_words(
-    implementation: Any, packing: Any, gradients: Any, named_by: str = "implementation"
-) -> None:
-    """Raises ValueError if one of the words is unknown; `named_by` named the implementation."""
-    for argument, value, choices in (
-        (named_by, implementation, Implementation),
-        ("packing", packing, Packing),
-        ("gradients", gradients, Gradients),
-    ):
-        if value is not None and value not in get_args(choices):
-            names = ", ".join(map(repr, get_args(choices)))
-            raise ValueError(f"{argument} must be {names} or None, got {value!r}")
+class _Call(NamedTuple):
+    """The arguments of `sparse_ffn`, checked; `weights.live` is as it was given."""
+
+    x: jax.Array
+    weights: Weights
+    biases: Biases
+    residual: jax.Array | None
+    activation: Activation
+    windows: Windows | None
+    request: Request
 
 
-def check_activation(activation: Any, threshold: Any, gated: bool) -> None:
-    """Raises ValueError if there is no block with this activation."""
-    if problem := activations.problem(activation, threshold, gated):
-        raise ValueError(f"activation {problem}")
-
-
-def check_options(h: int, expected_nnz: float | None, gradient_capacity: float) -> None:
-    """Raises ValueError if one of these cannot be had for H neurons."""
-    if expected_nnz is not None and not 0 <= expected_nnz <= h:
-        raise ValueError(f"expected_nnz must be from 0 to {h}, got {expected_nnz}")
-    if not 0 < gradient_capacity <= 1:
+def _checked(
+    x, w_gate, w_up, w_down, biases, live, activation, implementation, packing, gradients,
+    windows, residual,
+):  # fmt: skip
+    request = _request(implementation, packing, gradients)
+    x, residual = _array(x), _array(residual)
+    weights = Weights(_array(w_gate), _array(w_up), _array(w_down), live)
+    if not isinstance(biases, Biases | None):
         raise ValueError(
-            f"gradient_capacity must be above 0 and at most 1, got {gradient_capacity}"
+            f"biases must be Biases(gate, up, down) or None, got {type(biases).__name__}"
         )
-
-
-def check_live(live: Any, h: int) -> None:
-    """Raises ValueError if `live` is no number of live neurons among H; one on the device is not
-    read."""
-    if live is None:
-        return
-    number = live if hasattr(live, "shape") else np.asarray(live)
-    if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise ValueError(f"live must be one integer, got {number.dtype} {list(number.shape)}")
-    if isinstance(live, int | np.integer | np.ndarray) and not 0 <= live <= h:
-        raise ValueError(f"live must be from 0 to {h}, got {live}")
-
-
-def check_dtype(name: str, dtype: Any) -> None:
-    """Raises ValueError unless the block can be computed in `dtype`; `name` is what has it."""
-    try:
-        is_known = jnp.dtype(dtype) in _DTYPES
-    except TypeError:
-        is_known = False
-    if not is_known:
-        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
-        raise ValueError(f"{name} must be one of {names}, got {dtype}")
+    biases = Biases(*map(_array, biases or NO_BIASES))
+    arguments.check_operands(x, weights, biases, residual)
+    arguments.check_live(live, len(weights.down))
+    arguments.check_activation(activation, weights.gate is not None)
+    return _Call(x, weights, biases, residual, activation, windows, request)
 
 
 def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
@@ -269,101 +218,41 @@ def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
     named_by = "implementation"
     if implementation is None and _VARIABLE in os.environ:
         named_by, implementation = _VARIABLE, os.environ[_VARIABLE]
-    check_words(implementation, packing, gradients, named_by)
+    arguments.check_words(implementation, packing, named_by)
+    arguments.check_gradients(gradients)
     return Request(implementation, packing, gradients, named_by)
 
 
 def _array(operand: Any) -> Any:
-    return operand if operand is None or isinstance(operand, Quantised) else jnp.asarray(operand)
+    """As an array, or its shape and dtype, if only these are given."""
+    if operand is None or isinstance(operand, Quantised | jax.ShapeDtypeStruct):
+        return operand
+    return jnp.asarray(operand)
 
 
-def _select(
-    x: jax.Array,
-    weights: Weights,
-    biases: Biases,
-    activation: Activation,
-    expected_nnz: float | None,
-    request: Request,
-    windows: Windows | None,
-) -> Selection:
-    """The rule for these operands."""
-    kernels, unsupported = dispatch.back_end(weights.down)
-    tokens, neurons = x.size // x.shape[-1], len(weights.down)
-    is_quantised = any(isinstance(w, Quantised) for w in weights.inner)
-    if rectifier(activation, 0.0) is None:
-        unsupported = f"the activation must be zero for most neurons, got {activation}"
-    elif any(b is not None for b in biases):
-        unsupported = "the kernels add no biases"
-    elif isinstance(weights.down, Quantised):
-        unsupported = "the kernels take no Quantised w_down"
-    elif is_quantised and x.shape[-1] % 128:
-        unsupported = "the kernels take Quantised weights only with D a multiple of 128"
-    elif windows is not None and windows.documents is not None:
-        unsupported = "the kernels compute no lasso over windows of documents"
-    here = max(1, tokens // partition.devices()[0])  # where they do not divide, XLA pads
-    if windows is not None and here % x.shape[-2]:
-        unsupported = unsupported or "a device would have parts of the windows of a sequence"
+def _select(call: _Call) -> Selection:
+    """The rule for a call, where the current mesh is the one that kernels would see."""
+    x, weights, windows = call.x, call.weights, call.windows
+    kernels, no_back_end = dispatch.back_end(_like_down(call))
+    named = {"gate": weights.gate, "up": weights.up, "down": weights.down}
     case = Case(
-        tokens=here,
-        neurons=neurons,
+        tokens=x.size // x.shape[-1],
+        width=x.shape[-1],
+        neurons=len(weights.down),
         gated=weights.gate is not None,
-        back_end=kernels and kernels.name,
-        expected_nnz=expected_nnz,
-        unsupported=unsupported or partition.unsupported(tokens, neurons),
-        has_live=weights.live is not None,
-        lasso=windows is not None,
-        quantised=is_quantised,
+        activation=call.activation,
+        biases=any(b is not None for b in call.biases),
+        quantised=tuple(name for name, w in named.items() if isinstance(w, Quantised)),
+        live=weights.live is not None,
+        sequence=None if windows is None else x.shape[-2],
+        documents=windows is not None and windows.documents is not None,
+        devices=partition.devices(),
+        back_end=None if kernels is None else kernels.name,
+        no_back_end=no_back_end,
     )
-    return dispatch.select(case, request)
+    return dispatch.select(case, call.request)
 
 
-def _check_operands(x, weights, biases, residual):
-    check_dtype("x", x.dtype)
-    if x.ndim < 1 or 0 in x.shape:
-        raise ValueError(f"x must be [..., D] with at least one token, got {list(x.shape)}")
-    if weights.gate is None and biases.gate is not None:
-        raise ValueError("b_gate was given, but the block has no w_gate")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"residual must be as x, {x.dtype} {list(x.shape)}, got {residual.dtype} "
-            f"{list(residual.shape)}; leave it out and add y to it"
-        )
-    for name, w in (("w_up", weights.up), ("w_down", weights.down)):
-        if w is None:
-            raise ValueError(f"{name} is required, got None")
-    d, w_down = x.shape[-1], weights.down
-    if w_down.ndim != 2 or w_down.shape[1] != d:
-        raise ValueError(
-            f"w_down must be [H, {d}] (neuron-major: D={d} by x), got {list(w_down.shape)}"
-        )
-    h = w_down.shape[0]
-    for name, array, shape in (
-        ("w_gate", weights.gate, (h, d)),
-        ("w_up", weights.up, (h, d)),
-        ("w_down", weights.down, (h, d)),
-        ("b_gate", biases.gate, (h,)),
-        ("b_up", biases.up, (h,)),
-        ("b_down", biases.down, (d,)),
-    ):
-        if array is None:
-            continue
-        if array.shape != shape:
-            raise ValueError(
-                f"{name} must be {list(shape)} (neuron-major: H={h} by w_down, D={d} by x), "
-                f"got {list(array.shape)}"
-            )
-        if isinstance(array, Quantised):
-            _check_quantised(name, array)
-        elif array.dtype != x.dtype:
-            raise ValueError(f"{name} must have the dtype of x, {x.dtype}, got {array.dtype}")
-
-
-def _check_quantised(name: str, w: Quantised) -> None:
-    scales = (1, w.shape[1]) if name == "w_down" else (w.shape[0], 1)
-    if w.dtype != E4M3 or w.scale.shape != scales or w.scale.dtype != jnp.float32:
-        axis = ", axis=-2" if name == "w_down" else ""
-        raise ValueError(
-            f"{name} must have float8_e4m3fn values and float32 scales {list(scales)}, as "
-            f"quantise({name}{axis}) makes them, got {w.dtype}, and {w.scale.dtype} "
-            f"{list(w.scale.shape)}"
-        )
+def _like_down(call: _Call) -> jax.ShapeDtypeStruct:
+    """The shape of w_down in the dtype of x, also where it is `Quantised`."""
+    return jax.ShapeDtypeStruct(call.weights.down.shape, call.x.dtype)

@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights, only_live
-from twell_jax.ffn.union_lasso import Grid, Slopes, sums_of_tokens
+from twell_jax.ffn.union_lasso import Slopes, TokenWindows, sums_of_tokens
 
 _PARTS = 8  # what starts from the operands takes this part of the tokens at a time
 
@@ -48,16 +48,16 @@ def of_operands(
     return dx.reshape(-1, d)[:m], Weights.of(inner, down)
 
 
-def window_sums(act: Rectifier, x: jax.Array, weights: Weights, grid: Grid) -> jax.Array:
+def window_sums(act: Rectifier, x: jax.Array, weights: Weights, windows: TokenWindows) -> jax.Array:
     """The sums of squares of h over windows, float32 `[W, H]`, from the operands alone."""
-    parts, count = _in_parts(x), len(grid.sizes)
+    parts, count = _in_parts(x), len(windows.sizes)
     padding = -len(x) % _PARTS
-    windows = jnp.pad(grid.of_token, (0, padding), constant_values=count).reshape(_PARTS, -1)
+    window = jnp.pad(windows.of_token, (0, padding), constant_values=count).reshape(_PARTS, -1)
     sums = jnp.zeros((count, len(weights.down)), jnp.float32)
     for i in range(_PARTS):
         parts, sums = lax.optimization_barrier((parts, sums))
         h = hidden(act, parts[i], weights)[-1].astype(x.dtype)
-        sums += sums_of_tokens(h, windows[i], count)
+        sums += sums_of_tokens(h, window[i], count)
     return sums
 
 
@@ -72,7 +72,7 @@ def hidden(act: Rectifier, x: jax.Array, weights: Weights) -> list[jax.Array]:
     Args: as of `unions.backward`, for any of the tokens.
     """
     # Without barriers XLA may leave out a product's rounding, and a gate next to the threshold
-    # would not open as it did in the forward. It may also copy all weights into one.
+    # would not be active as in the forward. It may also copy all weights into one.
     products: list[jax.Array] = []
     for w in weights.inner:
         x, products = lax.optimization_barrier((x, [*products, jnp.dot(x, w.T)]))

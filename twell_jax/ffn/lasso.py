@@ -1,4 +1,4 @@
-"""The tile lasso: a penalty that is low if neurons fire for whole windows of tokens or not at all.
+"""The tile lasso, which is low if neurons are active for whole windows of tokens or not at all.
 
 A group lasso (Yuan and Lin 2006) on the activations of one neuron for the tokens of a window,
 `sum_n sqrt(sum_t h_tn^2)`. L1 makes single activations zero, whoever the neighbours are; the time
@@ -15,11 +15,12 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Windows:
-    """Windows of consecutive tokens: the cells of a grid, cut where a document ends.
+    """Windows of consecutive tokens: those of a regular grid, cut where a document ends.
 
     Attributes:
-      offset: int32 [], from 0 to length - 1: how many tokens of the first cell lie before the first
-        token. Drawn anew for every step, it keeps a model from learning where the grid lies.
+      offset: int32 [], from 0 to length - 1: how many tokens of the grid's first window lie before
+        the first token. Drawn anew for every step, it keeps a model from learning where the grid
+        lies.
       documents: int32 `[..., T]`, a number for the document of each token, negative for padding,
         which belongs to no window. None: every sequence is one document, without padding.
       length: tokens of a whole window.
@@ -48,23 +49,23 @@ def tile_lasso(h: jax.Array, windows: Windows) -> jax.Array:
     """
     *leading, tokens, _ = h.shape
     axis, length = len(leading), windows.length
-    cells = -(-(tokens + length - 1) // length)  # enough for every offset
+    count = -(-(tokens + length - 1) // length)  # enough for every offset
 
-    def in_cells(a: jax.Array, fill: int) -> jax.Array:
-        """`[..., T, *]` as `[..., cells, length, *]`."""
-        shape = (*leading, cells * length, *a.shape[axis + 1 :])
+    def in_grid(a: jax.Array, fill: int) -> jax.Array:
+        """`[..., T, *]` as `[..., windows of the grid, length, *]`."""
+        shape = (*leading, count * length, *a.shape[axis + 1 :])
         placed = lax.dynamic_update_slice_in_dim(
             jnp.full(shape, fill, a.dtype), a, windows.offset, axis
         )
-        return placed.reshape(*leading, cells, length, *a.shape[axis + 1 :])
+        return placed.reshape(*leading, count, length, *a.shape[axis + 1 :])
 
-    squares = in_cells(jnp.square(h.astype(jnp.float32)), 0)
+    squares = in_grid(jnp.square(h.astype(jnp.float32)), 0)
     documents = windows.documents
     if documents is None:
-        is_token = in_cells(jnp.ones((*leading, tokens), jnp.int32), 0)
+        is_token = in_grid(jnp.ones((*leading, tokens), jnp.int32), 0)
         member = is_token[..., None, :]
-    else:  # the part of a cell that each token lies in; a cell has at most `length`
-        found = in_cells(documents, -1)
+    else:  # the part of a grid's window that each token lies in; it has at most `length`
+        found = in_grid(documents, -1)
         changes = found[..., 1:] != found[..., :-1]
         part = jnp.cumsum(jnp.pad(changes, (*(axis + 1) * [(0, 0)], (1, 0))), axis=-1)
         member = (part[..., None, :] == jnp.arange(length)[:, None]) & (found >= 0)[..., None, :]
@@ -81,6 +82,6 @@ def of_sums(sums: jax.Array, sizes: jax.Array) -> jax.Array:
       sums: float32 `[..., W, H]`, each neuron's sum of squares over each window.
       sizes: float32 `[..., W]`, the tokens of each window.
     """
-    fires = sums > 0
-    norms = jnp.where(fires, jnp.sqrt(jnp.where(fires, sums, 1.0)), 0.0)
+    is_active = sums > 0
+    norms = jnp.where(is_active, jnp.sqrt(jnp.where(is_active, sums, 1.0)), 0.0)
     return jnp.sum(jnp.sqrt(sizes)[..., None] * norms)

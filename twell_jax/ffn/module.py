@@ -9,13 +9,15 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.quantised import Quantised
-from twell_jax.ffn import api
+from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
 from twell_jax.ffn.api import sparse_ffn
+from twell_jax.ffn.arguments import refuses_old_names
 from twell_jax.ffn.capture import SownStats
-from twell_jax.ffn.dispatch import Gradients, Implementation, Packing
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats, no_stats
+from twell_jax.ffn.xla import Biases
 
 
 class LiveWidth(nnx.Variable):
@@ -50,26 +52,29 @@ class SparseMLP(nnx.Module):
       d_model: width of the input and output, D.
       d_ff: hidden units, H.
       gated: whether there is a gate projection.
-      activation, threshold: see `sparse_ffn`; the formulas above are those of "relu".
+      activation: see `sparse_ffn`; the formulas above are those of "relu".
       use_bias: adds `b_gate` (if gated) and `b_up` `[H]`, and `b_down` `[D]`.
       dtype: dtype of the computation: bfloat16, float16 or float32. None takes that of the input,
         and where the input is integers, that of the parameters.
       param_dtype: dtype of the parameters, a floating-point one.
       up_init: initialiser of `w_gate` and `w_up`, for the shape `[H, D]`.
       down_init: initialiser of `w_down`, for the shape `[H, D]`.
-      implementation, packing, gradients, expected_nnz, gradient_capacity: see `sparse_ffn`.
-      live: number of live neurons, from 0 to H: those from this number on never fire (see
+      implementation, packing, gradients: see `sparse_ffn`.
+      live: number of live neurons, from 0 to H: those from this number on are never active (see
         `sparse_ffn`). It is held as the variable `live`, a `LiveWidth`, beside the weights, so that
-        it can be changed, and layers in a scan have their own. None: no variable, any may fire.
+        it can be changed, and layers in a scan have their own. None: no variable, any may be
+        active.
       keep_stats: hold the `FFNStats` of the last call as the variable `stats`, a `SownStats`. For
         `nnx.bridge.to_linen`, which knows no `nnx.capture`: `Module.apply` returns them if
         "SownStats" is mutable, and `collect_stats` takes them.
       rngs: source of the initial weights.
 
     Raises:
+      TypeError: an argument has the name of an earlier version; the message says the new one.
       ValueError: an argument is none of these.
     """
 
+    @refuses_old_names
     def __init__(
         self,
         d_model: int,
@@ -77,7 +82,6 @@ class SparseMLP(nnx.Module):
         *,
         gated: bool = True,
         activation: Activation = "relu",
-        threshold: float = 0.0,
         use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -85,21 +89,19 @@ class SparseMLP(nnx.Module):
         down_init: nnx.Initializer = _FROM_D_FF,
         implementation: Implementation | None = None,
         packing: Packing | None = None,
-        gradients: Gradients | None = None,
-        expected_nnz: float | None = None,
-        gradient_capacity: float = 1.0,
+        gradients: Gradients | float | None = None,
         live: int | None = None,
         keep_stats: bool = False,
         rngs: nnx.Rngs,
     ):
         _check_size("d_model", d_model)
         _check_size("d_ff", d_ff)
-        api.check_words(implementation, packing, gradients)
-        api.check_activation(activation, threshold, gated)
-        api.check_options(d_ff, expected_nnz, gradient_capacity)
-        api.check_live(live, d_ff)
+        arguments.check_words(implementation, packing)
+        arguments.check_gradients(gradients)
+        arguments.check_activation(activation, gated)
+        arguments.check_live(live, d_ff)
         if dtype is not None:
-            api.check_dtype("dtype", dtype)
+            arguments.check_dtype("dtype", dtype)
         if not _is_floating(param_dtype):
             raise ValueError(f"param_dtype must be a floating-point dtype, got {param_dtype}")
 
@@ -119,13 +121,10 @@ class SparseMLP(nnx.Module):
         # There from the start, because a scan over layers may not add variables to them.
         self.stats = SownStats(no_stats(d_ff)) if keep_stats else nnx.data(None)
         self.activation = activation
-        self.threshold = threshold
         self.dtype = dtype
         self.implementation = implementation
         self.packing = packing
         self.gradients = gradients
-        self.expected_nnz = expected_nnz
-        self.gradient_capacity = gradient_capacity
 
     @overload
     def __call__(
@@ -133,8 +132,7 @@ class SparseMLP(nnx.Module):
         x: ArrayLike,
         *,
         return_stats: Literal[False] = ...,
-        gradients: Gradients | None = ...,
-        gradient_capacity: float | None = ...,
+        gradients: Gradients | float | None = ...,
         windows: Windows | None = ...,
         residual: ArrayLike | None = ...,
     ) -> jax.Array: ...
@@ -145,8 +143,7 @@ class SparseMLP(nnx.Module):
         x: ArrayLike,
         *,
         return_stats: Literal[True],
-        gradients: Gradients | None = ...,
-        gradient_capacity: float | None = ...,
+        gradients: Gradients | float | None = ...,
         windows: Windows | None = ...,
         residual: ArrayLike | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
@@ -156,8 +153,7 @@ class SparseMLP(nnx.Module):
         x: ArrayLike,
         *,
         return_stats: bool = False,
-        gradients: Gradients | None = None,
-        gradient_capacity: float | None = None,
+        gradients: Gradients | float | None = None,
         windows: Windows | None = None,
         residual: ArrayLike | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
@@ -166,7 +162,7 @@ class SparseMLP(nnx.Module):
         Args:
           x: `[..., D]`, anything that `jnp.asarray` takes.
           return_stats: return the statistics, too.
-          gradients, gradient_capacity: override those of the module; None does not.
+          gradients: override those of the module; None does not.
           windows: those of `FFNStats.lasso`, if it is wanted; see `sparse_ffn`.
           residual: `[..., D]` in the dtype of the computation, to which y is added; see
             `sparse_ffn`.
@@ -190,19 +186,12 @@ class SparseMLP(nnx.Module):
             cast(self.w_gate),
             cast(self.w_up),
             cast(self.w_down),
-            b_gate=cast(self.b_gate),
-            b_up=cast(self.b_up),
-            b_down=cast(self.b_down),
+            biases=Biases(cast(self.b_gate), cast(self.b_up), cast(self.b_down)),
             live=None if self.live is None else self.live[...],
             activation=self.activation,
-            threshold=self.threshold,
             implementation=self.implementation,
             packing=self.packing,
-            gradients=gradients or self.gradients,
-            expected_nnz=self.expected_nnz,
-            gradient_capacity=(
-                self.gradient_capacity if gradient_capacity is None else gradient_capacity
-            ),
+            gradients=self.gradients if gradients is None else gradients,
             windows=windows,
             residual=residual,
         )

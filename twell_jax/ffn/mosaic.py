@@ -18,24 +18,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.kernels import Kernels
-from pallas_kernels.rectifiers import Rectifier, rectifier
+from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
-from twell_jax.ffn import dense_block, few_tokens, partition, twell, unions, xla
-from twell_jax.ffn.activations import Activation
+from twell_jax.ffn import forwards, partition, unions, xla
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
-from twell_jax.ffn.union_lasso import Cells, Grid
+from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid
 
 RESIDUALS = "sparse_ffn"  # the residuals' name, for policies of `jax.checkpoint`
 
 FORWARD = {
-    "few_tokens": few_tokens.forward,
-    "dense_block": dense_block.forward,
-    "twell": twell.forward,
+    "few_tokens": forwards.few_tokens,
+    "dense_block": forwards.dense_block,
+    "twell": forwards.twell,
     "unions": unions.forward,
 }
 _ADDING = ("unions",)  # those of them that add y to a residual themselves
 
+# `f(x, weights, residual, *offset) -> y, stats` for `x: [M, D]`; y is added to `residual: [M, D]`,
+# unless that is None.
 type Block = Callable[..., tuple[jax.Array, FFNStats]]
 
 _SHARES = {
@@ -54,29 +55,21 @@ _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 @functools.cache
 def dense_gradients(
-    kernels: Kernels,
-    activation: Activation,
-    threshold: float,
-    algorithm: str,
-    few_under_vmap: int | None,
+    kernels: Kernels, act: Rectifier, algorithm: str, few_under_vmap: int | None
 ) -> Block:
-    """`f(x, weights, residual) -> y, stats` for `x: [M, D]`, with the gradients of `xla.ffn`.
-
-    y is added to `residual: [M, D]`, unless that is None.
+    """The block by an algorithm of these kernels, with the gradients of `xla.ffn`.
 
     Args:
       kernels: the back end.
-      activation, threshold: of a rectifier.
+      act: the activation.
       algorithm: a key of `FORWARD`.
       few_under_vmap: None if the caller asks for kernels. Otherwise XLA computes on platforms other
         than CUDA, and under `vmap` the calls of fewer tokens than this.
     """
-    act = rectifier(activation, threshold)
-    assert act is not None, activation  # the rule would have been excluded
     by_kernels = _forward(kernels, act, algorithm)
 
     def dense(x, weights, residual):
-        return xla.ffn(x, weights, activation=activation, threshold=threshold, residual=residual)
+        return xla.ffn(x, weights, activation=act, residual=residual)
 
     if few_under_vmap is None:
         compute = by_kernels
@@ -96,19 +89,19 @@ def dense_gradients(
 
 @functools.cache
 def sparse_gradients(
-    kernels: Kernels, act: Rectifier, capacity: float, cells: Cells | None = None
+    kernels: Kernels, act: Rectifier, capacity: float, grid: WindowGrid | None = None
 ) -> Block:
-    """`f(x, weights) -> y, stats` on unions for `x: [M, D]`, with sparse gradients.
+    """The block on unions, with sparse gradients; forward-mode differentiation is not supported.
 
-    If the pattern exceeds `capacity`, or is crowded (`unions.is_crowded`), the gradients are
-    computed densely. Forward-mode differentiation is not supported.
+    If the pattern exceeds `capacity`, or if dense products are faster (`unions.dense_is_faster`),
+    the gradients are computed densely.
 
-    With cells, it is `f(x, weights, offset)`, and the statistics have the lasso over the windows
-    with this offset, int32 []. Each device must have whole sequences.
+    With a grid, the block takes its offset, int32 [], and the statistics have the lasso over its
+    windows. Each device must have whole sequences.
     """
-    the_same = () if cells is None else (Share.MEAN,)  # offset and gradient, on all devices
+    the_same = () if grid is None else (Share.MEAN,)  # offset and gradient, on all devices
     forward_on_device = _on_devices(
-        functools.partial(_forward_for_gradients, kernels, act, capacity, cells),
+        functools.partial(_forward_for_gradients, kernels, act, capacity, grid),
         (*_OPERANDS, *the_same),
         (_OUTPUT, Share.MEAN, Share.OWN),
     )
@@ -134,11 +127,16 @@ def sparse_gradients(
     without_gradients = _forward(kernels, act, "unions")
     compute = jax.custom_vjp(
         (lambda x, weights: without_gradients(x, weights, None))
-        if cells is None
+        if grid is None
         else lambda *operands: forward(*operands)[0]
     )
     compute.defvjp(forward, backward)
-    return compute
+
+    def with_residual(x, weights, residual, *offset):
+        y, stats = compute(x, weights, *offset)
+        return xla.add(residual, y), stats
+
+    return with_residual
 
 
 def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
@@ -147,8 +145,9 @@ def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
     adding = _on_devices(forward, (*_OPERANDS, Share.TOKENS), _OUTPUT)
 
     def with_stats(x, weights, residual):
-        _, parts = partition.devices()  # each of which would add the residual
-        if residual is not None and algorithm in _ADDING and parts == 1:
+        # Each part of the neurons would add the residual.
+        adds = algorithm in _ADDING and partition.devices().neurons == 1
+        if residual is not None and adds:
             return adding(x, _by_device(weights), residual).with_stats()
         y, stats = alone(x, _by_device(weights)).with_stats()
         return xla.add(residual, y), stats
@@ -158,16 +157,15 @@ def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
 
 def _by_device(weights: Weights) -> Weights:
     """The weights with a number of live neurons for each device that the neurons are split over."""
-    _, devices = partition.devices()
-    return weights.live_in_parts(devices)
+    return weights.live_in_parts(partition.devices().neurons)
 
 
-def _forward_for_gradients(kernels, act, capacity, cells, x, weights, *offset):
-    grid = Grid.of(cells, *offset, len(x)) if offset else None
+def _forward_for_gradients(kernels, act, capacity, grid, x, weights, *offset):
+    windows = TokenWindows.of(grid, *offset, len(x)) if offset else None
     output, residuals = unions.forward_with_residuals(
-        kernels, act, x, weights, grid, capacity=capacity
+        kernels, act, x, weights, windows, capacity=capacity
     )
-    overflow = residuals.way[0] == unions.Way.AGAIN
+    overflow = residuals.way[0] == unions.Way.RECOMPUTE
     return output, overflow.astype(jnp.float32), residuals
 
 

@@ -1,9 +1,9 @@
 """An order of a block's neurons that changes the work of kernels, not the function.
 
 The gradients of weights sum over lists of the tokens that use any of 64 neighbouring neurons
-(`neuron_lists`). If neighbours fire equally often, most lists are short. So `order_by_use` sorts
-neurons by how often they fire. But no group of 64 shall hold so many of the busiest that ordinary
-tokens seem outlying in it (`tile_union`), so these are dealt out to some groups. See
+(`neuron_lists`). If neighbours are active equally often, most lists are short. So `order_by_use`
+sorts neurons by how often they are active. But no group of 64 shall hold so many of the busiest
+that ordinary tokens seem outlying in it (`tile_union`), so these are dealt out to some groups. See
 docs/design/0037.
 """
 
@@ -19,11 +19,11 @@ def order_by_use(tiles: jax.Array, nnz: jax.Array) -> jax.Array:
     """An order of neurons with which the lists of sparse gradients are short.
 
     Rows of `w_gate`, `w_up` and `w_down`, and what an optimizer keeps for them, belong in this
-    order: `w_gate[order]`. Neurons that did not fire come last and keep their order. So do all with
-    the statistics of TwELL, which does not measure how often they fire.
+    order: `w_gate[order]`. Neurons that were never active come last and keep their order. So do
+    all with the statistics of TwELL, which does not measure how often they are active.
 
     Args:
-      tiles: int32 [H], how often each neuron fired, as `FFNStats.tiles` says.
+      tiles: int32 [H], how often each neuron was active, as `FFNStats.tiles` says.
       nnz: float32 [], mean number of non-zeros per token (`FFNStats.nnz`).
 
     Returns:

@@ -7,7 +7,7 @@ which the neurons are split.
 import enum
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,19 +86,31 @@ def left_to_xla(function: Callable, tokens: Any, *operands: Any) -> Any:
     Raises:
       ValueError: one of the operands is sharded over explicit axes that cannot be left to XLA.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.explicit_axes and not mesh.manual_axes:
+    check_shardings(operands)
+    axes = _explicit_axes()
+    if axes:
         shardings = jax.typeof(jax.tree.leaves(tokens)[0]).sharding.spec, PartitionSpec()
-        function = jax.sharding.auto_axes(function, out_sharding=shardings, axes=mesh.explicit_axes)
-    else:
-        for operand in jax.tree.leaves(operands):
-            sharding = jax.typeof(operand).sharding
-            if any(sharding.spec):
-                raise ValueError(
-                    f"weights are sharded as {sharding.spec} over explicit axes of a mesh: call it "
-                    "inside jax.set_mesh(mesh), but outside shard_map"
-                )
+        function = jax.sharding.auto_axes(function, out_sharding=shardings, axes=axes)
     return function(tokens, *operands)
+
+
+def check_shardings(*operands: Any) -> None:
+    """Raises ValueError if one is sharded over explicit axes that cannot be left to XLA."""
+    if _explicit_axes():
+        return
+    for operand in jax.tree.leaves(operands):
+        sharding = jax.typeof(operand).sharding
+        if any(sharding.spec):
+            raise ValueError(
+                f"weights are sharded as {sharding.spec} over explicit axes of a mesh: call it "
+                "inside jax.set_mesh(mesh), but outside shard_map"
+            )
+
+
+def _explicit_axes() -> tuple[str, ...]:
+    """The explicit axes of the current mesh that can be left to XLA."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return () if mesh.manual_axes else mesh.explicit_axes
 
 
 def sequential_unless_few(function: Callable, few: Callable, many_tokens: int) -> Callable:
@@ -131,22 +143,26 @@ def auto_axes() -> tuple[str, ...]:
     return mesh.auto_axes if mesh.size > 1 else ()
 
 
-def devices() -> tuple[int, int]:
-    """The numbers of devices over which tokens and neurons have yet to be split here."""
+class Devices(NamedTuple):
+    """Over how many devices tokens and neurons have yet to be split.
+
+    Attributes:
+      tokens, neurons: the numbers of devices.
+      explicit_in_shard_map: whether some of the mesh's axes are explicit, inside shard_map.
+    """
+
+    tokens: int = 1
+    neurons: int = 1
+    explicit_in_shard_map: bool = False
+
+
+ONE_DEVICE = Devices()
+
+
+def devices() -> Devices:
+    """Those of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
     neurons = sizes.pop(TENSOR, 1)
-    return math.prod(sizes.values()), neurons
-
-
-def unsupported(tokens: int, neurons: int) -> str | None:
-    """Why the tokens and neurons cannot be split over the current mesh; None if they can."""
-    mesh = jax.sharding.get_abstract_mesh()
-    for_tokens, for_neurons = devices()
-    if for_tokens * for_neurons > 1 and mesh.explicit_axes and mesh.manual_axes:
-        return "inside shard_map the kernels cannot be split over axes that are explicit"
-    if tokens % for_tokens:
-        return f"{tokens} tokens do not divide over {for_tokens} devices"
-    if neurons % (128 * for_neurons):
-        return f"{neurons} neurons are no multiple of 128 on each of {for_neurons} devices"
-    return None
+    explicit = bool(mesh.explicit_axes and mesh.manual_axes)
+    return Devices(math.prod(sizes.values()), neurons, explicit)

@@ -27,7 +27,7 @@ class FFNStats:
       max_nnz: int32 [], the largest number of non-zero activations of any token.
       fired: bool [H], whether a neuron was non-zero for any token.
       overflow: float32 [], 1 if sparse gradients were asked for, but their pattern exceeded
-        `gradient_capacity`, so that they are computed densely; else 0.
+        the capacity, so that they are computed densely; else 0.
       union: float32 [], the share of H that 256 neighbouring tokens use between them, mean over
         these tiles of tokens, in started chunks of 128 neurons. Tokens that would leave their union
         do not count. The kernels for few tokens and for TwELL do not measure it: -1.
@@ -38,7 +38,7 @@ class FFNStats:
       lasso: float32 [], the `tile_lasso` of h over the windows given, differentiable; None without.
 
     Sparse gradients do not overflow if x is finite and neither `union` nor `listed` is larger than
-    `gradient_capacity` (`pallas_kernels.pattern_shares`). On a mesh each device that runs kernels
+    their capacity (`pallas_kernels.pattern_shares`). On a mesh each device that runs kernels
     has its own tokens and neurons: these two are then means over devices, and `tiles` counts its
     own.
     """
@@ -114,7 +114,7 @@ def of_dense(h: jax.Array, active: jax.Array, windows: Windows | None = None) ->
       windows: those of the tile lasso, if it is wanted.
     """
     nonzero = active != 0
-    union, listed = pattern_shares.of_dense(nonzero, devices=partition.devices()[0])
+    union, listed = pattern_shares.of_dense(nonzero, devices=partition.devices().tokens)
     nnz = jnp.sum(nonzero, axis=-1, dtype=jnp.int32)
     # The barrier keeps sums of tokens apart from their mean. XLA then makes both sums of a token
     # while it computes h, and does not read all activations once more for nnz.

@@ -18,7 +18,7 @@ from twell_jax.ffn import lasso
 
 
 @dataclass(frozen=True)
-class Cells:
+class WindowGrid:
     """How sequences are cut, but for the offset of the grid: what is known before a call.
 
     Attributes:
@@ -43,28 +43,28 @@ class Cells:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Grid:
-    """The windows of M tokens, M a multiple of `cells.sequence`.
+class TokenWindows:
+    """The windows of M tokens, M a multiple of `grid.sequence`.
 
     Attributes:
       of_token: int32 `[M]`, the number of each token's window.
       sizes: float32 `[W]`, the tokens of each window.
-      cells: see `Cells`.
+      grid: see `WindowGrid`.
     """
 
     of_token: jax.Array
     sizes: jax.Array
-    cells: Cells = field(metadata={"static": True})
+    grid: WindowGrid = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, cells: Cells, offset: jax.Array, m: int) -> "Grid":
-        """The grid of m tokens; `offset` is that of `lasso.Windows`."""
-        place, count = jnp.arange(m) % cells.sequence, m // cells.sequence
-        number = jnp.arange(m) // cells.sequence * cells.of_sequence
-        starts = jnp.arange(cells.of_sequence) * cells.length - offset
-        first, end = (jnp.clip(a, 0, cells.sequence) for a in (starts, starts + cells.length))
+    def of(cls, grid: WindowGrid, offset: jax.Array, m: int) -> "TokenWindows":
+        """The windows of m tokens; `offset` is that of `lasso.Windows`."""
+        place, count = jnp.arange(m) % grid.sequence, m // grid.sequence
+        number = jnp.arange(m) // grid.sequence * grid.of_sequence
+        starts = jnp.arange(grid.of_sequence) * grid.length - offset
+        first, end = (jnp.clip(a, 0, grid.sequence) for a in (starts, starts + grid.length))
         sizes = jnp.tile((end - first).astype(jnp.float32), count)
-        return cls((number + (place + offset) // cells.length).astype(jnp.int32), sizes, cells)
+        return cls((number + (place + offset) // grid.length).astype(jnp.int32), sizes, grid)
 
     def pieces(self) -> tuple[jax.Array, jax.Array]:
         """How row tiles consist of pieces.
@@ -79,7 +79,7 @@ class Grid:
         window = window.reshape(-1, TILE_TOKENS)
         begins = window[:, 1:] != window[:, :-1]
         piece = jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-        is_in = piece[:, None] == jnp.arange(self.cells.pieces)[:, None]
+        is_in = piece[:, None] == jnp.arange(self.grid.pieces)[:, None]
         return piece, jnp.min(jnp.where(is_in, window[:, None], none), axis=2)
 
 
@@ -96,26 +96,26 @@ def sums_of_tokens(h: jax.Array, windows: jax.Array, count: int) -> jax.Array:
     return jnp.dot(member.astype(jnp.float32), h * h, precision="highest")
 
 
-def sums_of_unions(hidden: jax.Array, plan: Plan, grid: Grid) -> jax.Array:
+def sums_of_unions(hidden: jax.Array, plan: Plan, windows: TokenWindows) -> jax.Array:
     """The sums of squares over the tokens on the unions, float32 `[W, H]`.
 
     Args:
       hidden: blocks whose last 128 rows are h, as of `union_up`.
       plan: which neurons and tokens each block holds.
-      grid: the windows.
+      windows: the windows.
     """
-    piece, windows = grid.pieces()
+    piece, window = windows.pieces()
     tile, _, in_union = plan.item_neurons()
     h = hidden[:, -CHUNK_NEURONS:].astype(jnp.float32)
-    is_in = piece[tile] == jnp.arange(grid.cells.pieces)[:, None]  # [items, P, 256]
+    is_in = piece[tile] == jnp.arange(windows.grid.pieces)[:, None]  # [items, P, 256]
     counts = is_in[:, None] & in_union[:, :, None, None]
     of_rows = jnp.sum(jnp.where(counts, (h * h)[:, :, None], 0), axis=3)  # [items, 128, P]
     rows = tile_union.rows_of_blocks(plan, CHUNK_NEURONS)
-    of_rows = of_rows.reshape(-1, grid.cells.pieces)
+    of_rows = of_rows.reshape(-1, windows.grid.pieces)
     found = of_rows.at[rows].get(mode="fill", fill_value=0)  # [H, R, P]
-    count = len(grid.sizes)
-    found = jnp.where(windows < count, found, 0).reshape(len(rows), -1)
-    member = windows.reshape(-1) == jnp.arange(count)[:, None]
+    count = len(windows.sizes)
+    found = jnp.where(window < count, found, 0).reshape(len(rows), -1)
+    member = window.reshape(-1) == jnp.arange(count)[:, None]
     return jnp.dot(member.astype(jnp.float32), found.T, precision="highest")
 
 
@@ -126,27 +126,27 @@ class Slopes:
 
     Attributes:
       multiples: float32 `[W, H]`, by window and neuron.
-      grid: the windows.
+      windows: the windows.
     """
 
     multiples: jax.Array
-    grid: Grid
+    windows: TokenWindows
 
     def of_tokens(self, h: jax.Array, tokens: jax.Array) -> jax.Array:
         """The gradient, float32, for `h: [n, H]` of these tokens, int32 `[n]`; 0 past the last."""
-        windows = self.grid.of_token.at[tokens].get(mode="fill", fill_value=len(self.multiples))
-        return self.multiples.at[windows].get(mode="fill", fill_value=0) * h.astype(jnp.float32)
+        window = self.windows.of_token.at[tokens].get(mode="fill", fill_value=len(self.multiples))
+        return self.multiples.at[window].get(mode="fill", fill_value=0) * h.astype(jnp.float32)
 
     def of_neurons(self, h: jax.Array) -> jax.Array:
         """The gradient, float32, for `h: [H, M]` of all tokens, neurons by tokens."""
-        return self.multiples.T[:, self.grid.of_token] * h.astype(jnp.float32)
+        return self.multiples.T[:, self.windows.of_token] * h.astype(jnp.float32)
 
     def of_unions(self, hidden: jax.Array, plan: Plan) -> jax.Array:
         """The gradient for h in the last 128 rows of blocks, `[items, 128, 256]` in their dtype."""
-        piece, windows = self.grid.pieces()
+        piece, window = self.windows.pieces()
         tile, neurons, in_union = plan.item_neurons()
         h = hidden[:, -CHUNK_NEURONS:].astype(jnp.float32)
-        places = windows[tile[:, 0]][:, None], neurons[:, :, None]
+        places = window[tile[:, 0]][:, None], neurons[:, :, None]
         of_pieces = self.multiples.at[places].get(mode="fill", fill_value=0)  # [items, 128, P]
         of_tokens = jnp.take_along_axis(of_pieces, piece[tile], axis=2, mode="clip")
         return jnp.where(in_union[:, :, None], of_tokens * h, 0).astype(hidden.dtype)
@@ -159,19 +159,19 @@ class WindowSums:
 
     Attributes:
       squares: float32 `[W, H]`, the sums of squares of h over the tokens of each window.
-      grid: the windows.
+      windows: the windows.
     """
 
     squares: jax.Array
-    grid: Grid
+    windows: TokenWindows
 
     def total(self) -> jax.Array:
         """The lasso times the number of tokens, float32 []."""
-        return lasso.of_sums(self.squares, self.grid.sizes)
+        return lasso.of_sums(self.squares, self.windows.sizes)
 
     def slopes(self, total_grad: jax.Array) -> Slopes:
         """The gradient for h; `total_grad`, float32 [], is that for `total`."""
-        fires = self.squares > 0
-        roots = jnp.sqrt(jnp.where(fires, self.squares, 1.0))
-        multiples = jnp.where(fires, jnp.sqrt(self.grid.sizes)[:, None] / roots, 0.0)
-        return Slopes(total_grad * multiples, self.grid)
+        is_active = self.squares > 0
+        roots = jnp.sqrt(jnp.where(is_active, self.squares, 1.0))
+        multiples = jnp.where(is_active, jnp.sqrt(self.windows.sizes)[:, None] / roots, 0.0)
+        return Slopes(total_grad * multiples, self.windows)

@@ -8,14 +8,15 @@ too many, or the lists do not fit, the backward computes everything again, dense
     dx = dz w_gate + du w_up                              on the unions
     dw_gate = dz^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
 
-If the pattern is crowded, these are dense products of XLA instead. The tokens outside the unions,
-if there are any, are so few that XLA computes their part.
+If dense products are faster, XLA computes these instead. The tokens outside the unions, if there
+are any, are so few that XLA computes their part.
 """
 
 import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +25,23 @@ from jax import lax
 from pallas_kernels import in_place, pattern_shares, quantised
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.layouts import tile_union
+from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
 from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import dense_gradients, union_lasso
 from twell_jax.ffn.stats import Output
-from twell_jax.ffn.union_lasso import Grid, WindowSums
+from twell_jax.ffn.union_lasso import TokenWindows, WindowSums
 
 
 class Way(enum.IntEnum):
     """How `backward` computes the gradients; only the device knows."""
 
-    AGAIN = 0  # densely from the operands, as what was kept is not complete
+    RECOMPUTE = 0  # densely from the operands, as what was kept is not complete
     SPARSE = 1  # by the kernels, as unions and lists hold all tokens
     SPARSE_AND_HEAVY = 2  # by the kernels, and for tokens outside the unions by XLA
-    DENSE = 3  # by dense products of what was kept, as the pattern is crowded
+    DENSE = 3  # by dense products of what was kept, as these are faster
     DENSE_AND_HEAVY = 4  # the same, and for tokens outside the unions besides
 
 
@@ -49,14 +51,15 @@ class Residuals:
     """What the forward keeps for the backward, besides its operands.
 
     Attributes:
-      way: int32 `[1]`, a `Way`. For `Way.AGAIN` the other fields are not complete.
+      way: int32 `[1]`, a `Way`. For `Way.RECOMPUTE` the other fields are not complete.
       hidden: h and the gates, as blocks from `union_up`.
       plan: which neurons and tokens each block holds.
       lists: the tokens that use each group of neurons.
       heavy: int32 `[256]`, or `[M]` if M is less, the tokens outside the unions, padded with M.
       heavy_hidden: `[2, 256, H]`, their gates and h, or `[1, 256, H]`, h alone, in the non-gated
         form; rows of the padding are unspecified.
-      windows: what the gradient of the lasso follows from, complete for every way; None without.
+      window_sums: what the gradient of the lasso follows from, complete for every way; None
+        without it.
     """
 
     way: jax.Array
@@ -65,7 +68,7 @@ class Residuals:
     lists: NeuronLists
     heavy: jax.Array
     heavy_hidden: jax.Array
-    windows: WindowSums | None = None
+    window_sums: WindowSums | None = None
 
 
 def forward(
@@ -85,7 +88,7 @@ def forward_with_residuals(
     act: Rectifier,
     x: jax.Array,
     weights: Weights,
-    grid: Grid | None = None,
+    windows: TokenWindows | None = None,
     *,
     capacity: float,
 ) -> tuple[Output, Residuals]:
@@ -96,46 +99,59 @@ def forward_with_residuals(
       act: the activation.
       x: `[M, D]`.
       weights: `[H, D]` each.
-      grid: the windows over which the lasso is wanted; None: it is not.
+      windows: the windows over which the lasso is wanted; None: it is not.
       capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
         densely.
     """
     output, kept = _forward(kernels, act, x, weights, capacity=capacity)
-    hidden, plan, heavy, heavy_hidden, lists, lengths, stats = kept
-    rows = heavy.rows[:MAX_HEAVY]
-    rows = jnp.where(jnp.arange(rows.size) < heavy.count, rows, x.shape[0])
-    lists_fit = jnp.sum(slots_for(lengths)) <= lists.tokens.size
-    is_finite = jnp.sum(stats[:, 3]) == 0
-    fits = lists_fit & (heavy.count <= MAX_HEAVY) & is_finite
-    crowded = _may_be_crowded(capacity) and is_crowded(output.union, output.listed)
-    of_unions = jnp.where(crowded, Way.DENSE, Way.SPARSE)
-    way = jnp.where(fits, of_unions + (heavy.count > 0), Way.AGAIN).astype(jnp.int32)
+    assert kept.lists is not None and kept.heavy_hidden is not None  # as there is a capacity
+    rows, count = kept.heavy.rows[:MAX_HEAVY], kept.heavy.count
+    rows = jnp.where(jnp.arange(rows.size) < count, rows, x.shape[0])
+    lists_fit = jnp.sum(slots_for(kept.lengths)) <= kept.lists.tokens.size
+    is_finite = jnp.sum(kept.stats[:, 3]) == 0
+    fits = lists_fit & (count <= MAX_HEAVY) & is_finite
+    dense = _may_be_dense(capacity) and dense_is_faster(output.union, output.listed)
+    of_unions = jnp.where(dense, Way.DENSE, Way.SPARSE)
+    way = jnp.where(fits, of_unions + (count > 0), Way.RECOMPUTE).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers. y passes it too, to be complete before a backward takes memory.
-    residuals = Residuals(way, hidden, plan, lists, rows, heavy_hidden)
+    residuals = Residuals(way, kept.hidden, kept.plan, kept.lists, rows, kept.heavy_hidden)
     y, residuals = in_place.barrier((output.y, residuals))
     output = output._replace(y=y)
-    if grid is None:
+    if windows is None:
         return output, residuals
-    windows = _window_sums(act, residuals, x, weights, grid)
-    return output._replace(lasso=windows.total()), replace(residuals, windows=windows)
+    sums = _window_sums(act, residuals, x, weights, windows)
+    return output._replace(lasso=sums.total()), replace(residuals, window_sums=sums)
 
 
-def _window_sums(act, residuals, x, weights, grid):
+def _window_sums(act, residuals, x, weights, windows):
     """The `WindowSums` of all h, also where not all of it was kept."""
 
     def of_kept(x, weights):
-        heavy = residuals.heavy
-        windows = grid.of_token.at[heavy].get(mode="fill", fill_value=len(grid.sizes))
+        heavy, count = residuals.heavy, len(windows.sizes)
+        window = windows.of_token.at[heavy].get(mode="fill", fill_value=count)
         kept = residuals.heavy_hidden[-1, : heavy.size]
-        of_heavy = union_lasso.sums_of_tokens(kept, windows, len(grid.sizes))
-        return union_lasso.sums_of_unions(residuals.hidden, residuals.plan, grid) + of_heavy
+        of_heavy = union_lasso.sums_of_tokens(kept, window, count)
+        return union_lasso.sums_of_unions(residuals.hidden, residuals.plan, windows) + of_heavy
 
-    def again(x, weights):
-        return dense_gradients.window_sums(act, x, weights, grid)
+    def recompute(x, weights):
+        return dense_gradients.window_sums(act, x, weights, windows)
 
-    squares = lax.cond(residuals.way[0] == Way.AGAIN, again, of_kept, x, weights)
-    return WindowSums(squares, grid)
+    squares = lax.cond(residuals.way[0] == Way.RECOMPUTE, recompute, of_kept, x, weights)
+    return WindowSums(squares, windows)
+
+
+class _Kept(NamedTuple):
+    """What `_forward` makes besides its output; lists and heavy_hidden are None without a capacity,
+    and hidden has no gates then."""
+
+    hidden: jax.Array
+    plan: Plan
+    heavy: HeavyRows
+    heavy_hidden: jax.Array | None
+    lists: NeuronLists | None
+    lengths: jax.Array
+    stats: jax.Array
 
 
 def _forward(
@@ -146,15 +162,13 @@ def _forward(
     residual: jax.Array | None = None,
     *,
     capacity: float | None,
-) -> tuple[Output, tuple]:
-    """The output, and (hidden, plan, heavy, what it keeps of heavy tokens, lists, lengths, stats).
-
-    Without a capacity, hidden has no gates, there are no lists, and nothing of heavy tokens.
-    """
-    m, activated, linear = x.shape[0], weights.activated, weights.linear
+) -> tuple[Output, _Kept]:
+    """The output, and what a backward with this capacity needs; None if there is none."""
+    m, linear, keeps = x.shape[0], weights.linear, capacity is not None
     tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)
+    x_gate = quantised.for_product(tokens, weights.activated)
     gate, masks, counts = kernels.gate_union(
-        quantised.for_product(tokens, activated), activated, act, weights.live, dtype=x.dtype
+        x_gate, weights.activated, act, weights.live, dtype=x.dtype
     )
     gate_ref = in_place.mutable(gate)
     limits = {}
@@ -164,13 +178,14 @@ def _forward(
     plan, nnz, heavy, stats = kernels.union_plan(tokens, gate_ref, masks, counts, **limits)
     gate = in_place.contents(gate_ref)
     x_up = x if linear is None else quantised.for_product(tokens, linear)
-    keep = 0 if capacity is None else MAX_HEAVY
-    dense_rows = functools.partial(kernels.dense_rows, weights=weights, rectifier=act, keep=keep)
-    if capacity is None:  # beside the unions, where XLA lets kernels run at the same time
+    dense_rows = functools.partial(
+        kernels.dense_rows, weights=weights, rectifier=act, keep=MAX_HEAVY if keeps else 0
+    )
+    if not keeps:  # beside the unions, where XLA lets kernels run at the same time
         of_heavy = dense_rows(heavy)
-    hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=capacity is not None)
+    hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
     y = kernels.union_down(hidden, (weights.down,), plan, m, residual)
-    if capacity is not None:
+    if keeps:
         # After union_down, so that its hidden activations reuse the gates' memory. It starts while
         # union_down still works on its last jobs.
         y, heavy = in_place.barrier((y, heavy))
@@ -180,12 +195,7 @@ def _forward(
     y_ref = in_place.mutable(y)
     kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref, residual)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
-
-    def late(a: jax.Array) -> jax.Array:
-        # XLA would put what uses `a` between kernels, which then could not overlap. heavy_l1 is
-        # never negative.
-        return jnp.where(heavy_l1 < 0, 0, a)
-
+    late = functools.partial(in_place.used_after, heavy_l1)
     stats, heavy = late(stats), replace(heavy, count=late(heavy.count))
     lists = None
     if capacity is None:
@@ -196,7 +206,7 @@ def _forward(
     shares = pattern_shares.of_packed(stats, lengths)
     tiles = tile_union.tiles_of(masks)
     output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
-    return output, (hidden, plan, heavy, heavy_hidden, lists, lengths, stats)
+    return output, _Kept(hidden, plan, heavy, heavy_hidden, lists, lengths, stats)
 
 
 def _part(capacity: float, n: int) -> int:
@@ -204,7 +214,7 @@ def _part(capacity: float, n: int) -> int:
     return max(1, int(capacity * n))
 
 
-def is_crowded(union: jax.Array | float, listed: jax.Array | float) -> jax.Array | bool:
+def dense_is_faster(union: jax.Array | float, listed: jax.Array | float) -> jax.Array | bool:
     """Whether dense products of what was kept take less time than the kernels of the backward.
 
     Both follow the same forward. In shares of the time of dense forward and backward, the kernels
@@ -217,9 +227,9 @@ def is_crowded(union: jax.Array | float, listed: jax.Array | float) -> jax.Array
     return 0.03 + 0.29 * union + 0.54 * listed > 0.70
 
 
-def _may_be_crowded(capacity: float) -> bool:
-    """Whether a pattern that fits may be. If not, no memory is reserved for dense products."""
-    return bool(is_crowded(capacity, capacity))
+def _may_be_dense(capacity: float) -> bool:
+    """Whether they may be, for a pattern that fits; if not, no memory is reserved for them."""
+    return bool(dense_is_faster(capacity, capacity))
 
 
 def backward(
@@ -245,14 +255,14 @@ def backward(
       dy: `[M, D]`, the gradient for y.
       l1_grad: float32 [], the gradient for the sum of |h|.
       lasso_grad: float32 [], the gradient for the lasso times the number of tokens, if the forward
-        had a grid.
+        had windows.
       capacity: that of the forward.
     """
     slopes = None
-    if residuals.windows is not None and lasso_grad is not None:
-        slopes = residuals.windows.slopes(lasso_grad)
+    if residuals.window_sums is not None and lasso_grad is not None:
+        slopes = residuals.window_sums.slopes(lasso_grad)
     ways: list[Callable] = [functools.partial(_sparse_backward, kernels)]
-    if _may_be_crowded(capacity):
+    if _may_be_dense(capacity):
         ways.append(_dense_backward)
     branches = [  # in the order of `Way`
         functools.partial(dense_gradients.of_operands, act),

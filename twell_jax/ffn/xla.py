@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+from jax.typing import ArrayLike
 
 from pallas_kernels import quantised
 from pallas_kernels.quantised import Quantised
@@ -16,9 +17,9 @@ from twell_jax.ffn.stats import FFNStats
 class Biases(NamedTuple):
     """The biases of a block, `[H]`, `[H]` and `[D]`; None where there is none."""
 
-    gate: jax.Array | None = None
-    up: jax.Array | None = None
-    down: jax.Array | None = None
+    gate: ArrayLike | None = None
+    up: ArrayLike | None = None
+    down: ArrayLike | None = None
 
 
 NO_BIASES = Biases()
@@ -35,7 +36,6 @@ def ffn(
     biases: Biases = NO_BIASES,
     *,
     activation: Activation = "relu",
-    threshold: float = 0.0,
     windows: Windows | None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, FFNStats]:
@@ -44,7 +44,7 @@ def ffn(
     gate = None if weights.gate is None else _affine(x, weights.gate, -1, biases.gate)
     if gate is not None and gate.size >= _APART_FROM * gate.shape[-1]:
         gate = jax.lax.optimization_barrier(gate)
-    hidden = activations.hidden(activation, threshold, gate, up)
+    hidden = activations.hidden(activation, gate, up)
     h, active = (only_live(a, weights.live) for a in hidden)
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled

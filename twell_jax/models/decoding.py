@@ -17,17 +17,18 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import in_place
-from pallas_kernels.kernels import Kernels
+from pallas_kernels.kernels import MAX_FEW_TOKENS, Kernels
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import Operand, Quantised
-from pallas_kernels.rectifiers import rectifier
 from pallas_kernels.weights import Weights
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
+from twell_jax.ffn.activations import rectifier
+from twell_jax.ffn.algorithms import Case, Request
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
-from twell_jax.models.quantised import QuantisedLinear
+from twell_jax.models.quantised import Part, QuantisedLinear
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
 
@@ -52,17 +53,17 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     Raises:
       CannotServe: the config asks for kernels, and they cannot serve.
     """
-    wanted = model.config.decode_implementation
+    wanted, config = model.config.decode_implementation, model.config
     if wanted == "xla":
         return model.decode(tokens, cache)
-    shape = model.blocks.mlp.w_down.shape[1:]
-    kernels, why = dispatch.back_end(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    why = why or _unsupported(model.config, cache) or _mixed(model.quantised())
+    w_down = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], jnp.bfloat16)
+    kernels, no_back_end = dispatch.back_end(w_down)
+    _, batch, capacity, *_ = cache.k.shape
+    why = no_back_end or unsupported(config, model.quantised(), batch, capacity)
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
-    if wanted is None:
-        why = why or dispatch.unmeasured(model.config.live_width, len(tokens))
-    if kernels is None or why:
+    # Live neurons were not measured with few tokens, so kernels have to be asked for.
+    if why or kernels is None or (wanted is None and config.live_width):
         return model.decode(tokens, cache)
     by_kernels = partial(_step, kernels, model)
     if wanted == "mosaic":
@@ -70,38 +71,18 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
 
 
-def _unsupported(config: ModelConfig, cache: KVCache) -> str | None:
-    """Why kernels cannot extend these sequences; None if they can."""
-    _, batch, capacity, _, size = cache.k.shape
-    if auto_axes():
-        return "it serves one device, not a mesh"
-    if not config.dtype == config.param_dtype == "bfloat16":
-        return (
-            f"dtype and param_dtype must be bfloat16, got {config.dtype} and {config.param_dtype}"
-        )
-    if batch > dispatch.MAX_FEW_TOKENS or capacity % 8:
-        return (
-            f"it serves up to {dispatch.MAX_FEW_TOKENS} sequences in a cache whose capacity is a "
-            f"multiple of 8, got {batch} and {capacity}"
-        )
-    if size not in (64, 128) or config.heads > 8 * config.num_kv_heads:
-        return (
-            "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
-            f"{size}, and {config.heads} heads for {config.num_kv_heads}"
-        )
-    width = config.heads * size
-    if config.d_model % 1024 or width % 256 or config.d_ff % 256:
-        return (
-            "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
-            f"{config.d_model}, {config.d_ff} and {width}"
-        )
-    if config.sliding_window is not None and config.sliding_window < capacity:
-        return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
-    return _unknown(config)
+def unsupported(
+    config: ModelConfig, quantised: tuple[Part, ...], batch: int, capacity: int
+) -> str | None:
+    """Why kernels cannot decode with a model, in words; None if they can.
 
-
-def _unknown(config: ModelConfig) -> str | None:
-    """Which part of the model its kernels do not know; None if they know all of them."""
+    Args:
+      config: the model's.
+      quantised: its parts in 8 bits.
+      batch: sequences of the cache, of which each gets one more token.
+      capacity: tokens of the cache.
+    """
+    size, d_model, d_ff = config.head_dim, config.d_model, config.d_ff
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
         "biases of the feed-forward blocks": config.mlp_bias,
@@ -111,19 +92,60 @@ def _unknown(config: ModelConfig) -> str | None:
         "a scale of the embedding": config.embed_scale != 1,
         "a scale of the residual stream": config.residual_scale != 1,
         "a scale of the logits": config.logit_scale != 1,
+        "a w_down of 8-bit weights": "down" in quantised,
     }
     unknown = [part for part, is_there in parts.items() if is_there]
-    return f"it has no kernels for {' and '.join(unknown)}" if unknown else None
-
-
-def _mixed(quantised: tuple[str, ...]) -> str | None:
-    """Why kernels cannot serve these parts in 8 bits; None if they can."""
-    if "down" in quantised:
-        return "it has no kernels for a w_down of 8-bit weights"
-    for parts in (("gate", "up"), ("query", "key", "value")):
-        if 0 < len(set(parts) & set(quantised)) < len(parts):
-            return f"{', '.join(parts)} must all have 8-bit weights, or none, got {quantised}"
+    mixed = [
+        together
+        for together in (("gate", "up"), ("query", "key", "value"))
+        if 0 < len({*together} & {*quantised}) < len(together)
+    ]
+    if auto_axes():
+        return "it serves one device, not a mesh"
+    if not config.dtype == config.param_dtype == "bfloat16":
+        return (
+            f"dtype and param_dtype must be bfloat16, got {config.dtype} and {config.param_dtype}"
+        )
+    if batch > MAX_FEW_TOKENS or capacity % 8:
+        return (
+            f"it serves up to {MAX_FEW_TOKENS} sequences in a cache whose capacity is a "
+            f"multiple of 8, got {batch} and {capacity}"
+        )
+    if size not in (64, 128) or config.heads > 8 * config.num_kv_heads:
+        return (
+            "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
+            f"{size}, and {config.heads} heads for {config.num_kv_heads}"
+        )
+    if d_model % 1024 or config.heads * size % 256 or d_ff % 256:
+        return (
+            "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
+            f"{d_model}, {d_ff} and {config.heads * size}"
+        )
+    if config.sliding_window is not None and config.sliding_window < capacity:
+        return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
+    if unknown:
+        return f"it has no kernels for {' and '.join(unknown)}"
+    if mixed:
+        return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
     return None
+
+
+def _is_sparse(kernels: Kernels, config: ModelConfig, batch: int) -> bool:
+    """Whether feed-forward blocks are computed sparsely, as `sparse_ffn` would.
+
+    Raises:
+      CannotServe: the config asks for kernels in them, and they cannot serve.
+    """
+    case = Case(
+        tokens=batch,
+        width=config.d_model,
+        neurons=config.d_ff,
+        gated=config.gated,
+        activation=config.ffn_activation,
+        back_end=kernels.name,
+    )
+    selection = dispatch.select(case, Request(config.ffn_implementation))
+    return selection.rule.algorithm == "few_tokens"
 
 
 def _step(
@@ -131,12 +153,7 @@ def _step(
 ) -> tuple[jax.Array, KVCache]:
     config, batch = model.config, len(tokens)
     layers, first_scale = _layers(model)
-    act = rectifier(config.activation, config.activation_threshold)
-    why = f"the activation is {config.activation}" if act is None else None
-    selection = dispatch.select(
-        dispatch.Case(batch, config.d_ff, config.gated, kernels.name, None, why),
-        dispatch.Request(config.ffn_implementation),
-    )
+    act, is_sparse = rectifier(config.ffn_activation), _is_sparse(kernels, config, batch)
     cos, sin = rope_table(cache.length - cache.padding[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
@@ -156,7 +173,7 @@ def _step(
         kv_heads=config.num_kv_heads,
         eps=config.norm_eps,
         rectifier=act,
-        is_sparse=selection.rule.algorithm == "few_tokens",
+        is_sparse=is_sparse,
     )
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)

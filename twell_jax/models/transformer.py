@@ -127,9 +127,8 @@ class Transformer(nnx.Module):
             pattern of the activations. Set `ffn_implementation="xla"` with it, as kernels would run
             token by token.
           ffn_gradients: for each layer, how its feed-forward block computes gradients (see
-            `sparse_ffn`); a number asks for sparse ones with this `gradient_capacity`, None takes
-            the config's. Consecutive layers with the same value run in one loop; each loop is
-            compiled separately.
+            `sparse_ffn`); None takes the config's. Consecutive layers with the same value run in
+            one loop; each loop is compiled separately.
           windows: those of `FFNStats.lasso`, if it is wanted; with `document_end` they end where
             documents do.
           unroll: unroll the loops. A loop copies what its layers keep for the backward pass into
@@ -316,8 +315,7 @@ class Block(nnx.Module):
             config.d_model,
             config.d_ff,
             gated=config.gated,
-            activation=config.activation,
-            threshold=config.activation_threshold,
+            activation=config.ffn_activation,
             use_bias=config.mlp_bias,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
@@ -344,15 +342,12 @@ class Block(nnx.Module):
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
         x = checkpoint_name(x + scaled(attended, self.residual_scale), MIDDLE)
-        kind: Gradients | None
-        kind, room = ("sparse", gradients) if isinstance(gradients, float) else (gradients, None)
 
         def mlp(normed: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, FFNStats]:
             return self.mlp(
                 normed,
                 return_stats=True,
-                gradients=kind,
-                gradient_capacity=room,
+                gradients=gradients,
                 windows=windows,
                 residual=residual,
             )

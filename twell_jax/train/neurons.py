@@ -136,7 +136,7 @@ def _reordered(order: jax.Array, rows: jax.Array, by_neuron: bool) -> jax.Array:
 
 
 def _require_whole_layers() -> None:
-    if partition.devices()[1] > 1:
+    if partition.devices().neurons > 1:
         raise ValueError(
             f"neurons are split over the mesh axis {partition.TENSOR!r}: sorting would give the "
             "first devices all that are active; sort them on a mesh without this axis"

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests import seeds
-from twell_jax import sparse_ffn
+from twell_jax import CannotServe, sparse_ffn
 from twell_jax.analysis import speedup, timing
 from twell_jax.config import ModelConfig
 from twell_jax.models import Transformer
@@ -53,6 +53,12 @@ def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in
     np.testing.assert_allclose(both.mosaic_error, 0.02, rtol=1e-3)
     np.testing.assert_allclose(both.xla_error, 0, atol=1e-5)
     np.testing.assert_array_equal(both.nnz, forward.nnz)
+
+
+def test_a_model_with_biases_is_refused_as_its_blocks_are():
+    model = Transformer(CONFIG.model_copy(update={"mlp_bias": True}), rngs=nnx.Rngs(0))
+    with pytest.raises(CannotServe, match="'mosaic' cannot serve: the kernels add no biases"):
+        speedup.measure_speedup(model, np.zeros((1, 33), np.int32))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ from flax import nnx
 
 from tests import seeds
 from tests.errors import relative_error
-from twell_jax import SparseMLP, sparse_ffn
+from tests.twell_jax import drawn
+from twell_jax import Rectifier, SparseMLP, sparse_ffn
 
 THRESHOLD = 2.0
 CASES = {  # activation, threshold, whether there is a gate
@@ -64,11 +65,11 @@ def by_hand(case, operands, dy, dl1):
 
 def options(case):
     activation, threshold, _ = CASES[case]
-    return {"activation": activation, "threshold": threshold}
+    return {"activation": Rectifier(threshold=threshold) if threshold else activation}
 
 
 def call(case, operands):
-    return sparse_ffn(**{"w_gate": None, **operands}, **options(case))
+    return sparse_ffn(**drawn.arguments(operands), **options(case))
 
 
 def loss(case, operands, dy, dl1):
@@ -101,8 +102,18 @@ def test_a_threshold_is_not_rounded_to_the_dtype():
     # The neighbours of 0.01 in bfloat16 lie on either side of it, the upper one at 0.01001.
     x = np.array([[0.009949], [0.010009765625]], jnp.bfloat16)
     one = np.ones((1, 1), jnp.bfloat16)
-    y, _ = sparse_ffn(x, None, one, one, activation="fatrelu", threshold=0.01)
+    y, _ = sparse_ffn(x, None, one, one, activation=Rectifier(threshold=0.01))
     assert y[0, 0] == 0 and y[1, 0] == x[1, 0]
+
+
+def test_a_rectifier_computes_what_it_says():
+    z, u = np.array([[-1.0], [0.3], [2.0]]), np.array([[1.0], [1.0], [-3.0]])
+    x, gate, up = np.hstack([z, u]), np.array([[1.0, 0.0]]), np.array([[0.0, 1.0]])
+    both = Rectifier(threshold=0.5, squared=True, both=True)
+    y, stats = sparse_ffn(x, gate, up, up, activation=both)
+    assert not np.any(y) and stats.nnz == 1 / 3  # of 4 and relu(-3)
+    y, _ = sparse_ffn(-x, -gate, up, up, activation=both)
+    np.testing.assert_array_equal(y[:, 1], [0, 0, 12])
 
 
 @every_case
@@ -125,11 +136,11 @@ def test_the_module_computes_the_same():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"activation": "fatrelu"}, "'fatrelu' needs a threshold above 0, such as 0.01, got 0.0"),
-        ({"activation": "fatrelu", "threshold": np.nan}, "'fatrelu' needs a threshold .*, got nan"),
-        ({"activation": "fatrelu", "threshold": "a"}, "'fatrelu' needs a threshold .*, got 'a'"),
-        ({"activation": "relu2", "threshold": 0.1}, "'relu2' has no threshold, .* 0, got 0.1"),
-        ({"threshold": 0.1}, "'relu' has no threshold"),
+        ({"activation": "fatrelu"}, r"'fatrelu' .*: write activation=Rectifier\(threshold=0.01\)"),
+        ({"activation": Rectifier(-1)}, "Rectifier needs a threshold of 0 or more, .*, got -1"),
+        ({"activation": Rectifier(np.nan)}, "Rectifier needs a threshold .*, got nan"),
+        ({"activation": Rectifier("a")}, "Rectifier needs a threshold .*, got 'a'"),
+        ({"activation": Rectifier(both=True), "gated": False}, "'drelu' needs a gate"),
         ({"activation": "drelu", "gated": False}, "'drelu' needs a gate.*; without one write 're"),
     ],
 )

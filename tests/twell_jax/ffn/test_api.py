@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests import seeds
 from tests.errors import relative_error
-from twell_jax import sparse_ffn
+from tests.twell_jax import drawn
+from twell_jax import Biases, SparseMLP, explain, sparse_ffn
 
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
@@ -77,7 +78,7 @@ def make(lead, d, h, dtype, *, gated=True, bias=False, integers=False):
 
 
 def eager(inputs, **options):
-    return sparse_ffn(**{"w_gate": None, **inputs}, **options)
+    return sparse_ffn(**drawn.arguments(inputs), **options)
 
 
 call = jax.jit(eager, static_argnames=("activation", "implementation"))
@@ -351,19 +352,24 @@ W, X = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32)
         ({"w_down": W[0, 0]}, r"^w_down must be .*got \[\]"),
         ({"w_up": W[:5]}, r"^w_up must be \[6, 4\].*got \[5, 4\]"),
         ({"x": X[:, :3]}, r"^w_down must be .*D=3 by x"),
-        ({"b_up": W[0]}, r"^b_up must be \[6\].*got \[4\]"),
-        ({"b_gate": W[0]}, r"^b_gate must be \[6\].*got \[4\]"),
-        ({"b_down": W[:, 0]}, r"^b_down must be \[4\].*got \[6\]"),
+        ({"biases": Biases(up=W[0])}, r"^biases.up must be \[6\].*got \[4\]"),
+        ({"biases": Biases(gate=W[0])}, r"^biases.gate must be \[6\].*got \[4\]"),
+        ({"biases": Biases(down=W[:, 0])}, r"^biases.down must be \[4\].*got \[6\]"),
         ({"w_up": W.astype(jnp.bfloat16)}, "^w_up must have the dtype of x, float32, got bfloat16"),
-        ({"b_down": np.ones(4, np.int32)}, "^b_down must have the dtype of x"),
+        ({"biases": Biases(down=np.ones(4, np.int32))}, "^biases.down must have the dtype of x"),
         ({"x": X.astype(np.int32)}, "^x must be one of bfloat16, float16, float32, got int32"),
         ({"x": X[:0]}, r"^x must be .*at least one token, got \[0, 4\]"),
         ({"x": X[0, 0]}, r"^x must be .*got \[\]"),
-        ({"w_gate": None, "b_gate": W[:, 0]}, "^b_gate was given, but .*no w_gate"),
+        ({"w_gate": None, "biases": Biases(W[:, 0])}, "^biases.gate was given, but .*no w_gate"),
+        ({"biases": (W[0],)}, r"^biases must be Biases\(gate, up, down\) or None, got tuple"),
         ({"activation": "gelu"}, "^activation must be one of .*'gelu'"),
         ({"implementation": "cuda"}, "^implementation must be 'xla', 'mosaic' or None, got 'cuda'"),
         ({"packing": "csr"}, "^packing must be 'twell', 'unions' or None, got 'csr'"),
-        ({"gradients": "some"}, "^gradients must be 'dense', 'sparse' or None, got 'some'"),
+        ({"gradients": "some"}, "^gradients must be 'dense', 'sparse', .* or None, got 'some'"),
+        ({"gradients": 0}, "^gradients must .*, a capacity above 0 and at most 1, .* got 0"),
+        ({"gradients": 1.5}, "^gradients must be .* got 1.5"),
+        ({"gradients": float("nan")}, "^gradients must be .* got nan"),
+        ({"gradients": True}, "^gradients must be .* got True"),
     ],
 )
 def test_errors_name_the_argument(changes, message):
@@ -371,18 +377,32 @@ def test_errors_name_the_argument(changes, message):
         sparse_ffn(**({"x": X, "w_gate": W, "w_up": W, "w_down": W} | changes))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"gradient_capacity": 0}, "gradient_capacity must be above 0 and at most 1, got 0"),
-        ({"expected_nnz": 17}, "expected_nnz must be from 0 to 16, got 17"),
-        ({"expected_nnz": float("nan")}, "expected_nnz must be from 0 to 16, got nan"),
-    ],
-)
-def test_a_number_out_of_its_range_is_named(option, message):
-    x, w = np.ones((2, 8), np.float32), np.ones((16, 8), np.float32)
-    with pytest.raises(ValueError, match=message):
-        sparse_ffn(x, w, w, w, **option)
+OLD_NAMES = {
+    "threshold": (0.1, r"part of activation: write activation=Rectifier\(threshold=0.1\)"),
+    "gradient_capacity": (0.5, "part of gradients: write gradients=0.5"),
+    "expected_nnz": (29, "gone, .*: leave it out"),
+    "b_gate": (W[:, 0], r"part of biases: write biases=Biases\(gate=...\)"),
+    "b_up": (W[:, 0], r"part of biases: write biases=Biases\(up=...\)"),
+    "b_down": (W[0], r"part of biases: write biases=Biases\(down=...\)"),
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_old_name_is_refused_with_the_new_one(name):
+    value, message = OLD_NAMES[name]
+    for function in (sparse_ffn, explain):
+        with pytest.raises(TypeError, match=f"^{name} is (now )?{message}$"):
+            function(X, W, W, W, **{name: value})
+    with pytest.raises(TypeError, match=f"^{name} is (now )?{message}$"):
+        SparseMLP(4, 6, rngs=nnx.Rngs(0), **{name: value})
+
+
+def test_explain_takes_what_sparse_ffn_takes():
+    lists, wide = [[1.0, 2.0]], np.ones((6, 2))  # of float64, which JAX makes float32 of
+    for function in (sparse_ffn, explain):
+        function(lists, wide, wide, nnx.Param(jnp.ones((6, 2))), live=3)
+        with pytest.raises(ValueError, match="live must be from 0 to 6, got 7"):
+            function(lists, wide, wide, wide, live=7)
 
 
 def test_operands_may_be_jax_arrays_and_params():

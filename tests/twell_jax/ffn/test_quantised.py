@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests import seeds
 from tests.errors import ROUNDING, in_e4m3, relative_error
-from twell_jax import CannotServe, Quantised, SparseMLP, explain, sparse_ffn
+from twell_jax import Biases, CannotServe, Quantised, SparseMLP, explain, sparse_ffn
 from twell_jax.ffn import quantise, quantise_mlps, quantised
 
 D, H = 40, 72
@@ -139,7 +139,7 @@ def test_a_module_computes_with_quantised_weights(chosen):
     mlp.b_up[...] = jnp.linspace(-1, 1, H)
     x = jnp.asarray(operands()[0])
     weights = in_8_bits({name: getattr(mlp, f"w_{name}")[...] for name in NAMES}, chosen)
-    expected = sparse_ffn(x, *weights, b_gate=mlp.b_gate, b_up=mlp.b_up, b_down=mlp.b_down)[0]
+    expected = sparse_ffn(x, *weights, biases=Biases(mlp.b_gate, mlp.b_up, mlp.b_down))[0]
     quantise_mlps(mlp, chosen)
     assert quantised.quantised_projections(mlp) == list(chosen)
     np.testing.assert_array_equal(mlp(x), expected)

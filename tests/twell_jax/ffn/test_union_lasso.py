@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_jax.ffn.union_lasso import Cells, Grid
+from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def grid_and_pieces(cells, offset, m):
-    grid = Grid.of(cells, offset, m)
-    return grid, grid.pieces()
+def windows_and_pieces(grid, offset, m):
+    windows = TokenWindows.of(grid, offset, m)
+    return windows, windows.pieces()
 
 
 @given(
@@ -24,18 +24,18 @@ def grid_and_pieces(cells, offset, m):
     data=st.data(),
 )
 def test_a_window_is_a_run_of_a_sequence_between_lines_of_the_grid(sequence, length, count, data):
-    offset, cells = data.draw(st.integers(0, length - 1)), Cells(sequence, length)
+    offset, grid = data.draw(st.integers(0, length - 1)), WindowGrid(sequence, length)
     m = count * sequence
-    grid, (piece, windows) = jax.device_get(grid_and_pieces(cells, jnp.int32(offset), m))
+    windows, (piece, window) = jax.device_get(windows_and_pieces(grid, jnp.int32(offset), m))
     token = np.arange(m)
     begins = (token % sequence == 0) | ((token % sequence + offset) % length == 0)
     runs = np.cumsum(begins)
-    changes = np.diff(grid.of_token, prepend=-1) > 0
+    changes = np.diff(windows.of_token, prepend=-1) > 0
     np.testing.assert_array_equal(changes, begins)  # one window after the other, none twice
-    sizes = np.bincount(grid.of_token, minlength=len(grid.sizes))
-    np.testing.assert_array_equal(grid.sizes, sizes)
-    assert np.count_nonzero(grid.sizes) == runs[-1]
+    sizes = np.bincount(windows.of_token, minlength=len(windows.sizes))
+    np.testing.assert_array_equal(windows.sizes, sizes)
+    assert np.count_nonzero(windows.sizes) == runs[-1]
     # Each token finds its window by its piece, and the rest of the last tile none.
-    found = np.take_along_axis(windows, piece, axis=1).reshape(-1)
-    np.testing.assert_array_equal(found[:m], grid.of_token)
-    assert (found[m:] == len(grid.sizes)).all()
+    found = np.take_along_axis(window, piece, axis=1).reshape(-1)
+    np.testing.assert_array_equal(found[:m], windows.of_token)
+    assert (found[m:] == len(windows.sizes)).all()

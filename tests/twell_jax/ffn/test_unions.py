@@ -16,7 +16,7 @@ from twell_jax.train.gradient_plan import CAPACITY
 
 
 @pytest.mark.parametrize(
-    ("union", "listed", "crowded"),
+    ("union", "listed", "faster"),
     [
         # By the kernels these took less time than with dense gradients (docs/design/0009).
         (0.200, 0.200, False),
@@ -30,9 +30,9 @@ from twell_jax.train.gradient_plan import CAPACITY
         (1.000, 1.000, True),
     ],
 )
-def test_patterns_are_crowded_where_kernels_lose(union, listed, crowded):
-    assert unions.is_crowded(union, listed) == crowded
-    assert unions.is_crowded(jnp.float32(union), jnp.float32(listed)) == crowded
+def test_dense_is_faster_where_kernels_lose(union, listed, faster):
+    assert unions.dense_is_faster(union, listed) == faster
+    assert unions.dense_is_faster(jnp.float32(union), jnp.float32(listed)) == faster
 
 
 @pytest.mark.parametrize(("capacity", "ways"), [(CAPACITY, 3), (1.0, 5)])

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from twell_jax.ffn import Activation
+from twell_jax.config.model import ActivationName
 
 # What `hidden_act` means, where it means what it says.
-_ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu",
     "silu": "silu",
     "relu2": "relu2",
@@ -49,7 +49,7 @@ class Architecture:
     class_name: str
     defaults: Mapping[str, Any]
     always: Mapping[str, Any] = field(default_factory=dict)
-    activations: Mapping[str, Activation] = field(default_factory=lambda: _ACTIVATIONS)
+    activations: Mapping[str, ActivationName] = field(default_factory=lambda: _ACTIVATIONS)
     gated: bool = True
     norm: Literal["rms", "layer"] = "rms"
     eps_key: str = "rms_norm_eps"
@@ -69,7 +69,7 @@ class Architecture:
         return 1.0 if self.norm == "layer" else 0.0
 
     @property
-    def hidden_acts(self) -> dict[Activation, str]:
+    def hidden_acts(self) -> dict[ActivationName, str]:
         """The `hidden_act` of each activation that its class computes; transformers' lack one."""
         found = {ours: theirs for theirs, ours in self.activations.items()}
         return {key: found[key] for key in found if key != "fatrelu" or self.own_code}

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import Activation
+from twell_jax.config.model import ActivationName
 from twell_jax.models.pretrained import quantisation, rope
 from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE, Architecture
 from twell_jax.models.pretrained.json_file import (
@@ -161,7 +161,7 @@ def _config(
 
 def _activation(
     path: Path, architecture: Architecture, given: dict[str, Any]
-) -> tuple[Activation, float]:
+) -> tuple[ActivationName, float]:
     """The activation and its threshold; a warning says if the weights hardly want it."""
     name, threshold = given["hidden_act"], given.get("hidden_act_param")
     if not isinstance(name, str) or name not in architecture.activations:

@@ -1,0 +1,146 @@
+"""Checks of what callers pass to `sparse_ffn` and `SparseMLP`, and what became of old names."""
+
+import functools
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantised import E4M3, Quantised
+from twell_jax.ffn import activations
+from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+# Arguments of before, and what to write now.
+_OLD_NAMES = {
+    "threshold": "is now part of activation: write activation=Rectifier(threshold={!r})",
+    "gradient_capacity": "is now part of gradients: write gradients={!r}",
+    "expected_nnz": "is gone, as no rule needs it: leave it out",
+    "b_gate": "is now part of biases: write biases=Biases(gate=...)",
+    "b_up": "is now part of biases: write biases=Biases(up=...)",
+    "b_down": "is now part of biases: write biases=Biases(down=...)",
+}
+
+
+def refuses_old_names[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, but an argument of before raises TypeError with a line that says the new one."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() & _OLD_NAMES:
+            raise TypeError(f"{name} {_OLD_NAMES[name].format(kwargs[name])}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_words(implementation: Any, packing: Any, named_by: str = "implementation") -> None:
+    """Raises ValueError if one of the words is unknown; `named_by` named the implementation."""
+    for argument, value, choices in (
+        (named_by, implementation, Implementation),
+        ("packing", packing, Packing),
+    ):
+        if value is not None and value not in get_args(choices):
+            names = ", ".join(map(repr, get_args(choices)))
+            raise ValueError(f"{argument} must be {names} or None, got {value!r}")
+
+
+def check_gradients(gradients: Any) -> None:
+    """Raises ValueError if gradients are neither named nor a capacity."""
+    if isinstance(gradients, Real) and not isinstance(gradients, bool):
+        is_known = 0 < float(gradients) <= 1
+    else:
+        is_known = gradients is None or gradients in get_args(Gradients)
+    if not is_known:
+        raise ValueError(
+            "gradients must be 'dense', 'sparse', a capacity above 0 and at most 1, or None, got "
+            f"{gradients!r}"
+        )
+
+
+def check_activation(activation: Any, gated: bool) -> None:
+    """Raises ValueError if there is no block with this activation."""
+    if problem := activations.problem(activation, gated):
+        raise ValueError(f"activation {problem}")
+
+
+def check_live(live: Any, h: int) -> None:
+    """Raises ValueError if `live` is no number of live neurons among H; one on the device is not
+    read."""
+    if live is None:
+        return
+    number = live if hasattr(live, "shape") else np.asarray(live)
+    if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ValueError(f"live must be one integer, got {number.dtype} {list(number.shape)}")
+    if isinstance(live, int | np.integer | np.ndarray) and not 0 <= live <= h:
+        raise ValueError(f"live must be from 0 to {h}, got {live}")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError unless the block can be computed in `dtype`; `name` is what has it."""
+    try:
+        is_known = jnp.dtype(dtype) in _DTYPES
+    except TypeError:
+        is_known = False
+    if not is_known:
+        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
+        raise ValueError(f"{name} must be one of {names}, got {dtype}")
+
+
+def check_operands(x: Any, weights: Any, biases: Any, residual: Any) -> None:
+    """Raises ValueError if shapes or dtypes do not agree, or an operand is missing.
+
+    Args: as of `sparse_ffn`, the weights as `Weights`.
+    """
+    check_dtype("x", x.dtype)
+    if x.ndim < 1 or 0 in x.shape:
+        raise ValueError(f"x must be [..., D] with at least one token, got {list(x.shape)}")
+    if weights.gate is None and biases.gate is not None:
+        raise ValueError("biases.gate was given, but the block has no w_gate")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"residual must be as x, {x.dtype} {list(x.shape)}, got {residual.dtype} "
+            f"{list(residual.shape)}; leave it out and add y to it"
+        )
+    for name, w in (("w_up", weights.up), ("w_down", weights.down)):
+        if w is None:
+            raise ValueError(f"{name} is required, got None")
+    d, w_down = x.shape[-1], weights.down
+    if w_down.ndim != 2 or w_down.shape[1] != d:
+        raise ValueError(
+            f"w_down must be [H, {d}] (neuron-major: D={d} by x), got {list(w_down.shape)}"
+        )
+    h = w_down.shape[0]
+    for name, array, shape in (
+        ("w_gate", weights.gate, (h, d)),
+        ("w_up", weights.up, (h, d)),
+        ("w_down", weights.down, (h, d)),
+        ("biases.gate", biases.gate, (h,)),
+        ("biases.up", biases.up, (h,)),
+        ("biases.down", biases.down, (d,)),
+    ):
+        if array is None:
+            continue
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} must be {list(shape)} (neuron-major: H={h} by w_down, D={d} by x), "
+                f"got {list(array.shape)}"
+            )
+        if isinstance(array, Quantised):
+            _check_quantised(name, array)
+        elif array.dtype != x.dtype:
+            raise ValueError(f"{name} must have the dtype of x, {x.dtype}, got {array.dtype}")
+
+
+def _check_quantised(name: str, w: Quantised) -> None:
+    scales = (1, w.shape[1]) if name == "w_down" else (w.shape[0], 1)
+    if w.dtype != E4M3 or w.scale.shape != scales or w.scale.dtype != jnp.float32:
+        axis = ", axis=-2" if name == "w_down" else ""
+        raise ValueError(
+            f"{name} must have float8_e4m3fn values and float32 scales {list(scales)}, as "
+            f"quantise({name}{axis}) makes them, got {w.dtype}, and {w.scale.dtype} "
+            f"{list(w.scale.shape)}"
+        )
