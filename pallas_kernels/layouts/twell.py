@@ -21,7 +21,7 @@ from pallas_kernels.weights import DTYPES
 TILE = 256
 COMPRESSION = 8
 MAX_COLUMNS = 1 << 16  # a column index has 16 bits
-MAX_ROW_ENTRIES = 128  # a row with more is heavy, as dense_rows is faster (docs/design/0007)
+MAX_ROW_ENTRIES = 128  # a row with more is heavy, as dense_rows is faster (docs/design/0003)
 
 
 def packed_shape(

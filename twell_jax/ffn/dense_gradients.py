@@ -30,7 +30,7 @@ def of_operands(
     operands = [_in_parts(a) for a in (x, dy)]
     sums = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
     dx = jnp.zeros_like(operands[0])
-    # A loop would keep XLA from choosing this way without the host (docs/design/0011).
+    # A loop would keep XLA from choosing this way without the host (docs/design/0009).
     for i in range(_PARTS):
         operands, sums, dx = lax.optimization_barrier((operands, sums, dx))
         x, dy = (a[i] for a in operands)

@@ -5,7 +5,7 @@ dense. For more, the gate matmul packs its result in one of two formats. From Tw
 gathers the weights of each token's own neurons. From tile unions, two tensor-core matmuls compute
 the neurons that any of 256 tokens uses. Heavy rows, which do not fit or would cost the others too
 much, are listed for `dense_rows`. The host waits for nothing: where a sparse backward may go
-several ways, the GPU chooses (docs/design/0011).
+several ways, the GPU chooses (docs/design/0009).
 """
 
 import functools

@@ -4,7 +4,7 @@ The gradients of weights sum over lists of the tokens that use any of 64 neighbo
 (`neuron_lists`). If neighbours are active equally often, most lists are short. So `order_by_use`
 sorts neurons by how often they are active. But no group of 64 shall hold so many of the busiest
 that ordinary tokens seem outlying in it (`tile_union`), so these are dealt out to some groups. See
-docs/design/0037.
+docs/design/0009.
 """
 
 import jax

@@ -48,7 +48,7 @@ def ffn(
     h, active = (only_live(a, weights.live) for a in hidden)
     # XLA accumulates a product of 16-bit matrices in float32 and rounds it once. Float32 outputs
     # (preferred_element_type) would turn the gradients' matmuls into float32 ones, which doubled
-    # the time of forward and backward on an H100 (docs/design/0013).
+    # the time of forward and backward on an H100 (docs/design/0009).
     y = _affine(h, weights.down, -2, biases.down)
     return add(residual, y), stats.of_dense(h, active, windows)
 

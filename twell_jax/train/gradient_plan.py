@@ -18,7 +18,7 @@ from typing import Any
 from twell_jax.models.transformer import LayerGradients
 
 # A layer then reserves no more memory than with dense gradients, and all patterns that fit with the
-# margin take less time (docs/design/0028).
+# margin take less time (docs/design/0009).
 CAPACITY = 3 / 4
 MARGIN = 1.1  # times the need of a layer must fit, for its gradients to become sparse
 _CLOSE = 1.03  # times the need of a layer must fit, for them to stay so

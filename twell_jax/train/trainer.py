@@ -304,7 +304,7 @@ class Trainer:
 def unrolls_layers(mesh: jax.sharding.Mesh) -> bool:
     """Whether the layers of a step are unrolled on this mesh.
 
-    On a GPU the copies of a loop over layers take 5 % of a step (docs/design/0036). On CPUs they
+    On a GPU the copies of a loop over layers take 5 % of a step (docs/design/0015). On CPUs they
     take less than compiling does, and with FSDP a loop bounds how many layers are gathered at once.
     """
     return mesh.devices.flat[0].platform == "gpu" and mesh.shape["fsdp"] == 1

@@ -3,7 +3,7 @@
 Two kernels: `token_gate` reads w_gate once, `token_ffn` the rows of w_up and w_down behind active
 gates; if many gates are active, both multiply densely instead, as their numbers decide on the
 device.
-The second is launched while the first still runs (docs/design/0008-few-tokens.md).
+The second is launched while the first still runs (docs/design/0008-decoding.md).
 """
 
 from dataclasses import replace

@@ -23,7 +23,7 @@ from pallas_kernels.weights import Weights
 
 # Slots of the second product's ring that a block with many active gates fills before it knows
 # whether the others agree. If all blocks that wait did so, sparse gates would take more time
-# (docs/design/0008-few-tokens.md).
+# (docs/design/0008-decoding.md).
 _AHEAD = range(1)
 # Of the 16 rows of w_down that are a block's, those that it prefetches into L2 as soon as its ring
 # is free: that of the next kernel is not there yet. With more or none, dense gates take more time.

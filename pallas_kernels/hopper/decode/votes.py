@@ -24,7 +24,7 @@ from pallas_kernels.hopper.decode import active_gates, on_host, words
 # A block is against it unless a token has `SOME` of the block's 16 gates active. All of a tile's
 # blocks must have some, and two of them `MANY`: of a token with half of its gates active, one tile
 # in a thousand fails. Where gates are sparse no block has many, unless neurons that are often
-# active are neighbours (docs/design/0008-few-tokens.md).
+# active are neighbours (docs/design/0008-decoding.md).
 SOME, MANY = 2, 5
 AGAINST, HAS_SOME, HAS_MANY = 1 << 8, 1 << 4, (1 << 4) + 1  # votes
 ALL_MANY = 4 * HAS_MANY  # a sum of votes

@@ -102,7 +102,7 @@ def _down_schedule(row_blocks: int, h: int, d: int) -> Schedule:
 def _tile_time(columns: int, stages: int) -> float:
     """Of a tile, in ns: its operations or its copies from L2 to shared memory, and its epilogue.
 
-    An H200's SM multiplies at 5.4 TFLOP/s and copies at 72 GB/s (docs/design/0039).
+    An H200's SM multiplies at 5.4 TFLOP/s and copies at 72 GB/s (docs/design/0022).
     """
     return stages * max(3.0 * columns, 1.8 * columns + 230) + 1500
 

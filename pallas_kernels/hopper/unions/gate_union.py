@@ -27,7 +27,7 @@ from pallas_kernels.quantised import Operand
 from pallas_kernels.rectifiers import RELU, Rectifier
 
 # With a width of 8, a quarter of the SMs would get the first tokens of all sequences, for which
-# most neurons are active (docs/design/0003-gate-matmuls.md).
+# most neurons are active (docs/design/0003-gate-matmuls-and-twell.md).
 _SCHEDULE = Schedule(grid_tile_width=7)
 
 _WARP_WORDS = 64  # of a warp's counts: one byte for each of 256 columns
@@ -370,7 +370,7 @@ def _store_row(
     """Stores the quad's row of `gate_ref` if `is_used`.
 
     The quad transposes its registers so that each lane stores 16 consecutive bytes: stores of 4
-    bytes, which write parts of sectors, cost 0.06 ms (docs/design/0003-gate-matmuls.md).
+    bytes, which write parts of sectors, cost 0.06 ms (docs/design/0003-gate-matmuls-and-twell.md).
     """
     offset = arith.addi(arith.muli(row, const(2 * 256)), arith.muli(quad_lane, const(16)))
     address = simt.gmem_address(gate_ref, offset)
