@@ -1,6 +1,7 @@
 """The meaning of every kernel in pure JAX: a back end that runs on any device.
 
-These functions define what a back end computes; tests run everything around the kernels with them.
+These functions define what a back end computes; `kernels` has the types of their arguments. Tests
+run everything around the kernels with them.
 """
 
 from pallas_kernels.quantised import rounded as round_tokens

@@ -1,22 +1,18 @@
 """The meaning of the kernels for few tokens, and of the layers of a decoding step."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import Operand, Quantised, for_product, rounded, times, tokens
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights, only_live
 
 
-def few_tokens_ffn(
-    x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def few_tokens_ffn(x, weights, rectifier=RELU):
     """The dense block, but ignores weights of neurons that do not fire, even inf and NaN."""
     given = tokens(x, weights.inner)
 
@@ -39,16 +35,7 @@ def few_tokens_ffn(
     return y.astype(x.dtype), nnz, l1, fired
 
 
-def project(
-    stream: Stream,
-    weights: tuple[Operand, ...],
-    layer: jax.Array,
-    *,
-    k_axis: int,
-    eps: float,
-    bias: jax.Array | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
+def project(stream, weights, layer, *, k_axis, eps, bias=None, dtype=None):
     """Rounds once, at the end."""
     y = jnp.concatenate([product(stream.scaled, w, layer, k_axis) for w in weights], axis=1)
     y *= stream.inverse_rms(eps)
@@ -179,16 +166,7 @@ def add_ffn(
     return add_product(h.astype(gate.dtype), mlp.down, layer, stream.x, scale)
 
 
-def decode_layers(
-    stream: Stream,
-    layers: Layers,
-    k_cache: jax.Ref,
-    v_cache: jax.Ref,
-    length: jax.Array,
-    padding: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    **options: Any,
-) -> Stream:
+def decode_layers(stream, layers, k_cache, v_cache, length, padding, rope, **options):
     """One layer after the other."""
     for number in np.arange(len(layers.mlp.down), dtype=np.int32)[:, None]:
         stream = _layer(stream, layers, number, k_cache, v_cache, length, padding, rope, **options)

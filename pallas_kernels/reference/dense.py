@@ -1,17 +1,13 @@
 """The meaning of the dense kernels: a whole block, and the rows that a packed format leaves out."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantised
-from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.rectifiers import RELU, Rectifier
-from pallas_kernels.weights import Weights, only_live
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.weights import only_live
 
 
-def dense_block(
-    x: jax.Array, weights: Weights, rectifier: Rectifier = RELU
-) -> tuple[jax.Array, jax.Array]:
+def dense_block(x, weights, rectifier=RELU):
     """y, and h with the sign of a zero where its gate is not."""
     dtype = x.dtype
     gate = rectifier.gate(quantised.times(x, weights.activated), dtype).astype(dtype)
@@ -24,9 +20,7 @@ def dense_block(
     return y.astype(dtype), h
 
 
-def dense_rows(
-    heavy: HeavyRows, weights: Weights, rectifier: Rectifier = RELU, keep: int = 0
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+def dense_rows(heavy, weights, rectifier=RELU, keep=0):
     """Computes all M rows of `heavy.x` densely, and uses those on the list."""
     m, dtype = heavy.rows.shape[0], weights.down.dtype
     is_listed = jnp.arange(m) < heavy.count[0]
@@ -49,13 +43,7 @@ def dense_rows(
     return y.astype(dtype), l1, fired, kept
 
 
-def place_rows(
-    count: jax.Array,
-    rows: jax.Array,
-    y_rows: jax.Array,
-    y_ref: jax.Ref,
-    residual: jax.Array | None = None,
-) -> None:
+def place_rows(count, rows, y_rows, y_ref, residual=None):
     """Sets `y[rows[i]]` to `y_rows[i]`, plus `residual[rows[i]]` if given, for each i < count."""
     m = y_ref.shape[0]
     place = jnp.where(jnp.arange(rows.size) < count[0], rows, m)

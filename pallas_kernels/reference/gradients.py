@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,13 +10,12 @@ from pallas_kernels.layouts.tile_union import (
     CHUNK_NEURONS,
     GROUP_NEURONS,
     TILE_TOKENS,
-    Plan,
     to_words,
 )
-from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.rectifiers import RELU
 
 
-def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists, jax.Array]:
+def neuron_lists(counts, m, capacity):
     """Lists the tokens by sums over the bits that say who uses a group."""
     token = jnp.arange(counts.shape[1], dtype=jnp.int32)
     bits = to_words((counts & 127 != 0) & (token < m))
@@ -39,16 +37,7 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
     return dataclasses.replace(lists, tokens=tokens), all_lengths
 
 
-def hidden_grads(
-    dy: jax.Array,
-    w_down: jax.Array,
-    h_ref: jax.Ref,
-    l1_grad: jax.Array,
-    plan: Plan,
-    lists: NeuronLists,
-    rectifier: Rectifier = RELU,
-    extra: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
+def hidden_grads(dy, w_down, h_ref, l1_grad, plan, lists, rectifier=RELU, extra=None):
     """Computes one product for each item, then scatters into the lists."""
     tiles = plan.neurons.shape[0]
     tile, neurons, in_union = plan.item_neurons()
@@ -73,9 +62,7 @@ def hidden_grads(
     return tuple(zeros.at[place].set(a.astype(zeros.dtype), mode="drop") for a in (value, *grads))
 
 
-def weight_grads(
-    values: tuple[jax.Array, ...], x: jax.Array, lists: NeuronLists
-) -> tuple[jax.Array, ...]:
+def weight_grads(values, x, lists):
     """For each list, one product over all slots, with zeros in those of other lists."""
     slot = jnp.arange(len(lists.tokens))
 

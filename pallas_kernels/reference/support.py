@@ -5,7 +5,7 @@ import jax
 from pallas_kernels.layouts import tile_union
 
 
-def unsupported(w: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+def unsupported(w):
     """Why the packed formats cannot hold the activations of a block; None if they can.
 
     Args:

@@ -7,30 +7,17 @@ from jax import lax
 from pallas_kernels import quantised
 from pallas_kernels.layouts import twell
 from pallas_kernels.layouts.heavy_rows import HeavyRows
-from pallas_kernels.quantised import Operand, Tokens
-from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.rectifiers import RELU
 from pallas_kernels.reference.places import places
 
 
-def gate_pack(
-    x: Operand,
-    w: Operand,
-    rectifier: Rectifier = RELU,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
+def gate_pack(x, w_gate, rectifier=RELU, *, dtype=None):
     """`act(x @ w^T)` in TwELL, entries in ascending order."""
     dtype = x.dtype if dtype is None else dtype
-    return twell.pack(rectifier.gate(quantised.times(x, w), dtype).astype(dtype))
+    return twell.pack(rectifier.gate(quantised.times(x, w_gate), dtype).astype(dtype))
 
 
-def fused_ffn(
-    x: jax.Array | Tokens,
-    packed: jax.Array,
-    w_up: Operand | None,
-    w_down: jax.Array,
-    rectifier: Rectifier = RELU,
-) -> tuple[jax.Array, jax.Array, jax.Array, HeavyRows]:
+def fused_ffn(x, packed, w_up, w_down, rectifier=RELU):
     """Sums over each row's entries, one row at a time; lists heavy rows in ascending order."""
     f32 = jnp.float32
     is_heavy = twell.is_heavy(packed)

@@ -7,34 +7,18 @@ from pallas_kernels import quantised
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, TILE_TOKENS, Plan, first_row
-from pallas_kernels.quantised import Operand, Tokens
-from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.rectifiers import RELU
 from pallas_kernels.reference.places import places
 from pallas_kernels.weights import only_live
 
 
-def gate_union(
-    x: Operand,
-    w: Operand,
-    rectifier: Rectifier = RELU,
-    live: jax.Array | None = None,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gate_union(x, w_gate, rectifier=RELU, live=None, *, dtype=None):
     """`act(x @ w^T)` as (gate, masks, counts); all of gate is specified."""
-    z = only_live(quantised.times(x, w), live)
+    z = only_live(quantised.times(x, w_gate), live)
     return tile_union.pack(z, x.dtype if dtype is None else dtype, rectifier)
 
 
-def union_plan(
-    x: jax.Array | Tokens,
-    gate_ref: jax.Ref,
-    masks: jax.Array,
-    counts: jax.Array,
-    *,
-    max_items: int | None = None,
-    max_heavy: int | None = None,
-) -> tuple[Plan, jax.Array, HeavyRows, jax.Array]:
+def union_plan(x, gate_ref, masks, counts, *, max_items=None, max_heavy=None):
     """Makes the plan, with all lists in ascending order."""
     m, h = len(jax.tree.leaves(x)[0]), 32 * masks.shape[2]
     max_items = len(gate_ref) * h // CHUNK_NEURONS if max_items is None else max_items
@@ -54,15 +38,7 @@ def union_plan(
     return plan, nnz, heavy_rows, tile_union.stats_of_tiles(masks, counts, m)
 
 
-def union_up(
-    x: Operand,
-    gate: jax.Array,
-    w_up: Operand | None,
-    plan: Plan,
-    rectifier: Rectifier = RELU,
-    *,
-    with_gate: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+def union_up(x, gate, w_up, plan, rectifier=RELU, *, with_gate=False):
     """For each item, one product of its row tile and its gathered weights."""
     tile, neurons, in_union = plan.item_neurons()
     gates = jnp.where(in_union[:, :, None], gate[tile, neurons], 0)
@@ -82,13 +58,7 @@ def _rows(a, indices):
     return jax.tree.map(lambda a: a.at[indices].get(mode="fill", fill_value=0), a)
 
 
-def union_down(
-    h: jax.Array,
-    weights: tuple[jax.Array, ...],
-    plan: Plan,
-    m: int,
-    residual: jax.Array | None = None,
-) -> jax.Array:
+def union_down(h, weights, plan, m, residual=None):
     """Sums over all H columns of `plan.neurons`, with zeros past each union's size."""
     column = jnp.arange(plan.neurons.shape[1])
     keep = (column < plan.sizes[:, None])[:, :, None]
