@@ -2,8 +2,9 @@
 
 A back end is a package that has each of these functions, such as `pallas_kernels.hopper`; its
 `__init__` imports them. `pallas_kernels.reference` says in pure JAX what each computes, the
-docstrings in `hopper` say it in words, with shapes. mypy compares both with the protocols, and
-tests/conformance runs the same cases on all back ends.
+docstrings in `hopper` say it in words, with shapes. mypy compares both with the protocols: types of
+`hopper`, names of arguments of the reference, which leaves the types to these. tests/conformance
+runs the same cases on all back ends.
 """
 
 from typing import Protocol
@@ -35,6 +36,9 @@ class BlockKernels(Protocol):
     """
 
     name: str
+
+    def __hash__(self) -> int:
+        """They are arguments of functions that are cached."""
 
     def unsupported(self, w: Array | jax.ShapeDtypeStruct) -> str | None:
         """Why the back end cannot serve a block with a weight `[H, D]` here; None if it can."""
@@ -190,9 +194,7 @@ class DecodeKernels(Protocol):
 
 
 class Kernels(BlockKernels, DecodeKernels, Protocol):
-    """A back end. It is an argument of functions that are cached."""
-
-    def __hash__(self) -> int: ...
+    """A back end that decodes, too."""
 
 
 HOPPER: Kernels = hopper

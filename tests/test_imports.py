@@ -13,33 +13,36 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("twell_jax", "pallas_kernels")
 
-VALUES = "weights rectifiers quantised layers"  # of which blocks consist
-KERNELS = "pallas_kernels " + " ".join(
-    f"pallas_kernels.{name}" for name in ("layouts", "pattern_shares", "in_place", *VALUES.split())
-)
+
+def of_kernels(rooms: str) -> str:
+    """`pallas_kernels` itself and these rooms of it."""
+    return " ".join(["pallas_kernels", *(f"pallas_kernels.{room}" for room in rooms.split())])
+
 
 # Each room, and the rooms that its modules may import beside their own. A module belongs to the
-# room of the longest name that it starts with.
+# room of the longest name that it starts with. Rooms of `hopper` never import each other.
 MAY_IMPORT = {
     "pallas_kernels.in_place": "",
     "pallas_kernels.weights": "",
     "pallas_kernels.rectifiers": "",
     "pallas_kernels.quantised": "",
-    "pallas_kernels.layers": "weights quantised",
-    "pallas_kernels.layouts": VALUES,
+    "pallas_kernels.layers": "quantised weights",
+    "pallas_kernels.layouts": "quantised rectifiers weights",
     "pallas_kernels.pattern_shares": "layouts",
-    "pallas_kernels.reference": f"layouts {VALUES}",
-    "pallas_kernels.hopper.common": f"layouts in_place {VALUES}",
-    "pallas_kernels.hopper.dense": f"layouts in_place {VALUES} hopper.common",
-    "pallas_kernels.hopper.twell": f"layouts in_place {VALUES} hopper.common",
-    "pallas_kernels.hopper.unions": f"layouts in_place {VALUES} hopper.common",
-    "pallas_kernels.hopper.decode": f"layouts in_place {VALUES} hopper.common",
+    "pallas_kernels.reference": "layers layouts quantised rectifiers weights",
+    "pallas_kernels.hopper.common": "layouts quantised rectifiers weights",
+    "pallas_kernels.hopper.dense": "hopper.common in_place layouts quantised rectifiers weights",
+    "pallas_kernels.hopper.twell": "hopper.common layouts quantised rectifiers",
+    "pallas_kernels.hopper.unions": "hopper.common in_place layouts quantised rectifiers",
+    "pallas_kernels.hopper.decode": "hopper.common in_place layers layouts quantised rectifiers "
+    "weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
-    "pallas_kernels": f"layouts {VALUES} hopper reference",
-    "twell_jax.ffn": KERNELS,
+    "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
+    "twell_jax.ffn": of_kernels("in_place layouts pattern_shares quantised rectifiers weights"),
     "twell_jax.config": "ffn",
     "twell_jax.data": "config",
-    "twell_jax.models": f"ffn config data {KERNELS}",
+    "twell_jax.models": "ffn config data "
+    + of_kernels("in_place layers layouts quantised weights"),
     "twell_jax.plotting": "config",
     "twell_jax.train": "ffn config data models plotting",
     "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.common",  # a clock

@@ -166,8 +166,14 @@ def add_ffn(
     return add_product(h.astype(gate.dtype), mlp.down, layer, stream.x, scale)
 
 
-def decode_layers(stream, layers, k_cache, v_cache, length, padding, rope, **options):
+def decode_layers(
+    stream, layers, k_cache, v_cache, length, padding, rope,
+    *, heads, kv_heads, eps, rectifier, is_sparse,
+):  # fmt: skip
     """One layer after the other."""
+    options = dict(
+        heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
+    )
     for number in np.arange(len(layers.mlp.down), dtype=np.int32)[:, None]:
         stream = _layer(stream, layers, number, k_cache, v_cache, length, padding, rope, **options)
     return stream

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import in_place, pattern_shares, quantised
-from pallas_kernels.kernels import Kernels
+from pallas_kernels.kernels import BlockKernels
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts import twell as layout
 from pallas_kernels.rectifiers import Rectifier
@@ -16,13 +16,13 @@ from pallas_kernels.weights import Weights
 from twell_jax.ffn.stats import NOT_MEASURED, Output
 
 
-def few_tokens(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
+def few_tokens(kernels: BlockKernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`, M up to 64."""
     y, nnz, l1, fired = kernels.few_tokens_ffn(x, weights, act)
     return Output(y, nnz, jnp.sum(l1), fired, tiles=fired.astype(jnp.int32))
 
 
-def dense_block(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
+def dense_block(kernels: BlockKernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`, computed densely; its statistics are made of h."""
     y, h = kernels.dense_block(x, weights, act)
     # XLA leaves out the statistics that nobody asks for.
@@ -39,7 +39,7 @@ def dense_block(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights
     )
 
 
-def twell(kernels: Kernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
+def twell(kernels: BlockKernels, act: Rectifier, x: jax.Array, weights: Weights) -> Output:
     """The block for `x: [M, D]`, from the gate in TwELL."""
     activated = weights.activated
     tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels.kernels import Kernels
+from pallas_kernels.kernels import BlockKernels
 from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import forwards, partition, unions, xla
@@ -55,7 +55,7 @@ _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 @functools.cache
 def dense_gradients(
-    kernels: Kernels, act: Rectifier, algorithm: str, few_under_vmap: int | None
+    kernels: BlockKernels, act: Rectifier, algorithm: str, few_under_vmap: int | None
 ) -> Block:
     """The block by an algorithm of these kernels, with the gradients of `xla.ffn`.
 
@@ -89,7 +89,7 @@ def dense_gradients(
 
 @functools.cache
 def sparse_gradients(
-    kernels: Kernels, act: Rectifier, capacity: float, grid: WindowGrid | None = None
+    kernels: BlockKernels, act: Rectifier, capacity: float, grid: WindowGrid | None = None
 ) -> Block:
     """The block on unions, with sparse gradients; forward-mode differentiation is not supported.
 
@@ -139,7 +139,7 @@ def sparse_gradients(
     return with_residual
 
 
-def _forward(kernels: Kernels, act: Rectifier, algorithm: str) -> Block:
+def _forward(kernels: BlockKernels, act: Rectifier, algorithm: str) -> Block:
     forward = functools.partial(FORWARD[algorithm], kernels, act)
     alone = _on_devices(forward, _OPERANDS, _OUTPUT)
     adding = _on_devices(forward, (*_OPERANDS, Share.TOKENS), _OUTPUT)

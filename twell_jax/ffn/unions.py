@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import in_place, pattern_shares, quantised
-from pallas_kernels.kernels import Kernels
+from pallas_kernels.kernels import BlockKernels
 from pallas_kernels.layouts import tile_union
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
@@ -72,7 +72,7 @@ class Residuals:
 
 
 def forward(
-    kernels: Kernels,
+    kernels: BlockKernels,
     act: Rectifier,
     x: jax.Array,
     weights: Weights,
@@ -84,7 +84,7 @@ def forward(
 
 
 def forward_with_residuals(
-    kernels: Kernels,
+    kernels: BlockKernels,
     act: Rectifier,
     x: jax.Array,
     weights: Weights,
@@ -155,7 +155,7 @@ class _Kept(NamedTuple):
 
 
 def _forward(
-    kernels: Kernels,
+    kernels: BlockKernels,
     act: Rectifier,
     x: jax.Array,
     weights: Weights,
@@ -233,7 +233,7 @@ def _may_be_dense(capacity: float) -> bool:
 
 
 def backward(
-    kernels: Kernels,
+    kernels: BlockKernels,
     act: Rectifier,
     residuals: Residuals,
     x: jax.Array,

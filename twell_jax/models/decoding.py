@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import in_place
-from pallas_kernels.kernels import MAX_FEW_TOKENS, Kernels
+from pallas_kernels.kernels import MAX_FEW_TOKENS, DecodeKernels, Kernels
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import Operand, Quantised
@@ -215,7 +215,7 @@ def _k_axis(matrix: Operand) -> int:
     return 2 if isinstance(matrix, Quantised) else 1
 
 
-def _logits(kernels: Kernels, model: Transformer, stream: Stream) -> jax.Array:
+def _logits(kernels: DecodeKernels, model: Transformer, stream: Stream) -> jax.Array:
     weight, k_axis = _array(model.embed.embedding), 2
     if model.unembed is not None:
         weight = _matrix(model.unembed)

@@ -12,7 +12,7 @@ class Gate(NamedTuple):
       values: `[M, H]`, not negative.
       hidden: `[M, H]`, the hidden activation of tiles whose blocks have agreed on it by their votes
         (`active_counts`), and of those that are not live; what others hold is undefined. None
-        without a gate projection, and from the reference.
+        without a gate projection.
       l1: float32 `[M, H / 16]`, in parts, the sum of its magnitudes, likewise.
       counts: of one layer, as in `active_counts`, if the kernel was given none.
     """
