@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "pallas_kernels.layers": "quantised weights",
     "pallas_kernels.layouts": "quantised rectifiers weights",
     "pallas_kernels.pattern_shares": "layouts",
-    "pallas_kernels.reference": "layers layouts quantised rectifiers weights",
+    "pallas_kernels.reference": "layouts quantised rectifiers weights",
     "pallas_kernels.hopper.common": "layouts quantised rectifiers weights",
     "pallas_kernels.hopper.dense": "hopper.common in_place layouts quantised rectifiers weights",
     "pallas_kernels.hopper.twell": "hopper.common layouts quantised rectifiers",
