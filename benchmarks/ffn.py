@@ -38,13 +38,13 @@ GOALS = [  # the cases for which the project has goals
     {"m": 16384, "pattern": "skewed", "nnz": 29, "heavy_every": 1},
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 8, 32)),
 ]
-PROMPTS = [  # 65 to 1023 tokens, most with one that fires nearly everything, as a prompt's first
+PROMPTS = [  # 65 to 1023 tokens, most with one that has nearly all active, as a prompt's first
     *({"m": m, "pattern": "recorded", "heavy_every": m} for m in (256, 512, 1023, 65, 128, 768)),
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (256, 512, 1023)),
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (256, 512, 1023)),
     *({"m": m, "pattern": "recorded", "heavy_every": m, "gated": False} for m in (128, 512, 1023)),
 ]
-FEW = [  # up to 64 tokens, of which one, none or all fire nearly everything, or one a part of it
+FEW = [  # up to 64 tokens; nearly all neurons are active for one, none or all, or a part for one
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 2, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 2, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (8, 64)),
@@ -52,7 +52,7 @@ FEW = [  # up to 64 tokens, of which one, none or all fire nearly everything, or
     *({"m": m, "pattern": "skewed", "nnz": 280} for m in (1, 8, 16)),
     *({"m": 32, "pattern": "skewed", "nnz": nnz} for nnz in (120, 168, 224)),
     *({"m": 64, "pattern": "skewed", "nnz": nnz} for nnz in (60, 84, 112)),
-    *(  # one fires a half, a quarter or an eighth
+    *(  # for one, a half, a quarter or an eighth is active
         {"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m, "heavy_thresholds": thresholds}
         for m in (1, 8, 64)
         for thresholds in (0.0, 0.1, 0.35)
@@ -134,9 +134,9 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each implementation of a case; the first is the baseline.
 
-    If `pruned` is not 0, this fraction of the neurons never fires, and the kernels compute the
-    layer without them. With `peers` the blocks of PEERS stand beside unions. Heavy tokens are those
-    of `patterns.with_heavy_rows`.
+    If `pruned` is not 0, this fraction of the neurons is never active, and the kernels compute
+    the layer without them. With `peers` the blocks of PEERS stand beside unions. Heavy tokens are
+    those of `patterns.with_heavy_rows`.
     """
     drawn = m, pattern, nnz, superposed, heavy_every, gated
     dead = pruned or patterns.DEAD

@@ -6,7 +6,7 @@
 "forward" scores 64 sequences of 2048 tokens; if they do not fit for every variant, half of them, a
 quarter, and so on. "prefill" reads the prompts of a few sequences, "decode" appends a token to each
 of them. "forward" and "decode" also measure the models with 8-bit weights of `fp8_models`. Without
-a checkpoint, weights are random and each layer fires as `NNZ` and `PROFILE` say. "error" compares
+a checkpoint, weights are random, and layers have the nnz of `NNZ` and `PROFILE`. "error" compares
 cross-entropies or logits with those of the dense bfloat16 model of the same function and weights,
 "logits_error" the logits after the sequences that "forward" scores. Of its first `EXACT` sequences,
 "float32_error" and "float32_logits_error" compare with the same weights in float32, and
@@ -128,12 +128,12 @@ def profile(layers: int, nnz: float) -> np.ndarray:
 
 
 def with_pattern(config: ModelConfig, nnz: np.ndarray, key: jax.Array) -> nnx.State:
-    """Random parameters with which layer i fires `nnz[i]` neurons for a token, on average.
+    """Random parameters with which a token has `nnz[i]` active neurons in layer i, on average.
 
-    Some neurons fire often and many never. The last feature of the residual stream is 1 and no
+    Some neurons are often active, many never. The last feature of the residual stream is 1 and no
     block writes to it, so its weights are the gates' thresholds (`patterns.independent`). The other
     features of the embeddings are N(0, 1), and the blocks' outputs are small compared to them. The
-    last feature of token 0 is -1, so it fires most neurons, like the first token of a sequence.
+    last feature of token 0 is -1, so it has most neurons active, like a sequence's first token.
     """
     model = Transformer(config, rngs=nnx.Rngs(key))
     embedding, blocks = model.embed.embedding, model.blocks

@@ -3,7 +3,7 @@
     python -m benchmarks.live [--out DIRECTORY]
 
 A measured function runs the block with the stacked weights of `len(dead)` layers in a scan, as a
-model does; in each layer the neurons that fire come first. Times are per layer. "live" has the
+model does; in each layer the active neurons come first. Times are per layer. "live" has the
 number of them, on the device; the others compute all neurons. Without dead neurons, the difference
 is what the number costs. Only the last layer's y is kept, and its error given: XLA would copy each
 into an array of all layers, as no model does.
@@ -22,7 +22,7 @@ from twell_jax import sparse_ffn
 from twell_jax.analysis import timing
 
 NNZ = 29
-_SHUT = -15.0  # the gates' last weights are above, if neurons can fire, or -30, if they are dead
+_DEAD_BELOW = -15.0  # the gates' last weights are above, for live neurons, or -30, for dead ones
 DEAD = [4 * (0.0,), 4 * (0.3,), 4 * (0.5,), (0.0, 0.3, 0.56, 0.74)]  # shares, by layer
 CASES = [{"m": m, "dead": dead} for m in (16384, 2048, 1, 8, 32) for dead in DEAD]
 
@@ -64,14 +64,14 @@ def measure(*, m: int, dead: tuple[float, ...]) -> Iterator[dict[str, Any]]:
 def draw(m: int, dead: tuple[float, ...]) -> tuple[jax.Array, Any, jax.Array]:
     """x `[m, D]`, stacked weights whose dead neurons are the last, and how many others there are.
 
-    Neurons are dead by the pattern: for few tokens, most of the others do not fire either.
+    Neurons are dead by the pattern: for few tokens, most of the others are not active either.
     """
     layers, live = [], []
     for layer, share in enumerate(dead):
         key = jax.random.key(m)  # which makes x the same
         x, w_gate = patterns.independent(key, "skewed", m, ffn.D, ffn.H, NNZ, ffn.DTYPE, dead=share)
         weights = ffn.weights(jax.random.fold_in(key, layer), w_gate, gated=True)
-        is_live = weights[0][:, -1] > _SHUT
+        is_live = weights[0][:, -1] > _DEAD_BELOW
         order = jnp.argsort(~is_live)
         layers.append(jax.tree.map(lambda w, order=order: w[order], weights))
         live.append(jnp.sum(is_live, dtype=jnp.int32))

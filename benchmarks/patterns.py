@@ -18,10 +18,10 @@ RECORDED = Path(__file__).parent / "data" / "recorded.npz"
 def independent(
     key, pattern: str, m: int, d: int, h: int, nnz: float, dtype, *, dead: float = DEAD
 ):
-    """x `[m, d]` and w_gate `[h, d]` whose neurons fire independently, `nnz` of them per token.
+    """x `[m, d]` and w_gate `[h, d]` whose neurons are active independently, `nnz` per token.
 
-    "uniform": every neuron fires with probability nnz / h. "skewed": a fraction `dead` never fires,
-    the others with log-normal(0, 1.5) frequencies, at most 0.9.
+    "uniform": every neuron is active with probability nnz / h. "skewed": a fraction `dead` never
+    is, the others are with log-normal(0, 1.5) frequencies, at most 0.9.
     """
     key_x, key_w, key_p, key_dead = jax.random.split(key, 4)
     if pattern == "uniform":
@@ -72,10 +72,10 @@ def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
 
 
 def with_heavy_rows(x, every: int, thresholds: float = -1.0):
-    """Makes every `every`-th token fire nearly all neurons, like the first token of a sequence.
+    """Makes nearly all neurons active for every `every`-th token, like a sequence's first one.
 
-    `thresholds` is what its gates' thresholds are multiplied by; if it is 0, the token fires half
-    of them.
+    `thresholds` is what its gates' thresholds are multiplied by; if it is 0, half of them are
+    active.
     """
     return x.at[::every, -1].set(thresholds)
 

@@ -1,4 +1,4 @@
-"""What 8-bit weights cost a trained model: cross-entropy, and which neurons fire.
+"""What 8-bit weights cost a trained model: cross-entropy, and which neurons are active.
 
     python -m benchmarks.quantised RUN_DIR ... [--sequences N] [--out DIRECTORY]
 
@@ -20,7 +20,7 @@ from flax import nnx
 from benchmarks import record
 from twell_jax import config as config_lib
 from twell_jax import data
-from twell_jax.analysis.activity import firing_patterns
+from twell_jax.analysis.activity import activity_patterns
 from twell_jax.config import ConfigError
 from twell_jax.inference.language_model import in_compute_dtype
 from twell_jax.models import Transformer, graphdef
@@ -63,9 +63,9 @@ def measure(run_dir: str, sequences: int | None) -> Iterator[dict[str, Any]]:
     """Yields a row for bfloat16 and one for each of VARIANTS.
 
     "ce" is in nats per token. "increase" is its relative difference from bfloat16, "uncertainty"
-    the standard error of that over sequences. "changed" is how many activations fire in one of the
-    two models alone, over how many fire in bfloat16, "changed_by_layer" that of each layer, and
-    "fired" how many fire over that number.
+    the standard error of that over sequences. "changed" is how many activations are non-zero in one
+    of the two models alone, over how many are in bfloat16, "changed_by_layer" that of each layer,
+    and "fired" how many are non-zero over that number.
     """
     config, tokenizer, model = load_run(run_dir)
     if sequences is not None:
@@ -76,7 +76,7 @@ def measure(run_dir: str, sequences: int | None) -> Iterator[dict[str, Any]]:
 
     def patterns(dtype, parts):
         made = variant(model, dtype, parts)
-        return firing_patterns(made, held_out, batch=config.micro_batch, document_end=end)
+        return activity_patterns(made, held_out, batch=config.micro_batch, document_end=end)
 
     baseline = list(patterns("bfloat16", ()))
     yield {"implementation": "bfloat16", **size, **compare(zip(baseline, baseline, strict=True))}

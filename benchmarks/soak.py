@@ -32,10 +32,10 @@ L1 = 0.1  # weight of the sum of |h| in the loss
 
 
 class Pattern(NamedTuple):
-    """What decides who fires: token m fires neuron n if normal(m, n) > bias[m] * threshold[n].
+    """What is active: neuron n is for token m if normal(m, n) > bias[m] * threshold[n].
 
     Attributes:
-      bias: float32 [M]; 1 as usual, -1 for a token that fires nearly everything.
+      bias: float32 [M]; 1 as usual, -1 for a token with nearly all neurons active.
       threshold: float32 [H].
       source: int32 [M], the token that each token repeats.
       poison: float32 [M], added to one feature.
@@ -48,13 +48,13 @@ class Pattern(NamedTuple):
 
 
 def usual(m: int, h: int, share: float = 0.01) -> Pattern:
-    """Every token fires this share of the neurons."""
+    """This share of the neurons is active for every token."""
     threshold = jnp.full(h, norm.ppf(1 - share), jnp.float32)
     return Pattern(jnp.ones(m), threshold, jnp.arange(m), jnp.zeros(m))
 
 
 def skewed(key: jax.Array, m: int, h: int) -> Pattern:
-    """30 % of the neurons never fire, the use of the others is log-normal."""
+    """30 % of the neurons are never active, the use of the others is log-normal."""
     use, dead = jax.random.split(key)
     share = jnp.clip(0.004 * jnp.exp(1.5 * jax.random.normal(use, (h,))), 1e-6, 0.5)
     threshold = jnp.where(jax.random.uniform(dead, (h,)) < 0.3, 100.0, norm.ppf(1 - share))
@@ -62,7 +62,7 @@ def skewed(key: jax.Array, m: int, h: int) -> Pattern:
 
 
 def with_dense(key: jax.Array, m: int, h: int, run: int) -> Pattern:
-    """Runs of tokens at random, a hundredth of all, fire nearly everything."""
+    """Runs of tokens at random, a hundredth of all, have nearly all neurons active."""
     chosen = jax.random.uniform(key, (-(-m // run),)) < 0.01
     bias = jnp.where(jnp.repeat(chosen, run)[:m], -2.0, 1.0)
     return usual(m, h)._replace(bias=bias)
@@ -127,7 +127,7 @@ CASES = [
 
 
 def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[jax.Array]:
-    """(x, w_gate, w_up, w_down, dy) in bfloat16; without a gate, w_up decides who fires."""
+    """(x, w_gate, w_up, w_down, dy) in bfloat16; without a gate, w_up decides what is active."""
     keys = jax.random.split(key, 5)
     x, dy = (jax.random.normal(k, (case.m, case.d)) for k in keys[:2])
     gate, up, down = (jax.random.normal(k, (case.h, case.d)) / case.d**0.5 for k in keys[2:])
@@ -166,7 +166,7 @@ def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
     size_x, size_dy = (SUMS * jnp.linalg.norm(a, axis=1)[:, None] for a in (x, dy))
     z_error = size_x * jnp.linalg.norm(gate, axis=1)
     g = jax.lax.reduce_precision(jnp.maximum(z, 0), exponent_bits=8, mantissa_bits=7)
-    fires, none = g > 0, jnp.zeros_like(g)
+    active, none = g > 0, jnp.zeros_like(g)
     u_error = size_x * jnp.linalg.norm(up, axis=1)
     if not case.gated:
         u, u_error = jnp.ones_like(g), none
@@ -175,11 +175,11 @@ def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
 
     def product(a, a_error, b, b_error, unsure=none) -> Factors:
         error = a_error * jnp.abs(b) + b_error * jnp.abs(a)
-        return Factors(a * b, jnp.where(fires, error, 0), unsure)
+        return Factors(a * b, jnp.where(active, error, 0), unsure)
 
     h = product(g, z_error, u, u_error)
     dg = product(dh, dh_error, u, u_error, jnp.where(jnp.abs(z) < UNSURE, jnp.abs(dh * u), 0))
-    dg = dg._replace(value=jnp.where(fires, dg.value, 0))
+    dg = dg._replace(value=jnp.where(active, dg.value, 0))
     pairs = [(dg, gate)]
     if case.gated:
         pairs.append((product(dh, dh_error, g, z_error), up))

@@ -4,7 +4,7 @@ Both compute the gate densely and convert it in a pass of its own, which our ker
 without one:
 
     ellpack   each token's neurons and gates side by side, `[M, width]`, as wide as the token that
-              fires most neurons; a loop over the width gathers a row of each weight per token
+              has most neurons active; a loop over the width gathers a row of each weight per token
     bcoo      `jax.experimental.sparse.BCOO`: a list of all non-zeros, a sampled product for the up
               projection, a sparse one for the down projection
 
@@ -28,7 +28,7 @@ MAX_WIDTH = 1024  # a wider ELLPACK takes longer than the dense block, by far
 MAX_BYTES = 16 << 30  # of the rows that BCOO's products gather, one for each non-zero
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """The sizes of the packed gates of a case.
 
     Attributes:
@@ -76,26 +76,27 @@ def runner(name: str, x: jax.Array, layer) -> Callable:
     _, stats = jax.jit(partial(sparse_ffn, implementation="xla"))(x, *layer)
     # The sums of another layer may fall on the other side of zero.
     width = 8 * math.ceil(1.02 * (int(stats.max_nnz) + 4) / 8)
-    room = Room(min(width, len(layer[-1])), math.ceil(1.02 * len(x) * (float(stats.nnz) + 1)))
-    if name == "ellpack" and room.width > MAX_WIDTH:
-        raise ValueError(f"ellpack would be {room.width} wide, more than {MAX_WIDTH}")
-    if name == "bcoo" and (size := room.entries * x.shape[1] * x.dtype.itemsize) > MAX_BYTES:
+    entries = math.ceil(1.02 * len(x) * (float(stats.nnz) + 1))
+    capacity = Capacity(min(width, len(layer[-1])), entries)
+    if name == "ellpack" and capacity.width > MAX_WIDTH:
+        raise ValueError(f"ellpack would be {capacity.width} wide, more than {MAX_WIDTH}")
+    if name == "bcoo" and (size := capacity.entries * x.shape[1] * x.dtype.itemsize) > MAX_BYTES:
         raise ValueError(f"bcoo would gather {size} bytes, more than {MAX_BYTES}")
-    return partial(stack, name=name, room=room)
+    return partial(stack, name=name, capacity=capacity)
 
 
-@partial(jax.jit, static_argnames=("name", "room"))
-def stack(x: jax.Array, layers: list, *, name: str, room: Room) -> list[jax.Array]:
-    """The block with each layer's weights in turn, all on the same x; NaN where room lacks."""
-    return [FORMATS[name](x, *weights, room) for weights in layers]
+@partial(jax.jit, static_argnames=("name", "capacity"))
+def stack(x: jax.Array, layers: list, *, name: str, capacity: Capacity) -> list[jax.Array]:
+    """The block with each layer's weights in turn, all on one x; NaN where it does not fit."""
+    return [FORMATS[name](x, *weights, capacity) for weights in layers]
 
 
-def ellpack(x, w_gate, w_up, w_down, room: Room) -> jax.Array:
+def ellpack(x, w_gate, w_up, w_down, capacity: Capacity) -> jax.Array:
     """The block by ELLPACK, float32 sums."""
     gate = _dense_gate(x, w_up if w_gate is None else w_gate)
     # No gate is negative, so that the largest are all that are not zero, and some zeros.
-    values, neurons = lax.optimization_barrier(lax.top_k(gate, room.width))
-    fits = jnp.all(jnp.sum(gate != 0, axis=1) <= room.width)
+    values, neurons = lax.optimization_barrier(lax.top_k(gate, capacity.width))
+    fits = jnp.all(jnp.sum(gate != 0, axis=1) <= capacity.width)
 
     def add(i, y):
         h, n = values[:, i].astype(jnp.float32), neurons[:, i]
@@ -103,16 +104,16 @@ def ellpack(x, w_gate, w_up, w_down, room: Room) -> jax.Array:
             h *= jnp.sum(x.astype(jnp.float32) * w_up[n], axis=1)
         return y + h[:, None] * w_down[n]
 
-    y = lax.fori_loop(0, room.width, add, jnp.zeros(x.shape, jnp.float32))
+    y = lax.fori_loop(0, capacity.width, add, jnp.zeros(x.shape, jnp.float32))
     return jnp.where(fits, y, jnp.nan).astype(x.dtype)
 
 
-def bcoo(x, w_gate, w_up, w_down, room: Room) -> jax.Array:
+def bcoo(x, w_gate, w_up, w_down, capacity: Capacity) -> jax.Array:
     """The block by BCOO."""
     gate = _dense_gate(x, w_up if w_gate is None else w_gate)
-    packed = sparse.BCOO.fromdense(gate, nse=room.entries)
+    packed = sparse.BCOO.fromdense(gate, nse=capacity.entries)
     data, indices = lax.optimization_barrier((packed.data, packed.indices))
-    fits = jnp.sum(gate != 0) <= room.entries
+    fits = jnp.sum(gate != 0) <= capacity.entries
     if w_gate is not None:
         contracted = (((1,), (1,)), ((), ()))
         data *= sparse.bcoo_dot_general_sampled(x, w_up, indices, dimension_numbers=contracted)

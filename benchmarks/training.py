@@ -3,7 +3,7 @@
     python -m benchmarks.training [configs/0p5b.yaml] [key=value ...] [--devices 1 2 4]
         [--only "xla, relu"] [--out DIRECTORY]
 
-Weights are random, with gates that fire as in benchmarks.inference. They keep that pattern: the
+Weights are random, with patterns as in benchmarks.inference. They keep that pattern: the
 learning rate is practically 0. "sparse" has the gradients that train.py plans for each layer.
 
 Every number of devices is measured twice: data parallel, and with FSDP over all of them. The work
@@ -96,7 +96,7 @@ def configure(path: str, variant: str, devices: int, fsdp: int, overrides: list[
 
 
 def draw_params(config: Config, nnz: float) -> nnx.State:
-    """Random parameters, on the host, with which a token fires `nnz` neurons on average."""
+    """Random parameters, on the host, with which a token has `nnz` active neurons on average."""
     spread = inference.profile(config.model.layers, nnz)
     return jax.device_get(inference.with_pattern(config.model, spread, jax.random.key(0)))
 
@@ -154,7 +154,7 @@ def measure(
 
 
 def draw_tokens(config: Config) -> np.ndarray:
-    """The sequences of a step; each begins with token 0, which fires most neurons."""
+    """The sequences of a step; each begins with token 0, for which most neurons are active."""
     shape = (config.batch_sequences, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
     tokens[:, 0] = 0

@@ -1,4 +1,4 @@
-"""Fine-tunes a checkpoint in Hugging Face's format with L1, so that fewer of its neurons fire.
+"""Fine-tunes a checkpoint in Hugging Face's format with L1, so that fewer neurons are active.
 
 `python examples/finetune.py DIRECTORY OUT` reads a ReLU Llama or Qwen2 model from DIRECTORY and
 writes to OUT. Without arguments it first makes a small random model. It trains on its own source.

@@ -50,5 +50,5 @@ optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
 for i in range(301):
     error, stats = step(model, optimizer, numbers, sums)
     if i % 100 == 0:
-        fired = ", ".join(f"{block.nnz:.0f}" for block in stats.modules.values())
-        print(f"step {i}: cross-entropy {error:.3f}, neurons per input: {fired}")
+        active = ", ".join(f"{block.nnz:.0f}" for block in stats.modules.values())
+        print(f"step {i}: cross-entropy {error:.3f}, neurons per input: {active}")

@@ -1,10 +1,10 @@
-"""Makes a smaller model from the neurons that fire: python examples/prune.py RUN_DIR
+"""Makes a smaller model from the active neurons: python examples/prune.py RUN_DIR
 
-No layer loses a neuron that fired. So the width is their number in the layer with the most, rounded
-up to a multiple of 128. Beside its weights each layer has its own number of live neurons, rounded
-up likewise; kernels leave out the others, if there are any. In each sequence, outputs are the same
-up to rounding until a token fires a removed neuron. For a model that holds its layers apart, see
-`twell_jax.analysis.prune.prune_mlp`.
+No layer loses a neuron that was active. So the width is their number in the layer with the most,
+rounded up to a multiple of 128. Beside its weights each layer has its own number of live neurons,
+rounded up likewise; kernels leave out the others, if there are any. In each sequence, outputs are
+the same up to rounding until a removed neuron is active. For a model that holds its layers apart,
+see `twell_jax.analysis.prune.prune_mlp`.
 """
 
 import sys
@@ -28,4 +28,4 @@ pruned = nnx.merge(graphdef(smaller), params)
 
 print(f"d_ff {model.config.d_ff} -> {pruned.config.d_ff}")
 print(f"live neurons by layer: {report.live}")
-print(f"{changed.any(0).mean():.2%} of other tokens fire a removed neuron")
+print(f"{changed.any(0).mean():.2%} of other tokens have an active neuron that was removed")

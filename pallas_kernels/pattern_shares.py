@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.neuron_lists import ROOM_SLOTS, slots_for
+from pallas_kernels.layouts.neuron_lists import SLOT_ALIGNMENT, slots_for
 from pallas_kernels.layouts.tile_union import (
     CHUNK_NEURONS,
     GROUP_NEURONS,
@@ -59,10 +59,10 @@ def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]
 def _shares(every, usual, outlying, lengths, h, max_heavy):
     leave = tile_union.who_leaves(every, usual, outlying, h, max_heavy)
     chunks = -(-jnp.where(leave, usual, every) // CHUNK_NEURONS)
-    rooms = slots_for(lengths) // ROOM_SLOTS
+    pieces = slots_for(lengths) // SLOT_ALIGNMENT
     all_chunks = every.size * -(-h // CHUNK_NEURONS)
-    all_rooms = every.size * (TILE_TOKENS // ROOM_SLOTS) * lengths.size
+    all_pieces = every.size * (TILE_TOKENS // SLOT_ALIGNMENT) * lengths.size
     return (
         jnp.sum(chunks, dtype=jnp.float32) / all_chunks,
-        jnp.sum(rooms, dtype=jnp.float32) / all_rooms,
+        jnp.sum(pieces, dtype=jnp.float32) / all_pieces,
     )

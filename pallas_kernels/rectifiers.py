@@ -30,14 +30,14 @@ class Rectifier:
     squared: bool = False
     both: bool = False
 
-    def opens(self, z: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    def is_active(self, z: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Whether the float32 `z`, rounded to `dtype`, is above the threshold or NaN."""
         if self.threshold:
             z = z.astype(dtype).astype(jnp.float32)
         return ~(z <= self.threshold)
 
     def power(self, z: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """g for float32 `z` that are 0 where they do not open; the caller rounds it to `dtype`."""
+        """g for float32 `z` that are 0 unless active; the caller rounds it to `dtype`."""
         if not self.squared:
             return z
         z = z.astype(dtype).astype(jnp.float32)
@@ -45,8 +45,8 @@ class Rectifier:
 
     def gate(self, z: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """g for any float32 `z`; the caller rounds it to `dtype`."""
-        opened = jnp.where(self.opens(z, dtype), z, 0.0) if self.threshold else jnp.maximum(z, 0.0)
-        return self.power(opened, dtype)
+        z = jnp.where(self.is_active(z, dtype), z, 0.0) if self.threshold else jnp.maximum(z, 0.0)
+        return self.power(z, dtype)
 
     def linear(self, u: jax.Array) -> jax.Array:
         """What g is multiplied with."""

@@ -20,9 +20,9 @@ class Weights:
     Attributes:
       gate: `[H, D]`, or None for the non-gated block.
       up, down: `[H, D]`.
-      live: int32 `[1]`: neurons from this number on never fire, whatever their weights. More than
-        H is like H, a negative number like 0. None: any may. Stacked weights, `[layers, H, D]`,
-        have `[layers]`.
+      live: int32 `[1]`: neurons from this number on are never active, whatever their weights. More
+        than H is like H, a negative number like 0. None: any may be. Stacked weights,
+        `[layers, H, D]`, have `[layers]`.
     """
 
     gate: jax.Array | None
@@ -38,8 +38,8 @@ class Weights:
 
     @property
     def activated(self) -> jax.Array:
-        """`[H, D]`, the projection that the ReLU is applied to, so that it decides what fires:
-        gate if there is one, else up."""
+        """`[H, D]`, the projection that the ReLU is applied to, so that it decides which
+        neurons are active: gate if there is one, else up."""
         return self.up if self.gate is None else self.gate
 
     @property

@@ -25,7 +25,7 @@ from twell_jax.train.run_directory import RunPaths, load_run, write_atomically
 
 
 def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
-    """Measures which neurons fire in a run's last checkpoint; prints, writes and draws the results.
+    """Measures the active neurons of a run's last checkpoint; prints, writes and draws the results.
 
     Args:
       run_dir: directory of the run.

@@ -81,7 +81,7 @@ def title_of_run(directory: Path, config: Config) -> str:
 
 @contextlib.contextmanager
 def drawn_by_layer(path: Path, layers: int, d_ff: int, title: str) -> Iterator[Axes]:
-    """Yields a panel with a row for each layer, from the top down, and the neurons that fire in it.
+    """Yields a panel with a row for each layer, from the top down, and its active neurons.
 
     The block draws horizontal bars, layer i at y = i; see `drawn` and `scale_to_neurons`.
     """
@@ -108,9 +108,9 @@ def legend_above(axes: Axes) -> None:
 
 
 def scale_to_neurons(axes: Axes, direction: str, d_ff: int) -> None:
-    """Makes one axis ("x" or "y") count neurons that fire for a token; a line marks all `d_ff`."""
+    """Makes one axis ("x" or "y") count the active neurons of a token; a line marks all `d_ff`."""
     scale_from_zero(axes, direction, 1.5 * d_ff)
-    axes.set(**{f"{direction}label": f"neurons of {d_ff} that fire for a token"})
+    axes.set(**{f"{direction}label": f"neurons of {d_ff} active for a token"})
     mark = axes.axvline if direction == "x" else axes.axhline
     mark(d_ff, color=QUIET, ls="--", lw=1, label="all neurons")
 

@@ -40,7 +40,7 @@ def measured(run_dir: Path) -> dict[str, Any]:
 
     These are: what its neurons do on held-out text, how many questions about it the model answers,
     the times of the layers and of the whole model, those of the layers without the neurons that
-    never fired, and what the run logged.
+    were never active, and what the run logged.
 
     Raises:
       ConfigError: the run has not ended, or there is none.
@@ -90,7 +90,7 @@ def times(
 
     Args:
       model: the trained model.
-      usage: `Activity.usage`; neurons that never fired are left out for "pruned" and "skipping".
+      usage: `Activity.usage`; dead neurons are left out for "pruned" and "skipping".
       sequences: int [n, T + 1], held-out text.
       batch: sequences that the whole model reads in a call.
       document_end: see `Transformer`.

@@ -50,7 +50,7 @@ def union(run: Row) -> float:
 
 
 def dead(run: Row) -> float:
-    """The share of the neurons that never fired."""
+    """The share of the neurons that were never active."""
     return float(np.mean(run["dead"])) / run["d_ff"]
 
 
@@ -65,12 +65,12 @@ def speedup_in_training(run: Row) -> float:
 
 
 def speedup_without_dead(run: Row) -> float:
-    """`speedup` if the kernels, but not XLA, leave out the neurons that never fired."""
+    """`speedup` if the kernels, but not XLA, leave out the neurons that were never active."""
     return total(run, "speedup", "xla_ms") / total(run, "pruned", "mosaic_ms")
 
 
 def speedup_in_training_without_dead(run: Row) -> float:
-    """`speedup_in_training` if the kernels, but not XLA, skip the neurons that never fired.
+    """`speedup_in_training` if the kernels, but not XLA, skip neurons that were never active.
 
     KeyError for rows that were measured before this was.
     """

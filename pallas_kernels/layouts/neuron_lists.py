@@ -1,8 +1,8 @@
-"""Neuron lists: for each block of neurons, the tokens that use any of them.
+"""Neuron lists: for each group of neurons, the tokens that use any of them.
 
 Weight gradients such as `h^T dy` sum over tokens, and `h: [M, H]` is zero nearly everywhere. The H
-neurons are cut into blocks of 64, the groups of `tile_union`. A block's list holds, in ascending
-order, the tokens with a non-zero for any of its neurons; the block's rows of a gradient are one
+neurons are cut into groups of 64, those of `tile_union`. A group's list holds, in ascending
+order, the tokens with a non-zero for any of its neurons; the group's rows of a gradient are one
 dense matmul over these tokens. The lists lie one after the other in C slots, and each starts at a
 multiple of 64:
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROOM_SLOTS = 64  # a list has room for a multiple of this many tokens
+SLOT_ALIGNMENT = 64  # lists begin at multiples of it, so each takes a multiple of so many slots
 
 
 @jax.tree_util.register_dataclass
@@ -69,4 +69,4 @@ def list_lengths(counts: jax.Array, m: int) -> jax.Array:
 
 def slots_for(lengths: jax.Array) -> jax.Array:
     """How many slots each list of these lengths, int32 `[H / 64]`, needs."""
-    return -(-lengths // ROOM_SLOTS) * ROOM_SLOTS
+    return -(-lengths // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

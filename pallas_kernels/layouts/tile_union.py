@@ -37,7 +37,7 @@ TILE_TOKENS = 256  # tokens of a row tile
 GROUP_NEURONS = 64  # neurons among which a token's non-zeros are counted
 CHUNK_NEURONS = 128  # neurons of a work item
 OUTLYING_ABOVE = 16  # non-zeros in a group: 1.5 times the most seen at nnz of up to 300 of 5632
-MAX_HEAVY = 256  # the most tokens outside the unions for which sparse gradients have room
+MAX_HEAVY = 256  # the capacity of sparse gradients for tokens outside the unions
 DENSE_COST = Fraction(3, 2)  # a token takes three matmuls if computed densely, two on a union
 
 
@@ -223,7 +223,7 @@ def who_leaves(
 def decide(
     masks: jax.Array, counts: jax.Array, m: int, max_items: int, max_heavy: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Decides which tokens leave the unions, to save operations, for lack of room or as not finite.
+    """Decides which tokens leave the unions: to save operations, past the capacity or not finite.
 
     Args:
       masks: uint32 `[2, R, H / 32]`.

@@ -13,7 +13,7 @@ from pallas_kernels.weights import Weights, only_live
 
 
 def few_tokens_ffn(x, weights, rectifier=RELU):
-    """The dense block, but ignores weights of neurons that do not fire, even inf and NaN."""
+    """The dense block, but ignores weights of neurons that are not active, even inf and NaN."""
     given = tokens(x, weights.inner)
 
     def product(w):

@@ -87,7 +87,7 @@ def test_torch_multiplies_quantised_operands():
 @pytest.mark.parametrize("name", sparse_peers.FORMATS)
 def test_sparse_formats_compute_the_block(name, gated):
     x, *weights = draw(37, 64, 128, gated=gated, dtype=np.float32, threshold=1)
-    x[3, -1], x[4, -1] = -1000, 1000  # all neurons fire, and none
+    x[3, -1], x[4, -1] = -1000, 1000  # all neurons are active, and none
     w_gate, w_up, w_down = weights
     g = np.maximum(x @ (w_gate if gated else w_up).T, 0)
     expected = (g * (x @ w_up.T) if gated else g) @ w_down
@@ -95,11 +95,11 @@ def test_sparse_formats_compute_the_block(name, gated):
         assert record.relative_error(y, expected) < 1e-5
 
 
-def test_formats_without_room_say_so(monkeypatch):
+def test_formats_without_capacity_say_so(monkeypatch):
     x, layers = jnp.ones((8, 16)), [3 * (jnp.ones((32, 16)),)]
     for name in sparse_peers.FORMATS:
-        short = sparse_peers.Room(width=31, entries=8 * 32 - 1)
-        (y,) = sparse_peers.stack(x, layers, name=name, room=short)
+        short = sparse_peers.Capacity(width=31, entries=8 * 32 - 1)
+        (y,) = sparse_peers.stack(x, layers, name=name, capacity=short)
         assert np.isnan(y).all()
     monkeypatch.setattr(sparse_peers, "MAX_WIDTH", 31)
     monkeypatch.setattr(sparse_peers, "MAX_BYTES", 1000)

@@ -56,7 +56,7 @@ def test_a_record_of_several_meshes(small, measured):
         assert row["batch_tokens"] == row["devices"] * 2 * 64
         speed = row["tokens_per_second"] / row["devices"]
         assert row["efficiency"] == pytest.approx(speed / one["tokens_per_second"])
-        # The first token of 64 fires most neurons.
+        # Most neurons are active for the first token of 64.
         assert sum(row["nnz_by_layer"]) / 2 == pytest.approx(20 + 500 / 64, rel=0.3)
     for name in ("ce", "grad_norm"):
         assert fsdp[name] == pytest.approx(data[name], rel=1e-2)

@@ -33,7 +33,7 @@ TOKENS, COLUMNS = P(("data", "fsdp")), P(None, "fsdp")
 
 
 def sparse(capacity=None):
-    """The options of `sparse_ffn` for sparse gradients, in a room of this share of M x H."""
+    """The options of `sparse_ffn` for sparse gradients, with this capacity."""
     return {"packing": "unions", "gradients": "sparse" if capacity is None else capacity}
 
 
@@ -53,9 +53,9 @@ def _compiled(back_ends, algorithm):
 
 
 def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
-    """(x, w_gate, w_up, w_down), of NumPy, whose gates fire above `threshold` standard deviations.
+    """(x, w_gate, w_up, w_down), of NumPy, whose gates are active above `threshold` deviations.
 
-    The last feature of x is 1; -1 there makes a token fire nearly everything, 0 half.
+    The last feature of x is 1; -1 there makes nearly all active for a token, 0 half.
     """
     rng = seeds.rng()
     x, w_gate, w_up, w_down = (rng.standard_normal(s) for s in ((m, d), *3 * [(h, d)]))
@@ -68,7 +68,7 @@ def draw(m, d, h, *, gated=True, dtype=jnp.bfloat16, threshold=2.2):
 
 
 def draw_exact(m, d, h, *, gated=True, density=0.01):
-    """As `draw`, but gates are 0 or 1 without rounding; also which fire, bool `[m, h]`.
+    """As `draw`, but gates are 0 or 1 without rounding; also which are active, bool `[m, h]`.
 
     Tokens that follow each other are alike.
     """

@@ -12,7 +12,7 @@ from twell_jax.ffn import dispatch, unions
 from twell_jax.ffn.unions import Way
 
 SHAPE = 700, 128, 512  # M, D, H: the same for most cases, so that they share a compiled program
-PATTERNS = {  # every how many tokens one fires nearly all, the threshold, the capacity; the way
+PATTERNS = {  # every how many tokens one is dense, the threshold, the capacity; the way
     "sparse": (0, 2.2, 1.0, Way.SPARSE),
     "some dense tokens": (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY),
     "the last tile does not fit": (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY),  # its tokens leave
@@ -30,7 +30,7 @@ def draw_pattern(name, gated):
     operands = draw(*SHAPE, gated=gated, threshold=threshold)
     if every:
         operands[0][3::every, -1] = -1
-    if name == "dense is faster":  # neurons that fire for the tokens which fire nearly all
+    if name == "dense is faster":  # neurons that are active for the dense tokens alone
         operands[1 if gated else 2][-40:, -1] = -9
     found, heavy = way_and_heavy_tokens(operands, capacity)
     assert found == way and (heavy >= 7 or way != Way.DENSE_AND_HEAVY)

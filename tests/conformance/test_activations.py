@@ -62,9 +62,9 @@ def assert_exact(case, operands, y, stats):
 def test_sparse_dense_and_silent_rows(back_end, algorithm, case):
     call = forward(dispatch.BACK_ENDS, algorithm, case)
     operands = operands_of(case, ALGORITHMS[algorithm][1], 192, 640)
-    for last_feature in (1, 0, -3):  # few neurons fire, about half, nearly all
+    for last_feature in (1, 0, -3):  # few neurons are active, about half, nearly all
         operands[0][:, -1] = last_feature
-        operands[0][:2, -1] = -3, 1000  # the first token fires nearly all, the second none
+        operands[0][:2, -1] = -3, 1000  # nearly all for the first token, none for the second
         assert_exact(case, operands, *on_poisoned_memory(call, *operands))
     operands[0][:, -1] = 1000
     y, stats = on_poisoned_memory(call, *operands)

@@ -186,7 +186,7 @@ def test_the_other_kernels_do_not_measure_it(back_end, algorithm):
 
 @every_algorithm
 @pytest.mark.parametrize(
-    ("poison", "feature"),  # the last feature opens (-inf) or shuts (inf) all gates
+    ("poison", "feature"),  # with the last feature all gates are active (-inf) or zero (inf)
     [(np.nan, 5), (np.inf, 5), (np.inf, -1), (-np.inf, -1)],
 )
 def test_poison_spreads_as_in_the_dense_computation(back_end, algorithm, feature, poison):

@@ -153,7 +153,7 @@ def forward_for_gradients(operands, capacity=None):
 @pytest.mark.parametrize("alike", [False, True])
 def test_sparse_gradients_fit_into_the_larger_share(back_end, alike):
     operands, active = draw_exact(*SHAPE, density=0.05 if alike else 0.002)
-    if alike:  # 25 neurons, in most groups: the lists then need more room than the unions
+    if alike:  # 25 neurons, in most groups: the lists then need more capacity than the unions
         operands[0][...], active[...] = operands[0][0], active[0]
     union, listed = shares(active)
     assert (listed > union) == alike
@@ -208,7 +208,7 @@ def compile_over(mesh, operands, tokens, weights):
 
 
 def active_by_device(mesh, operands):
-    """For the tokens of each device, for the neurons of each: which of them fire."""
+    """For the tokens of each device, for the neurons of each: which are active."""
     x, *gates_first = in_float32([a for a in operands if a is not None])
     active = x @ gates_first[0].T > 0
     parts = [

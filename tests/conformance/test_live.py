@@ -36,7 +36,7 @@ def _compiled(back_ends, algorithm):
 
 
 def poisoned(operands, live):
-    """The operands with NaN in the weights that decide whether further neurons fire."""
+    """The operands with NaN in the weights that decide whether further neurons are active."""
     x, w_gate, w_up, w_down = (None if a is None else np.array(a) for a in operands)
     for w in (w_gate, w_up):
         if w is not None:
@@ -94,7 +94,7 @@ def grads(ffn, operands, dy, live):
     [
         (True, 1.0, 2.2, 130),
         (True, 1.0, 1.0, 450),  # dense products are faster: those of what was kept
-        (False, 0.01, 2.2, 130),  # no room: dense gradients
+        (False, 0.01, 2.2, 130),  # too little capacity: dense gradients
     ],
 )
 def test_gradients(back_end, gated, capacity, threshold, some):

@@ -17,8 +17,8 @@ NAMES = ("gate", "up", "down")
 
 
 def draw_8_bits(m, d, h, chosen, *, gated=True):
-    """x and weights of `draw`, the chosen ones in 8 bits; two tokens fire nearly everything, one
-    nothing."""
+    """x and weights of `draw`, the chosen ones in 8 bits; nearly all is active for two tokens,
+    nothing for one."""
     x, *weights = draw(m, d, h, gated=gated)
     x[[3, m // 2], -1] = -1
     x[m - 1] = 0

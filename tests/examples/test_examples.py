@@ -96,9 +96,9 @@ def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
         f"run_dir={tmp_path}/run",
     ]  # fmt: skip
     assert call("train.py", "configs/tiny.yaml", *settings).returncode == 0
-    width, _, fired = run("prune", str(tmp_path / "run")).splitlines()
+    width, _, changed = run("prune", str(tmp_path / "run")).splitlines()
     assert width == "d_ff 256 -> 256"
-    assert fired == "0.00% of other tokens fire a removed neuron"
+    assert changed == "0.00% of other tokens have an active neuron that was removed"
 
 
 def test_every_example_is_tested():

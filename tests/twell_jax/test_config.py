@@ -116,7 +116,7 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
         (["skip_dead_every=1"],
          r"skip_dead_every: with 1 every step is at full width and .*; write 2 or more, or 0"),
         (["skip_dead_every=5", "model.activation=silu"],
-         r"skip_dead_every: with model.activation=silu every neuron fires; write .*=relu, or "
+         r"skip_dead_every: with model.activation=silu every neuron is active; write .*=relu, or "
          "skip_dead_every=0"),
         (["skip_dead_every=5", "model.live_width=true"],
          r"skip_dead_every: the model has numbers .* \(model.live_width=true\); write "

@@ -144,8 +144,8 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
         (["union_target=0.8", "micro_batch=8", "model.d_ff=256", "l1_warmup=[0, 100]"],
          "union_target: the L1 coefficient is not moved towards it before step 100 of 100"),
         (["union_target=0.05", "micro_batch=8", "model.d_ff=2816"],
-         "union_target: 0.05 is hardly more than a layer has as soon as one neuron fires, "
-         "0.0455 with model.d_ff=2816, so the L1 coefficient would grow until hardly any does; "
+         "union_target: 0.05 is hardly more than a layer has as soon as one neuron is active, "
+         "0.0455 with model.d_ff=2816, so the L1 coefficient would grow until hardly any is; "
          "write 0.069 or more"),
         (["skip_dead_every=5", "model.ffn_implementation=xla"],
          "skip_dead_every: gains nothing with model.ffn_implementation=xla"),

@@ -51,8 +51,8 @@ def logits(model, tokens):
 
 
 @nnx.jit
-def fired(model, tokens):
-    """How many neurons a token fires in each block."""
+def nnz(model, tokens):
+    """How many neurons are active for a token in each block."""
     _, stats = capture_stats(model)(*inputs(tokens))
     return {path: block.nnz for path, block in stats.modules.items()}
 
@@ -77,12 +77,12 @@ def loss(model, tokens):
 def test_its_trainer_closes_gates(model):
     replaced = replace_mlps(model)
     tokens = seeds.rng().integers(0, 31, TOKENS)
-    before = fired(model, tokens)
+    before = nnz(model, tokens)
     settings = TrainingConfig(eval_every_n_steps=STEPS + 1, max_steps=STEPS)
     trainer = PeftTrainer(model, optax.adam(1e-2), settings).with_loss_fn(loss)
     trainer.with_gen_model_input_fn(lambda batch: {"tokens": batch["tokens"]})
     trainer.train([{"tokens": tokens}] * STEPS)
-    after = fired(model, tokens)
+    after = nnz(model, tokens)
     assert set(before) == set(replaced)
     for path in replaced:
         assert 0 < after[path] < 0.7 * before[path]

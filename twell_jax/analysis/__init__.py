@@ -1,1 +1,1 @@
-"""What a trained model's neurons do: which fire, what the kernels gain, which can be removed."""
+"""What a trained model's neurons do: which are active, what kernels gain, which can go."""

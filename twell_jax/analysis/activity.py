@@ -1,4 +1,4 @@
-"""Measures which neurons of a trained model fire: patterns of activations and statistics."""
+"""Measures which neurons of a trained model are active: patterns of activations and statistics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ TOP_PERCENT = (1, 5, 10, 25)  # of the neurons
 
 @dataclass(frozen=True)
 class Activity:
-    """Which neurons of a model fired on n sequences of T tokens.
+    """Which neurons of a model were active on n sequences of T tokens.
 
     Attributes:
       ce: cross-entropy, nats per token.
-      nnz: int32 [layers, n, T], number of neurons that fired for each token.
-      usage: int64 [layers, d_ff], number of tokens for which each neuron fired.
-      union: {size: float64 [layers]}, the mean share of the neurons that `size` consecutive tokens
-        fire between them, for each size of `UNION_SIZES` up to the length of a sequence.
+      nnz: int32 [layers, n, T], number of neurons that were active for each token.
+      usage: int64 [layers, d_ff], number of tokens for which each neuron was active.
+      union: {size: float64 [layers]}, the mean share of the neurons that are active for any of
+        `size` consecutive tokens, for each size of `UNION_SIZES` up to the length of a sequence.
     """
 
     ce: float
@@ -38,10 +38,10 @@ class Activity:
     union: dict[int, np.ndarray]
 
 
-def firing_patterns(
+def activity_patterns(
     model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Runs a model through XLA and yields which neurons fired.
+    """Runs a model through XLA and yields which neurons were active.
 
     Args:
       model: the language model.
@@ -51,7 +51,7 @@ def firing_patterns(
 
     Yields:
       For each batch of b sequences, the cross-entropy, float32 [b, T] in nats, and whether each
-      neuron fired for each token, bool [layers, b, T, d_ff].
+      neuron was active for each token, bool [layers, b, T, d_ff].
     """
     settings = model.config.model_copy(update=THROUGH_XLA)
     graph = graphdef(settings, model.quantised())
@@ -72,20 +72,20 @@ def firing_patterns(
 def measure_activity(
     model: Transformer, sequences: np.ndarray, *, batch: int, document_end: int | None = None
 ) -> Activity:
-    """Counts which neurons a model fires; the arguments are those of `firing_patterns`."""
+    """Counts how often neurons are active; the arguments are those of `activity_patterns`."""
     ce: list[jax.Array] = []
     nnz: list[jax.Array] = []
     usage = np.zeros((), np.int64)
     union: dict[int, list[jax.Array]] = {
         size: [] for size in UNION_SIZES if size < sequences.shape[1]
     }
-    patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
-    for batch_ce, fired in patterns:
+    patterns = activity_patterns(model, sequences, batch=batch, document_end=document_end)
+    for batch_ce, active in patterns:
         ce.append(batch_ce)
-        nnz.append(jnp.sum(fired, axis=-1, dtype=jnp.int32))
-        usage = usage + np.asarray(jnp.sum(fired, axis=(1, 2), dtype=jnp.int32), np.int64)
+        nnz.append(jnp.sum(active, axis=-1, dtype=jnp.int32))
+        usage = usage + np.asarray(jnp.sum(active, axis=(1, 2), dtype=jnp.int32), np.int64)
         for size, shares in union.items():
-            shares.append(union_share(fired, size))
+            shares.append(union_share(active, size))
     return Activity(
         ce=float(np.concatenate(ce).mean(dtype=np.float64)),
         nnz=np.concatenate(nnz, axis=1),
@@ -98,20 +98,20 @@ def measure_activity(
 
 
 @partial(jax.jit, static_argnames="size")
-def union_share(fired: jax.Array, size: int) -> jax.Array:
-    """Share of the neurons that a window of `size` consecutive tokens fires, averaged over windows.
+def union_share(active: jax.Array, size: int) -> jax.Array:
+    """Share of the neurons that are active in a window of `size` tokens, mean over windows.
 
     Args:
-      fired: bool `[..., T, H]`.
+      active: bool `[..., T, H]`.
       size: tokens in a window, 1 <= size <= T. The windows lie side by side from the first token
         on; the last T % size tokens belong to none.
 
     Returns:
       float32 `[...]`.
     """
-    *leading, length, neurons = fired.shape
+    *leading, length, neurons = active.shape
     windows = length // size
-    tiles = fired[..., : windows * size, :].reshape(*leading, windows, size, neurons)
+    tiles = active[..., : windows * size, :].reshape(*leading, windows, size, neurons)
     return jnp.mean(jnp.any(tiles, axis=-2), axis=(-2, -1), dtype=jnp.float32)
 
 
@@ -119,10 +119,10 @@ def concentration(usage: np.ndarray) -> np.ndarray:
     """The share of all non-zero activations that the k most used neurons have, for every k.
 
     Args:
-      usage: int `[..., H]`, how often each neuron fired.
+      usage: int `[..., H]`, how often each neuron was active.
 
     Returns:
-      float64 `[..., H]` for k = 1 to H; zeros where no neuron fired.
+      float64 `[..., H]` for k = 1 to H; zeros where no neuron was active.
     """
     cumulative = np.cumsum(-np.sort(-usage, axis=-1), axis=-1)
     return cumulative / np.maximum(cumulative[..., -1:], 1)
@@ -136,7 +136,7 @@ def summarise(activity: Activity) -> dict[str, Any]:
       held_out_ce: nats per token.
       nnz_mean, nnz_p50, nnz_p99, nnz_max: mean, percentiles and maximum of a token's nnz.
       sparsity: share of zeros among the activations.
-      dead: number of neurons that never fired.
+      dead: number of neurons that were never active.
       nnz_by_position: a list per layer, the mean nnz at each position of a sequence.
       union: {size: share of d_ff}, see `Activity`.
       top_percent: {k: share of the non-zero activations that the k % most used neurons have}.

@@ -1,4 +1,4 @@
-"""Plots which neurons of a model fire on held-out text, and how much the kernels gain, as PNG."""
+"""Plots which neurons are active on held-out text, and how much the kernels gain, as PNG."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ def plot_activity(
     If a speed-up is given, it also draws `speedup.png`.
 
     Args:
-      activity: which neurons fired.
+      activity: which neurons were active.
       speedup: how much the kernels gain in each layer.
       directory: where the plots go.
       title: of every plot; it says which model it is.
@@ -79,16 +79,16 @@ def _plot_nnz_by_position(axes: Axes, activity: Activity) -> None:
 
 def _plot_union(axes: Axes, activity: Activity) -> None:
     sizes = list(activity.union)
-    share = activity.usage / activity.nnz[0].size  # of the tokens for which a neuron fires
+    share = activity.usage / activity.nnz[0].size  # of the tokens for which a neuron is active
     measured = np.stack(list(activity.union.values()), axis=1)
-    # If a neuron fires for a share p of the tokens, at least one of n tokens drawn at random fires
-    # it with probability 1 - (1 - p)^n.
+    # If a neuron is active for a share p of the tokens, it is so for at least one of n tokens drawn
+    # at random with probability 1 - (1 - p)^n.
     every_size = np.arange(1, sizes[-1] + 1)
     independent = np.stack([1 - np.mean((1 - share) ** n, axis=1) for n in every_size], axis=1)
     _plot_layer_lines(axes, sizes, 100 * measured, "o-")
     for line, y in zip(axes.get_lines(), independent, strict=True):
         axes.plot(every_size, 100 * y, ls=":", lw=1, color=line.get_color())
-    axes.set(xlabel="tokens", ylabel="neurons that any of them fires (%)", ylim=0)
+    axes.set(xlabel="tokens", ylabel="neurons active for any of them (%)", ylim=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, map(str, sizes))
     axes.plot([], [], "o-", ms=3, color=QUIET, label="consecutive")
@@ -110,7 +110,7 @@ def _plot_speedup(axes: Axes, speedup: Speedup) -> None:
     colors = _layer_colors(axes, len(speedup.nnz))
     axes.scatter(speedup.nnz, speedup.factor, color=colors, zorder=2)
     axes.axhline(1, color=QUIET, ls="--", lw=1)
-    axes.set(xlabel="neurons that fire for a token, mean", ylabel="speed-up over dense XLA")
+    axes.set(xlabel="neurons active for a token, mean", ylabel="speed-up over dense XLA")
     axes.set(xlim=(0, None), ylim=(0, None))
     title = f"feed-forward block of each layer, {speedup.device}"
     if len(speedup.nnz) > 2:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from twell_jax.analysis.activity import firing_patterns
+from twell_jax.analysis.activity import activity_patterns
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import BY_NEURON, LiveWidth, SparseMLP
 from twell_jax.ffn.quantised import EightBits
@@ -20,11 +20,11 @@ class PruneReport:
     """What `prune_dead` kept.
 
     Attributes:
-      live: int [layers], number of neurons that had fired. All of them remain.
-      kept: int [layers], number of neurons that can still fire: `live` rounded up, as kernels
-        compute whole tiles of neurons anyway.
+      live: int [layers], number of neurons that were active. All of them remain.
+      kept: int [layers], number of neurons that can still be active: `live` rounded up, as
+        kernels compute whole tiles of neurons anyway.
       neurons: int [layers, width], the former index of each remaining neuron, from the most used to
-        the least. Those from `kept` on no longer fire.
+        the least. Those from `kept` on are never active.
     """
 
     live: np.ndarray
@@ -33,22 +33,22 @@ class PruneReport:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a layer has neurons among `neurons` that no longer fire."""
+        """Whether a layer has neurons among `neurons` that are never active."""
         return bool((self.kept < self.neurons.shape[1]).any())
 
 
 def prune_dead(
     params: nnx.State, config: ModelConfig, usage: np.ndarray, *, multiple: int = 128
 ) -> tuple[nnx.State, ModelConfig, PruneReport]:
-    """Removes neurons that never fired and sorts the others by usage.
+    """Removes neurons that were never active and sorts the others by usage.
 
     All layers keep the same number of neurons, the width, as they are stacked. It is the number of
     live neurons of the layer that has the most, rounded up. Beside the weights, each layer has its
-    own number of neurons that can fire, rounded up likewise, and kernels leave out the others. If
-    the width has no others, there are no numbers, and nothing that they cost.
+    own number of neurons that can be active, rounded up likewise, and kernels leave out the others.
+    If the width has no others, there are no numbers, and nothing that they cost.
 
     The output for a token stays the same, up to rounding in the dtype of the computation, if
-    neither this token nor one before it in its sequence fires a removed neuron:
+    no removed neuron is active for this token or one before it in its sequence:
 
     - Masking the removed neurons (setting their weights to zero) would change no bit.
     - Sorting changes the order in which the down projection sums over neurons, so the last bits.
@@ -58,7 +58,7 @@ def prune_dead(
     Args:
       params: the parameters of a `Transformer`.
       config: its configuration.
-      usage: `[layers, d_ff]`, how often each neuron fired (`Activity.usage`), or whether it did.
+      usage: `[layers, d_ff]`, how often each neuron was active (`Activity.usage`), or if it was.
       multiple: widths are rounded up to a multiple of it, but not beyond d_ff.
 
     Returns:
@@ -93,16 +93,16 @@ def prune_dead(
 
 
 def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.ndarray:
-    """Removes neurons that never fired from one module, in place, and sorts the others by usage.
+    """Removes the dead neurons of one module, in place, and sorts the others by usage.
 
     For models that hold their layers apart: each gets its own width, so that it takes less memory.
     Optimizers must be made after this.
 
     Args:
       mlp: the module; its weights are not stacked over layers.
-      usage: `[d_ff]`, how often each neuron fired, or whether it did.
-      multiple: the width is the number of neurons that fired, rounded up to a multiple of it, but
-        not beyond d_ff.
+      usage: `[d_ff]`, how often each neuron was active, or whether it was.
+      multiple: the width is the number of neurons that were active, rounded up to a multiple of
+        it, but not beyond d_ff.
 
     Returns:
       int [width], the former index of each remaining neuron.
@@ -139,9 +139,9 @@ def _require_floats(block: nnx.State) -> None:
 
 
 def _most_used(usage: np.ndarray, multiple: int, before: Any) -> PruneReport:
-    """What to keep of layers whose neurons fired so often, `usage: [layers, d_ff]`.
+    """What to keep of layers whose neurons were active so often, `usage: [layers, d_ff]`.
 
-    `before` is how many could fire, `[layers]` or one number: none of the others comes to life.
+    `before` is how many could be active, `[layers]` or one number: no others come to life.
 
     Raises:
       ValueError: multiple < 1.
@@ -165,16 +165,16 @@ def fires_removed(
     batch: int,
     document_end: int | None = None,
 ) -> np.ndarray:
-    """Finds the tokens that fire a neuron that `prune_dead` removed; there the output changes.
+    """Finds tokens with an active neuron that `prune_dead` removed; there the output changes.
 
     Args:
       model: the model before pruning.
       report: the report of `prune_dead`.
       sequences: int [n, T + 1], not those on which `usage` was counted.
-      batch, document_end: see `firing_patterns`.
+      batch, document_end: see `activity_patterns`.
 
     Returns:
-      bool [layers, n, T], whether the token fires a removed neuron of the layer.
+      bool [layers, n, T], whether a removed neuron of the layer is active for the token.
 
     Raises:
       ValueError: there are no sequences.
@@ -184,7 +184,7 @@ def fires_removed(
     np.put_along_axis(removed, report.neurons, is_dead, axis=1)
     if not len(sequences):
         raise ValueError("sequences: there are none")
-    patterns = firing_patterns(model, sequences, batch=batch, document_end=document_end)
+    patterns = activity_patterns(model, sequences, batch=batch, document_end=document_end)
     return np.concatenate(
-        [jnp.any(fired & removed[:, None, None], axis=-1) for _, fired in patterns], axis=1
+        [jnp.any(active & removed[:, None, None], axis=-1) for _, active in patterns], axis=1
     )

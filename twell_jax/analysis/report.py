@@ -10,8 +10,8 @@ from rich.table import Table
 def tables(summary: dict[str, Any]) -> list[Table]:
     """Tables of `summary`, the content of analysis.json; each has a row per layer."""
     d_ff = summary["d_ff"]
-    fired = _table(
-        f"neurons of {d_ff} that fire for a token",
+    active = _table(
+        f"neurons of {d_ff} that are active for a token",
         {
             "mean": _format(summary["nnz_mean"], ".1f"),
             "p50": _format(summary["nnz_p50"], ".0f"),
@@ -33,7 +33,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         },
     )
     shared = _table(
-        "neurons that any of n tokens in a row fires",
+        "neurons that are active for any of n tokens in a row",
         {size: _format(shares, ".1%") for size, shares in summary["union"].items()},
     )
     top = _table(
@@ -41,7 +41,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         {f"top {k} %": _format(shares, ".1%") for k, shares in summary["top_percent"].items()},
     )
     speedup = summary["speedup"]
-    return [fired, positions, shared, top, *([_speedup_table(speedup)] if speedup else [])]
+    return [active, positions, shared, top, *([_speedup_table(speedup)] if speedup else [])]
 
 
 def _speedup_table(speedup: dict[str, Any]) -> Table:

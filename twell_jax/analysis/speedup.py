@@ -25,7 +25,7 @@ class Speedup:
     Attributes:
       device: name of the device.
       tokens: number of tokens in a call.
-      nnz: float64 [layers], mean number of neurons that fire for one of these tokens.
+      nnz: float64 [layers], mean number of active neurons per token.
       xla_ms, mosaic_ms: float64 [layers], device time of a call in milliseconds, dense by XLA and
         by the kernels.
       xla_error, mosaic_error: float64 [layers], ||y - reference|| / ||reference||, where the
@@ -76,8 +76,8 @@ def measure_speedup(
       sequences: int [n, T + 1]; at most `TOKENS` tokens are used, but at least one sequence.
       document_end: see `Transformer`.
       backward: measure the forward and backward pass, with the gradients of a random cotangent,
-        not the forward pass alone. The kernels' gradients are sparse, with room for any pattern,
-        and neurons are in the order that training would give them (`order_by_use`).
+        not the forward pass alone. The kernels' gradients are sparse, with full capacity, and
+        neurons are in the order that training would give them (`order_by_use`).
 
     Raises:
       CannotServe: the kernels cannot serve this model here.
@@ -179,7 +179,7 @@ class _Block:
             reference = self.outputs("xla", live, *operands)
 
         def error(out, ref):
-            # A layer in which nothing fires has an error of 0, not NaN, if its output is zero too.
+            # A layer without active neurons has an error of 0, not NaN, if its output is zero too.
             least = jnp.finfo(jnp.float32).tiny
             return jnp.sqrt(jnp.sum((out - ref) ** 2) / jnp.maximum(jnp.sum(ref**2), least))
 

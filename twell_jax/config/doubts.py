@@ -45,8 +45,8 @@ def doubts(config: Config) -> Iterator[str]:
     if config.union_target is not None and config.union_target < least:
         yield (
             f"union_target: {config.union_target:g} is hardly more than a layer has as soon as one "
-            f"neuron fires, {config.least_union:.3g} with model.d_ff={config.model.d_ff}, so the "
-            f"L1 coefficient would grow until hardly any does; write {least:g} or more"
+            f"neuron is active, {config.least_union:.3g} with model.d_ff={config.model.d_ff}, so "
+            f"the L1 coefficient would grow until hardly any is; write {least:g} or more"
         )
     if config.skip_dead_every and config.model.ffn_implementation == "xla":
         yield (

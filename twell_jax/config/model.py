@@ -107,7 +107,7 @@ class ModelConfig(Section):
     live_width: bool = Field(
         False,
         description="beside its weights, each layer has a number of live neurons, which pruning "
-        "sets; neurons from it on never fire",
+        "sets; neurons from it on are never active",
     )
     tie_embeddings: bool = Field(True, description="use the embedding as the output projection")
     rope_theta: float = Field(1e5, gt=0, description="base of the rotary frequencies")

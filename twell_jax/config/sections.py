@@ -161,8 +161,8 @@ class Config(Section):
         None,
         ge=0.01,
         description="wanted non-zeros per token, mean over layers; the run then moves the L1 "
-        "coefficient, from l1_coefficient (0: from 1e-5), until so many neurons fire; null: "
-        "l1_coefficient holds",
+        "coefficient, from l1_coefficient (0: from 1e-5), until so many neurons are active; "
+        "null: l1_coefficient holds",
     )
     union_target: float | None = Field(
         None,
@@ -177,8 +177,8 @@ class Config(Section):
         ge=0,
         le=1,
         description="share of the L1 term that becomes a group lasso over windows of tokens, "
-        "which asks for neurons that fire for few windows; 1: all of it; kernels compute it with "
-        "sparse gradients alone",
+        "which asks for neurons that are active in few windows; 1: all of it; kernels compute it "
+        "with sparse gradients alone",
     )
     lasso_window: int = Field(
         256, gt=0, le=_MOST, description="consecutive tokens of a window of the lasso"
@@ -194,7 +194,7 @@ class Config(Section):
         description="equal stages in which the L1 coefficient rises instead; 0: linearly",
     )
     dead_window_tokens: int = Field(
-        10_000_000, gt=0, description="a neuron that has not fired for so many tokens is dead"
+        10_000_000, gt=0, description="a neuron that was active for none of so many tokens is dead"
     )
     reinit_every: int = Field(
         0, ge=0, description="steps between re-initialisations of dead neurons' gates; 0: never"
@@ -202,8 +202,8 @@ class Config(Section):
     skip_dead_every: int = Field(
         0,
         ge=0,
-        description="steps from one at full width to the next; in those between, neurons that had "
-        "not fired for so many steps are skipped, which kernels leave out; 0: never",
+        description="steps from one at full width to the next; in those between, neurons that "
+        "were not active for so many steps are skipped, which kernels leave out; 0: never",
     )
     sparse_gradients_every: int = Field(
         0,
@@ -306,7 +306,7 @@ class Config(Section):
             )
         if self.model.activation == "silu":
             raise ValueError(
-                "skip_dead_every: with model.activation=silu every neuron fires; write "
+                "skip_dead_every: with model.activation=silu every neuron is active; write "
                 "model.activation=relu, or skip_dead_every=0"
             )
         if self.model.live_width:
@@ -316,7 +316,7 @@ class Config(Section):
             )
         if self.skip_dead_every > self.dead_steps:
             raise ValueError(
-                f"skip_dead_every: a neuron that has not fired for dead_window_tokens="
+                f"skip_dead_every: a neuron that was not active for dead_window_tokens="
                 f"{self.dead_window_tokens} is dead, and must be looked at in these "
                 f"{self.dead_steps} steps, got {self.skip_dead_every}; write a larger "
                 "dead_window_tokens"

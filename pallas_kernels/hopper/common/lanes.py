@@ -38,7 +38,7 @@ def gate_pair(rectifier: Rectifier, dtype: jnp.dtype, odd: ir.Value, even: ir.Va
 
 def _largest_at_most(threshold: float, dtype: jnp.dtype) -> int:
     """The bits of the largest 16-bit value that is not above `threshold`, which is above 0."""
-    limit = np.float32(min(threshold, float(jnp.finfo(dtype).max)))  # as `Rectifier.opens` has it
+    limit = np.float32(min(threshold, float(jnp.finfo(dtype).max)))  # as in `Rectifier.is_active`
     nearest = limit.astype(dtype)
     return int(nearest.view(np.uint16)) - int(nearest.astype(np.float32) > limit)
 

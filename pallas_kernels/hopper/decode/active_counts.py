@@ -1,7 +1,8 @@
-"""How many gates of each token are active, which decides how a block of few tokens is computed.
+"""How many gates of each token are active, which decides how a feed-forward block is computed.
 
 Each tile of 64 neurons has a column: how far its kernels are, and how many of its gates are active
-for each token. So the blocks of a tile can clear its numbers before they count; nothing else must.
+for each token. So the thread blocks of a tile can clear its numbers before they count; nothing else
+must.
 """
 
 import enum
@@ -14,8 +15,8 @@ _TOKENS_OF_ROW = 4  # bytes of a word
 
 
 class Launch(enum.IntEnum):
-    """A layer's launches in which blocks wait for each other: the column of the first row in which
-    those that are done are counted."""
+    """A layer's launches in which thread blocks wait for each other: the column of the first row
+    in which those that are done are counted."""
 
     ATTENTION = 0
     GATE = 1

@@ -1,4 +1,4 @@
-"""How many gates of a token are active: counted by the blocks that compute them, read by others.
+"""How many gates of a token are active: counted by the thread blocks that compute them.
 
 The values of 16 neurons for all tokens are an array as in `token_columns`. Numbers lie in GMEM as
 in `hopper.decode.active_counts`: int32, a byte for each of four tokens.

@@ -1,4 +1,4 @@
-"""The end of `decode_attention`: the blocks of a cluster exchange their parts and add them up."""
+"""The end of `decode_attention`: thread blocks of a cluster exchange and add up their parts."""
 
 import jax
 import jax.numpy as jnp

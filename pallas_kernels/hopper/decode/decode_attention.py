@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence over the cache, with rotary positions and the append.
 
-A cluster of blocks serves one key/value head of one sequence. The blocks take turns at steps of 64
+A cluster of thread blocks serves one key/value head of one sequence. They take turns at steps of 64
 keys, by TMA through a ring in shared memory, and each keeps a running softmax. Then they
 send each other their parts, and each adds up some rows of the result in a fixed order.
 

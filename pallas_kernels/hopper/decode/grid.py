@@ -1,8 +1,8 @@
-"""A barrier across blocks of a kernel; those that are waited for must get onto the GPU meanwhile.
+"""A barrier across thread blocks; those that are waited for must get onto the GPU meanwhile.
 
-What a block has stored to GMEM by ordinary stores before it arrives can be read behind the barrier
-by every block, also by TMA: the one fence between the two kinds of access, behind the wait, is
-enough. A block that waits for seconds traps, so that a fault ends the program with an error.
+What one has stored to GMEM by ordinary stores before it arrives can be read behind the barrier by
+each of them, also by TMA: the one fence between the two kinds of access, behind the wait, is
+enough. One that waits for seconds traps, so that a fault ends the program with an error.
 """
 
 from jax.experimental.mosaic import gpu as mgpu

@@ -2,8 +2,8 @@
 
 A launch costs the host 4 to 9 us, more than the GPU takes for some of these kernels. Kernels that
 are launched together are phases of one grid: the clusters of the second stand behind those of the
-first, and wait until all its blocks have arrived. If there is no room for all of them at once, the
-last clusters of the first phase are the first of the second, too.
+first, and wait until all its thread blocks ("blocks" below) have arrived. If there is no room for
+all of them at once, the last clusters of the first phase are the first of the second, too.
 
 This rests on two things that GPUs do though CUDA does not promise them. Clusters start in their
 order, so those that are waited for are on the GPU before those that wait. And what a first phase
@@ -36,15 +36,16 @@ class Phase[R](NamedTuple):
     Attributes:
       name: the kernel's.
       clusters: their number.
-      cluster: the subclusters of a cluster, and the blocks of each: four if there are several.
+      cluster: the subclusters of a cluster, and the thread blocks of each: four if there are
+        several.
       operands: a pytree of arrays. The very object that is one of the `outs` of a phase before
         stands for what that phase writes.
       refs: a pytree of references.
       outs: what it writes.
       form: makes the kernel's result of these.
-      memory: the shared memory of a block, a pytree.
+      memory: the shared memory of a thread block, a pytree.
       barriers: those of a block, likewise.
-      run: what a block does, called with the number of its cluster in the phase, a function that
+      run: what each block does, called with the number of its cluster in the phase, a function that
         waits for the kernel or the phase before, and what `operands`, `refs`, `outs`, `memory` and
         `barriers` are inside the kernel. Afterwards the memory may be that of another phase.
       cost: floating-point operations, and what is read or written; None if they are not known.
@@ -94,7 +95,7 @@ def launched[**P, R](phase: Callable[P, Phase[R]]) -> Callable[P, R]:
 
 
 class Arrivals(NamedTuple):
-    """Where the blocks of a first phase count themselves: `counts[layer, 0, column]`, now zero.
+    """Where thread blocks of a first phase count themselves: `counts[layer, 0, column]`, now zero.
 
     Attributes:
       counts: as in `hopper.decode.active_counts`.

@@ -1,7 +1,7 @@
 """Rounding of few tokens to 8-bit floats on their way into a product.
 
-The four blocks of a subcluster have a quarter of the columns each. A token's scale follows from its
-largest magnitude, so each block finds the largest of its quarter and sends it to all.
+The four thread blocks of a subcluster have a quarter of the columns each. A token's scale follows
+from its largest magnitude, so each block finds the largest of its quarter and sends it to all.
 
 Sixteen neighbouring lanes have a token, as in `token_columns`. They read 128 columns at a time, 16
 bytes each, which become a row of a tile in shared memory (`tiles.tiled`).

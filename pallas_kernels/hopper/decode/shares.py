@@ -1,4 +1,4 @@
-"""Shares out the non-zeros of a token among the blocks of a cluster."""
+"""Shares out the non-zeros of a token among the thread blocks of a cluster."""
 
 import functools
 from typing import NamedTuple
@@ -101,7 +101,7 @@ def list_share(found: Found, gate_ref, share, shares: int, entries_ref) -> None:
       found: of `find`, with the same `gate_ref`.
       gate_ref: GMEM `[H]`, 16-bit.
       share: int32 scalar, from 0 to shares - 1.
-      shares: number of blocks among which the non-zeros are shared out, a power of two.
+      shares: number of thread blocks among which the non-zeros are shared out, a power of two.
       entries_ref: SMEM, uint32, at least H / shares; filled with words `neuron | bits << 16`.
     """
     words = len(found.masks) * [_BY_LANE]

@@ -1,4 +1,4 @@
-"""A dense block of few tokens: two products by `token_ring`, one behind the other."""
+"""A dense feed-forward block of few tokens: two products by `token_ring`, one behind the other."""
 
 import dataclasses
 import functools
@@ -39,8 +39,8 @@ class TokenBlock(NamedTuple):
 
         Args:
           missing: the tiles that are not there.
-          arrivals: GMEM, int32 scalar, zero; counts blocks that are done.
-          store: called with the first of a block's 16 columns and what up has of them.
+          arrivals: GMEM, int32 scalar, zero; counts thread blocks that are done.
+          store: called with the first of a thread block's 16 columns and what up has of them.
         """
         pl.when(missing.total == 0)(self.fetch_down)
 

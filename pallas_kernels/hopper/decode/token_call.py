@@ -1,7 +1,7 @@
 """A kernel that multiplies up to 64 tokens with matrices that are read once, and finishes the sums.
 
-A block mostly lets the next kernel start at once, and asks for its part of the matrix before it
-waits for the kernel or the phase before it (programmatic dependent launch, `launch`), so that
+A thread block mostly lets the next kernel start at once, and asks for its part of the matrix before
+it waits for the kernel or the phase before it (programmatic dependent launch, `launch`), so that
 memory does not stand still between them. Matrices must therefore be finished earlier: inputs of the
 program, not results of the computations just before.
 """

@@ -1,9 +1,9 @@
-"""A sparse block behind its gate, for up to 64 tokens and any pattern.
+"""A sparse feed-forward block behind its gate, for up to 64 tokens and any pattern.
 
-If few gates are active, a cluster of blocks serves a token (`token_rows`). If many are, each
-subcluster of blocks multiplies densely (`token_block`): first those tiles of 64 neurons with
-w_up that the gate's kernel has not multiplied, then, behind a barrier across the grid if there were
-any, with w_down. The numbers of active gates decide, which `token_gate.gate` has counted on the
+If few gates are active, a cluster of thread blocks serves a token (`token_rows`). If many are, each
+subcluster multiplies densely (`token_block`): first those tiles of 64 neurons with w_up that the
+gate's kernel has not multiplied, then, behind a barrier across the grid if there were any, with
+w_down. The numbers of active gates decide, which `token_gate.gate` has counted on the
 device; sums have a fixed order either way.
 
 The kernel is launched while the gate's still runs (programmatic dependent launch); if many gates
@@ -43,13 +43,13 @@ from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-# Rows are read one by one up to so many active gates. A block then takes 16 rounds of 8 rows, about
-# as long as its part of a dense product takes (D = 2048, H = 5632, H100).
+# Rows are read one by one up to so many active gates. A thread block then takes 16 rounds of 8
+# rows, about as long as its part of a dense product takes (D = 2048, H = 5632, H100).
 MOST_ACTIVE_OF_A_TOKEN = 512
 MOST_ACTIVE = 8192  # of all tokens together
-_ON_SM = 2  # blocks that share an SM: their registers allow no third one
+_ON_SM = 2  # thread blocks that share an SM: their registers allow no third one
 # Up to so many tokens two subclusters serve one, so that most tokens take a single round of rows.
-# With more, the GPU would not hold all blocks at once.
+# With more, the GPU would not hold all thread blocks at once.
 _FEW = 16
 
 
@@ -58,8 +58,8 @@ class Operands(NamedTuple):
 
     Attributes:
       gate: `[M, H]`, M a multiple of 8 up to 64.
-      x: `[M, D]`, or of fewer than 8 rows; like the rest of the stream, each block of the gate's
-        kernel has waited for it before it let this one start.
+      x: `[M, D]`, or of fewer than 8 rows; like the rest of the stream, each thread block of the
+        gate's kernel has waited for it before it let this one start.
       up: one matrix, `[layers, H, D]`; None without a gate projection, where the gate is the
         activation.
       down: one matrix, `[layers, H, D]`, of 16 bits.
@@ -210,7 +210,7 @@ class Cut(NamedTuple):
       rings: the dense products, with w_up if there is a gate projection, and with w_down.
       subclusters: of a cluster.
       dense_clusters: clusters that multiply densely, and wait for each other.
-      memory: the shared memory of a block, a pytree by the arguments of the kernel.
+      memory: the shared memory of a thread block, a pytree by the arguments of the kernel.
     """
 
     rings: list[TokenRing]
@@ -367,7 +367,7 @@ def _of_layer(operands, number):
 
 
 def _block(operands, hidden, number, smem, plan):
-    """The dense block. The subclusters take turns with tiles of neurons, then of columns."""
+    """The dense feed-forward block. Subclusters take turns with tiles of neurons, then columns."""
     subcluster = lax.axis_index("subcluster")
     first = lax.axis_index("tile") * plan.cut.subclusters
     stride = plan.cut.dense_clusters * plan.cut.subclusters

@@ -1,4 +1,4 @@
-"""The gate of a sparse block for up to 64 tokens, and the rest of tiles whose gates are dense."""
+"""The gate of a sparse feed-forward block for up to 64 tokens, and the rest of dense tiles."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ from pallas_kernels.quantised import Quantised
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 
-# Slots of the second product's ring that a block with many active gates fills before it knows
-# whether the others agree. If all blocks that wait did so, sparse gates would take more time
+# Slots of the second product's ring that a thread block with many active gates fills before it
+# knows whether the others agree. If all that wait did so, sparse gates would take more time
 # (docs/design/0008-decoding.md).
 _AHEAD = range(1)
 # Of the 16 rows of w_down that are a block's, those that it prefetches into L2 as soon as its ring
@@ -40,12 +40,12 @@ def gate_phase(
     batch: int,
     norm: tuple[jax.Array, float] | None = None,
 ) -> Phase[Gate]:
-    """The gate of a sparse block, `act(x @ w^T)`; counts the active gates of each token.
+    """The gate of a sparse feed-forward block, `act(x @ w^T)`; counts each token's active gates.
 
     Where many gates of a tile of 64 neurons are active, they are multiplied with `x @ w_up^T` at
     once: memory would stand still until all gates are known.
 
-    Zeros are ignored by what reads the gate, but in a dense block 0 * inf is NaN. So where x is not
+    Zeros are ignored by what reads the gate, but in a dense one 0 * inf is NaN. So where x is not
     finite and the product is -inf, the gate is -0.0, which is not ignored.
 
     Args:
@@ -142,7 +142,7 @@ def _finish(counts, refs, outs, number, product, *, are_new, eps, batch, rectifi
         if ups is None:
             launch_next()
         else:
-            # Blocks with many active gates let the next kernel start later: it would put two blocks
+            # Thread blocks with many active gates let the next kernel start later: it would put two
             # on each SM that is free first, and read w_down through half of the SMs.
             has_many = active_gates.has(most, votes.MANY)
             pl.when(~has_many)(launch_next)
@@ -173,7 +173,7 @@ def _numbers(counts, number, tile):
 
 
 def _set_numbers(counts, number, tile, sum_of_votes):
-    """The first block of a tile stores the sum of its votes, and that none of its gates is active;
+    """The first thread block of a tile stores the sum of its votes, and that no gate is active;
     that of the first tile also that no block of `token_ffn` has arrived. The other blocks of the
     tile see it when they have the sums that this one sends."""
 

@@ -40,10 +40,10 @@ def project_attend(
 ) -> jax.Array:
     """`token_product.project`, and `decode_attention` of the result.
 
-    They are launched apart if a cluster of attention has fewer than four blocks, as it has for many
-    sequences and for short caches, or if in one launch not all blocks of the projection would be on
-    the GPU at once. Kernels just before may still run when it starts: they may not write what it
-    reads before it waits for them, `weights`, `layer`, `length`, `padding` and this layer of the
+    They are launched apart if a cluster of attention has fewer than four thread blocks, as it has
+    for many sequences and for short caches, or if in one launch not all of the projection's would
+    be on the GPU at once. Kernels just before may still run when it starts: they may not write what
+    it reads before it waits for them, `weights`, `layer`, `length`, `padding` and this layer of the
     cache.
 
     Args:

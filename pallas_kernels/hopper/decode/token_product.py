@@ -1,6 +1,6 @@
 """Products of up to 64 tokens with matrices that are read once, at the speed of memory (decoding).
 
-The blocks of a cluster multiply (`token_call`); then each finishes 16 columns: norm, bias,
+The thread blocks of a cluster multiply (`token_call`); then each finishes 16 columns: norm, bias,
 activation or residual.
 """
 
@@ -77,7 +77,7 @@ def hidden_phase(
     rectifier: Rectifier | None,
     live: jax.Array | None = None,
 ) -> Phase[jax.Array]:
-    """The hidden activation of a dense block, `act(norm(x) @ w_0^T)`, times `norm(x) @ w_1^T`.
+    """The hidden activation of a dense layer, `act(norm(x) @ w_0^T)`, times `norm(x) @ w_1^T`.
 
     Args:
       stream: of at most 64 tokens, a multiple of 8.

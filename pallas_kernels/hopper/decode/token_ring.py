@@ -1,6 +1,6 @@
 """The loop of a product of few tokens with matrices that are read once.
 
-Four blocks of a cluster compute 64 columns. Each block multiplies a quarter of K by WGMMA, with
+Four thread blocks of a cluster compute 64 columns. Each multiplies a quarter of K by WGMMA, with
 the matrix as the operand of 64 rows, through a ring of stages in shared memory. The blocks then
 send each other their sums, 16 columns to each, which adds them in a fixed order. A cluster may have
 several such subclusters.
@@ -25,7 +25,7 @@ from pallas_kernels.hopper.common.tiles import tiled
 from pallas_kernels.hopper.decode import cluster, rounding, token_columns
 from pallas_kernels.quantised import E4M3, Operand, Quantised
 
-PARTS = 4  # blocks of a subcluster
+PARTS = 4  # thread blocks of a subcluster
 COLUMNS = PARTS * token_columns.COLUMNS  # of a subcluster: the rows of a WGMMA
 _SM_BYTES = 228 * 1024  # shared memory of an SM
 _ALIGNMENT = 1024  # of an array in shared memory
@@ -37,8 +37,8 @@ class Matrices(NamedTuple):
 
     Attributes:
       values: each `[layers, K, N]` or `[layers, N, K]`.
-      scales: float32 `[layers, N]` for each matrix that a block multiplies, with all columns if
-        those of several follow each other. None for matrices of 16 bits.
+      scales: float32 `[layers, N]` for each matrix that a thread block multiplies, with all columns
+        if those of several follow each other. None for matrices of 16 bits.
     """
 
     values: tuple[Any, ...]
@@ -73,9 +73,9 @@ class TokenRing:
       dtype: of the matrices.
       side_by_side: whether the matrices' columns follow each other; else each subcluster multiplies
         a tile of each of them. So the same matrix twice is two tiles of it at once.
-      on_sm: blocks that are to share an SM. Three are faster than one with a deeper ring, even
-        where there is but one: the blocks of the next kernel find room and ask for their part of
-        the matrix early.
+      on_sm: thread blocks that are to share an SM. Three are faster than one with a deeper ring,
+        even where there is but one: those of the next kernel find room and ask for their part
+        of the matrix early.
       reserved: bytes of shared memory that a block takes for other things.
     """
 
@@ -106,7 +106,7 @@ class TokenRing:
 
     @property
     def sums(self) -> int:
-        """Matrices that a block multiplies."""
+        """Matrices that a thread block multiplies."""
         return 1 if self.side_by_side else len(self.columns)
 
     @property
@@ -123,7 +123,7 @@ class TokenRing:
 
     @property
     def stages(self) -> int:
-        """Stages that a block multiplies; what lies past K counts as zeros."""
+        """Stages that a thread block multiplies; what lies past K counts as zeros."""
         return pl.cdiv(self.k, PARTS * self.stage_k)
 
     @property
@@ -132,7 +132,7 @@ class TokenRing:
         return min(self.stages, max(2, self._fitting(self.stage_k)))
 
     def _fitting(self, stage_k: int) -> int:
-        """Stages of so many rows of K that fit into a block's share of the shared memory."""
+        """Stages of so many rows of K that fit into a thread block's share of shared memory."""
         taken = self.reserved + _OVERHEAD + size((self.parts(), _arrived()))
         stage = self.dtype.itemsize * stage_k * (self.sums * COLUMNS + self.tokens)
         return (_SM_BYTES // self.on_sm - taken) // stage
@@ -360,7 +360,7 @@ def _arrived() -> Any:
 
 
 def clusters_at_once(on_sm: int, blocks: int = PARTS) -> int:
-    """Clusters of so many blocks that are on a GPU at once if `on_sm` blocks share an SM, to within
+    """Clusters of so many thread blocks that are on a GPU at once if `on_sm` share an SM, to within
     one: with 132 SMs an H100 or H200 holds 30, 62 and 92 of four blocks with 1, 2 and 3, and 15, 30
     and 45 of eight."""
     return 15 * on_sm * support.sm_count() // (16 * blocks)
@@ -370,15 +370,15 @@ def most_waiting(arrays: Any, on_sm: int, blocks: int) -> int:
     """Clusters that surely are on the GPU at once, so that they can wait for each other.
 
     Args:
-      arrays: those in the shared memory of a block.
-      on_sm: blocks that may share an SM, if they have no more.
-      blocks: of a cluster.
+      arrays: those in the shared memory of a thread block.
+      on_sm: thread blocks that may share an SM, if they have no more.
+      blocks: thread blocks of a cluster.
     """
     return 3 * clusters_at_once(min(on_sm, fitting(arrays)), blocks) // 4
 
 
 def fitting(arrays: Any) -> int:
-    """Blocks with such arrays in shared memory that an SM has room for."""
+    """Thread blocks with such arrays in shared memory that fit on an SM."""
     return _SM_BYTES // (size(arrays) + _OVERHEAD)
 
 

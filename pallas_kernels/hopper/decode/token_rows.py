@@ -1,7 +1,7 @@
-"""One token's block by the rows behind its active gates, which the blocks of a cluster share out.
+"""One token's feed-forward block by the rows behind its active gates.
 
-Each block lists its share of the gates, walks their rows of w_up and w_down
-(`register_rows.gather_ffn`), and sends the others its sums of their columns.
+The thread blocks of a cluster share the gates out. Each lists its share, walks their rows of w_up
+and w_down (`register_rows.gather_ffn`), and sends the others its sums of their columns.
 """
 
 import functools
@@ -21,16 +21,16 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.decode import cluster, rounding, shares, token_columns
 from pallas_kernels.rectifiers import Rectifier
 
-_LANES = 128  # of a block
+_LANES = 128  # of a thread block
 _ROW_LOADS = 8  # 16-byte loads from each matrix that a lane keeps in flight, or one row's
 
 
 class Share(NamedTuple):
-    """The columns of a token's result that a block finishes.
+    """The columns of a token's result that a thread block finishes.
 
     Attributes:
       number: int32 scalar, the block's rank in the cluster.
-      blocks: of the cluster.
+      blocks: thread blocks of the cluster.
       size: number of columns.
     """
 

@@ -1,4 +1,4 @@
-"""The four blocks of a tile of 64 neurons vote whether they multiply all of it with w_up.
+"""The four thread blocks of a tile of 64 neurons vote whether they multiply it all with w_up.
 
 A tile is worth it if many of its gates are active for a token. A block knows 16 of them. So that
 all blocks come to the same decision, they add their votes to a word in memory, and those that are

@@ -246,7 +246,7 @@ class _Hidden:
         is_listed, dtype = row < self.count - first_row, self.hidden.dtype
         if self.live is not None:
             is_listed &= are_before(scalars.read(self.live) - neurons.start, gate.shape)
-        gate = jnp.where(is_listed & self.rectifier.opens(gate, dtype), gate, 0.0)
+        gate = jnp.where(is_listed & self.rectifier.is_active(gate, dtype), gate, 0.0)
         gate = value = self.rectifier.power(gate, dtype).astype(dtype).astype(jnp.float32)
         for u in up:
             value = jnp.where(is_listed, gate * self.rectifier.linear(u), 0.0)

@@ -20,7 +20,7 @@ from pallas_kernels.hopper.common import lanes, simt, support
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
-from pallas_kernels.layouts.neuron_lists import ROOM_SLOTS, NeuronLists, slots_for
+from pallas_kernels.layouts.neuron_lists import SLOT_ALIGNMENT, NeuronLists, slots_for
 from pallas_kernels.layouts.tile_union import TILE_TOKENS, to_words
 
 _WARPS = 4
@@ -52,8 +52,10 @@ def neuron_lists(counts: jax.Array, m: int, capacity: int) -> tuple[NeuronLists,
     """
     groups, padded_m = len(counts), pl.cdiv(m, TILE_TOKENS) * TILE_TOKENS
     support.check_array("counts", counts, (groups, padded_m), jnp.uint8)
-    if capacity < ROOM_SLOTS or capacity % ROOM_SLOTS:
-        raise ValueError(f"capacity must be a positive multiple of {ROOM_SLOTS}, got {capacity}")
+    if capacity < SLOT_ALIGNMENT or capacity % SLOT_ALIGNMENT:
+        raise ValueError(
+            f"capacity must be a positive multiple of {SLOT_ALIGNMENT}, got {capacity}"
+        )
     words = jax.ShapeDtypeStruct((groups, padded_m // 32, 2), jnp.int32)
     by_group = jax.ShapeDtypeStruct((groups,), jnp.int32)
     count = plgpu.kernel(
@@ -276,11 +278,12 @@ def _start_and_rank(all_lengths_ref, groups, group, length, lane):
         is_list = simt.less(other, const(groups))
         theirs = _load(all_lengths_ref, other, is_list)
         is_before = simt.less(other, group)
-        room = arith.andi(arith.addi(theirs, const(ROOM_SLOTS - 1)), const(-ROOM_SLOTS))
+        slots = arith.addi(theirs, const(SLOT_ALIGNMENT - 1))
+        slots = arith.andi(slots, const(-SLOT_ALIGNMENT))
         is_equal = simt.equal(theirs, length)
         comes_first = arith.ori(simt.less(length, theirs), arith.andi(is_equal, is_before))
         comes_first = arith.andi(comes_first, is_list)
-        start = arith.addi(start, arith.select(is_before, room, const(0)))
+        start = arith.addi(start, arith.select(is_before, slots, const(0)))
         scf.YieldOp([start, arith.addi(rank, arith.extui(i32, comes_first))])
     return [simt.warp_sum(x) for x in loop.results]
 

@@ -12,8 +12,8 @@ from tests import seeds
 from tests.twell_jax import drawn
 from twell_jax.analysis.activity import (
     Activity,
+    activity_patterns,
     concentration,
-    firing_patterns,
     measure_activity,
     summarise,
     union_share,
@@ -34,7 +34,7 @@ def draw_sequences(count=3):
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_pattern_holds_what_each_prefix_of_a_sequence_fires(gated):
     model, sequences = make(gated=gated), draw_sequences()
-    ((ce, fired),) = firing_patterns(model, sequences, batch=3)
+    ((ce, fired),) = activity_patterns(model, sequences, batch=3)
     assert fired.shape == (3, 3, 18, 48) and fired.dtype == bool
     for length in (5, 18):
         logits, stats = jax.device_get(forward(model, sequences[:, :length]))
@@ -49,11 +49,12 @@ def test_the_pattern_holds_what_each_prefix_of_a_sequence_fires(gated):
 def test_documents_are_kept_apart_where_the_run_did():
     model, sequences = make(), draw_sequences()
     sequences[:, 4] = END
-    ((_, fired),) = jax.device_get([*firing_patterns(model, sequences, batch=3, document_end=END)])
+    found = activity_patterns(model, sequences, batch=3, document_end=END)
+    ((_, fired),) = jax.device_get([*found])
     np.testing.assert_array_equal(
         np.any(fired, (1, 2)), forward_documents(model, sequences[:, :-1])[1].fired
     )
-    ((_, unmasked),) = jax.device_get([*firing_patterns(model, sequences, batch=3)])
+    ((_, unmasked),) = jax.device_get([*activity_patterns(model, sequences, batch=3)])
     np.testing.assert_array_equal(unmasked[:, :, :5], fired[:, :, :5])
     assert np.any(unmasked != fired)
 
@@ -62,15 +63,15 @@ def test_a_model_that_names_the_kernels_is_measured_anywhere():
     kernels = make(ffn_implementation="mosaic", ffn_gradients="sparse")
     model, sequences = make(), draw_sequences()
     nnx.update(kernels, nnx.state(model))
-    ((_, expected),) = firing_patterns(model, sequences, batch=3)
-    ((_, fired),) = firing_patterns(kernels, sequences, batch=3)
+    ((_, expected),) = activity_patterns(model, sequences, batch=3)
+    ((_, fired),) = activity_patterns(kernels, sequences, batch=3)
     np.testing.assert_array_equal(fired, expected)
 
 
 @pytest.mark.parametrize(("count", "batch"), [(5, 3), (3, 8)])
 def test_activity_counts_the_pattern_in_any_batches(count, batch):
     model, sequences = make(), draw_sequences(count)
-    ce, fired = zip(*firing_patterns(model, sequences, batch=batch), strict=True)
+    ce, fired = zip(*activity_patterns(model, sequences, batch=batch), strict=True)
     ce, fired = np.concatenate(ce), np.concatenate(fired, axis=1)
     assert ce.shape == (count, 18) and fired.shape == (3, count, 18, 48)
     activity = measure_activity(model, sequences, batch=batch)

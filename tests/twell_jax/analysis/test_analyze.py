@@ -75,7 +75,7 @@ def test_tables_figures_and_plots_of_a_run(run, analysed):
     assert (summary["sequences"], summary["tokens"], summary["d_ff"]) == (8, 256, 64)
     assert [len(row) for row in summary["nnz_by_position"]] == [32, 32]
     assert f"held-out CE {held_out_ce:.3f}" in printed
-    for layer in range(2):  # an untrained layer fires half of its neurons
+    for layer in range(2):  # half of an untrained layer's neurons are active
         assert 0.4 < summary["sparsity"][layer] < 0.6
         row = next(line for line in printed.splitlines() if line.startswith(f"│     {layer} │"))
         assert f"{summary['nnz_mean'][layer]:.1f}" in row

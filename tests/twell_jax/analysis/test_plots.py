@@ -1,4 +1,4 @@
-"""The plots of an analysis, of a model in which few neurons fire, or none."""
+"""The plots of an analysis, of a model in which few neurons are active, or none."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LAYERS, SEQUENCES, TOKENS, D_FF = 6, 3, 32, 100
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """The figures by name; layer 0 fires no neuron."""
+    """The figures by name; in layer 0 no neuron is active."""
     fired = rng().random((LAYERS, SEQUENCES, TOKENS, D_FF)) < 0.05
     fired[0] = False
     nnz, usage = fired.sum(-1), fired.sum((1, 2))

@@ -11,7 +11,7 @@ from flax import nnx
 from tests import seeds
 from tests.twell_jax import drawn
 from twell_jax import SparseMLP, quantise_mlps
-from twell_jax.analysis.activity import firing_patterns, measure_activity
+from twell_jax.analysis.activity import activity_patterns, measure_activity
 from twell_jax.analysis.prune import fires_removed, prune_dead, prune_mlp
 from twell_jax.models import graphdef
 
@@ -20,7 +20,7 @@ forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 
 def make(**changes):
-    """A model with a constant feature through which its neurons fire often, rarely or never."""
+    """A model with a constant feature by which its neurons are active often, rarely or never."""
     model = drawn.transformer(**SMALL | changes)
     mlp = model.blocks.mlp
     gate = mlp.w_gate if mlp.w_gate is not None else mlp.w_up
@@ -194,7 +194,7 @@ def test_a_module_of_its_own_gets_smaller(live, multiple, width, gated):
     assert stats.fired.sum() == live
     neurons = prune_mlp(mlp, stats.fired * rng.integers(1, 9, 40), multiple=multiple)
     assert mlp.w_up.shape == mlp.w_down.shape == (width, 8)
-    assert (mlp.live is None) == (live > 0)  # the width is that of the neurons that fire
+    assert (mlp.live is None) == (live > 0)  # the width is that of the active neurons
     assert live or mlp.live[...] == 0
     np.testing.assert_allclose(jax.jit(mlp)(x), expected, rtol=1e-4, atol=1e-4)
     assert set(neurons[:live]) == set(order[:live]) and len(neurons) == width
@@ -241,7 +241,7 @@ def test_tokens_that_fire_a_removed_neuron_are_told_one_by_one():
     usage = measure_activity(model, draw_sequences(1), batch=1).usage
     _, report = prune(model, usage, multiple=1)
     sequences = draw_sequences(7)
-    fired = np.concatenate([f for _, f in firing_patterns(model, sequences, batch=3)], axis=1)
+    fired = np.concatenate([f for _, f in activity_patterns(model, sequences, batch=3)], axis=1)
     removed = ~kept_mask(model, report)
     expected = [fired[layer][..., removed[layer]].any(-1) for layer in range(3)]
     found = fires_removed(model, report, sequences, batch=3)

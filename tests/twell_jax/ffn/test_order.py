@@ -20,7 +20,7 @@ TOKENS, TILE, NEURONS = 4096, 256, 1408
 
 
 def skewed(nnz):
-    """bool [TOKENS, NEURONS]: 30 % never fire, the others with log-normal frequencies."""
+    """bool [TOKENS, NEURONS]: 30 % are never active, the others with log-normal frequencies."""
     rng = seeds.rng()
     p = np.exp(1.5 * rng.standard_normal(NEURONS)) * (rng.random(NEURONS) > 0.3)
     for _ in range(20):

@@ -66,7 +66,7 @@ def test_bars_carry_their_values_and_neurons_have_one_axis_from_zero_on(run_dir)
     assert mean[:3] == ["0.0 (100.0% zeros)", "0.4 (99.9% zeros)", "22.0 (95.7% zeros)"]
     assert largest[:3] == ["0", "0", "22"] and largest[-1] == str(D_FF)
     assert layers.get_xlim() == nnz.get_ylim() and nnz.get_ylim()[0] == 0
-    assert layers.get_xlabel() == nnz.get_ylabel() == "neurons of 512 that fire for a token"
+    assert layers.get_xlabel() == nnz.get_ylabel() == "neurons of 512 active for a token"
     shown = [text.get_text() for axes in (loss, nnz) for text in axes.get_legend().get_texts()]
     assert {"training, last 1.250", "held-out, last 1.500", "unigram baseline 3.125"} < set(shown)
 

@@ -106,7 +106,7 @@ _MISTRAL = Architecture(
     {"attention_bias": False, "mlp_bias": False},
     windowed=True,
 )
-# A Mistral with another block. Files of TurboSparse also hold predictors of which neurons fire.
+# A Mistral with another block. Files of TurboSparse also hold predictors of active neurons.
 _BAMBOO = replace(
     _MISTRAL,
     class_name="BambooForCausalLM",

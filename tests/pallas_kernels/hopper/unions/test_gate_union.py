@@ -172,7 +172,7 @@ def test_every_bit_of_8_bit_products_on_the_gpu(m, d, h, density):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_around_the_threshold_on_the_gpu(dtype):
-    # In tile n one token fires n neurons of each group, so the masks say whether it is outlying.
+    # In tile n one token has n active neurons in each group, so masks say whether it is outlying.
     rng = seeds.rng()
     tiles = GROUP_NEURONS + 1
     x, w = np.zeros((tiles * TILE_TOKENS, 128)), np.zeros((384, 128))

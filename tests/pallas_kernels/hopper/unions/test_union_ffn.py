@@ -34,8 +34,8 @@ CASES_OF_8_BITS = [(1, 128, 128, 0.1), (257, 256, 128, 0.03)]
 
 
 def draw(m, d, h, density, gated, dtype):
-    """(x, gate, w_up, w_down, plan) and the dense gate. Three tokens fire everywhere, to leave the
-    unions; gates that nothing may read are NaN; the work list is as short as it can be."""
+    """(x, gate, w_up, w_down, plan) and the dense gate. Three tokens have all active, and leave
+    the unions; gates that nothing may read are NaN; the work list is as short as it can be."""
     rng = seeds.rng()
     z = pre_activations(m, h, density)
     dense = rng.permutation(m)[:3]
