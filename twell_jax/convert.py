@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from twell_jax.ffn import Activation, SparseMLP
+from twell_jax.ffn.arguments import refuses_old_names
 
 # How models call the layers of their feed-forward modules. Gated forms come first, because some of
 # them hold the names of a plain one.
@@ -23,6 +24,7 @@ FORMS = (
 )
 
 
+@refuses_old_names("threshold")
 def replace_mlps(
     model: nnx.Module,
     *,

@@ -325,10 +325,12 @@ class Config(Section):
     def _check_lasso(self) -> None:
         model, documents = self.model, self.data.mask_documents
         # What steps ask of each block, and what not to ask for if it cannot be served.
-        always = "ffn_gradients" if model.ffn_gradients == "sparse" else "ffn_implementation"
-        asked = {
-            f"model.{always}=null": Request(model.ffn_implementation, None, model.ffn_gradients)
-        }
+        always = [
+            f"model.{key}=null"
+            for key in ("ffn_implementation", "ffn_gradients")
+            if getattr(model, key) in ("mosaic", "sparse")
+        ]
+        asked = {" and ".join(always): Request(model.ffn_implementation, None, model.ffn_gradients)}
         if self.sparse_gradients_every:
             planned = Request(model.ffn_implementation, gradients="sparse")
             asked["sparse_gradients_every=0"] = planned
@@ -343,8 +345,10 @@ class Config(Section):
         )
         for leave_out, request in asked.items():
             if why := refused(case, request):
-                sparse = documents and request.capacity is not None
-                or_ = ", data.mask_documents=false" if sparse else ""
+                or_ = ""
+                if documents and request.capacity is not None:
+                    why = f"with data.mask_documents its windows end where documents do: {why}"
+                    or_ = ", data.mask_documents=false"
                 raise ValueError(f"lasso_share: {why}; write {leave_out}{or_}, or lasso_share=0")
 
     @property

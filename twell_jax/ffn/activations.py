@@ -66,5 +66,8 @@ def problem(activation: Any, gated: bool) -> str | None:
         return f"must be one of {[*get_args(Name)]} or a Rectifier, got {activation!r}"
     act = rectifier(activation)
     if act is not None and act.both and not gated:
-        return "'drelu' needs a gate, as it is the ReLU of both factors; without one write 'relu'"
+        return (
+            "'drelu' needs a gate, as it is the ReLU of both factors (both=True); without one "
+            "write 'relu'"
+        )
     return None

@@ -165,7 +165,7 @@ def _kernels(case: Case, sparse: bool) -> str | None:
     if case.quantised and sparse:
         return "Quantised weights have no gradients: leave gradients out"
     if case.sequence is not None and not sparse:  # else what it is made of is not kept
-        return "kernels compute the lasso with gradients='sparse' alone"
+        return "kernels compute the lasso with sparse gradients alone (gradients='sparse')"
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import ArrayLike
 
 from pallas_kernels.quantised import Quantised
@@ -24,7 +25,7 @@ from pallas_kernels.weights import Weights
 from twell_jax.ffn import activations, arguments, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import Case, Gradients, Implementation, Packing, Request
-from twell_jax.ffn.arguments import refuses_old_names
+from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
 from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
@@ -34,7 +35,7 @@ from twell_jax.ffn.xla import NO_BIASES, Biases
 _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is traced
 
 
-@refuses_old_names
+@refuses_old_names(*ALL_OLD_NAMES)
 def sparse_ffn(
     x: ArrayLike,
     w_gate: ArrayLike | Quantised | None,
@@ -60,7 +61,7 @@ def sparse_ffn(
       w_up: `[H, D]`.
       w_down: `[H, D]`. Any of the three may be `Quantised`, w_down along axis -2. What it is
         multiplied with, x or h, is then quantised, too, a scale for each token; the product of the
-        two is what the block means (`quantised.product`). The kernels for few
+        two is what the block means (`pallas_kernels.quantised.product`). The kernels for few
         tokens and unions compute it unless w_down is `Quantised`; else XLA does. There are no
         gradients for either.
       biases: `Biases(gate, up, down)`, `[H]`, `[H]` and `[D]`; any of them may be None.
@@ -156,7 +157,7 @@ def sparse_ffn(
     return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
 
 
-@refuses_old_names
+@refuses_old_names(*ALL_OLD_NAMES)
 def explain(*operands: Any, **options: Any) -> str:
     """Says which rule serves a call of `sparse_ffn`, and why the rules before it do not.
 
@@ -165,7 +166,7 @@ def explain(*operands: Any, **options: Any) -> str:
       **options: those of `sparse_ffn`.
 
     Raises:
-      ValueError, CannotServe: as `sparse_ffn` does.
+      TypeError, ValueError, CannotServe: as `sparse_ffn` does.
 
     Example:
       >>> x, w = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (100, 512))
@@ -205,6 +206,7 @@ def _checked(
     biases = Biases(*map(_array, biases or NO_BIASES))
     arguments.check_operands(x, weights, biases, residual)
     arguments.check_live(live, len(weights.down))
+    arguments.check_windows(windows, x)
     arguments.check_activation(activation, weights.gate is not None)
     return _Call(x, weights, biases, residual, activation, windows, request)
 
@@ -225,6 +227,8 @@ def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
 
 def _array(operand: Any) -> Any:
     """As an array, or its shape and dtype, if only these are given."""
+    if isinstance(operand, nnx.Variable):
+        operand = operand.get_value()  # of a model of shapes no array
     if operand is None or isinstance(operand, Quantised | jax.ShapeDtypeStruct):
         return operand
     return jnp.asarray(operand)

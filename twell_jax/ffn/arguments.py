@@ -11,30 +11,43 @@ import numpy as np
 from pallas_kernels.quantised import E4M3, Quantised
 from twell_jax.ffn import activations
 from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
+from twell_jax.ffn.lasso import Windows
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-# Arguments of before, and what to write now.
-_OLD_NAMES = {
-    "threshold": "is now part of activation: write activation=Rectifier(threshold={!r})",
-    "gradient_capacity": "is now part of gradients: write gradients={!r}",
-    "expected_nnz": "is gone, as no rule needs it: leave it out",
-    "b_gate": "is now part of biases: write biases=Biases(gate=...)",
-    "b_up": "is now part of biases: write biases=Biases(up=...)",
-    "b_down": "is now part of biases: write biases=Biases(down=...)",
+# What became of arguments of before; each gets the value that was given.
+_OLD_NAMES: dict[str, Callable[[Any], str]] = {
+    "threshold": lambda value: (
+        f"is now part of activation: write activation=Rectifier(threshold={value!r})"
+        if value
+        else "is gone where it is 0: leave it out"
+    ),
+    "gradient_capacity": lambda value: (
+        f"is now part of gradients: write gradients={value!r} in place of 'sparse', else leave it "
+        "out"
+    ),
+    "expected_nnz": lambda _: "is gone, as no rule needs it: leave it out",
+    "b_gate": lambda _: "is now part of biases: write biases=Biases(gate=...)",
+    "b_up": lambda _: "is now part of biases: write biases=Biases(up=...)",
+    "b_down": lambda _: "is now part of biases: write biases=Biases(down=...)",
 }
+ALL_OLD_NAMES = tuple(_OLD_NAMES)
 
 
-def refuses_old_names[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, but an argument of before raises TypeError with a line that says the new one."""
+def refuses_old_names[**P, R](*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For a function that had these arguments: they raise TypeError, in a line that says the new
+    ones."""
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() & _OLD_NAMES:
-            raise TypeError(f"{name} {_OLD_NAMES[name].format(kwargs[name])}")
-        return function(*args, **kwargs)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if given := [name for name in names if name in kwargs]:
+                raise TypeError("; ".join(f"{n} {_OLD_NAMES[n](kwargs[n])}" for n in given))
+            return function(*args, **kwargs)
 
-    return call
+        return call
+
+    return decorate
 
 
 def check_words(implementation: Any, packing: Any, named_by: str = "implementation") -> None:
@@ -53,7 +66,8 @@ def check_gradients(gradients: Any) -> None:
     if isinstance(gradients, Real) and not isinstance(gradients, bool):
         is_known = 0 < float(gradients) <= 1
     else:
-        is_known = gradients is None or gradients in get_args(Gradients)
+        is_name = isinstance(gradients, str) and gradients in get_args(Gradients)
+        is_known = gradients is None or is_name
     if not is_known:
         raise ValueError(
             "gradients must be 'dense', 'sparse', a capacity above 0 and at most 1, or None, got "
@@ -77,6 +91,22 @@ def check_live(live: Any, h: int) -> None:
         raise ValueError(f"live must be one integer, got {number.dtype} {list(number.shape)}")
     if isinstance(live, int | np.integer | np.ndarray) and not 0 <= live <= h:
         raise ValueError(f"live must be from 0 to {h}, got {live}")
+
+
+def check_windows(windows: Any, x: Any) -> None:
+    """Raises ValueError unless windows can be those of the tokens x."""
+    if windows is None:
+        return
+    if not isinstance(windows, Windows):
+        raise ValueError(f"windows must be Windows or None, got {type(windows).__name__}")
+    if x.ndim < 2:
+        raise ValueError(f"windows need x [..., T, D], whose T tokens follow, got {list(x.shape)}")
+    documents = windows.documents
+    if documents is not None and documents.shape not in (x.shape[:-1], x.shape[-2:-1]):
+        raise ValueError(
+            f"windows.documents must be {list(x.shape[:-1])}, a number for each token, got "
+            f"{list(documents.shape)}"
+        )
 
 
 def check_dtype(name: str, dtype: Any) -> None:

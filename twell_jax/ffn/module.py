@@ -74,7 +74,7 @@ class SparseMLP(nnx.Module):
       ValueError: an argument is none of these.
     """
 
-    @refuses_old_names
+    @refuses_old_names("threshold", "gradient_capacity", "expected_nnz")
     def __init__(
         self,
         d_model: int,
@@ -148,6 +148,7 @@ class SparseMLP(nnx.Module):
         residual: ArrayLike | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
 
+    @refuses_old_names("gradient_capacity")
     def __call__(
         self,
         x: ArrayLike,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tests import seeds
 from tests.errors import relative_error
 from tests.twell_jax import drawn
-from twell_jax import Biases, SparseMLP, explain, sparse_ffn
+from twell_jax import Biases, explain, sparse_ffn
 
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
@@ -375,26 +375,6 @@ W, X = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32)
 def test_errors_name_the_argument(changes, message):
     with pytest.raises(ValueError, match=message):
         sparse_ffn(**({"x": X, "w_gate": W, "w_up": W, "w_down": W} | changes))
-
-
-OLD_NAMES = {
-    "threshold": (0.1, r"part of activation: write activation=Rectifier\(threshold=0.1\)"),
-    "gradient_capacity": (0.5, "part of gradients: write gradients=0.5"),
-    "expected_nnz": (29, "gone, .*: leave it out"),
-    "b_gate": (W[:, 0], r"part of biases: write biases=Biases\(gate=...\)"),
-    "b_up": (W[:, 0], r"part of biases: write biases=Biases\(up=...\)"),
-    "b_down": (W[0], r"part of biases: write biases=Biases\(down=...\)"),
-}
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_an_old_name_is_refused_with_the_new_one(name):
-    value, message = OLD_NAMES[name]
-    for function in (sparse_ffn, explain):
-        with pytest.raises(TypeError, match=f"^{name} is (now )?{message}$"):
-            function(X, W, W, W, **{name: value})
-    with pytest.raises(TypeError, match=f"^{name} is (now )?{message}$"):
-        SparseMLP(4, 6, rngs=nnx.Rngs(0), **{name: value})
 
 
 def test_explain_takes_what_sparse_ffn_takes():
