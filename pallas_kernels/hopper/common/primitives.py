@@ -46,6 +46,9 @@ def interpretation() -> Interpretation | None:
 def interpreting(*, sms: int = 132, detect_races: bool = True) -> Iterator[Interpretation]:
     """Runs the kernels that are traced inside on the CPU, with the twins of all primitives.
 
+    JAX keeps what it has traced: of a function that was jitted outside or for another
+    interpretation, `sms` and what twins share are those of then, so jit it anew inside.
+
     Args:
       sms: the number of SMs that the device seems to have; fewer are quicker.
       detect_races: whether the interpreter looks for races, which it prints as "RACE".
@@ -63,7 +66,8 @@ _counting = threading.Lock()
 
 
 def count_together(name: str, step: Callable[..., int], *operands: jax.Array) -> jax.Array:
-    """For twins: the counter of this name, 0 at first, becomes `step(counter, *operands)`.
+    """For twins: the counter of this name, 0 at first, becomes `step(counter, *operands)`. Kernels
+    run one after the other, so that those with the same name may share it.
 
     The interpreter has no atomic operations, so the host has the counters.
 

@@ -187,13 +187,18 @@ def _copy_row(source_ref, target_ref):
     target_ref[...] = source_ref[...]
 
 
-def copy_token(parts, row: jax.Array, target_parts, target_row: jax.Array) -> None:
-    """Copies a row of each part of tokens, `[M, D]` or scales `[M, 1]`, from GMEM to GMEM."""
-    for part, target in zip(parts, target_parts, strict=True):
+def copy_token(source, row: jax.Array, target, target_row: jax.Array) -> None:
+    """Copies a row of tokens from GMEM to GMEM.
+
+    Args:
+      source, target: pytrees of references `[M, D]`, or `[M, 1]` to scales.
+      row, target_row: int32 scalars.
+    """
+    for part, target_part in zip(jax.tree.leaves(source), jax.tree.leaves(target), strict=True):
         if part.shape[1] == 1:
-            target[target_row, 0] = part[row, 0]
+            target_part[target_row, 0] = part[row, 0]
         else:
-            copy_row(part.at[row], target.at[target_row])
+            copy_row(part.at[row], target_part.at[target_row])
 
 
 def _store_words(address, offset, words, inside):

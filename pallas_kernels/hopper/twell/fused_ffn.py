@@ -12,6 +12,7 @@ Weights may be slices of stacked weights: nothing is changed in place, so XLA co
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,37 @@ _TUNED = {  # (D, H) of common shapes where another schedule was faster: benchma
     (1024, 5632): FusedFFNConfig(loads=8, rows=4),
     (4096, 11008): FusedFFNConfig(loads=8, rows=4),
 }
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      counters: int32 `[3]`, of `lists.finish`, which sets them to 0 again.
+      x: `[M, D]`, or the `Tokens`.
+      packed: uint32 `[M, ceil(H / 256), 32]`.
+      x_up: `[M, D]`, what w_up is multiplied with; None in the non-gated form.
+      w_up: `[H, D]`, likewise.
+      scales: those of the rows of x_up and of w_up; None if these are not in 8 bits.
+      w_down: `[H, D]`.
+    """
+
+    counters: Any
+    x: Any
+    packed: Any
+    x_up: Any
+    w_up: Any
+    scales: Any
+    w_down: Any
+
+
+class _Results(NamedTuple):
+    """What the kernel writes, as `fused_ffn` returns it."""
+
+    y: Any
+    nnz: Any
+    l1: Any
+    heavy: HeavyRows
 
 
 def fused_ffn(
@@ -100,7 +132,6 @@ def fused_ffn(
         x_up = quantised.for_product(x, w_up)
         support.check_operand("w_up", w_up, (h, d), w_down if x_up is exact else x_up)
         x_up, up, scales = quantised.unscaled(x_up, w_up)
-    parts = jax.tree.leaves(x)
 
     config = config or _TUNED.get((d, h), FusedFFNConfig())
     steps = register_rows.row_steps(d)
@@ -108,14 +139,7 @@ def fused_ffn(
     rows = min(config.rows, 16 // steps)
     kernel = plgpu.kernel(
         functools.partial(_kernel, rectifier),
-        out_type=(
-            jax.ShapeDtypeStruct((m, d), w_down.dtype),
-            jax.ShapeDtypeStruct((m,), jnp.int32),
-            jax.ShapeDtypeStruct((m,), jnp.float32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            jax.ShapeDtypeStruct((m,), jnp.int32),
-            [jax.ShapeDtypeStruct((pl.cdiv(m, 8) * 8, a.shape[1]), a.dtype) for a in parts],
-        ),
+        out_type=[_result_types(x, w_down)],
         scratch_types=dict(
             looked=plgpu.Barrier(num_arrivals=rows),
             entries=plgpu.SMEM((rows, tiles * (words - 1) + 2 * batch), jnp.uint32),
@@ -133,59 +157,77 @@ def fused_ffn(
     # To XLA the counters are a constant; see `gathered_matmul`. A number besides zeros keeps
     # XLA from filling them in for each call, by a kernel.
     counters = jnp.array([0, 0, 1], jnp.int32)
-    *out, count, rows, x_rows = kernel(counters, parts, packed, (x_up, up, scales), w_down)
-    x_rows = jax.tree.unflatten(jax.tree.structure(x), x_rows)
-    return *out, HeavyRows(count, rows, x_rows, pending=(*parts, *out))
+    ((*out, heavy),) = kernel(_Operands(counters, x, packed, x_up, up, scales, w_down))
+    return *out, dataclasses.replace(heavy, pending=(*jax.tree.leaves(x), *out))
 
 
-def _kernel(
-    rectifier, counters, parts, packed, up, w_down, y, nnz, l1, heavy_count, heavy_rows, heavy_x,
-    *, looked, entries, sums,
-):  # fmt: skip
-    x, w_up, scales = up
+def _result_types(x, w_down):
+    (m, _), *_ = (a.shape for a in jax.tree.leaves(x))
+    padded_m = pl.cdiv(m, 8) * 8
+    return _Results(
+        y=jax.ShapeDtypeStruct((m, w_down.shape[1]), w_down.dtype),
+        nnz=jax.ShapeDtypeStruct((m,), jnp.int32),
+        l1=jax.ShapeDtypeStruct((m,), jnp.float32),
+        heavy=HeavyRows(
+            count=jax.ShapeDtypeStruct((1,), jnp.int32),
+            rows=jax.ShapeDtypeStruct((m,), jnp.int32),
+            x=jax.tree.map(lambda a: jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype), x),
+        ),
+    )
+
+
+def _kernel(rectifier, operands, results, *, looked, entries, sums):
+    is_gated, scales = operands.w_up is not None, operands.scales
     warpgroup = lax.axis_index("warpgroup")
     row = lax.axis_index("block") * entries.shape[0] + warpgroup
-    is_row = row < packed.shape[0]
+    is_row = row < operands.packed.shape[0]
 
     pl.when(~is_row)(lambda: plgpu.barrier_arrive(looked))
 
     @pl.when(is_row)
     def _():
         mine, my_sums = entries.at[warpgroup], sums.at[warpgroup]
-        x_row = None if w_up is None else register_rows.load_row(x.at[row], jnp.bool(True))
-        count = _collect_entries(packed.at[row], mine)
+        x_row = register_rows.load_row(operands.x_up.at[row], jnp.bool(True)) if is_gated else None
+        count = _collect_entries(operands.packed.at[row], mine)
 
         @pl.when(count < 0)
         def _():
-            place = lists.append(counters.at[pl.ds(0, 1)], jnp.int32(1), my_sums)
-            heavy_rows[place] = row
-            register_rows.copy_token(parts, row, heavy_x, place)
+            place = lists.append(operands.counters.at[pl.ds(0, 1)], jnp.int32(1), my_sums)
+            results.heavy.rows[place] = row
+            register_rows.copy_token(operands.x, row, results.heavy.x, place)
 
         plgpu.barrier_arrive(looked)
 
         @pl.when(warpgroup == 0)
         def _():
             plgpu.barrier_wait(looked)
-            lists.finish(counters, heavy_count, lax.axis_size("block"))
+            lists.finish(operands.counters, results.heavy.count, lax.axis_size("block"))
             launch_next()
 
-        wide = None if w_up is None else register_rows.widen(x_row)
+        wide = register_rows.widen(x_row) if is_gated else None
         up_scale = None
         if scales is not None:
             x_scale, up_scale = scales
             wide *= x_scale[row]
         y_row, row_l1 = register_rows.gather_ffn(
-            wide, mine, jnp.maximum(count, 0), w_up, w_down, my_sums, rectifier, up_scale
+            wide,
+            mine,
+            jnp.maximum(count, 0),
+            operands.w_up,
+            operands.w_down,
+            my_sums,
+            rectifier,
+            up_scale,
         )
-        if w_up is not None:
+        if is_gated:
             # A slower warp may still read the sums of the last batch, in one of the other two.
             poison = jnp.where(
                 (count < 0) | register_rows.all_finite(wide, my_sums.at[2]), 0.0, jnp.nan
             )
             y_row, row_l1 = y_row + poison, row_l1 + poison
-        register_rows.store_row(y.at[row], y_row.astype(y.dtype))
-        nnz[row] = jnp.maximum(count, ~count)
-        l1[row] = row_l1
+        register_rows.store_row(results.y.at[row], y_row.astype(results.y.dtype))
+        results.nnz[row] = jnp.maximum(count, ~count)
+        results.l1[row] = row_l1
 
 
 @primitive

@@ -119,31 +119,31 @@ def _describe(shares, i, operands):
 
 
 def _produce(tokens, job, ring, step, operands):
-    neurons, _, _, h, residual, weights = operands
-    share, size, first_chunk, column = job
+    neurons, h, factors = operands.neurons, operands.h, len(operands.weights)
     shares = TILE_TOKENS // tokens
-    tile, mine = share // shares, pl.ds(share % shares * tokens, tokens)
-    steps = pl.cdiv(size, STAGE_K)
+    tile, mine = job.share // shares, pl.ds(job.share % shares * tokens, tokens)
+    steps = pl.cdiv(job.size, STAGE_K)
 
     def indices_of(k):
         first = jnp.minimum(k * STAGE_K, neurons.shape[1] - STAGE_K)
         return neurons.at[tile, pl.ds(first, STAGE_K)]
 
-    for w, weight in enumerate(weights):
+    for w, weight in enumerate(operands.weights):
 
         def fill(k, indices, a, b, loaded, w=w, weight=weight):
-            rows = pl.ds(first_row(h, len(weights), w) + k % _STEPS * STAGE_K, STAGE_K)
-            plgpu.copy_gmem_to_smem(h.at[first_chunk + k // _STEPS, rows, mine], b, loaded)
-            row_copies.gather_rows(weight, indices, size - k * STAGE_K, column, a)
+            rows = pl.ds(first_row(h, factors, w) + k % _STEPS * STAGE_K, STAGE_K)
+            plgpu.copy_gmem_to_smem(h.at[job.first_chunk + k // _STEPS, rows, mine], b, loaded)
+            row_copies.gather_rows(weight, indices, job.size - k * STAGE_K, job.column, a)
 
         step = ring.put_lists(step, steps, indices_of, fill)
-    if residual is None:
+    if operands.residual is None:
         return step
 
     def put_residual(part, step):
         def fill(a, _, loaded):
-            rows = pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS)
-            plgpu.copy_gmem_to_smem(residual.at[rows, pl.ds(column, _COLUMNS)], a, loaded)
+            rows = pl.ds(job.share * tokens + part * ACC_ROWS, ACC_ROWS)
+            columns = pl.ds(job.column, _COLUMNS)
+            plgpu.copy_gmem_to_smem(operands.residual.at[rows, columns], a, loaded)
 
         ring.put(step, fill)
         return step + 1
@@ -152,8 +152,7 @@ def _produce(tokens, job, ring, step, operands):
 
 
 def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
-    share, size, _, column = job
-    steps = len(operands.weights) * pl.cdiv(size, STAGE_K)
+    steps = len(operands.weights) * pl.cdiv(job.size, STAGE_K)
     mine = pl.ds(warpgroup * ACC_ROWS, ACC_ROWS)
 
     def wgmma(acc, a, b):
@@ -161,7 +160,7 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
 
     out = ring.multiply(step, steps, wgmma, columns=tokens)
     step += steps
-    columns = pl.ds(column + warpgroup * ACC_ROWS, ACC_ROWS)
+    columns = pl.ds(job.column + warpgroup * ACC_ROWS, ACC_ROWS)
     for part in range(tokens // ACC_ROWS):
         values = out[:, part * ACC_ROWS : (part + 1) * ACC_ROWS].astype(y.dtype)
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -169,7 +168,7 @@ def _consume(tokens, job, ring, step, warpgroup, buffers, operands, y):
             a, _ = ring.take(step)
             before = plgpu.load(a.at[:, mine].T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
             values = (before.astype(jnp.float32) + values.astype(jnp.float32)).astype(y.dtype)
-        target = y.at[pl.ds(share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
+        target = y.at[pl.ds(job.share * tokens + part * ACC_ROWS, ACC_ROWS), columns]
         gathered_matmul.write([values], buffers, part, [target], transposed=True)
         if operands.residual is not None:
             ring.release(step)  # behind the fence of `write`, as TMA overwrites what was read

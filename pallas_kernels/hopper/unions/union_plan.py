@@ -5,6 +5,7 @@ counted for its tile and those before, decides, and knows where its part of ever
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,23 @@ from pallas_kernels.hopper.unions import tile_stats
 from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, TILE_TOKENS, Plan
 from pallas_kernels.quantised import Tokens
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads, and what it changes.
+
+    Attributes:
+      masks: uint32 `[2, R, H / 32]`.
+      stats, bits: of `tile_stats`.
+      x: `[M, D]`, or the `Tokens`.
+      gate: `[R, H, 256]`, to be changed.
+    """
+
+    masks: Any
+    stats: Any
+    bits: Any
+    x: Any
+    gate: Any
 
 
 def union_plan(
@@ -53,8 +71,7 @@ def union_plan(
     Raises:
       ValueError: if a shape, a dtype or `max_items` is not as above.
     """
-    parts = jax.tree.leaves(x)  # the first has all columns
-    m, d = parts[0].shape
+    m, d = jax.tree.leaves(x)[0].shape  # that of values; scales come behind them
     tiles, h = pl.cdiv(m, TILE_TOKENS), 32 * masks.shape[-1]
     dtype, exact = gate_ref.dtype, x.exact if isinstance(x, Tokens) else x
     support.check_array("x", exact, (m, d), dtype)
@@ -66,21 +83,25 @@ def union_plan(
     max_items = all_items if max_items is None else max_items
     if not 1 <= max_items <= all_items:
         raise ValueError(f"max_items must be from 1 to {all_items}, got {max_items}")
-    masks, counts, parts = in_place.barrier((masks, counts, parts))
+    masks, counts, x = in_place.barrier((masks, counts, x))
     stats, bits, nnz = in_place.barrier(tile_stats.tile_stats(masks, counts, m))
     padded_m = pl.cdiv(m, 8) * 8
     limits = dict(m=m, h=h, max_items=max_items, max_heavy=max_heavy)
     kernel = plgpu.kernel(
         functools.partial(_kernel, limits),
         out_type=(
-            jax.ShapeDtypeStruct((tiles, h), jnp.int32),
-            jax.ShapeDtypeStruct((tiles,), jnp.int32),
-            jax.ShapeDtypeStruct((max_items,), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            jax.ShapeDtypeStruct((tiles,), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            jax.ShapeDtypeStruct((padded_m,), jnp.int32),
-            [jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype) for a in parts],
+            Plan(
+                neurons=jax.ShapeDtypeStruct((tiles, h), jnp.int32),
+                sizes=jax.ShapeDtypeStruct((tiles,), jnp.int32),
+                items=jax.ShapeDtypeStruct((max_items,), jnp.int32),
+                item_count=jax.ShapeDtypeStruct((1,), jnp.int32),
+                firsts=jax.ShapeDtypeStruct((tiles,), jnp.int32),
+            ),
+            HeavyRows(
+                count=jax.ShapeDtypeStruct((1,), jnp.int32),
+                rows=jax.ShapeDtypeStruct((padded_m,), jnp.int32),
+                x=jax.tree.map(lambda a: jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype), x),
+            ),
         ),
         grid=(tiles,),
         grid_names=("tile",),
@@ -89,52 +110,36 @@ def union_plan(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    *plan, count, rows, x_rows = in_place.barrier(kernel(masks, stats, bits, parts, gate_ref))
-    x_rows = jax.tree.unflatten(jax.tree.structure(x), x_rows)
-    return Plan(*plan), nnz[:m], HeavyRows(count, rows, x_rows), stats
+    plan, heavy = in_place.barrier(kernel(_Operands(masks, stats, bits, x, gate_ref)))
+    return plan, nnz[:m], heavy, stats
 
 
-def _kernel(
-    limits,
-    masks,
-    stats,
-    bits,
-    x,
-    gate,
-    neurons,
-    sizes,
-    items,
-    item_count,
-    firsts,
-    heavy_count,
-    rows,
-    x_rows,
-):
+def _kernel(limits, operands, plan, heavy):
     tile = lax.axis_index("tile")
-    words = masks.shape[2]
-    mine = tile_stats.decide(stats, tile, **limits)
-    union = masks.at[mine.leave, tile]
+    words = operands.masks.shape[2]
+    mine = tile_stats.decide(operands.stats, tile, **limits)
+    union, neurons = operands.masks.at[mine.leave, tile], plan.neurons.at[tile]
 
     def append_words(i, length):
-        return lists.append_bits(union, i * 32, neurons.at[tile], length)
+        return lists.append_bits(union, i * 32, neurons, length)
 
     lax.fori_loop(0, mine.fits * pl.cdiv(words, 32), append_words, jnp.int32(0))
-    sizes[tile] = mine.size
-    firsts[tile] = first = mine.items - mine.own_items
+    plan.sizes[tile] = mine.size
+    plan.firsts[tile] = first = mine.items - mine.own_items
 
     @pl.loop(0, mine.own_items)
     def _(chunk):
-        items[first + chunk] = tile * (32 * words // CHUNK_NEURONS) + chunk
+        plan.items[first + chunk] = tile * (32 * words // CHUNK_NEURONS) + chunk
 
     def leave(token, place):
         row = tile * TILE_TOKENS + token
-        rows[place] = row
-        register_rows.copy_token(x, row, x_rows, place)
-        lists.clear(gate.at[tile], neurons.at[tile], mine.size, token)
+        heavy.rows[place] = row
+        register_rows.copy_token(operands.x, row, heavy.x, place)
+        lists.clear(operands.gate.at[tile], neurons, mine.size, token)
         return place + 1
 
     def leave_word(i, place):
-        outlying, not_finite = bits[tile, 0, i], bits[tile, 1, i]
+        outlying, not_finite = operands.bits[tile, 0, i], operands.bits[tile, 1, i]
         some = jnp.where(mine.leave > 0, outlying, jnp.uint32(0)) | not_finite
         word = jnp.where(mine.fits > 0, some, _ones(limits["m"] - tile * TILE_TOKENS - i * 32))
 
@@ -150,7 +155,7 @@ def _kernel(
 
     @pl.when(tile == lax.axis_size("tile") - 1)
     def _():
-        item_count[0], heavy_count[0] = mine.items, mine.heavy
+        plan.item_count[0], heavy.count[0] = mine.items, mine.heavy
 
 
 def _ones(n: jax.Array) -> jax.Array:

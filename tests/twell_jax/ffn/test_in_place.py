@@ -18,17 +18,21 @@ def output(ffn, operands, _):
 
 
 @pytest.mark.parametrize(
-    ("function", "ffn"),
-    [(output, by("twell")), (output, by("unions")), (gradients, partial(sparse_ffn, **sparse()))],
+    ("function", "ffn", "count"),
+    [
+        (output, by("twell"), 1),
+        (output, by("unions"), 2),
+        (gradients, partial(sparse_ffn, **sparse()), 4),
+    ],
     ids=["twell", "unions", "sparse gradients"],
 )
-def test_all_operands_and_results_pass_a_barrier(function, ffn):
+def test_all_operands_and_results_pass_a_barrier(function, ffn, count):
     x, *weights = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1001, 256), *3 * [(512, 256)]))
     with jax.sharding.use_abstract_mesh(H100):
         traced = jax.jit(partial(function, ffn)).trace([x, *weights], x)
         program = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     kernels = [op for op in operations(program.operation) if is_in_place(op)]
-    assert kernels
+    assert len(kernels) == count
     for kernel in kernels:
         owners = [operand.owner for operand in kernel.operands]
         assert all(isinstance(owner, ir.Operation | ir.OpView) for owner in owners)

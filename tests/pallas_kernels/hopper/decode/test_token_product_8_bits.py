@@ -193,7 +193,9 @@ def test_lowers_without_a_gpu(lower):
         stream = Stream(x, x, struct(m, 128, dtype=jnp.float32))
         project = functools.partial(token_product.project, k_axis=2, eps=EPS)
         # Half the bytes of 16-bit stages, in as many blocks on an SM at least.
-        (launch,) = launches(lower(project, stream, (w, w, w), layer)).values()
+        text = lower(project, stream, (w, w, w), layer)
+        assert "e4m3" in text
+        (launch,) = launches(text).values()
         assert SM_BYTES // (launch.smem + 1024) >= 3
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
         counts = jax.eval_shape(lambda m=m: active_counts.zeros(3, m, 2048))
