@@ -48,7 +48,7 @@ FEW = [  # up to 64 tokens; nearly all neurons are active for one, none or all, 
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": m} for m in (1, 2, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29} for m in (1, 2, 8, 32, 64)),
     *({"m": m, "pattern": "skewed", "nnz": 29, "heavy_every": 1} for m in (8, 64)),
-    # Where many neurons are active, as many as kernels were once limited to.
+    # Where many neurons are active.
     *({"m": m, "pattern": "skewed", "nnz": 280} for m in (1, 8, 16)),
     *({"m": 32, "pattern": "skewed", "nnz": nnz} for nnz in (120, 168, 224)),
     *({"m": 64, "pattern": "skewed", "nnz": nnz} for nnz in (60, 84, 112)),

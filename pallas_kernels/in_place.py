@@ -5,6 +5,8 @@ loops over layers (dynamic-slice fusion). It then forgets which operands and res
 share memory, and what the kernel changed in place is lost. XLA looks for slices only up to an
 optimization barrier, so all operands and results of such a kernel pass through one; constants need
 none (docs/design/0014-in-place-behind-a-barrier.md).
+
+`used_after` keeps what XLA computes out of the way of kernels that overlap.
 """
 
 from typing import Any

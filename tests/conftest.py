@@ -69,7 +69,7 @@ def quick_compilation(tmp_path_factory):
         yield
 
 
-# Whom every back end is tested with; a new one is a line here.
+# What tests of every back end run with; a new one is a line here.
 BACK_ENDS = [
     pytest.param(REFERENCE, id="reference"),
     pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),

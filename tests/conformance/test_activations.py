@@ -111,7 +111,9 @@ def assert_exact_gradients(case, operands, capacity=1.0, overflow=0):
             assert relative_error(ours, ref) < 3 * ROUNDING
 
 
-@pytest.mark.parametrize("case", ["drelu", "relu2-plain"])  # all on a GPU
+@pytest.mark.parametrize(  # all on a GPU
+    "case", ["drelu", pytest.param("relu2-plain", marks=pytest.mark.slow)]
+)
 def test_sparse_gradients(back_end, case):
     for shift, last_feature in ((1.5, -3), (1000, 1), (-9, 1)):  # mixed, all zero, all dense
         operands = operands_of(case, 600, 128, 256, threshold=shift)

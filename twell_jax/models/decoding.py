@@ -59,7 +59,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     w_down = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], jnp.bfloat16)
     kernels, no_back_end = dispatch.back_end(w_down)
     _, batch, capacity, *_ = cache.k.shape
-    why = no_back_end or unsupported(config, model.quantised(), batch, capacity)
+    why = no_back_end or _unsupported(config, model.quantised(), batch, capacity)
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     # Live neurons were not measured with few tokens, so kernels have to be asked for.
@@ -71,7 +71,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
 
 
-def unsupported(
+def _unsupported(
     config: ModelConfig, quantised: tuple[Part, ...], batch: int, capacity: int
 ) -> str | None:
     """Why kernels cannot decode with a model, in words; None if they can.

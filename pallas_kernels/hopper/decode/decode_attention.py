@@ -25,9 +25,9 @@ from pallas_kernels.hopper.common.tiles import TILED
 from pallas_kernels.hopper.decode import attend, cluster, combine
 from pallas_kernels.hopper.decode.launch import Phase, launched, only
 from pallas_kernels.hopper.decode.token_ring import PARTS
+from pallas_kernels.layouts.stream import MAX_TOKENS
 from pallas_kernels.weights import DTYPES
 
-MAX_SEQUENCES = 64
 _STEP = 64  # keys of a stage: the rows of a WGMMA
 _COPIES = (8, 32)  # keys that are copied if the cache has no more of a step's
 _STAGES = 3  # of the ring, at most
@@ -125,9 +125,9 @@ def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
             f"{k_cache.dtype} {list(k_cache.shape)}"
         )
     _, batch, capacity, stored, size = k_cache.shape
-    if size not in (64, 128) or capacity % 8 or not capacity or not 1 <= batch <= MAX_SEQUENCES:
+    if size not in (64, 128) or capacity % 8 or not capacity or not 1 <= batch <= MAX_TOKENS:
         raise ValueError(
-            f"k_cache must have B from 1 to {MAX_SEQUENCES}, S a multiple of 8 and head_dim 64 or "
+            f"k_cache must have B from 1 to {MAX_TOKENS}, S a multiple of 8 and head_dim 64 or "
             f"128, got {list(k_cache.shape)}"
         )
     if stored != kv_heads or heads % kv_heads or not 1 <= heads // kv_heads <= attend.HEADS:

@@ -54,7 +54,7 @@ def test_neither_x_nor_y_is_copied(lower, m):
         (8, 192, 640),
         pytest.param(8, 128, 65536, marks=pytest.mark.slow),
         (17, 2048, 5632),
-        (64, 128, 16384),
+        pytest.param(64, 128, 16384, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h):

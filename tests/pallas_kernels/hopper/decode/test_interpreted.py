@@ -133,8 +133,9 @@ def multiply(gate, hidden, x, weights, counts, *, batch):
 @pytest.mark.parametrize(
     ("m", "batch", "gated", "d", "h", "there"),
     [
-        (8, 8, False, 192, 512, 0), (24, 17, True, 64, 320, 2), (8, 8, True, 64, 640, 4),
-        (8, 5, True, 1024, 192, 1),
+        (8, 8, False, 192, 512, 0), (24, 17, True, 64, 320, 2), (8, 5, True, 1024, 192, 1),
+        pytest.param(8, 8, True, 64, 640, 4, marks=pytest.mark.slow),
+        pytest.param(8, 8, False, 1024, 128, 0, marks=pytest.mark.slow),
         pytest.param(24, 16, True, 64, 128, 2, marks=pytest.mark.slow),
         pytest.param(24, 16, True, 64, 128, 0, marks=pytest.mark.slow),
         pytest.param(8, 8, True, 64, 320, 0, marks=pytest.mark.slow),
@@ -177,7 +178,11 @@ def test_dense_block(interpreted, m, batch, gated, d, h, there):
 # Eight blocks have a token, or, with many tokens, four; the second token has no active gate.
 @pytest.mark.parametrize(
     ("m", "batch", "h", "gated"),
-    [(8, 2, 256, True), pytest.param(8, 2, 256, False, marks=pytest.mark.slow), (24, 17, 64, True)],
+    [
+        (8, 2, 256, True),
+        pytest.param(8, 2, 256, False, marks=pytest.mark.slow),
+        pytest.param(24, 17, 64, True, marks=pytest.mark.slow),
+    ],
 )
 def test_rows(interpreted, m, batch, h, gated):
     d = 1024

@@ -26,8 +26,8 @@ CASES = [  # M, D, H, density
     (300, 192, 256, 0),
     (300, 192, 256, 1),
 ]
-# So many row tiles that a job has all tokens of one. In the other cases, and in those of 8 bits, it
-# has half of them.
+# So many row tiles that a job has all tokens of one. In the other interpreted cases, and in
+# those of 8 bits, it has half of them.
 WHOLE_TILES = (1030, 192, 256, 0.02)
 LARGE = [(1001, 2048, 5632, 0.003), (1300, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)]
 CASES_OF_8_BITS = [(1, 128, 128, 0.1), (257, 256, 128, 0.03)]
