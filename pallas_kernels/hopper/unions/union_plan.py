@@ -91,15 +91,15 @@ def union_plan(
         functools.partial(_kernel, limits),
         out_type=(
             Plan(
-                neurons=jax.ShapeDtypeStruct((tiles, h), jnp.int32),
-                sizes=jax.ShapeDtypeStruct((tiles,), jnp.int32),
-                items=jax.ShapeDtypeStruct((max_items,), jnp.int32),
-                item_count=jax.ShapeDtypeStruct((1,), jnp.int32),
-                firsts=jax.ShapeDtypeStruct((tiles,), jnp.int32),
+                neurons=_int32(tiles, h),
+                sizes=_int32(tiles),
+                items=_int32(max_items),
+                item_count=_int32(1),
+                firsts=_int32(tiles),
             ),
             HeavyRows(
-                count=jax.ShapeDtypeStruct((1,), jnp.int32),
-                rows=jax.ShapeDtypeStruct((padded_m,), jnp.int32),
+                count=_int32(1),
+                rows=_int32(padded_m),
                 x=jax.tree.map(lambda a: jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype), x),
             ),
         ),
@@ -112,6 +112,11 @@ def union_plan(
     )
     plan, heavy = in_place.barrier(kernel(_Operands(masks, stats, bits, x, gate_ref)))
     return plan, nnz[:m], heavy, stats
+
+
+def _int32(*shape: int) -> Any:
+    """The type of an array, in the place of the array."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _kernel(limits, operands, plan, heavy):
