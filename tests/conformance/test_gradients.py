@@ -129,7 +129,8 @@ def unzip(out):
     ("pattern", "gated"),
     [
         *((pattern, True) for pattern in PATTERNS),
-        *((pattern, False) for pattern in ("sparse", "too many tokens leave", "dense is faster")),
+        *((pattern, False) for pattern in ("too many tokens leave", "dense is faster")),
+        pytest.param("sparse", False, marks=pytest.mark.slow),
         pytest.param("some dense tokens", False, marks=pytest.mark.slow),
     ],
 )

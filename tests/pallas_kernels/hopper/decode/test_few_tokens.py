@@ -50,7 +50,7 @@ def test_neither_x_nor_y_is_copied(lower, m):
 @pytest.mark.parametrize(
     ("m", "d", "h"),
     [
-        (1, 2048, 5632),
+        pytest.param(1, 2048, 5632, marks=pytest.mark.slow),
         (8, 192, 640),
         pytest.param(8, 128, 65536, marks=pytest.mark.slow),
         (17, 2048, 5632),

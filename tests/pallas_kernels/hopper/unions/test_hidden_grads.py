@@ -134,7 +134,7 @@ def test_reference_with_an_extra_gradient():
         (FEW, True, EVERYTHING, union_down, False),
         (FEW, True, RELU, REFERENCE.union_down, True),
         ((20, 192, 128, 1), False, SQUARED, REFERENCE.union_down, False),
-        (FEW, False, RELU, REFERENCE.union_down, True),
+        pytest.param(FEW, False, RELU, REFERENCE.union_down, True, marks=pytest.mark.slow),
     ],
 )
 def test_interpreted(case, gated, act, down, with_extra, interpreted):

@@ -142,7 +142,7 @@ def test_reference_adds_to_a_residual(case):
     assert relative_error(y, expected) <= 2 * ROUNDING  # XLA may leave out the one of `alone`
 
 
-@pytest.mark.parametrize("case", [CASES[1], WHOLE_TILES])
+@pytest.mark.parametrize("case", [pytest.param(CASES[1], marks=pytest.mark.slow), WHOLE_TILES])
 def test_interpreted_adds_to_a_residual(case, interpreted):
     operands, residual = draw_added(*case, True, jnp.bfloat16)
     with interpreted():
