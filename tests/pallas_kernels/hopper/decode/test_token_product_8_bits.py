@@ -194,7 +194,7 @@ def test_lowers_without_a_gpu(lower):
         project = functools.partial(token_product.project, k_axis=2, eps=EPS)
         # Half the bytes of 16-bit stages, in as many blocks on an SM at least.
         text = lower(project, stream, (w, w, w), layer)
-        assert "e4m3" in text
+        assert "f32.e4m3.e4m3" in text
         (launch,) = launches(text).values()
         assert SM_BYTES // (launch.smem + 1024) >= 3
         ffn = functools.partial(add_ffn, HOPPER, batch=m)
