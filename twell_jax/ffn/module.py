@@ -172,7 +172,7 @@ class SparseMLP(nnx.Module):
           y: `[..., D]`, or the pair of y and the `FFNStats`.
 
         Raises:
-          ValueError, CannotServe: see `sparse_ffn`.
+          TypeError, ValueError, CannotServe: see `sparse_ffn`.
         """
         x = jnp.asarray(x)
         is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
