@@ -10,8 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from twell_jax.config.model import ModelConfig
 from twell_jax.config.section import ConfigError, Section
-from twell_jax.ffn.algorithms import Case, Request
-from twell_jax.ffn.dispatch import refused
+from twell_jax.ffn.algorithms import Request, lasso_problem
 from twell_jax.ffn.stats import UNION_NEURONS, UNION_TOKENS
 
 _MOST = 2**31 - 1  # steps and counts of them are int32 on the devices
@@ -324,32 +323,26 @@ class Config(Section):
 
     def _check_lasso(self) -> None:
         model, documents = self.model, self.data.mask_documents
-        # What steps ask of each block, and what not to ask for if it cannot be served.
-        always = [
-            f"model.{key}=null"
-            for key in ("ffn_implementation", "ffn_gradients")
-            if getattr(model, key) in ("mosaic", "sparse")
-        ]
-        asked = {" and ".join(always): Request(model.ffn_implementation, None, model.ffn_gradients)}
-        if self.sparse_gradients_every:
-            planned = Request(model.ffn_implementation, gradients="sparse")
-            asked["sparse_gradients_every=0"] = planned
-        case = Case(
-            tokens=self.micro_batch * model.context,
-            width=UNION_NEURONS,  # that of the model matters to blocks without a lasso, too
-            neurons=UNION_NEURONS,
-            gated=model.gated,
-            sequence=model.context,
-            documents=documents,
-            back_end="that of the machine that trains",
+        is_sparse, plans = model.ffn_gradients == "sparse", self.sparse_gradients_every > 0
+        # Settings that ask kernels for the lasso, and whether gradients are sparse with them.
+        asking = {
+            "model.ffn_implementation=null": (model.ffn_implementation == "mosaic", is_sparse),
+            "model.ffn_gradients=null": (is_sparse, True),
+            "sparse_gradients_every=0": (plans, True),
+        }
+        asked = {way_out: sparse for way_out, (asks, sparse) in asking.items() if asks}
+        problems = {way_out: lasso_problem(sparse, documents) for way_out, sparse in asked.items()}
+        ways_out = [way_out for way_out, problem in problems.items() if problem]
+        if not ways_out:
+            return
+        why, or_ = problems[ways_out[0]], ""
+        if documents:
+            why = f"with data.mask_documents its windows end where documents do: {why}"
+            if all(asked.values()):  # else they could not serve windows of whole sequences either
+                or_ = ", data.mask_documents=false"
+        raise ValueError(
+            f"lasso_share: {why}; write {' and '.join(ways_out)}{or_}, or lasso_share=0"
         )
-        for leave_out, request in asked.items():
-            if why := refused(case, request):
-                or_ = ""
-                if documents and request.capacity is not None:
-                    why = f"with data.mask_documents its windows end where documents do: {why}"
-                    or_ = ", data.mask_documents=false"
-                raise ValueError(f"lasso_share: {why}; write {leave_out}{or_}, or lasso_share=0")
 
     @property
     def targets(self) -> dict[str, float]:

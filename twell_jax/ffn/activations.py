@@ -67,7 +67,7 @@ def problem(activation: Any, gated: bool) -> str | None:
     act = rectifier(activation)
     if act is not None and act.both and not gated:
         return (
-            "'drelu' needs a gate, as it is the ReLU of both factors (both=True); without one "
-            "write 'relu'"
+            "'drelu' (Rectifier(both=True)) needs a gate, as it is the ReLU of both factors; "
+            "without one write 'relu'"
         )
     return None

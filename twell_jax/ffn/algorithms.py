@@ -15,6 +15,9 @@ from twell_jax.ffn.partition import ONE_DEVICE, Devices
 Implementation = Literal["xla", "mosaic"]
 Packing = Literal["twell", "unions"]
 Gradients = Literal["dense", "sparse"]
+type LayerGradients = Gradients | float | None  # of one block; a number is a capacity
+
+_WAY_OUT = "write implementation='xla' or leave it out"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Request:
 
     implementation: Implementation | None = None
     packing: Packing | None = None
-    gradients: Gradients | float | None = None
+    gradients: LayerGradients = None
     named_by: str = "implementation"
 
     @property
@@ -143,15 +146,15 @@ def _kernels(case: Case, sparse: bool) -> str | None:
     """Why no kernels can serve a case, with sparse gradients or with others."""
     act, devices = rectifier(case.activation), case.devices
     if act is None:
-        return f"the activation must be zero for most neurons, got {case.activation}"
+        return f"the activation must be zero for most neurons, got {case.activation}: {_WAY_OUT}"
     if case.biases:
-        return "the kernels add no biases"
+        return f"the kernels add no biases: {_WAY_OUT}"
     if "down" in case.quantised:
-        return "the kernels take no Quantised w_down"
+        return f"the kernels take no Quantised w_down: {_WAY_OUT}"
     if case.quantised and case.width % 128:
         return "the kernels take Quantised weights only with D a multiple of 128"
-    if case.documents:
-        return "the kernels compute no lasso over windows of documents"
+    if case.sequence is not None and (why := lasso_problem(sparse, case.documents)):
+        return f"{why}: {_WAY_OUT}"
     if case.back_end is None:
         return case.no_back_end
     if case.sequence is not None and case.tokens_here % case.sequence:
@@ -164,8 +167,20 @@ def _kernels(case: Case, sparse: bool) -> str | None:
         return f"{case.neurons} neurons are no multiple of 128 on each of {devices.neurons} devices"
     if case.quantised and sparse:
         return "Quantised weights have no gradients: leave gradients out"
-    if case.sequence is not None and not sparse:  # else what it is made of is not kept
-        return "kernels compute the lasso with sparse gradients alone (gradients='sparse')"
+    return None
+
+
+def lasso_problem(sparse: bool, documents: bool) -> str | None:
+    """Why kernels compute no lasso, in words; None if some do.
+
+    Args:
+      sparse: whether sparse gradients are asked for.
+      documents: whether the windows end where documents do.
+    """
+    if documents:
+        return "the kernels compute no lasso over windows of documents"
+    if not sparse:  # what the lasso is made of is not kept
+        return "kernels compute the lasso with sparse gradients alone"
     return None
 
 

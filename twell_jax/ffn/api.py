@@ -24,7 +24,7 @@ from pallas_kernels.quantised import Quantised
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import activations, arguments, dispatch, mosaic, partition, xla
 from twell_jax.ffn.activations import Activation
-from twell_jax.ffn.algorithms import Case, Gradients, Implementation, Packing, Request
+from twell_jax.ffn.algorithms import Case, Implementation, LayerGradients, Packing, Request
 from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
 from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.lasso import Windows
@@ -47,7 +47,7 @@ def sparse_ffn(
     activation: Activation = "relu",
     implementation: Implementation | None = None,
     packing: Packing | None = None,
-    gradients: Gradients | float | None = None,
+    gradients: LayerGradients = None,
     windows: Windows | None = None,
     residual: ArrayLike | None = None,
 ) -> tuple[jax.Array, FFNStats]:

@@ -1,7 +1,8 @@
 """Checks of what callers pass to `sparse_ffn` and `SparseMLP`, and what became of old names."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, get_args
 
@@ -15,17 +16,39 @@ from twell_jax.ffn.lasso import Windows
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-# What became of arguments of before; each gets the value that was given.
-_OLD_NAMES: dict[str, Callable[[Any], str]] = {
-    "threshold": lambda value: (
-        f"is now part of activation: write activation=Rectifier(threshold={value!r})"
-        if value
-        else "is gone where it is 0: leave it out"
-    ),
-    "gradient_capacity": lambda value: (
-        f"is now part of gradients: write gradients={value!r} in place of 'sparse', else leave it "
-        "out"
-    ),
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _threshold(given: Mapping[str, Any]) -> str:
+    value, activation = given["threshold"], given.get("activation", "fatrelu")
+    if activation != "fatrelu":
+        return f"says nothing of activation={activation!r}: leave it out"
+    if "activation" not in given and _is_number(value) and value == 0:
+        return "is gone where it is 0: leave it out"
+    if not (_is_number(value) and 0 < value < math.inf):
+        return f"is now part of activation, and must be a number above 0, got {value!r}"
+    return f"is now part of activation: write activation=Rectifier(threshold={value!r})"
+
+
+def _gradient_capacity(given: Mapping[str, Any]) -> str:
+    value, gradients = given["gradient_capacity"], given.get("gradients")
+    if value is None:
+        return "is gone where it is None: leave it out"
+    if gradients is not None and gradients != "sparse":
+        return f"says nothing of gradients={gradients!r}: leave it out"
+    if not (_is_number(value) and 0 < value <= 1):
+        return f"is now part of gradients, as a number above 0 and at most 1, got {value!r}"
+    if gradients is None:  # those of a module may be sparse
+        return f"is gone where gradients are not sparse: leave it out, else write gradients={value}"
+    return f"is now part of gradients: write gradients={value} in place of 'sparse'"
+
+
+# What became of arguments of before; each gets all keyword arguments that were given.
+_OLD_NAMES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "threshold": _threshold,
+    "gradient_capacity": _gradient_capacity,
     "expected_nnz": lambda _: "is gone, as no rule needs it: leave it out",
     "b_gate": lambda _: "is now part of biases: write biases=Biases(gate=...)",
     "b_up": lambda _: "is now part of biases: write biases=Biases(up=...)",
@@ -42,7 +65,7 @@ def refuses_old_names[**P, R](*names: str) -> Callable[[Callable[P, R]], Callabl
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if given := [name for name in names if name in kwargs]:
-                raise TypeError("; ".join(f"{n} {_OLD_NAMES[n](kwargs[n])}" for n in given))
+                raise TypeError("; ".join(f"{n} {_OLD_NAMES[n](kwargs)}" for n in given))
             return function(*args, **kwargs)
 
         return call
@@ -63,7 +86,7 @@ def check_words(implementation: Any, packing: Any, named_by: str = "implementati
 
 def check_gradients(gradients: Any) -> None:
     """Raises ValueError if gradients are neither named nor a capacity."""
-    if isinstance(gradients, Real) and not isinstance(gradients, bool):
+    if _is_number(gradients):
         is_known = 0 < float(gradients) <= 1
     else:
         is_name = isinstance(gradients, str) and gradients in get_args(Gradients)

@@ -68,7 +68,7 @@ _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. If many neurons are active, those for
     # few tokens take up to a fourth more time, unions a few percent.
-    Rule("few_tokens", (1, MAX_FEW_TOKENS), "Hopper", live=False, record=_FEW_TOKENS),
+    Rule("few_tokens", back_end="Hopper", live=False, record=_FEW_TOKENS),
     # Dense, too, but faster than the products of a library, whatever the pattern.
     Rule("dense_block", FROM_FEW_TO_MANY, "Hopper", record=_PROMPTS),
     # Without a gate one matmul of two can be sparse, not two of three.
@@ -126,20 +126,11 @@ def select(case: Case, request: Request) -> Selection:
         if why is None:
             return Selection(rule, tuple(passed_over), case)
         passed_over.append((rule, why))
-    raise CannotServe(f"{request.wants_kernels} cannot serve: {refused(case, request)}")
-
-
-def refused(case: Case, request: Request) -> str | None:
-    """Why no algorithm can serve what is asked for, in words; None if one can."""
-    if request.contradiction:
-        return request.contradiction
-    reasons = [
-        algorithm.unsupported(case, request.capacity is not None)
-        for algorithm in ALGORITHMS.values()
-        if not algorithm.not_asked(request)
-    ]
     # The last one that offers what is asked for serves the most cases of it.
-    return None if None in reasons else reasons[-1]
+    *_, why = (
+        why for rule, why in passed_over if not ALGORITHMS[rule.algorithm].not_asked(request)
+    )
+    raise CannotServe(f"{request.wants_kernels} cannot serve: {why}")
 
 
 def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_kernels.quantised import Quantised
 from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
-from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
+from twell_jax.ffn.algorithms import Implementation, LayerGradients, Packing
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.arguments import refuses_old_names
 from twell_jax.ffn.capture import SownStats
@@ -89,7 +89,7 @@ class SparseMLP(nnx.Module):
         down_init: nnx.Initializer = _FROM_D_FF,
         implementation: Implementation | None = None,
         packing: Packing | None = None,
-        gradients: Gradients | float | None = None,
+        gradients: LayerGradients = None,
         live: int | None = None,
         keep_stats: bool = False,
         rngs: nnx.Rngs,
@@ -132,7 +132,7 @@ class SparseMLP(nnx.Module):
         x: ArrayLike,
         *,
         return_stats: Literal[False] = ...,
-        gradients: Gradients | float | None = ...,
+        gradients: LayerGradients = ...,
         windows: Windows | None = ...,
         residual: ArrayLike | None = ...,
     ) -> jax.Array: ...
@@ -143,7 +143,7 @@ class SparseMLP(nnx.Module):
         x: ArrayLike,
         *,
         return_stats: Literal[True],
-        gradients: Gradients | float | None = ...,
+        gradients: LayerGradients = ...,
         windows: Windows | None = ...,
         residual: ArrayLike | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
@@ -154,7 +154,7 @@ class SparseMLP(nnx.Module):
         x: ArrayLike,
         *,
         return_stats: bool = False,
-        gradients: Gradients | float | None = None,
+        gradients: LayerGradients = None,
         windows: Windows | None = None,
         residual: ArrayLike | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
@@ -172,7 +172,7 @@ class SparseMLP(nnx.Module):
           y: `[..., D]`, or the pair of y and the `FFNStats`.
 
         Raises:
-          ValueError, CannotServe: see `sparse_ffn`.
+          TypeError, ValueError, CannotServe: see `sparse_ffn`.
         """
         x = jnp.asarray(x)
         is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)

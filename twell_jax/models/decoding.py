@@ -63,8 +63,9 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     if why and wanted == "mosaic":
         raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
     # Live neurons were not measured with few tokens, so kernels have to be asked for.
-    if why or kernels is None or (wanted is None and config.live_width):
+    if why or (wanted is None and config.live_width):
         return model.decode(tokens, cache)
+    assert kernels is not None  # else there is a reason
     by_kernels = partial(_step, kernels, model)
     if wanted == "mosaic":
         return by_kernels(tokens, cache)
@@ -131,7 +132,8 @@ def _unsupported(
 
 
 def _is_sparse(kernels: Kernels, config: ModelConfig, batch: int) -> bool:
-    """Whether feed-forward blocks are computed sparsely, as `sparse_ffn` would.
+    """Whether feed-forward blocks are computed sparsely, as `sparse_ffn` would without live neurons
+    and 8-bit weights: about these `decode` has decided before.
 
     Raises:
       CannotServe: the config asks for kernels in them, and they cannot serve.

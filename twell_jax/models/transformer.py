@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import (
     FFNStats,
-    Gradients,
     SownStats,
     SparseMLP,
     Windows,
     quantise_mlps,
 )
+from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.quantised import AXES, EightBits, quantised_projections
 from twell_jax.models.attention import Attention, in_window, split_documents
 from twell_jax.models.cache import KVCache
@@ -28,8 +28,6 @@ from twell_jax.models.quantised import PARTS, Part, QuantisedLinear, transposed
 from twell_jax.models.remat import MIDDLE, POLICIES
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
-
-type LayerGradients = Gradients | float | None  # of one layer; see `Transformer.hidden`
 
 # For `jax.jit` around `Transformer.prefill`, as `compiler_options`. Without them XLA copies most
 # weights of a layer out of the stacked arrays, and once more to multiply by several at a time. By

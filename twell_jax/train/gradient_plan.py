@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twell_jax.models.transformer import LayerGradients
+from twell_jax.ffn.algorithms import LayerGradients
 
 # A layer then reserves no more memory than with dense gradients, and all patterns that fit with the
 # margin take less time (docs/design/0009).

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
 from twell_jax.ffn import FFNStats, Windows, order_by_use
+from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
-from twell_jax.models.transformer import LayerGradients, graphdef
+from twell_jax.models.transformer import graphdef
 from twell_jax.train import neurons
 from twell_jax.train.compile_ahead import CompileAhead
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained

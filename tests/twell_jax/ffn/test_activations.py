@@ -140,8 +140,14 @@ def test_the_module_computes_the_same():
         ({"activation": Rectifier(-1)}, "Rectifier needs a threshold of 0 or more, .*, got -1"),
         ({"activation": Rectifier(np.nan)}, "Rectifier needs a threshold .*, got nan"),
         ({"activation": Rectifier("a")}, "Rectifier needs a threshold .*, got 'a'"),
-        ({"activation": Rectifier(both=True), "gated": False}, "'drelu' needs a gate"),
-        ({"activation": "drelu", "gated": False}, "'drelu' needs a gate.*; without one write 're"),
+        (
+            {"activation": Rectifier(both=True), "gated": False},
+            r"'drelu' \(Rectifier\(both=True\)\) needs",
+        ),
+        (
+            {"activation": "drelu", "gated": False},
+            "'drelu' .*needs a gate.*; without one write 're",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(changes, says):

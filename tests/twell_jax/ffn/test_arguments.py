@@ -12,7 +12,7 @@ from twell_jax.ffn import Windows
 X, W = np.ones((5, 4), np.float32), np.ones((6, 4), np.float32)
 OLD_NAMES = {
     "threshold": (0.1, r"is now part of activation: write activation=Rectifier\(threshold=0.1\)"),
-    "gradient_capacity": (0.5, "is now part of gradients: write gradients=0.5 in place of .*"),
+    "gradient_capacity": (0.5, "is gone where .*: leave it out, else write gradients=0.5"),
     "expected_nnz": (29, "is gone, .*: leave it out"),
     "b_gate": (W[:, 0], r"is now part of biases: write biases=Biases\(gate=...\)"),
     "b_up": (W[:, 0], r"is now part of biases: write biases=Biases\(up=...\)"),
@@ -39,13 +39,44 @@ def test_calls_of_a_module_and_conversions_refuse_them_too():
     mlp = SparseMLP(4, 6, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"^gradient_capacity is now part of gradients"):
         mlp(X, gradients="sparse", gradient_capacity=0.5)
+    with pytest.raises(
+        TypeError, match=r"^gradient_capacity .*leave .*, else write gradients=0.5$"
+    ):
+        mlp(X, gradient_capacity=0.5)  # those of the module may be sparse
     with pytest.raises(TypeError, match=r"^threshold is now part of activation"):
         convert.replace_mlps(mlp, threshold=0.5)
 
 
-def test_a_default_of_before_is_to_be_left_out():
-    with pytest.raises(TypeError, match=r"^threshold is gone where it is 0: leave it out$"):
-        sparse_ffn(X, W, W, W, activation="relu2", threshold=0.0)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"threshold": 0.0}, "is gone where it is 0: leave it out"),
+        ({"threshold": 0.0, "activation": "relu"}, "says nothing of .*='relu': leave it out"),
+        ({"threshold": 0.1, "activation": "relu2"}, "says nothing of .*='relu2': leave it out"),
+        ({"threshold": 0.0, "activation": "drelu"}, "says nothing of .*='drelu': leave it out"),
+        (
+            {"threshold": 0.1, "activation": "fatrelu"},
+            r"is now part of activation: write activation=Rectifier\(threshold=0.1\)",
+        ),
+        ({"threshold": 0, "activation": "fatrelu"}, "is .* must be a number above 0, got 0"),
+        ({"threshold": -1}, "is .* must be a number above 0, got -1"),
+        ({"threshold": np.ones(2)}, r"is .* must be a number above 0, got array\(.*\)"),
+        (
+            {"gradient_capacity": 0.5, "gradients": "sparse"},
+            "is now part of gradients: write gradients=0.5 in place of 'sparse'",
+        ),
+        ({"gradient_capacity": 1.0, "gradients": "dense"}, "says .*='dense': leave it out"),
+        ({"gradient_capacity": None}, "is gone where it is None: leave it out"),
+        (
+            {"gradient_capacity": 0, "gradients": "sparse"},
+            "is now part of gradients, as a number above 0 and at most 1, got 0",
+        ),
+    ],
+)
+def test_the_advice_keeps_what_is_computed(given, message):
+    name = next(iter(given))
+    with pytest.raises(TypeError, match=f"^{name} {message}$"):
+        sparse_ffn(X, W, W, W, **given)
 
 
 def test_all_old_names_are_reported_in_one_line():

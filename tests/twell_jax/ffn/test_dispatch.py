@@ -136,6 +136,50 @@ def test_calls_of_users(tokens, named, expected):
         assert algorithm(tokens, **named | {"gradients": 0.5}) == expected
 
 
+# The kernel that each algorithm calls and no other does.
+OWN_KERNELS = {
+    "few_tokens_ffn": "few_tokens",
+    "dense_block": "dense_block",
+    "gate_pack": "twell",
+    "gate_union": "unions",
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (64, {}, "few_tokens"),
+        (65, {}, "dense_block"),
+        (1024, {}, "unions"),
+        (65, {"packing": "twell"}, "twell"),
+        (1024, {"implementation": "xla"}, "dense"),
+        (8, {"quantised": True}, "few_tokens"),
+        (512, {"quantised": True}, "dense"),
+        (1024, {"quantised": True}, "unions"),
+    ],
+)
+def test_the_algorithm_that_explain_names_is_the_one_that_serves(serve, tokens, options, expected):
+    called = set()
+
+    def recording(name):
+        def call(*args, **kwargs):
+            called.add(OWN_KERNELS[name])
+            return getattr(REFERENCE, name)(*args, **kwargs)
+
+        return call
+
+    # By the name of those that were measured, so that the default takes them.
+    serve(changed(REFERENCE, name="Hopper", **{name: recording(name) for name in OWN_KERNELS}))
+    x, *weights = shapes(tokens)
+    options = dict(options)
+    if options.pop("quantised", False):
+        weights[0] = jax.eval_shape(quantise, weights[0])
+    last = explain(x, *weights, **options).splitlines()[-1]
+    jax.eval_shape(lambda x, *weights: sparse_ffn(x, *weights, **options), x, *weights)
+    assert last.strip().partition(", by ")[0] == expected
+    assert called == {expected} - {"dense"}
+
+
 def test_rules_measured_on_one_back_end_do_not_hold_for_another(reference_kernels):
     assert algorithm(16384) == "dense"
     assert algorithm(16384, implementation="mosaic") == "unions"
@@ -188,7 +232,10 @@ def test_explain_says_which_rule_serves_and_why_not_those_before():
     ("change", "reason"),
     [
         ({"activation": "silu"}, "must be zero for most neurons, got silu"),
-        ({"biases": Biases(down=jax.ShapeDtypeStruct((128,), jnp.bfloat16))}, "no biases"),
+        (
+            {"biases": Biases(down=jax.ShapeDtypeStruct((128,), jnp.bfloat16))},
+            "no biases: .* or leave it out",
+        ),
         ({"dtype": jnp.float32}, "bfloat16 or float16"),
         ({"d": 96}, "D a multiple of 64"),
         ({"h": 200}, "H a multiple of 128"),

@@ -98,6 +98,16 @@ def norm_of(tree):
             "model.ffn_gradients=null, data.mask_documents=false",
         ),
         (
+            {"ffn_implementation": "mosaic", "ffn_gradients": "sparse"},
+            {"data": {"mask_documents": True}},
+            "model.ffn_implementation=null and model.ffn_gradients=null, data.mask_documents=false",
+        ),
+        (  # without data.mask_documents, kernels with dense gradients could not either
+            {"ffn_implementation": "mosaic"},
+            {"sparse_gradients_every": 5, "data": {"mask_documents": True}},
+            "model.ffn_implementation=null and sparse_gradients_every=0",
+        ),
+        (
             {},
             {"sparse_gradients_every": 5, "data": {"mask_documents": True}},
             "sparse_gradients_every=0, data.mask_documents=false",
@@ -107,5 +117,8 @@ def norm_of(tree):
 def test_a_run_that_asks_for_more_kernels_than_have_it_is_told(model, changes, key):
     model = settings().model.model_dump() | model
     settings(model=model, **changes)
-    with pytest.raises(ConfigError, match=f"^lasso_share: .*kernels .*; write {key}, or lasso_"):
+    with pytest.raises(
+        ConfigError, match=f"^lasso_share: .*kernels .*; write {key}, or lasso_"
+    ) as error:
         settings(model=model, lasso_share=0.1, **changes)
+    assert ("with data.mask_documents its windows" in str(error.value)) == ("data" in changes)
