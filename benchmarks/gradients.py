@@ -127,7 +127,7 @@ def compiled(name: str, capacity: float | None, *types) -> jax.stages.Compiled:
 def choice_of_train(union: float, listed: float) -> str:
     """The gradients that train.py plans for a layer that measured this."""
     plan = GradientPlan.dense(1).revised([union], [listed], [0])
-    return f"room {plan.announced[0]:g}" if plan.announced[0] else "dense"
+    return f"capacity {plan.announced[0]:g}" if plan.announced[0] else "dense"
 
 
 def forward_and_backward(ffn, x, w_gate, w_up, w_down, dy):

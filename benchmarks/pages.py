@@ -47,6 +47,11 @@ def _gradients(row: Row) -> str:
     return f"{row['order']}, capacity {row['gradient_capacity']:g}"
 
 
+def _chosen(row: Row) -> str:
+    # Records of 2026-11-24 and before call the capacity "room".
+    return row["chosen"].replace("room", "capacity")
+
+
 def _over_dense(rows: list[Row]) -> list[Row]:
     """Each row with its speed-up over the dense ReLU model on the same mesh, if that is there."""
     dense = {
@@ -149,7 +154,7 @@ TABLES: dict[str, Table] = {
         "brackets their speed-up over dense XLA. Neurons are in random order, as drawn, or in that "
         "of `order_by_use`, in which train.py puts them. The last columns are in the order of "
         'those before, or have one value if all agree. "train.py takes" is what '
-        '`sparse_gradients_every` comes to, with the capacity as "room"; "kept" is what the '
+        '`sparse_gradients_every` comes to; "kept" is what the '
         'forward keeps for the backward besides x and the weights, and "peak" what XLA reserves '
         'for one layer, both in GB. "error" is the largest of those of y and of the gradients.',
         case={
@@ -161,7 +166,7 @@ TABLES: dict[str, Table] = {
         name=_gradients,
         results={
             "ms": milliseconds,
-            "train.py takes": number("chosen"),
+            "train.py takes": _chosen,
             "kept": _gigabytes("kept_bytes"),
             "peak": _gigabytes("peak_bytes"),
             "error": lambda row: error("error")({"error": max(row["errors"])}),

@@ -106,6 +106,7 @@ def test_a_text_without_questions_has_no_accuracy(tokenizer, monkeypatch):
     assert list(found.values()) == [{"items": 0}] * len(downstream.TASKS)
 
 
+@pytest.mark.slow
 def test_the_harness_finds_the_same_log_probabilities(texts, tokenizer):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance

@@ -27,7 +27,7 @@ from tests.conformance.cases import (
 from tests.devices import make_mesh, place
 from tests.errors import relative_error
 from tests.pattern_shares import fired_tiles, shares
-from twell_jax import sparse_ffn
+from twell_jax import explain, sparse_ffn
 from twell_jax.ffn.stats import NOT_MEASURED
 from twell_jax.models import PREFILL_OPTIONS
 
@@ -167,13 +167,28 @@ def test_all_zero(back_end, algorithm):
 
 
 @either_form
-def test_unions_and_dense_blocks_measure_the_room_of_a_pattern(back_end, gated):
-    operands, active = draw_exact(700, 128, 640, gated=gated)
+@pytest.mark.parametrize("m", [256, 700])  # a union_target needs no more than one tile
+def test_unions_and_dense_blocks_measure_the_capacity_that_a_pattern_needs(back_end, m, gated):
+    operands, active = draw_exact(m, 128, 640, gated=gated)
     expected = shares(active)
     assert 0.3 < expected[0] < 0.9 and 0.3 < expected[1] < 0.9
     for _, stats in (*(run(name, *operands) for name in ("unions", "dense_block")), xla(*operands)):
         np.testing.assert_allclose((stats.union, stats.listed), expected, rtol=1e-6)
         np.testing.assert_array_equal(stats.tiles, fired_tiles(active))
+
+
+@either_form
+@pytest.mark.parametrize(
+    ("implementation", "served"), [("mosaic", "unions, by mosaic"), ("xla", "dense, by xla")]
+)
+def test_a_tile_with_live_neurons_is_measured(back_end, implementation, served, gated):
+    """The dense block, which serves so few tokens else, computes all neurons."""
+    operands, active = draw_exact(256, 128, 640, gated=gated)
+    active[:, 300:] = False
+    ffn = functools.partial(sparse_ffn, implementation=implementation, live=300)
+    assert served in explain(*operands, implementation=implementation, live=300)
+    _, stats = jax.jit(ffn)(*operands)
+    np.testing.assert_allclose((stats.union, stats.listed), shares(active), rtol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ["few_tokens", "twell"])
@@ -210,7 +225,7 @@ def test_statistics_that_nobody_asks_for_are_not_computed(reference_kernels):
     assert not asks_for_what_fired(lambda *operands: ffn(*operands)[0])
 
 
-def test_the_room_that_nobody_asks_for_is_not_computed():
+def test_the_capacity_that_nobody_asks_for_is_not_computed():
     """Dense training pays for it in runs alone that plan their gradients."""
     x, *weights = draw(700, 128, 640)
     layers = [np.stack(2 * [w]) for w in weights]

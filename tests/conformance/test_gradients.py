@@ -166,7 +166,7 @@ def test_sparse_gradients_fit_into_the_larger_share(back_end, alike):
         np.testing.assert_allclose((stats.union, stats.listed), shares(active), rtol=1e-6)
 
 
-def test_by_default_there_is_room_for_any_finite_pattern(reference_kernels):
+def test_the_default_capacity_is_enough_for_any_finite_pattern(reference_kernels):
     stats = forward_for_gradients(draw(*SHAPE, threshold=-8))
     assert stats.union == 1 and stats.overflow == 0
 

@@ -58,9 +58,9 @@ def with_settings(model, quantise=(), **changes):
     return model
 
 
-@functools.partial(nnx.jit, static_argnames="room")
-def prefill(model, tokens, padding, room):
-    return model.prefill(tokens, room, padding)
+@functools.partial(nnx.jit, static_argnames="capacity")
+def prefill(model, tokens, padding, capacity):
+    return model.prefill(tokens, capacity, padding)
 
 
 def decoded(model, tokens, padding, cache):
@@ -81,7 +81,7 @@ def decoded(model, tokens, padding, cache):
 
 # Caches that get full, and those with room for so many tokens that attention shares a launch.
 @pytest.mark.parametrize(
-    ("batch", "room"),
+    ("batch", "capacity"),
     [
         (3, CAPACITY),
         *(
@@ -91,9 +91,9 @@ def decoded(model, tokens, padding, cache):
     ],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, room):
-    window = {} if room == CAPACITY else {"sliding_window": None}
-    errors, caches = errors_and_caches(CASES[case] | window, batch, room)
+def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, capacity):
+    window = {} if capacity == CAPACITY else {"sliding_window": None}
+    errors, caches = errors_and_caches(CASES[case] | window, batch, capacity)
     # Of twelve draws on a CPU XLA's own error was between 0.02 and 0.06.
     assert errors["mosaic"] < 1.5 * errors["xla"] < 0.15
     ours, theirs = caches.values()
@@ -111,7 +111,7 @@ def test_as_exact_as_xla_with_8_bit_weights(back_end, quantise, case, batch):
     assert errors["mosaic"] < 1.5 * errors["xla"] < 0.3
 
 
-def errors_and_caches(changes, batch, room=CAPACITY, quantise=()):
+def errors_and_caches(changes, batch, capacity=CAPACITY, quantise=()):
     """By implementation: the logits' error against whole sequences in float32, and the cache."""
     model = drawn.transformer(**MODEL | changes | {"ffn_implementation": "xla"})
     tokens = seeds.rng().integers(0, 320, (batch, CAPACITY), dtype=np.int32)
@@ -129,7 +129,7 @@ def errors_and_caches(changes, batch, room=CAPACITY, quantise=()):
         ffn = changes.get("ffn_implementation", "xla") if implementation == "mosaic" else "xla"
         choice = {"decode_implementation": implementation, "ffn_implementation": ffn}
         decoder = with_settings(prompted, **choice)
-        _, cache = prefill(prompted, tokens[:, :PROMPT], padding, room=room)
+        _, cache = prefill(prompted, tokens[:, :PROMPT], padding, capacity=capacity)
         logits, caches[implementation] = decoded(decoder, tokens, padding, cache)
         errors[implementation] = relative_error(logits, expected)
     return errors, caches
