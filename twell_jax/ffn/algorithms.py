@@ -17,8 +17,6 @@ Packing = Literal["twell", "unions"]
 Gradients = Literal["dense", "sparse"]
 type LayerGradients = Gradients | float | None  # of one block; a number is a capacity
 
-_WAY_OUT = "write implementation='xla' or leave it out"
-
 
 @dataclass(frozen=True)
 class Case:
@@ -146,15 +144,15 @@ def _kernels(case: Case, sparse: bool) -> str | None:
     """Why no kernels can serve a case, with sparse gradients or with others."""
     act, devices = rectifier(case.activation), case.devices
     if act is None:
-        return f"the activation must be zero for most neurons, got {case.activation}: {_WAY_OUT}"
+        return f"the activation must be zero for most neurons, got {case.activation}"
     if case.biases:
-        return f"the kernels add no biases: {_WAY_OUT}"
+        return "the kernels add no biases"
     if "down" in case.quantised:
-        return f"the kernels take no Quantised w_down: {_WAY_OUT}"
+        return "the kernels take no Quantised w_down"
     if case.quantised and case.width % 128:
         return "the kernels take Quantised weights only with D a multiple of 128"
     if case.sequence is not None and (why := lasso_problem(sparse, case.documents)):
-        return f"{why}: {_WAY_OUT}"
+        return why
     if case.back_end is None:
         return case.no_back_end
     if case.sequence is not None and case.tokens_here % case.sequence:

@@ -130,7 +130,7 @@ def select(case: Case, request: Request) -> Selection:
     *_, why = (
         why for rule, why in passed_over if not ALGORITHMS[rule.algorithm].not_asked(request)
     )
-    raise CannotServe(f"{request.wants_kernels} cannot serve: {why}")
+    raise CannotServe(f"{request.wants_kernels} cannot serve: {why}; leave it out")
 
 
 def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:
