@@ -288,7 +288,7 @@ def test_other_gpus_get_no_kernels(name, tokens):
         assert kernel_calls(sparse_ffn, *shapes(tokens)) > 0
     with jax.sharding.use_abstract_mesh(abstract_gpu(f"NVIDIA {name}")):
         assert kernel_calls(sparse_ffn, *shapes(tokens)) == 0
-        with pytest.raises(CannotServe, match=f"it needs a Hopper GPU, got NVIDIA {name}; leave it out$"):
+        with pytest.raises(CannotServe, match=f"a Hopper GPU, got NVIDIA {name}; leave it out$"):
             explain(*shapes(tokens), implementation="mosaic")
 
 
