@@ -1,9 +1,17 @@
-"""Back ends of which tests replace a function."""
+"""The back ends that tests run with, and back ends of which they replace a function."""
 
 import types
 from typing import Any
 
-from pallas_kernels.kernels import Kernels
+import pytest
+
+from pallas_kernels.kernels import HOPPER, REFERENCE, Kernels
+
+# A new one is a line here.
+BACK_ENDS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
+]
 
 
 def changed(kernels: Kernels, **functions: Any) -> Kernels:

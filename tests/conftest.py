@@ -7,8 +7,9 @@ import hypothesis
 import jax
 import pytest
 
-from pallas_kernels.kernels import HOPPER, REFERENCE
+from pallas_kernels.kernels import REFERENCE
 from tests import seeds
+from tests.back_ends import BACK_ENDS
 from tests.devices import abstract_gpu
 from twell_jax.ffn import dispatch
 
@@ -67,13 +68,6 @@ def quick_compilation(tmp_path_factory):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield
-
-
-# What tests of every back end run with; a new one is a line here.
-BACK_ENDS = [
-    pytest.param(REFERENCE, id="reference"),
-    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
-]
 
 
 @pytest.fixture

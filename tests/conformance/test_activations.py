@@ -11,6 +11,7 @@ from tests import seeds
 from tests.conformance.activations import CASES, by_hand, options
 from tests.conformance.cases import ALGORITHMS, by, draw, gradients, sparse
 from tests.errors import ROUNDING, relative_error
+from tests.poisoned import poison
 from twell_jax import sparse_ffn
 from twell_jax.ffn import dispatch
 
@@ -36,7 +37,7 @@ def backward(back_ends, case, capacity):
 
 def on_poisoned_memory(call, *operands):
     """What `call` returns on memory that held NaN just before."""
-    jax.block_until_ready(jnp.full(1 << 24, jnp.nan)).delete()
+    poison()
     return jax.device_get(call(*operands))
 
 

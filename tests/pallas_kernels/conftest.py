@@ -13,7 +13,7 @@ def interpreted(capsys):
     @contextlib.contextmanager
     def run(sms=3, **options):
         with interpreting(sms=sms, **options) as interpretation:
-            yield
+            yield interpretation
         assert "RACE" not in capsys.readouterr().out
         assert not any(interpretation.counters.values())
 

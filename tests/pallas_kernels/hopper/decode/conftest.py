@@ -1,10 +1,9 @@
-import pytest
+import functools
 
-from pallas_kernels.hopper.common.primitives import interpreting
+import pytest
 
 
 @pytest.fixture
-def interpreted(capsys):
-    """`interpreting`; no race may be found."""
-    yield interpreting
-    assert "RACE" not in capsys.readouterr().out
+def interpreted(interpreted):
+    """`interpreted` on an H100's number of SMs, as these kernels wait for each other's blocks."""
+    return functools.partial(interpreted, sms=132)

@@ -1,6 +1,5 @@
 """Kernels for few tokens: the back ends, operands, and what results must be."""
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -117,19 +116,6 @@ def normed(x, scale):
 
 def wide(array):
     return np.asarray(array, np.float64)
-
-
-def poison():
-    """Fills memory that is used next with NaN."""
-    array = jnp.full((64, 1 << 20), jnp.nan)
-    array.block_until_ready()
-    array.delete()
-
-
-def run(function, *operands, **options):
-    """`function`, jitted, on memory that held NaN just before."""
-    poison()
-    return jax.block_until_ready(jax.jit(functools.partial(function, **options))(*operands))
 
 
 def assert_consistent(stream, scale):

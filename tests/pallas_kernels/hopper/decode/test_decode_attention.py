@@ -11,7 +11,7 @@ from pallas_kernels.reference import decode as reference
 from tests.errors import ROUNDING, relative_error
 from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.hopper.decode.attention import LAYERS, draw, shapes
-from tests.pallas_kernels.hopper.decode.products import poison
+from tests.poisoned import poison
 
 
 def expected(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):

@@ -13,7 +13,7 @@ from pallas_kernels.weights import Weights
 from tests.launches import SM_BYTES, launches
 from tests.pallas_kernels.hopper.decode.blocks import assert_matches, dense, draw
 from tests.pallas_kernels.hopper.decode.products import REFERENCE
-from tests.pallas_kernels.hopper.decode.products import run as run_on_poison
+from tests.poisoned import on_poisoned_memory
 
 
 @jax.jit
@@ -128,7 +128,7 @@ def hopper(x, w_gate, w_up, w_down):
 
 
 def run(*operands):
-    return run_on_poison(hopper, *operands)
+    return on_poisoned_memory(hopper, *operands)
 
 
 @pytest.mark.gpu

@@ -22,11 +22,11 @@ from tests.pallas_kernels.hopper.decode.products import (
     assert_counted,
     gate_and_counts,
     normal,
-    run,
     stream_of,
     weight,
     wide,
 )
+from tests.poisoned import on_poisoned_memory
 
 AROUND_TILES = [0, 1, 63, 64, 65, 128, 200]
 
@@ -41,7 +41,7 @@ def test_gate_of_few_tokens(kernels, m, batch, d, h):
         function = functools.partial(gate_and_counts, kernels, batch=batch)
         number = np.array([h, live], np.int32)
         weights = Weights(poisoned, w, w, number)
-        gate, counts = run(function, x, weights, LAYER)
+        gate, counts = on_poisoned_memory(function, x, weights, LAYER)
         gate = wide(gate.values[:batch])
         exact = np.maximum(wide(x) @ wide(w[1]).T, 0)[:batch]
         if live:
@@ -57,7 +57,7 @@ def test_gate_of_a_token_that_is_not_finite(kernels):
     stream = stream_of(x, np.ones(256, jnp.bfloat16))
     norm, weights = (stream.squares, EPS), Weights(w, w, w, np.array([256, 70], np.int32))
     function = functools.partial(gate_and_counts, kernels, norm=norm, batch=8)
-    gate, _ = run(function, stream.scaled, weights, LAYER)
+    gate, _ = on_poisoned_memory(function, stream.scaled, weights, LAYER)
     gate = wide(gate.values)
     assert np.isnan(gate[2, :70]).all() and not gate[:, 70:].any()
 
@@ -72,7 +72,7 @@ def test_block_of_few_tokens(kernels, m, d, live):
     for w, value in zip(poisoned, (np.nan, np.nan, 1e4), strict=True):
         w[live:] = value
     operands = x, Weights(*poisoned, np.array([live], np.int32))
-    *out, fired = run(kernels.few_tokens_ffn, *operands)
+    *out, fired = on_poisoned_memory(kernels.few_tokens_ffn, *operands)
     blocks.assert_matches((*out, fired[:live]), x, *(w[:live] for w in weights))
     assert not np.asarray(fired[live:]).any()
 
@@ -81,9 +81,9 @@ def test_block_of_few_tokens(kernels, m, d, live):
 @pytest.mark.parametrize("act", [RELU, None], ids=["relu", "silu"])
 def test_dense_hidden_activation(kernels, act):
     stream, weights, hidden = draw_hidden(kernels, 24, 256, 256, act)
-    whole = wide(run(hidden, stream, weights, LAYER))
+    whole = wide(on_poisoned_memory(hidden, stream, weights, LAYER))
     for live in AROUND_TILES:
-        out = wide(run(hidden_of_live(hidden), stream, weights, LAYER, of(live)))
+        out = wide(on_poisoned_memory(hidden_of_live(hidden), stream, weights, LAYER, of(live)))
         np.testing.assert_array_equal(out[:, :live], whole[:, :live])
         assert not out[:, live:].any()
 

@@ -23,13 +23,13 @@ from tests.pallas_kernels.hopper.decode.products import (
     gate_and_counts,
     inverse_rms,
     normal,
-    run,
     stream_of,
     votes_by_blocks,
     votes_of,
     weight,
     wide,
 )
+from tests.poisoned import on_poisoned_memory
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -46,7 +46,7 @@ def test_gate(kernels, m, batch, d, h, share, has_norm, layers):
     norm = (stream.squares, EPS) if has_norm else None
     function = functools.partial(gate_and_counts, kernels, norm=norm, batch=batch)
     layer = np.array([layers - 1], np.int32)
-    gate, counts = run(function, stream.scaled, Weights(w, up, down), layer)
+    gate, counts = on_poisoned_memory(function, stream.scaled, Weights(w, up, down), layer)
     exact = wide(stream.scaled) * (inverse_rms(x) if has_norm else 1)
     values = wide(gate.values[:batch])
     assert relative_error(values, np.maximum(exact @ wide(w[-1]).T, 0)[:batch]) < ROUNDING
@@ -63,7 +63,7 @@ def test_fewer_tokens_than_8_need_no_padding(kernels, m):
     x = normal(m, 192).astype(jnp.bfloat16)
     w, up, down = (weight(jnp.bfloat16, 1, 128, 192) for _ in range(3))
     function = functools.partial(gate_and_counts, kernels, batch=m)
-    gate, counts = run(function, x, Weights(w, up, down), np.zeros(1, np.int32))
+    gate, counts = on_poisoned_memory(function, x, Weights(w, up, down), np.zeros(1, np.int32))
     values = wide(gate.values[:m])
     assert relative_error(values, np.maximum(wide(x) @ wide(w[0]).T, 0)) < ROUNDING
     assert_counted(counts, values)
@@ -83,7 +83,7 @@ def test_tiles_whose_blocks_agree_are_multiplied(m, batch, agreeing, act):
     (x, w), d, act = draw_tiles(m, 512), 512, rectifier(act, 0.0)
     up, down = (weight(jnp.bfloat16, 2, 384, d) for _ in range(2))
     function = functools.partial(gate_and_counts, HOPPER, act=act, batch=batch)
-    gate, counts = run(function, x, Weights(w, up, down), LAYER)
+    gate, counts = on_poisoned_memory(function, x, Weights(w, up, down), LAYER)
     agreed = assert_hidden_of_agreed_tiles(gate, wide(x) @ wide(up[1]).T, batch, act)
     assert agreed.tolist() == agreeing
     assert_voted(counts, gate.values[:batch])
@@ -96,7 +96,7 @@ def test_gate_of_what_is_not_finite(kernels):
     x[1, 3], x[2, 5] = np.inf, np.nan
     w = weight(jnp.bfloat16, 2, 128, 256)
     function = functools.partial(gate_and_counts, kernels, batch=8)
-    gate, _ = run(function, x, Weights(w, w, w), LAYER)
+    gate, _ = on_poisoned_memory(function, x, Weights(w, w, w), LAYER)
     with np.errstate(invalid="ignore"):
         before = wide(x) @ wide(w[1]).T
     values = wide(gate.values)

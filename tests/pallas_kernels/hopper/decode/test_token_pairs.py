@@ -30,12 +30,12 @@ from tests.pallas_kernels.hopper.decode.products import (
     in_8_bits,
     normal,
     normed,
-    run,
     stream_of,
     weight,
     weights_of,
     wide,
 )
+from tests.poisoned import on_poisoned_memory
 
 
 def none_arrived(layers, tokens, neurons=64):
@@ -81,7 +81,7 @@ def assert_hidden(result, operands):
 )
 def test_hidden(m, k, d, h):
     operands = operands_of_hidden(m, k, d, h)
-    assert_hidden(run(add_product_hidden, *operands), operands)
+    assert_hidden(on_poisoned_memory(add_product_hidden, *operands), operands)
 
 
 def operands_of_gate(m, k, d, h):
@@ -111,7 +111,7 @@ def assert_gate(result, operands, batch):
 @pytest.mark.parametrize(("m", "batch", "d", "h"), [(8, 1, 2048, 5632), (64, 61, 1024, 384)])
 def test_gate(m, batch, d, h):
     operands = operands_of_gate(m, 1024, d, h)
-    result = run(functools.partial(add_product_gate, batch=batch), *operands)
+    result = on_poisoned_memory(functools.partial(add_product_gate, batch=batch), *operands)
     assert_gate(result, operands, batch)
     _, values, nnz = result
     np.testing.assert_array_equal(nnz[1, :batch], np.count_nonzero(values[:batch], axis=1))
@@ -141,7 +141,9 @@ def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
     def without_arrivals(counts):
         return counts[...].at[:, 0, Launch.GATE].set(0)
 
-    assert_same_bits(*(jax.tree.leaves(run(f, *operands)) for f in (together, apart)))
+    assert_same_bits(
+        *(jax.tree.leaves(on_poisoned_memory(f, *operands)) for f in (together, apart))
+    )
 
 
 def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_8_bits=False):
@@ -197,9 +199,11 @@ def test_attention(heads, kv_heads, size, batch, capacity, length, is_8_bits):
     shape = heads, kv_heads, size, batch, capacity, length, 2048
     operands = operands_of_attention(*shape, is_8_bits)
     function = functools.partial(attend_to_projection, heads, kv_heads)
-    apart = run(functools.partial(function, together=False), *operands)
+    apart = on_poisoned_memory(functools.partial(function, together=False), *operands)
     for _ in range(5):
-        assert_same_bits(run(functools.partial(function, together=True), *operands), apart)
+        assert_same_bits(
+            on_poisoned_memory(functools.partial(function, together=True), *operands), apart
+        )
 
 
 def assert_arrived_at(layer, launch, counts):

@@ -25,13 +25,13 @@ from tests.pallas_kernels.hopper.decode.products import (
     draw_tiles_that_are_there,
     normal,
     normed,
-    run,
     stream_of,
     weight,
     weights_of,
     wide,
     without_gate,
 )
+from tests.poisoned import on_poisoned_memory
 
 SHAPES = [(8, 192, 64), (24, 512, 192), (64, 704, 320), (8, 5632, 2048)]
 
@@ -45,7 +45,7 @@ def test_projections_side_by_side(kernels, m, d, n, k_axis):
     weights = [weight(jnp.bfloat16, 2, size, d) for size in sizes]
     bias = jnp.asarray(weight(jnp.bfloat16, 2, sum(sizes)))
     given = tuple(np.swapaxes(w, 1, 2) if k_axis == 1 else w for w in weights)
-    y = run(
+    y = on_poisoned_memory(
         lambda *a: kernels.project(*a, k_axis=k_axis, eps=EPS, bias=bias),
         stream_of(x, scale),
         given,
@@ -61,7 +61,7 @@ def test_logits_are_not_rounded(kernels):
     x = normal(8, 256).astype(jnp.float16)
     w = weight(jnp.float16, 1, 128, 256)
     stream = stream_of(x, np.ones(256, jnp.float16))
-    y = run(
+    y = on_poisoned_memory(
         kernels.project, stream, (w,), np.zeros(1, np.int32), k_axis=2, eps=EPS, dtype=jnp.float32
     )
     assert y.dtype == jnp.float32
@@ -77,7 +77,7 @@ def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
     weights = tuple(weight(jnp.bfloat16, 2, h, d) for _ in range(1 + gated))
     stream = stream_of(x, scale)
     act = rectifier(activation, 0.5 if activation == "fatrelu" else 0.0)
-    out = run(kernels.hidden, stream, weights, LAYER, eps=EPS, rectifier=act)
+    out = on_poisoned_memory(kernels.hidden, stream, weights, LAYER, eps=EPS, rectifier=act)
     g, *up = (normed(x, scale) @ wide(w[1]).T for w in weights)
     functions = {
         "relu2": lambda z: np.maximum(z, 0) ** 2,
@@ -98,7 +98,7 @@ def test_adds_to_the_stream(kernels, m, k, d, biased):
     h, x = normal(m, k).astype(jnp.bfloat16), normal(m, d).astype(jnp.bfloat16)
     w, scale = weight(jnp.bfloat16, 2, k, d), normal(2, d).astype(jnp.bfloat16)
     bias = jnp.asarray(normal(2, d), jnp.bfloat16) if biased else None
-    stream = run(kernels.add_product, h, w, LAYER, x, scale, bias=bias)
+    stream = on_poisoned_memory(kernels.add_product, h, w, LAYER, x, scale, bias=bias)
     expected = wide(x) + wide(h) @ wide(w[1])
     if biased:
         expected += wide(bias[1])
@@ -126,7 +126,7 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     if counted == "a token has many":
         numbers[m - 1] = 513
     counts = active_for_each(numbers, m, h)  # only speed depends on them
-    stream = run(
+    stream = on_poisoned_memory(
         functools.partial(add_ffn, kernels, batch=batch),
         gate, stream_of(x, scale), used, counts, after,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def test_tiles_that_the_gate_has_multiplied_are_not_computed_again(m, d, h, shar
     of_tile = np.repeat(draw_tiles_that_are_there(counts, share), 64)
     weights.up[:, of_tile] = np.nan
     hidden = np.where(of_tile, exact, np.nan).astype(jnp.bfloat16)
-    stream = run(
+    stream = on_poisoned_memory(
         functools.partial(add_ffn, HOPPER, batch=m),
         gate, stream_of(x, after[0]), weights, counts, after, hidden,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def test_a_gate_of_minus_zero_is_not_ignored(kernels, counted):
     gate[3, 5] = -0.0
     counts = active_for_each(counted, m, h)
     x, scale = normal(m, d).astype(jnp.bfloat16), np.ones((2, d), jnp.bfloat16)
-    stream = run(
+    stream = on_poisoned_memory(
         functools.partial(add_ffn, kernels, batch=m),
         gate, stream_of(x, scale[0]), weights, counts, scale,
     )  # fmt: skip

@@ -30,12 +30,12 @@ from tests.pallas_kernels.hopper.decode.products import (
     inverse_rms,
     normal,
     product,
-    run,
     stream_of,
     votes_of,
     weight,
     wide,
 )
+from tests.poisoned import on_poisoned_memory
 
 SHAPES = [(8, 256, 64), (24, 640, 192), (64, 2048, 320)]
 
@@ -66,7 +66,9 @@ def test_projections_side_by_side(kernels, m, d, n, dtype):
     bias = jnp.asarray(weight(jnp.bfloat16, 2, sum(sizes)))
     stream = stream_of(x, scale)
     options = dict(k_axis=2, eps=EPS, dtype=dtype)
-    y = run(lambda *a: kernels.project(*a, bias=bias, **options), stream, weights, LAYER)
+    y = on_poisoned_memory(
+        lambda *a: kernels.project(*a, bias=bias, **options), stream, weights, LAYER
+    )
     assert y.dtype == (dtype or jnp.bfloat16)
     exact = np.concatenate([product(stream.scaled, w) for w in weights], axis=1)
     exact = exact * inverse_rms(x) + wide(bias)[1]
@@ -80,7 +82,7 @@ def test_dense_hidden_activation(kernels, m, d, h, gated):
     x, scale = tokens(m, d), normal(d).astype(jnp.bfloat16)
     weights = tuple(in_8_bits(2, h, d) for _ in range(1 + gated))
     stream = stream_of(x, scale)
-    out = run(kernels.hidden, stream, weights, LAYER, eps=EPS, rectifier=None)
+    out = on_poisoned_memory(kernels.hidden, stream, weights, LAYER, eps=EPS, rectifier=None)
     g, *up = (product(stream.scaled, w) * inverse_rms(x) for w in weights)
     exact = functools.reduce(np.multiply, up, g / (1 + np.exp(-g)))
     assert_close_by_token(out, exact, d, roundings=2)
@@ -97,7 +99,7 @@ def test_gate(kernels, m, batch, d, h, has_norm, alike):
     norm = (stream.squares, EPS) if has_norm else None
     function = functools.partial(gate_and_counts, kernels, norm=norm, batch=batch)
     weights = Weights(w, up if alike else weight(jnp.bfloat16, 2, h, d), up.values)
-    gate, counts = run(function, stream.scaled, weights, LAYER)
+    gate, counts = on_poisoned_memory(function, stream.scaled, weights, LAYER)
     exact = product(stream.scaled, w) * factor
     values = wide(gate.values[:batch])
     assert_close_by_token(values, np.maximum(exact, 0)[:batch], d)
@@ -118,7 +120,7 @@ def test_what_is_not_finite_stays_in_its_token(kernels):
     x, w = tokens(16, 640), in_8_bits(2, 128, 640)
     x[3, 639], x[9, 5] = np.inf, np.nan
     stream = stream_of(x, np.ones(640, jnp.bfloat16))
-    y = run(kernels.project, stream, (w,), LAYER, k_axis=2, eps=EPS)
+    y = on_poisoned_memory(kernels.project, stream, (w,), LAYER, k_axis=2, eps=EPS)
     is_nan = np.isnan(wide(y))
     assert is_nan[[3, 9]].all() and not np.delete(is_nan, [3, 9], axis=0).any()
 
@@ -128,7 +130,7 @@ def test_what_is_not_finite_stays_in_its_token(kernels):
 def test_adds_to_the_stream(kernels, m, k, d):
     h, x = tokens(m, k), normal(m, d).astype(jnp.bfloat16)
     w, scale = in_8_bits(2, d, k), normal(2, d).astype(jnp.bfloat16)
-    stream = run(kernels.add_product, h, w, LAYER, x, scale)
+    stream = on_poisoned_memory(kernels.add_product, h, w, LAYER, x, scale)
     assert_close_by_token(stream.x, wide(x) + product(h, w), k)
     assert_consistent(stream, scale[1])
 
@@ -147,7 +149,7 @@ def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, coun
     gate, scale = gate.astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
     counts = active_for_each(counted, m, h)
     stream = stream_of(x, scale)
-    added = run(
+    added = on_poisoned_memory(
         functools.partial(add_ffn, kernels, batch=batch),
         gate, stream, Weights(down, up, down), counts, after,
     )  # fmt: skip
@@ -170,7 +172,7 @@ def test_tiles_that_the_gate_has_multiplied_are_not_computed_again(m, d, h):
     of_tile = np.repeat(draw_tiles_that_are_there(counts, 0.5), 64)
     poisoned = jnp.where(of_tile[:, None], jnp.nan, up.scale)
     hidden = np.where(of_tile, exact, np.nan).astype(jnp.bfloat16)
-    added = run(
+    added = on_poisoned_memory(
         functools.partial(add_ffn, HOPPER, batch=m),
         gate, stream, Weights(down, Quantised(up.values, poisoned), down), counts, after, hidden,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from pallas_kernels.quantised import Quantised, for_product, rounded, tokens
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from tests import seeds
+from tests.back_ends import BACK_ENDS
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels.eight_bits import in_float64, lost
 from tests.pallas_kernels.rectified import EVERYTHING, SQUARED, gate_of, linear_of
@@ -94,12 +95,6 @@ def assert_matches(out, heavy, weights, y, act=RELU):
         assert ours.shape == (KEPT, len(weights.down)) and ours.dtype == dtype
         if count:
             assert relative_error(ours[:count], ref[:KEPT]) < 2 * ROUNDING
-
-
-KERNELS = [
-    pytest.param(REFERENCE, id="reference"),
-    pytest.param(HOPPER, id="hopper", marks=pytest.mark.gpu),
-]
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -232,7 +227,7 @@ def test_only_live_neurons_are_read_in_the_interpreter(interpreted, live):
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[3]])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", BACK_ENDS)
 def test_only_live_neurons_are_read(kernels, case):
     for live in (0, 1, 65, 128, 200):
         given, expected = draw_live(case, live)

@@ -13,7 +13,7 @@ from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.pallas_kernels import eight_bits
 from tests.pallas_kernels.eight_bits import in_float64
-from tests.pallas_kernels.poisoned import on_poisoned_memory
+from tests.poisoned import on_poisoned_memory
 
 pack = jax.jit(twell.pack)
 reference = jax.jit(REFERENCE.fused_ffn)

@@ -12,8 +12,8 @@ from pallas_kernels.rectifiers import RELU
 from tests import seeds
 from tests.pallas_kernels import gates
 from tests.pallas_kernels.eight_bits import scaled, shapes
-from tests.pallas_kernels.poisoned import on_poisoned_memory
 from tests.pallas_kernels.rectified import ABOVE_TWO, SQUARED, gate_of
+from tests.poisoned import on_poisoned_memory
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
