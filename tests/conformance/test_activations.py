@@ -56,7 +56,13 @@ def assert_exact(case, operands, y, stats):
 @pytest.mark.parametrize(
     ("algorithm", "case"),
     [
-        *((algorithm, case) for algorithm in ("few_tokens", "twell") for case in CASES),
+        *(("few_tokens", case) for case in CASES),
+        *(
+            ("twell", case)
+            if CASES[case][1]
+            else pytest.param("twell", case, marks=pytest.mark.slow)
+            for case in CASES
+        ),
         *(("unions", case) for case in CASES if not CASES[case][1]),  # gated: with their gradients
     ],
 )

@@ -230,7 +230,7 @@ def test_sparse_gradients_over_a_mesh(reference_kernels, axis_type):
     [
         # Of "data" first, test_live has one.
         (("tensor", "data"), (2, 2), True),
-        (("tensor",), (4,), False),
+        pytest.param(("tensor",), (4,), False, marks=pytest.mark.slow),
     ],
 )
 def test_tensor_parallelism_adds_up_once_each_way(reference_kernels, axes, shape, gated):

@@ -46,7 +46,7 @@ def in_wide(x, weights):
 @pytest.mark.parametrize(
     ("chosen", "gated"),
     [
-        (("gate",), True),
+        pytest.param(("gate",), True, marks=pytest.mark.slow),
         (("gate", "up"), True),
         pytest.param(("up",), True, marks=pytest.mark.slow),
         (("up",), False),

@@ -9,8 +9,6 @@ import pytest
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
-from tests.conformance.cases import gradients, sparse
-from twell_jax import sparse_ffn
 from twell_jax.ffn import unions
 from twell_jax.train.gradient_plan import CAPACITY
 
@@ -48,12 +46,3 @@ def test_dense_products_of_what_was_kept_are_compiled_only_where_they_may_be_nee
     program = jax.make_jaxpr(backward)(residuals, *operands, x, l1_grad)
     (choice,) = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
     assert len(choice.params["branches"]) == ways
-
-
-def test_no_way_has_a_loop(lower):
-    """With a loop XLA would not put the choice into a CUDA graph, and the host would choose."""
-    x, *weights = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1001, 256), *3 * [(512, 256)]))
-    text = lower(
-        functools.partial(gradients, functools.partial(sparse_ffn, **sparse())), [x, *weights], x
-    )
-    assert "stablehlo.case" in text and "stablehlo.while" not in text

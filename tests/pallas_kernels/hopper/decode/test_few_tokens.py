@@ -53,7 +53,7 @@ def test_neither_x_nor_y_is_copied(lower, m):
         pytest.param(1, 2048, 5632, marks=pytest.mark.slow),
         (8, 192, 640),
         pytest.param(8, 128, 65536, marks=pytest.mark.slow),
-        (17, 2048, 5632),
+        pytest.param(17, 2048, 5632, marks=pytest.mark.slow),
         pytest.param(64, 128, 16384, marks=pytest.mark.slow),
     ],
 )

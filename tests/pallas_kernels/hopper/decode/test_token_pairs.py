@@ -255,7 +255,7 @@ def test_gate_interpreted(interpreted):
 
 @pytest.mark.parametrize(
     ("splits", "capacity", "sms", "is_8_bits"),
-    [pytest.param(4, 520, 12, False, marks=pytest.mark.slow), (8, 2048, 16, True)],
+    [(4, 520, 12, False), pytest.param(8, 2048, 16, True, marks=pytest.mark.slow)],
 )
 def test_attention_interpreted(interpreted, splits, capacity, sms, is_8_bits):
     heads, kv_heads, batch = 4, 2, 2
@@ -286,8 +286,9 @@ def phases_of_attention(heads, kv_heads, stream, weights, bias, rope, k, v, *num
 @pytest.mark.parametrize(
     ("heads", "size", "batch", "capacity", "number"),
     [
-        (32, 64, 1, 1024, 1), (32, 64, 2, 1024, 1), (32, 64, 8, 1024, 2), (32, 64, 1, 256, 2),
-        (8, 128, 1, 1024, 1), (32, 128, 1, 1024, 2),
+        (32, 64, 1, 1024, 1), (32, 64, 8, 1024, 2), (32, 64, 1, 256, 2), (32, 128, 1, 1024, 2),
+        pytest.param(32, 64, 2, 1024, 1, marks=pytest.mark.slow),
+        pytest.param(8, 128, 1, 1024, 1, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_attention_shares_a_launch_where_it_can(lower, heads, size, batch, capacity, number):

@@ -93,7 +93,7 @@ def test_reference(m, d, h, act):
 
 
 @pytest.mark.parametrize(
-    ("m", "d", "h"), [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.slow), CASES[2]]
+    ("m", "d", "h"), [CASES[0], CASES[1], pytest.param(*CASES[2], marks=pytest.mark.slow)]
 )
 @either_form
 def test_pipeline_in_the_interpreter(m, d, h, gated, interpreted):

@@ -219,7 +219,7 @@ def draw_live(case, live):
     return (heavy, given, y), (heavy, Weights(*cut, weights.down), y)
 
 
-@pytest.mark.parametrize("live", [0, 65, 128])
+@pytest.mark.parametrize("live", [0, 65, pytest.param(128, marks=pytest.mark.slow)])
 def test_only_live_neurons_are_read_in_the_interpreter(interpreted, live):
     given, expected = draw_live(CASES[2], live)
     with interpreted(sms=2):

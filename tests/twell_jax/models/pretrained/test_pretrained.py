@@ -65,7 +65,12 @@ def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, model_type, changes
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"mlp_bias": True, "activation": "silu"}, {"gated": False, "mlp_bias": True}]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"mlp_bias": True, "activation": "silu"},
+        {"gated": False, "mlp_bias": True},
+    ],
 )
 def test_numbers_of_live_neurons_are_kept(tmp_path, changes):
     model = make(live_width=True, **changes)
