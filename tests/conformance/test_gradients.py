@@ -129,9 +129,15 @@ def unzip(out):
     ("pattern", "gated"),
     [
         *((pattern, True) for pattern in PATTERNS),
-        *((pattern, False) for pattern in ("too many tokens leave", "dense is faster")),
-        pytest.param("sparse", False, marks=pytest.mark.slow),
-        pytest.param("some dense tokens", False, marks=pytest.mark.slow),
+        *(
+            pytest.param(pattern, False, marks=pytest.mark.slow)
+            for pattern in (
+                "sparse",
+                "some dense tokens",
+                "too many tokens leave",
+                "dense is faster",
+            )
+        ),
     ],
 )
 def test_sparse_gradients(back_end, pattern, gated):
@@ -151,7 +157,7 @@ def forward_for_gradients(operands, capacity=None):
     return forward(operands)
 
 
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("alike", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sparse_gradients_fit_into_the_larger_share(back_end, alike):
     operands, active = draw_exact(*SHAPE, density=0.05 if alike else 0.002)
     if alike:  # 25 neurons, in most groups: the lists then need more capacity than the unions

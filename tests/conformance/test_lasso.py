@@ -77,16 +77,16 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
     ("pattern", "gated", "grid"),
     [  # with few pairs of a form and a grid, so that cases share compiled programs
         ("sparse", True, "sequences that tiles cut"),
-        ("sparse", False, "a sequence"),
+        pytest.param("sparse", False, "a sequence", marks=pytest.mark.slow),
         ("some dense tokens", True, "sequences that tiles cut"),
         pytest.param("the last tile does not fit", False, "a sequence", marks=pytest.mark.slow),
         ("the lists do not fit", True, "sequences that tiles cut"),
         pytest.param("dense", True, "a window each", marks=pytest.mark.slow),
-        ("dense", False, "a sequence"),
+        pytest.param("dense", False, "a sequence", marks=pytest.mark.slow),
         ("zero but for one token", True, "sequences that tiles cut"),
         pytest.param("zero but for one token", True, "a window each", marks=pytest.mark.slow),
         ("dense is faster", True, "sequences that tiles cut"),
-        ("dense is faster", False, "a sequence"),
+        pytest.param("dense is faster", False, "a sequence", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("with_y", [True, False], ids=["with y", "alone"])

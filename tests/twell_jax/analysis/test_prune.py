@@ -67,7 +67,9 @@ def kept_mask(model, report):
     return mask
 
 
-@pytest.mark.parametrize(("gated", "dtype"), [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize(
+    ("gated", "dtype"), [(True, "float32"), pytest.param(False, "bfloat16", marks=pytest.mark.slow)]
+)
 def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
     model = make(gated=gated, dtype=dtype)
     usage = usage_on(8, model)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid
@@ -17,6 +17,7 @@ def windows_and_pieces(grid, offset, m):
     return windows, windows.pieces()
 
 
+@settings(max_examples=15)  # each compiles a program
 @given(
     sequence=st.sampled_from([1, 3, 100, 256, 700]),
     length=st.sampled_from([1, 32, 256, 1000]),

@@ -45,7 +45,7 @@ def test_unrolled_layers_are_those_of_the_loop(remat):
 @pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "block"])
 def test_unrolled_layers_keep_no_more(remat):
     def temporary_bytes(remat, unroll):
-        module = nnx.eval_shape(lambda: make(remat=remat, layers=8))
+        module = nnx.eval_shape(lambda: make(remat=remat, layers=4))
         graph, params = nnx.split(module)
 
         def loss(params):

@@ -273,7 +273,7 @@ def test_published_shapes(name, layers, billions):
     assert round(count / 1e9, 1) == billions
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_layers_of_a_model_may_differ_in_their_gradients(remat, monkeypatch):
     module, tokens = make(layers=4, remat=remat), draw_tokens(2, 12)
     original, asked = SparseMLP.__call__, []

@@ -78,7 +78,7 @@ def test_lowers_without_a_gpu(lower, heads, kv_heads, size, dtype, batch):
     assert "decode_attention" in text and "output_operand_alias" in text
 
 
-@pytest.mark.parametrize(("size", "on_sm"), [(64, 4), (128, 2)])
+@pytest.mark.parametrize(("size", "on_sm"), [(64, 4), pytest.param(128, 2, marks=pytest.mark.slow)])
 def test_as_many_blocks_as_planned_share_an_sm(lower, size, on_sm):
     call = functools.partial(run, hopper.decode_attention, heads=32, kv_heads=32)
     (launch,) = launches(lower(call, *shapes(32, 32, size, 4, 1024, jnp.bfloat16))).values()

@@ -38,7 +38,7 @@ from tests.pallas_kernels.hopper.decode.products import (
 
 
 # A ring that holds all stages, and one that is filled again.
-@pytest.mark.parametrize(("m", "k"), [(8, 256), (64, 1536)])
+@pytest.mark.parametrize(("m", "k"), [(8, 256), pytest.param(64, 1536, marks=pytest.mark.slow)])
 def test_products(interpreted, m, k):
     x, scale = normal(m, k).astype(jnp.bfloat16), normal(1, k).astype(jnp.bfloat16)
     stream, layer = stream_of(x, scale[0]), jnp.asarray(LAYER)
@@ -64,7 +64,7 @@ def test_products(interpreted, m, k):
 
 
 # With 128 columns in a stage, the last block of the second case has none before K ends.
-@pytest.mark.parametrize(("m", "k"), [(8, 512), (64, 640)])
+@pytest.mark.parametrize(("m", "k"), [(8, 512), pytest.param(64, 640, marks=pytest.mark.slow)])
 def test_products_in_8_bits(interpreted, m, k):
     x, residual = normal(m, k).astype(jnp.bfloat16), normal(m, 64).astype(jnp.bfloat16)
     weights, layer = tuple(in_8_bits(2, n, k) for n in (64, 128)), jnp.asarray(LAYER)
@@ -133,7 +133,8 @@ def multiply(gate, hidden, x, weights, counts, *, batch):
 @pytest.mark.parametrize(
     ("m", "batch", "gated", "d", "h", "there"),
     [
-        (8, 8, False, 192, 512, 0), (8, 5, True, 1024, 192, 1),
+        (8, 5, True, 1024, 192, 1),
+        pytest.param(8, 8, False, 192, 512, 0, marks=pytest.mark.slow),
         pytest.param(24, 17, True, 64, 320, 2, marks=pytest.mark.slow),
         pytest.param(8, 8, True, 64, 640, 4, marks=pytest.mark.slow),
         pytest.param(8, 8, False, 1024, 128, 0, marks=pytest.mark.slow),

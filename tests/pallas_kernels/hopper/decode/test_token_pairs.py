@@ -253,9 +253,9 @@ def test_gate_interpreted(interpreted):
     assert voted == {4, 5, 6}  # the clusters behind the first phase's four
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("splits", "capacity", "sms", "is_8_bits"),
-    [(4, 520, 12, False), pytest.param(8, 2048, 16, True, marks=pytest.mark.slow)],
+    ("splits", "capacity", "sms", "is_8_bits"), [(4, 520, 12, False), (8, 2048, 16, True)]
 )
 def test_attention_interpreted(interpreted, splits, capacity, sms, is_8_bits):
     heads, kv_heads, batch = 4, 2, 2
@@ -286,8 +286,10 @@ def phases_of_attention(heads, kv_heads, stream, weights, bias, rope, k, v, *num
 @pytest.mark.parametrize(
     ("heads", "size", "batch", "capacity", "number"),
     [
-        (32, 64, 1, 1024, 1), (32, 64, 8, 1024, 2), (32, 64, 1, 256, 2), (32, 128, 1, 1024, 2),
+        (32, 64, 1, 1024, 1), (32, 64, 1, 256, 2),
         pytest.param(32, 64, 2, 1024, 1, marks=pytest.mark.slow),
+        pytest.param(32, 64, 8, 1024, 2, marks=pytest.mark.slow),
+        pytest.param(32, 128, 1, 1024, 2, marks=pytest.mark.slow),
         pytest.param(8, 128, 1, 1024, 1, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

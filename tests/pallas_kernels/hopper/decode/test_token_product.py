@@ -176,24 +176,24 @@ def test_a_gate_of_minus_zero_is_not_ignored(kernels, counted):
     assert is_nan[3].all() and not np.delete(is_nan, 3, axis=0).any()
 
 
-def test_lowers_without_a_gpu(lower):
+@pytest.mark.parametrize("m", [pytest.param(8, marks=pytest.mark.slow), 64])
+def test_lowers_without_a_gpu(lower, m):
     shape = jax.ShapeDtypeStruct
-    for m in (8, 64):
-        x, w = shape((m, 2048), jnp.bfloat16), shape((3, 5632, 2048), jnp.bfloat16)
-        stream = Stream(x, x, shape((m, 128), jnp.float32))
-        layer, scale = shape((1,), jnp.int32), shape((3, 2048), jnp.bfloat16)
-        project = functools.partial(token_product.project, k_axis=2, eps=EPS)
-        assert "token_project" in lower(project, stream, (w, w), layer)
-        dense = functools.partial(token_product.hidden, eps=EPS, rectifier=None)
-        assert "token_hidden_dense" in lower(dense, stream, (w, w), layer)
-        h = shape((m, 5632), jnp.bfloat16)
-        assert "token_add_product" in lower(token_product.add_product, h, w, layer, x, scale)
-        ffn = functools.partial(add_ffn, HOPPER, batch=m)
-        counts = jax.eval_shape(lambda m=m: active_counts.zeros(3, m, 5632))
-        assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
+    x, w = shape((m, 2048), jnp.bfloat16), shape((3, 5632, 2048), jnp.bfloat16)
+    stream = Stream(x, x, shape((m, 128), jnp.float32))
+    layer, scale = shape((1,), jnp.int32), shape((3, 2048), jnp.bfloat16)
+    project = functools.partial(token_product.project, k_axis=2, eps=EPS)
+    assert "token_project" in lower(project, stream, (w, w), layer)
+    dense = functools.partial(token_product.hidden, eps=EPS, rectifier=None)
+    assert "token_hidden_dense" in lower(dense, stream, (w, w), layer)
+    h = shape((m, 5632), jnp.bfloat16)
+    assert "token_add_product" in lower(token_product.add_product, h, w, layer, x, scale)
+    ffn = functools.partial(add_ffn, HOPPER, batch=m)
+    counts = jax.eval_shape(lambda: active_counts.zeros(3, m, 5632))
+    assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
 
 
-@pytest.mark.parametrize("m", [8, *(pytest.param(m, marks=pytest.mark.slow) for m in (16, 32)), 64])
+@pytest.mark.parametrize("m", [*(pytest.param(m, marks=pytest.mark.slow) for m in (8, 16, 32)), 64])
 def test_three_blocks_of_a_product_share_an_sm(lower, m):
     shape = jax.ShapeDtypeStruct
     x, w = shape((m, 2048), jnp.bfloat16), shape((3, 2048, 2048), jnp.bfloat16)

@@ -154,7 +154,7 @@ def test_reference_with_8_bits(case, names):
 @pytest.mark.parametrize(
     ("case", "gated", "act"),
     [
-        (CASES[0], True, RELU),
+        pytest.param(CASES[0], True, RELU, marks=pytest.mark.slow),
         pytest.param(CASES[1], True, RELU, marks=pytest.mark.slow),
         (CASES[2], True, EVERYTHING),
         pytest.param(CASES[3], False, RELU, marks=pytest.mark.slow),
@@ -168,7 +168,9 @@ def test_interpreted(interpreted, case, gated, act):
         assert_matches(out, *operands, act)
 
 
-@pytest.mark.parametrize(("case", "names"), EIGHT_BITS[:2])
+@pytest.mark.parametrize(
+    ("case", "names"), [pytest.param(*EIGHT_BITS[0], marks=pytest.mark.slow), EIGHT_BITS[1]]
+)
 def test_8_bits_interpreted(interpreted, case, names):
     operands = draw_8_bits(*case, names)
     with interpreted(sms=2):
