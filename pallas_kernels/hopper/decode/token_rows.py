@@ -126,7 +126,7 @@ def sum_rows(
 
 @primitive
 def wide(ref) -> jax.Array:
-    """`ref: [n]` in float32, two neighbours in each register if there are enough."""
+    """`ref: [n]` in float32, two neighbours in each register if no lane has fewer."""
     return plgpu.load(ref, layout=_layout(ref.shape[0])).astype(jnp.float32)
 
 
@@ -175,4 +175,4 @@ def _layout(n: int):
 
 
 def _neighbours(n: int) -> int:
-    return min(2, n // _LANES)
+    return 2 if n % (2 * _LANES) == 0 else 1

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,9 +12,9 @@ from tests.devices import H100
 from tests.equations import kernel_calls
 from tests.errors import relative_error
 from tests.twell_jax import drawn
-from twell_jax.config import ModelConfig
+from tests.twell_jax.models.decode_steps import abstract, one_step
 from twell_jax.ffn import CannotServe
-from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, decode, graphdef
+from twell_jax.models import DECODE_OPTIONS, decode, graphdef
 from twell_jax.models.quantised import COVERED
 
 MODEL = {
@@ -135,28 +134,6 @@ def errors_and_caches(changes, batch, capacity=CAPACITY, quantise=()):
     return errors, caches
 
 
-def abstract(quantise=(), **settings):
-    """A config, and abstract parameters of its model."""
-    config = ModelConfig(**MODEL | settings)
-    return config, nnx.state(nnx.eval_shape(lambda: made(config, quantise)))
-
-
-def made(config, quantise):
-    model = Transformer(config, rngs=nnx.Rngs(0))
-    model.quantise(quantise)
-    return model
-
-
-def one_step(config, batch, capacity, quantise=()):
-    """A function that decodes a token of each sequence, of parameters and a cache; such a cache."""
-
-    def step(params, cache):
-        tokens = jnp.zeros((batch, 1), jnp.int32)
-        return decode(nnx.merge(graphdef(config, quantise), params), tokens, cache)
-
-    return step, jax.eval_shape(lambda: KVCache.empty(config, batch, capacity))
-
-
 # A short cache leaves attention too few blocks to share a launch.
 @pytest.mark.parametrize(("capacity", "launches"), [(16, 4), (512, 3)])
 @pytest.mark.parametrize(
@@ -164,7 +141,7 @@ def one_step(config, batch, capacity, quantise=()):
 )
 def test_launches_of_a_layer(case, quantise, capacity, launches):
     settings = CASES[case] | {"decode_implementation": "mosaic", "sliding_window": None}
-    config, params = abstract(quantise, **settings)
+    config, params = abstract(quantise, **MODEL | settings)
     step, cache = one_step(config, 2, capacity, quantise)
     head = config.vocab_size % 64 == 0
     with jax.sharding.use_abstract_mesh(H100):
@@ -192,10 +169,10 @@ def test_launches_of_a_layer(case, quantise, capacity, launches):
 def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
     reference_kernels, changes, batch, capacity, message
 ):
-    config, params = abstract(**changes)
+    config, params = abstract(**MODEL | changes)
     step, cache = one_step(config, batch, capacity)
     assert jax.eval_shape(step, params, cache)[0].shape == (batch, 320)
-    config, params = abstract(**changes, decode_implementation="mosaic")
+    config, params = abstract(**MODEL | changes, decode_implementation="mosaic")
     step, cache = one_step(config, batch, capacity)
     with pytest.raises(CannotServe, match=f"decode_implementation='mosaic' .*{message}"):
         jax.eval_shape(step, params, cache)
@@ -210,7 +187,7 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
     ],
 )
 def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(reference_kernels, quantise, message):
-    config, params = abstract(quantise, decode_implementation="mosaic")
+    config, params = abstract(quantise, **MODEL, decode_implementation="mosaic")
     step, cache = one_step(config, 1, 16, quantise)
     with pytest.raises(CannotServe, match=message):
         jax.eval_shape(step, params, cache)
