@@ -4,12 +4,20 @@ A new benchmark adds its table to TABLES; the name of the benchmark in a record 
 names the page, docs/results/NAME.md.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-from benchmarks import plots
+from benchmarks import plots, soak_tables
 from benchmarks.study import report
-from benchmarks.tables import UNKNOWN, Cell, Row, Table, block, error, milliseconds, number, yes
+from benchmarks.tables import (
+    UNKNOWN,
+    Cell,
+    Row,
+    Table,
+    block,
+    error,
+    grouped,
+    milliseconds,
+    number,
+    yes,
+)
 
 
 def _gib(key: str) -> Cell:
@@ -67,29 +75,9 @@ def _over_dense(rows: list[Row]) -> list[Row]:
     ]
 
 
-def _grouped(rows: list[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
-    """Rows with the same key together, in the order of the first of each."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return list(groups.values())
-
-
-def _over_patterns(rows: list[Row]) -> list[Row]:
-    """Of the soak: one row for all patterns of a shape and block, with the worst of them."""
-    groups = _grouped(rows, lambda row: (row["m"], row["d"], row["h"], row["gated"], block(row)))
-    return [
-        {
-            **max(group, key=lambda row: row["worst"]),
-            **{name: sum(row[name] for row in group) for name in ("rows", "wrong")},
-        }
-        for group in groups
-    ]
-
-
 def _fastest(rows: list[Row]) -> list[Row]:
     """Of the tuning: the fastest configuration for each kernel and shape, and all times."""
-    groups = _grouped(rows, lambda row: (row["kernel"], row["m"], row["d"], row["h"]))
+    groups = grouped(rows, lambda row: (row["kernel"], row["m"], row["d"], row["h"]))
     measured = [[row for row in group if "ms" in row] for group in groups]  # some may not fit
     return [
         {**min(group, key=lambda row: row["ms"]), "all_ms": [row["ms"] for row in group]}
@@ -205,25 +193,8 @@ TABLES: dict[str, Table] = {
             "against XLA in 8 bits": error("twin_logits_error"),
         },
     ),
-    "soak": Table(
-        title="Random rows, each against the dense block in float32",
-        about="A call draws its pattern from one of ten families. The rows are those of y and, "
-        "where gradients are sparse, also of all gradients. A row is wrong if its error is larger "
-        'than rounding explains; "largest error" is in multiples of what is allowed, and was that '
-        'of a call with the "worst pattern".',
-        case={
-            "M x D x H": lambda row: f"{row['m']} x {row['d']} x {row['h']}",
-            "gated": yes("gated"),
-            "block": block,
-        },
-        results={
-            "rows": number("rows", "{:,}"),
-            "wrong": number("wrong", "{:,}"),
-            "largest error": number("worst", "{:.2f}"),
-            "worst pattern": number("family"),
-        },
-        lines=_over_patterns,
-    ),
+    "soak": soak_tables.PATTERNS,
+    "soak_shapes": soak_tables.SHAPES,
     "live": Table(
         title="Live width",
         about="D = 2048, H = 5632, bfloat16, skewed pattern with a mean of 29 non-zeros; four "

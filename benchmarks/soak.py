@@ -1,4 +1,4 @@
-"""Compares very many random rows of the block, and of its gradients, with dense ones in float32.
+"""Compares very many random rows of the block, and of its gradients, with dense ones in float64.
 
     python -m benchmarks.soak [--rows 1e8] [--seed N] [--out DIRECTORY]
 
@@ -126,6 +126,9 @@ CASES = [
 ]
 
 
+type Program = tuple[Case, str]  # and the name of the pattern's family
+
+
 def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[jax.Array]:
     """(x, w_gate, w_up, w_down, dy) in bfloat16; without a gate, w_up decides what is active."""
     keys = jax.random.split(key, 5)
@@ -139,11 +142,11 @@ def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[jax.Array]:
 
 
 class Factors(NamedTuple):
-    """What vectors are multiplied with: float32 [M, H] each.
+    """What vectors are multiplied with: float64 [M, H] each.
 
     Attributes:
       value: the factors.
-      error: by how much float32's sums, which may cancel, can change them.
+      error: by how much sums in float32, which may cancel, can change them.
       unsure: how large those are whose gate may fall on either side of zero.
     """
 
@@ -153,15 +156,15 @@ class Factors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one result: float32 [N, D], and the error that each may have [N]."""
+    """The rows of one result: float64 [N, D], and the error that each may have [N]."""
 
     value: jax.Array
     allowed: jax.Array
 
 
 def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
-    """y and the gradients of x, the weights that there are, and w_down, in float32."""
-    x, gate, up, down, dy = (a.astype(jnp.float32) for a in (x, gate, up, down, dy))
+    """y and the gradients of x, the weights that there are, and w_down; where JAX has float64."""
+    x, gate, up, down, dy = (a.astype(jnp.float64) for a in (x, gate, up, down, dy))
     z, u, dh = x @ gate.T, x @ up.T, dy @ down.T
     size_x, size_dy = (SUMS * jnp.linalg.norm(a, axis=1)[:, None] for a in (x, dy))
     z_error = size_x * jnp.linalg.norm(gate, axis=1)
@@ -221,11 +224,9 @@ def check(case: Case, key: jax.Array, pattern: Pattern) -> dict[str, jax.Array]:
     """The number of rows checked and wrong, and the largest error as a share of what is allowed."""
     # XLA may leave out a rounding to bfloat16 and back. The barrier keeps it.
     operands = jax.lax.optimization_barrier(draw(key, case, pattern))
-    # bfloat16 is exact in it, and what is rounded to it errs by an eighth of bfloat16's rounding.
-    with jax.default_matmul_precision("tensorfloat32"):
-        reference = dense(case, *operands)
     out = ours(case, *operands)
-    return compare(out, reference[: len(out)])
+    with jax.enable_x64(True):
+        return compare(out, dense(case, *operands)[: len(out)])
 
 
 def compare(outs: list[jax.Array], reference: list[Rows]) -> dict[str, jax.Array]:
@@ -233,7 +234,7 @@ def compare(outs: list[jax.Array], reference: list[Rows]) -> dict[str, jax.Array
     allowed error is not finite are not checked: the gradients of tokens that are not finite."""
     counts = {"rows": 0, "wrong": 0, "worst": 0.0}
     for out, (value, allowed) in zip(outs, reference, strict=True):
-        error = jnp.linalg.norm(out.astype(jnp.float32) - value, axis=1)
+        error = jnp.linalg.norm(out.astype(value.dtype) - value, axis=1)
         finite = jnp.isfinite(value).all(axis=1)
         wrong = jnp.where(finite, ~(error <= allowed), jnp.isfinite(out).all(axis=1))
         wrong &= ~finite | jnp.isfinite(allowed)
@@ -250,19 +251,26 @@ def compiled(case: Case) -> Callable[[jax.Array, Pattern], dict[str, jax.Array]]
     return jax.jit(functools.partial(check, case)).lower(key, pattern).compile()
 
 
-def soak(cases: list[Case], rows: float, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """After each round in which all are drawn: a row of the record for each case and family."""
+def compiled_family(program: Program) -> Callable[[jax.Array], Pattern]:
+    """What draws the patterns of a program."""
+    case, family = program
+    function = functools.partial(FAMILIES[family], m=case.m, h=case.h)
+    return jax.jit(function).lower(jax.random.key(0)).compile()
+
+
+def soak(programs: list[Program], rows: float, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """After each round in which all are drawn: a row of the record for each program."""
+    cases = list(dict.fromkeys(case for case, _ in programs))
     with ThreadPoolExecutor() as pool:
         checks = dict(zip(cases, pool.map(compiled, cases), strict=True))
-    families = {name: jax.jit(draw, static_argnums=(1, 2)) for name, draw in FAMILIES.items()}
-    programs = list(itertools.product(cases, families))
+        patterns = list(pool.map(compiled_family, programs))
     totals = [{"rows": 0, "wrong": 0, "worst": 0.0} for _ in programs]
     keys = map(functools.partial(jax.random.fold_in, jax.random.key(seed)), itertools.count())
     while sum(total["rows"] for total in totals) < rows:
         found = []
-        for case, family in programs:
+        for (case, _), pattern in zip(programs, patterns, strict=True):
             pattern_key, key = jax.random.split(next(keys))
-            found.append(checks[case](key, families[family](pattern_key, case.m, case.h)))
+            found.append(checks[case](key, pattern(pattern_key)))
         for total, one in zip(totals, jax.device_get(found), strict=True):
             total["rows"] += int(one["rows"])
             total["wrong"] += int(one["wrong"])
@@ -283,7 +291,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     path = record.new_path("soak", args.out)
-    for rows in soak(CASES, args.rows, args.seed):
+    for rows in soak(list(itertools.product(CASES, FAMILIES)), args.rows, args.seed):
         record.write("soak", rows, path, seed=args.seed)  # a run that is cut off leaves this
         counts = (sum(row[name] for row in rows) for name in ("rows", "wrong"))
         print("{:.4g} rows, {} wrong".format(*counts), flush=True)

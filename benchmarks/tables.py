@@ -116,6 +116,14 @@ def block(row: Row) -> str:
     return ", ".join(name for name in named if name)
 
 
+def grouped(rows: list[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """Rows with the same key together, in the order of the first of each."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
 def yes(key: str) -> Cell:
     """A cell with "yes" or "no", by the value of a key."""
     return lambda row: "yes" if row[key] else "no"

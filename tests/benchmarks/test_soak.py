@@ -1,10 +1,12 @@
 """benchmarks.soak: no row is wrong, and each kind of wrong row is found."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import soak
+from benchmarks import soak, soak_shapes
 from benchmarks.pages import TABLES
 from benchmarks.tables import block
 
@@ -16,7 +18,7 @@ UNIONS = soak.Case(301, 128, 256, True, soak.UNIONS)
 
 @pytest.mark.slow
 def test_no_row_is_wrong_in_any_family():
-    (rows,) = soak.soak([FEW, UNIONS], rows=1, seed=3)
+    (rows,) = soak.soak(list(itertools.product([FEW, UNIONS], soak.FAMILIES)), rows=1, seed=3)
     assert {row["family"] for row in rows} == set(soak.FAMILIES)
     assert {block(row) for row in rows} == {"mosaic", "unions, sparse"}
     results = UNIONS.m, UNIONS.m, 3 * UNIONS.h  # y, dx and the gradients of the weights
@@ -43,7 +45,8 @@ def results():
         exact = soak.dense(UNIONS, *soak.draw(key, UNIONS, pattern))
         return [rows.value.astype(jnp.bfloat16) for rows in exact], exact
 
-    return compute(jax.random.key(1))
+    with jax.enable_x64(True):
+        return compute(jax.random.key(1))
 
 
 @pytest.mark.parametrize(
@@ -60,4 +63,25 @@ def results():
 def test_a_wrong_row_is_found(results, result, spoil, wrong):
     outs, exact = results
     spoiled = [spoil(out) if i == result else out for i, out in enumerate(outs)]
-    assert jax.jit(soak.compare)(spoiled, exact)["wrong"] == wrong
+    with jax.enable_x64(True):
+        assert exact[0].value.dtype == jnp.float64
+        assert jax.jit(soak.compare)(spoiled, exact)["wrong"] == wrong
+
+
+def test_shapes_are_drawn_among_all_that_kernels_take():
+    programs = soak_shapes.drawn(200, seed=0)
+    assert programs == soak_shapes.drawn(200, seed=0) != soak_shapes.drawn(200, seed=1)
+    cases, families = zip(*programs, strict=True)
+    assert len({case.d for case in cases}) > 80
+    assert all(case.d % 64 == 0 and case.h % 128 == 0 for case in cases)
+    assert max(case.h for case in cases) > 16384 and set(families) == set(soak.FAMILIES)
+    assert {case.m > 64 for case in cases} == {case.gated for case in cases} == {True, False}
+
+
+def test_the_page_of_shapes_has_a_line_for_each_kind():
+    row = {"family": "skewed", "m": 3, "d": 192, "h": 256, "gated": True}
+    row |= {"implementation": "mosaic", "rows": 3, "wrong": 0, "worst": 0.5}
+    worse = row | {"m": 5, "d": 320, "rows": 5, "wrong": 1, "worst": 1.5}
+    lines = TABLES["soak_shapes"].render([row, worse, row | {"m": 100}]).splitlines()
+    assert "| 1 to 16 | 2 | 8 | 1 | 1.50 | 5 x 320 x 256 |" in lines
+    assert "| more than 64 | 1 | 3 | 0 | 0.50 | 100 x 192 x 256 |" in lines

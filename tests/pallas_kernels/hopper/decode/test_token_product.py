@@ -112,7 +112,13 @@ def test_adds_to_the_stream(kernels, m, k, d, biased):
 @pytest.mark.parametrize("counted", ["few", "most", "a token has many", "many together"])
 @pytest.mark.parametrize(
     ("m", "batch", "d", "h", "active"),
-    [(8, 1, 1024, 5632, 0.01), (24, 17, 2048, 384, 1.0), (64, 64, 1024, 384, 0.1)],
+    [
+        (8, 1, 1024, 5632, 0.01),
+        (24, 17, 2048, 384, 1.0),
+        (64, 64, 1024, 384, 0.1),
+        pytest.param(16, 9, 3072, 384, 0.1, marks=pytest.mark.gpu),
+        pytest.param(8, 8, 7168, 1408, 0.01, marks=pytest.mark.gpu),
+    ],
 )
 def test_adds_a_sparse_block_to_the_stream(kernels, m, batch, d, h, active, counted, gated):
     x, after = normal(m, d).astype(jnp.bfloat16), normal(2, d).astype(jnp.bfloat16)
