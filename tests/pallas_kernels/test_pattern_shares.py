@@ -49,6 +49,16 @@ def test_tokens_that_leave_do_not_count_in_the_union(heavy_every, leave):
     assert (expected[0] < 0.9 * if_all_stay) == leave
 
 
+def test_16_neurons_of_a_group_are_usual_and_17_are_not():
+    gate = np.zeros((256, 1408), jnp.bfloat16)
+    gate[:60, :16] = 1  # were they outlying, too many tokens would have to leave
+    expected = shares(gate)
+    gate[60].reshape(-1, 64)[:, :17] = 1
+    assert shares(gate)[0] == expected[0] == 1 / 11
+    for ours in both(gate):
+        np.testing.assert_allclose(ours, shares(gate), rtol=1e-6)
+
+
 def test_more_tokens_leave_on_more_devices():
     gate = draw(1300, 1408, 0.003, 4)  # 325 tokens would leave, 64 of each whole tile
     on_one, on_two = (shares(gate, most_heavy=256 * devices) for devices in (1, 2))

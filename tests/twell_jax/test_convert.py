@@ -100,6 +100,19 @@ def test_dtypes_are_as_before(dtype, param_dtype, input_dtype):
     np.testing.assert_allclose(*(y.astype("float32") for y in (after, before)), atol=tolerance)
 
 
+@pytest.mark.parametrize("wide", BLOCK.values())
+def test_one_float32_kernel_of_three_keeps_the_dtype_of_outputs(wide):
+    mlp = MLP(param_dtype="bfloat16")
+    kernel = getattr(mlp, wide).kernel
+    kernel.set_value(kernel[...].astype("float32"))
+    model, x = nnx.Sequential(mlp), draw(3, D).astype("bfloat16")
+    before = call(model, x)
+    replace_mlps(model, activation="silu")
+    after = call(model, x)
+    assert after.dtype == before.dtype == "float32"
+    np.testing.assert_allclose(after, before, atol=3e-2)
+
+
 def test_a_model_with_a_threshold_keeps_it():
     model = Model(MLP(activation=lambda z: jnp.where(z > 0.1, z, 0)))
     x = draw(3, D)

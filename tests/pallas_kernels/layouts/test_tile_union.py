@@ -21,6 +21,7 @@ to_dense = jax.jit(tile_union.to_dense, static_argnums=2)
 def test_unpack_restores_the_gate_and_masks_say_who_uses_what(m, h, dtype):
     z = pre_activations(m, h, 0.05)
     z[m // 2] = np.abs(z[m // 2])
+    z[m // 2, OUTLYING_ABOVE:GROUP_NEURONS] = -1  # as many as are not outlying
     gate, masks, counts = jax.device_get(pack(z, dtype))
     g = np.maximum(z, 0).astype(dtype)
     np.testing.assert_array_equal(unpack(gate, masks, m), g)

@@ -74,6 +74,16 @@ def test_a_row_is_heavy_from_32_entries_in_a_tile_on(dtype):
     assert np.isnan(dense[3:]).all()
 
 
+def test_a_row_is_heavy_from_129_entries_on():
+    entries = np.array([0, 127, 128, 129])
+    bits = np.zeros((4, 1290), np.uint16)
+    for row, n in enumerate(entries):
+        bits[row, 10 * np.arange(n)] = 1  # at most 26 in a tile
+    packed = pack(from_bits(bits, jnp.bfloat16))
+    assert not np.any(overflowed(packed))
+    np.testing.assert_array_equal(twell.is_heavy(packed), entries > 128)
+
+
 def test_unpack_ignores_words_past_the_count():
     bits = sparse_bits(20, 300, 0.05)
     packed = np.asarray(pack(from_bits(bits, jnp.bfloat16)))

@@ -209,6 +209,23 @@ def test_tokens_with_a_held_out_tail(make_config, tmp_path):
     assert epoch == expected
 
 
+def test_a_fingerprint_is_that_of_the_tokenizer_and_the_training_tokens(make_config, tmp_path):
+    tokens = seeds.rng().integers(0, 256, 2000, np.uint16)
+
+    def fingerprint(tokens, tokenizer=None, **settings):
+        config = make_config(save_shards(tmp_path, tokens), **settings)
+        return data.load(config, tokenizer).fingerprint
+
+    others, other_held_out = tokens.copy(), tokens.copy()
+    others[5] += 1  # as many as before
+    other_held_out[1500] += 1
+    expected = fingerprint(tokens)
+    assert fingerprint(other_held_out, seed=1) == expected
+    assert fingerprint(others) != expected
+    assert fingerprint(tokens[:-10]) != expected
+    assert fingerprint(tokens, tokenizers.train_bpe(["text"], 257)) != expected
+
+
 def test_tokens_with_held_out_shards(make_config, tmp_path):
     settings = save_shards(tmp_path, np.full(100, 1, np.uint32))
     np.save(tmp_path / "held_out.npy", np.full(200, 2, np.uint16))

@@ -70,6 +70,9 @@ def test_order_depends_on_the_seed_alone():
     np.testing.assert_array_equal(one, again)
     assert (one != other).any()
     assert one.dtype == np.int32
+    # No seed goes through the orders of another one, an epoch later.
+    one, other = (take(iter(batches(seed=seed, batch=1)), 2 * WINDOWS) for seed in (0, 1))
+    assert (one[WINDOWS:] != other[:WINDOWS]).any()
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 9])  # an epoch is 2.75 steps

@@ -98,6 +98,23 @@ def test_bpe_is_trained_on_the_stream(make_config, dataset_dir, documents):
     assert train[0].startswith(first)
 
 
+def test_a_bpe_is_trained_on_the_first_documents_that_have_enough_characters(
+    make_config, dataset_dir, documents, monkeypatch
+):
+    def train_bpe(texts, _):
+        seen.extend(texts)
+        return tokenizers.ByteTokenizer()
+
+    train = [text for text in documents if not sources.is_held_out(text, 0.3)]
+    seen = []
+    monkeypatch.setattr(tokenizers, "train_bpe", train_bpe)
+    for spare, count in ((0, 2), (1, 3)):
+        monkeypatch.setattr(data.corpus, "BPE_CHARACTERS", len(train[0]) + len(train[1]) + spare)
+        data.load(make_config(streamed(dataset_dir, tokenizer="bpe")))
+        assert seen == train[:count]
+        seen.clear()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -147,6 +147,24 @@ def test_a_module_computes_with_quantised_weights(chosen):
     np.testing.assert_array_equal(mlp(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("axes", "of_up", "of_down"),
+    [
+        (("mlp",), ("mlp", None), (None, None)),  # whatever follows is not split
+        (("mlp", "embed"), ("mlp", None), (None, "embed")),
+        (("layers", "mlp", "embed"), ("layers", "mlp", None), ("layers", None, "embed")),
+    ],
+)
+def test_a_scale_is_split_as_its_weight_but_for_the_axis_of_the_sum(axes, of_up, of_down):
+    weight = nnx.Param(np.ones((3, 4, 5)[-len(of_up) :], np.float32))
+    weight.set_metadata(out_sharding=axes)
+    for name, expected in (("up", of_up), ("down", of_down)):
+        axis = quantised.AXES[name]
+        made = nnx.eval_shape(lambda axis=axis: quantised.QuantisedParam(weight, axis))
+        assert made.values.get_metadata()["out_sharding"] == axes
+        assert made.scale.get_metadata()["out_sharding"] == expected
+
+
 def test_what_has_no_blocks_or_projections_is_refused():
     with pytest.raises(ValueError, match="no SparseMLP"):
         quantise_mlps(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

@@ -110,6 +110,17 @@ def test_no_tokens_are_wanted(model):
     assert list(generate(model, [[1]], max_tokens=0, sampling=GREEDY)) == []
 
 
+def test_new_tokens_decode_as_after_the_end_of_a_long_prompt():
+    tokenizer = ByteTokenizer()
+    one, two, three = tokenizer.encode(["\u6f22"])[0]
+    for prompt, new, text in (
+        ([*15 * b"a", one, *20 * b"a"], [two, three, *b"x"], "\ufffd\ufffdx"),
+        ([*20 * b"a", one, two], [three, *b"x"], "x"),
+    ):
+        found = "".join(stream_text(tokenizer, prompt, new))
+        assert found.removeprefix("\u6f22") == text  # which the prompt began, and they complete
+
+
 def test_text_is_streamed_in_whole_characters():
     tokenizer = ByteTokenizer()
     prompt, text = tokenizer.encode(["d\u00e9f "])[0], "x = '\u6f22' \u00e9!"

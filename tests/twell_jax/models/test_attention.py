@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from tests.devices import abstract_gpu
 from twell_jax.config import ModelConfig
-from twell_jax.models import Transformer
+from twell_jax.models import Transformer, attention
 from twell_jax.models.attention import in_window, split_documents
 
 
@@ -38,13 +38,28 @@ def test_a_window_ends_where_a_document_does():
     np.testing.assert_array_equal(found[0, 0], [[int(bit) for bit in row] for row in expected])
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "served"),
+    [(8, "bfloat16", True), (128, "float16", True), (136, "bfloat16", False),
+     (12, "bfloat16", False), (64, "float32", False)],
+)  # fmt: skip
+def test_cudnn_serves_16_bit_heads_of_up_to_128_features(on_a_gpu, lower, size, dtype, served):
+    heads = jax.ShapeDtypeStruct((2, 16, 2, size), dtype)
+    text = lower(lambda q: attention._attend(q, q, q, None), heads)
+    assert ("__cudnn$fmha" in text) == served
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("block", 2)])
 def test_only_remat_of_whole_blocks_computes_cudnns_forward_twice(
-    remat, forwards, devices, monkeypatch
+    remat, forwards, devices, on_a_gpu
 ):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     config = ModelConfig(
         vocab_size=64, context=16, d_model=32, layers=2, heads=2, d_ff=48, remat=remat
     )

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests import seeds
+from tests.equations import equations
 from tests.errors import relative_error
 from tests.twell_jax import drawn
 from twell_jax.models import cross_entropy, sharding
@@ -75,6 +76,20 @@ def test_bfloat16_rounds_no_more_than_with_whole_logits(split):
     for ours, theirs, true in zip(gradients, reference, exact, strict=True):
         assert ours.dtype == theirs.dtype
         assert relative_error(ours, true) < 1.1 * relative_error(theirs, true) < 2e-2
+
+
+def test_matmuls_take_bfloat16_and_gradients_are_summed_in_float32():
+    gradient = jax.grad(mean_cross_entropy, argnums=(0, 1))
+    found = [
+        ({x.aval.dtype.name for x in equation.invars}, *equation.outvars)
+        for equation in equations(gradient, *draw(dtype=jnp.bfloat16))
+        if equation.primitive.name == "dot_general"
+    ]
+    assert all(operands == {"bfloat16"} for operands, _ in found)
+    results = {(result.aval.dtype.name, result.aval.shape) for _, result in found}
+    assert results == {
+        ("bfloat16", (B * T, VOCAB)), ("bfloat16", (B * T, D)), ("float32", (VOCAB, D))
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -178,6 +178,13 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
         jax.eval_shape(step, params, cache)
 
 
+def test_the_most_that_kernels_serve_is_served(reference_kernels):
+    most = {"heads": 8, "kv_heads": 1, "sliding_window": 16, "decode_implementation": "mosaic"}
+    config, params = abstract(**most)
+    step, cache = one_step(config, 64, 16)
+    assert jax.eval_shape(step, params, cache)[0].shape == (64, 320)
+
+
 @pytest.mark.parametrize(
     ("quantise", "message"),
     [

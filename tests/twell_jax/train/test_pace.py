@@ -35,8 +35,8 @@ def test_utilisation_is_the_dense_models_share_of_the_peak(monkeypatch):
     changes = ["model.layers=3", "model.d_model=8", "model.heads=2", "model.d_ff=32",
                "model.vocab_size=100", "model.context=16"]  # fmt: skip
     model = config.load("configs/2b.yaml", changes).model
-    devices(monkeypatch, "NVIDIA H200", 2)
-    expected = 1e9 * 25872 / (2 * 989e12)
+    devices(monkeypatch, "NVIDIA H200", 8, local=range(4))  # the rate is that of all processes
+    expected = 1e9 * 25872 / (8 * 989e12)
     assert pace.flops_utilisation(model, 1e9) == pytest.approx(expected)
     assert pace.flops_utilisation(model, 0.0) is None  # not measured yet
     single = model.model_copy(update={"dtype": "float32"})

@@ -163,10 +163,23 @@ def test_a_bound_winds_nothing_up():
     assert coefficient(control) > 2 * LEAST
 
 
+def test_a_trend_is_seen_from_what_was_smoothed_a_quarter_of_a_horizon_before():
+    control, measured = first_control(settings()), []
+    for step in range(200):  # a mean over n steps is n - 1 steps behind what grows evenly
+        layers = jnp.full(LAYERS, 100.0 + step)
+        control = compiled()(control, layers, layers, step)
+        measured.append(float(control.measured[0]))
+    steps = STEPS // 10 // 4
+    assert control.earlier[0] == pytest.approx(measured[-1 - (steps - 1)], rel=1e-4)
+
+
 def test_a_non_zero_costs_the_same_in_every_layer():
     control, (nnz, l1) = first_control(settings()), arrays([80, 4, 10, 40], [40, 4, 10, 20])
+    at_first = compiled()(control, nnz, l1, 0).log_multipliers
     for step in range(STEPS):
         control = compiled()(control, nnz, l1, step)
+    # A step goes so much of the way: over a horizon, which is a tenth of the run.
+    np.testing.assert_allclose(at_first, control.log_multipliers / (STEPS / 10), rtol=1e-3)
     cost = np.exp(control.log_multipliers) * l1 / nnz
     np.testing.assert_allclose(cost, cost[0], rtol=1e-3)
     assert np.mean(control.log_multipliers) == pytest.approx(0, abs=1e-3)

@@ -33,13 +33,13 @@ FIXTURES = Path(__file__).parent / "fixtures"
 forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 
-def tokenizer(splitting=None):
+def tokenizer(splitting=None, normalizer="NFC"):
     """Two tokens; with `splitting` a byte-level BPE that splits by this regular expression."""
     backend = hf.Tokenizer(hf.models.BPE(vocab={"</s>": 0, "a": 1}, merges=[]))
     if splitting:
         in_bytes = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         split = hf.pre_tokenizers.Split(hf.Regex(splitting), "isolated")
-        backend.normalizer = hf.normalizers.NFC()
+        backend.normalizer = normalizer and getattr(hf.normalizers, normalizer)()
         backend.pre_tokenizer = hf.pre_tokenizers.Sequence([split, in_bytes])
     return SubwordTokenizer(backend, "</s>")
 
@@ -95,9 +95,12 @@ def test_a_qwen2_is_a_llama_if_its_output_has_a_bias_or_its_tokenizer_is_another
     assert_same_parameters(from_pretrained(tmp_path / "own"), model)
     # transformers would split texts as a Qwen2, whatever tokenizer.json says.
     save_pretrained(tmp_path / "other", model, tokenizer(r"\s+"))
+    for normalizer in (None, "NFKC"):
+        another = tokenizer(ARCHITECTURES["qwen2"].splitting, normalizer)
+        save_pretrained(tmp_path / f"{normalizer}", model, another)
     model.blocks.attention.out.bias[...] += 0.5
     save_pretrained(tmp_path / "bias", model, own)
-    for name in ("other", "bias"):
+    for name in ("other", "None", "NFKC", "bias"):
         assert config_of(tmp_path / name)["model_type"] == "llama"
     assert_same_parameters(from_pretrained(tmp_path / "bias"), model)
 

@@ -169,6 +169,16 @@ def test_the_rope_theta_of_an_object_comes_first(saved, name, rest):
     assert from_pretrained(directory).config.rope_theta == 7e5
 
 
+@pytest.mark.parametrize("of_model", [{}, {"original_max_position_embeddings": 12}])
+@pytest.mark.parametrize("of_object", [{}, {"original_max_position_embeddings": 9}])
+def test_the_original_context_of_the_model_comes_first(saved, of_model, of_object):
+    _, directory = saved
+    change_config(directory, rope_scaling={"rope_type": "yarn", "factor": 2.0} | of_object)
+    change_config(directory, **of_model)
+    originals = *of_model.values(), *of_object.values(), 64
+    assert from_pretrained(directory).config.rope_scaling.original_context == originals[0]
+
+
 def test_tensors_that_say_nothing_new_are_passed_over(saved):
     model, directory = saved
 

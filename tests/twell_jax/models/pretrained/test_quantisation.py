@@ -267,6 +267,21 @@ def test_tensors_that_are_not_what_the_settings_say_are_named(eight_bits, saved)
     assert f"not F8_E4M3: {name} F32" in str(error.value)
 
 
+def test_a_pattern_matches_the_beginning_of_a_name(eight_bits):
+    """As compressed-tensors' `match_name` has it: of the whole name, not of a part in it."""
+    config = config_of(eight_bits)["quantization_config"]
+    attention = r"re:model\.layers\.\d+\.self_attn"
+    change_config(
+        eight_bits, quantization_config=config | {"ignore": ["lm_head", attention, "re:.*down"]}
+    )
+    assert from_pretrained(eight_bits).quantised() == ("gate", "up")
+    change_config(
+        eight_bits, quantization_config=config | {"ignore": ["lm_head", attention, "re:down_proj"]}
+    )
+    with pytest.raises(PretrainedError, match=r"2 missing: .*0\.mlp\.down_proj\.weight_scale"):
+        from_pretrained(eight_bits)
+
+
 def test_weights_that_8_bits_cannot_hold_are_refused(saved, tmp_path):
     _, directory = saved
     name = "model.layers.1.mlp.up_proj.weight"
