@@ -1,6 +1,7 @@
 """A model with its tokenizer, loaded from a run, a Hugging Face directory or the hub."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from flax import nnx
@@ -71,12 +72,13 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
         subwords = pretrained_tokenizer.load(directory)
         prefix = tuple(pretrained_tokenizer.prefix(subwords))
         settings, _ = pretrained_config.read(directory, None, None)
-        _require_ids(settings.vocab_size, subwords, prefix)  # before weights are fetched and read
+        # before weights are fetched and read
+        _require_ids(settings.vocab_size, subwords, prefix, directory / "tokenizer.json")
         return LanguageModel(
             in_compute_dtype(from_pretrained(source, ffn_implementation=ffn_implementation)),
             subwords,
             prefix,
-            pretrained_config.stop_ids(directory) or (subwords.eot_id,),
+            pretrained_config.ends(directory)[1] or (subwords.eot_id,),
         )
     if not RunPaths(directory).config.exists():
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
@@ -86,12 +88,21 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
 
 
-def _require_ids(vocab_size: int, tokenizer: Tokenizer, prefix: tuple[int, ...]) -> None:
-    size = max([tokenizer.size, *(i + 1 for i in prefix)])
+def _require_ids(
+    vocab_size: int, tokenizer: Tokenizer, prefix: tuple[int, ...], path: Path | None = None
+) -> None:
+    """Raises ConfigError where the model lacks ids; `path` is of the file that has the prefix."""
+    size = tokenizer.size
     if size > vocab_size:
         raise ConfigError(
             f"the tokenizer has {size} ids, the model only {vocab_size}; take the model's own "
             "tokenizer, or enlarge the model's embedding"
+        )
+    if outside := [i for i in prefix if not 0 <= i < vocab_size]:
+        where = f"{path}: post_processor" if path else "the prefix"
+        raise ConfigError(
+            f"{where} puts id {outside[0]} before a text, but the model's vocabulary is 0 to "
+            f"{vocab_size - 1}; write the id that this token has there"
         )
 
 

@@ -180,8 +180,8 @@ def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def stop_ids(directory: Path) -> tuple[int, ...]:
-    """The ids of the tokens that end a text; none if the files do not say.
+def ends(directory: Path) -> tuple[Path, tuple[int, ...]]:
+    """The ids of the tokens that end a text, and the file that names them; no ids if none does.
 
     Raises:
       PretrainedError: a file cannot be read, or names something other than ids.
@@ -194,5 +194,5 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
         ids = found if isinstance(found, list) else [found]
         if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise PretrainedError(f"{path}: eos_token_id must be an id or a list of them: {ids!r}")
-        return tuple(ids)
-    return ()
+        return path, tuple(ids)
+    return directory / "config.json", ()

@@ -24,12 +24,18 @@ def load(directory: Path) -> SubwordTokenizer:
         backend = hf.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise PretrainedError(f"{path}: cannot be read ({error})") from None
-    ids = config.stop_ids(directory) or map(backend.token_to_id, END_OF_TEXT)
+    source, ends = config.ends(directory)
+    ids = ends or map(backend.token_to_id, END_OF_TEXT)
     known = [t for i in ids if i is not None and (t := backend.id_to_token(i)) is not None]
+    if not known and ends:
+        raise PretrainedError(
+            f"{source}: eos_token_id={', '.join(map(str, ends))}, but {path} has ids up to "
+            f"{max(backend.get_vocab().values(), default=-1)}; write that of its end-of-text token"
+        )
     if not known:
         raise PretrainedError(
-            f"{directory}: config.json names no eos_token_id that is in the vocabulary, and none "
-            f"of {', '.join(END_OF_TEXT)} is"
+            f"{source}: has no eos_token_id, and none of {', '.join(END_OF_TEXT)} is a token in "
+            f"{path}; write eos_token_id"
         )
     return SubwordTokenizer(backend, known[0])
 
