@@ -26,6 +26,8 @@ class LanguageModel:
       tokenizer: translates between text and token ids.
       prefix: ids that the model expects before every text, such as the id of <s>.
       stop_ids: ids that end a text.
+      bos_id: the id that begins a text, such as that of <s>, which `prefix` may leave out; None if
+        there is none.
 
     Raises:
       ConfigError: the tokenizer or the prefix has ids that the model's vocabulary lacks.
@@ -35,12 +37,18 @@ class LanguageModel:
     tokenizer: Tokenizer
     prefix: tuple[int, ...]
     stop_ids: tuple[int, ...]
+    bos_id: int | None = None
 
     def __post_init__(self) -> None:
         _require_ids(self.model.config.vocab_size, self.tokenizer, self.prefix)
 
+    @property
+    def first_id(self) -> int:
+        """The id after which a text without a context begins: end-of-text if none is named."""
+        return next(i for i in (self.bos_id, *self.prefix, self.tokenizer.eot_id) if i is not None)
+
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The ids of a text to continue; end-of-text if there are none.
+        """The ids of a text to continue; `first_id` if there are none.
 
         Args:
           text: plain text, even where it looks like a special token.
@@ -49,7 +57,7 @@ class LanguageModel:
         """
         prefix = () if special_tokens else self.prefix
         encoded = self.tokenizer.encode([text], special_tokens=special_tokens)[0]
-        return [*prefix, *encoded.tolist()] or [self.tokenizer.eot_id]
+        return [*prefix, *encoded.tolist()] or [self.first_id]
 
 
 def load(name: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
@@ -71,6 +79,7 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     if (directory / "config.json").exists():
         subwords = pretrained_tokenizer.load(directory)
         prefix = tuple(pretrained_tokenizer.prefix(subwords))
+        bos_id = pretrained_tokenizer.bos_id(directory, subwords)
         settings, _ = pretrained_config.read(directory, None, None)
         # before weights are fetched and read
         _require_ids(settings.vocab_size, subwords, prefix, directory / "tokenizer.json")
@@ -79,6 +88,7 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
             subwords,
             prefix,
             pretrained_config.ends(directory)[1] or (subwords.eot_id,),
+            bos_id,
         )
     if not RunPaths(directory).config.exists():
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")

@@ -7,7 +7,7 @@ import tokenizers as hf
 
 from twell_jax.data.tokenizers import END_OF_TEXT, ByteTokenizer, SubwordTokenizer, Tokenizer
 from twell_jax.models.pretrained import config
-from twell_jax.models.pretrained.config import PretrainedError
+from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 
 
 def load(directory: Path) -> SubwordTokenizer:
@@ -52,6 +52,30 @@ def prefix(tokenizer: SubwordTokenizer) -> list[int]:
         if 0 in encoding.special_tokens_mask:
             return encoding.ids[: encoding.special_tokens_mask.index(0)]
     return []
+
+
+def bos_id(directory: Path, tokenizer: SubwordTokenizer) -> int | None:
+    """The id of the token that begins a text, such as <s>; None if no file names one.
+
+    `prefix` need not have it: some tokenizers leave it to those who call them to put it there.
+
+    Raises:
+      PretrainedError: a file cannot be read, or names what is no token of the vocabulary.
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        named = read_json(path).get("bos_token") if path.exists() else None
+        token = named.get("content") if isinstance(named, dict) else named
+        if named is None:
+            continue
+        found = tokenizer.backend.token_to_id(token) if isinstance(token, str) else None
+        if found is None:
+            raise PretrainedError(
+                f"{path}: bos_token={token!r} is no token in {directory / 'tokenizer.json'}; "
+                "write one that is, or null"
+            )
+        return found
+    return None
 
 
 def splits_by(tokenizer: Tokenizer, pattern: str) -> bool:

@@ -95,3 +95,30 @@ def test_the_prefix_is_what_precedes_a_text_not_what_ends_it(processor, prefix, 
         backend.post_processor = processor
     tokenizer = SubwordTokenizer(backend, "</s>")
     assert pretrained_tokenizer.prefix(tokenizer) == prefix
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config": {"bos_token": "<s>"}}, 1),
+        ({"tokenizer_config": {"bos_token": {"content": "<b>", "lstrip": False}}}, 2),
+        ({"special_tokens_map": {"bos_token": "<s>"}}, 1),
+        ({"tokenizer_config": {"bos_token": None}, "special_tokens_map": {}}, None),
+        ({}, None),
+    ],
+)
+def test_the_token_that_begins_a_text_is_that_of_the_files(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    backend = hf.Tokenizer(hf.models.BPE(vocab=dict(TOKENS), merges=[]))
+    assert pretrained_tokenizer.bos_id(tmp_path, SubwordTokenizer(backend, "</s>")) == expected
+
+
+@pytest.mark.parametrize("token", ["<new>", 3, {"a": 1}, ["<s>"]])
+def test_a_token_that_begins_a_text_and_is_none_of_the_vocabulary_is_named(tmp_path, token):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": token}))
+    backend = hf.Tokenizer(hf.models.BPE(vocab=dict(TOKENS), merges=[]))
+    with pytest.raises(
+        PretrainedError, match=r"tokenizer_config.json: bos_token=.* is no token in"
+    ):
+        pretrained_tokenizer.bos_id(tmp_path, SubwordTokenizer(backend, "</s>"))
