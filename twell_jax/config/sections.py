@@ -53,7 +53,9 @@ class DataConfig(Section):
         "documents, of the text, from its end",
     )
     strict: bool = Field(
-        False, description="end the run at a file that is not UTF-8, instead of leaving it out"
+        False,
+        description="end the run at a file that is not UTF-8, or a row of a dataset whose text is "
+        "null, instead of leaving it out",
     )
     mask_documents: bool = Field(
         False, description="no attention across documents of a packed sequence"

@@ -35,6 +35,7 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
     arrays = []
     for path in paths:
         try:
+            _require_magic(path)
             array = np.load(path, mmap_mode="r")
         except (ValueError, OSError, EOFError) as error:
             raise ConfigError(f"{key}: {path}: not a readable .npy file ({error})") from None
@@ -47,6 +48,19 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
             )
         arrays.append(array)
     return TokenStream(arrays)
+
+
+def _require_magic(path: Path) -> None:
+    """Raises ValueError if a file does not begin as NumPy's do, which `np.load` takes for a pickle.
+
+    A file that holds nothing but ids is often called .bin.
+    """
+    with path.open("rb") as file:
+        if not file.read(6).startswith((b"\x93NUMPY", b"PK")):
+            raise ValueError(
+                "it does not begin as one; make one of bare ids by numpy.save('tokens.npy', "
+                f"numpy.fromfile({str(path)!r}, numpy.uint16)), or numpy.uint32"
+            )
 
 
 class TokenStream:

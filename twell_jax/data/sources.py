@@ -8,6 +8,7 @@ import glob
 import hashlib
 import io
 import json
+import logging
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from twell_jax.config import ConfigError, DataConfig
+
+log = logging.getLogger(__name__)
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -155,15 +158,22 @@ def _text_of(row: Any, field: str) -> str:
 class StreamedDocuments(Iterator[str]):
     """One pass over a Hugging Face dataset (a name, or a local directory), read as a stream.
 
+    Rows whose text is null are left out. The first of them is warned of, and then each whose number
+    among them is a power of ten.
+
     Args:
       data: names the dataset, its subset, split and text field.
       position: where to continue: the `position` of an earlier pass, or None for the beginning.
+      warns: whether rows that are left out are warned of.
 
     Raises:
-      ConfigError: the `datasets` library is missing, or the dataset cannot be opened or read.
+      ConfigError: the `datasets` library is missing, the dataset cannot be opened or read, or a row
+        has no text although `data.strict` is set. The message names the row; the first is row 1.
     """
 
-    def __init__(self, data: DataConfig, position: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, data: DataConfig, position: dict[str, Any] | None = None, *, warns: bool = True
+    ) -> None:
         try:
             import datasets
         except ImportError:
@@ -177,11 +187,14 @@ class StreamedDocuments(Iterator[str]):
             )
         except (ValueError, OSError) as error:
             raise ConfigError(f"data.name: {data.name}: {' '.join(str(error).split())}") from None
+        self._read = self._left_out = 0
         if position is not None:
-            self._dataset.load_state_dict(position)
+            # In checkpoints of 0.2 it is that of the dataset alone, and rows are counted from it.
+            self._dataset.load_state_dict(position.get("dataset", position))
+            self._read, self._left_out = position.get("rows", (0, 0))
         self._position = position
         self._rows = iter(self._dataset)
-        self._data = data
+        self._data, self._warns = data, warns
 
     @property
     def position(self) -> dict[str, Any] | None:
@@ -189,10 +202,30 @@ class StreamedDocuments(Iterator[str]):
         return self._position
 
     def __next__(self) -> str:
+        while (text := self._next_text()) is None:
+            self._left_out += 1
+            if self._warns and self._left_out == 10 ** (len(str(self._left_out)) - 1):
+                log.warning(
+                    "data.name: %s: row %d is left out, as its field %r is null; of the rows so "
+                    "far that is so for %d; data.strict=true makes it an error",
+                    *(self._data.name, self._read, self._data.text_field, self._left_out),
+                )
+        rows = [self._read, self._left_out]
+        self._position = {"dataset": self._dataset.state_dict(), "rows": rows}
+        return text
+
+    def _next_text(self) -> str | None:
+        """The text of the next row; None if the row is to be left out."""
+        data = self._data
+        self._read += 1
         try:
             row = next(self._rows)
-            self._position = self._dataset.state_dict()
-            return _text_of(row, self._data.text_field)
+            if not data.strict and row.get(data.text_field, "") is None:
+                return None
+            return _text_of(row, data.text_field)
         except (ValueError, OSError) as error:
             message = " ".join(str(error).split())
-            raise ConfigError(f"data.name: {self._data.name}: {message}") from None
+            hint = "; data.strict=false leaves out rows whose text is null" if data.strict else ""
+            raise ConfigError(
+                f"data.name: {data.name}: row {self._read}: {message}{hint}"
+            ) from None

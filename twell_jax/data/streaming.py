@@ -19,8 +19,8 @@ _WindowsFrom = Callable[[dict[str, Any]], Iterator[tuple[np.ndarray, dict[str, A
 
 
 def documents(data: DataConfig, *, held_out: bool) -> Iterator[str]:
-    """One pass over the training or the held-out documents."""
-    for text in StreamedDocuments(data):
+    """One pass over the training or the held-out documents; `batches` warns of bad rows."""
+    for text in StreamedDocuments(data, warns=False):
         if is_held_out(text, data.held_out_fraction) == held_out:
             yield text
 

@@ -1,6 +1,7 @@
 """Tokenizers turn text into token ids and back; each is stored as one JSON file."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ import tokenizers as hf
 from twell_jax.config import ConfigError
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
+_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a subword is called that stands for a byte
 _BATCH_CHARACTERS = 2**18  # encoded at once: enough for all threads, in little memory
 
 
@@ -112,6 +114,28 @@ class SubwordTokenizer:
     def to_json(self) -> str:
         backend = json.loads(self.backend.to_str())
         return json.dumps({"type": "tokenizers", "eot": self.eot, "tokenizer": backend})
+
+
+def is_fallback_byte(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token is a byte of a character that the vocabulary lacks.
+
+    Such bytes that follow each other are decoded together: a broken one makes all of them U+FFFD.
+    """
+    if not isinstance(tokenizer, SubwordTokenizer):
+        return False
+    return _FALLBACK.fullmatch(tokenizer.backend.id_to_token(int(token)) or "") is not None
+
+
+def start_of_text(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, position: int) -> int:
+    """The last place, at or before `position`, from where ids decode as they do among all of them.
+
+    That is 0, or where a token with a text stands that is no fallback byte. The text from there may
+    lack the space before it, and begin with U+FFFD for the rest of a character.
+    """
+    for start in range(min(position, len(ids) - 1), 0, -1):
+        if tokenizer.decode(ids[start : start + 1]) and not is_fallback_byte(tokenizer, ids[start]):
+            return start
+    return 0
 
 
 def from_json(text: str) -> Tokenizer:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.inference.sampling import Sampling, sample
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
@@ -17,7 +17,7 @@ _MULTIPLE = 64
 # Steps of one program; they divide `_MULTIPLE`. For one sequence the host limits, and what a call
 # takes it is shared by them.
 _TOGETHER = 4
-_CONTEXT = 16  # tokens of a prompt with which new tokens decode as they do after all of it
+_CONTEXT = 16  # tokens of a prompt, or more, with which new ones decode as they do after all of it
 ENDED = -1  # in place of the next token, for a sequence that has ended
 
 
@@ -166,18 +166,38 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the text of `new_ids`, which follow a prompt, piece by piece.
 
-    A piece ends at the end of a character, whose bytes may be spread over several tokens.
+    All pieces together are what decoding prompt and new ids at once gives, from where that differs
+    from decoding the prompt. A piece ends where no later token changes it: at the end of a
+    character, whose bytes may be spread over several tokens, and with byte fallback at the end of
+    all bytes that follow each other.
     """
-    context, piece = list(prompt[-_CONTEXT:]), []
+    start, before = len(prompt), ""
+    while start and not before.strip("\ufffd"):  # what precedes a whole character changes nothing
+        start = start_of_text(tokenizer, prompt, max(start - _CONTEXT, 0))
+        before = tokenizer.decode(prompt[start:])
+    context, piece = list(prompt[start:]), []
     for token in new_ids:
         piece.append(token)
-        text = _following(tokenizer, context, piece)
-        if text and not text.endswith("\ufffd"):  # else the last character still lacks bytes
+        text = _following(before, tokenizer.decode([*context, *piece]))
+        if text and not text.endswith("\ufffd") and _ends_a_text(tokenizer, piece):
             yield text
             context, piece = piece, []
-    yield _following(tokenizer, context, piece)
+            before = tokenizer.decode(context)
+    yield _following(before, tokenizer.decode([*context, *piece]))
 
 
-def _following(tokenizer, context, ids):
-    """The text of `ids` where they follow `context`: some tokenizers drop a space before a text."""
-    return tokenizer.decode([*context, *ids])[len(tokenizer.decode(context)) :]
+def _following(before: str, text: str) -> str:
+    """What a text has beyond the one before it, whose last character may have lacked bytes."""
+    while not text.startswith(before):
+        before = before[:-1]
+    return text.removeprefix(before)
+
+
+def _ends_a_text(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    """Whether the last of the ids that have a text is no byte that belongs to those after it."""
+    for token in reversed(ids):
+        if is_fallback_byte(tokenizer, token):
+            return False
+        if tokenizer.decode([token]):
+            return True
+    return False

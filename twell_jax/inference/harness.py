@@ -102,8 +102,10 @@ def table(results: dict[str, Any]) -> str:
 class HarnessModel(TemplateLM):
     """A `LanguageModel` with the interface of the harness, for `lm_eval.simple_evaluate`.
 
-    Like the harness's own Hugging Face backend, it puts a prefix token before an empty context,
-    cuts long contexts from the left, and splits long texts into windows.
+    Like the harness's own Hugging Face backend, it puts `first_id` before an empty context, cuts
+    long contexts from the left, and splits long texts into windows. Unlike it, it scores a whole
+    text as log p(text | first_id) also where the tokenizer puts <s> before texts: that backend then
+    scores a second <s> as the text's first token.
 
     Args:
       lm: the model.
@@ -124,7 +126,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self.lm.prefix[0] if self.lm.prefix else self.eot_token_id
+        return self.lm.first_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -152,7 +154,7 @@ class HarnessModel(TemplateLM):
         windows, owners = [], []
         for i, request in enumerate(requests):
             for window in get_rolling_token_windows(
-                token_list=self.tok_encode(*request.args),
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -160,7 +162,7 @@ class HarnessModel(TemplateLM):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(i)
         sums = [total for total, _ in self._loglikelihood_tokens(windows)]
-        return np.bincount(owners, sums, len(requests)).tolist()
+        return np.bincount(np.array(owners, int), sums, len(requests)).tolist()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         results: dict[int, str] = {}

@@ -1,6 +1,7 @@
 """A model with its tokenizer, loaded from a run, a Hugging Face directory or the hub."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from flax import nnx
@@ -25,6 +26,8 @@ class LanguageModel:
       tokenizer: translates between text and token ids.
       prefix: ids that the model expects before every text, such as the id of <s>.
       stop_ids: ids that end a text.
+      bos_id: the id that begins a text, such as that of <s>, which `prefix` may leave out; None if
+        there is none.
 
     Raises:
       ConfigError: the tokenizer or the prefix has ids that the model's vocabulary lacks.
@@ -34,12 +37,18 @@ class LanguageModel:
     tokenizer: Tokenizer
     prefix: tuple[int, ...]
     stop_ids: tuple[int, ...]
+    bos_id: int | None = None
 
     def __post_init__(self) -> None:
         _require_ids(self.model.config.vocab_size, self.tokenizer, self.prefix)
 
+    @property
+    def first_id(self) -> int:
+        """The id after which a text without a context begins: end-of-text if none is named."""
+        return next(i for i in (self.bos_id, *self.prefix, self.tokenizer.eot_id) if i is not None)
+
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The ids of a text to continue; end-of-text if there are none.
+        """The ids of a text to continue; `first_id` if there are none.
 
         Args:
           text: plain text, even where it looks like a special token.
@@ -48,7 +57,7 @@ class LanguageModel:
         """
         prefix = () if special_tokens else self.prefix
         encoded = self.tokenizer.encode([text], special_tokens=special_tokens)[0]
-        return [*prefix, *encoded.tolist()] or [self.tokenizer.eot_id]
+        return [*prefix, *encoded.tolist()] or [self.first_id]
 
 
 def load(name: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
@@ -70,13 +79,16 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     if (directory / "config.json").exists():
         subwords = pretrained_tokenizer.load(directory)
         prefix = tuple(pretrained_tokenizer.prefix(subwords))
+        bos_id = pretrained_tokenizer.bos_id(directory, subwords)
         settings, _ = pretrained_config.read(directory, None, None)
-        _require_ids(settings.vocab_size, subwords, prefix)  # before weights are fetched and read
+        # before weights are fetched and read
+        _require_ids(settings.vocab_size, subwords, prefix, directory / "tokenizer.json")
         return LanguageModel(
             in_compute_dtype(from_pretrained(source, ffn_implementation=ffn_implementation)),
             subwords,
             prefix,
-            pretrained_config.stop_ids(directory) or (subwords.eot_id,),
+            pretrained_config.ends(directory)[1] or (subwords.eot_id,),
+            bos_id,
         )
     if not RunPaths(directory).config.exists():
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
@@ -86,12 +98,21 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
 
 
-def _require_ids(vocab_size: int, tokenizer: Tokenizer, prefix: tuple[int, ...]) -> None:
-    size = max([tokenizer.size, *(i + 1 for i in prefix)])
+def _require_ids(
+    vocab_size: int, tokenizer: Tokenizer, prefix: tuple[int, ...], path: Path | None = None
+) -> None:
+    """Raises ConfigError where the model lacks ids; `path` is of the file that has the prefix."""
+    size = tokenizer.size
     if size > vocab_size:
         raise ConfigError(
             f"the tokenizer has {size} ids, the model only {vocab_size}; take the model's own "
             "tokenizer, or enlarge the model's embedding"
+        )
+    if outside := [i for i in prefix if not 0 <= i < vocab_size]:
+        where = f"{path}: post_processor" if path else "the prefix"
+        raise ConfigError(
+            f"{where} puts id {outside[0]} before a text, but the model's vocabulary is 0 to "
+            f"{vocab_size - 1}; write the id that this token has there"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.data.tokenizers import Tokenizer, start_of_text
 
 # Characters that are decoded beside those of the longest string: where tokens begin inside a
 # character or after a space, or end inside a character, their text differs from the whole text's.
@@ -36,9 +36,12 @@ class StopTexts:
         text = self._tokenizer.decode(ids[self._start :])
         self._found = any(string in text for string in self._strings)
         if len(ids) - self._start >= self._limit:
-            start = len(ids) - self._limit // 2
-            if len(self._tokenizer.decode(ids[start:])) >= self._characters:
+            start = start_of_text(self._tokenizer, ids, len(ids) - self._limit // 2)
+            shorter = start - self._start >= self._limit // 4
+            if shorter and len(self._tokenizer.decode(ids[start:])) >= self._characters:
                 self._start = start
             else:
-                self._limit *= 2  # tokens may have less than a character, or no text at all
+                # Tokens may have less than a character or no text at all, or be bytes that are
+                # decoded together.
+                self._limit *= 2
         return self._found

@@ -140,6 +140,19 @@ def test_bad_shards_are_named(tmp_path, array, message):
         shards.open_shards([path], key="data.paths")
 
 
+def test_bare_ids_are_named_with_what_makes_a_shard_of_them(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    with pytest.raises(ConfigError) as error:
+        shards.open_shards([path], key="data.paths")
+    says = str(error.value)
+    assert says.startswith(f"data.paths: {path}: not a readable .npy file") and "pickle" not in says
+    call = says[says.index("numpy.save(") : says.index("numpy.uint16))") + len("numpy.uint16))")]
+    eval(call.replace("'tokens.npy'", repr(str(tmp_path / "tokens.npy"))), {"numpy": np})
+    stream = shards.open_shards([tmp_path / "tokens.npy"], key="data.paths")
+    np.testing.assert_array_equal(stream.read(0, 1000), np.arange(1000))
+
+
 def test_truncated_shard_is_named(tmp_path):
     path = tmp_path / "bad.npy"
     np.save(path, np.zeros(1000, np.uint16))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from twell_jax import data
-from twell_jax.config import ConfigError
+from twell_jax.config import ConfigError, DataConfig
 from twell_jax.data import sources, streaming, tokenizers
 
 pytest.importorskip("datasets")
@@ -88,6 +88,58 @@ def test_processes_share_the_batch_of_one(make_config, dataset_dir):
             assert sorted(np.concatenate(parts).tolist()) == sorted(whole.tolist())
             assert all(process.get_state() == single.get_state() for process in processes)
         single = iter(data.load(config).train)
+
+
+NULLS = {17: 1, 18: 2, 40: 12}  # rows without a text before a document, both counted from 1
+
+
+@pytest.fixture
+def with_nulls(tmp_path, documents):
+    """The documents, among them rows without a text: 17, 19, 20 and 43 to 54."""
+    directory = tmp_path / "with nulls"
+    directory.mkdir()
+    rows = [
+        {"text": text}
+        for number, document in enumerate(documents, start=1)
+        for text in [*[None] * NULLS.get(number, 0), document]
+    ]
+    (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return DataConfig(source="hf", name=str(directory), held_out_fraction=0.3)
+
+
+def row_warnings(caplog):
+    found = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    caplog.clear()
+    assert not any("\n" in message for message in found)
+    return found
+
+
+def test_rows_without_a_text_are_left_out_and_warned_of(make_config, with_nulls, caplog):
+    loaded = data.load(make_config(with_nulls.model_dump(exclude={"cache_dir"})))
+    assert not row_warnings(caplog)  # it reads the dataset several times
+    take(iter(loaded.train), 50)  # more than an epoch
+    first, tenth, *_ = row_warnings(caplog)
+    assert "row 17 is left out, as its field 'text' is null; of the rows so far " in first
+    assert "row 49 is left out" in tenth and "that is so for 10; data.strict=true" in tenth
+
+
+def test_the_rows_are_numbered_the_same_after_a_restart(with_nulls, documents, caplog):
+    stream = sources.StreamedDocuments(with_nulls)
+    positions = [None] + [json.loads(json.dumps(stream.position)) for _ in stream]
+    messages = row_warnings(caplog)
+    assert len(messages) == 2
+    for start, later in (0, 2), (16, 2), (17, 1), (38, 1), (39, 1), (40, 0):
+        resumed = sources.StreamedDocuments(with_nulls, positions[start])
+        assert list(resumed) == documents[start:]
+        assert row_warnings(caplog) == messages[2 - later :]
+    as_of_0_2 = positions[20]["dataset"]
+    assert list(sources.StreamedDocuments(with_nulls, as_of_0_2)) == documents[20:]
+
+
+def test_strict_ends_at_a_row_without_a_text(make_config, with_nulls):
+    settings = with_nulls.model_dump(exclude={"cache_dir"}) | {"strict": True}
+    with pytest.raises(ConfigError, match=r": row 17: field 'text' must .*; data\.strict=false le"):
+        data.load(make_config(settings))
 
 
 def test_bpe_is_trained_on_the_stream(make_config, dataset_dir, documents):

@@ -159,6 +159,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
         generate.main([str(tmp_path), "--prompt", "x"])
 
 
+def test_a_template_with_a_token_that_the_model_lacks_is_refused(tmp_path):
+    save_pretrained(tmp_path, drawn.transformer(**MODEL), ByteTokenizer())
+    path = tmp_path / "tokenizer.json"
+    backend = hf.Tokenizer.from_file(str(path))
+    backend.post_processor = hf.processors.TemplateProcessing("<s> $A", None, [("<s>", 128000)])
+    backend.save(str(path))
+    (tmp_path / "model.safetensors").unlink()  # it is refused before these are read
+    says = f"^error: {path}: post_processor puts id 128000 before a text, but .* 0 to 256; .*"
+    with pytest.raises(SystemExit, match=says):
+        generate.main([str(tmp_path), "--prompt", "x"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -6,12 +6,12 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers as hf
 from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
-from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer, train_bpe
+from tests.twell_jax.inference.token_kinds import TEXT, TOKENIZERS
+from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import ENDED, GREEDY, generate, stream_text
 
 make = functools.partial(drawn.small, vocab_size=257, context=32)
@@ -130,32 +130,48 @@ def test_text_is_streamed_in_whole_characters():
     assert "".join(stream_text(tokenizer, prompt, cut)) == "a\ufffd"
 
 
-def with_spaces_in_words():
-    """A tokenizer that, as SentencePiece's, marks spaces in tokens and drops a text's first."""
-    vocabulary = {"</s>": 0, "\u2581": 1, "\u2581a": 2, "b": 3, "\u2581c\u00e9": 4}
-    backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=[]))
-    backend.add_special_tokens(["</s>"])
-    backend.decoder = hf.decoders.Metaspace()
-    return SubwordTokenizer(backend, "</s>")
+def draw_ids(draw, tokenizer):
+    """Ids of a text of which some are missing, and among them drawn ones and ends of text."""
+    ids = tokenizer.encode([TEXT])[0].tolist()
+    for extra in (draw.integers(0, tokenizer.size + 1, 5).tolist(), [tokenizer.eot_id] * 40):
+        if draw.integers(2):
+            place = draw.integers(len(ids) + 1)
+            ids[place:place] = extra
+    return [token for token in ids if draw.integers(40)]
 
 
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        ByteTokenizer(),
-        train_bpe(["d\u00e9f \u6f22 = '\u6f22\u5b57' + \u00e9\u00e9 \u6f22\u5b57"] * 3, 262),
-        with_spaces_in_words(),
-    ],
-    ids=["bytes", "bpe", "spaces in words"],
-)
-def test_streamed_text_is_that_of_all_tokens_together(tokenizer):
-    for count in (0, 1, 40, 300):
-        ids = seeds.rng().integers(0, tokenizer.size, 2 + count).tolist()
-        prompt, new = [*ids[: -count or None], 1, 2], ids[len(ids) - count :]
-        whole = tokenizer.decode([*prompt, *new])
-        assert (
-            "".join(stream_text(tokenizer, prompt, new)) == whole[len(tokenizer.decode(prompt)) :]
-        )
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_streamed_text_is_that_of_all_tokens_together(name):
+    tokenizer, draw = TOKENIZERS[name](), seeds.rng()
+    for _ in range(12):
+        ids = draw_ids(draw, tokenizer)
+        for cut in (0, *draw.integers(0, len(ids) + 1, 3)):
+            before, whole = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+            while not whole.startswith(before):  # the prompt ends inside of a character
+                before = before[:-1]
+            assert before + "".join(stream_text(tokenizer, ids[:cut], ids[cut:])) == whole
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_text_that_no_later_token_changes_does_not_wait(name):
+    """A word comes before the one after the next has begun."""
+    tokenizer, words = TOKENIZERS[name](), ["don", "now", "don", "now", "don"]
+    if name == "undecoded":
+        words = ["a"] * 5
+    taken, ids = [], [tokenizer.encode([" " + word])[0].tolist() for word in words]
+    text = ""
+    for piece in stream_text(tokenizer, [], (taken.append(i) or i for row in ids for i in row)):
+        text += piece
+        begun = int(np.searchsorted(np.cumsum([len(row) for row in ids]), len(taken))) + 1
+        assert len(text.split()) >= begun - 1
+    assert text.split() == words
+
+
+def test_characters_after_a_prompt_that_ends_in_characters_that_the_vocabulary_lacks():
+    tokenizer = TOKENIZERS["prepend"]()
+    prompt = tokenizer.encode(["a " + "中" * 6])[0].tolist()  # 16 tokens begin inside one
+    new = tokenizer.encode(["中文 b"])[0].tolist()[1:]
+    assert "".join(stream_text(tokenizer, prompt, new)) == "中文 b"
 
 
 class Counting(ByteTokenizer):

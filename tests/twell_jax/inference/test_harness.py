@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 from functools import partialmethod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -152,6 +154,28 @@ def test_a_long_text_is_scored_in_windows(lm):
         logp = log_probabilities(lm, ids[end - CONTEXT : end])
         expected += logp[np.arange(start - end, 0), ids[start + 1 : end + 1]].sum()
     np.testing.assert_allclose(totals[1], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("puts_it", [False, True])
+def test_a_text_begins_after_the_bos_token_and_only_once(saved, tmp_path, puts_it):
+    """The files name one, which a template puts before texts or leaves to whom it may concern."""
+    directory = shutil.copytree(saved, tmp_path / "model")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "!"}))
+    if puts_it:
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        backend.post_processor = tokenizers.processors.TemplateProcessing("! $A", None, [("!", 33)])
+        backend.save(str(directory / "tokenizer.json"))
+    lm = load(str(directory))
+    model = HarnessModel(lm, batch=BATCH)
+    expected = log_probabilities(lm, [33, *b"shor"])[np.arange(5), list(b"short")].sum()
+    texts = instances("loglikelihood_rolling", ("short",), ("",))
+    np.testing.assert_allclose(model.loglikelihood_rolling(texts), [expected, 0], rtol=1e-4)
+    assert model.loglikelihood_rolling(texts[1:]) == [0]
+    alone = instances("loglikelihood", ("", "short"))
+    ((total, _),) = model.loglikelihood(alone, disable_tqdm=True)
+    np.testing.assert_allclose(total, expected, rtol=1e-4)
+    assert lm.encode("") == [33] and lm.encode("a") == [*[33] * puts_it, 97]
 
 
 def test_generation_ends_before_a_stop_text(lm):

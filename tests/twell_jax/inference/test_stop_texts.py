@@ -1,48 +1,17 @@
 """Strings at which text stops, in the end of the tokens as in all of them."""
 
-import json
-
 import numpy as np
 import pytest
-import tokenizers as hf
 
 from tests import seeds
-from twell_jax.data import tokenizers
-from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer
+from tests.twell_jax.inference.token_kinds import TEXT, TOKENIZERS
+from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference.stop_texts import StopTexts
-
-TEXT = (
-    "Q: é or 漢字? don't stop \U0001f600\U0001f600 now.\n\nA: naïve 字漢 \U0001f468‍\U0001f469! " * 6
-)
-
-
-def metaspace():
-    """Words have the space before them, but for the first; unknown characters are bytes."""
-    backend = hf.Tokenizer(hf.models.BPE())
-    backend.pre_tokenizer = hf.pre_tokenizers.Metaspace()
-    trainer = hf.trainers.BpeTrainer(vocab_size=70, special_tokens=["</s>"], show_progress=False)
-    backend.train_from_iterator([TEXT.encode("ascii", "ignore").decode()], trainer)
-    tree = json.loads(backend.to_str())
-    vocabulary = tree["model"]["vocab"]
-    size = len(vocabulary)
-    vocabulary |= {f"<0x{byte:02X}>": size + byte for byte in range(256)}
-    tree["model"]["byte_fallback"] = True
-    backend = hf.Tokenizer.from_str(json.dumps(tree))
-    steps = [hf.decoders.Replace("▁", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse()]
-    backend.decoder = hf.decoders.Sequence([*steps, hf.decoders.Strip(" ", 1, 0)])
-    return SubwordTokenizer(backend, "</s>")
-
-
-TOKENIZERS = {
-    "byte": ByteTokenizer,
-    "bpe": lambda: tokenizers.train_bpe([TEXT], 300),
-    "metaspace": metaspace,
-}
 
 
 def draw_ids(tokenizer):
     """Ids of a text, between them some that are drawn, and end-of-text, which has no text."""
-    draw, ids = seeds.rng(), tokenizer.encode([TEXT])[0].tolist()
+    draw, ids = seeds.rng(), tokenizer.encode([TEXT * 4])[0].tolist()
     for _ in range(6):
         place = draw.integers(len(ids))
         ids[place:place] = draw.integers(0, tokenizer.size, 5).tolist()
@@ -51,7 +20,7 @@ def draw_ids(tokenizer):
     return ids
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", ["byte", "bpe", "metaspace"])
 @pytest.mark.parametrize("length", [1, 2, 7, 40])
 def test_a_string_is_found_when_the_whole_text_contains_it(name, length):
     tokenizer = TOKENIZERS[name]()
@@ -70,6 +39,16 @@ def test_a_string_is_found_when_the_whole_text_contains_it(name, length):
                 found_at.add(count)
                 break
     assert found_at
+
+
+@pytest.mark.parametrize("name", ["bpe", "prepend", "unstripped"])
+def test_a_string_is_found_in_a_long_row_of_characters_that_the_vocabulary_lacks(name):
+    """With byte fallback, a part of them that begins inside a character is U+FFFD throughout."""
+    tokenizer = TOKENIZERS[name]()
+    ids = tokenizer.encode(["a" + "中字" * 40 + "文"])[0].tolist()
+    stops = StopTexts(tokenizer, ["文"])
+    found = [stops.found_in(ids[:count]) for count in range(len(ids) + 1)]
+    assert found == [False] * len(ids) + [True]
 
 
 def test_calls_may_leave_out_some_tokens():

@@ -42,6 +42,7 @@ class Architecture:
       passed_over: parts of the names of tensors that are not read.
       has_threshold: whether its weights were trained for a FATReLU, whatever `hidden_act` says.
       own_code: whether its class is code beside its weights and no part of transformers.
+      ignored: keys of its own in config.json that change no output.
       splitting: the regular expression by which transformers splits a text into words, whatever
         tokenizer.json says; None if that decides.
     """
@@ -61,6 +62,7 @@ class Architecture:
     passed_over: tuple[str, ...] = ()
     has_threshold: bool = False
     own_code: bool = False
+    ignored: frozenset[str] = frozenset()
     splitting: str | None = None
 
     @property
@@ -73,6 +75,11 @@ class Architecture:
         """The `hidden_act` of each activation that its class computes; transformers' lack one."""
         found = {ours: theirs for theirs, ours in self.activations.items()}
         return {key: found[key] for key in found if key != "fatrelu" or self.own_code}
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text; a set of many keys is easier to read so."""
+    return frozenset(text.split())
 
 
 _COMMON = {
@@ -88,7 +95,7 @@ _COMMON = {
 _LLAMA = Architecture("LlamaForCausalLM", _COMMON | {"max_position_embeddings": 2048})
 _QWEN2 = Architecture(
     "Qwen2ForCausalLM",
-    _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": None},
     {"attention_bias": True, "mlp_bias": False},
     absent=(_OUT_BIAS,),
     splitting=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -96,7 +103,13 @@ _QWEN2 = Architecture(
 )
 _QWEN3 = Architecture(
     "Qwen3ForCausalLM",
-    _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    _COMMON
+    | {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": None,
+    },
     {"mlp_bias": False},
     qk_norm=True,
 )
@@ -142,6 +155,7 @@ _MINICPM = Architecture(
     {"mlp_bias": False},
     scaled=True,
     own_code=True,
+    ignored=words("mup_denominator"),
 )
 
 # arXiv 2402.13516
@@ -150,6 +164,15 @@ _PROSPARSE = replace(_LLAMA, class_name="SparseLlamaForCausalLM", has_threshold=
 # The checkpoints released with arXiv 2603.23198 have a model_type that ends like this. They keep
 # hidden_act="silu" and use ReLU regardless.
 SPARSE = "_sparse_relu"
+_OF_SPARSE = words(
+    """
+    sparsity_use_hybrid_kernel sparsity_l0_cutoff sparsity_l0_cutoff_period
+    sparsity_mlp_execution_logic sparsity_do_track sparsity_baseline_run sparsity_reinitialize
+    sparsity_train_batch_size sparsity_per_device_train_batch_size sparsity_max_seq_len
+    sparsity_tokens_until_dead sparsity_l1_coeff sparsity_start_warmup_step
+    sparsity_end_warmup_step
+    """
+)
 
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -162,7 +185,9 @@ ARCHITECTURES = {
     "qwen3": _QWEN3,
     "sparsellama": _PROSPARSE,
 } | {
-    f"{name}{SPARSE}": replace(released, always={**released.always, "hidden_act": "relu"})
+    f"{name}{SPARSE}": replace(
+        released, always={**released.always, "hidden_act": "relu"}, ignored=_OF_SPARSE
+    )
     for name, released in (("llama", _LLAMA), ("qwen2", _QWEN2))
 }
 

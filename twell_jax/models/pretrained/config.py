@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from twell_jax.config import ModelConfig
 from twell_jax.config.model import ActivationName
-from twell_jax.models.pretrained import quantisation, rope
+from twell_jax.models.pretrained import keys, quantisation, rope
 from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE, Architecture
 from twell_jax.models.pretrained.json_file import (
     PretrainedError,
@@ -27,14 +27,6 @@ DTYPES = ("bfloat16", "float32")
 # What a model of a dtype that we do not compute in is read as: 16 bits remain 16, which is what the
 # kernels take. bfloat16 holds the range of float16, so nothing overflows; its values are rounded.
 _READ_AS = {"float16": "bfloat16"}
-
-# Keys for which the model supports these values alone; the first is the default.
-_FIXED = {
-    "use_sliding_window": (False,),
-    "pretraining_tp": (1,),
-    "num_experts": (None, 0),
-    "sparse_config": (None,),
-}
 
 # A key of ours alone: for each layer the number of live neurons. What we save has weights of zero
 # for the others, so that whoever does not know the key computes the same.
@@ -77,9 +69,7 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
     if name not in ARCHITECTURES:
         raise unsupported(path, "model_type", tree.get("model_type"), ARCHITECTURES)
     architecture = ARCHITECTURES[name]
-    for key, values in _FIXED.items():
-        if tree.get(key, values[0]) not in values:
-            raise unsupported(path, key, tree[key], values)
+    keys.check(path, tree, architecture)
     kinds = first(tree.get("layer_types"), [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
@@ -181,8 +171,8 @@ def _activation(
 
 def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
     """MiniCPM's: its files name the depth and the width of the model that it was tuned on."""
-    keys = ("scale_emb", "scale_depth", "dim_model_base", "num_hidden_layers", "hidden_size")
-    embed, depth, base_width, layers, width = (positive(path, key, given[key]) for key in keys)
+    names = ("scale_emb", "scale_depth", "dim_model_base", "num_hidden_layers", "hidden_size")
+    embed, depth, base_width, layers, width = (positive(path, key, given[key]) for key in names)
     return {
         "embed_scale": embed,
         "residual_scale": depth / math.sqrt(layers),
@@ -190,8 +180,8 @@ def _scales(path: Path, given: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def stop_ids(directory: Path) -> tuple[int, ...]:
-    """The ids of the tokens that end a text; none if the files do not say.
+def ends(directory: Path) -> tuple[Path, tuple[int, ...]]:
+    """The ids of the tokens that end a text, and the file that names them; no ids if none does.
 
     Raises:
       PretrainedError: a file cannot be read, or names something other than ids.
@@ -204,5 +194,5 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
         ids = found if isinstance(found, list) else [found]
         if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise PretrainedError(f"{path}: eos_token_id must be an id or a list of them: {ids!r}")
-        return tuple(ids)
-    return ()
+        return path, tuple(ids)
+    return directory / "config.json", ()

@@ -17,7 +17,10 @@ from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.config import PretrainedError
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", re.ASCII)
-_SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", files.INDEX)
+_SETTINGS = (
+    *("config.json", "generation_config.json", "tokenizer.json", files.INDEX),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Source:
     """Where the files of a model are.
 
     Attributes:
-      directory: holds what there is of config.json, generation_config.json and tokenizer.json, and
-        the weights if the model is not from the hub.
+      directory: holds what there is of the settings and the tokenizer, and the weights if the model
+        is not from the hub.
       repository: the name on the hub, from which `fetch_weights` adds the weights; None: local.
     """
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from twell_jax.config import RopeScaling
+from twell_jax.models.pretrained.architectures import words
 from twell_jax.models.pretrained.json_file import PretrainedError, first, positive, unsupported
+from twell_jax.models.pretrained.keys import require_known
 
 _THETA = 1e4
 _DEFAULT = "default"
@@ -17,6 +19,13 @@ _NEEDED = {
 }
 _OF_YARN = ("beta_fast", "beta_slow", "truncate")
 _TYPES = (_DEFAULT, *_NEEDED)
+# A type has no use for the keys of the others. "finetuned" stands beside early yarns.
+_KEYS = words(
+    """
+    type rope_type rope_theta partial_rotary_factor original_max_position_embeddings finetuned
+    attention_factor mscale mscale_all_dim
+    """
+).union(_OF_YARN, *_NEEDED.values())
 
 
 def read(
@@ -63,6 +72,7 @@ def _scaling(
     kind = rope.get(key, _DEFAULT)
     if kind not in _TYPES:
         raise unsupported(path, f"{name}.{key}", kind, _TYPES)
+    require_known(path, f"{name}.", rope, _KEYS)
     if kind == _DEFAULT:
         return None
     context = positive(path, "max_position_embeddings", given["max_position_embeddings"])

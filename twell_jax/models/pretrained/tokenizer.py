@@ -7,7 +7,7 @@ import tokenizers as hf
 
 from twell_jax.data.tokenizers import END_OF_TEXT, ByteTokenizer, SubwordTokenizer, Tokenizer
 from twell_jax.models.pretrained import config
-from twell_jax.models.pretrained.config import PretrainedError
+from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 
 
 def load(directory: Path) -> SubwordTokenizer:
@@ -24,12 +24,18 @@ def load(directory: Path) -> SubwordTokenizer:
         backend = hf.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise PretrainedError(f"{path}: cannot be read ({error})") from None
-    ids = config.stop_ids(directory) or map(backend.token_to_id, END_OF_TEXT)
+    source, ends = config.ends(directory)
+    ids = ends or map(backend.token_to_id, END_OF_TEXT)
     known = [t for i in ids if i is not None and (t := backend.id_to_token(i)) is not None]
+    if not known and ends:
+        raise PretrainedError(
+            f"{source}: eos_token_id={', '.join(map(str, ends))}, but {path} has ids up to "
+            f"{max(backend.get_vocab().values(), default=-1)}; write that of its end-of-text token"
+        )
     if not known:
         raise PretrainedError(
-            f"{directory}: config.json names no eos_token_id that is in the vocabulary, and none "
-            f"of {', '.join(END_OF_TEXT)} is"
+            f"{source}: has no eos_token_id, and none of {', '.join(END_OF_TEXT)} is a token in "
+            f"{path}; write eos_token_id"
         )
     return SubwordTokenizer(backend, known[0])
 
@@ -46,6 +52,30 @@ def prefix(tokenizer: SubwordTokenizer) -> list[int]:
         if 0 in encoding.special_tokens_mask:
             return encoding.ids[: encoding.special_tokens_mask.index(0)]
     return []
+
+
+def bos_id(directory: Path, tokenizer: SubwordTokenizer) -> int | None:
+    """The id of the token that begins a text, such as <s>; None if no file names one.
+
+    `prefix` need not have it: some tokenizers leave it to those who call them to put it there.
+
+    Raises:
+      PretrainedError: a file cannot be read, or names what is no token of the vocabulary.
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        named = read_json(path).get("bos_token") if path.exists() else None
+        token = named.get("content") if isinstance(named, dict) else named
+        if named is None:
+            continue
+        found = tokenizer.backend.token_to_id(token) if isinstance(token, str) else None
+        if found is None:
+            raise PretrainedError(
+                f"{path}: bos_token={token!r} is no token in {directory / 'tokenizer.json'}; "
+                "write one that is, or null"
+            )
+        return found
+    return None
 
 
 def splits_by(tokenizer: Tokenizer, pattern: str) -> bool:

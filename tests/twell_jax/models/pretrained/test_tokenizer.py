@@ -44,11 +44,34 @@ def test_the_end_of_text_and_what_precedes_a_text_are_those_of_the_files(tmp_pat
     assert (loaded.eot, loaded.eot_id) == ("<|im_end|>", 258)
     assert pretrained_tokenizer.prefix(loaded) == [257]
 
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 999}')
-    with pytest.raises(PretrainedError, match="no eos_token_id that is in the vocabulary"):
-        pretrained_tokenizer.load(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [999, 0]}')
+    assert pretrained_tokenizer.load(tmp_path).eot_id == 0
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(PretrainedError, match=r"tokenizer.json: cannot be read"):
+        pretrained_tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("100000", "eos_token_id=100000, but {}/tokenizer.json has ids up to 256; write "),
+        ("[257, 300]", "eos_token_id=257, 300, but {}/tokenizer.json has ids up to 256; "),
+    ],
+)
+def test_an_end_of_text_outside_the_vocabulary_is_named(tmp_path, name, written, says):
+    pretrained_tokenizer.save(tmp_path, ByteTokenizer(), context=64)
+    (tmp_path / name).write_text(f'{{"eos_token_id": {written}}}')
+    with pytest.raises(PretrainedError) as error:
+        pretrained_tokenizer.load(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / name}: {says.format(tmp_path)}")
+    assert "endoftext" not in str(error.value)  # which the vocabulary has
+
+
+def test_without_any_end_of_text_the_key_is_named(tmp_path):
+    backend = hf.Tokenizer(hf.models.BPE(vocab={"a": 0}, merges=[]))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(PretrainedError, match=r"has no eos_token_id, and none of <\|endoftext\|>"):
         pretrained_tokenizer.load(tmp_path)
 
 
@@ -72,3 +95,30 @@ def test_the_prefix_is_what_precedes_a_text_not_what_ends_it(processor, prefix, 
         backend.post_processor = processor
     tokenizer = SubwordTokenizer(backend, "</s>")
     assert pretrained_tokenizer.prefix(tokenizer) == prefix
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config": {"bos_token": "<s>"}}, 1),
+        ({"tokenizer_config": {"bos_token": {"content": "<b>", "lstrip": False}}}, 2),
+        ({"special_tokens_map": {"bos_token": "<s>"}}, 1),
+        ({"tokenizer_config": {"bos_token": None}, "special_tokens_map": {}}, None),
+        ({}, None),
+    ],
+)
+def test_the_token_that_begins_a_text_is_that_of_the_files(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    backend = hf.Tokenizer(hf.models.BPE(vocab=dict(TOKENS), merges=[]))
+    assert pretrained_tokenizer.bos_id(tmp_path, SubwordTokenizer(backend, "</s>")) == expected
+
+
+@pytest.mark.parametrize("token", ["<new>", 3, {"a": 1}, ["<s>"]])
+def test_a_token_that_begins_a_text_and_is_none_of_the_vocabulary_is_named(tmp_path, token):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": token}))
+    backend = hf.Tokenizer(hf.models.BPE(vocab=dict(TOKENS), merges=[]))
+    with pytest.raises(
+        PretrainedError, match=r"tokenizer_config.json: bos_token=.* is no token in"
+    ):
+        pretrained_tokenizer.bos_id(tmp_path, SubwordTokenizer(backend, "</s>"))
