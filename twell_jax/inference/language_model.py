@@ -30,7 +30,7 @@ class LanguageModel:
         there is none.
 
     Raises:
-      ConfigError: the tokenizer or the prefix has ids that the model's vocabulary lacks.
+      ConfigError: the tokenizer, the prefix or `bos_id` has ids that the model's vocabulary lacks.
     """
 
     model: Transformer
@@ -40,7 +40,8 @@ class LanguageModel:
     bos_id: int | None = None
 
     def __post_init__(self) -> None:
-        _require_ids(self.model.config.vocab_size, self.tokenizer, self.prefix)
+        before = (*self.prefix, self.first_id)
+        _require_ids(self.model.config.vocab_size, self.tokenizer, before)
 
     @property
     def first_id(self) -> int:

@@ -1,5 +1,6 @@
 """The adaptor to lm-evaluation-harness (extra "eval"), on a local task without a network."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import load
 from twell_jax.models.pretrained import save_pretrained
@@ -176,6 +178,8 @@ def test_a_text_begins_after_the_bos_token_and_only_once(saved, tmp_path, puts_i
     ((total, _),) = model.loglikelihood(alone, disable_tqdm=True)
     np.testing.assert_allclose(total, expected, rtol=1e-4)
     assert lm.encode("") == [33] and lm.encode("a") == [*[33] * puts_it, 97]
+    with pytest.raises(ConfigError, match=r"puts id 257 before a text, but .* is 0 to 256"):
+        dataclasses.replace(lm, bos_id=257)
 
 
 def test_generation_ends_before_a_stop_text(lm):
