@@ -8,55 +8,10 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
-from tests import seeds
 from tests.devices import make_mesh
+from tests.nnx_models import MLP, D, H, Model, call, draw
 from twell_jax import Rectifier, SparseMLP, capture_stats
 from twell_jax.convert import FORMS, replace_mlps
-
-D, H = 8, 48
-BLOCK = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-class MLP(nnx.Module):
-    """A feed-forward module whose layers have the given names."""
-
-    def __init__(self, form=BLOCK, activation=nnx.silu, **options):
-        self.form, self.activation = nnx.static(dict(form)), activation
-        rngs = nnx.Rngs(seeds.integer())
-        options = {"use_bias": False} | options
-        for role, name in form.items():
-            shape = (H, D) if role == "down" else (D, H)
-            setattr(self, name, nnx.Linear(*shape, rngs=rngs, **options))
-
-    def __call__(self, x):
-        up = getattr(self, self.form["up"])(x)
-        gated = "gate" in self.form
-        h = self.activation(getattr(self, self.form["gate"])(x)) * up if gated else None
-        return getattr(self, self.form["down"])(h if gated else self.activation(up))
-
-
-class Model(nnx.Module):
-    """A residual network around feed-forward modules, in the containers that models use."""
-
-    def __init__(self, *mlps):
-        self.norm = nnx.RMSNorm(D, rngs=nnx.Rngs(0))
-        self.first = mlps[0]
-        self.others = nnx.List([nnx.Dict(mlp=mlp) for mlp in mlps[1:]])
-
-    def __call__(self, x):
-        x = x + self.first(self.norm(x))
-        for layer in self.others:
-            x = x + layer["mlp"](self.norm(x))
-        return x
-
-
-def draw(*shape):
-    return seeds.rng().standard_normal(shape, np.float32)
-
-
-@nnx.jit
-def call(model, x):
-    return model(x)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
@@ -100,7 +55,7 @@ def test_dtypes_are_as_before(dtype, param_dtype, input_dtype):
     np.testing.assert_allclose(*(y.astype("float32") for y in (after, before)), atol=tolerance)
 
 
-@pytest.mark.parametrize("wide", BLOCK.values())
+@pytest.mark.parametrize("wide", FORMS[0].values())
 def test_one_float32_kernel_of_three_keeps_the_dtype_of_outputs(wide):
     mlp = MLP(param_dtype="bfloat16")
     kernel = getattr(mlp, wide).kernel
@@ -197,76 +152,54 @@ def test_a_module_at_two_places_stays_one():
     assert model.first is not model.others[0]["mlp"]
 
 
-def with_layer(**layers):
-    """A model whose second module has these instead of its own, or beside them."""
-    mlp = MLP()
-    for name, layer in layers.items():
-        setattr(mlp, name, layer)
-    return Model(MLP(), mlp)
+def test_another_usual_activation_is_no_other_block():
+    model = Model(*(MLP(activation=act) for act in (nnx.gelu, jnp.tanh, nnx.silu)))
+    assert len(replace_mlps(model)) == 3
 
 
-def of_several_dtypes():
+def test_a_shared_kernel_that_stays_as_it_is_stays_shared():
     model = Model(MLP(), MLP())
-    model.others[0]["mlp"].down_proj.dtype = jnp.bfloat16
-    return model
+    model.others[0]["mlp"].down_proj = model.first.down_proj
+    replace_mlps(model)
+    assert model.first.w_down is model.others[0]["mlp"].w_down
 
 
-def in_a_tuple():
-    model = Model(MLP())
-    model.others = nnx.data(({"mlp": MLP()}, MLP()))
-    return model
+def test_a_model_is_made_of_them_under_jit():
+    """As models are whose weights are sharded from the start."""
 
-
-UNSUITED = {  # what makes the model, and what is said
-    "biased": (
-        lambda: Model(MLP(), MLP(use_bias=True)),
-        "cannot replace others/0/mlp: gate_proj has a bias",
-    ),
-    "with dropout": (
-        lambda: with_layer(dropout=nnx.Dropout(0.1, rngs=nnx.Rngs(0))),
-        "others/0/mlp: it holds dropout/rngs.* beside gate_proj, up_proj, down_proj",
-    ),
-    "with other layers": (
-        lambda: with_layer(up_proj=nnx.LoRALinear(D, H, lora_rank=2, rngs=nnx.Rngs(0))),
-        "others/0/mlp: up_proj is LoRALinear, not nnx.Linear",
-    ),
-    "with experts": (
-        lambda: with_layer(gate_proj=nnx.Param(jnp.zeros((4, D, H)))),
-        "others/0/mlp: gate_proj is Param, not nnx.Linear",
-    ),
-    "of another shape": (
-        lambda: with_layer(down_proj=nnx.Linear(H, 4, use_bias=False, rngs=nnx.Rngs(0))),
-        r"others/0/mlp: kernels of shapes .*\(48, 4\).* do not fit each other",
-    ),
-    "of several dtypes": (
-        of_several_dtypes,
-        "others/0/mlp: its layers compute in different dtypes: .*bfloat16",
-    ),
-    "in a tuple": (
-        in_a_tuple,
-        "others/1: it is in a tuple, which cannot be changed; use nnx.List",
-    ),
-    "itself": (MLP, "cannot replace the model itself: it must be part of a module"),
-    "without one": (
-        lambda: Model(nnx.Linear(D, D, rngs=nnx.Rngs(0))),
-        "no module of the model has the layers",
-    ),
-    "a plain array": (
-        lambda: with_layer(up_proj=jnp.zeros((D, H))),
-        "others/0/mlp: up_proj is ArrayImpl, not",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNSUITED)
-def test_what_cannot_be_replaced_is_named_and_the_model_left_alone(name):
-    make, message = UNSUITED[name]
-    model = make()
-    before = nnx.graphdef(model)
-    with pytest.raises(ValueError, match=message) as raised:
+    @nnx.jit
+    def make():
+        model = Model(MLP())
         replace_mlps(model)
-    assert "\n" not in str(raised.value)
-    assert nnx.graphdef(model) == before
+        return model
+
+    assert type(make().first) is SparseMLP
+
+
+class Asks(Model):
+    """Calls its module as a `SparseMLP` cannot be called."""
+
+    def __call__(self, x):
+        return self.first(x, scale=1.0)
+
+
+class Scales(MLP):
+    def __call__(self, x, scale=1.0):
+        return scale * super().__call__(x)
+
+
+def test_outputs_of_the_model_are_checked_if_asked_for():
+    model, x = Model(MLP(), MLP()), draw(3, D)
+    before, graph = call(model, x), nnx.graphdef(model)
+    for model_, message in (
+        (model, "nothing is replaced, as with activation='relu' outputs of the model change by "),
+        (Asks(Scales()), "'relu' .* unexpected keyword argument 'scale'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace_mlps(model_, check=x)
+    assert nnx.graphdef(model) == graph
+    np.testing.assert_array_equal(call(model, x), before)
+    assert len(replace_mlps(model, activation="silu", check=(x,))) == 2
 
 
 def test_a_model_of_another_framework_is_refused():

@@ -11,6 +11,7 @@ from flax import nnx
 from twell_jax.analysis.activity import activity_patterns
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import BY_NEURON, LiveWidth, SparseMLP
+from twell_jax.ffn.numeric import is_integer
 from twell_jax.ffn.quantised import EightBits
 from twell_jax.models import Transformer
 
@@ -67,7 +68,7 @@ def prune_dead(
 
     Raises:
       ValueError: weights are quantised, usage does not have the shape of the model, or
-        multiple < 1.
+        multiple is no integer or < 1.
     """
     _require_floats(params["blocks"]["mlp"])
     shape = (config.layers, config.d_ff)
@@ -109,7 +110,7 @@ def prune_mlp(mlp: SparseMLP, usage: np.ndarray, *, multiple: int = 128) -> np.n
 
     Raises:
       ValueError: weights are quantised or stacked, usage does not have the module's shape, or
-        multiple < 1.
+        multiple is no integer or < 1.
     """
     _require_floats(nnx.state(mlp))
     if mlp.w_up.ndim != 2:
@@ -146,8 +147,8 @@ def _most_used(usage: np.ndarray, multiple: int, before: Any) -> PruneReport:
     Raises:
       ValueError: multiple < 1.
     """
-    if multiple < 1:
-        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    if not is_integer(multiple) or multiple < 1:
+        raise ValueError(f"multiple must be an integer of at least 1, got {multiple!r}")
     live = np.count_nonzero(usage, axis=1)
     d_ff = usage.shape[1]
     rounded = np.minimum(-(-live // multiple) * multiple, d_ff)

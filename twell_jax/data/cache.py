@@ -22,7 +22,8 @@ def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]
 
     One process builds while others that want the same entry wait. The entry gets its name only when
     it is complete, and the next builder removes what a killed one left. An entry is built again,
-    with a warning, if the sizes of its files have changed.
+    with a warning, if the sizes of its files have changed. A whole one is only read, so that its
+    directory may be read-only.
 
     Args:
       cache_dir: holds all entries; created if missing.
@@ -32,6 +33,8 @@ def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]
     text = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     complete, partial = cache_dir / name, cache_dir / f"{name}.partial"
+    if _is_intact(complete):  # nobody removes a whole one, so this needs no lock
+        return complete
     cache_dir.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(cache_dir / f"{name}.lock"):
         if complete.exists():

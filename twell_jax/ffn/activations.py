@@ -1,6 +1,6 @@
 """The activation functions of the feed-forward block."""
 
-import math
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels import rectifiers
 from pallas_kernels.rectifiers import Rectifier
+from twell_jax.ffn.numeric import is_number
 
 Name = Literal["relu", "relu2", "drelu", "silu"]
 Activation = Name | Rectifier
@@ -17,7 +18,7 @@ Activation = Name | Rectifier
 def rectifier(activation: Activation) -> Rectifier | None:
     """The rectifier that is meant; None for "silu", which is none."""
     if isinstance(activation, Rectifier):
-        return activation
+        return replace(activation, threshold=float(activation.threshold))
     return rectifiers.rectifier(activation, 0.0)
 
 
@@ -57,8 +58,7 @@ def problem(activation: Any, gated: bool) -> str | None:
     """Why there is no block with this activation, in words; None if there is one."""
     if isinstance(activation, Rectifier):
         threshold = activation.threshold
-        is_number = isinstance(threshold, int | float) and math.isfinite(threshold)
-        if not is_number or threshold < 0:
+        if not is_number(threshold) or threshold < 0:
             return f"Rectifier needs a threshold of 0 or more, such as 0.01, got {threshold!r}"
     elif activation == "fatrelu":
         return "'fatrelu' has a threshold: write activation=Rectifier(threshold=0.01)"

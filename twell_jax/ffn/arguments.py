@@ -1,11 +1,10 @@
 """Checks of what callers pass to `sparse_ffn` and `SparseMLP`, and what became of old names."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,21 +12,18 @@ from pallas_kernels.quantised import E4M3, Quantised
 from twell_jax.ffn import activations
 from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
 from twell_jax.ffn.lasso import Windows
+from twell_jax.ffn.numeric import are_int32, is_integer, is_number
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _threshold(given: Mapping[str, Any]) -> str:
     value, activation = given["threshold"], given.get("activation", "fatrelu")
     if activation != "fatrelu":
         return f"says nothing of activation={activation!r}: leave it out"
-    if "activation" not in given and _is_number(value) and value == 0:
+    if "activation" not in given and is_number(value) and value == 0:
         return "is gone where it is 0: leave it out"
-    if not (_is_number(value) and 0 < value < math.inf):
+    if not (is_number(value) and value > 0):
         return f"is now part of activation, and must be a number above 0, got {value!r}"
     return f"is now part of activation: write activation=Rectifier(threshold={value!r})"
 
@@ -38,7 +34,7 @@ def _gradient_capacity(given: Mapping[str, Any]) -> str:
         return "is gone where it is None: leave it out"
     if gradients is not None and gradients != "sparse":
         return f"says nothing of gradients={gradients!r}: leave it out"
-    if not (_is_number(value) and 0 < value <= 1):
+    if not (is_number(value) and 0 < value <= 1):
         return f"is now part of gradients, as a number above 0 and at most 1, got {value!r}"
     if gradients is None:  # those of a module may be sparse
         return f"is gone where gradients are not sparse: leave it out, else write gradients={value}"
@@ -86,7 +82,7 @@ def check_words(implementation: Any, packing: Any, named_by: str = "implementati
 
 def check_gradients(gradients: Any) -> None:
     """Raises ValueError if gradients are neither named nor a capacity."""
-    if _is_number(gradients):
+    if is_number(gradients):
         is_known = 0 < float(gradients) <= 1
     else:
         is_name = isinstance(gradients, str) and gradients in get_args(Gradients)
@@ -109,11 +105,18 @@ def check_live(live: Any, h: int) -> None:
     read."""
     if live is None:
         return
-    number = live if hasattr(live, "shape") else np.asarray(live)
-    if number.shape or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise ValueError(f"live must be one integer, got {number.dtype} {list(number.shape)}")
-    if isinstance(live, int | np.integer | np.ndarray) and not 0 <= live <= h:
-        raise ValueError(f"live must be from 0 to {h}, got {live}")
+    _check_index("live", live, h)
+
+
+def _check_index(name: str, index: Any, last: int) -> None:
+    """Raises ValueError unless it is one integer from 0 to the last; on the device, of int32."""
+    number = index if hasattr(index, "shape") else np.asarray(index)
+    if number.shape or not np.issubdtype(number.dtype, np.integer):
+        raise ValueError(f"{name} must be one integer, got {number.dtype} {list(number.shape)}")
+    if not isinstance(index, jax.Array | jax.ShapeDtypeStruct) and not 0 <= number <= last:
+        raise ValueError(f"{name} must be from 0 to {last}, got {index}")
+    if not are_int32(index):
+        raise ValueError(f"{name} on the device must be int32, got {number.dtype}")
 
 
 def check_windows(windows: Any, x: Any) -> None:
@@ -124,11 +127,19 @@ def check_windows(windows: Any, x: Any) -> None:
         raise ValueError(f"windows must be Windows or None, got {type(windows).__name__}")
     if x.ndim < 2:
         raise ValueError(f"windows need x [..., T, D], whose T tokens follow, got {list(x.shape)}")
-    documents = windows.documents
-    if documents is not None and documents.shape not in (x.shape[:-1], x.shape[-2:-1]):
+    length, documents = windows.length, windows.documents
+    if not is_integer(length) or not are_int32(length) or length < 1:
+        raise ValueError(f"windows.length must be an integer from 1 to 2^31 - 1, got {length!r}")
+    _check_index("windows.offset", windows.offset, length - 1)
+    if documents is None:
+        return
+    if not are_int32(documents):
+        kind = getattr(documents, "dtype", type(documents).__name__)
+        raise ValueError(f"windows.documents must be integers that int32 holds, got {kind}")
+    if np.shape(documents) not in (x.shape[:-1], x.shape[-2:-1]):
         raise ValueError(
             f"windows.documents must be {list(x.shape[:-1])}, a number for each token, got "
-            f"{list(documents.shape)}"
+            f"{list(np.shape(documents))}"
         )
 
 

@@ -23,7 +23,7 @@ class Windows:
         lies.
       documents: int32 `[..., T]`, a number for the document of each token, negative for padding,
         which belongs to no window. None: every sequence is one document, without padding.
-      length: tokens of a whole window.
+      length: tokens of a whole window, 1 or more. As all integers here it must fit into int32.
     """
 
     offset: jax.Array

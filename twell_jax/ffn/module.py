@@ -16,6 +16,7 @@ from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.arguments import refuses_old_names
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.lasso import Windows
+from twell_jax.ffn.numeric import is_integer
 from twell_jax.ffn.stats import FFNStats, no_stats
 from twell_jax.ffn.xla import Biases
 
@@ -174,6 +175,9 @@ class SparseMLP(nnx.Module):
         Raises:
           TypeError, ValueError, CannotServe: see `sparse_ffn`.
         """
+        if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+            # Here, as on the device 64 bits would become 32 before they become floats.
+            x = x.astype(self.dtype or self.w_up[...].dtype)
         x = jnp.asarray(x)
         is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
         dtype = self.dtype or (x if is_inexact else self.w_up[...]).dtype
@@ -203,7 +207,7 @@ class SparseMLP(nnx.Module):
 
 
 def _check_size(name: str, size: int) -> None:
-    if not isinstance(size, int | np.integer) or size < 1:
+    if not is_integer(size) or size < 1:
         raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
+from twell_jax.ffn.numeric import is_integer
 from twell_jax.inference.sampling import Sampling, sample
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
@@ -46,10 +47,12 @@ def generate(
 
     Raises:
       ValueError: there is no prompt, a prompt is empty or holds a token outside the vocabulary,
-        max_tokens < 0, or the seed does not fit into 32 bits.
+        max_tokens < 0 or no integer, or the seed no integer of 32 bits.
     """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+    if not is_integer(seed) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {seed!r}")
+    if not is_integer(max_tokens):
+        raise ValueError(f"max_tokens must be an integer, got {max_tokens!r}")
     if not len(prompts) or not all(map(len, prompts)) or max_tokens < 0:
         raise ValueError(
             "there must be a prompt, each must have a token, and max_tokens must be at least 0, "
@@ -58,6 +61,8 @@ def generate(
     for number, prompt in enumerate(prompts):
         # In place of its embedding, the model would read NaN or another token's.
         ids = np.asarray(prompt)
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompts[{number}] must hold token ids, got {ids.dtype}")
         if (outside := ids[(ids < 0) | (ids >= model.config.vocab_size)]).size:
             raise ValueError(
                 f"prompts[{number}] holds token {outside[0]}, but the model's vocabulary is 0 to "

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from twell_jax.ffn.numeric import is_integer, is_number
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,7 +26,7 @@ class Sampling:
 
     Raises:
       ValueError: temperature is neither 0 nor in [1e-6, 1e6], top_k not in [1, 2^31), top_p not in
-        (0, 1], or min_p not in [0, 1].
+        (0, 1], min_p not in [0, 1], or one is no number, as True.
     """
 
     temperature: float = 1.0
@@ -33,11 +35,14 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
+        for name in ("temperature", "top_p", "min_p"):
+            if not is_number(value := getattr(self, name)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         # Beyond these limits logits in float32 may become inf or equal.
         if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
             raise ValueError(f"temperature must be 0 or from 1e-6 to 1e6, got {self.temperature}")
-        if self.top_k is not None and not 1 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be at least 1 and less than 2^31, got {self.top_k}")
+        if self.top_k is not None and not (is_integer(self.top_k) and 1 <= self.top_k < 2**31):
+            raise ValueError(f"top_k must be an integer from 1 to 2^31 - 1, got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:

@@ -253,7 +253,11 @@ def test_tokens_that_fire_a_removed_neuron_are_told_one_by_one():
 
 @pytest.mark.parametrize(
     ("shape", "multiple", "message"),
-    [((2, 40), 8, r"usage must be .* \[3, 40\], got \[2, 40\]"), ((3, 40), 0, "multiple must")],
+    [
+        ((2, 40), 8, r"usage must be .* \[3, 40\], got \[2, 40\]"),
+        ((3, 40), 0, "multiple must"),
+        ((3, 40), True, "multiple must be an integer of at least 1, got True"),
+    ],
 )
 def test_bad_arguments_are_named(shape, multiple, message):
     with pytest.raises(ValueError, match=message):

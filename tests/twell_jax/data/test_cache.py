@@ -1,5 +1,6 @@
 import logging
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -81,6 +82,16 @@ def test_damaged_entry_is_built_again(tmp_path, caplog, damage):
         assert cache.entry(tmp_path, {}, build_both) == directory
     assert "damaged" in caplog.text
     assert contents(directory) == {"a": "half", "b": "rest"}
+    assert cache.entry(tmp_path, {}, must_not_build) == directory
+
+
+def test_a_whole_entry_is_only_read(tmp_path, monkeypatch):
+    """As in a read-only directory; one of a test that runs as root could be written."""
+    directory = cache.entry(tmp_path, {}, build_both)
+    for path in (*tmp_path.glob("*.lock"), *tmp_path.glob("*/*.lock")):
+        path.unlink()
+    monkeypatch.setattr(cache.filelock, "FileLock", must_not_build)
+    monkeypatch.setattr(pathlib.Path, "mkdir", must_not_build)
     assert cache.entry(tmp_path, {}, must_not_build) == directory
 
 

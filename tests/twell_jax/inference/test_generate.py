@@ -116,6 +116,14 @@ def test_special_tokens_of_a_prompt_are_read_on_purpose(saved, capsys):
     assert (read(run, "--special-tokens"), read(exported, "--special-tokens")) == (3, 3)
 
 
+def test_all_ends_of_text_of_the_files_stop_a_text(saved):
+    run, exported = saved[1].directory, saved[1].directory / "exported"
+    export.main([str(run), str(exported)])
+    assert language_model.load(str(exported)).stop_ids == (256,)
+    (exported / "generation_config.json").write_text('{"eos_token_id": [256, 10]}')
+    assert language_model.load(str(exported)).stop_ids == (256, 10)
+
+
 def test_a_tilde_is_the_home_directory(saved, monkeypatch):
     home = saved[1].directory.parent
     monkeypatch.setenv("HOME", str(home))

@@ -97,6 +97,8 @@ def test_stop_tokens_end_each_sequence_by_itself(model):
         ([], 3, "got \\[\\]"),
         ([[1], []], 3, "got \\[1, 0\\]"),
         ([[1]], -1, "max_tokens=-1"),
+        ([[1]], 2.5, "max_tokens must be an integer, got 2.5"),
+        ([[1.0]], 3, r"prompts\[0\] must hold token ids, got float64"),
         ([[1], [0, 257]], 3, r"prompts\[1\] holds token 257, .* 0 to 256"),
         ([np.array([2, -1])], 3, r"prompts\[0\] holds token -1"),
     ],
@@ -104,6 +106,12 @@ def test_stop_tokens_end_each_sequence_by_itself(model):
 def test_what_cannot_be_continued(model, prompts, max_tokens, says):
     with pytest.raises(ValueError, match=says):
         generate(model, prompts, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, -1, 2**32])
+def test_a_seed_is_an_integer_of_32_bits(model, seed):
+    with pytest.raises(ValueError, match=f"seed must be an integer from 0 to .*, got {seed}$"):
+        generate(model, [[1]], max_tokens=1, seed=seed)
 
 
 def test_no_tokens_are_wanted(model):

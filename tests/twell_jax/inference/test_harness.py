@@ -183,7 +183,8 @@ def test_a_text_begins_after_the_bos_token_and_only_once(saved, tmp_path, puts_i
 
 
 def test_generation_ends_before_a_stop_text(lm):
-    contexts = ["one", "another, longer", "two", "x" * 200]
+    long = " ".join(map(str, range(70)))
+    contexts = ["one", "another, longer", long[-(CONTEXT - MAX_NEW) :], long]
     options = {"until": [], "max_gen_toks": MAX_NEW}
 
     def run(**changes):
@@ -192,6 +193,7 @@ def test_generation_ends_before_a_stop_text(lm):
 
     free = run()
     assert free == run(do_sample=False) == run(until=[""])  # the most likely tokens
+    assert free[2] == free[3]  # of a context that is too long its end counts
     stop = max(free, key=len)[-1]
     assert run(until=[stop]) == [text.split(stop)[0] for text in free]
     spanning = max(free, key=len)[4:7]  # three tokens

@@ -75,8 +75,8 @@ def test_only_the_likely_tokens_are_kept(options, kept):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("temperature", value) for value in (-1.0, float("nan"), 1e-40, float("inf"))),
-        *(("top_k", value) for value in (2**31, 0)),
+        *(("temperature", value) for value in (-1.0, float("nan"), 1e-40, float("inf"), "1", True)),
+        *(("top_k", value) for value in (2**31, 0, 1.5, True)),
         *(("top_p", value) for value in (0.0, 1.5)),
         *(("min_p", value) for value in (-0.1, 2.0)),
     ],

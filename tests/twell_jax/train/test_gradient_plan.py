@@ -56,6 +56,12 @@ def test_a_change_is_announced_one_plan_ahead():
     assert plan.capacities == plan.announced == (CAPACITY, CAPACITY)
 
 
+def test_what_is_announced_stays_with_the_margin_of_a_sparse_layer():
+    plan = revised(GradientPlan.dense(1), (0.67, 0.1))
+    plan = revised(plan, (0.70, 0.1))  # with which no dense layer becomes sparse
+    assert plan.capacities == plan.announced == (CAPACITY,)
+
+
 def test_what_no_longer_fits_when_its_time_comes_is_taken_back():
     plan = revised(GradientPlan.dense(1), (0.2, 0.1))
     plan = revised(plan, (0.8, 0.1))

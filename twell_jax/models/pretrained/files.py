@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 from pallas_kernels.quantised import E4M3
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json
@@ -61,6 +63,14 @@ def write_index(directory: Path, places: Mapping[str, str], total_size: int) -> 
     """Writes the index of tensors by the names of their files; `total_size` is in bytes."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(places)}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a new file of safetensors."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask says; safetensors' own are the owner's alone
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(stat.S_IMODE(mode))
 
 
 @contextlib.contextmanager

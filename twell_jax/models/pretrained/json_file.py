@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from twell_jax.ffn.numeric import is_number
+
 
 class PretrainedError(ValueError):
     """A directory that cannot be loaded, or a model that cannot be saved; the message says why."""
@@ -46,6 +48,6 @@ def positive(path: Path, key: str, value: Any) -> float:
     Raises:
       PretrainedError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not is_number(value) or value <= 0:
         raise PretrainedError(f"{path}: {key} must be a positive number, got {value!r}")
     return value

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from pallas_kernels.quantised import quantise
 from twell_jax.models.pretrained import files
@@ -153,8 +152,7 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     total = 0
     for name in names:
         tensors = _quantised(source / name, [_NAMES[part] for part in parts], copies_head)
-        save_file(tensors, directory / name, metadata={"format": "pt"})
-        (directory / name).chmod(0o644)  # safetensors makes it readable by the owner only
+        files.write(directory / name, tensors)
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if names != [files.FILE]:

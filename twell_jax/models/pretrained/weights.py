@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.quantised import AXES
@@ -208,8 +207,7 @@ def save(
                 array = array.astype(np.float32) - layout.offset
             array = array.astype(kept)
             tensors[name] = np.ascontiguousarray(array.T if layout.transposed else array)
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(0o644)  # safetensors makes it readable by the owner only
+        files.write(directory / file, tensors)
     if len(shards) > 1:
         places = {name: file for file, names in zip(written, shards, strict=True) for name in names}
         files.write_index(directory, places, sum(sizes.values()))

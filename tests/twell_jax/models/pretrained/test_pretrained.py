@@ -18,7 +18,13 @@ from tests.twell_jax.models.pretrained.small import (
 )
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import sharding
-from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained, weights
+from twell_jax.models.pretrained import (
+    PretrainedError,
+    config,
+    from_pretrained,
+    save_pretrained,
+    weights,
+)
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
 
 YARN = {"type": "yarn", "factor": 2, "original_context": 9, "attention_factor": 1.5, "beta_fast": 8}
@@ -88,6 +94,13 @@ def test_numbers_of_live_neurons_are_kept(tmp_path, changes):
     as_llama = from_pretrained(tmp_path)
     assert not as_llama.config.live_width
     np.testing.assert_array_equal(forward(as_llama, tokens), forward(model, tokens))
+
+
+def test_no_or_all_neurons_of_a_layer_may_be_live(saved):
+    _, directory = saved
+    change_config(directory, live_neurons=[0, 24])
+    _, stored = config.read(directory, None, None)
+    assert stored.live == (0, 24)
 
 
 @pytest.mark.parametrize("numbers", [[3], [3, 25], [3, -1], [3, 2.0], 3, [True, 1]])

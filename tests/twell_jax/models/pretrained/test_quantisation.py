@@ -1,6 +1,7 @@
 """Models with 8-bit weights in files, by the convention of compressed-tensors."""
 
 import json
+import os
 
 import jax
 import ml_dtypes
@@ -159,6 +160,19 @@ def test_the_command_quantises_files(tmp_path, max_shard_bytes):
     assert again.returncode == 1 and "is quantised already" in again.stderr
     full = call("-m", "twell_jax.quantise", source, out)
     assert full.returncode == 1 and "not empty; choose a new directory" in full.stderr
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_all_files_have_the_rights_that_the_umask_says(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_pretrained(tmp_path / "saved", make(), ByteTokenizer(), max_shard_bytes=9000)
+        assert not call("-m", "twell_jax.quantise", tmp_path / "saved", tmp_path / "new").returncode
+    finally:
+        os.umask(before)
+    for directory in ("saved", "new"):
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / directory).iterdir()}
+        assert modes == {0o666 & ~umask}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Over how many devices a call is split, and what its statistics make of that."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from tests import seeds
+from tests.devices import make_mesh
+from tests.pattern_shares import shares
+from twell_jax.ffn import partition, stats
+from twell_jax.ffn.partition import ONE_DEVICE, Devices
+
+AUTO, MANUAL, EXPLICIT = AxisType.Auto, AxisType.Manual, AxisType.Explicit
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ((AUTO, AUTO), Devices(2, 4)),
+        ((MANUAL, AUTO), Devices(1, 4)),
+        ((AUTO, MANUAL), Devices(2, 1)),
+        ((MANUAL, MANUAL), ONE_DEVICE),
+        ((MANUAL, EXPLICIT), Devices(1, 4, explicit_in_shard_map=True)),
+    ],
+)
+def test_manual_axes_are_split_already(types, expected):
+    assert partition.devices() == ONE_DEVICE
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 4), ("data", "tensor"), types)):
+        assert partition.devices() == expected
+
+
+def test_each_device_lets_tokens_leave_the_unions():
+    rng = seeds.rng()
+    active = rng.random((1300, 1408)) < 0.003
+    active[3::4] = rng.random((325, 1408)) < 0.9  # more than one device lets leave
+    h = active.astype(np.float32)
+    with jax.set_mesh(make_mesh((2,), ("data",))):
+        found = jax.jit(stats.of_dense)(h, h)
+    expected = shares(active, most_heavy=512)
+    np.testing.assert_allclose((found.union, found.listed), expected, rtol=1e-6)
+    assert expected[0] < shares(active)[0]
