@@ -1,9 +1,10 @@
 """Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
 
 `DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
-JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed. The digest of an
-array does not depend on how it is sharded, see docs/design/0021-digests.md. No random state is
-stored: random numbers follow from the seed and the number of the step.
+JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed, and the id of
+the run. The digest of an array does not depend on how it is sharded, see
+docs/design/0021-digests.md. No random state is stored: random numbers follow from the seed and the
+number of the step.
 """
 
 import hashlib
@@ -46,13 +47,15 @@ class Checkpoints:
       directory: holds the checkpoints; created if missing. What Orbax says when it cannot read or
         write one goes to `log.txt` beside it.
       keep: how many of the newest checkpoints are kept.
+      run: the id of the run. Checkpoints that hold another one count as broken, but not those that
+        hold none, as an older version saved them. None restores those of any run.
 
     Raises:
       CannotSave: at the end, the last checkpoint could not be written.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        self.directory = directory.absolute()
+    def __init__(self, directory: Path, keep: int, run: str | None = None) -> None:
+        self.directory, self._run = directory.absolute(), run
         divert_messages(self.directory.parent / "log.txt")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -87,7 +90,7 @@ class Checkpoints:
         digests = {
             "arrays": {name: digest_texts(x)[0] for name, x in digests_of_arrays(tree).items()},
             "data": digest_of_json(data_position),
-        }
+        } | ({"run": self._run} if self._run else {})
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(tree),
             data=ocp.args.JsonSave(data_position),
@@ -132,7 +135,9 @@ class Checkpoints:
         while (step := self._newest_besides(problems)) is not None:
             restored, problem = _tried(partial(_read, self.directory / str(step), items))
             if _all_agree(problem is None):  # to verify an array takes all processes
-                _, problem = _tried(partial(_verify, self.directory / str(step), restored))
+                _, problem = _tried(
+                    partial(_verify, self.directory / str(step), restored, self._run)
+                )
                 if _all_agree(problem is None):
                     self._report_broken(problems)
                     return restored
@@ -244,8 +249,8 @@ def _read(checkpoint: Path, items: dict[str, ocp.args.CheckpointArgs]) -> ocp.ar
         return reader.restore(checkpoint, args=ocp.args.Composite(**items))
 
 
-def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
-    """Compares what was read with the checkpoint's name and the digests of what was saved.
+def _verify(checkpoint: Path, restored: ocp.args.Composite, run: str | None) -> None:
+    """Compares what was read with the checkpoint's name, its run and the digests of what was saved.
 
     Raises:
       CheckpointError: they differ.
@@ -260,6 +265,8 @@ def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
             checkpoint,
         )
         return
+    if run and saved.get("run", run) != run:
+        raise CheckpointError("another run saved it, so it does not belong here")
     of_saved = saved["arrays"]
     damaged = [name for name, x in arrays.items() if set(digest_texts(x)) != {of_saved.get(name)}]
     if "data" in restored and digest_of_json(restored.data) != saved["data"]:

@@ -20,7 +20,7 @@ from twell_jax.train.init_from import initial_params, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress, redraw, show_result
-from twell_jax.train.run_directory import AnotherRun, RunPaths, open_run
+from twell_jax.train.run_directory import AnotherRun, RunPaths, open_checkpoints, open_run
 from twell_jax.train.state import TrainState
 from twell_jax.train.trainer import Trainer
 
@@ -106,7 +106,7 @@ def train(config: Config) -> None:
         jax.set_mesh(mesh)
         trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
         batches = iter(corpus.train)
-        with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+        with open_checkpoints(paths, config) as checkpoints:
             run = Run(config, paths, corpus, batches, trainer, checkpoints, console)
             step = _take_steps(run, stop_requested)
             batches.close()

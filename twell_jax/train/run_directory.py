@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class RunPaths:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(os.path.expanduser(directory))
         self.config = self.directory / "config.yaml"
+        self.id = self.directory / "id"
         self.tokenizer = self.directory / "tokenizer.json"
         self.checkpoints = self.directory / "checkpoints"
         self.metrics = self.directory / "metrics.jsonl"
@@ -78,7 +80,7 @@ def lock_run(run_dir: str | Path) -> Iterator[None]:
 def open_run(config: Config) -> RunPaths:
     """Creates the run's directory, or opens it to continue the run that it holds.
 
-    A run that has no checkpoint yet starts anew, with any settings.
+    A run that has no checkpoint yet starts anew, with any settings and another id.
 
     Raises:
       ConfigError: the directory holds something other than a run, or cannot be written.
@@ -98,6 +100,8 @@ def open_run(config: Config) -> RunPaths:
         try:
             paths.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(paths.config, config_lib.to_yaml(config))
+            if not has_started(paths):
+                write_atomically(paths.id, f"{uuid.uuid4().hex}\n")
         except OSError as error:
             raise _cannot("written", paths.directory, error) from None
     return paths
@@ -106,6 +110,16 @@ def open_run(config: Config) -> RunPaths:
 def has_started(paths: RunPaths) -> bool:
     """Whether the run has a checkpoint, so that it is continued rather than begun."""
     return paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
+
+
+def open_checkpoints(paths: RunPaths, config: Config) -> Checkpoints:
+    """The checkpoints of a run, which restore those of no other run.
+
+    An older version gave its runs no id: they restore what is there, and save without an id.
+    """
+    has_id = paths.id.exists()
+    run = paths.id.read_text(encoding="utf-8", errors="replace").strip() if has_id else None
+    return Checkpoints(paths.checkpoints, config.checkpoint_keep, run)
 
 
 def load_config(run_dir: str | Path) -> Config:
@@ -144,7 +158,7 @@ def last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx
       ConfigError: the run has no checkpoint yet.
       CheckpointError: no checkpoint is whole.
     """
-    with Checkpoints(RunPaths(run_dir).checkpoints, config.checkpoint_keep) as checkpoints:
+    with open_checkpoints(RunPaths(run_dir), config) as checkpoints:
         params = checkpoints.restore_params(abstract_params)
     if params is None:
         raise ConfigError(f"{run_dir}: the run has no checkpoint yet")

@@ -23,14 +23,14 @@ def abstract(state, sharding=None):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
 
 
-def save(directory, *steps, keep=3):
-    with Checkpoints(directory, keep) as checkpoints:
+def save(directory, *steps, keep=3, run=None):
+    with Checkpoints(directory, keep, run) as checkpoints:
         for step in steps:
             checkpoints.save(step, make_state(step), {"next_index": step})
 
 
-def restore(directory):
-    with Checkpoints(directory, keep=3) as checkpoints:
+def restore(directory, run=None):
+    with Checkpoints(directory, keep=3, run=run) as checkpoints:
         return checkpoints.restore(abstract(make_state(0)))
 
 

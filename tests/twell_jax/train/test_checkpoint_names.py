@@ -1,4 +1,4 @@
-"""A checkpoint is what its place says: of the step that names it."""
+"""A checkpoint is what its place says: of the step that names it, and of the run that has it."""
 
 import logging
 import shutil
@@ -76,3 +76,29 @@ def test_what_a_killed_first_write_left_is_no_checkpoint(directory):
     for step in (3, 6):
         (directory / str(step)).rename(directory / f"{step}.orbax-checkpoint-tmp")
     assert restore(directory) is None
+
+
+@pytest.fixture(scope="module")
+def of_two_runs(tmp_path_factory):
+    """The checkpoints of one run, among which the newest is of another."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "one"
+    save(directory, 3, run="one")
+    save(directory.with_name("other"), 6, run="other")
+    shutil.copytree(directory.with_name("other") / "6", directory / "6")
+    return directory
+
+
+def test_a_checkpoint_of_another_run_is_not_restored(of_two_runs, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert_is_step(restore(of_two_runs, run="one"), 3)
+    assert "step 6: CheckpointError: another run saved it" in caplog.text
+    with Checkpoints(of_two_runs, keep=3, run="one") as checkpoints:
+        assert checkpoints.restore_position() == {"next_index": 3}
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*step 6.*step 3: .*another"):
+        restore(of_two_runs, run="a third")
+
+
+def test_a_run_or_a_checkpoint_of_an_older_version_has_no_id(of_two_runs, directory, caplog):
+    assert_is_step(restore(of_two_runs), 6)
+    assert_is_step(restore(directory, run="one"), 6)
+    assert not caplog.records

@@ -1,15 +1,25 @@
 """The run directory: joined only by the run that it belongs to, and whole after any kill."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.twell_jax.train.saved import abstract, assert_is_step, make_state, save
 from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.train import run_directory
-from twell_jax.train.run_directory import load_config, lock_run, open_run, write_atomically
+from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.run_directory import (
+    RunPaths,
+    load_config,
+    lock_run,
+    open_checkpoints,
+    open_run,
+    write_atomically,
+)
 
 
 def settings(directory, **changes):
@@ -86,6 +96,34 @@ def test_without_a_checkpoint_there_is_nothing_to_continue(tmp_path):
     changed = settings(tmp_path, seed=1)
     open_run(changed)
     assert load_config(tmp_path) == changed
+
+
+def test_checkpoints_are_those_of_the_run_since_it_began(tmp_path):
+    first, again, other = tmp_path / "first", tmp_path / "again", tmp_path / "other"
+    ids = {open_run(settings(path)).id.read_text() for path in (first, again, other)}
+    ids.add(open_run(settings(again)).id.read_text())  # without a checkpoint it begins anew
+    assert len(ids) == 4
+
+    run, paths = begin(first), open_run(settings(first, steps=200))
+    shutil.rmtree(paths.checkpoints)
+    save(paths.checkpoints, 3, run=paths.id.read_text().strip())
+    with open_checkpoints(paths, run) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        checkpoints.save(6, make_state(6), {"next_index": 6})
+    open_run(run)
+    with open_checkpoints(paths, run) as checkpoints:
+        assert_is_step(checkpoints.restore(abstract(make_state(0))), 6)
+
+    shutil.copytree(paths.checkpoints, other / "checkpoints")
+    with (
+        open_checkpoints(RunPaths(other), run) as checkpoints,
+        pytest.raises(CheckpointError, match=r"step 6: .*another run saved it.* step 3: "),
+    ):
+        checkpoints.restore(abstract(make_state(0)))
+    (other / "id").unlink()  # as an older version left it
+    open_run(settings(other))
+    with open_checkpoints(RunPaths(other), run) as checkpoints:
+        assert_is_step(checkpoints.restore(abstract(make_state(0))), 6)
 
 
 @pytest.mark.parametrize("text", ["font: serif", "[1, 2", ""])
