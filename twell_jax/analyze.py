@@ -21,7 +21,8 @@ from twell_jax.ffn import CannotServe
 from twell_jax.plotting import title_of_run
 from twell_jax.train import interrupt, progress
 from twell_jax.train.checkpoint import CheckpointError
-from twell_jax.train.run_directory import RunPaths, load_run, open_checkpoints, write_atomically
+from twell_jax.train.durable import write_atomically
+from twell_jax.train.run_directory import RunPaths, load_run, open_checkpoints
 
 
 def analyze(run_dir: str, sequences: int | None, console: Console) -> None:

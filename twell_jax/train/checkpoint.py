@@ -27,6 +27,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from twell_jax.train.checkpoint_log import add_to_log, divert_messages, where_more_is
+from twell_jax.train.durable import sync_tree
 from twell_jax.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -60,13 +61,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._broken: list[int] = []
+        self._under_way: int | None = None  # the step whose checkpoint is written, or was last
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            self._write(self._manager.close)
+            self._write(partial(self._finish, self._manager.close))
         except CannotSave as another:
             if error is None:
                 raise
@@ -85,6 +87,7 @@ class Checkpoints:
           CannotSave: this checkpoint, or the one before, could not be written, or there is one of
             this step or a later one.
         """
+        self._write(partial(self._finish, self._manager.wait_until_finished))
         self._set_broken_aside()
         tree = _fields(state)
         digests = {
@@ -102,6 +105,7 @@ class Checkpoints:
                 f"{self._manager.latest_step()}; move that elsewhere, and the same command "
                 "continues"
             )
+        self._under_way = step
 
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The state and the data position of the newest whole checkpoint; None if there is none.
@@ -167,6 +171,13 @@ class Checkpoints:
             log.warning(
                 "checkpoint %s cannot be restored, %s%s", self.directory, problem, where_more_is()
             )
+
+    def _finish(self, wait: Callable[[], None]) -> None:
+        """Waits for the write under way, and until a power cut could not undo it."""
+        wait()
+        if self._under_way is not None and jax.process_index() == 0:
+            sync_tree(self.directory / str(self._under_way))
+        self._under_way = None
 
     def _write(self, call: Callable[[], Any]) -> Any:
         try:

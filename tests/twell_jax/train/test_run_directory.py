@@ -11,14 +11,13 @@ from tests.twell_jax.train.saved import abstract, assert_is_step, make_state, sa
 from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.train import run_directory
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.run_directory import (
     RunPaths,
     load_config,
     lock_run,
     open_checkpoints,
     open_run,
-    write_atomically,
 )
 
 
@@ -147,16 +146,6 @@ def test_a_directory_without_a_run_is_named(tmp_path):
         load_config(tmp_path / "nothing")
 
 
-def test_writing_that_is_cut_short_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file.txt"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "new \ud800")
-    assert path.read_text() == "old"
-    write_atomically(path, "new")
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"file.txt": "new"}
-
-
 def test_a_run_has_one_process(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "a")  # to a directory that is not there yet
     (tmp_path / "b").mkdir()
@@ -172,6 +161,23 @@ def test_a_run_has_one_process(tmp_path, monkeypatch):
             with lock_run(tmp_path / "b"):
                 pass
     assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", "link"}
+
+
+def test_a_run_whose_directory_is_moved_saves_nothing_in_its_place(tmp_path):
+    path, moved = tmp_path / "run", tmp_path / "moved"
+    gone = r"^run_dir: .*run is no longer the directory in which this run began; nothing is saved"
+    with lock_run(path) as require_in_place:
+        require_in_place()
+        path.rename(moved)
+        with pytest.raises(CannotSave, match=gone):
+            require_in_place()
+        with lock_run(path) as of_another:
+            of_another()
+            with pytest.raises(CannotSave, match=gone):
+                require_in_place()
+        path.rmdir()
+        path.symlink_to(moved)
+        require_in_place()
 
 
 def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, monkeypatch):
