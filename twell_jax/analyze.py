@@ -20,8 +20,9 @@ from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.plotting import title_of_run
 from twell_jax.train import interrupt, progress
-from twell_jax.train.checkpoint import CheckpointError, Checkpoints
-from twell_jax.train.run_directory import RunPaths, load_run, write_atomically
+from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.durable import write_atomically
+from twell_jax.train.run_directory import RunPaths, load_run, open_checkpoints
 
 
 def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
@@ -41,7 +42,7 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
     if sequences is not None:
         config = config_lib.from_dict(config.model_dump() | {"eval_sequences": sequences})
     corpus = data.load(config, tokenizer)
-    with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
+    with open_checkpoints(paths, config) as checkpoints:
         position = checkpoints.restore_position()
     if position is None or corpus.fingerprint != position["corpus"]:
         raise ConfigError(

@@ -1,12 +1,14 @@
-"""A disk that fails a run costs one line on the terminal, and no checkpoint that was whole."""
+"""A disk or an output that fails costs one line on the terminal, and no checkpoint that was whole."""
 
 import resource
 import shutil
+from pathlib import Path
 
 import orbax.checkpoint as ocp
 import pytest
 
 from tests.commands import call
+from tests.runs.started import final_state, start
 
 
 def train(workspace, run_dir):
@@ -65,3 +67,26 @@ def test_corrupt_manifests_are_one_line(workspace, run_dir, capfd):
         assert process.stderr.endswith(f"; details: {run_dir / 'log.txt'}\n")
         assert process.stderr.count("\n") == 1
     assert capfd.readouterr().err == ""  # not even from threads
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_is_closed_goes_on(workspace, tmp_path):
+    process = start(workspace, f"run_dir={tmp_path / 'run'}", "steps=12", "log_every=1")
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    with process.stderr as errors:
+        text = errors.read()
+    assert process.wait(timeout=120) == 0, text
+    assert text.count("standard output cannot be written (Broken pipe); the run goes on") == 1
+    final_state(tmp_path / "run", 12)
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_is_written_in_place(workspace, run_dir, monkeypatch):
+    write, written = Path.write_text, []
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, *text, **how: [written.append(path), write(path, *text)][1]
+    )
+    assert train(workspace, run_dir).returncode == 0
+    names = {path.name for path in written if path.parent == run_dir}
+    assert names == {"config.yaml.tmp", "tokenizer.json.tmp", "metrics.jsonl.tmp"}

@@ -22,8 +22,9 @@ def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]
 
     One process builds while others that want the same entry wait. The entry gets its name only when
     it is complete, and the next builder removes what a killed one left. An entry is built again,
-    with a warning, if the sizes of its files have changed. A whole one is only read, so that its
-    directory may be read-only.
+    with a warning, if its files are not those that were built: their digests are compared with the
+    manifest's, which reads every file once. A whole one is only read, so that its directory may be
+    read-only.
 
     Args:
       cache_dir: holds all entries; created if missing.
@@ -40,14 +41,14 @@ def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]
         if complete.exists():
             if _is_intact(complete):
                 return complete
-            log.warning("%s is damaged and built again", complete)
+            log.warning("%s is damaged, or of an older version, and built again", complete)
             shutil.rmtree(complete)
         if partial.exists():  # we hold the lock, so its builder is dead
             shutil.rmtree(partial)
         partial.mkdir()
         try:
             build(partial)
-            manifest = json.dumps(_sizes(partial), indent=1)
+            manifest = json.dumps(_digests(partial), indent=1)
             (partial / _MANIFEST).write_text(manifest)
             os.replace(partial, complete)
         finally:
@@ -55,14 +56,17 @@ def entry(cache_dir: Path, key: Mapping[str, Any], build: Callable[[Path], None]
     return complete
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    return {
-        path.name: path.stat().st_size for path in directory.iterdir() if path.name != _MANIFEST
-    }
+def _digests(directory: Path) -> dict[str, str]:
+    digests = {}
+    for path in directory.iterdir():
+        if path.name != _MANIFEST:
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
+    return digests
 
 
 def _is_intact(directory: Path) -> bool:
     try:
-        return json.loads((directory / _MANIFEST).read_text()) == _sizes(directory)
+        return json.loads((directory / _MANIFEST).read_text()) == _digests(directory)
     except (OSError, ValueError):
         return False

@@ -1,20 +1,19 @@
 """Orbax checkpoints of a run: asynchronous, atomic, and never overwritten.
 
 `DIRECTORY/STEP/state` holds the `TrainState`, `DIRECTORY/STEP/data` the position in the data, as
-JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed. The digest of an
-array does not depend on how it is sharded, see docs/design/0021-digests.md. No random state is
-stored: random numbers follow from the seed and the number of the step.
+JSON, and `DIRECTORY/STEP/digests` the digests of both, by which damage is noticed, and the id of
+the run. The digest of an array does not depend on how it is sharded, see
+docs/design/0021-digests.md. No random state is stored: random numbers follow from the seed and the
+number of the step.
 """
 
 import hashlib
-import inspect
 import itertools
 import json
 import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,11 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from twell_jax.train.checkpoint_log import add_to_log, divert_messages, where_more_is
+from twell_jax.train.durable import sync_tree
 from twell_jax.train.state import TrainState
 
 log = logging.getLogger(__name__)
-
-_NOISY = "absl", "asyncio"  # loggers; Orbax logs by way of absl
 
 
 class CheckpointError(RuntimeError):
@@ -49,24 +48,27 @@ class Checkpoints:
       directory: holds the checkpoints; created if missing. What Orbax says when it cannot read or
         write one goes to `log.txt` beside it.
       keep: how many of the newest checkpoints are kept.
+      run: the id of the run. Checkpoints that hold another one count as broken, but not those that
+        hold none, as an older version saved them. None restores those of any run.
 
     Raises:
       CannotSave: at the end, the last checkpoint could not be written.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        self.directory = directory.absolute()
-        _divert_messages(self.directory.parent / "log.txt")
+    def __init__(self, directory: Path, keep: int, run: str | None = None) -> None:
+        self.directory, self._run = directory.absolute(), run
+        divert_messages(self.directory.parent / "log.txt")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._broken: list[int] = []
+        self._under_way: int | None = None  # the step whose checkpoint is written, or was last
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            self._write(self._manager.close)
+            self._write(partial(self._finish, self._manager.close))
         except CannotSave as another:
             if error is None:
                 raise
@@ -82,20 +84,28 @@ class Checkpoints:
         """Starts writing a checkpoint; returns as soon as `state` may be donated.
 
         Raises:
-          CannotSave: this checkpoint, or the one before, could not be written.
+          CannotSave: this checkpoint, or the one before, could not be written, or there is one of
+            this step or a later one.
         """
+        self._write(partial(self._finish, self._manager.wait_until_finished))
         self._set_broken_aside()
         tree = _fields(state)
         digests = {
             "arrays": {name: digest_texts(x)[0] for name, x in digests_of_arrays(tree).items()},
             "data": digest_of_json(data_position),
-        }
+        } | ({"run": self._run} if self._run else {})
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(tree),
             data=ocp.args.JsonSave(data_position),
             digests=ocp.args.JsonSave(digests),
         )
-        self._write(partial(self._manager.save, step, args=items))
+        if not self._write(partial(self._manager.save, step, args=items)):
+            raise CannotSave(
+                f"{self.directory}: step {step} is not saved beside step "
+                f"{self._manager.latest_step()}; move that elsewhere, and the same command "
+                "continues"
+            )
+        self._under_way = step
 
     def restore(self, abstract_state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The state and the data position of the newest whole checkpoint; None if there is none.
@@ -112,18 +122,12 @@ class Checkpoints:
 
     def restore_params(self, abstract_params: nnx.State) -> nnx.State | None:
         """Restores the parameters alone, a third of the bytes; otherwise like `restore`."""
-        tree = {"params": abstract_params}
-        args = ocp.args.PyTreeRestore(
-            tree,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-            partial_restore=True,
-        )
-        restored = self._newest(state=args)
+        restored = self._newest(state=_and_the_step({"params": abstract_params}))
         return restored and restored.state["params"]
 
     def restore_position(self) -> dict[str, Any] | None:
         """Restores the position in the data alone; otherwise like `restore`."""
-        restored = self._newest(data=ocp.args.JsonRestore())
+        restored = self._newest(state=_and_the_step({}), data=ocp.args.JsonRestore())
         return restored and restored.data
 
     def _newest(self, **items: ocp.args.CheckpointArgs) -> Any:
@@ -135,7 +139,9 @@ class Checkpoints:
         while (step := self._newest_besides(problems)) is not None:
             restored, problem = _tried(partial(_read, self.directory / str(step), items))
             if _all_agree(problem is None):  # to verify an array takes all processes
-                _, problem = _tried(partial(_verify, self.directory / str(step), restored))
+                _, problem = _tried(
+                    partial(_verify, self.directory / str(step), restored, self._run)
+                )
                 if _all_agree(problem is None):
                     self._report_broken(problems)
                     return restored
@@ -144,27 +150,45 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole and fits this model. Nothing changed. "
                 + "; ".join(problems.values())
-                + _where_more_is()
+                + where_more_is()
             )
+        self._require_known_names()
         return None
+
+    def _require_known_names(self) -> None:
+        """Raises a `CheckpointError` if there are checkpoints, although none is named as a step."""
+        names = {path.parent.name for path in self.directory.glob("*/state")}
+        names = {name for name in names if ocp.utils.TMP_DIR_SUFFIX not in name}
+        if not _all_agree(not names):
+            raise CheckpointError(
+                f"{self.directory}: checkpoints are named by the number of their step, but here "
+                f"are {', '.join(sorted(names)) or 'other names'}; rename them"
+            )
 
     def _report_broken(self, problems: dict[int, str]) -> None:
         self._broken = list(problems)
         for problem in problems.values():
             log.warning(
-                "checkpoint %s cannot be restored, %s%s", self.directory, problem, _where_more_is()
+                "checkpoint %s cannot be restored, %s%s", self.directory, problem, where_more_is()
             )
 
-    def _write(self, call: Callable[[], Any]) -> None:
+    def _finish(self, wait: Callable[[], None]) -> None:
+        """Waits for the write under way, and until a power cut could not undo it."""
+        wait()
+        if self._under_way is not None and jax.process_index() == 0:
+            sync_tree(self.directory / str(self._under_way))
+        self._under_way = None
+
+    def _write(self, call: Callable[[], Any]) -> Any:
         try:
-            call()
+            return call()
         except Exception as error:  # of this write or of the one before, in a thread of Orbax
-            _add_to_log("a checkpoint cannot be written", error)
+            add_to_log("a checkpoint cannot be written", error)
             whole = self.newest_before(sys.maxsize)
             raise CannotSave(
                 f"{self.directory}: a checkpoint cannot be written: {_reason(error)}; "
                 + (f"{whole} is whole, and the same command continues from it" if whole else "")
-                + _where_more_is()
+                + where_more_is()
             ) from error
 
     def _newest_besides(self, tried: Container[int]) -> int | None:
@@ -192,12 +216,23 @@ def _fields(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in vars(state).items() if value is not None}
 
 
+def _and_the_step(tree: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    """Restores the arrays of `tree` of a state, and its step as an int32 of numpy."""
+    step = {"step": jax.ShapeDtypeStruct((), np.int32)}
+    args = ocp.checkpoint_utils.construct_restore_args(tree)
+    return ocp.args.PyTreeRestore(
+        step | tree,
+        restore_args={"step": ocp.RestoreArgs(restore_type=np.ndarray)} | args,
+        partial_restore=True,
+    )
+
+
 def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:
     """What `call` returns, or the first line of its error."""
     try:
         return call(), None
     except Exception as error:  # Orbax raises many kinds; all mean "not this one"
-        _add_to_log("a checkpoint cannot be restored", error)
+        add_to_log("a checkpoint cannot be restored", error)
         return None, _reason(error)
 
 
@@ -225,13 +260,15 @@ def _read(checkpoint: Path, items: dict[str, ocp.args.CheckpointArgs]) -> ocp.ar
         return reader.restore(checkpoint, args=ocp.args.Composite(**items))
 
 
-def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
-    """Compares what was read with the digests of what was saved.
+def _verify(checkpoint: Path, restored: ocp.args.Composite, run: str | None) -> None:
+    """Compares what was read with the checkpoint's name, its run and the digests of what was saved.
 
     Raises:
       CheckpointError: they differ.
     """
-    arrays = digests_of_arrays(restored.get("state"))  # by all processes, whatever they read
+    arrays = digests_of_arrays(restored.state)  # by all processes, whatever they read
+    if (step := int(restored.state["step"])) != int(checkpoint.name):
+        raise CheckpointError(f"it holds step {step}, so it must be named {step}")
     saved = restored.get("digests")
     if saved is None:
         log.warning(
@@ -239,6 +276,8 @@ def _verify(checkpoint: Path, restored: ocp.args.Composite) -> None:
             checkpoint,
         )
         return
+    if run and saved.get("run", run) != run:
+        raise CheckpointError("another run saved it, so it does not belong here")
     of_saved = saved["arrays"]
     damaged = [name for name, x in arrays.items() if set(digest_texts(x)) != {of_saved.get(name)}]
     if "data" in restored and digest_of_json(restored.data) != saved["data"]:
@@ -302,65 +341,3 @@ def _mixed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
-
-
-class _LogFile(logging.Handler):
-    """Keeps off the terminal what Orbax says when a checkpoint cannot be read or written.
-
-    For one cause Orbax and asyncio log hundreds of lines, some of them from threads that end later.
-    We name the cause in one line; everything else is added to the file at `path`. What cannot be
-    written there, as on a full disk, is lost.
-    """
-
-    path: Path
-    written = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            with self.path.open("a") as file:
-                file.write(f"{self.format(record)}\n")
-            self.written = True
-        except OSError:
-            pass
-
-
-_log_file = _LogFile(logging.WARNING)
-_log_file.setFormatter(
-    logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
-)
-_show_unraisable = sys.unraisablehook
-
-
-def _divert_messages(path: Path) -> None:
-    """From now on, messages go to the end of the file at `path`, created with the first of them."""
-    global _show_unraisable
-    _log_file.path, _log_file.written = path, False
-    for logger in map(logging.getLogger, _NOISY):
-        logger.propagate = False
-        if _log_file not in logger.handlers:
-            logger.addHandler(_log_file)
-    warnings.filterwarnings("ignore", r"coroutine 'Store\.", RuntimeWarning)  # Orbax's, at an error
-    if sys.unraisablehook is not _divert_unraisable:
-        _show_unraisable, sys.unraisablehook = sys.unraisablehook, _divert_unraisable
-
-
-def _add_to_log(message: str, error: Exception) -> None:
-    """Adds an error with its traceback to the file."""
-    record = logging.getLogger(__name__).makeRecord(
-        __name__, logging.ERROR, "", 0, message, (), (type(error), error, error.__traceback__)
-    )
-    _log_file.handle(record)
-
-
-def _where_more_is() -> str:
-    """Words that end a message: where there is more, if there is."""
-    return f"; details: {_log_file.path}" if _log_file.written else ""
-
-
-def _divert_unraisable(unraisable: Any) -> None:
-    """Takes what is left of coroutines whose event loop ended with the first error of several."""
-    error = unraisable.exc_value
-    if inspect.iscoroutine(unraisable.object) or str(error) == "Event loop is closed":
-        _add_to_log("left behind by an earlier error", error)
-    else:
-        _show_unraisable(unraisable)

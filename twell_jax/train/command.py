@@ -51,8 +51,9 @@ def _run(args: argparse.Namespace) -> None:
             distributed.initialize(config.mesh.heartbeat_seconds)
             memory.require_for_training(config, jax.device_count(), memory.of_device())
             first = jax.process_index() == 0
-            with lock_run(config.run_dir) if first else contextlib.nullcontext():
-                train(config)
+            lock = lock_run(config.run_dir) if first else contextlib.nullcontext(lambda: None)
+            with lock as require_in_place:
+                train(config, require_in_place)
     except (AnotherRun, CheckpointError) as error:
         distributed.fail(f"error: {error}", CANNOT_CONTINUE)
     except (ConfigError, CannotSave, CannotServe, NonFiniteLoss, OSError) as error:

@@ -11,16 +11,17 @@ from rich.console import Console
 
 from twell_jax import data
 from twell_jax.config import Config
-from twell_jax.data import Data, tokenizers
+from twell_jax.data import Data
 from twell_jax.models import sharding
 from twell_jax.train import distributed, metrics
 from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import initial_params, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient
-from twell_jax.train.progress import Progress, redraw, show_result
-from twell_jax.train.run_directory import AnotherRun, RunPaths, open_run
+from twell_jax.train.progress import Progress, patient_console, redraw, show_result
+from twell_jax.train.run_directory import AnotherRun, RunPaths, open_checkpoints, open_run
 from twell_jax.train.state import TrainState
 from twell_jax.train.trainer import Trainer
 
@@ -39,6 +40,7 @@ class Run:
       trainer: its compiled functions.
       checkpoints: its checkpoints, open.
       console: where it prints; silent in all processes but the first.
+      require_in_place: raises `CannotSave` if its directory is no longer where it was.
     """
 
     config: Config
@@ -48,6 +50,7 @@ class Run:
     trainer: Trainer
     checkpoints: Checkpoints
     console: Console
+    require_in_place: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Standing:
 
     def save(self, run: Run) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
+        run.require_in_place()
         # In checkpoints the plan is called "choice", and its inputs "choose_from".
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
         if self.plan:
@@ -78,21 +82,26 @@ class Standing:
         run.checkpoints.save(self.step, self.state, position)
 
 
-def train(config: Config) -> None:
+def train(config: Config, require_in_place: Callable[[], None]) -> None:
     """Trains until the last step, or until the process is asked to stop, and shows the result.
 
     All processes of a run call it. It sets JAX's current mesh.
 
+    Args:
+      config: the run.
+      require_in_place: of `lock_run` in the process that holds the lock; others do not look.
+
     Raises:
       AnotherRun: `run_dir` holds a run with other settings or text.
-      CannotSave: a checkpoint cannot be written; those before it are whole.
+      CannotSave: a checkpoint cannot be written, or the directory was moved; the checkpoints before
+        are whole.
       CannotServe: the config asks for an implementation or gradients that this machine lacks.
       CheckpointError: there are checkpoints, but none is whole.
       ConfigError: the data, the directory or the number of devices does not fit the config.
       NonFiniteLoss: the loss or its gradient became inf or NaN.
     """
     index, count = jax.process_index(), jax.process_count()
-    console = Console(quiet=index > 0)
+    console = patient_console(quiet=index > 0)
     if count > 1:  # printed now, as JAX may end this process if another is lost
         console.out(
             f"{count} processes: if one is lost, the others end within "
@@ -106,14 +115,18 @@ def train(config: Config) -> None:
         jax.set_mesh(mesh)
         trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
         batches = iter(corpus.train)
-        with Checkpoints(paths.checkpoints, config.checkpoint_keep) as checkpoints:
-            run = Run(config, paths, corpus, batches, trainer, checkpoints, console)
+        require_in_place()  # the data may have taken hours
+        with open_checkpoints(paths, config) as checkpoints:
+            run = Run(
+                config, paths, corpus, batches, trainer, checkpoints, console, require_in_place
+            )
             step = _take_steps(run, stop_requested)
             batches.close()
 
     if step < config.steps:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
     elif index == 0:
+        require_in_place()
         show_result(config, paths, corpus.unigram_cross_entropy, console)
     if trainer.steps.stop():
         console.out("waiting for a program that is still being compiled", highlight=False)
@@ -178,8 +191,9 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
     """Starts or continues the run; returns the step at which it ended."""
     config, now = run.config, start(run)
     wanted = [name for name in metrics.SINKS if getattr(config, name)]
+    run.require_in_place()
     if jax.process_index() == 0:
-        tokenizers.save(run.data.tokenizer, run.paths.tokenizer)
+        write_atomically(run.paths.tokenizer, run.data.tokenizer.to_json())
     with (
         metrics.Log(run.paths.metrics, now.step, wanted) as log,
         Progress(run.console, now.step, config.steps, config.model.d_ff) as progress,
@@ -195,10 +209,12 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
                 recorder.add_evaluation(now.step, held_out_ce, run.data.unigram_cross_entropy)
                 progress.show_evaluation(held_out_ce)
                 if not last:  # else show_result draws
+                    run.require_in_place()
                     redraw(config, run.paths, run.console)
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()
+                log.sync()  # a checkpoint is never ahead of the metrics
                 now.save(run)
         recorder.flush()
     return now.step

@@ -6,6 +6,7 @@
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -18,8 +19,8 @@ import numpy as np
 from twell_jax.config import Config, ConfigError
 from twell_jax.train import pace
 from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.run_directory import write_atomically
 from twell_jax.train.sparsity_control import out_of_reach
 from twell_jax.train.state import StepMetrics
 
@@ -85,6 +86,11 @@ class Log:
                 numbers |= {f"{name}/{layer}": number for layer, number in layers}
         for sink in self._sinks:
             sink.add(numbers, record["step"])
+
+    def sync(self) -> None:
+        """Returns when what was written is on the disk, so that a power cut cannot undo it."""
+        if self._file:
+            os.fsync(self._file.fileno())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -182,7 +188,7 @@ def _wandb(directory: Path, step: int) -> Sink:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"wandb: {reason}; WANDB_MODE=offline needs no account") from error
     stored.parent.mkdir(exist_ok=True)
-    stored.write_text(run.id)
+    write_atomically(stored, run.id)
     return Sink(lambda numbers, step: run.log(dict(numbers), step=step), run.finish)
 
 

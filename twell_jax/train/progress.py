@@ -1,10 +1,14 @@
 """Shows a run: a live progress line, plots while it goes on, and its result at the end."""
 
+import logging
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import jax
 from rich import progress as rich_progress
@@ -18,6 +22,46 @@ from twell_jax.train import metrics, pace
 from twell_jax.train.run_directory import RunPaths
 
 _SPEED_OVER = 3600  # seconds; of shorter ones, slow steps leave too few to estimate the ETA
+
+
+log = logging.getLogger(__name__)
+
+
+def patient_console(quiet: bool) -> Console:
+    """A console on standard output, for which it may be closed or full: then a warning says so."""
+    # Without standard output there is none to wrap, and the console prints nothing.
+    output = sys.stdout and cast(TextIO, _Patient(sys.stdout))
+    return Console(file=output, quiet=quiet)
+
+
+class _Patient:
+    """A file in which nothing more is written once that fails, so that training goes on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        self._tried(partial(self._file.write, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._tried(self._file.flush)
+
+    def _tried(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except OSError as error:
+            # What the file has yet to write, at the latest when Python ends, goes there, too.
+            with open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), self._file.fileno())
+            log.warning(
+                "standard output cannot be written (%s); the run goes on, and metrics.jsonl has "
+                "its numbers",
+                error.strerror,
+            )
 
 
 class Progress:

@@ -3,7 +3,8 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer, graphdef
-from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.checkpoint import CannotSave, Checkpoints
+from twell_jax.train.durable import TEMPORARY, write_atomically
 from twell_jax.train.state import abstract_state
 
 # Settings that may change when a run continues; all others affect its result.
@@ -25,8 +27,6 @@ _MAY_CHANGE = {
     "checkpoint_keep", "log_every", "tensorboard", "wandb", "data.cache_dir", "data.strict",
     "model.remat", "model.ffn_implementation", "model.ffn_gradients", "sparse_gradients_every",
 }  # fmt: skip
-
-_TEMPORARY = ".tmp"
 
 
 class AnotherRun(ConfigError):
@@ -39,6 +39,7 @@ class RunPaths:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(os.path.expanduser(directory))
         self.config = self.directory / "config.yaml"
+        self.id = self.directory / "id"
         self.tokenizer = self.directory / "tokenizer.json"
         self.checkpoints = self.directory / "checkpoints"
         self.metrics = self.directory / "metrics.jsonl"
@@ -46,11 +47,15 @@ class RunPaths:
 
 
 @contextlib.contextmanager
-def lock_run(run_dir: str | Path) -> Iterator[None]:
+def lock_run(run_dir: str | Path) -> Iterator[Callable[[], None]]:
     """Locks a run against other processes of this machine; creates its directory if missing.
 
     The lock is on the directory itself, whichever path leads to it, and leaves no file. It ends
     with the process.
+
+    Yields:
+      A function that raises `CannotSave` if the path leads elsewhere by now, as the directory was
+      moved: another process may have locked what is there. Call it before anything is written.
 
     Raises:
       ConfigError: another process holds the lock, or this is no directory and cannot become one.
@@ -69,8 +74,21 @@ def lock_run(run_dir: str | Path) -> Iterator[None]:
         if isinstance(error, BlockingIOError):
             raise ConfigError(f"run_dir: another process is training in {run_dir}") from None
         raise _cannot("locked", run_dir, error) from None
+
+    def require_in_place() -> None:
+        try:
+            in_place = os.path.samestat(os.fstat(descriptor), os.stat(run_dir))
+        except OSError:
+            in_place = False
+        if not in_place:
+            raise CannotSave(
+                f"run_dir: {run_dir} is no longer the directory in which this run began; nothing "
+                "is saved in its place. Move it back, and the same command continues from its last "
+                "checkpoint"
+            )
+
     try:
-        yield
+        yield require_in_place
     finally:
         os.close(descriptor)
 
@@ -78,7 +96,7 @@ def lock_run(run_dir: str | Path) -> Iterator[None]:
 def open_run(config: Config) -> RunPaths:
     """Creates the run's directory, or opens it to continue the run that it holds.
 
-    A run that has no checkpoint yet starts anew, with any settings.
+    A run that has no checkpoint yet starts anew, with any settings and another id.
 
     Raises:
       ConfigError: the directory holds something other than a run, or cannot be written.
@@ -98,6 +116,8 @@ def open_run(config: Config) -> RunPaths:
         try:
             paths.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(paths.config, config_lib.to_yaml(config))
+            if not has_started(paths):
+                write_atomically(paths.id, f"{uuid.uuid4().hex}\n")
         except OSError as error:
             raise _cannot("written", paths.directory, error) from None
     return paths
@@ -106,6 +126,16 @@ def open_run(config: Config) -> RunPaths:
 def has_started(paths: RunPaths) -> bool:
     """Whether the run has a checkpoint, so that it is continued rather than begun."""
     return paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
+
+
+def open_checkpoints(paths: RunPaths, config: Config) -> Checkpoints:
+    """The checkpoints of a run, which restore those of no other run.
+
+    An older version gave its runs no id: they restore what is there, and save without an id.
+    """
+    has_id = paths.id.exists()
+    run = paths.id.read_text(encoding="utf-8", errors="replace").strip() if has_id else None
+    return Checkpoints(paths.checkpoints, config.checkpoint_keep, run)
 
 
 def load_config(run_dir: str | Path) -> Config:
@@ -144,7 +174,7 @@ def last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx
       ConfigError: the run has no checkpoint yet.
       CheckpointError: no checkpoint is whole.
     """
-    with Checkpoints(RunPaths(run_dir).checkpoints, config.checkpoint_keep) as checkpoints:
+    with open_checkpoints(RunPaths(run_dir), config) as checkpoints:
         params = checkpoints.restore_params(abstract_params)
     if params is None:
         raise ConfigError(f"{run_dir}: the run has no checkpoint yet")
@@ -180,13 +210,6 @@ def differences(
             yield key, old, new
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file such that it is never partly written, even if the process is killed."""
-    temporary = path.with_name(f"{path.name}{_TEMPORARY}")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _cannot(what: str, run_dir: str | Path, error: OSError) -> ConfigError:
     reason = error.strerror or error
     return ConfigError(f"run_dir: {run_dir} cannot be {what} ({reason}); choose another run_dir")
@@ -194,4 +217,4 @@ def _cannot(what: str, run_dir: str | Path, error: OSError) -> ConfigError:
 
 def _is_empty(directory: Path) -> bool:
     """Whether the directory holds nothing but temporary files of a killed process."""
-    return directory.is_dir() and all(p.suffix == _TEMPORARY for p in directory.iterdir())
+    return directory.is_dir() and all(p.suffix == TEMPORARY for p in directory.iterdir())

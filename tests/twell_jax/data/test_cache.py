@@ -66,18 +66,24 @@ def test_entry_is_built_once_per_key(tmp_path):
     assert cache.entry(tmp_path, {"corpus": 2}, build_both) != first
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "no manifest", "broken manifest"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "another byte", "delete", "no manifest", "broken manifest", "older"]
+)
 def test_damaged_entry_is_built_again(tmp_path, caplog, damage):
     directory = cache.entry(tmp_path, {}, build_both)
     match damage:
         case "truncate":
             os.truncate(directory / "b", 2)
+        case "another byte":
+            (directory / "b").write_text("test")
         case "delete":
             (directory / "b").unlink()
         case "no manifest":
             (directory / "manifest.json").unlink()
         case "broken manifest":
             (directory / "manifest.json").write_text("{")
+        case "older":  # which knew sizes only
+            (directory / "manifest.json").write_text('{"a": 4, "b": 4}')
     with caplog.at_level(logging.WARNING):
         assert cache.entry(tmp_path, {}, build_both) == directory
     assert "damaged" in caplog.text

@@ -65,6 +65,18 @@ def test_second_load_reads_the_cache(make_config, text_dir, monkeypatch):
         assert first.unigram_cross_entropy == second.unigram_cross_entropy
 
 
+def test_changed_tokens_in_the_cache_are_not_trained_on(make_config, text_dir, tmp_path, caplog):
+    config = make_config(files(text_dir))
+    first = data.load(config)
+    (shard,) = tmp_path.glob("cache/*/train-00000.npy")
+    tokens = np.load(shard)
+    np.save(shard, tokens[::-1])
+    again = data.load(config)
+    assert again.fingerprint == first.fingerprint
+    np.testing.assert_array_equal(np.load(shard), tokens)
+    assert "is damaged, or of an older version, and built again" in caplog.text
+
+
 @pytest.mark.parametrize("change", ["edit", "add", "fraction", "tokenizer"])
 def test_cache_follows_content_and_settings(make_config, text_dir, change):
     before = data.load(make_config(files(text_dir), eval_sequences=1000))

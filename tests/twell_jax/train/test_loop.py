@@ -10,6 +10,7 @@ from rich.console import Console
 from twell_jax import config
 from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
+from twell_jax.train.checkpoint import CannotSave
 from twell_jax.train.loop import Run, Standing, first_plan, start
 from twell_jax.train.run_directory import AnotherRun
 from twell_jax.train.trainer import Trainer
@@ -39,7 +40,7 @@ class OneCheckpoint:
         return self.saved
 
 
-def run_on(fingerprint, checkpoints):
+def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
     return Run(
         config=config.load("tiny"),
         paths=SimpleNamespace(directory="runs/tiny"),
@@ -48,6 +49,7 @@ def run_on(fingerprint, checkpoints):
         trainer=SimpleNamespace(abstract_state=None),
         checkpoints=checkpoints,
         console=Console(quiet=True),
+        require_in_place=require_in_place,
     )
 
 
@@ -66,6 +68,16 @@ def test_a_run_continues_on_its_own_text_alone():
     with pytest.raises(AnotherRun, match=r"^data: the training text is not that of the run in "):
         start(other)
     assert other.batches.position == 0
+
+
+def test_nothing_is_saved_where_the_directory_was_moved():
+    def moved():
+        raise CannotSave("moved")
+
+    checkpoints = OneCheckpoint()
+    with pytest.raises(CannotSave, match="moved"):
+        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved))
+    assert checkpoints.saved is None
 
 
 def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():

@@ -1,6 +1,9 @@
 """What a run shows while it goes on, on a terminal and elsewhere."""
 
 import io
+import logging
+import os
+import sys
 
 import jax
 import pytest
@@ -9,7 +12,7 @@ from rich.text import Text
 
 from twell_jax import config
 from twell_jax.train import plots
-from twell_jax.train.progress import Progress, redraw
+from twell_jax.train.progress import Progress, patient_console, redraw
 from twell_jax.train.run_directory import RunPaths
 
 
@@ -99,3 +102,36 @@ def test_only_the_first_process_draws(process, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "plot_run", lambda settings, paths: [paths.directory / "x.png"])
     drawn = redraw(config.load("tiny"), RunPaths(tmp_path), Console(quiet=True))
     assert len(drawn) == 1 - process
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def full_disk():
+    return os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (closed_pipe, "Broken pipe"),
+        (full_disk, "No space left on device"),
+        (lambda: None, ""),  # what Python makes of a descriptor that was closed before it began
+    ],
+    ids=["closed pipe", "full disk", "none"],
+)
+def test_an_output_that_fails_is_said_once_and_ends_no_run(output, why, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stdout", output())
+    console = patient_console(quiet=False)
+    with Progress(console, 0, 400, d_ff=512) as progress, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            progress.show_evaluation(1.5)
+            console.out("a line")
+    warnings = [f"standard output cannot be written ({why}); the run goes on"] if why else []
+    assert [record.getMessage().split(", and")[0] for record in caplog.records] == warnings
+    if why:
+        print("what Python would fail to write at its end", flush=True)
+        sys.stdout.close()

@@ -1,15 +1,24 @@
 """The run directory: joined only by the run that it belongs to, and whole after any kill."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.twell_jax.train.saved import abstract, assert_is_step, make_state, save
 from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.train import run_directory
-from twell_jax.train.run_directory import load_config, lock_run, open_run, write_atomically
+from twell_jax.train.checkpoint import CannotSave, CheckpointError
+from twell_jax.train.run_directory import (
+    RunPaths,
+    load_config,
+    lock_run,
+    open_checkpoints,
+    open_run,
+)
 
 
 def settings(directory, **changes):
@@ -88,6 +97,34 @@ def test_without_a_checkpoint_there_is_nothing_to_continue(tmp_path):
     assert load_config(tmp_path) == changed
 
 
+def test_checkpoints_are_those_of_the_run_since_it_began(tmp_path):
+    first, again, other = tmp_path / "first", tmp_path / "again", tmp_path / "other"
+    ids = {open_run(settings(path)).id.read_text() for path in (first, again, other)}
+    ids.add(open_run(settings(again)).id.read_text())  # without a checkpoint it begins anew
+    assert len(ids) == 4
+
+    run, paths = begin(first), open_run(settings(first, steps=200))
+    shutil.rmtree(paths.checkpoints)
+    save(paths.checkpoints, 3, run=paths.id.read_text().strip())
+    with open_checkpoints(paths, run) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        checkpoints.save(6, make_state(6), {"next_index": 6})
+    open_run(run)
+    with open_checkpoints(paths, run) as checkpoints:
+        assert_is_step(checkpoints.restore(abstract(make_state(0))), 6)
+
+    shutil.copytree(paths.checkpoints, other / "checkpoints")
+    with (
+        open_checkpoints(RunPaths(other), run) as checkpoints,
+        pytest.raises(CheckpointError, match=r"step 6: .*another run saved it.* step 3: "),
+    ):
+        checkpoints.restore(abstract(make_state(0)))
+    (other / "id").unlink()  # as an older version left it
+    open_run(settings(other))
+    with open_checkpoints(RunPaths(other), run) as checkpoints:
+        assert_is_step(checkpoints.restore(abstract(make_state(0))), 6)
+
+
 @pytest.mark.parametrize("text", ["font: serif", "[1, 2", ""])
 def test_a_foreign_config_file_is_not_overwritten(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
@@ -109,16 +146,6 @@ def test_a_directory_without_a_run_is_named(tmp_path):
         load_config(tmp_path / "nothing")
 
 
-def test_writing_that_is_cut_short_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file.txt"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "new \ud800")
-    assert path.read_text() == "old"
-    write_atomically(path, "new")
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"file.txt": "new"}
-
-
 def test_a_run_has_one_process(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "a")  # to a directory that is not there yet
     (tmp_path / "b").mkdir()
@@ -134,6 +161,23 @@ def test_a_run_has_one_process(tmp_path, monkeypatch):
             with lock_run(tmp_path / "b"):
                 pass
     assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", "link"}
+
+
+def test_a_run_whose_directory_is_moved_saves_nothing_in_its_place(tmp_path):
+    path, moved = tmp_path / "run", tmp_path / "moved"
+    gone = r"^run_dir: .*run is no longer the directory in which this run began; nothing is saved"
+    with lock_run(path) as require_in_place:
+        require_in_place()
+        path.rename(moved)
+        with pytest.raises(CannotSave, match=gone):
+            require_in_place()
+        with lock_run(path) as of_another:
+            of_another()
+            with pytest.raises(CannotSave, match=gone):
+                require_in_place()
+        path.rmdir()
+        path.symlink_to(moved)
+        require_in_place()
 
 
 def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, monkeypatch):
