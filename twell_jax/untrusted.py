@@ -6,11 +6,12 @@ what a terminal shows.
 """
 
 import errno
+import io
 import os
 import reprlib
 import stat
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
 _CHUNK = 2**20
 _LINE = 4000  # characters of a message
@@ -31,7 +32,7 @@ def require_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> io.BufferedReader:
     """Opens a file to be read.
 
     Raises:

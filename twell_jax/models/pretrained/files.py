@@ -53,7 +53,8 @@ def tensors(directory: Path) -> dict[str, set[str]]:
     Where several files have a tensor of one name, the index decides between them.
 
     Raises:
-      PretrainedError: a file or the index cannot be read, or the index does not decide.
+      PretrainedError: a file or the index cannot be read, or the index does not say where a
+        tensor is.
     """
     found, holders = {}, defaultdict(list)
     for file in names(directory):
@@ -61,16 +62,16 @@ def tensors(directory: Path) -> dict[str, set[str]]:
             found[file] = set(stored.keys())
         for name in found[file]:
             holders[name].append(file)
-    shared = {name: several for name, several in holders.items() if len(several) > 1}
-    places = _weight_map(directory) if shared else {}
-    for name, several in shared.items():
-        if places.get(name) not in several:
+    places = {} if list(found) == [FILE] else _weight_map(directory)
+    for name, several in holders.items():
+        chosen = places.get(name, several[0] if len(several) == 1 else "neither")
+        if chosen not in several:
             raise PretrainedError(
-                f"{directory}: {name} is in {several[0]} and in {several[1]}; name one of them in "
-                f"the weight_map of {INDEX}"
+                f"{directory}: {name} is in {' and in '.join(several[:2])}, but the weight_map of "
+                f"{INDEX} names {chosen}"
             )
         for file in several:
-            if file != places[name]:
+            if file != chosen:
                 found[file].remove(name)
     return found
 
