@@ -1,12 +1,18 @@
 """How files and overrides are combined, and what is said of values that no one can mean."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
+import yaml
 
+from tests.commands import ROOT
 from tests.twell_jax.configs import CONFIGS
 from twell_jax import config
 from twell_jax.config import ConfigError
+from twell_jax.train import utf8
 
 SHIPPED = CONFIGS / "0p5b.yaml"  # its source is a Hugging Face dataset
 
@@ -67,6 +73,34 @@ def test_a_tilde_is_the_home_directory(path, monkeypatch):
     assert data.paths == ("/home/me/corpus/*.txt", "/data/~x.txt")
     assert (data.tokenizer, data.cache_dir) == ("/home/me/bpe", "/home/me/cache")
     assert data.text_field == "~text"
+
+
+def test_an_ascii_locale_is_left_for_utf8(monkeypatch):
+    begun = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: begun.append(arguments))
+    utf8.ensure()
+    assert not begun
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    utf8.ensure()
+    ((program, command, environment),) = begun
+    assert (program, command) == (sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    assert environment["PYTHONUTF8"] == "1"
+    monkeypatch.setenv("PYTHONUTF8", "1")  # in vain, so not again
+    utf8.ensure()
+    assert len(begun) == 1
+
+
+@pytest.mark.slow
+def test_paths_need_not_be_ascii_in_an_ascii_locale(tmp_path, path):
+    (tmp_path / "é").mkdir()
+    path.rename(tmp_path / "é" / "漢.yaml")
+    (tmp_path / "é" / "b.yaml").write_text("base: 漢.yaml\nrun_dir: é", encoding="utf-8")
+    arguments = ["é/b.yaml", "--print-config", "data.cache_dir=ü #1"]
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "twell_jax.train", *arguments]
+    tree = yaml.safe_load(subprocess.check_output(command, env=variables, cwd=tmp_path))
+    assert (tree["run_dir"], tree["data"]["cache_dir"]) == ("é", "ü #1")
 
 
 def test_help_shows_lists_as_they_are_written():

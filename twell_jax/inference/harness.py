@@ -97,7 +97,7 @@ def run_tasks(
 
 def table(results: dict[str, Any]) -> str:
     """The results of `run_tasks` as the harness prints them."""
-    return make_table(results)
+    return "\n".join(map(untrusted.plain, make_table(results).split("\n")))
 
 
 class HarnessModel(TemplateLM):
