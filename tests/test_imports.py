@@ -39,14 +39,15 @@ MAY_IMPORT = {
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
     "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
     "twell_jax.ffn": of_kernels("in_place layouts pattern_shares quantised rectifiers weights"),
-    "twell_jax.config": "ffn",
-    "twell_jax.data": "config",
-    "twell_jax.models": "ffn config data "
+    "twell_jax.untrusted": "",
+    "twell_jax.config": "ffn untrusted",
+    "twell_jax.data": "config untrusted",
+    "twell_jax.models": "ffn config data untrusted "
     + of_kernels("in_place layers layouts quantised weights"),
     "twell_jax.plotting": "config",
-    "twell_jax.train": "ffn config data models plotting",
+    "twell_jax.train": "ffn config data models plotting untrusted",
     "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.common",  # a clock
-    "twell_jax.inference": "ffn config data models train",
+    "twell_jax.inference": "ffn config data models train untrusted",
     "twell_jax": "ffn",
 }
 # The commands stand above all rooms.

@@ -19,7 +19,7 @@ from twell_jax.analysis.speedup import measure_speedup
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.plotting import title_of_run
-from twell_jax.train import interrupt, progress
+from twell_jax.train import interrupt, progress, utf8
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.run_directory import RunPaths, load_run, open_checkpoints
@@ -73,6 +73,8 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    if argv is None:
+        utf8.ensure()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,7 +17,7 @@ from typing import get_args
 from twell_jax.ffn import Implementation
 from twell_jax.inference import harness, language_model
 from twell_jax.inference.arguments import DIRECTORY, at_least, path
-from twell_jax.train import interrupt
+from twell_jax.train import interrupt, utf8
 from twell_jax.train.checkpoint import CheckpointError
 
 TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense_qa"
@@ -25,6 +25,8 @@ TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    if argv is None:
+        utf8.ensure()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

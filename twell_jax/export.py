@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from twell_jax.models.pretrained import save_pretrained
-from twell_jax.train import interrupt
+from twell_jax.train import interrupt, utf8
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import load_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    if argv is None:
+        utf8.ensure()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,12 +23,14 @@ from twell_jax.inference.generation import ENDED, cache_capacity, generate, stre
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer
-from twell_jax.train import interrupt, memory
+from twell_jax.train import interrupt, memory, utf8
 from twell_jax.train.checkpoint import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    if argv is None:
+        utf8.ensure()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 
 from twell_jax.config import ConfigError
+from twell_jax.train import utf8
 from twell_jax.train.plots import plot_run
 from twell_jax.train.run_directory import RunPaths, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    if argv is None:
+        utf8.ensure()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -14,7 +14,7 @@ from twell_jax.inference import arguments
 from twell_jax.models.pretrained import PretrainedError, hub, quantisation, save_pretrained
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.quantised import COVERED, Part
-from twell_jax.train import interrupt
+from twell_jax.train import interrupt, utf8
 from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.run_directory import RunPaths, load_run
 
@@ -48,6 +48,8 @@ def quantise(name: str, directory: Path, parts: Sequence[Part]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
+    if argv is None:
+        utf8.ensure()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

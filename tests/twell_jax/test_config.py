@@ -29,7 +29,7 @@ from twell_jax.models import sharding
         ("optimizer.lr=yes", "optimizer.lr", "true or false"),
         ("optimizer.lr=.nan", "optimizer.lr", "finite"),
         ("tensorboard=maybe", "tensorboard", "boolean"),
-        ("run_dir=3", "run_dir", "string"),
+        ("run_dir=", "run_dir", "string, got None"),
         ("model=3", "model", "dictionary"),
         ("data.paths=[1]", "data.paths.0", "string"),
         ("l1_warmup=[1]", "l1_warmup.1", "required"),

@@ -1,12 +1,18 @@
 """How files and overrides are combined, and what is said of values that no one can mean."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
+import yaml
 
+from tests.commands import ROOT
 from tests.twell_jax.configs import CONFIGS
 from twell_jax import config
 from twell_jax.config import ConfigError
+from twell_jax.train import utf8
 
 SHIPPED = CONFIGS / "0p5b.yaml"  # its source is a Hugging Face dataset
 
@@ -69,6 +75,34 @@ def test_a_tilde_is_the_home_directory(path, monkeypatch):
     assert data.text_field == "~text"
 
 
+def test_an_ascii_locale_is_left_for_utf8(monkeypatch):
+    begun = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: begun.append(arguments))
+    utf8.ensure()
+    assert not begun
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    utf8.ensure()
+    ((program, command, environment),) = begun
+    assert (program, command) == (sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    assert environment["PYTHONUTF8"] == "1"
+    monkeypatch.setenv("PYTHONUTF8", "1")  # in vain, so not again
+    utf8.ensure()
+    assert len(begun) == 1
+
+
+@pytest.mark.slow
+def test_paths_need_not_be_ascii_in_an_ascii_locale(tmp_path, path):
+    (tmp_path / "é").mkdir()
+    path.rename(tmp_path / "é" / "漢.yaml")
+    (tmp_path / "é" / "b.yaml").write_text("base: 漢.yaml\nrun_dir: é", encoding="utf-8")
+    arguments = ["é/b.yaml", "--print-config", "data.cache_dir=ü #1"]
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "twell_jax.train", *arguments]
+    tree = yaml.safe_load(subprocess.check_output(command, env=variables, cwd=tmp_path))
+    assert (tree["run_dir"], tree["data"]["cache_dir"]) == ("é", "ü #1")
+
+
 def test_help_shows_lists_as_they_are_written():
     text = config.describe()
     assert "l1_warmup: list[int, int] = [0, 0]\n" in text
@@ -87,21 +121,95 @@ DEEP = "[" * 500
         ("!!bool x", "not valid YAML"),
         ("!!timestamp x", "not valid YAML"),
         ("&a [*a]", "must be|should be"),
-        ('"a\\0b"', "null characters"),
-        ('"\\ud800"', "null characters"),
         ("[[" + "x" * 5000 + "]]", "should be"),
     ],
 )
 def test_what_the_yaml_library_stumbles_over_is_one_short_line(path, value, says):
-    for key in ("run_dir", "model"):
-        if key == "model" and "null" in says:
-            continue
+    for key in ("steps", "model"):
         with pytest.raises(ConfigError, match=says) as error:
             config.load(path, [f"{key}={value}"])
         assert str(error.value).startswith(f"{key}: ")
         assert "\n" not in str(error.value) and len(str(error.value)) < 400
     with pytest.raises(ConfigError):
         path.write_text(f"run_dir: {value}")
+        config.load(path)
+
+
+@pytest.mark.parametrize("value", ['["a\\0b"]', '["\\ud800"]'])
+def test_no_path_has_a_null_character_or_half_of_a_pair(path, value):
+    with pytest.raises(ConfigError, match=r"^data.paths: .*null characters"):
+        config.load(path, ["data.source=files", f"data.paths={value}"])
+    for character in ("\0", "\ud800"):
+        with pytest.raises(ConfigError, match=r"^run_dir: .*null characters"):
+            config.load(path, [f"run_dir=a{character}b"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/x/q #1",
+        "/x/q: 1",
+        " x ",
+        "'x'",
+        "[1]",
+        "3",
+        "true",
+        "2026-01-01",
+        "{a: 1}",
+        "*a",
+        "é",
+        "!x",
+    ],
+)
+def test_keys_that_hold_text_take_it_as_it_is(path, text):
+    overrides = [f"run_dir={text}", f"data.text_field={text}", f"init_from={text}"]
+    settings = config.load(path, overrides)
+    assert settings.run_dir == settings.data.text_field == settings.init_from == text
+    with pytest.raises(ConfigError, match=r"^init_from.x: init_from is a single value"):
+        config.load(path, ["init_from=a", "init_from.x=b"])
+
+
+@pytest.mark.parametrize("null", ["", "~", "null"])
+def test_keys_that_hold_text_may_be_null(path, null):
+    assert config.load(path, ["init_from=a", f"init_from={null}"]).init_from is None
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("steps: 3\nseed: 1\nsteps: 4", "'steps' stands twice, in line 3"),
+        ('steps: 3\n"steps": 3', "'steps' stands twice, in line 2"),
+        ("model: {layers: 1, heads: 2, layers: 2}", "'layers' stands twice, in line 1"),
+        (
+            "data: &a {name: x}\nmodel: {<<: *a, heads: 1, heads: 2}",
+            "'heads' stands twice, in line 2",
+        ),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(path, content, says):
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=rf"valid\.yaml: not valid YAML \({says}; leave one out\)$"
+    ):
+        config.load(path)
+
+
+def test_mappings_may_take_keys_from_others(path):
+    path.write_text("mesh: &a {fsdp: 1, data: 1}\noptimizer: {<<: *a, fsdp: 2}\nmodel: {<<: *a}")
+    tree = config.read(path)
+    assert tree["optimizer"] == {"fsdp": 2, "data": 1} and tree["model"] == tree["mesh"]
+
+
+def test_a_file_of_too_many_keys_is_refused_before_it_is_read(path):
+    path.write_text("".join(f"key{i}: 1\n" for i in range(400_000)))
+    with pytest.raises(ConfigError, match=r"valid\.yaml: cannot be read \(larger than 0.5 MiB\)"):
+        config.load(path)
+
+
+def test_files_that_are_each_others_base_by_other_names(path):
+    (path.parent / "a").mkdir()
+    path.write_text("base: a/../valid.yaml")
+    with pytest.raises(ConfigError, match="has a base that has a base, more than 20 times"):
         config.load(path)
 
 

@@ -3,7 +3,6 @@
 import difflib
 import logging
 import os
-import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -12,14 +11,16 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from twell_jax import untrusted
 from twell_jax.config.doubts import doubts
 from twell_jax.config.section import ConfigError, Section
 from twell_jax.config.sections import ONLY_FOR, Config
 
 _SHIPPED = Path(__file__).parents[1] / "configs"  # in a clone a link to the repository's configs/
 
-_short = reprlib.Repr()  # also of values that YAML lets refer to themselves
-_short.maxstring = _short.maxlong = _short.maxother = 100
+_MOST_BYTES = 2**19  # of a file, which takes seconds to read
+_MOST_FILES = 20  # of which each is the base of the one before
+_NULLS = ("", "~", "null")
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def load(
     overrides: Sequence[str] = (),
     complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
 ) -> Config:
-    """Reads a configuration and applies `key.subkey=value` overrides (values are YAML too).
+    """Reads a configuration and applies `key.subkey=value` overrides.
 
     A file may name another file in its directory as its `base` and give only what differs. Where
     a file or an override names a `data.source`, what was set below it for other sources alone
@@ -40,7 +41,8 @@ def load(
     Args:
       name: a YAML file or, where there is no such file, the name of a shipped configuration:
         "tiny", "tiny.yaml" or "configs/tiny.yaml".
-      overrides: later ones win.
+      overrides: later ones win. A value is text as it is where the key holds text, and YAML where
+        it holds anything else; nothing, "~" and "null" mean null.
       complete: called with the tree of values, not checked yet; returns the one to check.
 
     Raises:
@@ -109,7 +111,7 @@ def _find(path: Path) -> Path:
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = untrusted.read(path, _MOST_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # of the text's encoding or the path's
@@ -121,16 +123,34 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return tree
     if not isinstance(base, str) or path.parent / base in (path, *above):
-        raise ConfigError(f"base: {path} must name another file beside it, got {_short.repr(base)}")
+        got = untrusted.short(base)
+        raise ConfigError(f"base: {path} must name another file beside it, got {got}")
+    if len(above) == _MOST_FILES:  # the same ones by other names, such as a/../a/../x.yaml
+        raise ConfigError(f"base: {path} has a base that has a base, more than {_MOST_FILES} times")
     below = _read(path.parent / base, (path, *above))
     if isinstance(tree.get("data"), dict) and "source" in tree["data"]:
         _drop_for_other_sources(below, tree["data"]["source"])
     return _merge(below, tree)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which the library would drop one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        found = set[tuple[str, str]]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in found:
+                    shown, line = untrusted.short(key.value), key.start_mark.line + 1
+                    raise ValueError(f"{shown} stands twice, in line {line}; leave one out")
+                found.add((key.tag, key.value))
+        return node
+
+
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except Exception as error:  # besides its own the library lets others through
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{where}: not valid YAML ({' '.join(reason.split())})") from None
@@ -157,7 +177,19 @@ def _parse(override: str) -> tuple[list[str], Any]:
     key, equals, value = override.partition("=")
     if not (key and equals):
         raise ConfigError(f"{override!r}: an override is written key=value, such as steps=100")
-    return key.split("."), _yaml(value, key)
+    keys = key.split(".")
+    if _holds_text(keys):
+        return keys, None if value in _NULLS else value
+    return keys, _yaml(value, key)
+
+
+def _holds_text(keys: Sequence[str]) -> bool:
+    section: type[Section] | None = Config
+    for name in keys[:-1]:
+        field = section.model_fields.get(name) if section else None
+        section = _section_of(field.annotation) if field else None
+    field = section.model_fields.get(keys[-1]) if section else None
+    return field is not None and field.annotation in (str, str | None)
 
 
 def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -185,7 +217,7 @@ def _one_line(error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     message = f"{error['msg'][0].lower()}{error['msg'][1:]}".replace("tuple", "list")
     message, *_ = message.split(" or instance of")
-    return f"{key}: {message}, got {_short.repr(error['input'])}"
+    return f"{key}: {message}, got {untrusted.short(error['input'])}"
 
 
 def _section(path: tuple[str | int, ...]) -> type[Section] | None:

@@ -6,15 +6,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from twell_jax import untrusted
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message, one line, names the key and what to write.
 
-    Line breaks, which a key or a path may hold, become spaces.
+    Line breaks, which a key or a path may hold, become spaces; control characters are spelt out.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))
+        super().__init__(untrusted.plain(message))
 
 
 # Keys of files and directories; in those of tokenizers and datasets a name may stand instead.

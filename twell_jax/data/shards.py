@@ -1,13 +1,20 @@
 """Token streams: `.npy` files of uint16 or uint32 ids, written in order and read memory-mapped."""
 
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from twell_jax import untrusted
 from twell_jax.config import ConfigError
 
 _SHARD_TOKENS = 2**26
+_HEADER_BYTES = 2**14  # NumPy takes headers of at most 10,000
+_READERS = {  # of headers, by the version of the format; a later one has names that are no ASCII
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def write(directory: Path, name: str, arrays: Iterable[np.ndarray]) -> None:
@@ -35,32 +42,48 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
     arrays = []
     for path in paths:
         try:
-            _require_magic(path)
-            array = np.load(path, mmap_mode="r")
-        except (ValueError, OSError, EOFError) as error:
-            raise ConfigError(f"{key}: {path}: not a readable .npy file ({error})") from None
-        if not isinstance(array, np.ndarray):
-            raise ConfigError(f"{key}: {path}: must be a .npy file of one array, not .npz")
-        if array.dtype not in (np.uint16, np.uint32) or array.ndim != 1:
-            raise ConfigError(
-                f"{key}: {path}: tokens must be a 1-D array of uint16 or uint32, "
-                f"got {array.ndim}-D {array.dtype}"
-            )
-        arrays.append(array)
+            arrays.append(_mapped(path))
+        except OSError as error:
+            raise ConfigError(f"{key}: {path}: cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise ConfigError(f"{key}: {path}: {error}") from None
     return TokenStream(arrays)
 
 
-def _require_magic(path: Path) -> None:
-    """Raises ValueError if a file does not begin as NumPy's do, which `np.load` takes for a pickle.
+def _mapped(path: Path) -> np.ndarray:
+    """The array of a .npy file, memory-mapped.
 
-    A file that holds nothing but ids is often called .bin.
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it holds something else than one array of tokens; the message says what.
     """
-    with path.open("rb") as file:
-        if not file.read(6).startswith((b"\x93NUMPY", b"PK")):
-            raise ValueError(
-                "it does not begin as one; make one of bare ids by numpy.save('tokens.npy', "
-                f"numpy.fromfile({str(path)!r}, numpy.uint16)), or numpy.uint32"
-            )
+    with untrusted.open_file(path) as file:
+        start, size = io.BytesIO(file.read(_HEADER_BYTES)), file.seek(0, io.SEEK_END)
+    if start.getvalue().startswith(b"PK"):
+        raise ValueError("must be a .npy file of one array, not .npz or another zip")
+    if not start.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
+        raise ValueError(
+            "not a readable .npy file (it does not begin as one; make one of bare ids by "
+            f"numpy.save('tokens.npy', numpy.fromfile({str(path)!r}, numpy.uint16)), or "
+            "numpy.uint32)"
+        )
+    try:
+        shape, _, dtype = _READERS[np.lib.format.read_magic(start)](start)
+    except Exception as error:  # Python's own parsers read it, each with errors of its own
+        raise ValueError(f"not a readable .npy file ({error}); numpy.save writes one") from None
+    # True is an int, too
+    if dtype not in (np.uint16, np.uint32) or [type(length) for length in shape] != [int]:
+        raise ValueError(
+            "tokens must be a 1-D array of uint16 or uint32, got "
+            f"{len(shape)}-D {dtype} of shape {untrusted.short(shape)}"
+        )
+    (length,), offset = shape, start.tell()
+    if size - offset != length * dtype.itemsize:
+        raise ValueError(
+            f"its header says {length} tokens of {dtype.itemsize} bytes, but {size - offset} bytes "
+            "follow it; write the file anew"
+        )
+    return np.memmap(path, dtype, "r", offset, shape) if length else np.empty(0, dtype)
 
 
 class TokenStream:

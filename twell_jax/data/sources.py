@@ -12,10 +12,15 @@ import logging
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from twell_jax import untrusted
 from twell_jax.config import ConfigError, DataConfig
+from twell_jax.data.text_files import read as read_document
+
+_MOST_OF_A_LINE = 2**28  # bytes
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +113,7 @@ def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
     """
     for path in paths:
         if data.source == "stdlib":
-            yield _decode_python(path.read_bytes())
+            yield _decode_python(read_document(path))
         elif path.suffix == ".jsonl":
             yield from _json_lines(path, data.text_field)
         else:
@@ -125,14 +130,18 @@ def _decode_python(raw: bytes) -> str:
 
 def _decode_utf8(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_document(path).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"data.paths: {path}: not UTF-8 text at byte {error.start}") from None
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
-    with path.open("rb") as lines:
+    with untrusted.open_file(path) as file:
+        lines = iter(partial(file.readline, _MOST_OF_A_LINE + 1), b"")
         for number, line in enumerate(lines, start=1):
+            if len(line) > _MOST_OF_A_LINE:
+                most = f"{_MOST_OF_A_LINE >> 20} MiB"
+                raise ConfigError(f"data.paths: {path}:{number}: a line of more than {most}")
             if line.isspace():
                 continue
             try:

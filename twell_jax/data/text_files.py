@@ -5,9 +5,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from twell_jax import untrusted
 from twell_jax.config import ConfigError, DataConfig
 
 _NAMED = 5  # of the files that a warning counts
+_MOST_BYTES = 2**33  # of a document, which is in memory as a whole
 _OTHER_SOURCES = {".parquet": "hf", ".arrow": "hf", ".npy": "tokens"}
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,10 @@ def digests(paths: Sequence[Path], data: DataConfig) -> dict[Path, str]:
     broken, binary = [], []
     for path in paths:
         if data.source != "files" or path.suffix == ".jsonl":
-            with path.open("rb") as file:
+            with untrusted.open_file(path) as file:
                 found[path] = hashlib.file_digest(file, "blake2b").hexdigest()
             continue
-        raw = path.read_bytes()
+        raw = read(path)
         try:
             raw.decode()
         except UnicodeDecodeError as error:
@@ -57,6 +59,18 @@ def digests(paths: Sequence[Path], data: DataConfig) -> dict[Path, str]:
     return found
 
 
+def read(path: Path) -> bytes:
+    """The bytes of a file that is one document.
+
+    Raises:
+      ConfigError: it cannot be read, is not a regular file or does not fit into memory.
+    """
+    try:
+        return untrusted.read(path, _MOST_BYTES)
+    except OSError as error:
+        raise ConfigError(f"data.paths: {path}: cannot be read ({error.strerror})") from None
+
+
 def _hint(path: Path) -> str:
     source = _OTHER_SOURCES.get(path.suffix)
     return f"; data.source={source} reads such files" if source else ""
@@ -67,4 +81,4 @@ def _count(some: Sequence[str], paths: Sequence[Path]) -> str:
 
 
 def _first(names: Sequence[str]) -> str:
-    return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+    return untrusted.plain(", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])]))

@@ -11,7 +11,9 @@ from typing import ClassVar, Protocol, cast
 import numpy as np
 import tokenizers as hf
 
+from twell_jax import untrusted
 from twell_jax.config import ConfigError
+from twell_jax.data import tokenizer_json
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a subword is called that stands for a byte
@@ -105,11 +107,13 @@ class SubwordTokenizer:
     def encode(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[np.ndarray]:
         dtype = token_dtype(self.size)
         backend = self._reads_special_tokens if special_tokens else self.backend
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        with tokenizer_json.errors_are_lines():
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        with tokenizer_json.errors_are_lines():
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def to_json(self) -> str:
         backend = json.loads(self.backend.to_str())
@@ -148,10 +152,12 @@ def from_json(text: str) -> Tokenizer:
         tree = json.loads(text)
         if tree["type"] == "byte":
             return ByteTokenizer()
-        backend = hf.Tokenizer.from_str(json.dumps(tree["tokenizer"]))
+        backend = tokenizer_json.parse(json.dumps(tree["tokenizer"]))
         if backend.token_to_id(tree["eot"]) is None:
             raise ValueError(f"it has no token {tree['eot']!r}")
-    except Exception as error:  # the library raises nothing more precise
+    except ConfigError as error:
+        raise ConfigError(f"not the tokenizer of a run ({error})") from None
+    except Exception as error:  # of a tree that has something else in any place
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"not the tokenizer of a run ({reason})") from None
     return SubwordTokenizer(backend, tree["eot"])
@@ -169,7 +175,7 @@ def load(path: Path) -> Tokenizer:
       ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(untrusted.read(path, tokenizer_json.MOST_BYTES).decode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # also ConfigError
@@ -189,12 +195,11 @@ def named(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        backend = (
-            hf.Tokenizer.from_file(str(path))
-            if path.exists() or Path(name).is_dir()
-            else hf.Tokenizer.from_pretrained(name)
-        )
-    except Exception as error:  # the library raises nothing more precise
+        if path.exists() or Path(name).is_dir():
+            backend = tokenizer_json.read(path)
+        else:
+            backend = tokenizer_json.fetch(name)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.tokenizer: {name!r} is not byte, bpe, a path to a tokenizer.json or a "
             f"Hugging Face name that can be fetched ({' '.join(str(error).split())})"

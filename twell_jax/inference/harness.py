@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     )
     raise ModuleNotFoundError(f"{needs} ({error})", name=error.name) from None
 
+from twell_jax import untrusted
 from twell_jax.inference.generation import ENDED, generate
 from twell_jax.inference.language_model import LanguageModel
 from twell_jax.inference.likelihood import log_likelihoods
@@ -96,7 +97,7 @@ def run_tasks(
 
 def table(results: dict[str, Any]) -> str:
     """The results of `run_tasks` as the harness prints them."""
-    return make_table(results)
+    return "\n".join(map(untrusted.plain, make_table(results).split("\n")))
 
 
 class HarnessModel(TemplateLM):
@@ -219,4 +220,4 @@ def _before(text: str, until: Sequence[str]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return untrusted.plain(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")

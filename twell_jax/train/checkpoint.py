@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from twell_jax import untrusted
 from twell_jax.train.checkpoint_log import add_to_log, divert_messages, where_more_is
 from twell_jax.train.durable import sync_tree
 from twell_jax.train.state import TrainState
@@ -240,7 +241,7 @@ def _reason(error: Exception) -> str:
     if code := re.search(r"os_error_code='(\d+)'", str(error)):  # of TensorStore
         return os.strerror(int(code[1]))
     line, *_ = [*str(error).strip().splitlines(), ""]
-    return f"{type(error).__name__}: {line[:200]}"
+    return untrusted.plain(f"{type(error).__name__}: {line[:200]}")
 
 
 def _all_agree(agreed: bool) -> bool:
@@ -249,6 +250,8 @@ def _all_agree(agreed: bool) -> bool:
 
 def _read(checkpoint: Path, items: dict[str, ocp.args.CheckpointArgs]) -> ocp.args.Composite:
     """Reads items of a checkpoint, and its digests if it has some."""
+    for path in checkpoint.rglob("*"):  # Orbax would wait for what a pipe will bring
+        untrusted.require_regular(path)
     if (checkpoint / "digests").exists():
         items = items | {"digests": ocp.args.JsonRestore()}
     # Without barriers between processes: if one failed, the others would wait forever.

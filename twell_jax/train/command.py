@@ -21,7 +21,7 @@ import jax
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
-from twell_jax.train import distributed, interrupt, memory
+from twell_jax.train import distributed, interrupt, memory, utf8
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.init_from import filled
 from twell_jax.train.loop import train
@@ -33,6 +33,7 @@ CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that canno
 
 def main(prog: str | None = None) -> None:
     """Runs the command; `prog` is its name in the usage line (default: that of the script)."""
+    utf8.ensure()
     with interrupt.at_once():
         _run(parse_arguments(prog))
 

@@ -3,6 +3,7 @@
 `metrics.jsonl` holds them, and TensorBoard and Weights & Biases get the same numbers if asked for.
 """
 
+import glob
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from twell_jax import untrusted
 from twell_jax.config import Config, ConfigError
 from twell_jax.train import pace
 from twell_jax.train.checkpoint import Checkpoints
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 _OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
 _OF_STEPS = {"ce", "l1", "tokens_per_second"}
 _MAY_BE_NULL = {"flops_utilisation", "joules_per_token", "seconds", "joules"}
+_MOST_BYTES = 2**32  # of metrics.jsonl: a million records of the largest models
 
 
 class NonFiniteLoss(RuntimeError):
@@ -102,7 +105,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records, layers = [], 0
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(untrusted.read(path, _MOST_BYTES).split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -179,7 +182,9 @@ def _wandb(directory: Path, step: int) -> Sink:
 
     # A continued run goes on under its id. Steps that were logged before are ignored there.
     stored = directory / "wandb" / "id"
-    run_id = stored.read_text() if stored.exists() else None
+    run_id = untrusted.read(stored, _MOST_BYTES).decode() if stored.exists() else None
+    if run_id is not None and not untrusted.is_inside(run_id):
+        raise ConfigError(f"{stored}: is no id of a run at Weights & Biases; remove the file")
     while run_id and _has_session_of_this_second(stored.parent, run_id):
         time.sleep(0.05)
     try:
@@ -197,7 +202,7 @@ def _has_session_of_this_second(directory: Path, run_id: str) -> bool:
 
     It names a session's directory by the second in which it starts, and the run's id.
     """
-    return any(directory.glob(f"*run-{datetime.now():%Y%m%d_%H%M%S}-{run_id}"))
+    return any(directory.glob(f"*run-{datetime.now():%Y%m%d_%H%M%S}-{glob.escape(run_id)}"))
 
 
 # By the key of a configuration that asks for it, which is also the name of its extra.

@@ -119,6 +119,19 @@ def npz():
     return file.getvalue()
 
 
+def header(shape):
+    """A file of one token, whose header has this instead of a shape."""
+    text = f"{{'descr': '<u2', 'fortran_order': False, {shape}}}\n".encode()
+    return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text + b"\7\0"
+
+
+def test_a_shard_of_no_tokens_is_read(tmp_path):
+    np.save(tmp_path / "empty.npy", np.zeros(0, np.uint32))
+    (tmp_path / "one.npy").write_bytes(header("'shape': (1,)"))
+    stream = shards.open_shards(sorted(tmp_path.glob("*")), key="data.paths")
+    assert stream.read(0, 1).tolist() == [7] and len(stream) == 1
+
+
 @pytest.mark.parametrize(
     ("array", "message"),
     [
@@ -128,6 +141,17 @@ def npz():
         (b"no array at all", "not a readable .npy file"),
         (b"", "not a readable .npy file"),
         (npz(), "one array, not .npz"),
+        (npz()[:50], "one array, not .npz"),
+        (header("'shape': (4, }"), "not a readable .npy file"),
+        (header("'shape': (" * 900), "not a readable .npy file"),
+        (header("'shape': (4,), " + " " * 60_000), "not a readable .npy file"),
+        (b"\x93NUMPY\2\0\xff\xff\xff\xff{", "not a readable .npy file"),
+        (header("'shape': (True,)"), r"1-D uint16 of shape \(True,\)"),
+        (header("'shape': (10**9,)"), "not a readable .npy file"),
+        (header("'shape': (1000000000000,)"), "header says 1000000000000 tokens of 2 bytes, but 2"),
+        (header("'shape': (-1,)"), "header says -1 tokens of 2 bytes, but 2 bytes follow"),
+        (np.zeros(4, ">u2"), "1-D >u2"),
+        (header("'shape': (1,)") + b"more", "header says 1 tokens of 2 bytes, but 6 bytes follow"),
     ],
 )
 def test_bad_shards_are_named(tmp_path, array, message):
@@ -157,5 +181,5 @@ def test_truncated_shard_is_named(tmp_path):
     path = tmp_path / "bad.npy"
     np.save(path, np.zeros(1000, np.uint16))
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"bad\.npy: not a readable"):
+    with pytest.raises(ConfigError, match=r"bad\.npy: its header says 1000 .*, but 1900 bytes"):
         shards.open_shards([path], key="data.paths")

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from twell_jax import untrusted
 from twell_jax.config import ModelConfig
 from twell_jax.config.model import ActivationName
-from twell_jax.models.pretrained import keys, quantisation, rope
+from twell_jax.models.pretrained import files, keys, quantisation, rope
 from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE, Architecture
 from twell_jax.models.pretrained.json_file import (
     PretrainedError,
@@ -88,13 +89,14 @@ def read(directory: Path, dtype: str | None, param_dtype: str | None) -> tuple[M
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
         raise PretrainedError(f"{path}: {key} {problem['msg']}".replace("  ", " ")) from None
+    files.require_layers(directory, config.layers)
     hybrid = name.endswith(SPARSE) and config.gated and tree.get("sparsity_use_hybrid_kernel")
     return config, Stored(
         absent=architecture.absent,
         passed_over=architecture.passed_over,
         hybrid=bool(hybrid),
         scale_offset=architecture.scale_offset,
-        quantised=quantisation.read(path, tree, config.tie_embeddings),
+        quantised=quantisation.read(path, tree, config.layers, config.tie_embeddings),
         live=_live(path, tree, config),
     )
 
@@ -108,7 +110,7 @@ def _live(path: Path, tree: dict[str, Any], config: ModelConfig) -> tuple[int, .
     if not is_list or not all(type(n) is int and 0 <= n <= d_ff for n in numbers):
         raise PretrainedError(
             f"{path}: {LIVE} must be {layers} integers from 0 to {d_ff}, one for each layer, "
-            f"got {numbers!r}"
+            f"got {untrusted.short(numbers)}"
         )
     return tuple(numbers)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import stat
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import safetensors
 from safetensors.numpy import save_file
 
 from pallas_kernels.quantised import E4M3
+from twell_jax import untrusted
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS, EIGHT_BITS = ("F32", "BF16", "F16"), ("F8_E4M3",)
+_MOST_LAYERS = 10_000  # taken from config.json where there are no tensors yet to compare with
 
 
 def names(directory: Path) -> list[str]:
@@ -43,20 +46,74 @@ def indexed(directory: Path) -> list[str]:
     Raises:
       PretrainedError: the index is broken, or names a file elsewhere or of another format.
     """
+    return sorted(set(_weight_map(directory).values()))
+
+
+def tensors(directory: Path) -> dict[str, set[str]]:
+    """For each file of a model, the names of the tensors that are read from it.
+
+    Where several files have a tensor of one name, the index decides between them.
+
+    Raises:
+      PretrainedError: a file or the index cannot be read, or the index does not say where a
+        tensor is.
+    """
+    found, holders = {}, defaultdict(list)
+    for file in names(directory):
+        with opened(directory / file) as stored:
+            found[file] = set(stored.keys())
+        for name in found[file]:
+            holders[name].append(file)
+    places = {} if list(found) == [FILE] else _weight_map(directory)
+    for name, several in holders.items():
+        chosen = places.get(name, several[0] if len(several) == 1 else "neither")
+        if chosen not in several:
+            raise PretrainedError(
+                f"{directory}: {name} is in {' and in '.join(several[:2])}, but the weight_map of "
+                f"{INDEX} names {chosen}"
+            )
+        for file in several:
+            if file != chosen:
+                found[file].remove(name)
+    return found
+
+
+def require_layers(directory: Path, layers: int) -> None:
+    """Compares the number of layers with that of tensors, before each layer costs time.
+
+    Raises:
+      PretrainedError: there are more layers than tensors or, where these are still to be fetched,
+        than any model has; or a file cannot be read.
+    """
+    is_here = (directory / FILE).exists() or (directory / INDEX).exists()
+    paths = [directory / name for name in names(directory)] if is_here else []
+    most, why = _MOST_LAYERS, f"no model of more than {_MOST_LAYERS} is read"
+    if paths and all(path.exists() for path in paths):
+        most = sum(map(_count, paths))
+        why = f"there are only {most} tensors"
+    if layers > most:
+        raise PretrainedError(f"{directory}: config.json says {layers} layers, but {why}")
+
+
+def _count(path: Path) -> int:
+    with opened(path) as stored:
+        return len(stored.keys())
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
     path = directory / INDEX
     places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
         raise PretrainedError(f"{path}: has no weight_map of names to files")
-    found = sorted(set(places.values()))
-    for file in found:
-        if Path(file).is_absolute() or ".." in Path(file).parts:
+    for file in sorted(set(places.values())):
+        if not untrusted.is_inside(file):
             raise PretrainedError(
                 f"{path}: weight_map names {file!r}; all files must be in the directory of the "
                 "index"
             )
         if not file.endswith(".safetensors"):
             raise PretrainedError(f"{path}: weight_map names {file!r}; only safetensors are read")
-    return found
+    return places
 
 
 def write_index(directory: Path, places: Mapping[str, str], total_size: int) -> None:
@@ -81,6 +138,7 @@ def opened(path: Path) -> Iterator[Any]:
       PretrainedError: it cannot be read.
     """
     try:
+        untrusted.require_regular(path)
         file = safetensors.safe_open(path, "np")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise PretrainedError(f"{path}: cannot be read ({error})") from None
@@ -119,7 +177,9 @@ class _EightBits:
 def _eight_bits(path: Path, wanted: list[str]) -> dict[str, _EightBits]:
     if not wanted:
         return {}
-    with path.open("rb") as file:  # the length of the header, the header, then the tensors
+    with untrusted.open_file(
+        path
+    ) as file:  # the length of the header, the header, then the tensors
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     found = {}

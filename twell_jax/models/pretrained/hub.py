@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twell_jax import untrusted
 from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.config import PretrainedError
 
@@ -63,7 +64,10 @@ def find(name: str | Path, revision: str | None = None) -> Source:
     repository, written = parts.groups()
     if written and revision is not None:
         raise PretrainedError(f"{path}: name one revision, got {written!r} and {revision!r}")
-    directory = _download(repository, written or revision, _SETTINGS, progress=False)
+    revision = written or revision
+    if revision is not None and not untrusted.is_inside(revision):  # it becomes a path in the cache
+        raise PretrainedError(f"{repository}: {revision!r} is no branch, tag or commit")
+    directory = _download(repository, revision, _SETTINGS, progress=False)
     return Source(directory, repository)
 
 

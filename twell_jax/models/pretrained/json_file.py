@@ -5,11 +5,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from twell_jax import untrusted
 from twell_jax.ffn.numeric import is_number
+
+_MOST_BYTES = 2**26  # the index of the largest models has 2**23
 
 
 class PretrainedError(ValueError):
-    """A directory that cannot be loaded, or a model that cannot be saved; the message says why."""
+    """A directory that cannot be loaded, or a model that cannot be saved; the message says why.
+
+    It is one line, whatever names of others are in it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(untrusted.plain(message))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
       PretrainedError: the file cannot be read or holds no JSON object.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(untrusted.read(path, _MOST_BYTES).decode())
     except OSError as error:
         raise PretrainedError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
@@ -39,7 +48,8 @@ def first(*values: Any) -> Any:
 def unsupported(path: Path, key: str, value: Any, supported: Iterable[Any]) -> PretrainedError:
     """The error of a key whose value `Transformer` does not support."""
     allowed = " or ".join(repr(value) for value in supported)
-    return PretrainedError(f"{path}: {key}={value!r} is not supported; it must be {allowed}")
+    given = untrusted.short(value)
+    return PretrainedError(f"{path}: {key}={given} is not supported; it must be {allowed}")
 
 
 def positive(path: Path, key: str, value: Any) -> float:
@@ -49,5 +59,7 @@ def positive(path: Path, key: str, value: Any) -> float:
       PretrainedError: it is not.
     """
     if not is_number(value) or value <= 0:
-        raise PretrainedError(f"{path}: {key} must be a positive number, got {value!r}")
+        raise PretrainedError(
+            f"{path}: {key} must be a positive number, got {untrusted.short(value)}"
+        )
     return value

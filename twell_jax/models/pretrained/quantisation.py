@@ -9,16 +9,18 @@ config.json has a `quantization_config`. A matrix `NAME.weight` is float8_e4m3fn
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from pallas_kernels.quantised import quantise
+from twell_jax import untrusted
 from twell_jax.models.pretrained import files
-from twell_jax.models.pretrained.json_file import PretrainedError, read_json, unsupported
+from twell_jax.models.pretrained.json_file import PretrainedError, first, read_json, unsupported
 from twell_jax.models.quantised import PARTS, Part
 
 KEY = "quantization_config"
@@ -57,7 +59,8 @@ _PARTS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # What a key that is absent means; for all others that is None.
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-_WEIGHT = re.compile(r"(?:(?:.*\.)?layers\.\d+\.)?(.+)\.weight")
+_PATTERN = "re:"  # before a regular expression that stands for names
+_MOST_PATTERNS, _MOST_CHARACTERS = 100, 1000
 
 
 def to_dict(parts: Sequence[Part]) -> dict[str, Any]:
@@ -80,12 +83,13 @@ def to_dict(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def read(path: Path, tree: Mapping[str, Any], is_tied: bool) -> tuple[Part, ...]:
+def read(path: Path, tree: Mapping[str, Any], layers: int, is_tied: bool) -> tuple[Part, ...]:
     """The parts that are in 8 bits, by the tree of a config.json.
 
     Args:
       path: of that file, for messages.
       tree: its contents.
+      layers: number of layers; each takes time.
       is_tied: whether the embedding is the head.
 
     Raises:
@@ -99,22 +103,28 @@ def read(path: Path, tree: Mapping[str, Any], is_tied: bool) -> tuple[Part, ...]
         raise unsupported(path, f"{KEY}.quant_method", method, ["compressed-tensors"])
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise PretrainedError(f"{path}: {KEY}.config_groups must be one group, got {groups!r}")
+        got = untrusted.short(groups)
+        raise PretrainedError(f"{path}: {KEY}.config_groups must be one group, got {got}")
     (group,) = groups.values()
     _check(path, KEY, config, _TOP)
+    _check(path, f"{KEY}.config_groups", group, {"output_activations": (None,)})
     for part, keys in _PARTS.items():
         _check(path, f"{KEY}.{part}", group.get(part), keys)
-    _check(path, KEY, group, {"output_activations": (None,)})
-    targets, ignored = group.get("targets") or [], config.get("ignore") or []
-    layers = tree.get("num_hidden_layers")
+    is_target = _matcher(path, f"{KEY}.targets", group.get("targets"))
+    is_ignored = _matcher(path, f"{KEY}.ignore", config.get("ignore"))
+
+    def is_in_8_bits(name: str) -> bool:
+        return is_target(name) and not is_ignored(name)
+
+    in_layers = {part: name for part, name in _NAMES.items() if name != _HEAD}
     found = {
-        tuple(_targeted(f"model.layers.{i}", targets, ignored))
-        for i in range(layers if isinstance(layers, int) else 1)
+        tuple(part for part, name in in_layers.items() if is_in_8_bits(f"model.layers.{i}.{name}"))
+        for i in range(layers)
     }
     if len(found) > 1:
         raise PretrainedError(f"{path}: {KEY} must say the same of all layers")
     (names,) = found
-    if not _is_target(_HEAD, targets, ignored):
+    if not is_in_8_bits(_HEAD):
         return names
     if is_tied:
         raise PretrainedError(
@@ -147,19 +157,19 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     if any(directory.iterdir()):
         raise PretrainedError(f"{directory}: not empty; choose a new directory")
     copies_head = is_tied and "head" in parts
-    names = files.names(source)
     places: dict[str, str] = {}
     total = 0
-    for name in names:
-        tensors = _quantised(source / name, [_NAMES[part] for part in parts], copies_head)
+    for name, held in files.tensors(source).items():
+        tensors = _quantised(source / name, held, [_NAMES[part] for part in parts], copies_head)
         files.write(directory / name, tensors)
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if names != [files.FILE]:
+    if set(places.values()) != {files.FILE}:
         files.write_index(directory, places, total)
     for path in sorted(source.glob("*")):
         if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != files.INDEX:
-            shutil.copyfile(path, directory / path.name)
+            with untrusted.open_file(path) as file, (directory / path.name).open("wb") as copy:
+                shutil.copyfileobj(file, copy)
     gated = any(".gate_proj." in name for name in places)
     tree[KEY] = to_dict([part for part in parts if gated or part != "gate"])
     if copies_head:
@@ -167,20 +177,24 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     (directory / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
 
 
-def _quantised(path: Path, names: Sequence[str], copies_head: bool) -> dict[str, np.ndarray]:
-    """The tensors of a file, with the weights of these names in 8 bits, and their scales.
+def _quantised(
+    path: Path, held: Container[str], names: Sequence[str], copies_head: bool
+) -> dict[str, np.ndarray]:
+    """The tensors `held` of a file, with the weights of `names` in 8 bits, and their scales.
 
     `copies_head` makes the head of the embedding, whatever head there was.
     """
     tensors: dict[str, np.ndarray] = {}
+    alternatives = "|".join(map(re.escape, names))
+    weight = re.compile(rf"(?:(?:.*\.)?layers\.\d+\.)?(?:{alternatives})\.weight")
     with files.opened(path) as stored:
         for name in stored.keys():  # noqa: SIM118
-            if copies_head and name == f"{_HEAD}.weight":
+            if name not in held or (copies_head and name == f"{_HEAD}.weight"):
                 continue
             tensors[name] = stored.get_tensor(name)
             if copies_head and name.endswith("embed_tokens.weight"):
                 tensors |= _in_8_bits(path, f"{_HEAD}.weight", tensors[name])
-            elif (found := _WEIGHT.fullmatch(name)) and found[1] in names:
+            elif weight.fullmatch(name):
                 tensors |= _in_8_bits(path, name, tensors[name])
     return tensors
 
@@ -195,22 +209,44 @@ def _in_8_bits(path: Path, name: str, tensor: np.ndarray) -> dict[str, np.ndarra
 
 def _check(path: Path, where: str, tree: Any, keys: Mapping[str, tuple[Any, ...]]) -> None:
     if not isinstance(tree, dict):
-        raise PretrainedError(f"{path}: {where} must be an object, got {tree!r}")
+        raise PretrainedError(f"{path}: {where} must be an object, got {untrusted.short(tree)}")
     for key, values in keys.items():
-        if (value := tree.get(key, _DEFAULTS.get(key))) not in values:
+        value = tree.get(key, _DEFAULTS.get(key))
+        if not any(type(value) is type(known) and value == known for known in values):
             raise unsupported(path, f"{where}.{key}", value, values)
 
 
-def _targeted(layer: str, targets: Any, ignored: Any) -> list[Part]:
-    """The parts of a layer that are in 8 bits, as compressed-tensors decides it."""
-    names = {part: f"{layer}.{name}" for part, name in _NAMES.items() if name != _HEAD}
-    return [part for part in names if _is_target(names[part], targets, ignored)]
+def _matcher(path: Path, where: str, given: Any) -> Callable[[str], bool]:
+    """Whether a list of names and patterns has a layer's name, as compressed-tensors decides it."""
+    entries = first(given, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        got = untrusted.short(given)
+        raise PretrainedError(f"{path}: {where} must be a list of names, got {got}")
+    names = {entry for entry in entries if not entry.startswith(_PATTERN)}
+    patterns = {entry.removeprefix(_PATTERN) for entry in entries if entry.startswith(_PATTERN)}
+    if len(patterns) > _MOST_PATTERNS:
+        raise PretrainedError(
+            f"{path}: {where} has {len(patterns)} patterns; at most {_MOST_PATTERNS} are read"
+        )
+    regexes = [_regex(path, where, pattern) for pattern in sorted(patterns)]
+    return lambda name: (
+        not names.isdisjoint((name, "Linear")) or any(matches(name) for matches in regexes)
+    )
 
 
-def _is_target(name: str, targets: Any, ignored: Any) -> bool:
-    def matches(pattern: str) -> bool:
-        if pattern.startswith("re:"):
-            return re.match(pattern[3:], name) is not None
-        return pattern in (name, "Linear")
+def _regex(path: Path, where: str, pattern: str) -> Callable[[str], bool]:
+    """Whether a name begins with what a regular expression stands for.
 
-    return any(map(matches, targets)) and not any(map(matches, ignored))
+    pydantic has a matcher whose time is linear in the name; Python's own may take for ever.
+    """
+    reason = f"it has more than {_MOST_CHARACTERS} characters"
+    if len(pattern) <= _MOST_CHARACTERS:
+        schema = core_schema.str_schema(pattern=rf"\A(?:{pattern})", regex_engine="rust-regex")
+        try:
+            return SchemaValidator(schema).isinstance_python
+        except SchemaError as error:
+            reason = str(error).splitlines()[-1].strip().removeprefix("error: ")
+    shown = untrusted.short(f"{_PATTERN}{pattern}")
+    raise PretrainedError(
+        f"{path}: {where} has the pattern {shown}, which cannot be read: {reason}"
+    )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import tokenizers as hf
 
+from twell_jax.data import tokenizer_json
 from twell_jax.data.tokenizers import END_OF_TEXT, ByteTokenizer, SubwordTokenizer, Tokenizer
 from twell_jax.models.pretrained import config
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json
@@ -21,8 +22,8 @@ def load(directory: Path) -> SubwordTokenizer:
     """
     path = directory / "tokenizer.json"
     try:
-        backend = hf.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
+        backend = tokenizer_json.read(path)
+    except (OSError, ValueError) as error:
         raise PretrainedError(f"{path}: cannot be read ({error})") from None
     source, ends = config.ends(directory)
     ids = ends or map(backend.token_to_id, END_OF_TEXT)
@@ -48,7 +49,8 @@ def prefix(tokenizer: SubwordTokenizer) -> list[int]:
     backend = tokenizer.backend
     # Only around ids of a text is it clear which of the added ones come first.
     for text in ("a", *backend.get_vocab()):
-        encoding = backend.encode(text, add_special_tokens=True)
+        with tokenizer_json.errors_are_lines():
+            encoding = backend.encode(text, add_special_tokens=True)
         if 0 in encoding.special_tokens_mask:
             return encoding.ids[: encoding.special_tokens_mask.index(0)]
     return []

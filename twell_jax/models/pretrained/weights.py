@@ -119,13 +119,9 @@ def load(
     Raises:
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
     """
+    files.require_layers(directory, config.layers)
     with contextlib.ExitStack() as stack:
         tensors = _with_prefix(_open(directory, stack, stored.passed_over))
-        if config.layers > len(tensors):
-            raise PretrainedError(
-                f"{directory}: config.json says {config.layers} layers, but there are only "
-                f"{len(tensors)} tensors"
-            )
         abstract = jax.eval_shape(lambda: _parameters(config, stored))
         leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
         names = _NAMES
@@ -251,11 +247,12 @@ def _open(
     Those whose names contain one of `passed_over` are left out.
     """
     tensors: dict[str, Any] = {}
-    for file in files.names(directory):
+    for file, names in files.tensors(directory).items():
         tensors |= {
             name: tensor
             for name, tensor in files.slices(directory / file, stack).items()
-            if not (name.endswith(_DERIVED) or any(part in name for part in passed_over))
+            if name in names
+            and not (name.endswith(_DERIVED) or any(part in name for part in passed_over))
         }
     return tensors
 

@@ -31,6 +31,7 @@ from twell_jax.models.pretrained import (
     quantisation,
     save_pretrained,
 )
+from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.quantised import COVERED, PARTS
 from twell_jax.train import init_from
 
@@ -242,6 +243,17 @@ def eight_bits(saved, tmp_path):
         (("weights",), {"strategy": "tensor"}, r"weights\.strategy='tensor'"),
         (("input_activations",), {"dynamic": False}, r"input_activations\.dynamic=False"),
         ((), {"input_activations": None}, "input_activations must be an object, got None"),
+        ((), {"config_groups": {"a": 3}}, "config_groups must be an object, got 3"),
+        ((), {"config_groups": {"a": {}, "b": ["x" * 999] * 99}}, "one group, got .{1,900}$"),
+        ((), {"ignore": "lm_head"}, "ignore must be a list of names, got 'lm_head'"),
+        ((), {"ignore": 7}, "ignore must be a list of names, got 7"),
+        ((), {"ignore": ["lm_head", None]}, r"ignore must be a list .*, got \['lm_head', None\]"),
+        ((), {"ignore": ["re:("]}, r"pattern 're:\(', which cannot be read: unclosed group"),
+        ((), {"ignore": ["re:(?!x)"]}, "which cannot be read: look-around, including look-ahead"),
+        ((), {"ignore": ["re:" + "x" * 1001]}, "cannot be read: it has more than 1000 characters"),
+        ((), {"ignore": [f"re:{i}" for i in range(101)]}, "has 101 patterns; at most 100 are read"),
+        (("weights",), {"num_bits": 8.0}, r"weights\.num_bits=8.0 is not supported"),
+        (("weights",), {"symmetric": 1}, r"weights\.symmetric=1 is not supported"),
     ],
 )
 def test_other_quantisations_are_refused(eight_bits, part, changes, says):
@@ -258,6 +270,26 @@ def test_other_quantisations_are_refused(eight_bits, part, changes, says):
     with pytest.raises(PretrainedError, match=says) as error:
         from_pretrained(eight_bits)
     assert "\n" not in str(error.value)
+
+
+def test_a_pattern_that_python_would_match_for_ever_costs_no_time(eight_bits):
+    config = config_of(eight_bits)["quantization_config"]
+    before = from_pretrained(eight_bits)
+    config["ignore"].append("re:(.|[^!])+!")
+    change_config(eight_bits, quantization_config=config)
+    assert_same_parameters(from_pretrained(eight_bits), before)
+
+
+def test_more_layers_than_tensors_are_refused_before_their_patterns_are_matched(
+    eight_bits, monkeypatch
+):
+    monkeypatch.setattr(quantisation, "read", lambda *_: pytest.fail("matched"))
+    change_config(eight_bits, num_hidden_layers=3_000_000)
+    with pytest.raises(PretrainedError, match=r"says 3000000 layers, but there are only 24 tens"):
+        pretrained_config.read(eight_bits, None, None)
+    (eight_bits / "model.safetensors").unlink()  # as it is before it is fetched
+    with pytest.raises(PretrainedError, match="but no model of more than 10000 is read"):
+        pretrained_config.read(eight_bits, None, None)
 
 
 def test_training_does_not_start_from_8_bits(eight_bits):

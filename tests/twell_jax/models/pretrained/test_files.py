@@ -1,0 +1,95 @@
+"""The files of a model that someone else wrote: shards, names that become paths, odd files."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.twell_jax.models.pretrained.small import assert_same_parameters, make
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.models.pretrained import (
+    PretrainedError,
+    files,
+    from_pretrained,
+    hub,
+    quantisation,
+    save_pretrained,
+)
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A model and the directory of its shards, of which the first has a wrong copy of a tensor."""
+    model = make()
+    save_pretrained(tmp_path / "sharded", model, ByteTokenizer(), max_shard_bytes=9000)
+    directory = tmp_path / "sharded"
+    place = index_of(directory)["weight_map"][NORM]
+    other = min(set(files.names(directory)) - {place})
+    tensors = load_file(directory / other)
+    save_file({**tensors, NORM: np.full(16, 7, np.float32)}, directory / other)
+    return model, directory, place, other
+
+
+def index_of(directory):
+    return json.loads((directory / files.INDEX).read_text())
+
+
+def put(directory, name, place):
+    index = index_of(directory)
+    index["weight_map"][name] = place
+    (directory / files.INDEX).write_text(json.dumps(index))
+
+
+def test_of_two_shards_with_a_tensor_the_index_decides(sharded):
+    model, directory, place, other = sharded
+    assert_same_parameters(from_pretrained(directory), model)
+    put(directory, NORM, other)
+    assert from_pretrained(directory).norm.scale[...].tolist() == [7] * 16
+    third = min(set(files.names(directory)) - {place, other})
+    put(directory, NORM, third)
+    with pytest.raises(PretrainedError, match=rf"{NORM} is in .*, but the weight_map .*{third}$"):
+        from_pretrained(directory)
+    index = index_of(directory)
+    del index["weight_map"][NORM]
+    index["weight_map"]["another"] = place
+    (directory / files.INDEX).write_text(json.dumps(index))
+    with pytest.raises(PretrainedError, match=rf"{NORM} is in {other} and in {place}.* neither$"):
+        from_pretrained(directory)
+
+
+def test_a_quantised_copy_has_the_tensor_that_the_index_means(sharded, tmp_path):
+    model, directory, _, _ = sharded
+    quantisation.quantise_files(directory, tmp_path / "out", ["gate", "up"], is_tied=True)
+    model.quantise(["gate", "up"])
+    assert_same_parameters(from_pretrained(tmp_path / "out"), model)
+    assert sum(map(len, files.tensors(tmp_path / "out").values())) == len(
+        index_of(tmp_path / "out")["weight_map"]
+    )
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", ".."])
+def test_a_revision_stays_in_the_cache(monkeypatch, name):
+    monkeypatch.setattr(hub, "_download", lambda *_, **__: pytest.fail("looked up"))
+    for arguments in ([f"org/small@{name}"], ["org/small", name]):
+        with pytest.raises(PretrainedError, match=f"org/small: '{name}' is no branch, tag or com"):
+            hub.find(*arguments)
+
+
+def test_a_copy_waits_for_no_pipe(saved, tmp_path):
+    _, directory = saved
+    os.mkfifo(directory / "notes.txt")
+    with pytest.raises(OSError, match="not a regular file"):
+        quantisation.quantise_files(directory, tmp_path / "out", ["up"], is_tied=True)
+
+
+def test_names_of_tensors_are_spelt_out(saved):
+    _, directory = saved
+    tensors = load_file(directory / files.FILE)
+    save_file({**tensors, "\x1b[2J" + "x" * 9999: np.zeros(1)}, directory / files.FILE)
+    with pytest.raises(PretrainedError, match=r"not of this model: \\x1b\[2Jxxx") as error:
+        from_pretrained(directory)
+    assert str(error.value).isprintable() and len(str(error.value)) < 5000
