@@ -157,6 +157,16 @@ def test_another_usual_activation_is_no_other_block():
     assert len(replace_mlps(model)) == 3
 
 
+class OfTokens(MLP):
+    def __call__(self, x):
+        assert x.ndim == 2
+        return super().__call__(x)
+
+
+def test_a_module_may_take_no_batches():
+    assert list(replace_mlps(Model(OfTokens()))) == ["first"]
+
+
 def test_a_shared_kernel_that_stays_as_it_is_stays_shared():
     model = Model(MLP(), MLP())
     model.others[0]["mlp"].down_proj = model.first.down_proj

@@ -57,7 +57,7 @@ OTHER = {
         lambda self, mlp, x, mask: mlp(x) * mask,
         r"mlp\(x\) with x float32 \[8, 2, 8\] raises TypeError: .* 'mask'$",
     ),
-    "statistics": (lambda self, mlp, x: (mlp(x), x), "mlp.x. with x .* gives tuple, not a y"),
+    "statistics": (lambda self, mlp, x: (mlp(x), x), "mlp.x. with x .* gives tuple, no y"),
     "what it stores": (storing, "a call stores seen, which a SparseMLP does not"),
 }
 
@@ -117,11 +117,11 @@ UNSUITED = {  # what makes the model, and what is said
     ),
     "of products of its own": (
         of_its_own(dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args, **kwargs)),
-        "gate_proj has a dot_general of its own, .* set gate_proj.dot_general to dot_general first",
+        "gate_proj has a dot_general of its own, .* set gate_proj.dot_general to the default",
     ),
     "of another precision": (
         of_its_own(precision="highest"),
-        "gate_proj has a precision of its own, .* set gate_proj.precision to None first",
+        "gate_proj has a precision of its own, .* set gate_proj.precision to the default",
     ),
     "sharing a layer with another": (
         lambda: sharing("up_proj", None),
