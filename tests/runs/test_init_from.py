@@ -31,7 +31,7 @@ class Measuring(Exception):
     """Raised where an analysis has its model and its text, and would begin to compute."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llama(workspace):
     """Somebody's dense model, of the shape that other tests of commands train."""
     shape = yaml.safe_load((workspace / "config.yaml").read_text())["model"]

@@ -180,7 +180,7 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
 
 def test_the_most_that_kernels_serve_is_served(reference_kernels):
     most = {"heads": 8, "kv_heads": 1, "sliding_window": 16, "decode_implementation": "mosaic"}
-    config, params = abstract(**most)
+    config, params = abstract(**MODEL | most)
     step, cache = one_step(config, 64, 16)
     assert jax.eval_shape(step, params, cache)[0].shape == (64, 320)
 
