@@ -57,7 +57,7 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
         speedup = measure_speedup(model, corpus.held_out, document_end=document_end)
     except CannotServe as error:
         speedup = None
-        console.out(f"speed-up not measured: {error}", highlight=False)
+        console.out(f"speed-up not measured: {error.why}", highlight=False)
     summary = summarise(activity) | {"speedup": speedup and speedup.summarise()}
     write_atomically(paths.analysis, json.dumps(summary) + "\n")
     for table in tables(summary):

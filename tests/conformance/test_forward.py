@@ -167,9 +167,8 @@ def test_all_zero(back_end, algorithm):
 
 
 @either_form
-@pytest.mark.parametrize(
-    "m", [pytest.param(256, marks=pytest.mark.slow), 700]
-)  # a union_target needs no more than one tile
+# A union_target needs no more than one tile.
+@pytest.mark.parametrize("m", [pytest.param(256, marks=pytest.mark.slow), 700])
 def test_unions_and_dense_blocks_measure_the_capacity_that_a_pattern_needs(back_end, m, gated):
     operands, active = draw_exact(m, 128, 640, gated=gated)
     expected = shares(active)

@@ -127,16 +127,11 @@ def unzip(out):
 
 @pytest.mark.parametrize(
     ("pattern", "gated"),
-    [
-        *((pattern, True) for pattern in PATTERNS),
+    [  # one form for each capacity, so that the quick cases share two compiled programs
+        *((pattern, capacity == 1) for pattern, (_, _, capacity, _) in PATTERNS.items()),
         *(
-            pytest.param(pattern, False, marks=pytest.mark.slow)
-            for pattern in (
-                "sparse",
-                "some dense tokens",
-                "too many tokens leave",
-                "dense is faster",
-            )
+            pytest.param(pattern, capacity < 1, marks=pytest.mark.slow)
+            for pattern, (_, _, capacity, _) in PATTERNS.items()
         ),
     ],
 )

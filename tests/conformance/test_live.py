@@ -94,9 +94,8 @@ def grads(ffn, operands, dy, live):
     [
         (True, 1.0, 2.2, 130),
         (True, 1.0, 1.0, 450),  # dense products are faster: those of what was kept
-        pytest.param(
-            False, 0.01, 2.2, 130, marks=pytest.mark.slow
-        ),  # too little capacity: dense gradients
+        # Too little capacity: dense gradients.
+        pytest.param(False, 0.01, 2.2, 130, marks=pytest.mark.slow),
     ],
 )
 def test_gradients(back_end, gated, capacity, threshold, some):

@@ -11,7 +11,7 @@ from flax import nnx
 
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import THROUGH_XLA
-from twell_jax.ffn import CannotServe, SparseMLP, order_by_use, sparse_ffn
+from twell_jax.ffn import Biases, SparseMLP, order_by_use, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.models import Transformer, graphdef
 
@@ -83,8 +83,6 @@ def measure_speedup(
       CannotServe: the kernels cannot serve this model here.
     """
     config, mlp = model.config, model.blocks.mlp
-    if config.mlp_bias:
-        raise CannotServe("the kernels add no biases, which model.mlp_bias has")
     block = _Block(config.ffn_activation, backward)
 
     def weights(layer):
@@ -96,7 +94,8 @@ def measure_speedup(
 
     tokens = sequences[: max(1, TOKENS // config.context), :-1]
     like = jax.ShapeDtypeStruct((tokens.size, config.d_model), config.dtype)
-    check = partial(block.apply, "mosaic")
+    biases = Biases(down=jnp.zeros(config.d_model, config.dtype)) if config.mlp_bias else None
+    check = partial(block.apply, "mosaic", biases=biases)
     jax.eval_shape(check, live(0), like, *weights(0))  # CannotServe
     inputs = ffn_inputs(model, tokens, document_end=document_end)
     dy = jax.random.normal(jax.random.key(0), like.shape, like.dtype)
@@ -143,11 +142,12 @@ class _Block:
     activation: Activation
     backward: bool
 
-    def apply(self, implementation, live, x, *weights):
+    def apply(self, implementation, live, x, *weights, biases=None):
         """y and its statistics."""
         return sparse_ffn(
             x,
             *weights,
+            biases=biases,
             live=live,
             activation=self.activation,
             implementation=implementation,

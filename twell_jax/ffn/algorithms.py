@@ -164,7 +164,7 @@ def _kernels(case: Case, sparse: bool) -> str | None:
     if case.neurons % (128 * devices.neurons):
         return f"{case.neurons} neurons are no multiple of 128 on each of {devices.neurons} devices"
     if case.quantised and sparse:
-        return "Quantised weights have no gradients: leave gradients out"
+        return "Quantised weights have no gradients"
     return None
 
 
@@ -185,7 +185,7 @@ def lasso_problem(sparse: bool, documents: bool) -> str | None:
 def _all_neurons(case: Case) -> str | None:
     """Why kernels that compute all neurons cannot serve a case."""
     if case.live:
-        return "its kernels compute all neurons: leave out live, or write packing='unions'"
+        return "its kernels compute all neurons; those of unions take live"
     return None
 
 

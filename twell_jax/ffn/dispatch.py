@@ -20,7 +20,20 @@ FROM_FEW_TO_MANY = (MAX_FEW_TOKENS + 1, MANY_TOKENS - 1)
 
 
 class CannotServe(ValueError):
-    """The implementation, packing or gradients asked for cannot serve these inputs here."""
+    """The implementation, packing or gradients asked for cannot serve these inputs here.
+
+    Attributes:
+      why: the reason alone, for those who did not ask themselves.
+    """
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why or message
+
+    @classmethod
+    def because(cls, asked: str, why: str) -> "CannotServe":
+        """What was asked for cannot serve, for a reason in words."""
+        return cls(f"{asked} cannot serve: {why}; leave it out", why)
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,8 @@ def select(case: Case, request: Request) -> Selection:
     *_, why = (
         why for rule, why in passed_over if not ALGORITHMS[rule.algorithm].not_asked(request)
     )
-    raise CannotServe(f"{request.wants_kernels} cannot serve: {why}; leave it out")
+    assert request.wants_kernels is not None  # else the dense rule serves
+    raise CannotServe.because(request.wants_kernels, why)
 
 
 def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str | None]:

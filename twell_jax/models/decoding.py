@@ -61,7 +61,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     _, batch, capacity, *_ = cache.k.shape
     why = no_back_end or _unsupported(config, model.quantised(), batch, capacity)
     if why and wanted == "mosaic":
-        raise dispatch.CannotServe(f"decode_implementation='mosaic' cannot serve: {why}")
+        raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
     # Live neurons were not measured with few tokens, so kernels have to be asked for.
     if why or (wanted is None and config.live_width):
         return model.decode(tokens, cache)

@@ -57,7 +57,7 @@ def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in
 
 def test_a_model_with_biases_is_refused():
     model = Transformer(CONFIG.model_copy(update={"mlp_bias": True}), rngs=nnx.Rngs(0))
-    with pytest.raises(CannotServe, match=r"^the kernels add no biases, which model.mlp_bias has$"):
+    with pytest.raises(CannotServe, match="the kernels add no biases"):
         speedup.measure_speedup(model, np.zeros((1, 33), np.int32))
 
 
