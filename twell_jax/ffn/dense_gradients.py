@@ -1,4 +1,8 @@
-"""The gradients of a block by dense products of XLA, which round where those of `xla.ffn` do."""
+"""The gradients of a block by dense products of XLA, which round where those of `xla.ffn` do.
+
+But the gradient for h stays in float32 until penalties are added: rounded, one near 1 would take up
+none of a penalty below 2^-9.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -37,7 +41,7 @@ def of_operands(
         kept = hidden(act, x, weights)
         tokens = i * len(x) + jnp.arange(len(x))
         extra = None if slopes is None else slopes.of_tokens(kept[-1], tokens)
-        grads = for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad, extra)
+        grads = for_inner(act, kept, product(dy, weights.down.T), l1_grad, extra)
         h = kept[-1].astype(x.dtype)
         for n, factors in enumerate([*((grad, x) for grad in grads), (h, dy)]):
             # Without a barrier XLA may hold products of all weights at a time.
@@ -92,15 +96,16 @@ def for_inner(
 
     Args:
       act: the activation.
-      kept: g and h, or h alone in the non-gated form.
-      dh: the gradient for h, without what penalties add.
+      kept: g and h, or h alone in the non-gated form; the first in the dtype of the results.
+      dh: the gradient for h, without what penalties add; in float32, as a penalty that is small
+        beside it would be lost if both were rounded.
       l1_grad: float32 [], the gradient for the sum of |h|.
       extra: what the gradient for h has besides.
     """
     *gate, h = (a.astype(jnp.float32) for a in kept)
-    total = dh.astype(jnp.float32) + (0 if extra is None else extra)
+    total = dh + (0 if extra is None else extra)
     grads = act.gradients(total, gate[0] if gate else None, h, l1_grad)
-    return [grad.astype(dh.dtype) for grad in grads]
+    return [grad.astype(kept[0].dtype) for grad in grads]
 
 
 def for_x(grads: Sequence[jax.Array], weights: Weights) -> jax.Array:

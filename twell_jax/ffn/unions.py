@@ -323,7 +323,9 @@ def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
     down, dy, blocks = in_place.barrier((down, dy, residuals.hidden))
     kept = tile_union.to_dense(blocks, residuals.plan, len(x))
     extra = slopes and slopes.of_neurons(kept[-1])
-    grads = dense_gradients.for_inner(act, kept, jnp.dot(weights.down, dy.T), l1_grad, extra)
+    grads = dense_gradients.for_inner(
+        act, kept, dense_gradients.product(weights.down, dy.T), l1_grad, extra
+    )
     inner = [d_weight(n, grad, x) for n, grad in enumerate(grads, start=1)]
     dx = dense_gradients.for_x([grad.T for grad in grads], weights)
     if has_heavy:
@@ -341,5 +343,7 @@ def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad, slopes):
     x, dy = (a.at[heavy].get(mode="fill", fill_value=0) for a in (x, dy))
     kept = jnp.where(is_heavy, residuals.heavy_hidden[:, : heavy.size], 0)
     extra = slopes and slopes.of_tokens(kept[-1], heavy)
-    grads = dense_gradients.for_inner(act, kept, jnp.dot(dy, weights.down.T), l1_grad, extra)
+    grads = dense_gradients.for_inner(
+        act, kept, dense_gradients.product(dy, weights.down.T), l1_grad, extra
+    )
     return x, dy, kept[-1], grads
