@@ -80,11 +80,12 @@ WITHOUT_GATE = [  # those without a gate projection
 ]
 BORDERS = [  # a usual pattern, one dense token, all dense; on both sides of each rule's border
     case | {"gated": gated, "only_default": True}
-    for gated in (True, False)
+    for gated in (False, True)
     for case in (
-        *({"m": m} for m in (1, 8, 16, 32, 64, 65, 128, 256, 512, 1023, 1024, 2048, 4096, 16384)),
-        *({"m": m, "heavy_every": m} for m in (1, 8, 64)),
-        *({"m": m, "heavy_every": 1} for m in (64, 1024, 4096)),
+        *({"m": m} for m in (1, 8, 32, 64, 65, 256, 512, 1023)),
+        *({"m": m, "heavy_every": m} for m in (1, 64)),
+        {"m": 64, "heavy_every": 1},
+        *({"m": m, "heavy_every": every} for every in (0, 1) for m in (1024, 1536, 2048) if gated),
     )
 ]
 _ALL = [
@@ -158,7 +159,7 @@ def measure(
 
     If `pruned` is not 0, this fraction of the neurons is never active, and the kernels compute
     the layer without them. With `peers` the blocks of PEERS stand beside unions, with
-    `only_default` those alone that serve by default. Heavy tokens are those of
+    `only_default` those kernels alone that serve if no packing is named. Heavy tokens are those of
     `patterns.with_heavy_rows`.
     """
     drawn = m, pattern, nnz, superposed, heavy_every, gated
@@ -179,7 +180,7 @@ def measure(
     ours = ("mosaic",) if m < MANY_TOKENS else ()
     ours += ("twell", "unions") if m > MAX_FEW_TOKENS else ()
     if only_default:
-        others = ("mosaic",) if m < MANY_TOKENS else ("unions",)
+        others = ("mosaic",)
     elif activation != "relu":
         others = ours
     else:
