@@ -13,12 +13,13 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from tests.packages import needed
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import load
 from twell_jax.models.pretrained import save_pretrained
 
-lm_eval = pytest.importorskip("lm_eval")
+lm_eval = needed("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -271,9 +272,10 @@ def test_tasks_are_checked_before_the_model_is_read(
     assert line.startswith("error: --task") and "\n" not in line
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_agreement_with_the_harness_own_hugging_face_backend(saved, lm, tasks):
-    backend = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
+    backend = needed("lm_eval.models.huggingface")
     theirs = backend.HFLM(
         str(saved), batch_size=3, device="cpu", dtype="float32", max_length=CONTEXT
     )
