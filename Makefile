@@ -4,7 +4,7 @@
 #                   and comparisons with packages that .venv need not have ("peers")
 # make test-all     the same with all tests: it adds these packages to .venv, and Tunix to a .venv-tunix of its own
 # make test-oldest  sets up .venv-oldest with the oldest JAX that pyproject.toml allows, checks style and
-#                   types and runs all tests
+#                   types and runs all tests but the comparisons
 # make docs         sets up .venv with Sphinx and builds the documentation site in docs/_build/html
 # make clean        removes .venv, .venv-oldest and .venv-tunix; runs/ stays
 
