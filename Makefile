@@ -1,11 +1,12 @@
 # make demo         sets up .venv, trains the default model and its dense twin on the CPU, and compares them
 # make test         sets up .venv with the test tools, checks style and types, builds the documentation
-#                   and runs the tests, but for those that train or measure from end to end, and further cases ("slow")
-# make test-all     the same with all tests
+#                   and runs the tests, but for those that train or measure from end to end, further cases ("slow"),
+#                   and comparisons with packages that .venv need not have ("peers")
+# make test-all     the same with all tests: it adds these packages to .venv, and Tunix to a .venv-tunix of its own
 # make test-oldest  sets up .venv-oldest with the oldest JAX that pyproject.toml allows, checks style and
-#                   types and runs all tests
+#                   types and runs all tests but the comparisons
 # make docs         sets up .venv with Sphinx and builds the documentation site in docs/_build/html
-# make clean        removes .venv and .venv-oldest; runs/ stays
+# make clean        removes .venv, .venv-oldest and .venv-tunix; runs/ stays
 
 PYTHON := .venv/bin/python
 OLDEST_JAX := $(shell sed -n 's/^ *"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
@@ -22,16 +23,22 @@ define run_tests
 	OPENBLAS_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses logical --dist worksteal $(2)
 endef
 
+# Tunix wants earlier versions of what the other packages need.
+TUNIX_TESTS := tests/twell_jax/test_tunix.py
+
 .PHONY: demo test test-all test-oldest checks style-and-types docs clean
 
 demo: .venv/installed
 	bash .ci/demo
 
 test: checks
-	$(call run_tests,.venv,-m "not slow")
+	$(call run_tests,.venv,-m "not slow and not peers")
 
-test-all: checks
-	$(call run_tests,.venv)
+# A test that lacks a package then fails: tests/packages.py
+test-all: export TWELL_TESTS_REQUIRE_PACKAGES = 1
+test-all: checks .venv/installed-peers .venv-tunix/installed-dev
+	$(call run_tests,.venv,--ignore $(TUNIX_TESTS))
+	$(call run_tests,.venv-tunix,$(TUNIX_TESTS))
 
 checks: .venv/installed-dev
 	$(MAKE) .venv/installed-docs
@@ -53,6 +60,17 @@ test-oldest: .venv-oldest/installed-dev
 	$(PYTHON) -m pip install --quiet --editable '.[dev]'
 	touch $@
 
+# On Linux, the registry's torch comes with 4 GB of CUDA's libraries. To have one without them:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-all
+.venv/installed-peers: .venv/installed-dev
+	$(PYTHON) -m pip install --quiet --editable '.[dev,peers]'
+	touch $@
+
+.venv-tunix/installed-dev: pyproject.toml .ci/venv
+	bash .ci/venv .venv-tunix
+	.venv-tunix/bin/python -m pip install --quiet --editable '.[dev,tunix]'
+	touch $@
+
 .venv-oldest/installed-dev: pyproject.toml .ci/venv
 	bash .ci/venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[dev]' 'jax==$(OLDEST_JAX)'
@@ -66,4 +84,4 @@ docs: .venv/installed-docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest
+	rm -rf .venv .venv-oldest .venv-tunix

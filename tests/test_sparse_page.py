@@ -14,6 +14,7 @@ from flax import nnx
 
 from tests import seeds
 from tests.errors import relative_error
+from tests.packages import needed
 from twell_jax.convert import FORMS
 
 PAGE = (Path(__file__).parents[1] / "docs/make-your-model-sparse.md").read_text()
@@ -49,7 +50,7 @@ def test_a_linen_model():
 
 
 def test_an_equinox_model():
-    pytest.importorskip("equinox")
+    needed("equinox")
     assert_all_have_gradients(run("## A model in Equinox"))
 
 

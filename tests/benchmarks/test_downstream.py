@@ -9,6 +9,7 @@ from flax import nnx
 
 from benchmarks.study import __main__ as study
 from benchmarks.study import downstream
+from tests.packages import needed
 from twell_jax import config as config_lib
 from twell_jax.config import ModelConfig
 from twell_jax.data import tokenizers
@@ -108,7 +109,7 @@ def test_a_text_without_questions_has_no_accuracy(tokenizer, monkeypatch):
 
 @pytest.mark.slow
 def test_the_harness_finds_the_same_log_probabilities(texts, tokenizer):
-    pytest.importorskip("lm_eval")
+    needed("lm_eval")
     from lm_eval.api.instance import Instance
 
     from twell_jax.inference.harness import HarnessModel

@@ -8,6 +8,7 @@ from benchmarks import ffn, record, sparse_peers, xla_fp8
 from tests import seeds
 from tests.conformance.cases import draw
 from tests.errors import ROUNDING, relative_error
+from tests.packages import needed
 
 M, D, H = 24, 48, 80
 
@@ -70,8 +71,9 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_k
     assert xla_fp8.CALL in rows["xla, fp8 rows"]["failed"]
 
 
+@pytest.mark.peers
 def test_torch_multiplies_quantised_operands():
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     from benchmarks import torch_ffn
 
     x, *layer = (torch.from_dlpack(a) for a in drawn())

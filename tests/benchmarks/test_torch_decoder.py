@@ -1,4 +1,4 @@
-"""The decoder in torch against ours, where torch is installed (extra "peers")."""
+"""The decoder in torch against ours, (extra "peers")."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,11 +6,14 @@ import pytest
 from flax import nnx
 
 from tests import seeds
+from tests.packages import needed
 from tests.twell_jax import drawn
 from twell_jax.models import KVCache
 
-torch = pytest.importorskip("torch")
+torch = needed("torch")
 from benchmarks import torch_decoder  # noqa: E402 (it needs torch)
+
+pytestmark = pytest.mark.peers
 
 SHAPE = {
     "vocab_size": 61, "context": 16, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 48,

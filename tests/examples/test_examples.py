@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from tests.commands import call
+from tests.packages import needed
 from tests.small_run import SETTINGS
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ def continuations(printed: str) -> list[str]:
 @pytest.mark.parametrize("name", ["nnx_model", "linen_model", "equinox_model"])
 def test_a_model_learns_to_add_with_few_neurons(run, name):
     if name == "equinox_model":
-        pytest.importorskip("equinox")
+        needed("equinox")
     (_, *fired_at_first), *_, (cross_entropy, *fired) = steps(run(name))
     assert cross_entropy < 0.1
     for before, after in zip(fired_at_first, fired, strict=True):

@@ -8,13 +8,14 @@ import zipfile
 
 import pytest
 
+from tests.packages import needed
 from tests.runs.started import ROOT
 from twell_jax import config
 
 
 @pytest.mark.slow
 def test_the_wheel_has_the_command_and_the_configurations(tmp_path):
-    pytest.importorskip("setuptools", minversion="77")
+    needed("setuptools", minversion="77")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("configs", "twell_jax", "pallas_kernels"):

@@ -1,4 +1,4 @@
-"""`replace_mlps` on Tunix's Llama3 and Qwen3, and training by its `PeftTrainer`."""
+"""`replace_mlps` on Tunix's Llama3 and Qwen3, and training by its `PeftTrainer` (extra "tunix")."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +7,16 @@ import pytest
 from flax import nnx
 
 from tests import seeds
+from tests.packages import needed
 from twell_jax import SparseMLP, capture_stats
 from twell_jax.convert import replace_mlps
 
-pytest.importorskip("tunix")
+needed("tunix")
+from tunix.models.llama3 import model as llama3  # noqa: E402
+from tunix.models.qwen3 import model as qwen3  # noqa: E402
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig  # noqa: E402
 
-from tunix.models.llama3 import model as llama3
-from tunix.models.qwen3 import model as qwen3
-from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
-
+pytestmark = pytest.mark.peers
 SHAPE = {
     "num_layers": 2, "vocab_size": 31, "embed_dim": 16, "hidden_dim": 64, "num_heads": 2,
     "head_dim": 8, "num_kv_heads": 1, "rope_theta": 10_000, "norm_eps": 1e-5,

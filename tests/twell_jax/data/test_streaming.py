@@ -5,11 +5,12 @@ import sys
 import numpy as np
 import pytest
 
+from tests.packages import needed
 from twell_jax import data
 from twell_jax.config import ConfigError, DataConfig
 from twell_jax.data import sources, streaming, tokenizers
 
-pytest.importorskip("datasets")
+needed("datasets")
 
 CONTEXT = 16
 
@@ -25,8 +26,8 @@ def dataset_dir(request, tmp_path, documents):
         if request.param == "jsonl":
             path.write_text("\n".join(map(json.dumps, rows)))
         else:
-            pyarrow = pytest.importorskip("pyarrow")
-            parquet = pytest.importorskip("pyarrow.parquet")
+            pyarrow = needed("pyarrow")
+            parquet = needed("pyarrow.parquet")
             parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=4)
     return directory
 

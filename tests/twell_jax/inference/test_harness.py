@@ -13,12 +13,13 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from tests.packages import needed
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import load
 from twell_jax.models.pretrained import save_pretrained
 
-lm_eval = pytest.importorskip("lm_eval")
+lm_eval = needed("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -271,9 +272,45 @@ def test_tasks_are_checked_before_the_model_is_read(
     assert line.startswith("error: --task") and "\n" not in line
 
 
+BOS, LISTED = {"bos_token": "!"}, {"added_tokens_decoder": {}}
+TOKEN = {"content": "!", "lstrip": False, "normalized": False, "rstrip": False}
+NAMED = {  # what files name the first token: tokenizer_config.json, special_tokens_map.json
+    "none": ({}, None),
+    "a text": (BOS, None),
+    "an object": ({"bos_token": TOKEN | {"__type": "AddedToken"}, "add_bos_token": True}, None),
+    "an object, the older file": ({}, {"bos_token": TOKEN}),
+    "both": ({"bos_token": "?"}, BOS),
+    "both, one with null": (BOS, {"bos_token": None}),
+    "both, one with all added tokens": (LISTED | BOS, {"bos_token": "?"}),
+    "the older file, beside all added tokens": (LISTED, BOS),
+}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", NAMED)
+def test_a_text_begins_after_the_token_of_the_harness_own_backend(saved, tmp_path, name):
+    newer, older = NAMED[name]
+    directory = shutil.copytree(saved, tmp_path / "model")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | newer))
+    if older is not None:
+        (directory / "special_tokens_map.json").write_text(json.dumps(older))
+    theirs = needed("lm_eval.models.huggingface").HFLM(
+        str(directory), batch_size=1, device="cpu", dtype="float32", max_length=CONTEXT
+    )
+    ours = HarnessModel(load(str(directory)), batch=BATCH)
+    assert ours.prefix_token_id == theirs.prefix_token_id
+    assert ours.tok_encode("a") == theirs.tok_encode("a") == [97]
+    request = instances("loglikelihood", ("", "short"))
+    ((expected, _),) = theirs.loglikelihood(request, disable_tqdm=True)
+    ((found, _),) = ours.loglikelihood(request, disable_tqdm=True)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.peers
 @pytest.mark.slow
 def test_agreement_with_the_harness_own_hugging_face_backend(saved, lm, tasks):
-    backend = pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)
+    backend = needed("lm_eval.models.huggingface")
     theirs = backend.HFLM(
         str(saved), batch_size=3, device="cpu", dtype="float32", max_length=CONTEXT
     )

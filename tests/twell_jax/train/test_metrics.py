@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from tests.packages import needed
 from twell_jax import config
 from twell_jax.config import Config, ConfigError
 from twell_jax.train import metrics, sparsity_control
@@ -214,7 +215,7 @@ READERS = {"tensorboard": of_tensorboard, "wandb": of_wandb}
 
 @pytest.fixture(params=SINKS)
 def sink(request, monkeypatch):
-    pytest.importorskip({"tensorboard": "tensorboardX"}.get(request.param, request.param))
+    needed({"tensorboard": "tensorboardX"}.get(request.param, request.param))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     return request.param
@@ -238,7 +239,7 @@ def test_tensorboard_hides_what_earlier_sessions_wrote_later(tmp_path):
 
 
 def test_a_continued_run_keeps_its_id_at_weights_and_biases(tmp_path, monkeypatch):
-    wandb, asked = pytest.importorskip("wandb"), []
+    wandb, asked = needed("wandb"), []
 
     def init(**options):
         asked.append(options["id"])
@@ -265,7 +266,7 @@ def test_sessions_that_start_in_the_same_second_write_apart(tmp_path, monkeypatc
 
 
 def test_what_weights_and_biases_refuses_is_one_line(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
+    wandb = needed("wandb")
 
     def refuse(**options):
         raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")

@@ -60,24 +60,28 @@ def bos_id(directory: Path, tokenizer: SubwordTokenizer) -> int | None:
     """The id of the token that begins a text, such as <s>; None if no file names one.
 
     `prefix` need not have it: some tokenizers leave it to those who call them to put it there.
+    Of two files, that counts which counts for transformers.
 
     Raises:
       PretrainedError: a file cannot be read, or names what is no token of the vocabulary.
     """
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = directory / name
-        named = read_json(path).get("bos_token") if path.exists() else None
-        token = named.get("content") if isinstance(named, dict) else named
-        if named is None:
-            continue
-        found = tokenizer.backend.token_to_id(token) if isinstance(token, str) else None
-        if found is None:
-            raise PretrainedError(
-                f"{path}: bos_token={token!r} is no token in {directory / 'tokenizer.json'}; "
-                "write one that is, or null"
-            )
-        return found
-    return None
+    path, older = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
+    tree = read_json(path) if path.exists() else {}
+    if "added_tokens_decoder" not in tree and older.exists():
+        of_older = read_json(older)
+        if "bos_token" in of_older:
+            path, tree = older, of_older
+    named = tree.get("bos_token")
+    if named is None:
+        return None
+    token = named.get("content") if isinstance(named, dict) else named
+    found = tokenizer.backend.token_to_id(token) if isinstance(token, str) else None
+    if found is None:
+        raise PretrainedError(
+            f"{path}: bos_token={token!r} is no token in {directory / 'tokenizer.json'}; "
+            "write one that is, or null"
+        )
+    return found
 
 
 def splits_by(tokenizer: Tokenizer, pattern: str) -> bool:

@@ -1,7 +1,7 @@
 """Architectures that transformers has no class of, against float64; and what their files must say.
 
-Those that it has are compared with what it computes: in test_pretrained with recorded logits, in
-test_transformers wherever it is installed.
+Those that it has are compared with what it computes: in test_forms with recorded logits, in
+test_transformers where it is installed, by `make test-all`.
 """
 
 import json

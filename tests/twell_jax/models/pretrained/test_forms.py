@@ -1,10 +1,10 @@
 """The form of its architecture, and the dtype, in which a model is written and read again.
 
-What transformers computes of such models is in test_transformers.
+What transformers computes of its models is recorded; test_transformers asks it, about ours, too.
 """
 
+import json
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from tests import seeds
 from tests.errors import relative_error
-from tests.twell_jax.models.pretrained import written
+from tests.twell_jax.models.pretrained import theirs, written
 from tests.twell_jax.models.pretrained.small import (
     assert_same_parameters,
     change_config,
@@ -24,12 +24,12 @@ from tests.twell_jax.models.pretrained.small import (
     config_of,
     make,
 )
+from tests.twell_jax.models.pretrained.theirs import THEIRS
 from tests.twell_jax.models.pretrained.written import MODELS
 from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer
 from twell_jax.models.pretrained import PretrainedError, from_pretrained, save_pretrained
-from twell_jax.models.pretrained.architectures import ARCHITECTURES
+from twell_jax.models.pretrained.architectures import ARCHITECTURES, SPARSE
 
-FIXTURES = Path(__file__).parent / "fixtures"
 forward = nnx.jit(lambda model, tokens: model(tokens)[0])
 
 
@@ -44,22 +44,47 @@ def tokenizer(splitting=None, normalizer="NFC"):
     return SubwordTokenizer(backend, "</s>")
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+RECORDED = json.loads(theirs.RECORDED.with_suffix(".json").read_text())["models"]
+LOGITS = np.load(theirs.RECORDED.with_suffix(".npz"))
+
+
+def write_recorded(directory, name, **changes):
+    theirs.write(directory, name, RECORDED[name]["config"] | changes, RECORDED[name]["shapes"])
+
+
+def test_all_models_of_transformers_are_recorded():
+    assert list(RECORDED) == list(LOGITS) == list(THEIRS)
+    kinds = {model["config"]["model_type"] for model in RECORDED.values()}
+    own_code = {name for name, known in ARCHITECTURES.items() if known.own_code}
+    assert kinds == {name for name in ARCHITECTURES if not name.endswith(SPARSE)} - own_code
+
+
+@pytest.mark.parametrize("name", THEIRS)
 def test_a_model_of_transformers_computes_what_was_recorded_and_is_written_as_it_was(
     tmp_path, name
 ):
-    source, kind = FIXTURES / name, config_of(FIXTURES / name)["model_type"]
-    model = from_pretrained(source)
-    save_pretrained(tmp_path, model, tokenizer(ARCHITECTURES[kind].splitting))
-    before, after = config_of(source), config_of(tmp_path)
-    assert after["model_type"] == kind and after["architectures"] == before["architectures"]
-    old, new = (load_file(path / "model.safetensors") for path in (source, tmp_path))
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    write_recorded(source, name)
+    model, kind = from_pretrained(source), RECORDED[name]["config"]["model_type"]
+    save_pretrained(saved, model, tokenizer(ARCHITECTURES[kind].splitting))
+    kind = "llama" if name == "mistral, no window, SiLU" else kind
+    after = config_of(saved)
+    assert after["model_type"] == kind
+    assert after["architectures"] == RECORDED[kind]["config"]["architectures"]
+    old, new = (load_file(path / "model.safetensors") for path in (source, saved))
     assert old.keys() == new.keys()
-    for key in old:  # 1 is added to some scales and taken away again
-        np.testing.assert_allclose(new[key], old[key], rtol=0, atol=2e-7)
-    recorded = np.load(source / "logits.npz")
-    for read in (model, from_pretrained(tmp_path)):
-        assert relative_error(forward(read, recorded["tokens"]), recorded["logits"]) < 1e-5
+    for key in old:  # 1 is added to some scales and taken away again, without rounding
+        np.testing.assert_array_equal(new[key], old[key])
+    for read in (model, from_pretrained(saved)):
+        assert relative_error(forward(read, theirs.tokens(name)), LOGITS[name]) < theirs.TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_released_sparse_models_compute_what_was_recorded_of_a_relu(tmp_path, kind):
+    assert RECORDED[kind]["config"]["hidden_act"] == "relu"
+    write_recorded(tmp_path / "sparse", kind, model_type=f"{kind}{SPARSE}", hidden_act="silu")
+    model = from_pretrained(tmp_path / "sparse")
+    assert relative_error(forward(model, theirs.tokens(kind)), LOGITS[kind]) < theirs.TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)

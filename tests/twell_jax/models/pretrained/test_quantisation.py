@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from tests import seeds
 from tests.commands import call
+from tests.packages import needed
 from tests.twell_jax.models.pretrained.small import (
     assert_same_parameters,
     change_config,
@@ -112,10 +113,10 @@ def test_files_hold_values_and_scales_by_the_convention(tmp_path):
     assert inputs.items() <= group["input_activations"].items()
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("projections", [SUBSETS[0], MOST, PARTS], ids="+".join)
 def test_transformers_and_compressed_tensors_compute_the_same(tmp_path, projections):
-    pytest.importorskip("compressed_tensors")
-    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    torch, transformers, _ = map(needed, ("torch", "transformers", "compressed_tensors"))
     model, tokens = make(), seeds.rng().integers(0, 257, (2, 16))
     model.quantise(projections)
     save_pretrained(tmp_path, model, ByteTokenizer())

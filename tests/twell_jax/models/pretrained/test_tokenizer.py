@@ -97,6 +97,9 @@ def test_the_prefix_is_what_precedes_a_text_not_what_ends_it(processor, prefix, 
     assert pretrained_tokenizer.prefix(tokenizer) == prefix
 
 
+LISTED = {"added_tokens_decoder": {"1": {"content": "<s>"}, "2": {"content": "<b>"}}}
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -105,8 +108,16 @@ def test_the_prefix_is_what_precedes_a_text_not_what_ends_it(processor, prefix, 
         ({"special_tokens_map": {"bos_token": "<s>"}}, 1),
         ({"tokenizer_config": {"bos_token": None}, "special_tokens_map": {}}, None),
         ({}, None),
+        # The older file counts where the newer one does not list the added tokens.
+        ({"tokenizer_config": {"bos_token": "<b>"}, "special_tokens_map": {"bos_token": "<s>"}}, 1),
+        ({"tokenizer_config": {"bos_token": "<b>"}, "special_tokens_map": {"eos_token": "<s>"}}, 2),
+        ({"tokenizer_config": {"bos_token": "<b>"}, "special_tokens_map": {"bos_token": None}},
+         None),
+        ({"tokenizer_config": LISTED | {"bos_token": "<b>"},
+          "special_tokens_map": {"bos_token": "<s>"}}, 2),
+        ({"tokenizer_config": LISTED, "special_tokens_map": {"bos_token": "<s>"}}, None),
     ],
-)
+)  # fmt: skip
 def test_the_token_that_begins_a_text_is_that_of_the_files(tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Parity with Hugging Face's transformers, where it and torch are installed (extra "peers")."""
+"""Parity with Hugging Face's transformers (extra "peers")."""
 
 import json
 
@@ -9,55 +9,22 @@ import tokenizers as hf
 from flax import nnx
 
 from tests import seeds
+from tests.errors import relative_error
+from tests.packages import needed
 from tests.twell_jax import drawn
+from tests.twell_jax.models.pretrained import theirs
+from tests.twell_jax.models.pretrained.theirs import SHAPE, THEIRS
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer, SubwordTokenizer
 from twell_jax.inference import GREEDY, generate
 from twell_jax.models.pretrained import from_pretrained, save_pretrained
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = needed("torch")
+transformers = needed("transformers")
+from tests.twell_jax.models.pretrained import make_logits  # noqa: E402 (it needs both)
 
-SHAPE = {
-    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.3,
-    "hidden_act": "relu", "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-RELU2 = {"hidden_act": "relu2"}
-THEIRS = {  # the class of the config, and what it is given beside SHAPE
-    "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5}}),
-    "llama, grouped, untied, biases, SiLU": (
-        "Llama",
-        {"hidden_act": "silu", "num_key_value_heads": 2, "attention_bias": True, "head_dim": 12},
-    ),
-    "llama, biases of the blocks, relu2": ("Llama", RELU2 | {"mlp_bias": True}),
-    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 1e6}}),
-    "qwen2, multi-query, tied": ("Qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
-    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
-    "mistral, no window, SiLU": (
-        "Mistral", {"hidden_act": "silu", "num_key_value_heads": 1, "sliding_window": None}
-    ),
-    "arcee": ("Arcee", RELU2 | {"num_key_value_heads": 2}),
-    "arcee, biases": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
-    "nemotron": ("Nemotron", RELU2 | {"num_key_value_heads": 2, "head_dim": 16}),
-    "nemotron, a quarter rotated": (
-        "Nemotron",
-        {
-            "head_dim": 16, "num_key_value_heads": 4, "norm_eps": 1e-3,
-            "rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.25},
-        },
-    ),
-}  # fmt: skip
-OF_32 = {"original_max_position_embeddings": 32}
-for rope in (
-    {"rope_type": "linear"},
-    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | OF_32,
-    {"rope_type": "yarn", "beta_fast": 4.0} | OF_32,
-):
-    scaled = {"rope_theta": 100.0, "factor": 4.0} | rope
-    given = {"head_dim": 16, "rope_parameters": scaled}
-    THEIRS[f"llama, {rope['rope_type']}"] = ("Llama", given)
+pytestmark = pytest.mark.peers
+
 UNGATED = {"gated": False, "activation": "relu2"}
 OURS = {
     "default": {},
@@ -112,6 +79,17 @@ def assert_agree(model, peer):
         )[:, width:]
     steps = list(generate(model, batch, max_tokens=20, sampling=GREEDY))
     np.testing.assert_array_equal(np.stack(steps, axis=1), expected)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_is_recorded_is_what_transformers_computes(tmp_path, name):
+    recorded = json.loads(theirs.RECORDED.with_suffix(".json").read_text())
+    model, logits = make_logits.recorded_of(name, tmp_path)
+    assert {tensor: list(shape) for tensor, shape in model["shapes"].items()} == (
+        recorded["models"][name]["shapes"]
+    )
+    before = np.load(theirs.RECORDED.with_suffix(".npz"))[name]
+    assert relative_error(logits, before) < theirs.TOLERANCE
 
 
 @pytest.mark.parametrize("name", THEIRS)
