@@ -40,23 +40,39 @@ class Pick:
         Raises:
           ValueError: no record has our row, one has several of them, or it has no baseline.
         """
-        for path, record in records.items():
-            if not path.stem.startswith(f"{self.record}-20"):
-                continue
+        path, rows = newest(self.record, self.ours, records)
+        ours = [i for i, row in enumerate(rows) if has(row, self.ours)]
+        if len(ours) > 1:
+            raise ValueError(f"{path.stem} has {len(ours)} rows with {dict(self.ours)}, not 1")
+        baseline = [row for row in rows[: ours[0] + 1] if has(row, self.baseline)]
+        if not baseline:
+            raise ValueError(f"{path.stem} has no row with {dict(self.baseline)} before ours")
+        return path, rows[ours[0]], baseline[-1]
+
+
+def newest(
+    name: str, values: Mapping[str, Any], records: Mapping[Path, Mapping[str, Any]]
+) -> tuple[Path, list[Row]]:
+    """The newest record of a name that has a row with these values, and all of its rows.
+
+    Args:
+      name: the start of the record's file name, up to the date.
+      values: as `Pick.ours`.
+      records: all records by their path, the newest first.
+
+    Raises:
+      ValueError: no record of that name has such a row.
+    """
+    for path, record in records.items():
+        if path.stem.startswith(f"{name}-20"):
             rows = TABLES[record["benchmark"]].lines(record["rows"])
-            ours = [i for i, row in enumerate(rows) if _has(row, self.ours)]
-            if len(ours) > 1:
-                raise ValueError(f"{path.stem} has {len(ours)} rows with {dict(self.ours)}, not 1")
-            if not ours:
-                continue
-            baseline = [row for row in rows[: ours[0] + 1] if _has(row, self.baseline)]
-            if not baseline:
-                raise ValueError(f"{path.stem} has no row with {dict(self.baseline)} before ours")
-            return path, rows[ours[0]], baseline[-1]
-        raise ValueError(f"no record {self.record} has a row with {dict(self.ours)}")
+            if any(has(row, values) for row in rows):
+                return path, rows
+    raise ValueError(f"no record {name} has a row with {dict(values)}")
 
 
-def _has(row: Row, values: Mapping[str, Any]) -> bool:
+def has(row: Row, values: Mapping[str, Any]) -> bool:
+    """Whether a row has these values; floats are compared to one decimal."""
     return all(
         key in row and (round(row[key], 1) if isinstance(value, float) else row[key]) == value
         for key, value in values.items()

@@ -31,11 +31,9 @@ def test_a_page_of_results_is_what_render_makes_of_the_records(name):
     assert (render.PAGES / name).read_text() == MADE[name], "run: python -m benchmarks.render"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_summaries_are_made_from_the_records(path):
-    assert path.read_text() == render.with_summaries(path, RECORDS), (
-        "run: python -m benchmarks.render"
-    )
+@pytest.mark.parametrize("path", render.filled_pages(), ids=lambda path: path.name)
+def test_summaries_and_figures_are_made_from_the_records(path):
+    assert path.read_text() == render.filled(path, RECORDS), "run: python -m benchmarks.render"
 
 
 def test_performance_goes_from_the_block_to_whole_models():
