@@ -153,7 +153,7 @@ def filled(path: Path, records: dict[Path, Record]) -> str:
         if before is None or name not in FIGURES:
             problem = "no entry in FIGURES" if before else "no number directly before it"
             raise ValueError(f"{path.name}: the figure {name} has {problem}")
-        return f"{FIGURES[name](records)}<!-- figure: {name} -->"
+        return f"{FIGURES[name].text(records)}<!-- figure: {name} -->"
 
     return FIGURE.sub(figure, PLACE.sub(fill, path.read_text()))
 

@@ -21,8 +21,8 @@ class Pick:
     Attributes:
       record: the start of the record's file name, up to the date. Of several records, the newest
         that has the row counts.
-      ours: values that exactly one row must have, of those that the page of results shows; floats
-        are compared to one decimal.
+      ours: values that exactly one row must have, of those that the page of results shows, as `has`
+        compares them.
       baseline: values of the row to compare with; of several, the last one before ours counts. By
         default it is ours.
     """
@@ -72,11 +72,18 @@ def newest(
 
 
 def has(row: Row, values: Mapping[str, Any]) -> bool:
-    """Whether a row has these values; floats are compared to one decimal."""
-    return all(
-        key in row and (round(row[key], 1) if isinstance(value, float) else row[key]) == value
-        for key, value in values.items()
-    )
+    """Whether a row has these values, compared as follows.
+
+    Floats are rounded to one decimal, a function must be true of the value, and None stands for a
+    key that the row may lack.
+    """
+    return all(_is(row.get(key), wanted) for key, wanted in values.items())
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    if callable(wanted):
+        return value is not None and wanted(value)
+    return (round(value, 1) if isinstance(wanted, float) and value is not None else value) == wanted
 
 
 @dataclass(frozen=True)
@@ -227,17 +234,15 @@ SUMMARIES: dict[str, Summary] = {
         columns={
             "work": _ours(lambda row: _WORK[row["direction"]]),
             "sequences": _ours(_sequences),
-            "dense, ms": _baseline(number("ms", "{:.2f}")),
+            "dense, ms": _ours(number("baseline_ms", "{:.2f}")),
             "kernels, ms": _ours(number("ms", "{:.2f}")),
-            "speed-up": _speedup,
-            "energy": _energy_ratio,
+            "speed-up": _ours(lambda row: f"**{row['speedup']:.2f}x**"),
+            "energy": _ours(number("energy", "{:.2f}x")),
         },
         picks=tuple(
-            _pick(
+            Pick(
                 f"inference-cached-{_H200}",
-                "mosaic, relu",
-                {"direction": direction, "batch": batch},
-                "xla, relu",
+                {"direction": direction, "batch": batch, "implementation": "mosaic, relu"},
             )
             for direction in ("decode", "prefill")
             for batch in (1, 8, 32)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, render
+from benchmarks import quotes, render
 from benchmarks.figures import FIGURES
+from benchmarks.quotes import Figure
 
 PAGES = render.filled_pages()
 MARK = r"<!-- figure: [\w.-]+ -->"
@@ -39,10 +40,7 @@ def unmarked(page: str) -> list[str]:
 
 
 # These still have figures without a comment.
-UNTOLD = {
-    f"{name}.md"
-    for name in ("README", "how-it-works", "huggingface", "performance", "scaling", "study")
-}
+UNTOLD = {f"{name}.md" for name in ("how-it-works", "huggingface", "scaling", "study")}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_every_figure_has_a_place():
 
 
 def test_a_figure_is_written_before_its_comment(tmp_path, monkeypatch):
-    monkeypatch.setitem(FIGURES, "speed", lambda records: "1,234.5")
+    monkeypatch.setitem(FIGURES, "speed", Figure(lambda records: 1234.5, "{:,}"))
     page = tmp_path / "page.md"
     for before in ("1.2", "1,000", "-3.2e-3", "+7"):
         page.write_text(f"It has **{before}<!-- figure: speed --> tokens/s**, twice.\n")
@@ -117,19 +115,32 @@ FOUND = records(a_cpu_20261122=NEWER, a_cpu_20261121=OLDER + times(32, mosaic_re
 
 
 def test_a_speedup_is_over_the_fastest_baseline_of_the_newest_record():
-    assert figures.speedup("a-cpu", {"batch": 1}, "mosaic, relu")(FOUND) == "1.25"
-    assert figures.speedup("a-cpu", {"batch": 8}, "mosaic, relu")(FOUND) == "1.50"
+    assert quotes.speedup("a-cpu", {"batch": 1}, "mosaic, relu")(FOUND) == 1.25
+    assert quotes.speedup("a-cpu", {"batch": 8}, "mosaic, relu")(FOUND) == 1.5
     with pytest.raises(ValueError, match=r"a-cpu-20261121 has no baseline with .*32"):
-        figures.speedup("a-cpu", {"batch": 32}, "mosaic, relu")(FOUND)
+        quotes.speedup("a-cpu", {"batch": 32}, "mosaic, relu")(FOUND)
 
 
-def test_values_ratios_and_extremes_are_those_of_the_newest_record():
-    ours = {"implementation": "mosaic, relu", "batch": 1}
-    silu = {"implementation": "xla, silu", "batch": 1}
-    assert figures.value("a-cpu", ours, "ms", "{:,.1f}")(FOUND) == "2.0"
-    assert figures.ratio("a-cpu", silu, {"implementation": "xla, relu"}, "ms")(FOUND) == "0.83"
-    of_batch = figures.extremes("x", "a-cpu", {"batch": 1}, lambda row: row["ms"], "{:.1f}")
-    assert {name: figure(FOUND) for name, figure in of_batch.items()} == {
-        "x-least": "2.0",
-        "x-most": "4.0",
-    }
+def test_values_and_ratios_are_those_of_the_newest_record():
+    relu = {"implementation": "xla, relu", "batch": 1}
+    silu = {"implementation": "xla, silu"}
+    assert quotes.value("a-cpu", relu, "ms")(FOUND) == 3.0
+    assert quotes.value("a-cpu", relu, lambda row: 2 * row["ms"])(FOUND) == 6.0
+    assert quotes.ratio("a-cpu", relu, silu, "ms")(FOUND) == 1.2  # whichever row comes first
+    assert quotes.ratio("a-cpu", silu, relu, "ms")(FOUND) == 2.5 / 3
+    assert quotes.percent(quotes.ratio("a-cpu", relu, silu, "ms"), over=1)(FOUND) == pytest.approx(
+        20
+    )
+
+
+def test_extremes_leave_out_what_failed():
+    failed = {"implementation": "tokamax", "batch": 1, "failed": "ImportError"}
+    found = records(a_cpu_20261122=[*NEWER, failed])
+    assert quotes.least("a-cpu", {"batch": 1}, "ms")(found) == 2.0
+    assert quotes.most("a-cpu", {"implementation": lambda name: "xla" in name}, "ms")(found) == 3.0
+    assert quotes.speedup("a-cpu", {"batch": 1}, "mosaic, relu")(found) == 1.25
+
+
+def test_figures_are_written_as_their_form_says():
+    assert Figure(lambda records: 1.256).text({}) == "1.26"
+    assert Figure(lambda records: 0.0032, "{:.1e}").text({}) == "3.2e-3"
