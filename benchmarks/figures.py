@@ -6,9 +6,19 @@ A page names a figure in a comment directly behind it, `1.31<!-- figure: scoring
 
 from typing import Any
 
-import numpy as np
-
-from benchmarks.quotes import Figure, Number, least, most, percent, ratio, speedup, value
+from benchmarks.quotes import (
+    Figure,
+    Number,
+    Records,
+    least,
+    most,
+    percent,
+    printed,
+    ratio,
+    speedup,
+    value,
+)
+from benchmarks.study import figures as study
 from benchmarks.tables import Row
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
@@ -20,7 +30,6 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS, LONG_RUN = f"gradients-{_H200}", f"wallclock-{_H200}"
-STUDY, EARLIER_STUDY = f"study-{_H200}", f"study-{_H100}"
 
 
 # Whole models.
@@ -51,6 +60,14 @@ def _over_torch(name: str, record: str, *batches: int) -> dict[str, Figure]:
     }
 
 
+def _in_8_bits(record: str, weights: str) -> Figure:
+    """The time to decode one sequence with 8-bit weights, over that in bfloat16."""
+    whole, quantised = (
+        _of_2b(name, "decode", batch=1) for name in ("mosaic, relu", f"mosaic, relu, {weights}")
+    )
+    return Figure(ratio(record, quantised, whole, "ms"))
+
+
 def _rate_of_generate(row: Row) -> float:
     """The lower rate of greedy and sampled text, over that of the steps alone."""
     return min(row["generate_greedy"], row["generate_sampled"]) / row["tokens_per_second"]
@@ -66,6 +83,17 @@ def _step(config: str, dense: str) -> Number:
 def _last_ce(row: Row) -> float:
     return row["evaluated"]["held_out_ce"][-1]
 
+
+def _last_rate(row: Row) -> float:
+    return row["logged"]["tokens_per_second"][-1]
+
+
+# What `analyze` prints for each layer of that run: times by XLA and by the kernels and the
+# speed-up; mean non-zeros and the share that is dead; the share that 256 tokens use.
+LAYERS = f"analyze-0p4b-{_H200}"
+_LAYER = r"│ +\d │ +[\d.]+ │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +[\d.]+e"
+_USED = r"│ +\d │ +([\d.]+) │.*%.*\(([\d.]+)%\) │"
+_SHARED = r"│ +\d │(?: +[\d.]+% │){6} +([\d.]+)% │"
 
 _RUN, _DENSE_RUN = {"variant": "sparse"}, {"variant": "relu"}
 
@@ -84,6 +112,11 @@ _MODELS = {
     "decode-h100-ms-1": Figure(value(DECODING, _of_2b("mosaic, relu", "decode", batch=1), "ms")),
     **_over_torch("decode-torch", GENERATION, 1, 8, 32),
     **_over_torch("decode-h100-torch", DECODING, 1, 32),
+    **{
+        f"{name}-decode-{card}": _in_8_bits(record, weights)
+        for name, weights in (("fp8", "fp8 gate and up"), ("fp8-all", "fp8 all but down"))
+        for card, record in (("h100", DECODING), ("h200", GENERATION))
+    },
     "generate-least": Figure(
         percent(least(GENERATION, _of_2b("mosaic, relu", "decode"), _rate_of_generate)), "{:.0f}"
     ),
@@ -92,9 +125,79 @@ _MODELS = {
     "step-0p5b-silu": Figure(_step("0p5b", "xla, silu")),
     "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),
     "run-dense-seconds": Figure(value(LONG_RUN, _DENSE_RUN, "seconds"), "{:.0f}"),
+    "run-rate": Figure(value(LONG_RUN, _RUN, _last_rate), "{:,.0f}"),
+    "run-dense-rate": Figure(value(LONG_RUN, _DENSE_RUN, _last_rate), "{:,.0f}"),
+    "run-speedup": Figure(ratio(LONG_RUN, _RUN, _DENSE_RUN, _last_rate)),
+    "run-layers-least": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 2].min())),
+    "run-layers-most": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 2].max())),
+    "run-layers": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 0].sum() / rows[:, 1].sum())),
+    "run-nnz": Figure(printed(LAYERS, _USED, lambda rows: rows[:, 0].mean()), "{:.1f}"),
+    "run-dead": Figure(printed(LAYERS, _USED, lambda rows: rows[:, 1].mean()), "{:.0f}"),
+    "run-union": Figure(printed(LAYERS, _SHARED, lambda rows: rows.mean()), "{:.1f}"),
     "run-energy": Figure(ratio(LONG_RUN, _RUN, _DENSE_RUN, "joules")),
     "run-ce": Figure(value(LONG_RUN, _RUN, _last_ce), "{:.3f}"),
     "run-dense-ce": Figure(value(LONG_RUN, _DENSE_RUN, _last_ce), "{:.3f}"),
+}
+
+
+# Meshes: one micro-batch a step, the largest that fits.
+
+
+def _on_mesh(config: str, devices: int, fsdp: int, block: str = "xla, relu") -> dict[str, Any]:
+    micro_batch = {"0p5b": 96, "1p5b": 36}[config]
+    mesh = {"devices": devices, "fsdp": fsdp, "micro_batch": micro_batch}
+    return {"config": config, "implementation": block, **mesh}
+
+
+def _on_meshes(config: str) -> dict[str, Figure]:
+    """The figures of a model, in the names of which it stands."""
+    record, alone = f"training-{config}-{_H200}", _on_mesh(config, 1, 1)
+    over_data = {**alone, "devices": (1).__lt__}
+
+    def exposed(row: Row) -> float:
+        return row["exposed_ms"] / row["estimate_collective_ms"]
+
+    def longer(devices: int) -> Number:
+        on_all = _on_mesh(config, devices, devices)
+        ms, ms_alone = value(record, on_all, "ms"), value(record, alone, "ms")
+        bound = value(record, on_all, "estimate_collective_ms")
+        return lambda records: (ms(records) - ms_alone(records)) / bound(records)
+
+    def peak_less(block: str) -> Number:
+        one, four = (
+            value(record, _on_mesh(config, n, n, block), lambda row: row["peak_bytes"] / 1e9)
+            for n in (1, 4)
+        )
+        return lambda records: one(records) - four(records)
+
+    return {
+        f"compute-{config}": Figure(
+            value(record, alone, lambda row: row["ms"] / row["estimate_ms"])
+        ),
+        f"exposed-{config}-least": Figure(least(record, over_data, exposed), "{:.1f}"),
+        f"exposed-{config}-most": Figure(most(record, over_data, exposed), "{:.1f}"),
+        f"longer-{config}-2": Figure(longer(2), "{:.0f}"),
+        f"longer-{config}-4": Figure(longer(4), "{:.0f}"),
+        f"peak-less-{config}-dense": Figure(peak_less("xla, relu"), "{:.1f}"),
+        f"peak-less-{config}-sparse": Figure(peak_less("sparse, relu"), "{:.1f}"),
+    }
+
+
+def _least_efficiency(records: Records) -> float:
+    """Of all steps over fsdp, dense and sparse, of both models."""
+    return min(
+        least(f"training-{config}-{_H200}", {"fsdp": (1).__lt__}, "efficiency")(records)
+        for config in ("0p5b", "1p5b")
+    )
+
+
+_MESHES = {
+    **_on_meshes("0p5b"),
+    **_on_meshes("1p5b"),
+    "fsdp-efficiency": Figure(percent(_least_efficiency), "{:.0f}"),
+    "fsdp-efficiency-24": Figure(
+        percent(value(f"training-data-parallel-{_H200}", {"fsdp": 2}, "efficiency")), "{:.0f}"
+    ),
 }
 
 
@@ -184,35 +287,4 @@ _BLOCKS = {
 }
 
 
-# The study.
-
-
-def _layers(group: Row, passes: str) -> np.ndarray:
-    """Speed-ups of a variant's layers, means over the seeds; of dense SiLU none."""
-    return np.mean([run[passes]["factor"] for run in group["runs"] if run[passes]], axis=0)
-
-
-def _layer(variant: str, layer: int) -> Figure:
-    """The speed-up of a layer, forward."""
-    row = {"variant": variant}
-    return Figure(value(STUDY, row, lambda group: _layers(group, "speedup")[layer]))
-
-
-_TRAINED = {"variant": lambda name: name != "silu"}
-_NO_GATE_LAYERS = {"variant": "l1 3.0e-4, not gated"}
-
-_STUDIES = {
-    **{f"study-layer-{layer}": _layer("l1 3.0e-4", layer) for layer in (1, 4, 7)},
-    "study-gradients-loss": Figure(
-        percent(most(STUDY, _TRAINED, lambda group: 1 / _layers(group, "training").min()), over=1),
-        "{:.0f}",
-    ),
-    "no-gate-layers-least": Figure(
-        value(EARLIER_STUDY, _NO_GATE_LAYERS, lambda group: _layers(group, "speedup").min())
-    ),
-    "no-gate-layers-most": Figure(
-        value(EARLIER_STUDY, _NO_GATE_LAYERS, lambda group: _layers(group, "speedup").max())
-    ),
-}
-
-FIGURES: dict[str, Figure] = {**_MODELS, **_BLOCKS, **_STUDIES}
+FIGURES: dict[str, Figure] = {**_MODELS, **_MESHES, **_BLOCKS, **study.FIGURES}

@@ -3,11 +3,15 @@
 `benchmarks.figures` has the figures themselves.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.record import RESULTS
 from benchmarks.summaries import Pick, has, newest
 from benchmarks.tables import Row
 
@@ -80,6 +84,23 @@ def least(record: str, rows: Mapping[str, Any], of: Of) -> Number:
 def most(record: str, rows: Mapping[str, Any], of: Of) -> Number:
     """The largest value of all rows with these values, but for those that failed."""
     return lambda records: max(_values(record, rows, of, records))
+
+
+def printed(name: str, pattern: str, of: Callable[[np.ndarray], float]) -> Number:
+    """What is made of numbers in the newest record of this name that is a text.
+
+    Args:
+      name: the start of the record's file name, up to the date.
+      pattern: a regular expression with a group for each number of a line.
+      of: takes the numbers, float64 [lines, groups].
+    """
+
+    def number(records: Records) -> float:
+        path = sorted(RESULTS.glob(f"{name}-20*.txt"))[-1]
+        lines = [match.groups() for match in re.finditer(pattern, path.read_text())]
+        return of(np.array(lines, np.float64))
+
+    return number
 
 
 def percent(number: Number, *, over: float = 0) -> Number:

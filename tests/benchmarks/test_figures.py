@@ -39,13 +39,7 @@ def unmarked(page: str) -> list[str]:
     ]
 
 
-# These still have figures without a comment.
-UNTOLD = {f"{name}.md" for name in ("how-it-works", "huggingface", "scaling", "study")}
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in PAGES if path.name not in UNTOLD], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_what_looks_measured_names_its_record(path):
     """By a comment `figure: NAME`, `given` for what no record has, or "working measurement"."""
     assert unmarked(path.read_text()) == []
