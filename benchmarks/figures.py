@@ -16,6 +16,7 @@ from benchmarks.quotes import (
     printed,
     ratio,
     speedup,
+    total,
     value,
 )
 from benchmarks.study import figures as study
@@ -30,6 +31,7 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS, LONG_RUN = f"gradients-{_H200}", f"wallclock-{_H200}"
+SOAK = f"soak-{_H100}"
 
 
 # Whole models.
@@ -73,11 +75,10 @@ def _rate_of_generate(row: Row) -> float:
     return min(row["generate_greedy"], row["generate_sampled"]) / row["tokens_per_second"]
 
 
-def _step(config: str, dense: str) -> Number:
-    """How many times as fast a training step on one device is as one with another block."""
-    ours, other = {"implementation": "sparse, relu"}, {"implementation": dense}
-    record = f"training-{config}-{_H200}"
-    return ratio(record, other | {"devices": 1}, ours | {"devices": 1}, "ms")
+def _over_silu(config: str) -> Number:
+    """How many times as fast a sparse training step on one device is as one with SiLU."""
+    ours, silu = ({"implementation": name, "devices": 1} for name in ("sparse, relu", "xla, silu"))
+    return ratio(f"training-{config}-{_H200}", silu, ours, "ms")
 
 
 def _last_ce(row: Row) -> float:
@@ -120,9 +121,11 @@ _MODELS = {
     "generate-least": Figure(
         percent(least(GENERATION, _of_2b("mosaic, relu", "decode"), _rate_of_generate)), "{:.0f}"
     ),
-    "step-2b": Figure(_step("2b", "xla, relu")),
-    "step-2b-silu": Figure(_step("2b", "xla, silu")),
-    "step-0p5b-silu": Figure(_step("0p5b", "xla, silu")),
+    "step-2b": Figure(
+        speedup(f"training-2b-{_H200}", {"config": "2b", "devices": 1}, "sparse, relu")
+    ),
+    "step-2b-silu": Figure(_over_silu("2b")),
+    "step-0p5b-silu": Figure(_over_silu("0p5b")),
     "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),
     "run-dense-seconds": Figure(value(LONG_RUN, _DENSE_RUN, "seconds"), "{:.0f}"),
     "run-rate": Figure(value(LONG_RUN, _RUN, _last_rate), "{:,.0f}"),
@@ -249,6 +252,8 @@ _DENSE_FP8 = {
 }
 
 _BLOCKS = {
+    "soak-rows": Figure(total(SOAK, {}, lambda row: row["rows"] / 1e6), "{:.1f}"),
+    "soak-wrong": Figure(total(SOAK, {}, "wrong"), "{:.0f}"),
     "unions-loss": Figure(
         percent(most(BLOCK, {"implementation": "unions"}, _over_baseline), over=1), "{:.0f}"
     ),

@@ -103,6 +103,11 @@ def printed(name: str, pattern: str, of: Callable[[np.ndarray], float]) -> Numbe
     return number
 
 
+def total(record: str, rows: Mapping[str, Any], of: Of) -> Number:
+    """The sum over all rows with these values, but for those that failed."""
+    return lambda records: sum(_values(record, rows, of, records))
+
+
 def percent(number: Number, *, over: float = 0) -> Number:
     """A share in percent, or by how many percent a ratio is over 1."""
     return lambda records: 100 * (number(records) - over)

@@ -131,6 +131,7 @@ def test_extremes_leave_out_what_failed():
     failed = {"implementation": "tokamax", "batch": 1, "failed": "ImportError"}
     found = records(a_cpu_20261122=[*NEWER, failed])
     assert quotes.least("a-cpu", {"batch": 1}, "ms")(found) == 2.0
+    assert quotes.total("a-cpu", {"batch": 1}, "ms")(found) == 11.5
     assert quotes.most("a-cpu", {"implementation": lambda name: "xla" in name}, "ms")(found) == 3.0
     assert quotes.speedup("a-cpu", {"batch": 1}, "mosaic, relu")(found) == 1.25
 
