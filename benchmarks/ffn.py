@@ -2,6 +2,10 @@
 
     python -m benchmarks.ffn [--quick | --few | --prompts | --peers | --activations | --non-gated]
         [--out DIRECTORY]
+    python -m benchmarks.ffn --borders D H [--out DIRECTORY]
+
+The latter measures the kernels that serve by default, on both sides of each rule's border, at
+another width.
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
 so that weights come from memory and launch gaps count. Times are per layer.
@@ -74,6 +78,16 @@ WITHOUT_GATE = [  # those without a gate projection
     {"m": 16384, "pattern": pattern, "nnz": nnz, "gated": False}
     for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
 ]
+BORDERS = [  # a usual pattern, one dense token, all dense; on both sides of each rule's border
+    case | {"gated": gated, "only_default": True}
+    for gated in (False, True)
+    for case in (
+        *({"m": m} for m in (1, 8, 32, 64, 65, 256, 512, 1023)),
+        *({"m": m, "heavy_every": m} for m in (1, 64)),
+        {"m": 64, "heavy_every": 1},
+        *({"m": m, "heavy_every": every} for every in (0, 1) for m in (1024, 1536, 2048) if gated),
+    )
+]
 _ALL = [
     *GOALS,
     *PROMPTS,
@@ -112,16 +126,24 @@ def main() -> None:
         choice.add_argument(
             option, dest="cases", action="store_const", const=cases, help=f"only {which}"
         )
+    choice.add_argument("--borders", nargs=2, type=int, metavar=("D", "H"), help="at this width")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.set_defaults(cases=CASES)
     args = parser.parse_args()
-    rows = (row for case in args.cases for row in measure(**case))
+    cases = args.cases
+    if args.borders:
+        d, h = args.borders
+        usual = {"pattern": "skewed", "nnz": 29 * h / H, "d": d, "h": h}
+        cases = [usual | case for case in BORDERS]
+    rows = (row for case in cases for row in measure(**case))
     record.write_as_they_come("ffn", rows, args.out)
 
 
 def measure(
     *,
     m: int,
+    d: int = D,
+    h: int = H,
     pattern: str,
     nnz: float = 0,
     superposed: int = 1,
@@ -131,21 +153,24 @@ def measure(
     pruned: float = 0.0,
     peers: bool = False,
     activation: str = "relu",
+    only_default: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each implementation of a case; the first is the baseline.
 
     If `pruned` is not 0, this fraction of the neurons is never active, and the kernels compute
-    the layer without them. With `peers` the blocks of PEERS stand beside unions. Heavy tokens are
-    those of `patterns.with_heavy_rows`.
+    the layer without them. With `peers` the blocks of PEERS stand beside unions, with
+    `only_default` those kernels alone that serve if no packing is named. Heavy tokens are those of
+    `patterns.with_heavy_rows`.
     """
     drawn = m, pattern, nnz, superposed, heavy_every, gated
-    dead = pruned or patterns.DEAD
-    x, layers = draw(*drawn, dead=dead, heavy_thresholds=heavy_thresholds)
+    x, layers = draw(
+        *drawn, d=d, h=h, dead=pruned or patterns.DEAD, heavy_thresholds=heavy_thresholds
+    )
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *layers[0]))
     with jax.default_matmul_precision("highest"):
         block = partial(sparse_ffn, **options(activation))
         reference, stats = jax.jit(block)(*float32)
-    case = describe("forward", m, pattern, heavy_every, gated, stats) | {
+    case = describe("forward", x, layers[0], pattern, heavy_every, stats) | {
         "nnz_max": int(stats.max_nnz),
         "superposed": superposed,
         "pruned": pruned,
@@ -154,7 +179,9 @@ def measure(
     baseline_ms = None
     ours = ("mosaic",) if m < MANY_TOKENS else ()
     ours += ("twell", "unions") if m > MAX_FEW_TOKENS else ()
-    if activation != "relu":
+    if only_default:
+        others = ("mosaic",)
+    elif activation != "relu":
         others = ours
     else:
         others = ("unions", *PEERS) if peers else (*ours, *(("tokamax",) if gated else ()))
@@ -201,29 +228,32 @@ def timed(
 
 
 def draw(
-    m, pattern, nnz, superposed, heavy_every, gated, *, dead=patterns.DEAD, heavy_thresholds=-1.0
-):
-    """x `[m, D]` and the weights of each layer; see `measure`."""
+    m, pattern, nnz, superposed, heavy_every, gated, *, d=D, h=H, dead=patterns.DEAD,
+    heavy_thresholds=-1.0,
+):  # fmt: skip
+    """x `[m, d]` and the weights of each layer; see `measure`."""
     key = jax.random.key(m + int(nnz))
     if pattern in ("recorded", "padded"):
-        x, w_gate = patterns.recorded(key, m, D, DTYPE, superposed=superposed)
+        x, w_gate = patterns.recorded(key, m, d, DTYPE, superposed=superposed)
         x = patterns.with_padding(x) if pattern == "padded" else x
     else:
-        x, w_gate = patterns.independent(key, pattern, m, D, H, nnz, DTYPE, dead=dead)
+        x, w_gate = patterns.independent(key, pattern, m, d, h, nnz, DTYPE, dead=dead)
     if heavy_every:
         x = patterns.with_heavy_rows(x, heavy_every, heavy_thresholds)
     return x, [weights(jax.random.fold_in(key, layer), w_gate, gated) for layer in range(LAYERS)]
 
 
-def describe(direction, m, pattern, heavy_every, gated, stats: FFNStats) -> dict[str, Any]:
+def describe(direction, x, layer, pattern, heavy_every, stats: FFNStats) -> dict[str, Any]:
     """The entries of a row that describe its case."""
+    w_gate, _, w_down = layer
+    m, h = len(x), len(w_down)
     return {
         "direction": direction,
         "m": m,
-        "d": D,
-        "h": H,
+        "d": x.shape[1],
+        "h": h,
         "dtype": jnp.dtype(DTYPE).name,
-        "gated": gated,
+        "gated": w_gate is not None,
         "pattern": pattern,
         "nnz_mean": float(stats.nnz),
         "heavy_rows": -(-m // heavy_every) if heavy_every else 0,
@@ -232,12 +262,13 @@ def describe(direction, m, pattern, heavy_every, gated, stats: FFNStats) -> dict
 
 def weights(key: jax.Array, w_gate: jax.Array, gated: bool):
     """One layer's (w_gate, w_up, w_down), with the neurons of `w_gate` in random order."""
+    h, d = w_gate.shape
     key_order, key_up, key_down = jax.random.split(key, 3)
-    w_gate = w_gate[jax.random.permutation(key_order, H)]
-    w_down = (jax.random.normal(key_down, (H, D)) / H**0.5).astype(DTYPE)
+    w_gate = w_gate[jax.random.permutation(key_order, h)]
+    w_down = (jax.random.normal(key_down, (h, d)) / h**0.5).astype(DTYPE)
     if not gated:
         return None, w_gate, w_down
-    return w_gate, (jax.random.normal(key_up, (H, D)) / D**0.5).astype(DTYPE), w_down
+    return w_gate, (jax.random.normal(key_up, (h, d)) / d**0.5).astype(DTYPE), w_down
 
 
 def without_dead(x: jax.Array, layer):

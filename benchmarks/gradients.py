@@ -60,7 +60,7 @@ def measure(
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
     _, stats = jax.jit(sparse_ffn)(x, *layers[0])
-    case = describe("forward and backward", m, pattern, heavy_every, gated, stats)
+    case = describe("forward and backward", x, layers[0], pattern, heavy_every, stats)
     reference = exact(x, layers[0], dy)
     dense = case | measure_block("dense", None, x, layers, dy, reference)
     baseline = {"baseline": "xla", "baseline_ms": dense["ms"]}

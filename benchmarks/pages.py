@@ -105,7 +105,7 @@ def _equal_ce(rows: list[Row]) -> str:
 TABLES: dict[str, Table] = {
     "ffn": Table(
         title="Feed-forward block, forward",
-        about="D = 2048, H = 5632, bfloat16. Each case is measured in one process: milliseconds, "
+        about="bfloat16. Each case is measured in one process: milliseconds, "
         'in brackets the speed-up over jitted dense XLA, "xla". "twell" and "unions" are the '
         'packed formats of the gate, "mosaic" are the kernels for up to 1023 tokens. "copies" of '
         'the recorded pattern are superposed. In "dense rows" nearly every neuron is active, or as '
@@ -117,6 +117,7 @@ TABLES: dict[str, Table] = {
         'one if all agree, "against XLA in 8 bits" that against dense XLA with the same quantised '
         "weights.",
         case={
+            "D x H": lambda row: f"{row['d']} x {row['h']}",
             "M": number("m"),
             "pattern": number("pattern"),
             "copies": number("superposed"),
@@ -194,6 +195,7 @@ TABLES: dict[str, Table] = {
         },
     ),
     "soak": soak_tables.PATTERNS,
+    "soak_decoding": soak_tables.DECODING,
     "soak_shapes": soak_tables.SHAPES,
     "live": Table(
         title="Live width",

@@ -22,11 +22,13 @@ import jax.numpy as jnp
 from jax.scipy.stats import norm
 
 from benchmarks import record
+from pallas_kernels.quantised import Operand, Quantised, rounded
 from twell_jax import sparse_ffn
 
 ROUNDING = 2.0**-8  # the most by which rounding to bfloat16 changes a number
 TERMS = 3 * ROUNDING  # of the gate, of h and of its gradients
 SUMS = 2.0**-18  # error of a sum of products, as a share of the product of both norms
+SUMS_IN_8_BITS = 2.0**-12  # the same of 8-bit operands, of which one may be rounded the other way
 UNSURE = 1e-4  # a gate this close to zero may fall on either side of it
 L1 = 0.1  # weight of the sum of |h| in the loss
 
@@ -100,6 +102,7 @@ class Case:
       m, d, h: tokens, features and neurons.
       gated: whether there is a gate projection.
       options: of `sparse_ffn`.
+      extra: what it has besides: "live" neurons, a "residual", or all but w_down in "8 bits".
     """
 
     m: int
@@ -107,20 +110,38 @@ class Case:
     h: int
     gated: bool
     options: tuple[tuple[str, str], ...]
+    extra: str = ""
+
+    @property
+    def live(self) -> int:
+        """How many neurons may be active."""
+        return self.h * 5 // 8 + 3 if self.extra == "live" else self.h
 
 
 FEW = (("implementation", "mosaic"),)
 TWELL = (("packing", "twell"),)
-UNIONS = (("packing", "unions"), ("gradients", "sparse"))
+FORWARD = (("packing", "unions"),)
+UNIONS = (*FORWARD, ("gradients", "sparse"))
 CASES = [
     Case(1, 512, 1408, True, FEW),
+    Case(8, 2048, 5632, True, FEW),
+    Case(16, 896, 4864, False, FEW),
     Case(63, 512, 1408, False, FEW),
+    Case(64, 3072, 8192, True, FEW),
+    Case(33, 512, 1408, True, FEW, "live"),
+    Case(48, 512, 1408, True, FEW, "8 bits"),
+    Case(301, 512, 1408, True, FEW),  # by the dense block
+    Case(777, 1024, 2816, False, FEW),
     Case(301, 512, 1408, True, TWELL),
     Case(40001, 512, 1408, True, TWELL),
     Case(40001, 512, 1408, False, TWELL),
     Case(301, 512, 1408, True, UNIONS),
     Case(40001, 512, 1408, True, UNIONS),
     Case(40001, 512, 1408, False, UNIONS),
+    Case(5001, 512, 1408, True, TWELL, "8 bits"),
+    Case(5001, 512, 1408, True, FORWARD, "8 bits"),
+    Case(5001, 512, 1408, True, FORWARD, "residual"),
+    Case(5001, 512, 1408, True, UNIONS, "live"),
     Case(16385, 2048, 5632, True, TWELL),
     Case(16385, 2048, 5632, True, UNIONS),
 ]
@@ -129,8 +150,9 @@ CASES = [
 type Program = tuple[Case, str]  # and the name of the pattern's family
 
 
-def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[jax.Array]:
-    """(x, w_gate, w_up, w_down, dy) in bfloat16; without a gate, w_up decides what is active."""
+def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[Operand]:
+    """(x, w_gate, w_up, w_down, dy) in bfloat16 or 8 bits; without a gate, w_up decides what is
+    active. The residual, if there is one, is dy."""
     keys = jax.random.split(key, 5)
     x, dy = (jax.random.normal(k, (case.m, case.d)) for k in keys[:2])
     gate, up, down = (jax.random.normal(k, (case.h, case.d)) / case.d**0.5 for k in keys[2:])
@@ -138,7 +160,10 @@ def draw(key: jax.Array, case: Case, pattern: Pattern) -> list[jax.Array]:
     gate = gate.at[:, -1].set(-pattern.threshold)
     if not case.gated:
         up = gate
-    return [a.astype(jnp.bfloat16) for a in (x, gate, up, down, dy)]
+    x, gate, up, down, dy = (a.astype(jnp.bfloat16) for a in (x, gate, up, down, dy))
+    if case.extra == "8 bits":
+        gate, up = rounded(gate), rounded(up)
+    return [x, gate, up, down, dy]
 
 
 class Factors(NamedTuple):
@@ -164,12 +189,17 @@ class Rows(NamedTuple):
 
 def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
     """y and the gradients of x, the weights that there are, and w_down; where JAX has float64."""
-    x, gate, up, down, dy = (a.astype(jnp.float64) for a in (x, gate, up, down, dy))
+    in_8_bits = case.extra == "8 bits"
+    x = rounded(x) if in_8_bits else x
+    x, gate, up, down, dy = map(_wide, (x, gate, up, down, dy))
     z, u, dh = x @ gate.T, x @ up.T, dy @ down.T
-    size_x, size_dy = (SUMS * jnp.linalg.norm(a, axis=1)[:, None] for a in (x, dy))
+    size_x, size_dy = (jnp.linalg.norm(a, axis=1)[:, None] for a in (x, dy))
+    size_x, size_dy = size_x * (SUMS_IN_8_BITS if in_8_bits else SUMS), size_dy * SUMS
     z_error = size_x * jnp.linalg.norm(gate, axis=1)
+    z = jnp.where(jnp.arange(case.h) < case.live, z, -jnp.inf)
     g = jax.lax.reduce_precision(jnp.maximum(z, 0), exponent_bits=8, mantissa_bits=7)
     active, none = g > 0, jnp.zeros_like(g)
+    maybe_active = z > -z_error
     u_error = size_x * jnp.linalg.norm(up, axis=1)
     if not case.gated:
         u, u_error = jnp.ones_like(g), none
@@ -178,7 +208,7 @@ def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
 
     def product(a, a_error, b, b_error, unsure=none) -> Factors:
         error = a_error * jnp.abs(b) + b_error * jnp.abs(a)
-        return Factors(a * b, jnp.where(active, error, 0), unsure)
+        return Factors(a * b, jnp.where(maybe_active, error, 0), unsure)
 
     h = product(g, z_error, u, u_error)
     dg = product(dh, dh_error, u, u_error, jnp.where(jnp.abs(z) < UNSURE, jnp.abs(dh * u), 0))
@@ -187,10 +217,19 @@ def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
     if case.gated:
         pairs.append((product(dh, dh_error, g, z_error), up))
     y, dx = rows([(h, down)]), rows(pairs)
+    if case.extra == "residual":
+        y = Rows(y.value + dy, y.allowed + ROUNDING * jnp.linalg.norm(y.value + dy, axis=1))
     is_finite = jnp.isfinite(x).all(axis=1)
     results = [y, dx._replace(allowed=jnp.where(is_finite, dx.allowed, jnp.inf))]
     results += [rows([(jax.tree.map(jnp.transpose, factors), x)]) for factors, _ in pairs]
     return [*results, rows([(jax.tree.map(jnp.transpose, h), dy)])]
+
+
+def _wide(a: Operand) -> jax.Array:
+    """As float64."""
+    if isinstance(a, Quantised):
+        return a.values.astype(jnp.float64) * a.scale
+    return a.astype(jnp.float64)
 
 
 def rows(terms: list[tuple[Factors, jax.Array]]) -> Rows:
@@ -208,7 +247,9 @@ def rows(terms: list[tuple[Factors, jax.Array]]) -> Rows:
 def ours(case: Case, x, gate, up, down, dy) -> list[jax.Array]:
     """As `dense`, by `sparse_ffn`; y alone, unless the gradients are sparse, too."""
     weights = (gate if case.gated else None), up, down
-    ffn = functools.partial(sparse_ffn, **dict(case.options))
+    extra = {"live": jnp.int32(case.live), "residual": dy}
+    extra = {name: value for name, value in extra.items() if name == case.extra}
+    ffn = functools.partial(sparse_ffn, **dict(case.options), **extra)
     if case.options != UNIONS:
         return [ffn(x, *weights)[0]]
 
@@ -277,7 +318,7 @@ def soak(programs: list[Program], rows: float, seed: int) -> Iterator[list[dict[
             total["worst"] = max(total["worst"], float(one["worst"]))
         yield [
             {"family": family, "m": case.m, "d": case.d, "h": case.h, "gated": case.gated}
-            | {**dict(case.options), **total}
+            | {**dict(case.options), "extra": case.extra, **total}
             for (case, family), total in zip(programs, totals, strict=True)
         ]
 

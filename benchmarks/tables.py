@@ -112,7 +112,7 @@ def milliseconds(row: Row) -> str:
 
 def block(row: Row) -> str:
     """The implementation of a row, with its packing and gradients if the row names them."""
-    named = (row.get(key) for key in ("implementation", "packing", "gradients"))
+    named = (row.get(key) for key in ("implementation", "packing", "gradients", "extra"))
     return ", ".join(name for name in named if name)
 
 

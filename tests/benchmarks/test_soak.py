@@ -14,6 +14,13 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 FEW = soak.Case(33, 128, 256, True, soak.FEW)
 UNIONS = soak.Case(301, 128, 256, True, soak.UNIONS)
+EXTRAS = [
+    soak.Case(33, 128, 256, True, soak.FEW, "8 bits"),
+    soak.Case(33, 128, 256, True, soak.FEW, "live"),
+    soak.Case(301, 128, 256, True, soak.FORWARD, "8 bits"),
+    soak.Case(301, 128, 256, True, soak.FORWARD, "residual"),
+    soak.Case(301, 128, 256, True, soak.UNIONS, "live"),
+]
 
 
 @pytest.mark.slow
@@ -35,6 +42,14 @@ def test_no_row_is_wrong_in_any_family():
     )
     found[0]["wrong"] = 3
     assert " | 3 | " in TABLES["soak"].render(rows).splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXTRAS, ids=lambda case: f"{block(vars(case))}, {case.m}")
+def test_no_row_is_wrong_with_what_blocks_have_besides(case):
+    (rows,) = soak.soak([(case, family) for family in soak.FAMILIES], rows=1, seed=3)
+    assert not any(row["wrong"] for row in rows)
+    assert max(row["worst"] for row in rows) > 0.1
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implem
 MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 FROM_FEW_TO_MANY = (MAX_FEW_TOKENS + 1, MANY_TOKENS - 1)
+NARROW = (1, 1024)  # of which twice as many tokens fill a GPU
 
 
 class CannotServe(ValueError):
@@ -45,7 +46,7 @@ class Rule:
       tokens: the least and the most tokens on each device.
       back_end: the name of the kernels that were measured; None for any.
       gated: whether the block must have a gate; None for both forms.
-      live: whether it serves live neurons, too.
+      widths: the least and the largest D.
       record: file under benchmarks/results that supports the rule; None where the caller decides.
     """
 
@@ -53,7 +54,7 @@ class Rule:
     tokens: tuple[int, float] = (1, math.inf)
     back_end: str | None = None
     gated: bool | None = None
-    live: bool = True
+    widths: tuple[int, float] = (1, math.inf)
     record: str | None = None
 
     def excluded(self, case: Case, request: Request) -> str | None:
@@ -61,8 +62,6 @@ class Rule:
         least, most = self.tokens
         if why := ALGORITHMS[self.algorithm].excluded(case, request):
             return why
-        if case.live and not self.live:
-            return "not measured with live neurons"
         if self.back_end not in (None, case.back_end):
             return f"measured for {self.back_end} alone"
         if not least <= case.tokens_here <= most:
@@ -70,6 +69,9 @@ class Rule:
             return f"{case.tokens_here} tokens on a device, not {wanted}"
         if self.gated not in (None, case.gated):
             return "only with a gate" if self.gated else "only without a gate"
+        narrowest, widest = self.widths
+        if not narrowest <= case.width <= widest:
+            return f"D is {case.width}, and it was measured to gain from {narrowest} to {widest}"
         return None
 
 
@@ -77,13 +79,18 @@ _GOALS = "ffn-goals-nvidia-h100-80gb-hbm3-20261121.json"
 _SHAPES = "ffn-nvidia-h100-80gb-hbm3-20261121.json"
 _FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261126.json"
 _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
+_NARROW = "ffn-borders-1024-nvidia-h100-80gb-hbm3-20261127.json"
 
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. If many neurons are active, those for
     # few tokens take up to a fourth more time, unions a few percent.
-    Rule("few_tokens", back_end="Hopper", live=False, record=_FEW_TOKENS),
-    # Dense, too, but faster than the products of a library, whatever the pattern.
-    Rule("dense_block", FROM_FEW_TO_MANY, "Hopper", record=_PROMPTS),
+    Rule("few_tokens", back_end="Hopper", record=_FEW_TOKENS),
+    # Dense, too, but faster than the products of a library, whatever the pattern, unless they are
+    # so large that the library's fill the GPU.
+    Rule("dense_block", FROM_FEW_TO_MANY, "Hopper", widths=(1, 2048), record=_PROMPTS),
+    Rule(
+        "dense_block", (MANY_TOKENS, 2 * MANY_TOKENS - 1), "Hopper", widths=NARROW, record=_NARROW
+    ),
     # Without a gate one matmul of two can be sparse, not two of three.
     Rule("unions", FROM_MANY, "Hopper", gated=True, record=_GOALS),
     # Everything else, if the caller leaves the choice.

@@ -62,8 +62,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     why = no_back_end or _unsupported(config, model.quantised(), batch, capacity)
     if why and wanted == "mosaic":
         raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
-    # Live neurons were not measured with few tokens, so kernels have to be asked for.
-    if why or (wanted is None and config.live_width):
+    if why:
         return model.decode(tokens, cache)
     assert kernels is not None  # else there is a reason
     by_kernels = partial(_step, kernels, model)
