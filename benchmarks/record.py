@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import kernels
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,13 +31,17 @@ def relative_error(out: jax.Array, reference: jax.Array) -> float:
 
 
 def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any) -> None:
-    """Writes measured rows with the device, versions, commit, command and any JSON `details`."""
+    """Writes measured rows with the device, versions, commit, command and any JSON `details`.
+
+    "kernels" says which version of the kernels was measured, also where the commit is unknown.
+    """
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax", "torch")
     content = {
         "benchmark": benchmark,
         "device": device(),
         "date": date.today().isoformat(),
         "commit": commit(),
+        "kernels": kernels.of_today(),
         "versions": {name: v for name in packages if (v := _version(name))},
         "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         **details,

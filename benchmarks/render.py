@@ -1,11 +1,13 @@
-"""Turns the records of the benchmarks into docs/results/*.md and into the tables of docs/*.md.
+"""Turns the records of the benchmarks into docs/results/*.md, and fills docs/*.md and README.md.
 
     python -m benchmarks.render
-        makes all pages and plots of docs/results and the summaries
+        makes all pages and plots of docs/results, and the summaries and figures of other pages;
+        adds the kernels of today to benchmarks/kernels.txt
     python -m benchmarks.render RECORD ... [--out DIRECTORY]
         prints the tables of these records, or writes their pages and plots
 
-A page of docs marks the place of a summary by `<!-- table: NAME -->` and `<!-- end of table -->`.
+A page marks the place of a summary by `<!-- table: NAME -->` and `<!-- end of table -->`, and a
+figure by `<!-- figure: NAME -->` directly behind it.
 """
 
 import argparse
@@ -16,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import kernels
+from benchmarks.figures import FIGURES
 from benchmarks.pages import TABLES
 from benchmarks.record import RESULTS
 from benchmarks.remarks import REMARKS
@@ -25,11 +29,13 @@ from twell_jax.plotting import drawn
 
 Record = dict[str, Any]
 
-DOCS = Path(__file__).parents[1] / "docs"
+README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
 PAGES = DOCS / "results"
 
 _MADE = "<!-- `python -m benchmarks.render` makes this page from the records; do not edit it. -->"
-_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+FIGURE = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)?<!-- figure: ([\w.-]+) -->")
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -47,6 +53,8 @@ def main() -> None:
         for record in records.values():
             print(TABLES[record["benchmark"]].render(record["rows"]))
         return
+    if not args.records:
+        kernels.write(kernels.with_today(kernels.versions()))
     out = args.out or PAGES
     out.mkdir(parents=True, exist_ok=True)
     for name, text in pages(records, out).items():
@@ -57,8 +65,8 @@ def main() -> None:
             with drawn(out / f"{path.stem}{suffix}.png", height=4.5) as figure:
                 draw(figure, record)
     if not args.records:
-        for path in sorted(DOCS.glob("*.md")):
-            path.write_text(with_summaries(path, records))
+        for path in filled_pages():
+            path.write_text(filled(path, records))
 
 
 def load(paths: Iterable[Path]) -> dict[Path, Record]:
@@ -103,9 +111,21 @@ def section(path: Path, record: Record, out: Path) -> str:
     return "\n\n".join(parts)
 
 
+def _kernels(record: Record) -> str:
+    """How old the measured kernels are, in versions of their files."""
+    match kernels.age(record, kernels.with_today(kernels.versions())):
+        case None:
+            return "kernels of no known version"
+        case 0:
+            return "today's kernels"
+        case back:
+            return f"kernels of {back} version{'s' if back > 1 else ''} ago"
+
+
 def _origin(record: Record) -> str:
     """The commit, the versions of what was measured, and the command without `--out`."""
     commit = [f"commit {record['commit'][:7]}"] if record["commit"] else []
+    commit += [_kernels(record)] if record["device"] != "cpu" else []
     versions = record["versions"]
     shown = [f"{name} {versions[name]}" for name in ("jax", "tokamax", "torch") if name in versions]
     command = re.sub(r" --out \S+", "", record["command"])
@@ -113,13 +133,29 @@ def _origin(record: Record) -> str:
     return f"{', '.join(commit + shown)}: `{command}`"
 
 
-def with_summaries(path: Path, records: dict[Path, Record]) -> str:
-    """The text of a page, with each of its summaries made from all records, the newest first."""
+def filled_pages() -> list[Path]:
+    """The pages in which summaries and figures may stand."""
+    return [README, *sorted(DOCS.glob("*.md"))]
+
+
+def filled(path: Path, records: dict[Path, Record]) -> str:
+    """The text of a page, with its summaries and figures made from all records, the newest first.
+
+    Raises:
+      ValueError: a figure has no value before its comment, or no entry.
+    """
 
     def fill(place: re.Match) -> str:
         return f"{place[1]}\n{summary(place[2], records, path.parent)}\n\n{place[3]}"
 
-    return _PLACE.sub(fill, path.read_text())
+    def figure(place: re.Match) -> str:
+        before, name = place.groups()
+        if before is None or name not in FIGURES:
+            problem = "no entry in FIGURES" if before else "no number directly before it"
+            raise ValueError(f"{path.name}: the figure {name} has {problem}")
+        return f"{FIGURES[name].text(records)}<!-- figure: {name} -->"
+
+    return FIGURE.sub(figure, PLACE.sub(fill, path.read_text()))
 
 
 def summary(name: str, records: dict[Path, Record], directory: Path) -> str:

@@ -21,8 +21,8 @@ class Pick:
     Attributes:
       record: the start of the record's file name, up to the date. Of several records, the newest
         that has the row counts.
-      ours: values that exactly one row must have, of those that the page of results shows; floats
-        are compared to one decimal.
+      ours: values that exactly one row must have, of those that the page of results shows, as `has`
+        compares them.
       baseline: values of the row to compare with; of several, the last one before ours counts. By
         default it is ours.
     """
@@ -40,27 +40,50 @@ class Pick:
         Raises:
           ValueError: no record has our row, one has several of them, or it has no baseline.
         """
-        for path, record in records.items():
-            if not path.stem.startswith(f"{self.record}-20"):
-                continue
+        path, rows = newest(self.record, self.ours, records)
+        ours = [i for i, row in enumerate(rows) if has(row, self.ours)]
+        if len(ours) > 1:
+            raise ValueError(f"{path.stem} has {len(ours)} rows with {dict(self.ours)}, not 1")
+        baseline = [row for row in rows[: ours[0] + 1] if has(row, self.baseline)]
+        if not baseline:
+            raise ValueError(f"{path.stem} has no row with {dict(self.baseline)} before ours")
+        return path, rows[ours[0]], baseline[-1]
+
+
+def newest(
+    name: str, values: Mapping[str, Any], records: Mapping[Path, Mapping[str, Any]]
+) -> tuple[Path, list[Row]]:
+    """The newest record of a name that has a row with these values, and all of its rows.
+
+    Args:
+      name: the start of the record's file name, up to the date.
+      values: as `Pick.ours`.
+      records: all records by their path, the newest first.
+
+    Raises:
+      ValueError: no record of that name has such a row.
+    """
+    for path, record in records.items():
+        if path.stem.startswith(f"{name}-20"):
             rows = TABLES[record["benchmark"]].lines(record["rows"])
-            ours = [i for i, row in enumerate(rows) if _has(row, self.ours)]
-            if len(ours) > 1:
-                raise ValueError(f"{path.stem} has {len(ours)} rows with {dict(self.ours)}, not 1")
-            if not ours:
-                continue
-            baseline = [row for row in rows[: ours[0] + 1] if _has(row, self.baseline)]
-            if not baseline:
-                raise ValueError(f"{path.stem} has no row with {dict(self.baseline)} before ours")
-            return path, rows[ours[0]], baseline[-1]
-        raise ValueError(f"no record {self.record} has a row with {dict(self.ours)}")
+            if any(has(row, values) for row in rows):
+                return path, rows
+    raise ValueError(f"no record {name} has a row with {dict(values)}")
 
 
-def _has(row: Row, values: Mapping[str, Any]) -> bool:
-    return all(
-        key in row and (round(row[key], 1) if isinstance(value, float) else row[key]) == value
-        for key, value in values.items()
-    )
+def has(row: Row, values: Mapping[str, Any]) -> bool:
+    """Whether a row has these values, compared as follows.
+
+    Floats are rounded to one decimal, a function must be true of the value, and None stands for a
+    key that the row may lack.
+    """
+    return all(_is(row.get(key), wanted) for key, wanted in values.items())
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    if callable(wanted):
+        return value is not None and wanted(value)
+    return (round(value, 1) if isinstance(wanted, float) and value is not None else value) == wanted
 
 
 @dataclass(frozen=True)
@@ -211,17 +234,15 @@ SUMMARIES: dict[str, Summary] = {
         columns={
             "work": _ours(lambda row: _WORK[row["direction"]]),
             "sequences": _ours(_sequences),
-            "dense, ms": _baseline(number("ms", "{:.2f}")),
+            "dense, ms": _ours(number("baseline_ms", "{:.2f}")),
             "kernels, ms": _ours(number("ms", "{:.2f}")),
-            "speed-up": _speedup,
-            "energy": _energy_ratio,
+            "speed-up": _ours(lambda row: f"**{row['speedup']:.2f}x**"),
+            "energy": _ours(number("energy", "{:.2f}x")),
         },
         picks=tuple(
-            _pick(
+            Pick(
                 f"inference-cached-{_H200}",
-                "mosaic, relu",
-                {"direction": direction, "batch": batch},
-                "xla, relu",
+                {"direction": direction, "batch": batch, "implementation": "mosaic, relu"},
             )
             for direction in ("decode", "prefill")
             for batch in (1, 8, 32)

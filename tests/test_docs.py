@@ -31,11 +31,21 @@ def test_a_page_of_results_is_what_render_makes_of_the_records(name):
     assert (render.PAGES / name).read_text() == MADE[name], "run: python -m benchmarks.render"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_summaries_are_made_from_the_records(path):
-    assert path.read_text() == render.with_summaries(path, RECORDS), (
-        "run: python -m benchmarks.render"
-    )
+@pytest.mark.parametrize("path", render.filled_pages(), ids=lambda path: path.name)
+def test_summaries_and_figures_are_made_from_the_records(path):
+    assert path.read_text() == render.filled(path, RECORDS), "run: python -m benchmarks.render"
+
+
+DATED = re.compile(r"/results/(([\w-]+?-)20\d{6}(?:-\d+)?)[\w-]*\.(?:json|png)")
+
+
+@pytest.mark.parametrize("path", render.filled_pages(), ids=lambda path: path.name)
+def test_pages_lead_to_the_newest_record(path):
+    """In prose and plots; generated tables pick their records."""
+    found = DATED.findall(render.PLACE.sub("", path.read_text()))
+    for name in {name for _, name in found}:
+        newest = next(other.stem for other in RECORDS if re.match(f"{name}20", other.name))
+        assert {record for record, of in found if of == name} == {newest}
 
 
 def test_performance_goes_from_the_block_to_whole_models():

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import json
 import re
 import shlex
 import tomllib
@@ -11,38 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import render
-from benchmarks.record import RESULTS
 from tests.commands import ROOT, call
 from twell_jax import config
 
 README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-# What a figure is of, by the words behind it: a number of the rows, and theirs over whose.
-OVER = {
-    "the steps per second of the same model with dense blocks": (
-        "tokens_per_second", "sparse, relu", "xla, relu",
-    ),
-    "those of a SiLU model": ("tokens_per_second", "sparse, relu", "xla, silu"),
-    "the energy": ("joules", "sparse", "relu"),
-}  # fmt: skip
-# All other figures are speed-ups over the baseline that a record names, by the row's first word.
-DIRECTIONS = {"score": "forward", "read": "prefill", "decode": "decode"}
-
-
-def gains(rows: list[dict], user: str, words: str) -> set[float]:
-    """What a figure before these words in the row of this user may be, to two digits."""
-    for start, (number, ours, other) in OVER.items():
-        if words.startswith(start):
-            by_name = {row.get("implementation", row.get("variant")): row for row in rows}
-            assert len(by_name) == len(rows)  # one mesh
-            return {round(by_name[ours][number] / by_name[other][number], 2)}
-    case = {
-        "direction": DIRECTIONS[user.split()[0]], "model": "2b", "implementation": "mosaic, relu",
-    }  # fmt: skip
-    return {round(row["speedup"], 2) for row in rows if case.items() <= row.items()}
 
 
 def test_there_is_code():
@@ -62,38 +34,6 @@ def test_links_lead_to_files(page):
     targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
     targets = [target for target in targets if not target.startswith("http")]
     assert [target for target in targets if not (ROOT / target).exists()] == []
-
-
-def cited(text: str) -> list[Path]:
-    return [ROOT / name for name in re.findall(r"\((benchmarks/results/[^)]+\.json)\)", text)]
-
-
-CITING = [line for line in README.splitlines() if line.startswith("|") and cited(line)]
-
-
-def test_rows_cite_records():
-    assert CITING
-
-
-@pytest.mark.parametrize("line", CITING, ids=lambda line: line.split("|")[1].strip())
-def test_figures_are_those_of_the_records(line):
-    """Each in the record that is cited next after it; after the last one, in one of the row's."""
-    user = line.split("|")[1].strip()
-    figures = list(re.finditer(r"(\d\.\d\d) times ", line))
-    assert figures
-    for figure in figures:
-        words = line[figure.end() :]
-        records = cited(words)[:1] or cited(line)
-        rows = [json.loads(record.read_text())["rows"] for record in records]
-        assert float(figure[1]) in set().union(*(gains(r, user, words) for r in rows))
-
-
-@pytest.mark.parametrize("record", sorted(set(cited(README))), ids=lambda path: path.stem)
-def test_the_newest_record_is_cited(record):
-    """An older one of the same name and card only besides it, for rows that the newest lacks."""
-    name = re.fullmatch(r"(.*-)\d{8}(-\d+)?", record.stem)[1]
-    newest, *_ = render.load(RESULTS.glob(f"{name}20*.json"))
-    assert newest in cited(README)
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

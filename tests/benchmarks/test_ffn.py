@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ffn, patterns, record, render
+from benchmarks import ffn, kernels, patterns, record, render
 from benchmarks.pages import TABLES
 from pallas_kernels.kernels import REFERENCE
 from tests import seeds
@@ -69,6 +69,7 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     record.write("ffn", rows, path)
     stored = json.loads(path.read_text())
     assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
+    assert stored["kernels"] == kernels.of_today()
     shared, _, *lines = TABLES["ffn"].render(rows).splitlines()
     assert shared == "All lines: M 32, copies 1."
     assert len(lines) == 2 + 4 and lines[-1].startswith("| skewed | no | - |")
