@@ -31,6 +31,7 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS, LONG_RUN = f"gradients-{_H200}", f"wallclock-{_H200}"
+NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK = f"soak-{_H100}"
 
 
@@ -245,7 +246,8 @@ def _relu2(implementation: str) -> dict[str, Any]:
 
 _MOST = {"implementation": "mosaic", "heavy_rows": (0).__lt__, "nnz_max": (2700).__lt__}
 _SOME = {**_MOST, "nnz_max": (2700).__gt__}
-_DENSE_BLOCK = {"implementation": "mosaic", "packing": None}
+_DENSE_BLOCK = {"implementation": "mosaic", "packing": None, "m": (255).__lt__}
+_USUAL_FEW = {"implementation": "mosaic", "heavy_rows": 0, "m": (65).__gt__}
 _DENSE_FP8 = {
     "pattern": "recorded",
     "implementation": lambda name: name.startswith(("xla, fp8", "torch, fp8")),
@@ -255,10 +257,28 @@ _BLOCKS = {
     "soak-rows": Figure(total(SOAK, {}, lambda row: row["rows"] / 1e6), "{:.1f}"),
     "soak-wrong": Figure(total(SOAK, {}, "wrong"), "{:.0f}"),
     "unions-loss": Figure(
-        percent(most(BLOCK, {"implementation": "unions"}, _over_baseline), over=1), "{:.0f}"
+        percent(most(BLOCK, {"packing": "unions"}, _over_baseline), over=1), "{:.0f}"
     ),
     "prompt-block-least": Figure(least(PROMPTS, _DENSE_BLOCK, "speedup")),
     "prompt-block-most": Figure(most(PROMPTS, _DENSE_BLOCK, "speedup")),
+    **{
+        f"few-{name}-{form}-{which}": Figure(of(record, _USUAL_FEW | {"gated": gated}, "speedup"))
+        for name, record, form, gated in (
+            ("narrow", NARROW, "gated", True),
+            ("narrow", NARROW, "plain", False),
+            ("wide", WIDE, "gated", True),
+        )
+        for which, of in (("least", least), ("most", most))
+    },
+    "narrow-dense-token": Figure(
+        value(NARROW, {**_USUAL_FEW, "gated": True, "m": 1, "heavy_rows": 1}, "speedup")
+    ),
+    "narrow-unions": Figure(
+        value(NARROW, {"packing": "unions", "m": 4096, "heavy_rows": 0}, "speedup")
+    ),
+    "wide-unions": Figure(
+        value(WIDE, {"packing": "unions", "m": 4096, "heavy_rows": 0}, "speedup")
+    ),
     "tokamax-least": Figure(least(SHAPES, {"implementation": "tokamax"}, "speedup")),
     "tokamax-most": Figure(most(SHAPES, {"implementation": "tokamax"}, "speedup")),
     "no-gate-skewed": _no_gate("skewed", 29.0),

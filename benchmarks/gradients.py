@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from benchmarks.ffn import DTYPE, LAYERS, describe, draw
+from benchmarks.ffn import DTYPE, LAYERS, D, H, describe, draw
 from twell_jax import order_by_use, sparse_ffn
 from twell_jax.analysis import timing
 from twell_jax.train.gradient_plan import GradientPlan
@@ -47,6 +47,8 @@ def measure(
     *,
     pattern: str,
     m: int = M,
+    d: int = D,
+    h: int = H,
     nnz: float = 0,
     heavy_every: int = 0,
     gated: bool = True,
@@ -57,7 +59,7 @@ def measure(
     These are one with each of the capacities, and one with the first of them for the same layers
     with their neurons "by use".
     """
-    x, layers = draw(m, pattern, nnz, 1, heavy_every, gated)
+    x, layers = draw(m, pattern, nnz, 1, heavy_every, gated, d=d, h=h)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
     _, stats = jax.jit(sparse_ffn)(x, *layers[0])
     case = describe("forward and backward", x, layers[0], pattern, heavy_every, stats)

@@ -32,9 +32,11 @@ def main() -> None:
     record.command("live", __doc__, rows)
 
 
-def measure(*, m: int, dead: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+def measure(
+    *, m: int, dead: tuple[float, ...], d: int = ffn.D, h: int = ffn.H
+) -> Iterator[dict[str, Any]]:
     """Yields a row for dense XLA, the kernels, and the kernels with the numbers."""
-    x, weights, live = draw(m, dead)
+    x, weights, live = draw(m, d, h, dead)
     kernels = "mosaic" if m <= MAX_FEW_TOKENS else "unions"
     float32 = jax.tree.map(lambda a: a.astype(jnp.float32), (x, weights))
     with jax.default_matmul_precision("highest"):
@@ -61,7 +63,7 @@ def measure(*, m: int, dead: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         }
 
 
-def draw(m: int, dead: tuple[float, ...]) -> tuple[jax.Array, Any, jax.Array]:
+def draw(m: int, d: int, h: int, dead: tuple[float, ...]) -> tuple[jax.Array, Any, jax.Array]:
     """x `[m, D]`, stacked weights whose dead neurons are the last, and how many others there are.
 
     Neurons are dead by the pattern: for few tokens, most of the others are not active either.
@@ -69,7 +71,7 @@ def draw(m: int, dead: tuple[float, ...]) -> tuple[jax.Array, Any, jax.Array]:
     layers, live = [], []
     for layer, share in enumerate(dead):
         key = jax.random.key(m)  # which makes x the same
-        x, w_gate = patterns.independent(key, "skewed", m, ffn.D, ffn.H, NNZ, ffn.DTYPE, dead=share)
+        x, w_gate = patterns.independent(key, "skewed", m, d, h, NNZ, ffn.DTYPE, dead=share)
         weights = ffn.weights(jax.random.fold_in(key, layer), w_gate, gated=True)
         is_live = weights[0][:, -1] > _DEAD_BELOW
         order = jnp.argsort(~is_live)

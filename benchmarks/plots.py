@@ -8,20 +8,30 @@ from matplotlib.figure import Figure
 from benchmarks.tables import Row, block
 
 
-def speedup(figure: Figure, record: dict[str, Any]) -> None:
-    """The kernels' speed-up by nnz at the largest M, a line per packing and pattern."""
-    axes = figure.subplots()
-    m = max(row["m"] for row in record["rows"])
-    gated = any(row["gated"] for row in record["rows"])
-    rows = [
+def of_largest(rows: list[Row]) -> list[Row]:
+    """Those of the largest M that `speedup` draws."""
+    m = max((row["m"] for row in rows), default=0)
+    gated = any(row["gated"] for row in rows)
+    return [
         row
-        for row in record["rows"]
+        for row in rows
         if row["m"] == m
         and row["gated"] == gated
         and not row["heavy_rows"]
         and not row.get("pruned")
         and "speedup" in row
     ]
+
+
+def has_lines(rows: list[Row]) -> bool:
+    """Whether `speedup` can draw a line, of more than one nnz."""
+    return len({row["nnz_mean"] for row in of_largest(rows)}) > 1
+
+
+def speedup(figure: Figure, record: dict[str, Any]) -> None:
+    """The kernels' speed-up by nnz at the largest M, a line per packing and pattern."""
+    axes = figure.subplots()
+    rows = of_largest(record["rows"])
     names = dict.fromkeys(map(block, rows))
     kernels = [name for name in names if name.split(",")[0] not in ("xla", "tokamax", "torch")]
     for index, name in enumerate(kernels):
@@ -40,7 +50,7 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
         ylim=(0, None),
         xlabel="mean non-zeros per token",
         ylabel="speed-up over jitted dense XLA",
-        title=f"forward, M = {m}, {record['device']}, {record['date']}",
+        title=f"forward, M = {rows[0]['m']}, {record['device']}, {record['date']}",
     )
     axes.legend(frameon=False, ncols=2)
 

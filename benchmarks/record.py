@@ -69,7 +69,12 @@ def write_as_they_come(benchmark: str, rows: Iterable[dict[str, Any]], directory
 
 
 def new_path(benchmark: str, directory: Path) -> Path:
-    """The path for a new record; existing records are not overwritten."""
+    """The path for a new record; existing records are not overwritten.
+
+    Warns if nobody could tell what was measured.
+    """
+    if (measured := commit() or "-dirty").endswith("-dirty"):
+        print(f"warning: set COMMIT, or commit your changes: the record will name {measured}")
     today = path_of_today(benchmark, directory)
     others = (today.with_stem(f"{today.stem}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([today], others) if not path.exists())

@@ -1,10 +1,16 @@
 """What readers of a record must know besides: remarks by its file name without `.json`."""
 
 _H100, _H200 = "nvidia-h100-80gb-hbm3-20261121", "nvidia-h200-20261121"
+_LATER_H100 = "nvidia-h100-80gb-hbm3-20261127"
 _LARGEST = "One micro-batch a step, the largest that fits by XLA's count, in steps of {} sequences."
 _NO_TOKAMAX = "tokamax was not installed."
 
 REMARKS = {
+    f"ffn-goals-{_LATER_H100}": f"Other programs ran on the other three GPUs. {_NO_TOKAMAX}",
+    f"ffn-borders-4096-{_LATER_H100}": "The run ended before unions of 16,384 tokens, dense tokens "
+    "and blocks without a gate. Other programs ran on the other three GPUs.",
+    f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
+    "Other programs ran on the other three GPUs.",
     f"ffn-goals-{_H100}": "Calls are queued behind a waiting GPU: these are GPU times at high "
     "clocks.",
     f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "

@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def main() -> None:
         (out / name).write_text(text)
         print(out / name)
     for path, record in records.items():
-        for suffix, draw in TABLES[record["benchmark"]].plots.items():
+        for suffix, draw in _plots(record).items():
             with drawn(out / f"{path.stem}{suffix}.png", height=4.5) as figure:
                 draw(figure, record)
     if not args.records:
@@ -106,9 +106,16 @@ def section(path: Path, record: Record, out: Path) -> str:
     if notes := table.notes(record["rows"]):
         parts.append(notes)
     parts += [
-        f"![{suffix.strip('-') or table.title}]({path.stem}{suffix}.png)" for suffix in table.plots
+        f"![{suffix.strip('-') or table.title}]({path.stem}{suffix}.png)"
+        for suffix in _plots(record)
     ]
     return "\n\n".join(parts)
+
+
+def _plots(record: Record) -> Mapping[str, Callable]:
+    """What draws the plots of a record, by the suffixes of their names."""
+    table = TABLES[record["benchmark"]]
+    return table.plots if table.drawn(record["rows"]) else {}
 
 
 def _kernels(record: Record) -> str:

@@ -196,7 +196,8 @@ def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
     size_x, size_dy = (jnp.linalg.norm(a, axis=1)[:, None] for a in (x, dy))
     size_x, size_dy = size_x * (SUMS_IN_8_BITS if in_8_bits else SUMS), size_dy * SUMS
     z_error = size_x * jnp.linalg.norm(gate, axis=1)
-    z = jnp.where(jnp.arange(case.h) < case.live, z, -jnp.inf)
+    is_live = jnp.arange(case.h) < case.live
+    z = jnp.where(is_live, z, -jnp.inf)
     g = jax.lax.reduce_precision(jnp.maximum(z, 0), exponent_bits=8, mantissa_bits=7)
     active, none = g > 0, jnp.zeros_like(g)
     maybe_active = z > -z_error
@@ -211,6 +212,7 @@ def dense(case: Case, x, gate, up, down, dy) -> list[Rows]:
         return Factors(a * b, jnp.where(maybe_active, error, 0), unsure)
 
     h = product(g, z_error, u, u_error)
+    h = h._replace(value=jnp.where(is_live, h.value, 0))  # also of tokens that are not finite
     dg = product(dh, dh_error, u, u_error, jnp.where(jnp.abs(z) < UNSURE, jnp.abs(dh * u), 0))
     dg = dg._replace(value=jnp.where(active, dg.value, 0))
     pairs = [(dg, gate)]
@@ -236,7 +238,8 @@ def rows(terms: list[tuple[Factors, jax.Array]]) -> Rows:
     """The sum of all terms, each factors [N, K] times vectors [K, D]."""
     value, squares, unsure = 0.0, 0.0, 0.0
     for factors, vectors in terms:
-        sizes = jnp.linalg.norm(vectors, axis=1)
+        # In the last feature the weights of gates are alike, so that errors of one sign add up.
+        sizes = jnp.linalg.norm(vectors.at[:, -1].multiply(2), axis=1)
         value += factors.value @ vectors
         squares += (TERMS * jnp.abs(factors.value) + factors.error) ** 2 @ sizes**2
         unsure += factors.unsure @ sizes

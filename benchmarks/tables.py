@@ -26,6 +26,7 @@ class Table:
       lines: sorts the rows, or makes one of several.
       notes: makes a paragraph below the table.
       plots: for each suffix of a file name, a function that draws a record into a figure.
+      drawn: whether plots of these rows show anything.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Table:
     lines: Callable[[list[Row]], list[Row]] = list
     notes: Callable[[list[Row]], str] = lambda rows: ""
     plots: Mapping[str, Callable[[Any, dict[str, Any]], None]] = field(default_factory=dict)
+    drawn: Callable[[list[Row]], bool] = lambda rows: True
 
     def render(self, rows: Iterable[Row]) -> str:
         """The rows as Markdown."""

@@ -59,7 +59,7 @@ def test_every_summary_has_a_place():
     assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(SUMMARIES)
 
 
-XLA, UNIONS = {"implementation": "xla"}, {"implementation": "unions"}
+XLA, UNIONS = {"implementation": "xla"}, {"implementation": "mosaic", "packing": "unions"}
 ROWS = [
     {**XLA, "nnz_mean": 29.04, "ms": 3},
     {**UNIONS, "nnz_mean": 29.04, "ms": 2},

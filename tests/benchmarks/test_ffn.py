@@ -53,13 +53,11 @@ def test_the_recorded_pattern_comes_out_of_the_gate():
 
 @pytest.mark.slow
 def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path):
-    monkeypatch.setattr(ffn, "D", 128)
-    monkeypatch.setattr(ffn, "H", 256)
     rows = []
     for pattern, nnz in (("skewed", 20), ("uniform", 5)):
-        rows += ffn.measure(m=32, pattern=pattern, nnz=nnz)
-    rows += ffn.measure(m=32, pattern="skewed", nnz=5, activation="drelu")
-    rows += ffn.measure(m=32, pattern="skewed", nnz=5, heavy_every=8, gated=False)
+        rows += ffn.measure(d=128, h=256, m=32, pattern=pattern, nnz=nnz)
+    rows += ffn.measure(d=128, h=256, m=32, pattern="skewed", nnz=5, activation="drelu")
+    rows += ffn.measure(d=128, h=256, m=32, pattern="skewed", nnz=5, heavy_every=8, gated=False)
     for row in rows:
         if row["implementation"] == "tokamax" and "failed" in row:
             continue  # an optional baseline
@@ -71,7 +69,7 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     assert stored["rows"] == rows and stored["versions"]["jax"] == jax.__version__
     assert stored["kernels"] == kernels.of_today()
     shared, _, *lines = TABLES["ffn"].render(rows).splitlines()
-    assert shared == "All lines: M 32, copies 1."
+    assert shared == "All lines: D x H 128 x 256, M 32, copies 1."
     assert len(lines) == 2 + 4 and lines[-1].startswith("| skewed | no | - |")
     monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(tmp_path / "pages")])
     render.main()
@@ -80,8 +78,6 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
 
 
 def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
-    monkeypatch.setattr(ffn, "D", 128)
-    monkeypatch.setattr(ffn, "H", 256)
 
     def broken(*_):
         raise RuntimeError("no such kernel\nand more")
@@ -89,7 +85,10 @@ def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
     kernels = changed(REFERENCE, few_tokens_ffn=broken)
     monkeypatch.setattr(dispatch, "BACK_ENDS", (kernels,))
     ffn.stack.clear_cache()
-    rows = {row["implementation"]: row for row in ffn.measure(m=32, pattern="uniform", nnz=5)}
+    rows = {
+        row["implementation"]: row
+        for row in ffn.measure(d=128, h=256, m=32, pattern="uniform", nnz=5)
+    }
     assert rows["mosaic"]["failed"] == "RuntimeError: no such kernel"
     assert "speedup" in rows["xla"]
 

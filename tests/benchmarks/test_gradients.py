@@ -11,11 +11,13 @@ from benchmarks.pages import TABLES
 @pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 def test_rows_are_complete_and_rendered(gated, reference_kernels, monkeypatch, tmp_path):
-    monkeypatch.setattr(ffn, "D", 128)
-    monkeypatch.setattr(ffn, "H", 256)
     for module in ffn, gradients:
         monkeypatch.setattr(module, "LAYERS", 1)  # each is compiled
-    rows = list(gradients.measure(m=128, pattern="uniform", nnz=10, heavy_every=8, gated=gated))
+    rows = list(
+        gradients.measure(
+            d=128, h=256, m=128, pattern="uniform", nnz=10, heavy_every=8, gated=gated
+        )
+    )
     for row in rows:
         assert len(row["errors"]) == (5 if gated else 4)  # y and the gradients
         assert max(row["errors"]) < 2e-2

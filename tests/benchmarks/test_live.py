@@ -4,21 +4,19 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import ffn, live
+from benchmarks import live
 from benchmarks.pages import TABLES
 
 
 @pytest.mark.slow
 def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch):
-    monkeypatch.setattr(ffn, "D", 128)
-    monkeypatch.setattr(ffn, "H", 256)
     monkeypatch.setattr(live, "NNZ", 9)
     dead = (0.0, 0.5)
-    x, weights, numbers = live.draw(40, dead)
+    x, weights, numbers = live.draw(40, 128, 256, dead)
     np.testing.assert_array_equal(numbers, [256, 128])
     gate = np.asarray(x, np.float32) @ np.asarray(weights[0][1], np.float32).T
     assert (gate[:, 128:] < -10).all()
-    rows = list(live.measure(m=40, dead=dead))
+    rows = list(live.measure(d=128, h=256, m=40, dead=dead))
     assert [row["implementation"] for row in rows] == ["xla", "mosaic", "live"]
     assert all(row["error"] < 1e-2 and row["ms"] > 0 for row in rows)
     assert rows[1]["error"] == rows[2]["error"]

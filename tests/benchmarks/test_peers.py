@@ -50,8 +50,6 @@ def test_xla_multiplies_quantised_operands(rows, fast):
 
 @pytest.mark.slow
 def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_kernels):
-    monkeypatch.setattr(ffn, "D", 128)
-    monkeypatch.setattr(ffn, "H", 256)
     monkeypatch.setattr(ffn, "LAYERS", 1)
     ours = ("unions, fp8 gate", "unions, fp8 gate and up")
     names = (*ours, "xla, fp8 rows", "torch, fp8 rows", *sparse_peers.FORMATS)
@@ -59,7 +57,7 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_so(monkeypatch, reference_k
     monkeypatch.setattr(ffn, "PEERS", peers)
     rows = {
         row["implementation"]: row
-        for row in ffn.measure(m=128, pattern="skewed", nnz=5, peers=True)
+        for row in ffn.measure(d=128, h=256, m=128, pattern="skewed", nnz=5, peers=True)
     }
     assert list(rows) == ["xla", "mosaic", *ffn.PEERS]
     assert rows["mosaic"]["packing"] == "unions" and rows["mosaic"]["error"] < 1e-2

@@ -67,8 +67,8 @@ def sparse_ffn(
       biases: `Biases(gate, up, down)`, `[H]`, `[H]` and `[D]`; any of them may be None.
       live: an integer from 0 to H, which may be on the device: neurons from this number on are
         taken as never active, and their weights get gradients of zero. The kernels for few tokens
-        and unions then leave out the gates of these neurons, in whole tiles; for fewer than 1024
-        tokens they serve only if they are asked for. A larger number on the device is like H, a
+        and unions then leave out the gates of these neurons, in whole tiles; for 65 to 1023 tokens
+        they serve only if they are asked for. A larger number on the device is like H, a
         negative one like 0. None: any may be active.
       activation: "relu"; "relu2", its square; "drelu", ReLU on both factors; a `Rectifier`, such as
         Rectifier(threshold=0.01), z where z is above 0.01, else 0 (FATReLU); or "silu" for the
@@ -77,7 +77,8 @@ def sparse_ffn(
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
         None takes the kernels where they are known to be faster; `explain` says why.
       packing: the packed format of the gate, "twell" or "unions"; it matters for more than 64
-        tokens. None takes unions from 1024 tokens on, and dense kernels for fewer.
+        tokens. None takes unions from 1024 tokens on (2048 if D is at most 1024), and dense kernels
+        for fewer.
       gradients: "dense" and None compute the backward by XLA, "sparse" on the unions of the
         forward, for more than 64 tokens. A number above 0 and at most 1 is sparse with so much
         memory, as a fraction of what the largest pattern takes: the capacity. "sparse" is 1, which

@@ -17,7 +17,6 @@ BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implem
 MANY_TOKENS = 1024  # enough to fill a GPU
 FROM_MANY = (MANY_TOKENS, math.inf)
 FROM_FEW_TO_MANY = (MAX_FEW_TOKENS + 1, MANY_TOKENS - 1)
-NARROW = (1, 1024)  # of which twice as many tokens fill a GPU
 
 
 class CannotServe(ValueError):
@@ -75,21 +74,26 @@ class Rule:
         return None
 
 
-_GOALS = "ffn-goals-nvidia-h100-80gb-hbm3-20261121.json"
+_GOALS = "ffn-goals-nvidia-h100-80gb-hbm3-20261127.json"
 _SHAPES = "ffn-nvidia-h100-80gb-hbm3-20261121.json"
 _FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261126.json"
 _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
-_NARROW = "ffn-borders-1024-nvidia-h100-80gb-hbm3-20261127.json"
+_NARROW = "ffn-borders-896-nvidia-h100-80gb-hbm3-20261127.json"
 
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. If many neurons are active, those for
     # few tokens take up to a fourth more time, unions a few percent.
     Rule("few_tokens", back_end="Hopper", record=_FEW_TOKENS),
-    # Dense, too, but faster than the products of a library, whatever the pattern, unless they are
-    # so large that the library's fill the GPU.
-    Rule("dense_block", FROM_FEW_TO_MANY, "Hopper", widths=(1, 2048), record=_PROMPTS),
+    # Dense, too, but faster than the products of a library, whatever the pattern, unless those fill
+    # the GPU: of narrow blocks it takes more tokens to do so.
+    Rule("dense_block", (256, MANY_TOKENS - 1), "Hopper", widths=(1, 2048), record=_PROMPTS),
     Rule(
-        "dense_block", (MANY_TOKENS, 2 * MANY_TOKENS - 1), "Hopper", widths=NARROW, record=_NARROW
+        "dense_block",
+        (MAX_FEW_TOKENS + 1, 2 * MANY_TOKENS - 1),
+        "Hopper",
+        gated=True,
+        widths=(1, 1024),
+        record=_NARROW,
     ),
     # Without a gate one matmul of two can be sparse, not two of three.
     Rule("unions", FROM_MANY, "Hopper", gated=True, record=_GOALS),

@@ -1,6 +1,6 @@
 """The block by the kernels of a back end: differentiable, under `vmap` and over a mesh.
 
-Few tokens (decoding) have kernels of their own. So have 65 to 1023 (short prompts), which are
+Few tokens (decoding) have kernels of their own. So have some hundreds (short prompts), which are
 dense. For more, the gate matmul packs its result in one of two formats. From TwELL, a second kernel
 gathers the weights of each token's own neurons. From tile unions, two tensor-core matmuls compute
 the neurons that any of 256 tokens uses. Heavy rows, which do not fit or would cost the others too

@@ -24,14 +24,14 @@ H = 1408
 DEFAULT = RULES[: 1 + [rule.algorithm for rule in RULES].index("dense")]  # if nobody names anything
 
 
-def shapes(m, d=128, h=256, dtype=jnp.bfloat16, gated=True):
+def shapes(m, d=2048, h=256, dtype=jnp.bfloat16, gated=True):
     x, w = (jax.ShapeDtypeStruct((n, d), dtype) for n in (m, h))
     return x, w if gated else None, w, w
 
 
-def served(tokens, *, gpu=H100, gated=True, quantised=False, **options):
+def served(tokens, *, d=2048, gpu=H100, gated=True, quantised=False, **options):
     """The algorithm for a block of H neurons, and the record that supports the choice."""
-    x, *weights = shapes(tokens, h=H, gated=gated)
+    x, *weights = shapes(tokens, d, H, gated=gated)
     if quantised:
         weights[0] = jax.eval_shape(quantise, weights[0])
     with jax.sharding.use_abstract_mesh(gpu):
@@ -54,7 +54,9 @@ def tokens_of(rule):
     [
         (1, "few_tokens", "few_tokens"),
         (64, "few_tokens", "few_tokens"),
-        (65, "dense_block", "dense_block"),
+        (65, "dense", "dense"),
+        (255, "dense", "dense"),
+        (256, "dense_block", "dense_block"),
         (1023, "dense_block", "dense_block"),
         (1024, "unions", "dense"),
         (16384, "unions", "dense"),
@@ -66,13 +68,32 @@ def test_what_the_default_takes_on_both_sides_of_every_limit(tokens, gated, with
     assert {algorithm(tokens, gated=g, gpu=other) for g in (True, False)} == {"dense"}
 
 
+@pytest.mark.parametrize(
+    ("d", "tokens", "gated", "without_a_gate"),
+    [
+        (1024, 65, "dense_block", "dense"),
+        (1024, 256, "dense_block", "dense_block"),
+        (1024, 2047, "dense_block", "dense"),
+        (1024, 2048, "unions", "dense"),
+        (1088, 65, "dense", "dense"),
+        (1088, 1024, "unions", "dense"),
+        (2112, 256, "dense", "dense"),
+        (2112, 1023, "dense", "dense"),
+        (8192, 64, "few_tokens", "few_tokens"),
+        (8192, 1024, "unions", "dense"),
+    ],
+)
+def test_what_the_default_takes_at_other_widths(d, tokens, gated, without_a_gate):
+    assert [algorithm(tokens, d=d, gated=g) for g in (True, False)] == [gated, without_a_gate]
+
+
 def test_every_rule_serves_a_call(request):
     tokens = {tokens for rule in RULES for tokens in tokens_of(rule)}
     wishes = ({}, {"implementation": "mosaic"}, {"packing": "twell"}, {"packing": "unions"})
 
     def reached():
-        calls = itertools.product(tokens, wishes, (True, False))
-        return {served(m, gated=gated, **wish) for m, wish, gated in calls}
+        calls = itertools.product(tokens, (128, 2048), wishes, (True, False))
+        return {served(m, d=d, gated=gated, **wish) for m, d, wish, gated in calls}
 
     of_hopper = reached()
     request.getfixturevalue("reference_kernels")  # of which there is no record
@@ -93,10 +114,11 @@ def is_of(rule, row):
     return (
         row["direction"] == "forward"
         and rule.tokens[0] <= row["m"] <= rule.tokens[1]
-        and row["implementation"] in ("mosaic", rule.algorithm)
-        and not row.get("packing")
+        and row["implementation"] == "mosaic"
+        and row.get("packing") == (rule.algorithm if rule.algorithm == "unions" else None)
         and not row["heavy_rows"]
         and rule.gated in (None, row["gated"])
+        and rule.widths[0] <= row["d"] <= rule.widths[1]
     )
 
 
@@ -118,13 +140,13 @@ def is_of(rule, row):
         (1024, {"gradients": "sparse"}, "unions"),
         (16384, {"gradients": "dense"}, "unions"),
         (16384, {"implementation": "xla"}, "dense"),
-        (65, {"gradients": "dense"}, "dense_block"),
+        (65, {"gradients": "dense"}, "dense"),
+        (256, {"gradients": "dense"}, "dense_block"),
         (8, {"quantised": True}, "few_tokens"),
         (512, {"quantised": True}, "dense"),
         (512, {"quantised": True, "packing": "twell"}, "twell"),
         (16384, {"quantised": True}, "unions"),
-        (8, {"live": 100}, "dense"),
-        (8, {"live": 100, "implementation": "mosaic"}, "few_tokens"),
+        (8, {"live": 100}, "few_tokens"),
         (1023, {"live": 100}, "dense"),
         (1023, {"live": 100, "implementation": "mosaic"}, "unions"),
         (1024, {"live": 100}, "unions"),
@@ -149,7 +171,8 @@ OWN_KERNELS = {
     ("tokens", "options", "expected"),
     [
         (64, {}, "few_tokens"),
-        (65, {}, "dense_block"),
+        (65, {"implementation": "mosaic"}, "dense_block"),
+        (256, {}, "dense_block"),
         (1024, {}, "unions"),
         (65, {"packing": "twell"}, "twell"),
         (1024, {"implementation": "xla"}, "dense"),
@@ -215,16 +238,15 @@ def test_what_cannot_be_had_says_what_was_named_and_why(named):
 def test_explain_says_which_rule_serves_and_why_not_those_before():
     with jax.sharding.use_abstract_mesh(H100):
         text = explain(*shapes(4096))
-        with_live = [explain(*shapes(m), live=7) for m in (64, 1023)]
+        with_live = explain(*shapes(1023), live=7)
+        wide = explain(*shapes(1023, d=4096))
     first, *passed_over, last = text.splitlines()
     assert first == "4096 tokens on a device, 256 neurons, gated:"
     assert passed_over and all("4096 tokens" in line for line in passed_over)
     assert last.strip().startswith("unions, by mosaic") and last.endswith(".json)")
-    assert "not few_tokens: not measured with live neurons\n" in with_live[0]
-    assert (
-        "not dense_block: its kernels compute all neurons; those of unions take live"
-        in with_live[1]
-    )
+    no_live = "not dense_block: its kernels compute all neurons; those of unions take live"
+    assert no_live in with_live
+    assert "not dense_block: D is 4096, and it was measured to gain from 1 to 2048\n" in wide
     with pytest.raises(CannotServe, match="needs a Hopper GPU"):
         explain(*shapes(4096), implementation="mosaic")
     with pytest.raises(ValueError, match="w_up must be"):
@@ -236,7 +258,7 @@ def test_explain_says_which_rule_serves_and_why_not_those_before():
     [
         ({"activation": "silu"}, "must be zero for most neurons, got silu"),
         (
-            {"biases": Biases(down=jax.ShapeDtypeStruct((128,), jnp.bfloat16))},
+            {"biases": Biases(down=jax.ShapeDtypeStruct((2048,), jnp.bfloat16))},
             "no biases; leave it out",
         ),
         ({"dtype": jnp.float32}, "bfloat16 or float16"),

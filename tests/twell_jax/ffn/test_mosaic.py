@@ -49,11 +49,11 @@ def test_kernels_are_in_the_program_where_the_table_says_so():
         return jax.grad(lambda *operands: jnp.sum(sparse_ffn(*operands)[0]))(*operands)
 
     with jax.sharding.use_abstract_mesh(H100):
-        few_tokens, dense_block, unions = (default(m) for m in (64, 65, 1024))
-        assert few_tokens == dense_block == default(1023) == 2 < unions
+        few_tokens, dense_block, unions = (default(m) for m in (64, 65, 2048))
+        assert few_tokens == dense_block == default(2047) == 2 < unions
         x, *weights = draw(256, 512, 1408)
         assert kernel_calls(jax.vmap(lambda x: sparse_ffn(x[None], *weights)), x) == 0
-        batch = jnp.stack(4 * [draw(1024, 512, 1408)[0]])
+        batch = jnp.stack(4 * [draw(2048, 512, 1408)[0]])
         assert kernel_calls(jax.vmap(lambda x: sparse_ffn(x, *weights)), batch) > 0
         assert default(1024, activation="silu") == default(1024, implementation="xla") == 0
         operands = draw(1024, 512, 1408)
@@ -64,8 +64,8 @@ def test_kernels_are_in_the_program_where_the_table_says_so():
             assert (found > 0) == (kind == "sparse")
         assert "mosaic_gpu" not in lowered(sparse_ffn, *operands, platform="cpu")
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA H200", (1, 4))):
-        # 256 and 1024 tokens on a device
-        assert default(1024) == dense_block and default(4096) == unions
+        # 512 and 2048 tokens on a device
+        assert default(2048) == dense_block and default(8192) == unions
 
 
 def test_a_whole_model_has_the_kernels_where_it_is_not_differentiated():

@@ -25,7 +25,6 @@ CALLS = {
     "sparse gradients": ({"gradients": "sparse"}, (65, 1024)),
 }
 FORMS = ["gated", "plain", "8 bits"]
-# A block's share of D = 3072 is an odd multiple of its lanes, for up to 16 tokens.
 # With D = 3072 the share of a thread block is an odd multiple of its lanes, for up to 16 tokens.
 QUICK = [
     ("few_tokens", "gated", 3072, 8192), ("few_tokens", "8 bits", 896, 4864),

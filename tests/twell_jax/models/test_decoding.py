@@ -180,6 +180,14 @@ def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
         jax.eval_shape(step, params, cache)
 
 
+@pytest.mark.parametrize("live_width", [False, True])
+def test_kernels_decode_if_nobody_names_an_implementation(live_width):
+    config, params = abstract(**MODEL | {"live_width": live_width})
+    step, cache = one_step(config, 2, 16)
+    with jax.sharding.use_abstract_mesh(H100):
+        assert kernel_calls(step, params, cache) > 0
+
+
 def test_the_most_that_kernels_serve_is_served(reference_kernels):
     most = {"heads": 8, "kv_heads": 1, "sliding_window": 16, "decode_implementation": "mosaic"}
     config, params = abstract(**MODEL | most)
