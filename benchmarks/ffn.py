@@ -21,10 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import patterns, record
+from benchmarks import record
+from benchmarks.patterns import recorded, with_padding
 from pallas_kernels.kernels import MAX_FEW_TOKENS
 from twell_jax import FFNStats, Rectifier, sparse_ffn
-from twell_jax.analysis import timing
+from twell_jax.analysis import patterns, timing
+from twell_jax.ffn import dispatch
 from twell_jax.ffn.dispatch import MANY_TOKENS
 
 D, H, DTYPE, LAYERS = 2048, 5632, jnp.bfloat16, 4
@@ -130,6 +132,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.set_defaults(cases=CASES)
     args = parser.parse_args()
+    _, why = dispatch.back_end(jax.ShapeDtypeStruct((H, D), DTYPE))
+    if why:
+        parser.error(f"there are no kernels to measure: {why}")
     cases = args.cases
     if args.borders:
         d, h = args.borders
@@ -234,8 +239,8 @@ def draw(
     """x `[m, d]` and the weights of each layer; see `measure`."""
     key = jax.random.key(m + int(nnz))
     if pattern in ("recorded", "padded"):
-        x, w_gate = patterns.recorded(key, m, d, DTYPE, superposed=superposed)
-        x = patterns.with_padding(x) if pattern == "padded" else x
+        x, w_gate = recorded(key, m, d, DTYPE, superposed=superposed)
+        x = with_padding(x) if pattern == "padded" else x
     else:
         x, w_gate = patterns.independent(key, pattern, m, d, h, nnz, DTYPE, dead=dead)
     if heavy_every:

@@ -32,10 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import fp8_models, patterns, record, scores
+from benchmarks import fp8_models, record, scores
 from benchmarks.calls import Call, measure, peak_bytes
 from twell_jax import config as config_lib
 from twell_jax import models
+from twell_jax.analysis import patterns
 from twell_jax.config import ModelConfig
 from twell_jax.inference import GREEDY, Sampling, generate, language_model
 from twell_jax.inference.rates import Timed

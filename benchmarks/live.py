@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import ffn, patterns, record
+from benchmarks import ffn, record
 from pallas_kernels.kernels import MAX_FEW_TOKENS
 from twell_jax import sparse_ffn
-from twell_jax.analysis import timing
+from twell_jax.analysis import patterns, timing
 
 NNZ = 29
 _DEAD_BELOW = -15.0  # the gates' last weights are above, for live neurons, or -30, for dead ones

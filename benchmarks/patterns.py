@@ -1,41 +1,12 @@
-"""Draws inputs and gate weights that give a desired pattern of non-zero activations.
-
-The last feature of x is 1 and its gate weight is the neuron's threshold, so that the gate matmul
-itself produces the pattern.
-"""
+"""Draws inputs and gate weights with the pattern of a trained model (`analysis.patterns`)."""
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.stats import norm
 
-DEAD = 0.3
 RECORDED = Path(__file__).parent / "data" / "recorded.npz"
-
-
-def independent(
-    key, pattern: str, m: int, d: int, h: int, nnz: float, dtype, *, dead: float = DEAD
-):
-    """x `[m, d]` and w_gate `[h, d]` whose neurons are active independently, `nnz` per token.
-
-    "uniform": every neuron is active with probability nnz / h. "skewed": a fraction `dead` never
-    is, the others are with log-normal(0, 1.5) frequencies, at most 0.9.
-    """
-    key_x, key_w, key_p, key_dead = jax.random.split(key, 4)
-    if pattern == "uniform":
-        p = jnp.full(h, nnz / h)
-    else:
-        p = jnp.exp(1.5 * jax.random.normal(key_p, (h,)))
-        p = jnp.where(jax.random.permutation(key_dead, h) < dead * h, 0.0, p)
-        for _ in range(20):  # clipping lowers the sum, so scale again
-            p = jnp.minimum(p * (nnz / p.sum()), 0.9)
-    x = jax.random.normal(key_x, (m, d)).at[:, -1].set(1.0)
-    w = jax.random.normal(key_w, (h, d)) / d**0.5
-    # sum_i w_i x_i over the other features is close to standard normal for every neuron
-    threshold = jnp.where(p > 0, norm.ppf(jnp.maximum(p, 1e-9)), -30.0)
-    return x.astype(dtype), w.at[:, -1].set(threshold).astype(dtype)
 
 
 def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
@@ -69,15 +40,6 @@ def recorded(key, m: int, d: int, dtype, *, superposed: int = 1):
 
     chunks = [fit(active[i : i + 4096].astype(jnp.float32), w) for i in range(0, m, 4096)]
     return jnp.concatenate(chunks).astype(dtype), w.astype(dtype)
-
-
-def with_heavy_rows(x, every: int, thresholds: float = -1.0):
-    """Makes nearly all neurons active for every `every`-th token, like a sequence's first one.
-
-    `thresholds` is what its gates' thresholds are multiplied by; if it is 0, half of them are
-    active.
-    """
-    return x.at[::every, -1].set(thresholds)
 
 
 def with_padding(x, length: int = 2048):

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import patterns, record
+from benchmarks import record
 from pallas_kernels.hopper.common.matmul import Schedule
 from pallas_kernels.hopper.twell.fused_ffn import FusedFFNConfig, fused_ffn
 from pallas_kernels.hopper.twell.gate_pack import gate_pack
-from twell_jax.analysis import timing
+from twell_jax.analysis import patterns, timing
 
 M, NNZ, DTYPE = 16384, 29, jnp.bfloat16
 SHAPES = [(512, 1408), (768, 3072), (1024, 2816), (1024, 5632), (2048, 5632), (4096, 11008)]

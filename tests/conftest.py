@@ -70,6 +70,14 @@ def quick_compilation(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_measured(tmp_path_factory):
+    """What a developer's cache says of blocks does not decide here or in child processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWELL_JAX_CACHE", str(tmp_path_factory.mktemp("measured")))
+        yield
+
+
 @pytest.fixture
 def serve(monkeypatch):
     """After `serve(*back_ends)`, the first of them that can serves implementation="mosaic"."""

@@ -22,6 +22,7 @@ def of_kernels(rooms: str) -> str:
 # Each room, and the rooms that its modules may import beside their own. A module belongs to the
 # room of the longest name that it starts with. Rooms of `hopper` never import each other.
 MAY_IMPORT = {
+    "pallas_kernels.device": "",
     "pallas_kernels.in_place": "",
     "pallas_kernels.weights": "",
     "pallas_kernels.rectifiers": "",
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "pallas_kernels.layouts": "quantised rectifiers weights",
     "pallas_kernels.pattern_shares": "layouts",
     "pallas_kernels.reference": "layouts quantised rectifiers weights",
-    "pallas_kernels.hopper.common": "layouts quantised rectifiers weights",
+    "pallas_kernels.hopper.common": "device layouts quantised rectifiers weights",
     "pallas_kernels.hopper.dense": "hopper.common in_place layouts quantised rectifiers weights",
     "pallas_kernels.hopper.twell": "hopper.common layouts quantised rectifiers",
     "pallas_kernels.hopper.unions": "hopper.common in_place layouts quantised rectifiers",
@@ -38,7 +39,9 @@ MAY_IMPORT = {
     "weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
     "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
-    "twell_jax.ffn": of_kernels("in_place layouts pattern_shares quantised rectifiers weights"),
+    "twell_jax.ffn": of_kernels(
+        "device in_place layouts pattern_shares quantised rectifiers weights"
+    ),
     "twell_jax.untrusted": "",
     "twell_jax.config": "ffn untrusted",
     "twell_jax.data": "config untrusted",
@@ -46,7 +49,8 @@ MAY_IMPORT = {
     + of_kernels("in_place layers layouts quantised weights"),
     "twell_jax.plotting": "config",
     "twell_jax.train": "ffn config data models plotting untrusted",
-    "twell_jax.analysis": "ffn config data models plotting pallas_kernels.hopper.common",  # a clock
+    "twell_jax.analysis": "ffn config data models plotting "
+    + of_kernels("hopper.common weights"),  # a clock
     "twell_jax.inference": "ffn config data models train untrusted",
     "twell_jax": "ffn",
 }
@@ -55,6 +59,7 @@ COMMANDS = (
     "train",
     *(f"twell_jax.{name}" for name in ("generate", "evaluate", "export", "analyze", "plot")),
     "twell_jax.quantise",
+    "twell_jax.measure",
 )
 
 # What a room may import of other people's packages, where that is a promise.

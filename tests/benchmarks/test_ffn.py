@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ffn, kernels, patterns, record, render
+from benchmarks import ffn, kernels, record, render
 from benchmarks.pages import TABLES
+from benchmarks.patterns import RECORDED, recorded, with_padding
 from pallas_kernels.kernels import REFERENCE
 from tests import seeds
 from tests.back_ends import changed
+from twell_jax.analysis import patterns
 from twell_jax.ffn import dispatch
 
 independent = jax.jit(patterns.independent, static_argnums=(1, 2, 3, 4, 6))
@@ -35,7 +37,7 @@ def test_independent_patterns_have_the_wanted_density(pattern, nnz):
 
 def test_padding_is_one_token_in_each_sequence():
     x = seeds.rng().standard_normal((20, 4)).astype(np.float32)
-    padded = jax.jit(patterns.with_padding, static_argnums=1)(x, 8)
+    padded = jax.jit(with_padding, static_argnums=1)(x, 8)
     np.testing.assert_array_equal(padded[:4], x[:4])
     np.testing.assert_array_equal(padded[4:8], x[[4] * 4])
     np.testing.assert_array_equal(padded[8:12], x[8:12])
@@ -45,9 +47,9 @@ def test_padding_is_one_token_in_each_sequence():
 
 @pytest.mark.slow
 def test_the_recorded_pattern_comes_out_of_the_gate():
-    x, w_gate = patterns.recorded(jax.random.key(0), 16, 2048, jnp.bfloat16)
+    x, w_gate = recorded(jax.random.key(0), 16, 2048, jnp.bfloat16)
     active = np.asarray(x, np.float32) @ np.asarray(w_gate, np.float32).T > 0
-    expected = np.unpackbits(np.load(patterns.RECORDED)["packed"][:16], axis=1)[:, :5632]
+    expected = np.unpackbits(np.load(RECORDED)["packed"][:16], axis=1)[:, :5632]
     np.testing.assert_array_equal(active, expected.astype(bool))
 
 

@@ -93,6 +93,11 @@ class Request:
         return None if self.capacity is None else f"gradients={self.gradients!r}"
 
     @property
+    def asks_nothing(self) -> bool:
+        """Whether the caller leaves the choice of the algorithm, dense gradients apart."""
+        return self.implementation is None and self.wants_kernels is None
+
+    @property
     def contradiction(self) -> str | None:
         """Why no algorithm offers everything that is asked for; None if one does."""
         if self.implementation == "xla" and self.wants_kernels:

@@ -1,16 +1,19 @@
 """Chooses the algorithm that serves a call of `sparse_ffn`, by one table of rules.
 
-`select` is a pure function of a `Case` and a `Request`. It takes the first rule that neither the
-case nor the request excludes, and gives a reason for each rule that it passed over.
+`select` is a pure function of a `Case`, a `Request` and what was measured of the block on this
+card, if anything was. It takes the first rule that neither the case nor the request excludes, and
+gives a reason for each rule that it passed over. What was measured here comes first.
 """
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
 from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, Kernels
 from twell_jax.ffn.algorithms import ALGORITHMS, Case, Request
+from twell_jax.ffn.measured import Measured
 
 BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implementation="mosaic"
 
@@ -46,7 +49,8 @@ class Rule:
       back_end: the name of the kernels that were measured; None for any.
       gated: whether the block must have a gate; None for both forms.
       widths: the least and the largest D.
-      record: file under benchmarks/results that supports the rule; None where the caller decides.
+      record: the file that supports the rule, under benchmarks/results if it is no path; None where
+        the caller decides.
     """
 
     algorithm: str
@@ -131,21 +135,30 @@ class Selection:
         ]
         passed_over = dict.fromkeys((rule.algorithm, why) for rule, why in self.passed_over)
         lines += [f"  not {algorithm}: {why}" for algorithm, why in passed_over]
-        record = f" (benchmarks/results/{rule.record})" if rule.record else ""
+        record = f" ({Path('benchmarks/results') / rule.record})" if rule.record else ""
         implementation = ALGORITHMS[rule.algorithm].implementation
         return "\n".join([*lines, f"  {rule.algorithm}, by {implementation}{record}"])
 
 
-def select(case: Case, request: Request) -> Selection:
+def select(case: Case, request: Request, measured: Measured | None = None) -> Selection:
     """Finds the first rule that serves.
+
+    Args:
+      case: the facts of the call.
+      request: what its caller asks for; if nothing, what was measured here decides.
+      measured: what was measured of the block on this card.
 
     Raises:
       CannotServe: no rule does; the message names the request and the reason.
     """
     if request.contradiction:
         raise CannotServe(request.contradiction)
+    rules = RULES
+    if measured is not None and request.asks_nothing:
+        fastest = measured.fastest(case.tokens_here)
+        rules = (Rule(fastest, record=str(measured.path)), *RULES)
     passed_over: list[tuple[Rule, str]] = []
-    for rule in RULES:
+    for rule in rules:
         why = rule.excluded(case, request)
         if why is None:
             return Selection(rule, tuple(passed_over), case)

@@ -4,7 +4,9 @@ import os
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice
 
+from pallas_kernels.device import current
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.layouts import twell
 from pallas_kernels.quantised import E4M3, Operand, Quantised
@@ -118,11 +120,8 @@ def check_array(
 
 def _device() -> tuple[str, bool]:
     """The name of the device that is run on, or lowered for, and whether it is a Hopper GPU."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
+    device = current()
+    if isinstance(device, AbstractDevice):
         return device.device_kind, any(name in device.device_kind for name in _HOPPER)
-    device = jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
     is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
     return device.device_kind, is_hopper

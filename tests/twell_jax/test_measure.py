@@ -1,0 +1,139 @@
+"""python -m twell_jax.measure, with kernels' definitions in place of the kernels."""
+
+from functools import partial
+
+import jax
+import pytest
+
+from pallas_kernels.kernels import REFERENCE
+from tests.back_ends import changed
+from tests.errors import relative_error
+from tests.twell_jax import drawn
+from twell_jax import measure
+from twell_jax.analysis import blocks, timing
+from twell_jax.analysis.blocks import Times
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.ffn import measured
+from twell_jax.ffn.measured import Block
+from twell_jax.models.pretrained import save_pretrained
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWELL_JAX_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Few calls, of few tokens."""
+    monkeypatch.setattr(measure, "measure", partial(blocks.measure, tokens=(3, 300)))
+    monkeypatch.setattr(blocks, "BACKWARD", (300,))
+    monkeypatch.setattr(blocks, "LAYERS", 1)
+    ms = iter([3.0, 2.0, 4.0, 5.0, 8.0, 6.0, 3.0])
+    monkeypatch.setattr(
+        timing, "milliseconds", lambda run, *operands, **_: called(run, *operands, ms)
+    )
+
+
+def called(run, x, layers, ms):
+    jax.block_until_ready(run(x, layers))
+    return next(ms)
+
+
+@pytest.mark.parametrize("gated", [[], pytest.param(["--no-gate"], marks=pytest.mark.slow)])
+def test_a_block_is_timed_and_kept(reference_kernels, few, capsys, gated):
+    measure.main(["128", "256", *gated])
+    shown = capsys.readouterr().out
+    assert "Kernels help: 3 tokens 1.5x, forward and backward of 300 2.0x." in shown
+    device = jax.devices()[0].device_kind
+    assert f"kept: {measured.file_of(device)}" in shown
+    found = measured.of(device, Block(128, 256, not gated, "bfloat16"))
+    assert found.milliseconds == {
+        3: {"dense": 3.0, "few_tokens": 2.0},
+        300: {"dense": 4.0, "dense_block": 5.0, "unions": 8.0},
+    }
+
+
+def test_all_algorithms_compute_the_same(reference_kernels):
+    block = Block(128, 256, True, "bfloat16")
+    x, layers = blocks.draw(block, 300)
+    kernels = blocks.dispatch.BACK_ENDS[0]
+    dense, *others = (
+        blocks._stack(kernels, name, x, layers[:1])[0]
+        for name in ("dense", "dense_block", "unions")
+    )
+    for other in others:
+        assert abs(other - dense).max() < 0.05 * abs(dense).max()
+
+
+def test_without_a_gpu_it_says_so_at_once():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match=r"^error: it needs a Hopper GPU, got cpu$"):
+        measure.main(["2048", "5632"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["0", "1"], "must be at least 1"), (["a", "1"], "must be an integer")]
+)
+def test_wrong_widths_are_named(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        measure.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_a_block_that_gains_nothing_is_said():
+    times = [Times(8, {"dense": 1.0, "few_tokens": 2.0}, {}), Times(4096, {"dense": 1.0}, {})]
+    assert measure.sentence(times) == "Kernels do not help this block here."
+
+
+MODEL = {
+    "vocab_size": 257, "context": 16, "d_model": 128, "layers": 2, "heads": 2, "d_ff": 256,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with a model, and a text for it."""
+    save_pretrained(tmp_path / "model", drawn.transformer(**MODEL), ByteTokenizer())
+    (tmp_path / "a.txt").write_text("A text, which the model reads again and again.", "utf-8")
+    return [str(tmp_path / "model"), "--text", str(tmp_path / "a.txt")]
+
+
+@pytest.mark.slow
+def test_a_model_is_timed_on_a_text(serve, model, monkeypatch, capsys):
+    serve(changed(REFERENCE, name="Hopper"))  # as if it was measured
+    monkeypatch.setattr(measure, "TOKENS", 64)
+    seen, ms = [], iter([3.0, 2.0, *(4 * [1.0, 1.0]), 6.0, 2.0])
+
+    def milliseconds(run, **_):
+        seen.append(jax.device_get(jax.tree.leaves(run())))
+        return next(ms)
+
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    measure.main(model)
+    shown = capsys.readouterr().out
+    assert "Kernels help: score 4 x 16 1.5x, forward and backward of 4 x 16 3.0x." in shown
+    assert "256 tokens use, of the neurons of each layer: " in shown
+    for dense, default in zip(seen[::2], seen[1::2], strict=True):
+        for one, other in zip(dense, default, strict=True):
+            assert relative_error(other.astype(float), one.astype(float)) < 0.03
+            assert one.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model: [model[0]], "give either D and H, or a model and --text FILE"),
+        (lambda model: ["7", *model], "give either D and H, or a model and --text FILE"),
+        (lambda model: [model[0], "--text", "none.txt"], "No such file or directory: 'none.txt'"),
+        (lambda model: ["/none", *model[1:]], "'/none': there is no such directory"),
+        (lambda model: model, "it needs a Hopper GPU, got cpu"),
+    ],
+)
+def test_what_cannot_be_timed_is_named(model, change, says, capsys):
+    if "Hopper" in says and jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as ended:
+        measure.main(change(model))
+    assert says in f"{ended.value}{capsys.readouterr().err}"

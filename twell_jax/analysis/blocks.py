@@ -1,0 +1,137 @@
+"""Times a feed-forward block on this device, dense and by each algorithm that can serve it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kernels import Kernels
+from pallas_kernels.weights import Weights
+from twell_jax.analysis import patterns, timing
+from twell_jax.ffn import dispatch, mosaic, sparse_ffn, xla
+from twell_jax.ffn.activations import rectifier
+from twell_jax.ffn.algorithms import ALGORITHMS, Case
+from twell_jax.ffn.dispatch import CannotServe
+from twell_jax.ffn.measured import Block
+
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+BACKWARD = (4096, 16384)  # of which gradients are timed, too
+SHARE = 0.005  # of the neurons that are active for a token
+LAYERS = 4  # sets of weights that take turns, so that they come from memory, as in a model
+_CANDIDATES = {
+    "dense": (1, 2**30),
+    "few_tokens": (1, 64),
+    "dense_block": (65, 4096),
+    "unions": (256, 2**30),
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one number of tokens takes.
+
+    Attributes:
+      tokens: in a call.
+      forward: milliseconds of the block, for each algorithm.
+      both: milliseconds of forward and backward, with "dense" and with "sparse" gradients; empty if
+        they were not measured.
+    """
+
+    tokens: int
+    forward: dict[str, float]
+    both: dict[str, float]
+
+    @property
+    def fastest(self) -> str:
+        """The fastest algorithm forward."""
+        return min(self.forward, key=self.forward.__getitem__)
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast it is as dense XLA."""
+        return self.forward["dense"] / self.forward[self.fastest]
+
+
+def measure(block: Block, tokens: Sequence[int] = TOKENS) -> Iterator[Times]:
+    """Times the block with random weights, of whose neurons `SHARE` are active for a token.
+
+    Some neurons are often active and many never, as in trained models (`patterns.independent`).
+
+    Raises:
+      CannotServe: no kernels can serve the block on this device.
+    """
+    like = jax.ShapeDtypeStruct((block.neurons, block.width), block.dtype)
+    kernels, why = dispatch.back_end(like)
+    if kernels is None:
+        raise CannotServe.because("twell_jax.measure", str(why))
+    for count in tokens:
+        x, layers = draw(block, count)
+        names = [name for name in _CANDIDATES if _can(name, block, count, kernels)]
+        forward = {name: _milliseconds(partial(_stack, kernels, name), x, layers) for name in names}
+        both = {}
+        if count in BACKWARD:
+            both = {
+                kind: _milliseconds(partial(_gradients, kind), x, layers) for kind in _GRADIENTS
+            }
+        yield Times(count, forward, both)
+
+
+def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
+    """x and the weights of `LAYERS` layers."""
+    d, h, dtype = block.width, block.neurons, jnp.dtype(block.dtype)
+    key = jax.random.key(tokens)
+    x, gate = patterns.independent(key, "skewed", tokens, d, h, SHARE * h, dtype)
+    layers = []
+    for layer in range(LAYERS):
+        order, up, down = jax.random.split(jax.random.fold_in(key, layer), 3)
+        w_gate = gate[jax.random.permutation(order, h)]
+        w_up, w_down = (
+            (jax.random.normal(k, (h, d)) / n**0.5).astype(dtype) for k, n in ((up, d), (down, h))
+        )
+        layers.append(
+            Weights(w_gate, w_up, w_down) if block.gated else Weights(None, w_gate, w_down)
+        )
+    return x, layers
+
+
+def _can(name: str, block: Block, tokens: int, kernels: Kernels) -> bool:
+    """Whether an algorithm can serve so many tokens, and is worth a try."""
+    least, most = _CANDIDATES[name]
+    case = Case(tokens, block.width, block.neurons, block.gated, back_end=kernels.name)
+    return least <= tokens <= most and ALGORITHMS[name].unsupported(case, False) is None
+
+
+def _milliseconds(run: Callable, x: jax.Array, layers: list[Weights]) -> float:
+    """Of one layer."""
+    calls = max(2, min(50, 2**17 // len(x)))
+    return timing.milliseconds(run, x, layers, calls=calls, repeats=5) / len(layers)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _stack(kernels: Kernels, name: str, x: jax.Array, layers: list[Weights]) -> list[jax.Array]:
+    """y of each layer, all of the same x."""
+    if name == "dense":
+        return [xla.ffn(x, weights, activation="relu")[0] for weights in layers]
+    act = rectifier("relu")
+    assert act is not None
+    by_kernels = mosaic.dense_gradients(kernels, act, name, None)
+    return [by_kernels(x, weights, None)[0] for weights in layers]
+
+
+_GRADIENTS = {"dense": {"implementation": "xla"}, "sparse": {"gradients": "sparse"}}
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradients(kind: str, x: jax.Array, layers: list[Weights]) -> list:
+    """y and the gradients of its sum for each layer, all of the same x."""
+
+    def ffn(x, weights):
+        return sparse_ffn(x, weights.gate, weights.up, weights.down, **_GRADIENTS[kind])[0]
+
+    results = []
+    for weights in layers:
+        y, vjp = jax.vjp(ffn, x, weights)
+        results.append((y, vjp(x)))  # XLA would skip a matmul without y
+    return results

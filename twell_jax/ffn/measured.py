@@ -1,0 +1,150 @@
+"""What was measured on this machine: how long each algorithm takes for a block.
+
+`python -m twell_jax.measure` keeps it, in a file for each card. `dispatch.select` prefers it to the
+records of the cards that its rules were made on.
+"""
+
+import functools
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FORMAT = 1  # of the file
+
+
+@dataclass(frozen=True)
+class Block:
+    """What decides how long a block takes, besides its tokens and their pattern.
+
+    Attributes:
+      width, neurons: D and H.
+      gated: whether there is a gate projection.
+      dtype: of x and of the weights.
+    """
+
+    width: int
+    neurons: int
+    gated: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a block.
+
+    Attributes:
+      path: of the file.
+      milliseconds: by the number of tokens, for each algorithm the time of the block.
+    """
+
+    path: Path
+    milliseconds: Mapping[int, Mapping[str, float]]
+
+    def fastest(self, tokens: int) -> str:
+        """The fastest algorithm for that number of tokens that is nearest, as a ratio."""
+        nearest = min(self.milliseconds, key=lambda count: abs(math.log(count / tokens)))
+        times = self.milliseconds[nearest]
+        return min(times, key=times.__getitem__)
+
+
+def of(device: str, block: Block) -> Measured | None:
+    """What was measured of a block on a card, by these versions; None if nothing was.
+
+    A file that cannot be read, or is of other versions, is set aside with a warning.
+    """
+    path = file_of(device)
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    found = _read(path, changed).get(block)
+    return None if found is None else Measured(path, found)
+
+
+def keep(device: str, block: Block, milliseconds: Mapping[int, Mapping[str, float]]) -> Path:
+    """Adds a block to the file of a card, or replaces what that has of it; returns the file."""
+    path = file_of(device)
+    known: dict[Block, Any] = {}
+    if path.exists():
+        known = dict(_read(path, path.stat().st_mtime_ns))
+    known[block] = milliseconds
+    content = {
+        "format": FORMAT,
+        "device": device,
+        "versions": versions(),
+        "blocks": [asdict(block) | {"milliseconds": times} for block, times in known.items()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def file_of(device: str) -> Path:
+    """The file of a card, in TWELL_JAX_CACHE or else in the user's cache directory."""
+    name = "".join(c if c.isalnum() else "-" for c in device.lower())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = Path(os.environ.get("TWELL_JAX_CACHE") or cache / "twell-jax")
+    return directory / f"measured-{name}.json"
+
+
+def versions() -> dict[str, str]:
+    """Those of what decides the times."""
+    try:
+        ours = version("twell-jax")
+    except PackageNotFoundError:  # not installed
+        ours = ""
+    return {"jax": jax.__version__, "twell-jax": ours}
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, changed: int) -> Mapping[Block, Mapping[int, Mapping[str, float]]]:
+    """What a file has of each block; `changed` is when it was written."""
+    try:
+        content = json.loads(path.read_text())
+        if (content["format"], content["versions"]) != (FORMAT, versions()):
+            _set_aside(path, "it is of other versions")
+            return {}
+        return dict(_block(entry) for entry in content["blocks"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        _set_aside(path, f"it cannot be read ({type(problem).__name__})")
+        return {}
+
+
+def _block(entry: dict[str, Any]) -> tuple[Block, dict[int, dict[str, float]]]:
+    """A block of a file, and its times.
+
+    Raises:
+      ValueError, TypeError, KeyError, AttributeError: the entry is damaged.
+    """
+    milliseconds = {
+        int(tokens): {str(name): float(ms) for name, ms in times.items()}
+        for tokens, times in entry.pop("milliseconds").items()
+    }
+    times = [ms for by_name in milliseconds.values() for ms in by_name.values()]
+    if not milliseconds or min(milliseconds) < 1 or not all(0 < ms < math.inf for ms in times):
+        raise ValueError("no times")
+    if not all(milliseconds.values()):
+        raise ValueError("no algorithms")
+    return Block(**entry), milliseconds
+
+
+def _set_aside(path: Path, why: str) -> None:
+    aside = path.with_suffix(".aside")
+    try:
+        path.replace(aside)
+        where = f"set aside as {aside.name}"
+    except OSError:  # a directory that we may not write
+        where = "not used"
+    warnings.warn(
+        f"{path}: {why}; {where}. Measure again: python -m twell_jax.measure", stacklevel=2
+    )
