@@ -8,7 +8,7 @@ from tests.commands import ROOT, call
 from twell_jax import config
 
 
-def test_both_runs_stand_side_by_side_in_three_lines(tmp_path):
+def test_both_runs_stand_side_by_side_in_four_lines(tmp_path):
     for name, nnz, ce in (("tiny", [8.0, 16.0], 1.7344), ("tiny-dense", [512.0, 512.0], 1.7)):
         run_dir = tmp_path / name
         run_dir.mkdir()
@@ -16,7 +16,9 @@ def test_both_runs_stand_side_by_side_in_three_lines(tmp_path):
         (run_dir / "config.yaml").write_text(config.to_yaml(config.load("tiny", changed)))
         same = {"ce": 2.0, "l1": 0.0, "max_nnz": [512] * 2, "dead": [0.0] * 2}
         records = [
-            same | {"step": step, "nnz": [512.0] * 2 if step < 4 else nnz, "tokens_per_second": s}
+            same
+            | {"step": step, "tokens_per_second": s, "mean_union": [0.5 if ce > 1.7 else 1.0, 1.0]}
+            | {"nnz": [512.0] * 2 if step < 4 else nnz}
             for step, s in ((1, 0.0), (2, 12345.0), (3, 12346.0), (4, 99999.0), (5, 11111.0))
         ]
         records += [{"step": step, "held_out_ce": ce * 6 / step} for step in (3, 6)]
@@ -28,6 +30,7 @@ def test_both_runs_stand_side_by_side_in_three_lines(tmp_path):
     assert shown.stdout.splitlines() == [
         "cross-entropy   sparse 1.734      dense 1.700      held-out, nats/token",
         "zeros           sparse 97.7%      dense 0.0%       of the hidden activations",
+        "U               sparse 75.0%      dense 100.0%     of the neurons, for any of 256 tokens",
         "speed           sparse 12,345     dense 12,345     tokens/s, in training",
     ]
 

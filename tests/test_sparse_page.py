@@ -15,6 +15,7 @@ from flax import nnx
 from tests import seeds
 from tests.errors import relative_error
 from tests.packages import needed
+from twell_jax import order_by_use
 from twell_jax.convert import FORMS
 
 PAGE = (Path(__file__).parents[1] / "docs/make-your-model-sparse.md").read_text()
@@ -42,7 +43,11 @@ def hidden(x, w_gate, w_up):
 def test_an_nnx_model():
     names = run("## A model in Flax NNX")
     assert list(names["replaced"]) == ["layers/0", "layers/2"]
-    assert 0 < names["nnz"] < 256
+    stats = names["stats"]
+    assert 0 < stats.nnz < 256 and 0 < stats.union <= 1 and 0 < stats.listed <= 1
+    assert stats.overflow == 0 and len(stats.table().splitlines()) == 4
+    block = stats.modules["layers/0"]
+    assert sorted(order_by_use(block.tiles, block.nnz)) == list(range(256))
 
 
 def test_a_linen_model():

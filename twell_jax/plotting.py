@@ -80,12 +80,13 @@ def title_of_run(directory: Path, config: Config) -> str:
 
 
 @contextlib.contextmanager
-def drawn_by_layer(path: Path, layers: int, d_ff: int, title: str) -> Iterator[Axes]:
+def drawn_by_layer(path: Path, layers: int, d_ff: int, title: str, bars: int = 1) -> Iterator[Axes]:
     """Yields a panel with a row for each layer, from the top down, and its active neurons.
 
-    The block draws horizontal bars, layer i at y = i; see `drawn` and `scale_to_neurons`.
+    The block draws horizontal bars, so many for a layer, layer i around y = i; see `drawn` and
+    `scale_to_neurons`.
     """
-    with drawn(path, height=1.6 + 0.36 * layers, title=title) as figure:
+    with drawn(path, height=1.6 + (0.26 + 0.1 * bars) * layers, title=title) as figure:
         axes = figure.subplots()
         scale_to_neurons(axes, "x", d_ff)
         axes.set(ylabel="layer", yticks=range(layers), ylim=(layers - 0.4, -0.6))

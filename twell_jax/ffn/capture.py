@@ -1,14 +1,15 @@
 """Collects the statistics of all `SparseMLP`s of a model, for its loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from twell_jax.ffn.stats import FFNStats
+from twell_jax.ffn.stats import NOT_MEASURED, FFNStats
 
 
 class SownStats(nnx.Intermediate):
@@ -16,7 +17,7 @@ class SownStats(nnx.Intermediate):
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelStats:
     """What the sparse blocks of a model did in one call of it.
 
@@ -39,9 +40,92 @@ class ModelStats:
         """float32 [], the mean of `FFNStats.nnz` over the blocks."""
         return self._mean("nnz")
 
+    @property
+    def union(self) -> jax.Array:
+        """float32 [], the mean of `FFNStats.union`, U, over the blocks; -1 if a block did not
+        measure it."""
+        return self._mean_if_measured("union")
+
+    @property
+    def listed(self) -> jax.Array:
+        """float32 [], the mean of `FFNStats.listed` over the blocks; -1 as with `union`."""
+        return self._mean_if_measured("listed")
+
+    @property
+    def overflow(self) -> jax.Array:
+        """float32 [], the share of the blocks whose sparse gradients overflowed, from 0 to 1."""
+        return self._mean("overflow")
+
+    def table(self) -> str:
+        """A line of statistics for each block, and one for all, as text to print.
+
+        A stack of layers has a line for each of them. What a block did not measure is "-".
+
+        Raises:
+          TypeError: the statistics have no values yet, inside `jax.jit` or `jax.grad`.
+        """
+        if not self._has_values:
+            raise TypeError(
+                "table() needs values, and inside jax.jit or jax.grad there are none yet; return "
+                "the ModelStats and print its table outside"
+            )
+        heading = ("block", "nnz", "max nnz", "zeros", "U", "listed", "overflow")
+        rows = [heading, *self._rows(), ("all", *self._of_all())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+    def __repr__(self) -> str:
+        blocks = sum(np.size(stats.l1) for stats in self.modules.values())
+        if not self._has_values:
+            return f"ModelStats({blocks} blocks, without values inside a transformation of JAX)"
+        nnz, _, zeros, union, listed, overflow = self._of_all()
+        return (
+            f"ModelStats({blocks} blocks: nnz {nnz}, zeros {zeros}, U {union}, listed {listed}, "
+            f"overflow {overflow}, L1 {self.l1:.4g})"
+        )
+
+    @property
+    def _has_values(self) -> bool:
+        leaves = jax.tree.leaves(self.modules)
+        arrays = all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
+        return arrays and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for name, stats in self.modules.items():
+            host = jax.tree.map(np.asarray, stats)
+            for place in np.ndindex(host.nnz.shape):
+                one = jax.tree.map(lambda a, place=place: a[place], host)
+                at = "".join(f"[{i}]" for i in place)
+                yield f"{name}{at}", *_cells(one, one.max_nnz, 1 - one.nnz / one.fired.size)
+
+    def _of_all(self) -> tuple[str, ...]:
+        every = [*self.modules.values()]
+        most = max(int(np.max(stats.max_nnz)) for stats in every)
+        zeros = [np.ravel(1 - stats.nnz / stats.fired.shape[-1]) for stats in every]
+        return _cells(self, most, np.concatenate(zeros).mean())
+
+    def _mean_if_measured(self, name: str) -> jax.Array:
+        every = self._every(name)
+        return jnp.where(jnp.any(every < 0), NOT_MEASURED, jnp.mean(every))
+
     def _mean(self, name: str) -> jax.Array:
+        return jnp.mean(self._every(name))
+
+    def _every(self, name: str) -> jax.Array:
         every = [jnp.ravel(getattr(stats, name)) for stats in self.modules.values()]
-        return jnp.mean(jnp.concatenate(every))
+        return jnp.concatenate(every)
+
+
+def _cells(of: Any, most: Any, zeros: Any) -> tuple[str, ...]:
+    """What a row of the table shows of a block or of a whole model."""
+    shares = ("-" if share < 0 else f"{share:.1%}" for share in (of.union, of.listed))
+    return f"{of.nnz:.1f}", str(most), f"{zeros:.1%}", *shares, f"{of.overflow:.0%}"
 
 
 def capture_stats(model: Callable[..., Any]) -> Callable[..., tuple[Any, ModelStats]]:

@@ -23,10 +23,11 @@ from twell_jax.train.run_directory import RunPaths
 
 
 def plot_run(config: Config, paths: RunPaths) -> list[Path]:
-    """Draws `training.png` (loss, nnz and speed over steps) and `layers.png` (nnz of each layer).
+    """Draws `training.png` (loss, nnz, U and speed over steps) and `layers.png` (nnz and U of each
+    layer).
 
-    A run with a target has one more panel in `training.png`, with the L1 coefficient, and one with
-    U if that has a target.
+    A run with a target has one more panel in `training.png`, with the L1 coefficient. Steps of
+    version 0.2 have no U.
     The run may be going on: what its `metrics.jsonl` holds so far is drawn.
 
     Args:
@@ -48,19 +49,19 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
         )
     title, d_ff = title_of_run(paths.directory, config), config.model.d_ff
     training, layers = paths.directory / "training.png", paths.directory / "layers.png"
-    controlled = [_plot_union] * (config.union_target is not None)
-    controlled += [_plot_coefficient] * bool(config.targets)
-    heights = [3, 3, *(3 for _ in controlled), 2]
+    others = [_plot_union] if any("mean_union" in record for record in steps) else []
+    others += [_plot_coefficient] * bool(config.targets)
+    heights = [3, 3, *(3 for _ in others), 2]
     with drawn(training, height=1 + sum(heights), title=title) as figure:
-        loss, nnz, *others, speed = figure.subplots(
+        loss, nnz, *panels, speed = figure.subplots(
             len(heights), 1, sharex=True, height_ratios=heights
         )
         _plot_loss(loss, steps, [record for record in records if "held_out_ce" in record])
         _plot_nnz(nnz, steps, d_ff, config.sparsity_target)
-        for plot, axes in zip(controlled, others, strict=True):
+        for plot, axes in zip(others, panels, strict=True):
             plot(axes, steps)
         _plot_speed(speed, steps)
-    with drawn_by_layer(layers, config.model.layers, d_ff, title) as axes:
+    with drawn_by_layer(layers, config.model.layers, d_ff, title, bars=3) as axes:
         _plot_layers(axes, steps[-1], d_ff)
     return [training, layers]
 
@@ -94,12 +95,13 @@ def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int, target: float 
 
 
 def _plot_union(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    steps = [record for record in steps if "mean_union" in record]
     at, union = _over_steps(steps, "mean_union")
     axes.fill_between(at, union.min(1), union.max(1), alpha=0.2, lw=0, label="layers, range")
     axes.plot(at, union.mean(1), label=f"layers, mean, last {union[-1].mean():.1%}")
-    target = steps[-1]["union_target"]
-    axes.axhline(target, color=QUIET, lw=1, label=f"target {target:.1%}")
-    axes.set(ylabel="neurons that 256 tokens use", ylim=(0, 1.02))
+    if (target := steps[-1].get("union_target")) is not None:
+        axes.axhline(target, color=QUIET, lw=1, label=f"target {target:.1%}")
+    axes.set(ylabel="U: neurons that\n256 tokens use", ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     legend_above(axes)
 
@@ -139,9 +141,14 @@ def _over_steps(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np
 
 def _plot_layers(axes: Axes, record: dict[str, Any], d_ff: int) -> None:
     at = np.arange(len(record["nnz"]))
-    mean = axes.barh(at - 0.22, record["nnz"], 0.4, label="mean")
-    largest = axes.barh(at + 0.22, record["max_nnz"], 0.4, label="largest", alpha=0.4, color="C0")
+    mean = axes.barh(at - 0.28, record["nnz"], 0.26, label="mean")
+    largest = axes.barh(at, record["max_nnz"], 0.26, label="largest", alpha=0.4, color="C0")
     shares = [f"{nnz:.1f} ({1 - nnz / d_ff:.1%} zeros)" for nnz in record["nnz"]]
     label_bars(axes, mean, shares)
     label_bars(axes, largest, list(map(str, record["max_nnz"])))
+    if "mean_union" in record:
+        used = d_ff * np.array(record["mean_union"])
+        label = "any of 256 tokens (U)"
+        together = axes.barh(at + 0.28, used, 0.26, label=label, color="C1")
+        label_bars(axes, together, [f"U {union:.1%}" for union in record["mean_union"]])
     axes.set_title(f"step {record['step']}", loc="left", fontsize="medium")

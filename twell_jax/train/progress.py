@@ -94,24 +94,23 @@ class Progress:
 
     def show(self, record: dict[str, Any], logged: bool) -> None:
         """Shows the record of a step; without a live bar, prints a line if it is logged."""
-        nnz, dead = _mean(record["nnz"]), _mean(record["dead"])
+        nnz = f"nnz {_mean(record['nnz']):.1f}"
+        union = f"U {_mean(record['mean_union']):.1%}"
         measured = [
-            f"CE {record['ce']:.3f}",
-            f"zeros {1 - nnz / self._d_ff:.1%}",
             f"{record['tokens_per_second']:,.0f} tokens/s",
-            f"dead {dead:.1%}",
-            f"nnz {nnz:.1f}",
+            f"dead {_mean(record['dead']):.1%}",
             f"L1 {record['l1']:.2f}",
         ]
-        targets = []
-        if "sparsity_target" in record:
-            measured.remove(f"nnz {nnz:.1f}")
-            targets.append(f"nnz {nnz:.1f} -> {record['sparsity_target']:g}")
+        # Targets stand in place of the zeros, as the last ones may find no room.
+        leading = [] if "union_target" in record else [self._zeros(record)]
         if "union_target" in record:
-            union = _mean(record["mean_union"])
-            targets.append(f"U {union:.1%} -> {record['union_target']:.1%}")
-        if targets:  # in place of the zeros, as the last ones may find no room
-            measured[1:2] = targets
+            union += f" -> {record['union_target']:.1%}"
+        if "sparsity_target" in record:
+            leading = [f"{nnz} -> {record['sparsity_target']:g}"]
+        else:
+            measured.insert(2, nnz)
+        measured = [f"CE {record['ce']:.3f}", *leading, union, *measured]
+        if record.keys() & {"sparsity_target", "union_target"}:
             measured.append(f"L1 coefficient {record['l1_coefficient']:.2e}")
         if "live" in record:
             measured.append(f"live {_mean(record['live']) / self._d_ff:.1%}")
@@ -121,6 +120,9 @@ class Progress:
         self._bar.update(self._task, completed=record["step"], measured=measured)
         if logged and not self._console.is_terminal:
             self._print(measured)
+
+    def _zeros(self, record: dict[str, Any]) -> str:
+        return f"zeros {1 - _mean(record['nnz']) / self._d_ff:.1%}"
 
     def show_evaluation(self, held_out_ce: float) -> None:
         """Prints the held-out cross-entropy after the last step shown, above the bar if any."""
@@ -219,10 +221,10 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
         "zeros": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),
         "dead": (record["dead"], _mean, "{:.1%}".format),
     }
+    if "mean_union" in record:  # not in records of version 0.2
+        columns["U"] = (record["mean_union"], _mean, "{:.1%}".format)
     if "l1_multipliers" in record:
         columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)
-    if "mean_union" in record:
-        columns["U"] = (record["mean_union"], _mean, "{:.1%}".format)
     if "live" in record:
         columns |= {name: (record[name], _mean, "{:.0f}".format) for name in ("live", "missed")}
     if "sparse_gradients" in record:

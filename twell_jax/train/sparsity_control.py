@@ -88,7 +88,7 @@ def first_control(config: Config) -> SparsityControl | None:
 def update(
     control: SparsityControl,
     nnz: jax.Array,
-    union: jax.Array | None,
+    union: jax.Array,
     l1: jax.Array,
     step: jax.Array,
     config: Config,
@@ -101,17 +101,14 @@ def update(
     Args:
       control: the controller before it.
       nnz: float32 [layers], mean non-zeros per token in the step.
-      union: float32 [layers], U in the step (`StepMetrics.mean_union`); None without a
-        `union_target`.
+      union: float32 [layers], U in the step (`StepMetrics.mean_union`).
       l1: float32 [layers], mean over tokens of sum_n |h_n| in the step.
       step: int32 [], number of steps taken before it.
       config: a run with a target.
     """
     horizon = min(max(_OF_RUN * config.steps, _SHORTEST), _LONGEST)
     targets = jnp.array(list(config.targets.values()), jnp.float32)
-    of_layers = {"sparsity_target": nnz}
-    if union is not None:
-        of_layers["union_target"] = union
+    of_layers = {"sparsity_target": nnz, "union_target": union}
     found = jnp.stack([of_layers[key] for key in config.targets])
     is_known = jnp.all(jnp.isfinite(found) & (found >= 0))  # `NOT_MEASURED` is below 0
     is_known &= jnp.all(jnp.isfinite(nnz) & jnp.isfinite(l1))

@@ -55,12 +55,13 @@ class StepMetrics:
       dead: float32 [layers], fraction of neurons not active for `dead_window_tokens`.
       overflow: float32 [layers], share of the calls in which dense gradients replaced sparse ones,
         from 0 to 1; see `FFNStats`.
-      l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
-        without a target.
       mean_union: float32 [layers], U: the share of neurons that 256 neighbouring tokens use between
         them (`FFNStats.union`), mean over micro-batches and replicas. Each device has whole tiles,
         so any mesh has the same ones; only of the tokens that may leave a union, each device has
-        a number of its own. None without a `union_target`.
+        a number of its own. Fewer than 256 tokens of a micro-batch on a device are one
+        tile, which most of them may leave while many neurons are active.
+      l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
+        without a target.
       union, listed: float32 [layers], the capacity that sparse gradients need (see `FFNStats`),
         the largest of all micro-batches and replicas; None without `sparse_gradients_every`, as
         dense layers would compute them for nothing.
@@ -82,8 +83,8 @@ class StepMetrics:
     max_nnz: jax.Array
     dead: jax.Array
     overflow: jax.Array
+    mean_union: jax.Array
     l1_multipliers: jax.Array | None = None
-    mean_union: jax.Array | None = None
     union: jax.Array | None = None
     listed: jax.Array | None = None
     tiles: jax.Array | None = None

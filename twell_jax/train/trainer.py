@@ -243,8 +243,7 @@ class Trainer:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
         params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
-        follows_unions = self._config.union_target is not None
-        mean_union = jnp.mean(stats.union, axis=0) if follows_unions else None
+        mean_union = jnp.mean(stats.union, axis=0)
         stats = over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
         metrics = StepMetrics(
@@ -257,8 +256,8 @@ class Trainer:
             max_nnz=stats.max_nnz,
             dead=jnp.mean(idle >= self._config.dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
-            l1_multipliers=multipliers,
             mean_union=mean_union,
+            l1_multipliers=multipliers,
             live=live,
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )

@@ -9,7 +9,8 @@ import pytest
 from flax import linen, nnx
 
 from tests import seeds
-from twell_jax import SparseMLP, capture_stats, collect_stats, sparse_ffn
+from twell_jax import FFNStats, ModelStats, SparseMLP, capture_stats, collect_stats, sparse_ffn
+from twell_jax.ffn.stats import NOT_MEASURED
 
 LAYERS, D, H = 3, 8, 24
 NAMES = ("w_gate", "w_up", "w_down")
@@ -173,6 +174,49 @@ def test_a_stack_of_layers_counts_as_its_layers():
     alone, stack = (stats.modules[name] for name in ("alone", "stack/blocks"))
     np.testing.assert_allclose(stats.l1, (alone.l1 + stack.l1.sum()) / (1 + LAYERS), rtol=1e-6)
     np.testing.assert_allclose(stats.nnz, (alone.nnz + stack.nnz.sum()) / (1 + LAYERS), rtol=1e-6)
+
+
+def stats_of(nnz, union, overflow, layers=()):
+    """`FFNStats` of blocks of 20 neurons."""
+    numbers = {"nnz": nnz, "union": union, "listed": 0.25, "overflow": overflow, "l1": 2.0}
+    arrays = {name: jnp.broadcast_to(jnp.float32(n), layers) for name, n in numbers.items()}
+    arrays |= {name: jnp.ones((*layers, 20), int) for name in ("fired", "tiles")}
+    return FFNStats(max_nnz=jnp.full(layers, 7), **arrays)
+
+
+def test_the_statistics_of_a_model_are_a_line_and_a_table():
+    stack = stats_of(nnz=jnp.array([1.0, 2.0]), union=0.5, overflow=jnp.array([0, 1]), layers=(2,))
+    stats = ModelStats({"first": stats_of(6.0, union=0.2, overflow=0), "stack/mlp": stack})
+    means = {name: float(getattr(stats, name)) for name in ("nnz", "union", "listed", "overflow")}
+    assert means == pytest.approx({"nnz": 3, "union": 0.4, "listed": 0.25, "overflow": 1 / 3})
+    assert repr(stats) == (
+        "ModelStats(3 blocks: nnz 3.0, zeros 85.0%, U 40.0%, listed 25.0%, overflow 33%, L1 2)"
+    )
+    assert stats.table().splitlines() == [
+        "block         nnz  max nnz  zeros      U  listed  overflow",
+        "first         6.0        7  70.0%  20.0%   25.0%        0%",
+        "stack/mlp[0]  1.0        7  95.0%  50.0%   25.0%        0%",
+        "stack/mlp[1]  2.0        7  90.0%  50.0%   25.0%      100%",
+        "all           3.0        7  85.0%  40.0%   25.0%       33%",
+    ]
+
+
+def test_what_a_block_did_not_measure_is_not_a_number():
+    modules = {"a": stats_of(1.0, NOT_MEASURED, 0), "b": stats_of(1.0, 0.5, 0)}
+    stats = ModelStats(modules)
+    assert stats.union == NOT_MEASURED and stats.listed == 0.25
+    rows = stats.table().splitlines()[1:]
+    assert [row.split()[4] for row in rows] == ["-", "50.0%", "-"]
+
+
+def test_statistics_without_values_have_a_line_and_say_where_the_table_is():
+    def traced(x):
+        stats = ModelStats({"a": stats_of(x, 0.5, 0)})
+        assert repr(stats).startswith("ModelStats(1 blocks, without values")
+        return stats
+
+    with pytest.raises(TypeError, match="return the ModelStats and print its table outside"):
+        jax.eval_shape(traced, 1.0).table()
 
 
 def test_a_collection_without_statistics_is_named():

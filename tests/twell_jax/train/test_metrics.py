@@ -32,7 +32,12 @@ def clock(monkeypatch):
 def measured():
     layers = jnp.ones(2)
     return StepMetrics(
-        *[jnp.float32(1)] * 5, nnz=layers, max_nnz=layers, dead=layers, overflow=layers
+        *[jnp.float32(1)] * 5,
+        nnz=layers,
+        max_nnz=layers,
+        dead=layers,
+        overflow=layers,
+        mean_union=layers / 4,
     )
 
 
@@ -78,7 +83,14 @@ def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, c
     console.print(display.layer_table(shown[-1], 512))
     text = console.export_text()
     kinds = " sparse │", " dense ", " 50% sparse "
-    assert all(part in text for part in (*kinds, " 40% ", " 90% ", " 65% ", " 30% ", " 55% "))
+    shown_shares = " 25.0% ", " 40% ", " 90% ", " 65% ", " 30% ", " 55% "
+    assert all(part in text for part in (*kinds, *shown_shares))
+
+
+def test_layers_of_version_0_2_are_shown_without_u():
+    record = {"step": 1, "nnz": [8.0], "max_nnz": [9], "dead": [0.0], "overflow": [0.0]}
+    for also, columns in ({}, 5), ({"mean_union": [0.5]}, 6):
+        assert len(display.layer_table(record | also, 512).columns) == columns
 
 
 def test_a_target_out_of_reach_is_a_warning_once(tmp_path, caplog):

@@ -86,7 +86,8 @@ def test_records_have_energy_and_utilisation_where_they_are_known(tmp_path, monk
     monkeypatch.setattr(pace, "joules", lambda: 300 * now["s"] if counted else None)
     settings = config.load("tiny", ["log_every=2", "batch_tokens=1024"])
     ones, path = jnp.ones(4), tmp_path / "metrics.jsonl"
-    measured = StepMetrics(*[ones[0]] * 5, nnz=ones, max_nnz=ones, dead=ones, overflow=ones)
+    of_layers = dict.fromkeys(("nnz", "max_nnz", "dead", "overflow", "mean_union"), ones)
+    measured = StepMetrics(*[ones[0]] * 5, **of_layers)
     with metrics.Log(path, 0, ["tensorboard"]) as log:
         recorder = metrics.Recorder(settings, log, lambda record, logged: None, None)
         for step in range(1, 7):

@@ -25,6 +25,7 @@ def run_dir(tmp_path):
         dict.fromkeys(NUMBERS, 0.0)
         | dict.fromkeys(("dead", "overflow"), [0.0] * LAYERS)
         | {"step": step, "ce": 3.25 - step / 10, "nnz": nnz, "max_nnz": [round(n) for n in nnz]}
+        | {"mean_union": [0.5, *(0.25 for _ in range(LAYERS - 2)), 1.0]}
         for step in (10, 20)
     ]
     records.append({"step": 20, "held_out_ce": 1.5, "unigram_ce": 3.125})
@@ -60,15 +61,36 @@ def test_plots_name_the_run_and_its_main_settings(run_dir):
 def test_bars_carry_their_values_and_neurons_have_one_axis_from_zero_on(run_dir):
     with figures.seen() as drawn:
         plot(run_dir)
-    (loss, nnz, speed), (layers,) = (figure.axes for figure in drawn)
+    (loss, nnz, union, speed), (layers,) = (figure.axes for figure in drawn)
     assert speed.get_xlabel() == "step" and speed.get_ylabel() == "tokens per second"
-    mean, largest = figures.labels(layers)[:LAYERS], figures.labels(layers)[LAYERS:]
+    labels = figures.labels(layers)
+    mean, largest, together = (labels[i : i + LAYERS] for i in (0, LAYERS, 2 * LAYERS))
     assert mean[:3] == ["0.0 (100.0% zeros)", "0.4 (99.9% zeros)", "22.0 (95.7% zeros)"]
     assert largest[:3] == ["0", "0", "22"] and largest[-1] == str(D_FF)
+    assert together[:2] == ["U 50.0%", "U 25.0%"] and together[-1] == "U 100.0%"
+    assert layers.patches[2 * LAYERS].get_width() == D_FF / 2
     assert layers.get_xlim() == nnz.get_ylim() and nnz.get_ylim()[0] == 0
     assert layers.get_xlabel() == nnz.get_ylabel() == "neurons of 512 active for a token"
-    shown = [text.get_text() for axes in (loss, nnz) for text in axes.get_legend().get_texts()]
+    shown = [
+        text.get_text() for axes in (loss, nnz, union) for text in axes.get_legend().get_texts()
+    ]
     assert {"training, last 1.250", "held-out, last 1.500", "unigram baseline 3.125"} < set(shown)
+    assert "layers, mean, last 31.2%" in shown
+
+
+def test_steps_of_version_0_2_are_drawn_without_u(run_dir):
+    path = run_dir / "metrics.jsonl"
+    old, new, *_ = map(json.loads, path.read_text().splitlines()[:2])
+    del old["mean_union"]
+    seen = []
+    for records in ([old], [old, new]):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        with figures.seen() as drawn:
+            assert plot(run_dir).returncode == 0
+        seen.append([len(figure.axes) for figure in drawn])
+    assert seen == [[3, 1], [4, 1]]
+    (_, _, union, _), _ = (figure.axes for figure in drawn)
+    np.testing.assert_array_equal(union.get_lines()[0].get_xdata(), [20])
 
 
 def test_speed_is_drawn_with_the_share_of_sparse_layers(run_dir):

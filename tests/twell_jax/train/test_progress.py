@@ -23,6 +23,7 @@ def shown(width: int, terminal: bool, **also: float) -> list[str]:
         file=output, width=width, force_terminal=terminal, color_system=None, get_time=lambda: now
     )
     measured = {"ce": 1.25, "l1": 0.5, "nnz": [8.0, 16.0], "dead": [0.0, 0.01]}
+    measured |= {"mean_union": [0.4, 0.5]}
     measured |= {"flops_utilisation": None} | also
     with Progress(console, 9, 400, d_ff=512) as progress:
         for step in range(10, 21):
@@ -37,7 +38,8 @@ def shown(width: int, terminal: bool, **also: float) -> list[str]:
 
 # Of a bar of 12 columns and a gap.
 WHOLE = (
-    "step 20/400  ETA 0:19:00  CE 1.250  zeros 97.7%  12,345 tokens/s  dead 0.5%  nnz 12.0  L1 0.50"
+    "step 20/400  ETA 0:19:00  CE 1.250  zeros 97.7%  U 45.0%  12,345 tokens/s  dead 0.5%  "
+    "nnz 12.0  L1 0.50"
 )
 
 
@@ -45,8 +47,8 @@ WHOLE = (
     ("width", "last"),
     [
         (120, "L1 0.50"),
-        (100, "nnz 12.0"),
-        (80, "12,345 tokens/s"),
+        (100, "dead 0.5%"),
+        (80, "U 45.0%"),
         (60, "zeros 97.7%"),
         (40, "ETA 0:19:00"),
         (30, "step 20/400"),
@@ -73,13 +75,13 @@ def test_a_known_share_of_the_peak_comes_last():
 def test_a_run_with_a_target_shows_it_and_the_coefficient():
     line = shown(100, terminal=False, sparsity_target=16.0, l1_coefficient=2.5e-4)[1]
     assert line == (
-        "step 20/400  ETA 0:19:00  CE 1.250  nnz 12.0 -> 16  12,345 tokens/s  dead 0.5%  L1 0.50  "
-        "L1 coefficient 2.50e-04"
+        "step 20/400  ETA 0:19:00  CE 1.250  nnz 12.0 -> 16  U 45.0%  12,345 tokens/s  dead 0.5%  "
+        "L1 0.50  L1 coefficient 2.50e-04"
     )
 
 
 def test_a_target_of_u_stands_in_place_of_the_zeros_too():
-    of_union = {"union_target": 0.3, "mean_union": [0.4, 0.5], "l1_coefficient": 2.5e-4}
+    of_union = {"union_target": 0.3, "l1_coefficient": 2.5e-4}
     line = shown(100, terminal=False, **of_union)[1]
     assert "CE 1.250  U 45.0% -> 30.0%  12,345 tokens/s  dead 0.5%  nnz 12.0  L1 0.50  L1 c" in line
     line = shown(100, terminal=False, sparsity_target=16.0, **of_union)[1]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests import seeds
 from twell_jax import config
+from twell_jax.ffn.stats import NOT_MEASURED
 from twell_jax.train.sparsity_control import (
     LEAST,
     MOST,
@@ -50,9 +51,9 @@ def with_unions(targets):
 
 @functools.cache
 def compiled(warm_up=0):
-    """The compiled update of a run with a target of non-zeros alone, without U."""
-    run = settings(l1_warmup=[0, warm_up])
-    return jax.jit(lambda control, nnz, l1, step: update(control, nnz, None, l1, step, run))
+    """The compiled update of a run with a target of non-zeros alone, which needs no U."""
+    run, union = settings(l1_warmup=[0, warm_up]), jnp.full(LAYERS, NOT_MEASURED)
+    return jax.jit(lambda control, nnz, l1, step: update(control, nnz, union, l1, step, run))
 
 
 def arrays(*values):
