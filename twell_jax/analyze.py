@@ -63,7 +63,8 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
     for table in tables(summary):
         console.print(table)
     measured = f"{summary['sequences']} sequences, {summary['tokens']:,} tokens"
-    verdict = progress.verdict(activity.ce, corpus.unigram_cross_entropy)
+    bits_per_byte = corpus.bits_per_byte(activity.ce)
+    verdict = progress.verdict(activity.ce, corpus.unigram_cross_entropy, bits_per_byte)
     console.out(f"{measured}: {verdict}", highlight=False)
     console.out(f"analysis: {paths.analysis}", highlight=False)
     title = title_of_run(paths.directory, config)

@@ -1,16 +1,19 @@
-"""Draws the plots of a training run: python -m twell_jax.plot RUN_DIR
+"""Draws the plots of training runs: python -m twell_jax.plot RUN_DIR [RUN_DIR ...]
 
-Writes training.png and layers.png into RUN_DIR. The run may be going on; it draws them itself at
-every evaluation.
+Of one run, it writes training.png and layers.png into RUN_DIR; the run draws them itself at every
+evaluation. Of several, it draws loss, non-zeros and speed in one figure, runs.png in the current
+directory, or --out. Runs may be going on.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from twell_jax.config import ConfigError
 from twell_jax.train import utf8
 from twell_jax.train.plots import plot_run
+from twell_jax.train.plots_of_runs import plot_runs
 from twell_jax.train.run_directory import RunPaths, load_config
 
 
@@ -21,10 +24,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_dir", help="directory of a run, such as runs/tiny")
+    parser.add_argument("run_dir", nargs="+", help="directory of a run, such as runs/tiny")
+    parser.add_argument(
+        "--out", type=Path, help="of the figure of several runs (default: runs.png)"
+    )
     args = parser.parse_args(argv)
+    one, *others = args.run_dir
+    if args.out and not others:
+        parser.error("--out: is for the figure of several runs; those of one go into its directory")
     try:
-        for path in plot_run(load_config(args.run_dir), RunPaths(args.run_dir)):
+        if others:
+            paths = [args.out or Path("runs.png")]
+            plot_runs(args.run_dir, *paths)
+        else:
+            paths = plot_run(load_config(one), RunPaths(one))
+        for path in paths:
             print(f"plot: {path}")
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")

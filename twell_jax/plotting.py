@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
@@ -106,6 +107,17 @@ def legend_above(axes: Axes) -> None:
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=9, fontsize="small", borderaxespad=0.2
     )
+
+
+def of_last_part(axes: Axes) -> None:
+    """Makes the y axis show what lines have after a tenth of the x axis: losses begin far above."""
+    lines = [np.array(line.get_data(), float) for line in axes.get_lines()]
+    start = 0.1 * max((at.max() for at, _ in lines), default=0)
+    later = [y[at >= start] for at, y in lines]
+    values = np.concatenate([y[np.isfinite(y)] for y in later]) if later else np.empty(0)
+    if values.size:
+        margin = 0.05 * (np.ptp(values) or 1)
+        axes.set_ylim(values.min() - margin, values.max() + margin)
 
 
 def scale_to_neurons(axes: Axes, direction: str, d_ff: int) -> None:

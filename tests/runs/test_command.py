@@ -27,6 +27,7 @@ def test_a_run_learns_and_shows_what_it_did(workspace, uninterrupted):
     directory = workspace / "run"
     text = uninterrupted.stdout
     assert f"step {STEPS}" in text
+    assert text.count("bits/byte\n") == text.count("\nsample: '") == 3  # an evaluation's
     for word in ("mean nnz", "max nnz", "dead", "held-out CE", "unigram baseline"):
         assert word in text
     for plot in ("training.png", "layers.png"):

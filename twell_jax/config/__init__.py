@@ -5,10 +5,11 @@ key, a wrong type or an impossible value raises a `ConfigError` with one line th
 what is allowed.
 """
 
+from twell_jax.config.data import DataConfig
 from twell_jax.config.loading import describe, from_dict, load, read, to_yaml
 from twell_jax.config.model import ModelConfig, RopeScaling
 from twell_jax.config.section import ConfigError
-from twell_jax.config.sections import Config, DataConfig, MeshConfig, OptimizerConfig
+from twell_jax.config.sections import Config, MeshConfig, OptimizerConfig
 
 __all__ = [
     "Config",

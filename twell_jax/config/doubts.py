@@ -29,6 +29,11 @@ def doubts(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps: {warmup} of {steps} steps, so the learning rate never "
             f"reaches optimizer.lr={config.optimizer.lr:g}"
         )
+    if config.profile_steps and config.profile_steps[0] >= steps:
+        yield (
+            f"profile_steps: begins at step {config.profile_steps[0]} of {steps}, so nothing is "
+            "traced"
+        )
     _, end = config.l1_warmup
     if config.l1_coefficient and not config.targets and end >= steps:
         yield (

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from twell_jax import untrusted
+from twell_jax.config.data import ONLY_FOR
 from twell_jax.config.doubts import doubts
 from twell_jax.config.section import ConfigError, Section
-from twell_jax.config.sections import ONLY_FOR, Config
+from twell_jax.config.sections import Config
 
 _SHIPPED = Path(__file__).parents[1] / "configs"  # in a clone a link to the repository's configs/
 

@@ -1,6 +1,6 @@
 """The sections of a training configuration: each key is declared here, with its meaning.
 
-Those of the model are in `model`.
+Those of the model are in `model`, those of the text in `data`.
 """
 
 import math
@@ -8,79 +8,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from twell_jax.config.data import DataConfig
 from twell_jax.config.model import ModelConfig
 from twell_jax.config.section import ConfigError, Section
 from twell_jax.ffn.algorithms import Request, lasso_problem
 from twell_jax.ffn.stats import UNION_NEURONS, UNION_TOKENS
 
 _MOST = 2**31 - 1  # steps and counts of them are int32 on the devices
-
-# The keys of `data` that not every source uses, and the sources that do.
-ONLY_FOR = {
-    "paths": ("files", "tokens"),
-    "held_out_paths": ("tokens",),
-    "name": ("hf",),
-    "subset": ("hf",),
-}
-
-
-class DataConfig(Section):
-    """Where the text comes from and how it becomes token sequences."""
-
-    source: Literal["stdlib", "files", "hf", "tokens"] = Field(
-        "stdlib",
-        description="the running Python's standard library; text or JSONL files; a Hugging Face "
-        "dataset (streamed); token shards (.npy of uint16/uint32)",
-    )
-    paths: tuple[str, ...] = Field((), description="files or globs (source files and tokens)")
-    held_out_paths: tuple[str, ...] = Field(
-        (), description="held-out token shards (source tokens); without: the tail of `paths`"
-    )
-    name: str | None = Field(None, description="dataset name or local directory (source hf)")
-    subset: str | None = Field(None, description="configuration of the dataset (source hf)")
-    split: str = Field("train", description="split of the dataset (source hf)")
-    text_field: str = Field("text", description="field that holds the text (JSONL, hf)")
-    tokenizer: str = Field(
-        "byte",
-        description="byte, bpe (trained on the corpus), or a Hugging Face name or path; that of "
-        "init_from if that is a Hugging Face model",
-    )
-    held_out_fraction: float = Field(
-        0.05,
-        gt=0,
-        lt=1,
-        description="share of the documents (files) kept for evaluation; if there are too few "
-        "documents, of the text, from its end",
-    )
-    strict: bool = Field(
-        False,
-        description="end the run at a file that is not UTF-8, or a row of a dataset whose text is "
-        "null, instead of leaving it out",
-    )
-    mask_documents: bool = Field(
-        False, description="no attention across documents of a packed sequence"
-    )
-    cache_dir: str = Field(".cache/tokens", description="where tokenised corpora are kept")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name, sources in ONLY_FOR.items():
-            if getattr(self, name) and self.source not in sources:
-                empty = "[]" if name.endswith("paths") else "null"
-                raise ValueError(
-                    f"data.{name}: source={self.source} does not use it; leave it out, or write "
-                    f"data.{name}={empty}"
-                )
-        if self.source in ("files", "tokens") and not self.paths:
-            raise ValueError(f"data.paths: source={self.source} needs at least one path or glob")
-        if self.source == "hf" and not self.name:
-            raise ValueError("data.name: source=hf needs the name of a dataset or its directory")
-        if self.source == "tokens" and self.tokenizer == "bpe":
-            raise ValueError(
-                "data.tokenizer: source=tokens has no text to train a bpe on; name the tokenizer "
-                "that made the shards (byte, or a Hugging Face name or path)"
-            )
-        return self
 
 
 class OptimizerConfig(Section):
@@ -215,9 +149,21 @@ class Config(Section):
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
     eval_sequences: int = Field(64, gt=0, description="held-out sequences per evaluation")
+    sample_tokens: int = Field(
+        64,
+        ge=0,
+        le=4096,
+        description="tokens of a sample text that is written and logged at each evaluation; 0: "
+        "none",
+    )
     checkpoint_every: int = Field(500, gt=0, description="steps between checkpoints")
     checkpoint_keep: int = Field(3, gt=0, description="newest checkpoints kept")
     log_every: int = Field(10, gt=0, description="steps between lines of metrics.jsonl")
+    profile_steps: tuple[int, int] | None = Field(
+        None,
+        description="steps between which JAX traces the run, for xprof and Perfetto, into "
+        "run_dir/profile, such as [100, 103]; null: none",
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard events (extra)")
     wandb: bool = Field(False, description="also log to Weights & Biases (extra)")
     model: ModelConfig
@@ -262,6 +208,11 @@ class Config(Section):
             self._check_skipping()
         if self.lasso_share:
             self._check_lasso()
+        if self.profile_steps and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
+            raise ValueError(
+                "profile_steps: needs 0 <= first < last, such as [100, 103], got "
+                f"{list(self.profile_steps)}"
+            )
         start, end = self.l1_warmup
         if not 0 <= start <= end:
             raise ValueError(f"l1_warmup: needs 0 <= start <= end, got [{start}, {end}]")

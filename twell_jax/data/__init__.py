@@ -1,16 +1,20 @@
 """Turns text into training batches: documents, tokenizers, token cache and input pipeline."""
 
 import hashlib
+import logging
+import math
 from dataclasses import dataclass
 
 import grain
 import numpy as np
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.data import corpus, pipeline, streaming
+from twell_jax.data import corpus, pipeline, streaming, tokenizers
 from twell_jax.data.pipeline import Windows
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Data:
         with the same one.
       unigram_cross_entropy: cross-entropy of `held_out`, in nats per token, if token frequencies
         alone predict it. They are counted on at most `corpus.UNIGRAM_TOKENS` training tokens.
+      held_out_bytes: number of bytes, in UTF-8, of the text of the tokens that `held_out` predicts,
+        which are all but the first of each sequence; None if the tokenizer did not make them.
     """
 
     tokenizer: Tokenizer
@@ -36,6 +42,18 @@ class Data:
     held_out: np.ndarray
     fingerprint: str
     unigram_cross_entropy: float
+    held_out_bytes: int | None
+
+    def bits_per_byte(self, held_out_ce: float) -> float | None:
+        """A cross-entropy of `held_out`, in nats per token, as bits per byte of its text.
+
+        Unlike the cross-entropy it can be compared between tokenizers. None if the text is not
+        known, or empty.
+        """
+        if not self.held_out_bytes:
+            return None
+        nats = held_out_ce * self.held_out[:, 1:].size
+        return nats / math.log(2) / self.held_out_bytes
 
 
 def load(
@@ -79,7 +97,12 @@ def load(
     sample = train.spread(max(1, corpus.UNIGRAM_TOKENS // config.model.context))
     unigram = unigram_cross_entropy(sample, held_out, config.model.vocab_size)
     return Data(
-        tokens.tokenizer, batches, held_out, _fingerprint(tokens.tokenizer, train, sample), unigram
+        tokens.tokenizer,
+        batches,
+        held_out,
+        _fingerprint(tokens.tokenizer, train, sample),
+        unigram,
+        _held_out_bytes(config, tokens.tokenizer, held_out),
     )
 
 
@@ -96,6 +119,22 @@ def unigram_cross_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: i
     )
     log_probabilities = np.log((counts + 1) / (counts + 1).sum())
     return float(-(targets @ log_probabilities) / targets.sum())
+
+
+def _held_out_bytes(config: Config, tokenizer: Tokenizer, held_out: np.ndarray) -> int | None:
+    """Bytes of the text of what is predicted; None, with a warning, if it cannot be known."""
+    if config.data.source == "tokens" and held_out.max() >= tokenizer.size:
+        log.warning(
+            "data.tokenizer: the shards hold token %d, and %s has %d, so it did not make them: "
+            "there are no bits per byte and no sample text; name the tokenizer that did",
+            *(held_out.max(), config.data.tokenizer, tokenizer.size),
+        )
+        return None
+    # A decoder may drop the space before a first token, which therefore counts in both.
+    return sum(
+        tokenizers.count_bytes(tokenizer, ids) - tokenizers.count_bytes(tokenizer, ids[:1])
+        for ids in held_out
+    )
 
 
 def _fingerprint(tokenizer: Tokenizer, train: Windows, sample: np.ndarray) -> str:

@@ -142,6 +142,19 @@ def start_of_text(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, positio
     return 0
 
 
+def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
+    """Number of bytes, in UTF-8, of the text of 1-D ids; special tokens have none.
+
+    Of a character at either end that is not whole, only the bytes that are there count.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return int(np.sum(ids < 256))
+    text = tokenizer.decode(ids)
+    # Each U+FFFD, of three bytes, stands for a part of a character.
+    broken = len(text) - len(text.strip("\ufffd"))
+    return len(text.encode()) - 2 * broken
+
+
 def from_json(text: str) -> Tokenizer:
     """The inverse of `Tokenizer.to_json`.
 

@@ -7,13 +7,14 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from rich.console import Console
 
 from twell_jax import data
 from twell_jax.config import Config
 from twell_jax.data import Data
 from twell_jax.models import sharding
-from twell_jax.train import distributed, metrics
+from twell_jax.train import distributed, metrics, profile, sample
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
@@ -22,6 +23,7 @@ from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress, patient_console, redraw, show_result
 from twell_jax.train.run_directory import AnotherRun, RunPaths, open_checkpoints, open_run
+from twell_jax.train.sample import Sample
 from twell_jax.train.state import TrainState
 from twell_jax.train.trainer import Trainer
 
@@ -39,6 +41,8 @@ class Run:
       batches: the iterator over its training batches, which advances with every step.
       trainer: its compiled functions.
       checkpoints: its checkpoints, open.
+      write_sample: has a model of these parameters write a text; None if none is wanted, or the
+        tokenizer is not known.
       console: where it prints; silent in all processes but the first.
       require_in_place: raises `CannotSave` if its directory is no longer where it was.
     """
@@ -49,6 +53,7 @@ class Run:
     batches: grain.DatasetIterator
     trainer: Trainer
     checkpoints: Checkpoints
+    write_sample: Callable[[nnx.State], Sample] | None
     console: Console
     require_in_place: Callable[[], None]
 
@@ -118,7 +123,15 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
         require_in_place()  # the data may have taken hours
         with open_checkpoints(paths, config) as checkpoints:
             run = Run(
-                config, paths, corpus, batches, trainer, checkpoints, console, require_in_place
+                config=config,
+                paths=paths,
+                data=corpus,
+                batches=batches,
+                trainer=trainer,
+                checkpoints=checkpoints,
+                write_sample=sample.writer(config, corpus, trainer.abstract_state.params, mesh),
+                console=console,
+                require_in_place=require_in_place,
             )
             step = _take_steps(run, stop_requested)
             batches.close()
@@ -197,17 +210,18 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
     with (
         metrics.Log(run.paths.metrics, now.step, wanted) as log,
         Progress(run.console, now.step, config.steps, config.model.d_ff) as progress,
+        profile.traced(run.paths.profile, config.profile_steps, run.console) as trace,
     ):
         recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
         stopping = stop_requested(now.step)
         while now.step < config.steps and not stopping:
+            trace.before_step(now.step, now.state)
             now = _take_step(run, now, recorder)
+            trace.after_step(now.step, now.state)
             last = now.step == config.steps
             if now.step % config.eval_every == 0 or last:
                 recorder.flush()
-                held_out_ce = run.trainer.evaluate(now.state.params, run.data.held_out)
-                recorder.add_evaluation(now.step, held_out_ce, run.data.unigram_cross_entropy)
-                progress.show_evaluation(held_out_ce)
+                _evaluate(run, now, recorder, progress)
                 if not last:  # else show_result draws
                     run.require_in_place()
                     redraw(config, run.paths, run.console)
@@ -218,6 +232,18 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
                 now.save(run)
         recorder.flush()
     return now.step
+
+
+def _evaluate(run: Run, now: Standing, recorder: metrics.Recorder, progress: Progress) -> None:
+    """Measures the held-out text and has a sample written; records and shows both."""
+    params, corpus = now.state.params, run.data
+    held_out_ce = run.trainer.evaluate(params, corpus.held_out)
+    bits_per_byte = corpus.bits_per_byte(held_out_ce)
+    written = run.write_sample(params) if run.write_sample else None
+    recorder.add_evaluation(
+        now.step, held_out_ce, corpus.unigram_cross_entropy, bits_per_byte, written
+    )
+    progress.show_evaluation(held_out_ce, bits_per_byte, written)
 
 
 def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:

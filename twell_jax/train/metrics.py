@@ -23,6 +23,7 @@ from twell_jax.train import pace
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.sample import Sample
 from twell_jax.train.sparsity_control import out_of_reach
 from twell_jax.train.state import StepMetrics
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
 _OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
 _OF_STEPS = {"ce", "l1", "tokens_per_second"}
+_OF_EVALUATIONS = {"prompt", "sample"}  # which are texts
 _MAY_BE_NULL = {"flops_utilisation", "joules_per_token", "seconds", "joules"}
 _MOST_BYTES = 2**32  # of metrics.jsonl: a million records of the largest models
 
@@ -77,7 +79,10 @@ class Log:
             sink.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds `record`, which has a "step"; values are numbers, None or lists, one per layer."""
+        """Adds `record`, which has a "step".
+
+        Values are numbers, None, lists with one per layer, or texts, which no sink gets.
+        """
         if not self._file:
             return
         self._file.write(json.dumps(record) + "\n")
@@ -85,7 +90,7 @@ class Log:
         numbers: dict[str, float] = {}
         for name, value in record.items():
             layers = enumerate(value) if isinstance(value, list) else [("all", value)]
-            if value is not None:
+            if value is not None and not isinstance(value, str):
                 numbers |= {f"{name}/{layer}": number for layer, number in layers}
         for sink in self._sinks:
             sink.add(numbers, record["step"])
@@ -124,6 +129,8 @@ def _layers(record: Any) -> int | None:
         return None
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     unknown = {name for name in record.keys() & _MAY_BE_NULL if record[name] is None}
+    if "held_out_ce" in record:
+        unknown |= {name for name in _OF_EVALUATIONS if isinstance(record.get(name), str)}
     numbers = [value for name, value in record.items() if name not in lists.keys() | unknown]
     numbers += [value for values in lists.values() for value in values]
     if not all(isinstance(number, int | float) for number in numbers):
@@ -250,17 +257,33 @@ class Recorder:
         self._plan = plan
         self._pending = step, measured
 
-    def add_evaluation(self, step: int, held_out_ce: float, unigram_ce: float) -> None:
+    def add_evaluation(
+        self,
+        step: int,
+        held_out_ce: float,
+        unigram_ce: float,
+        bits_per_byte: float | None = None,
+        sample: Sample | None = None,
+    ) -> None:
         """Records a held-out evaluation after `step`, whose own record must have been flushed.
 
-        Both are in nats per token; `unigram_ce` is that of the unigram baseline, for plots.
+        Args:
+          step: number of steps taken.
+          held_out_ce: in nats per token.
+          unigram_ce: that of the unigram baseline, for plots.
+          bits_per_byte: the first one in bits per byte; None if the text is not known.
+          sample: a text that the model wrote, if it did.
 
         Raises:
           NonFiniteLoss: see `flush`.
         """
         self._clock = None  # the time for evaluating does not count
         self._require_finite(step, updates=step, held_out_ce=held_out_ce)
-        found = {"held_out_ce": held_out_ce, "unigram_ce": unigram_ce}
+        found: dict[str, Any] = {"held_out_ce": held_out_ce, "unigram_ce": unigram_ce}
+        if bits_per_byte is not None:
+            found["bits_per_byte"] = bits_per_byte
+        if sample is not None:
+            found |= {"prompt": sample.prompt, "sample": sample.text}
         self._log.write({"step": step, **found, **self._meter.totals()})
 
     def flush(self) -> None:

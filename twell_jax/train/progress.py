@@ -20,6 +20,7 @@ from rich.text import Text
 from twell_jax.config import Config, ConfigError
 from twell_jax.train import metrics, pace
 from twell_jax.train.run_directory import RunPaths
+from twell_jax.train.sample import Sample
 
 _SPEED_OVER = 3600  # seconds; of shorter ones, slow steps leave too few to estimate the ETA
 
@@ -124,13 +125,25 @@ class Progress:
     def _zeros(self, record: dict[str, Any]) -> str:
         return f"zeros {1 - _mean(record['nnz']) / self._d_ff:.1%}"
 
-    def show_evaluation(self, held_out_ce: float) -> None:
-        """Prints the held-out cross-entropy after the last step shown, above the bar if any."""
-        self._print([f"held-out CE {held_out_ce:.3f}"])
+    def show_evaluation(
+        self, held_out_ce: float, bits_per_byte: float | None = None, sample: Sample | None = None
+    ) -> None:
+        """Prints an evaluation after the last step shown, above the bar if any.
+
+        That is the held-out cross-entropy, if known in bits per byte, too, and a line of a sample.
+        """
+        measured = [f"held-out CE {held_out_ce:.3f}"]
+        if bits_per_byte is not None:
+            measured.append(f"{bits_per_byte:.3f} bits/byte")
+        self._print(measured)
+        if sample is not None:  # repr, because models may write what a terminal obeys
+            self._print_line(f"sample: {sample.prompt!r} -> {sample.text!r}")
 
     def _print(self, measured: list[str]) -> None:
-        line = "  ".join([*_position(self._bar.tasks[self._task]), *measured])
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._print_line("  ".join([*_position(self._bar.tasks[self._task]), *measured]))
+
+    def _print_line(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class _Facts(rich_progress.ProgressColumn):
@@ -182,7 +195,9 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
     if not (steps and evaluations):
         raise ConfigError(f"{paths.metrics}: the records of this run are gone; nothing to show")
     console.print(layer_table(steps[-1], config.model.d_ff))
-    console.out(verdict(evaluations[-1]["held_out_ce"], unigram_ce), highlight=False)
+    last = evaluations[-1]
+    line = verdict(last["held_out_ce"], unigram_ce, last.get("bits_per_byte"))
+    console.out(line, highlight=False)
     if faster := pace.against_dense_start(steps):
         console.out(faster, highlight=False)
     for path in redraw(config, paths, console):
@@ -252,11 +267,16 @@ def _share_of_sparse(kinds: list[str]) -> str:
     return f"{1 - kinds.count('dense') / len(kinds):.0%} sparse"
 
 
-def verdict(held_out_ce: float, unigram_ce: float) -> str:
-    """A line with the held-out cross-entropy and the unigram baseline, in nats per token."""
+def verdict(held_out_ce: float, unigram_ce: float, bits_per_byte: float | None) -> str:
+    """A line with the held-out cross-entropy and the unigram baseline, in nats per token.
+
+    `bits_per_byte` is the former in bits per byte of the text; None if that is not known.
+    """
     perplexity = math.exp(held_out_ce) if held_out_ce < 700 else math.inf  # else exp overflows
     return (
-        f"held-out CE {held_out_ce:.3f} nats/token (perplexity {perplexity:.2f}); "
+        f"held-out CE {held_out_ce:.3f} nats/token (perplexity {perplexity:.2f}"
+        + ("" if bits_per_byte is None else f", {bits_per_byte:.3f} bits/byte")
+        + "); "
         f"unigram baseline {unigram_ce:.3f}"
     )
 

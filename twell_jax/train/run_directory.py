@@ -24,7 +24,8 @@ from twell_jax.train.state import abstract_state
 # Settings that may change when a run continues; all others affect its result.
 _MAY_CHANGE = {
     "run_dir", "steps", "micro_batch", "mesh", "eval_every", "eval_sequences", "checkpoint_every",
-    "checkpoint_keep", "log_every", "tensorboard", "wandb", "data.cache_dir", "data.strict",
+    "sample_tokens", "checkpoint_keep", "log_every", "profile_steps", "tensorboard", "wandb",
+    "data.cache_dir", "data.strict",
     "model.remat", "model.ffn_implementation", "model.ffn_gradients", "sparse_gradients_every",
 }  # fmt: skip
 
@@ -43,6 +44,7 @@ class RunPaths:
         self.tokenizer = self.directory / "tokenizer.json"
         self.checkpoints = self.directory / "checkpoints"
         self.metrics = self.directory / "metrics.jsonl"
+        self.profile = self.directory / "profile"
         self.analysis = self.directory / "analysis.json"
 
 

@@ -280,3 +280,34 @@ def test_both_splits_must_hold_a_window(make_config, text_dir, fraction, split):
 def test_batch_must_divide_among_processes(make_config, text_dir, count):
     with pytest.raises(ConfigError, match=r"^batch_tokens: 8 sequences"):
         data.load(make_config(files(text_dir)), process_count=count)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_bits_per_byte_count_the_bytes_of_what_is_predicted(
+    make_config, tmp_path, documents, tokenizer
+):
+    for i, text in enumerate(documents):
+        (tmp_path / f"{i}.txt").write_text(text.replace("alpha", "naïve 漢字 🙂"))
+    loaded = data.load(make_config(files(tmp_path, tokenizer=tokenizer), eval_sequences=1000))
+    predicted = loaded.held_out[:, 1:].ravel()
+    if tokenizer == "byte":
+        size = np.sum(predicted < 256)
+    else:  # a byte-level bpe spells each byte as one character
+        names = [loaded.tokenizer.backend.id_to_token(int(i)) for i in predicted]
+        size = sum(map(len, names)) - len("<|endoftext|>") * names.count("<|endoftext|>")
+    # Where a window begins within a character, its rest may be counted wrongly by two bytes.
+    assert loaded.held_out_bytes == pytest.approx(size, abs=0 if tokenizer == "byte" else 20)
+    bits = loaded.bits_per_byte(np.log(2))  # a bit for each token
+    assert bits == pytest.approx(predicted.size / loaded.held_out_bytes)
+
+
+def test_tokens_of_another_tokenizer_have_no_bits_per_byte(make_config, tmp_path, caplog):
+    np.save(tmp_path / "shard.npy", np.arange(256, dtype=np.uint16))
+    shards = {"source": "tokens", "paths": [str(tmp_path / "shard.npy")]}
+    assert data.load(make_config(shards)).held_out_bytes == 64 and not warnings(caplog)
+    np.save(tmp_path / "shard.npy", np.arange(44, 300, dtype=np.uint16))
+    loaded = data.load(make_config(shards))
+    assert loaded.held_out_bytes is None and loaded.bits_per_byte(1.0) is None
+    (warning,) = warnings(caplog)
+    assert "the shards hold token 287, and byte has 257" in warning
+    assert "no bits per byte and no sample text" in warning

@@ -48,6 +48,7 @@ def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
         batches=Batches(),
         trainer=SimpleNamespace(abstract_state=None),
         checkpoints=checkpoints,
+        write_sample=None,
         console=Console(quiet=True),
         require_in_place=require_in_place,
     )

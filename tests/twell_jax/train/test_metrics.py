@@ -18,6 +18,7 @@ from twell_jax.train import metrics, sparsity_control
 from twell_jax.train import progress as display
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.metrics import SINKS
+from twell_jax.train.sample import Sample
 from twell_jax.train.state import StepMetrics
 
 
@@ -300,3 +301,17 @@ def test_a_missing_package_is_named_with_its_extra(name, tmp_path, monkeypatch):
 
 def test_every_sink_is_a_key_of_a_configuration():
     assert Config.model_fields.keys() >= SINKS.keys()
+
+
+def test_an_evaluation_has_bits_per_byte_and_a_text_which_sinks_do_not_get(tmp_path, monkeypatch):
+    added = []
+    sink = metrics.Sink(lambda numbers, step: added.append(numbers), lambda: None)
+    monkeypatch.setitem(SINKS, "tensorboard", lambda *_: sink)
+    path, settings = tmp_path / "metrics.jsonl", config.load("configs/tiny.yaml")
+    with metrics.Log(path, 0, ["tensorboard"]) as log:
+        recorder = metrics.Recorder(settings, log, lambda *_: None, None)
+        recorder.add_evaluation(4, 1.0, 2.0, 0.25, Sample("def ", "f():\n"))
+    (record,) = metrics.read(path)
+    texts = {"prompt": "def ", "sample": "f():\n"}
+    assert record.items() >= ({"held_out_ce": 1.0, "bits_per_byte": 0.25} | texts).items()
+    assert added[0]["bits_per_byte/all"] == 0.25 and not added[0].keys() & {"sample/all", "sample"}

@@ -1,13 +1,16 @@
 """The plots of a run, drawn from its directory."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests import figures
 from tests.commands import call
 from twell_jax import config
+from twell_jax.plotting import of_last_part
 
 LAYERS, D_FF = 16, 512
 NUMBERS = "tokens", "l1", "l1_coefficient", "lr", "grad_norm", "tokens_per_second"
@@ -145,3 +148,43 @@ def test_a_run_without_a_step_is_one_clear_line(run_dir, tmp_path):
     assert refused.returncode == 1
     assert refused.stderr.startswith(f"error: run_dir: {tmp_path} is not the directory of a run")
     assert refused.stderr.count("\n") == 1
+
+
+def test_several_runs_are_drawn_in_one_figure_each_in_its_colour(run_dir, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run_dir, other)
+    path = tmp_path / "both.png"
+    with figures.seen() as seen:
+        done = call("-m", "twell_jax.plot", run_dir, other, "--out", path)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"plot: {path}\n")
+    (figure,) = seen
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["my-run, held-out CE 1.500", "other, held-out CE 1.500"]
+    loss, nnz, speed = figure.axes
+    for axes, lines in ((loss, 2), (nnz, 1), (speed, 1)):
+        colors = [line.get_color() for line in axes.get_lines()]
+        assert colors == ["C0"] * lines + ["C1"] * lines
+    np.testing.assert_array_equal(nnz.get_lines()[0].get_xdata(), [10 * 4096, 20 * 4096])
+
+
+def test_runs_of_one_name_are_told_apart_and_one_run_named_twice_is_refused(run_dir, tmp_path):
+    other = tmp_path / "elsewhere/my-run"
+    shutil.copytree(run_dir, other)
+    with figures.seen() as seen:
+        call("-m", "twell_jax.plot", run_dir, other, "--out", tmp_path / "both.png")
+    shown = [text.get_text() for text in seen[0].legends[0].get_texts()]
+    assert [name.split(",")[0] for name in shown] == [
+        f"{tmp_path.name}/my-run",
+        "elsewhere/my-run",
+    ]
+    refused = call("-m", "twell_jax.plot", run_dir, run_dir)
+    assert refused.stderr == "error: run_dir: a run is named twice\n"
+    refused = call("-m", "twell_jax.plot", run_dir, "--out", tmp_path / "one.png")
+    assert "--out: is for the figure of several runs" in refused.stderr
+
+
+def test_the_axis_of_a_loss_shows_its_later_part():
+    axes = Figure().subplots()
+    axes.plot([0, 1, 50, 100], [9.0, 4.0, 2.0, 1.5])
+    of_last_part(axes)
+    assert axes.get_ylim() == pytest.approx((1.475, 2.025))

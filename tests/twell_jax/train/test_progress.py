@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import os
 import sys
 
@@ -12,8 +13,9 @@ from rich.text import Text
 
 from twell_jax import config
 from twell_jax.train import plots
-from twell_jax.train.progress import Progress, patient_console, redraw
+from twell_jax.train.progress import Progress, patient_console, redraw, verdict
 from twell_jax.train.run_directory import RunPaths
+from twell_jax.train.sample import Sample
 
 
 def shown(width: int, terminal: bool, **also: float) -> list[str]:
@@ -137,3 +139,18 @@ def test_an_output_that_fails_is_said_once_and_ends_no_run(output, why, monkeypa
     if why:
         print("what Python would fail to write at its end", flush=True)
         sys.stdout.close()
+
+
+def test_an_evaluation_shows_bits_per_byte_and_a_line_of_the_sample():
+    output = io.StringIO()
+    with Progress(Console(file=output, width=80), 20, 400, d_ff=512) as progress:
+        progress.show_evaluation(1.5, 0.75, Sample("def ", "f(x):\n\x1b[2J[bold]"))
+    ce, sample = output.getvalue().splitlines()[-2:]
+    assert ce.endswith("held-out CE 1.500  0.750 bits/byte")
+    assert sample == r"sample: 'def ' -> 'f(x):\n\x1b[2J[bold]'"
+
+
+def test_the_verdict_has_bits_per_byte_if_they_are_known():
+    line = "held-out CE 0.693 nats/token (perplexity 2.00{}); unigram baseline 2.000"
+    assert verdict(math.log(2), 2.0, 0.25) == line.format(", 0.250 bits/byte")
+    assert verdict(math.log(2), 2.0, None) == line.format("")
