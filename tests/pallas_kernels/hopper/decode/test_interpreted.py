@@ -200,3 +200,16 @@ def test_rows(interpreted, m, batch, h, gated):
     out = Stream(*(a[:batch] for a in out))
     assert relative_error(out.x, expected[:batch]) < ROUNDING
     assert_consistent(out, after[1])
+
+
+@pytest.mark.slow
+def test_each_activation_of_rows_counts_once(interpreted):
+    m, batch, d, h = 8, 2, 64, 128
+    x, weights = normal(m, d).astype(jnp.bfloat16), weights_of(2, h, d)
+    gate = np.maximum(normal(m, h) - 1, 0).astype(jnp.bfloat16)
+    hidden, counts = np.full((m, h), np.nan, jnp.bfloat16), active_for_each(h // 8, m, h)
+    with interpreted(sms=9, detect_races=False):
+        y, l1 = multiply(gate, hidden, x, weights, counts, batch=batch)
+    exact = (wide(gate) * (wide(x) @ wide(weights.up[1]).T))[:batch]
+    assert relative_error(y[:, :d], exact @ wide(weights.down[1])) < ROUNDING
+    assert relative_error(wide(l1)[:batch].sum(axis=1), np.abs(exact).sum(axis=1)) < ROUNDING
