@@ -15,6 +15,7 @@ W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     [
         "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
         "--xla_gpu_graph_enable_concurrent_region=true",
+        "--xla_gpu_graph_enable_concurrent_region",
     ],
 )
 def test_kernels_that_run_at_the_same_time_are_refused(monkeypatch, flag):
