@@ -139,6 +139,9 @@ def test_it_starts_from_the_given_coefficient_and_is_not_raised_during_warm_ups(
     start = first_control(settings(l1_coefficient=3e-4, l1_warmup=[0, 50]))
     assert coefficient(start) == pytest.approx(3e-4)
     assert coefficient(first_control(settings())) == pytest.approx(1e-5)
+    for l1_end, lr_end in ((50, 30), (10, 50)):
+        warm_ups = {"l1_warmup": [0, l1_end], "optimizer": {"warmup_steps": lr_end}}
+        assert settings(**warm_ups).sparsity_control_start == 50
     update = compiled(warm_up=50)
     too_many, too_few = arrays([400.0] * LAYERS), arrays([1.0] * LAYERS)
     for step, nnz, compare in (
