@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import optax
 import pytest
 import yaml
 from flax import nnx
@@ -16,7 +17,7 @@ from tests import hub as local_hub
 from tests.commands import ROOT, call
 from tests.runs.started import records
 from tests.twell_jax import drawn
-from twell_jax import analyze
+from twell_jax import analyze, data
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -78,6 +79,13 @@ def test_a_model_of_the_hub_is_sparsified_continued_exported_and_generated_from(
     assert continued.returncode == 0, continued.stderr
     assert f"continuing {run_dir} at step 2" in continued.stdout
 
+    config, tokenizer, _ = load_run(str(run_dir))
+    tokens = data.load(config, tokenizer).held_out
+    logits, _ = from_pretrained(llama)(tokens[:, :-1])  # as it was trained, with SiLU
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    (source_ce,) = (line["source_ce"] for line in records(run_dir) if "source_ce" in line)
+    assert source_ce == pytest.approx(float(np.mean(losses)), rel=1e-4)
+    assert f"| {source_ce:.3f} |" in (run_dir / "report.md").read_text()
     lines = [line for line in records(run_dir) if "ce" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert np.isfinite([line["ce"] for line in lines]).all()

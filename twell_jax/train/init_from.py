@@ -128,6 +128,26 @@ def initial_params(
         raise ConfigError(f"init_from: {error}") from None
 
 
+def source_model(config: Config) -> ModelConfig:
+    """`config.model` with the activation that the source was trained with, and what else of it may
+    differ and changes what is computed.
+
+    Raises:
+      ConfigError: there is no such source.
+    """
+    name = config.init_from
+    assert name is not None
+    if _is_run(name):
+        source = load_config(name).model
+    else:
+        try:
+            source, _ = pretrained_config.read(hub.find(name).directory, None, None)
+        except PretrainedError as error:
+            raise ConfigError(f"init_from: {error}") from None
+    computed = ("activation", "activation_threshold", "rope_theta", "norm_eps")
+    return config.model.model_copy(update={key: getattr(source, key) for key in computed})
+
+
 def _is_run(name: str) -> bool:
     return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
 

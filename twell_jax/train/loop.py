@@ -18,7 +18,7 @@ from twell_jax.train import distributed, metrics, profile, sample
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.init_from import initial_params, tokenizer_of
+from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.progress import Progress, patient_console, redraw, show_result
@@ -214,6 +214,8 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
         profile.traced(run.paths.profile, config.profile_steps, run.console) as trace,
     ):
         recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
+        if config.init_from and now.step == 0:
+            _evaluate_source(run, now, recorder)
         stopping = stop_requested(now.step)
         while now.step < config.steps and not stopping:
             trace.before_step(now.step, now.state)
@@ -244,6 +246,16 @@ def _evaluate(run: Run, now: Standing, recorder: metrics.Recorder, progress: Pro
         now.step, held_out_ce, corpus.unigram_cross_entropy, bits_per_byte, written
     )
     progress.show_evaluation(held_out_ce, bits_per_byte, written)
+
+
+def _evaluate_source(run: Run, now: Standing, recorder: metrics.Recorder) -> None:
+    """Measures how the model that a run begins with reads the held-out text, as it was trained."""
+    model = source_model(run.config)
+    as_trained = run.config.model_copy(update={"model": model})
+    trainer = Trainer(as_trained, run.data.tokenizer.eot_id, run.trainer.mesh)
+    ce = trainer.evaluate(now.state.params, run.data.held_out)
+    recorder.add_source(ce, run.data.bits_per_byte(ce))
+    run.console.out(f"held-out CE of {run.config.init_from}: {ce:.3f}", highlight=False)
 
 
 def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:

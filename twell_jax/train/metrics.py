@@ -286,6 +286,13 @@ class Recorder:
             found |= {"prompt": sample.prompt, "sample": sample.text}
         self._log.write({"step": step, **found, **self._meter.totals()})
 
+    def add_source(self, held_out_ce: float, bits_per_byte: float | None) -> None:
+        """Records how the model of `init_from` reads the held-out text, before the first step."""
+        found = {"source_ce": held_out_ce}
+        if bits_per_byte is not None:
+            found["source_bits_per_byte"] = bits_per_byte
+        self._log.write({"step": 0, **found})
+
     def flush(self) -> None:
         """Waits for the last step added; checks, shows and logs what it measured.
 

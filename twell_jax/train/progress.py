@@ -18,7 +18,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.train import metrics, pace
+from twell_jax.train import metrics, pace, report
+from twell_jax.train.durable import write_atomically
 from twell_jax.train.run_directory import RunPaths
 from twell_jax.train.sample import Sample
 
@@ -178,7 +179,7 @@ def _position(task: rich_progress.Task) -> list[str]:
 
 
 def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Console) -> None:
-    """Prints the table, the held-out cross-entropy and the gain in speed, and draws the plots.
+    """Prints the table, the held-out cross-entropy and the gain in speed; draws, and reports.
 
     Args:
       config: the run.
@@ -200,8 +201,12 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
     console.out(line, highlight=False)
     if faster := pace.against_dense_start(steps):
         console.out(faster, highlight=False)
-    for path in redraw(config, paths, console):
+    plots = redraw(config, paths, console)
+    for path in plots:
         console.out(f"plot: {path}", highlight=False)
+    text = report.markdown(config, steps, evaluations, records[0], [path.name for path in plots])
+    write_atomically(paths.report, text)
+    console.out(f"report: {paths.report}", highlight=False)
 
 
 def redraw(config: Config, paths: RunPaths, console: Console) -> list[Path]:

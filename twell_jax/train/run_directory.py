@@ -45,6 +45,7 @@ class RunPaths:
         self.checkpoints = self.directory / "checkpoints"
         self.metrics = self.directory / "metrics.jsonl"
         self.profile = self.directory / "profile"
+        self.report = self.directory / "report.md"
         self.analysis = self.directory / "analysis.json"
 
 
