@@ -5,7 +5,7 @@ key, a wrong type or an impossible value raises a `ConfigError` with one line th
 what is allowed.
 """
 
-from twell_jax.config.loading import describe, from_dict, load, read, to_yaml
+from twell_jax.config.loading import describe, from_dict, load, read, shipped, to_yaml
 from twell_jax.config.model import ModelConfig, RopeScaling
 from twell_jax.config.section import ConfigError
 from twell_jax.config.sections import Config, DataConfig, MeshConfig, OptimizerConfig
@@ -22,5 +22,6 @@ __all__ = [
     "from_dict",
     "load",
     "read",
+    "shipped",
     "to_yaml",
 ]

@@ -32,7 +32,9 @@ class DataConfig(Section):
         description="the running Python's standard library; text or JSONL files; a Hugging Face "
         "dataset (streamed); token shards (.npy of uint16/uint32)",
     )
-    paths: tuple[str, ...] = Field((), description="files or globs (source files and tokens)")
+    paths: tuple[str, ...] = Field(
+        (), description="files or globs (source files and tokens); [a, b] or a single one"
+    )
     held_out_paths: tuple[str, ...] = Field(
         (), description="held-out token shards (source tokens); without: the tail of `paths`"
     )
@@ -61,6 +63,11 @@ class DataConfig(Section):
         False, description="no attention across documents of a packed sequence"
     )
     cache_dir: str = Field(".cache/tokens", description="where tokenised corpora are kept")
+
+    @field_validator("paths", "held_out_paths", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -210,7 +217,8 @@ class Config(Section):
         0,
         ge=0,
         description="steps after which the run plans anew which layers compute sparse gradients, "
-        "and orders their neurons, from what they measured (on Hopper GPUs); 0: never, "
+        "and orders their neurons, from what they measured (on Hopper GPUs; elsewhere all "
+        "gradients are dense); 0: never, "
         "model.ffn_gradients holds for all layers",
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")

@@ -1,6 +1,7 @@
 """Turns text into training batches: documents, tokenizers, token cache and input pipeline."""
 
 import hashlib
+import logging
 from dataclasses import dataclass
 
 import grain
@@ -11,6 +12,8 @@ from twell_jax.data import corpus, pipeline, streaming
 from twell_jax.data.pipeline import Windows
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def load(
     else:
         batches = pipeline.batches(train, seed=config.seed, **sharding)
     sample = train.spread(max(1, corpus.UNIGRAM_TOKENS // config.model.context))
+    if config.data.source == "tokens":
+        _warn_of_unknown(tokens.tokenizer, max(sample.max(), held_out.max()), config)
     unigram = unigram_cross_entropy(sample, held_out, config.model.vocab_size)
     return Data(
         tokens.tokenizer, batches, held_out, _fingerprint(tokens.tokenizer, train, sample), unigram
@@ -96,6 +101,18 @@ def unigram_cross_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: i
     )
     log_probabilities = np.log((counts + 1) / (counts + 1).sum())
     return float(-(targets @ log_probabilities) / targets.sum())
+
+
+def _warn_of_unknown(tokenizer: Tokenizer, most: int, config: Config) -> None:
+    """Warns if the largest id seen in the shards is none of the tokenizer's."""
+    if most >= tokenizer.size:
+        log.warning(
+            "data.tokenizer: the shards hold the id %d, and %s has %d tokens, so it did not make "
+            "them and text cannot be printed; name the one that did",
+            most,
+            config.data.tokenizer,
+            tokenizer.size,
+        )
 
 
 def _fingerprint(tokenizer: Tokenizer, train: Windows, sample: np.ndarray) -> str:
