@@ -49,7 +49,7 @@ def test_lines_records_and_plots_show_target_and_coefficient(run):
     assert "L1 multiplier" in text
     with figures.seen() as drawn:
         assert call("-m", "twell_jax.plot", directory).returncode == 0
-    _, nnz, coefficient, _ = drawn[0].axes
+    _, nnz, *_, coefficient, _ = drawn[0].axes
     assert f"target {TARGET} non-zeros" in drawn[0].get_suptitle()
     assert f"target {TARGET}" in [text.get_text() for text in nnz.get_legend().get_texts()]
     curve = coefficient.get_lines()[0].get_ydata()
