@@ -33,6 +33,7 @@ class Losing:
         return REFERENCE.decode_layers(stream, layers._replace(mlp=mlp), *operands, **options)
 
 
+@pytest.mark.slow
 def test_a_lost_neuron_is_found(serve):
     serve(Losing())
     (row,) = soak_decoding.soak(CASES[:1], rows=1, seed=2)

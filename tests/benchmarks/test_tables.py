@@ -1,8 +1,13 @@
 """The tables of pages: what stands above them, and what shares a line."""
 
+import re
+import subprocess
+
 import pytest
 
+from benchmarks import record
 from benchmarks.pages import TABLES
+from benchmarks.summaries import Pick
 from benchmarks.tables import Table, block, error, milliseconds, number
 
 CASE = {"M": number("m"), "pattern": number("pattern")}
@@ -72,6 +77,30 @@ def test_of_the_tuning_the_fastest_is_named():
     rows.insert(0, {**shape, "config": "d", "failed": "does not fit"})
     *_, line = TABLES["tune"].render(rows).splitlines()
     assert line == "| k | 1 | 2 | 3 | `b` | 0.100 | 0.300, 0.100, 0.200 |"
+
+
+def test_of_several_baselines_the_last_one_before_ours_counts(tmp_path):
+    rows = [row(8, name, ms) for name, ms in (("xla", 1.0), ("xla", 2.0), ("ours", 3.0))]
+    records = {tmp_path / "ffn-x-20261126.json": {"benchmark": "ffn", "rows": rows}}
+    pick = Pick("ffn-x", {"implementation": "ours", "m": 8}, {"implementation": "xla"})
+    assert pick.find(records) == (*records, rows[2], rows[1])
+    for others in (rows[2:], [*rows, *rows]):  # without a baseline, and with two of ours
+        records = {tmp_path / "ffn-x-20261126.json": {"benchmark": "ffn", "rows": others}}
+        with pytest.raises(ValueError, match=r"has (no row with .* before ours|2 rows with)"):
+            pick.find(records)
+
+
+def test_a_record_of_changed_files_says_so(tmp_path, monkeypatch):
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("as committed")
+    as_someone = "-c", "user.name=a", "-c", "user.email=a@b"
+    for command in (["init", "-q"], ["add", "."], [*as_someone, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], check=True)
+    committed = record.commit()
+    assert re.fullmatch("[0-9a-f]{7,}", committed)
+    (tmp_path / "file").write_text("changed")
+    assert record.commit() == f"{committed}-dirty"
 
 
 @pytest.mark.parametrize("name", TABLES)

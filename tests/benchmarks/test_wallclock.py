@@ -108,7 +108,7 @@ def test_the_page_shows_clocks_and_gains(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["render", str(path), "--out", str(out)])
     render.main()
     text = (out / "wallclock.md").read_text()
-    assert "), jax 0: `python -m x a=b`.\n" in text
+    assert ", jax 0: `python -m x a=b`.\n" in text
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines[1].startswith("| silu | 50 | 12 | 24 | 60 | 5.2 | 2 |")
     assert lines[3].endswith("| 1.0000 | 1.0000 | 1.0000 | 25 (2.00x) | 0.2 (4.00x) |")

@@ -75,6 +75,17 @@ def test_ctrl_c_ends_at_once_where_nothing_is_to_be_saved_and_when_repeated(work
     assert (run_dir / "checkpoints/10").exists()
 
 
+def test_a_signal_that_the_process_ignores_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupt.handled({signal.SIGINT: lambda: None, signal.SIGTERM: lambda: None}):
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_saves_and_exits_with_0(workspace, tmp_path, monkeypatch, capfd):
     add, say, heard = Recorder.add, interrupt.say, threading.Event()
 

@@ -170,3 +170,6 @@ def test_a_started_run_is_continued_with_its_own_settings_alone(llama, recipe, t
     shutil.rmtree(model)
     assert load(recipe, *given) == load_config(run_dir) == before
     assert load(recipe, *given[:2]).model.remat == "none"
+    other = f"init_from={tmp_path / 'other'}"  # whose settings those of the run are not
+    with pytest.raises(ConfigError, match=r"^init_from: .*other': there is no such directory"):
+        load(recipe, other, given[1])

@@ -212,6 +212,18 @@ def test_outputs_of_the_model_are_checked_if_asked_for():
     assert len(replace_mlps(model, activation="silu", check=(x,))) == 2
 
 
+class First(Model):
+    """Returns its input, too, in front of what its modules compute."""
+
+    def __call__(self, x):
+        return x, super().__call__(x)
+
+
+def test_each_output_of_the_model_is_checked():
+    with pytest.raises(ValueError, match=r"outputs of the model change by .* of their size"):
+        replace_mlps(First(MLP()), check=draw(3, D))
+
+
 def test_a_model_of_another_framework_is_refused():
     with pytest.raises(ValueError, match=r"model must be an nnx\.Module, got Dense"):
         replace_mlps(linen.Dense(D))

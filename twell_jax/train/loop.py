@@ -83,9 +83,10 @@ class Standing:
     plan: GradientPlan | None
     measured: Measured | None
 
-    def save(self, run: Run) -> None:
+    def save(self, run: Run, log: metrics.Log) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
         run.require_in_place()
+        log.sync()  # a checkpoint is never ahead of the metrics
         # In checkpoints the plan is called "choice", and its inputs "choose_from".
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
         if self.plan:
@@ -268,8 +269,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()
-                log.sync()  # a checkpoint is never ahead of the metrics
-                now.save(run)
+                now.save(run, log)
         recorder.flush()
     return now.step
 

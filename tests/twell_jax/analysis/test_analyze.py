@@ -22,8 +22,8 @@ from twell_jax.train.trainer import Trainer
 def run(tmp_path_factory):
     """A run of no steps on a small corpus, and the held-out cross-entropy that training finds."""
     directory = tmp_path_factory.mktemp("analyze")
-    for i in range(40):
-        words = random.choices(["alpha", "beta", "gamma", "delta"], k=80)
+    for i in range(200):  # documents that are shorter than a sequence
+        words = random.choices(["alpha", "beta", "gamma", "delta"], k=4)
         (directory / f"{i}.txt").write_text(" ".join(words))
     config = config_lib.from_dict(
         {

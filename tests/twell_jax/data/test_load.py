@@ -113,6 +113,18 @@ def test_jsonl_lines_are_documents(make_config, tmp_path, text_dir, documents):
     np.testing.assert_array_equal(lines.held_out, whole.held_out)
 
 
+def test_another_field_of_the_same_lines_is_not_taken_from_the_cache(
+    make_config, tmp_path, documents
+):
+    lines = (json.dumps({"text": text, "other": text.swapcase()}) for text in documents)
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    found = [
+        data.load(make_config(files(tmp_path, "*.jsonl", text_field=field))).fingerprint
+        for field in ("text", "other", "text")
+    ]
+    assert found[0] == found[2] != found[1]
+
+
 def test_the_end_of_a_single_file_is_held_out(make_config, tmp_path, caplog):
     text = "".join(map(chr, seeds.rng().integers(97, 123, 1000)))
     (tmp_path / "input.txt").write_text(text)

@@ -36,8 +36,9 @@ def test_a_file_may_have_the_name_of_a_glob(tmp_path):
 
 
 def test_overlapping_globs_give_each_file_once(tmp_path):
-    (tmp_path / "sub").mkdir()
-    paths = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "sub" / "c.txt"]
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    names = "a.txt", "b.txt", "sub/c.txt", "sub/deep/d.txt"
+    paths = [tmp_path / name for name in names]
     for path in paths:
         path.write_text(path.name)
     data = files(tmp_path / "**" / "*.txt", tmp_path / "a*", tmp_path / "b.txt")

@@ -104,7 +104,7 @@ TENFOLD = [(chr(97 + i), chr(98 + i) * 10) for i in range(9)]
         {"normalizer": replaced(*[("", "b")] * 9)},
         {"normalizer": normalizers.Sequence(
             [normalizers.Replace(" ", "\ufdfa"), normalizers.NFKD()] * 2)},
-        {"normalizer": normalizers.Prepend("a" * 1000)},
+        {"normalizer": normalizers.Prepend("a" * 100)},
         {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 9)},
         {"normalizer": replaced(*TENFOLD[:2]), "pre_tokenizer": pre_tokenizers.ByteLevel()},
         {"decoder": replaced(*TENFOLD, kind=decoders)},

@@ -114,6 +114,13 @@ def test_tokenizer_of_a_path(tmp_path, as_directory):
     assert tokenizer.encode(["a b b a"])[0].tolist() == [0, 1, 1, 0]
 
 
+def test_an_ordinary_token_ends_no_text_whatever_its_name(tmp_path):
+    backend = word_level("<eos>")
+    backend.add_tokens(["</s>"])  # which would come first
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizers.named(str(tmp_path)).eot == "<eos>"
+
+
 def test_tokenizer_without_end_of_text(tmp_path):
     word_level("<pad>", "<stop>").save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="special tokens are: <pad>, <stop>"):

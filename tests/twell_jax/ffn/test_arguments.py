@@ -35,6 +35,14 @@ def test_a_module_refuses_the_names_that_it_had(name):
         SparseMLP(4, 6, rngs=nnx.Rngs(0), **{name: value})
 
 
+@pytest.mark.parametrize("capacity", [2**-20, 1, 1.0, np.float32(1)])
+def test_the_largest_capacity_is_1(capacity):
+    assert SparseMLP(4, 6, gradients=capacity, rngs=nnx.Rngs(0)).gradients == capacity
+    for other in (0, -capacity, 1.001 / capacity, True):
+        with pytest.raises(ValueError, match="a capacity above 0 and at most 1, or None, got"):
+            SparseMLP(4, 6, gradients=other, rngs=nnx.Rngs(0))
+
+
 def test_calls_of_a_module_and_conversions_refuse_them_too():
     mlp = SparseMLP(4, 6, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"^gradient_capacity is now part of gradients"):

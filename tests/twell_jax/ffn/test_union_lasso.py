@@ -8,13 +8,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid
+from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid, sums_of_tokens
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def windows_and_pieces(grid, offset, m):
     windows = TokenWindows.of(grid, offset, m)
     return windows, windows.pieces()
+
+
+def test_tokens_of_no_window_may_hold_anything():
+    h = jnp.array([[1.0, 2.0], [np.nan, np.inf], [3.0, 4.0]])
+    sums = sums_of_tokens(h, jnp.array([0, 2, 1]), 2)
+    np.testing.assert_array_equal(sums, [[1, 4], [9, 16]])
 
 
 @settings(max_examples=15)  # each compiles a program

@@ -46,3 +46,12 @@ def test_dense_products_of_what_was_kept_are_compiled_only_where_they_may_be_nee
     program = jax.make_jaxpr(backward)(residuals, *operands, x, l1_grad)
     (choice,) = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
     assert len(choice.params["branches"]) == ways
+
+
+def test_as_many_heavy_tokens_as_a_tile_has_fit():
+    x = jnp.tile(jnp.eye(256, dtype=jnp.bfloat16), (2, 1))  # each tile has a token for each neuron
+    w = jnp.eye(256, dtype=jnp.bfloat16)
+    forward = functools.partial(unions.forward_with_residuals, REFERENCE, RELU, capacity=0.5)
+    _, residuals = jax.jit(forward)(x, Weights(w, w, w))
+    assert residuals.heavy.tolist() == [*range(256, 512)]  # as one tile of two fits
+    assert residuals.way == unions.Way.SPARSE_AND_HEAVY

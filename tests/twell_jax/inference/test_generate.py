@@ -208,6 +208,8 @@ def test_tokens_beyond_the_context_are_announced(saved, capsys):
     assert capsys.readouterr().err.startswith(
         "warning: 25 tokens of the prompt and --max-tokens 8 exceed the 32 of the model's context"
     )
+    generate.main([directory, "--prompt", "x", "--prompt", "x" * 25, *OPTIONS])
+    assert "warning: 25 tokens of the prompt" in capsys.readouterr().err  # of the longest one
 
 
 def test_without_the_harness_evaluate_says_what_to_install(monkeypatch):

@@ -51,6 +51,17 @@ def test_a_string_is_found_in_a_long_row_of_characters_that_the_vocabulary_lacks
     assert found == [False] * len(ids) + [True]
 
 
+@pytest.mark.parametrize("first", ["a", "é", "中", "\U0001f600"])  # 1 to 4 bytes each
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_a_string_is_found_at_any_place_and_as_soon_as_it_is_there(first, length):
+    text = "".join(chr(ord(first) + i) for i in range(24))
+    for place in range(len(text) - length + 1):
+        stops = StopTexts(ByteTokenizer(), [text[place:][:length]])
+        end = len(text[: place + length].encode())
+        found = [stops.found_in([*text.encode()][:count]) for count in range(end + 1)]
+        assert found == [False] * end + [True]
+
+
 def test_calls_may_leave_out_some_tokens():
     tokenizer, ids = ByteTokenizer(), [*b"x" * 500, *b"stop", *b"x" * 500]
     stops = StopTexts(tokenizer, ["stop"])

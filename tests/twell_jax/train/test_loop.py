@@ -41,6 +41,9 @@ class OneCheckpoint:
         return self.saved
 
 
+NO_LOG = SimpleNamespace(sync=lambda: None)
+
+
 def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
     return Run(
         config=config.load("tiny"),
@@ -59,7 +62,7 @@ def test_a_run_continues_on_its_own_text_alone():
     run = run_on("its text", checkpoints)
     run.batches.position = 7
     state = SimpleNamespace(step=jnp.int32(7))
-    Standing(7, state, None, None).save(run)
+    Standing(7, state, None, None).save(run, NO_LOG)
 
     again = run_on("its text", checkpoints)
     assert start(again).step == 7
@@ -77,8 +80,16 @@ def test_nothing_is_saved_where_the_directory_was_moved():
 
     checkpoints = OneCheckpoint()
     with pytest.raises(CannotSave, match="moved"):
-        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved))
+        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved), NO_LOG)
     assert checkpoints.saved is None
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
+    done = []
+    log = SimpleNamespace(sync=lambda: done.append("metrics"))
+    checkpoints = SimpleNamespace(save=lambda *_: done.append("checkpoint"))
+    Standing(7, None, None, None).save(run_on("its text", checkpoints), log)
+    assert done == ["metrics", "checkpoint"]
 
 
 ONE = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
@@ -108,7 +119,8 @@ def test_kernels_that_are_asked_for_are_never_left_out(asked):
 
 def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
     checkpoints = OneCheckpoint()
-    Standing(300, SimpleNamespace(step=jnp.int32(300)), None, None).save(run_on("a", checkpoints))
+    state = SimpleNamespace(step=jnp.int32(300))
+    Standing(300, state, None, None).save(run_on("a", checkpoints), NO_LOG)
     before, now = config.load("tiny"), config.load("tiny", ["steps=600"])
     run = replace(run_on("a", checkpoints), config=now, before=before, console=Console(width=200))
     assert start(run).step == 300

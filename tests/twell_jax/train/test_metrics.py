@@ -62,6 +62,16 @@ def test_tokens_per_second_count_neither_compilation_nor_evaluation(tmp_path, cl
     assert records[2] == {"step": 4, "held_out_ce": 1.0, "unigram_ce": 2.0, **totals}
 
 
+def test_the_last_step_is_logged_whatever_its_number(tmp_path):
+    settings = config.load("configs/tiny.yaml", ["steps=5", "log_every=2"])
+    with metrics.Log(tmp_path / "metrics.jsonl", 0) as log:
+        recorder = metrics.Recorder(settings, log, lambda *_: None, None)
+        for step in range(1, 6):
+            recorder.add(step, measured())
+        recorder.flush()
+    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [2, 4, 5]
+
+
 def test_a_step_with_another_plan_of_gradients_compiles_and_shows_it(tmp_path, clock):
     settings = config.load("configs/tiny.yaml", ["log_every=1", "batch_tokens=1024"])
     shown = []

@@ -268,6 +268,17 @@ def test_what_is_active_though_skipped_is_missed_counted_and_computed_again(trai
     assert (idle[0, ALIVE[0] + LATE :] == 105).all()
 
 
+def test_what_was_active_in_the_last_steps_stays_as_many_as_lie_between_two_at_full_width(trainer):
+    idle = np.arange(WIDTH, dtype=np.int32) % 5
+    with jax.set_mesh(trainer.mesh):
+        state = trainer.init()
+        idle_steps = jax.device_put(np.stack([idle] * LAYERS), state.idle_steps.sharding)
+        state = trainer.sort_neurons(dataclasses.replace(state, idle_steps=idle_steps))
+    expected = [*idle[idle < EVERY], *idle[idle >= EVERY]]
+    np.testing.assert_array_equal(state.idle_steps, [expected] * LAYERS)
+    assert state.skipping.live.tolist() == [256] * LAYERS  # 231, and 308 in one step more
+
+
 def test_a_mesh_sorts_its_own_columns_in_place(trainer):
     with jax.set_mesh(trainer.mesh):
         compiled = trainer.sort_neurons.lower(trainer.abstract_state).compile()

@@ -180,6 +180,18 @@ def test_a_run_whose_directory_is_moved_saves_nothing_in_its_place(tmp_path):
         require_in_place()
 
 
+def test_a_run_saves_nothing_where_its_link_leads_elsewhere(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "run")
+    with lock_run(link) as require_in_place:
+        require_in_place()
+        (tmp_path / "other").mkdir()
+        link.unlink()
+        link.symlink_to(tmp_path / "other")
+        with pytest.raises(CannotSave, match=r"link is no longer the directory in which this run"):
+            require_in_place()
+
+
 def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("text")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -140,6 +140,9 @@ def test_it_starts_from_the_given_coefficient_and_is_not_raised_during_warm_ups(
     start = first_control(settings(l1_coefficient=3e-4, l1_warmup=[0, 50]))
     assert coefficient(start) == pytest.approx(3e-4)
     assert coefficient(first_control(settings())) == pytest.approx(1e-5)
+    for l1_end, lr_end in ((50, 30), (10, 50)):
+        warm_ups = {"l1_warmup": [0, l1_end], "optimizer": {"warmup_steps": lr_end}}
+        assert settings(**warm_ups).sparsity_control_start == 50
     update = compiled(warm_up=50)
     too_many, too_few = arrays([400.0] * LAYERS), arrays([1.0] * LAYERS)
     for step, nnz, compare in (
@@ -164,13 +167,15 @@ def test_a_bound_winds_nothing_up():
     assert coefficient(control) > 2 * LEAST
 
 
-def test_a_trend_is_seen_from_what_was_smoothed_a_quarter_of_a_horizon_before():
+def test_noise_is_smoothed_over_a_twelfth_of_a_horizon_and_a_trend_seen_over_a_quarter():
     control, measured = first_control(settings()), []
     for step in range(200):  # a mean over n steps is n - 1 steps behind what grows evenly
         layers = jnp.full(LAYERS, 100.0 + step)
         control = compiled()(control, layers, layers, step)
         measured.append(float(control.measured[0]))
-    steps = STEPS // 10 // 4
+    horizon = STEPS // 10
+    assert measured[-1] == pytest.approx(100 + step - (horizon // 12 - 1), rel=1e-4)
+    steps = horizon // 4
     assert control.earlier[0] == pytest.approx(measured[-1 - (steps - 1)], rel=1e-4)
 
 

@@ -16,12 +16,15 @@ from flax import nnx
 from tests.errors import relative_error
 from tests.twell_jax.train.small import D_FF, END, L1, VOCAB, draw, settings, trainer_on
 from twell_jax.config import ConfigError
+from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.sparsity_control import update
-from twell_jax.train.state import init_state
+from twell_jax.train.state import init_state, over_micro_batches
 from twell_jax.train.trainer import Trainer, unrolls_layers
+
+REST = "overflow", "union", "listed", "tiles", "lasso"  # of `FFNStats`
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,17 @@ def train(trainer, batches):
             found = {name: value for name, value in vars(metrics).items() if value is not None}
             measured.append(jax.device_get(found))
     return state, measured
+
+
+def test_of_micro_batches_the_largest_needs_count_and_the_mean_of_the_rest():
+    of_two = jnp.array([[1.0, 8.0], [3.0, 4.0]])  # of two layers
+    stats = FFNStats(*[of_two] * 3, fired=of_two > 3, **dict.fromkeys(REST, of_two))
+    found = jax.tree.map(np.ndarray.tolist, jax.device_get(over_micro_batches(stats)))
+    mean, most = [2.0, 6.0], [3.0, 8.0]
+    assert found == FFNStats(
+        mean, mean, most, [False, True], overflow=mean, union=most, listed=most, tiles=[4.0, 12.0],
+        lasso=mean,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.hopper.common import support
 from pallas_kernels.kernels import HOPPER
+from pallas_kernels.quantised import E4M3, Quantised
 from tests.devices import H100
 
 W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
@@ -15,6 +17,7 @@ W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     [
         "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
         "--xla_gpu_graph_enable_concurrent_region=true",
+        "--xla_gpu_graph_enable_concurrent_region",
     ],
 )
 def test_kernels_that_run_at_the_same_time_are_refused(monkeypatch, flag):
@@ -57,3 +60,17 @@ def test_bad_shapes_of_a_gate_are_named(gate, x, w, message):
 def test_bad_dtypes_of_a_gate_are_named(gate, x, w, message):
     with pytest.raises(ValueError, match=message):
         gate(jnp.zeros((4, 128), x), jnp.zeros((128, 128), w))
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "message"),
+    [
+        ((128, 192), (128, 1), "w must have D a multiple of 128"),
+        ((128, 128), (1, 128), r"w.scale must be float32 \[128, 1\] .* got float32 \[1, 128\]"),
+        ((256, 128), (256, 1), r"w.values must be float8_e4m3fn \[128, 128\]"),
+    ],
+)
+def test_bad_shapes_of_8_bits_are_named(values, scale, message):
+    w = Quantised(jnp.zeros(values, E4M3), jnp.zeros(scale, jnp.float32))
+    with pytest.raises(ValueError, match=message):
+        support.check_quantised("w", w, (128, values[1]))

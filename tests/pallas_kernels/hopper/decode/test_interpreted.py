@@ -6,13 +6,24 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from pallas_kernels.hopper.decode import active_counts, token_ffn, token_gate, token_product, votes
+from pallas_kernels.hopper.common.primitives import interpreting
+from pallas_kernels.hopper.decode import (
+    active_counts,
+    active_gates,
+    token_ffn,
+    token_gate,
+    token_product,
+    votes,
+)
 from pallas_kernels.hopper.decode.active_counts import Launch
+from pallas_kernels.hopper.decode.few_tokens import few_tokens_ffn
 from pallas_kernels.hopper.decode.gate import Gate
 from pallas_kernels.hopper.decode.token_ring import Product
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 from tests.errors import ROUNDING, relative_error
+from tests.pallas_kernels.hopper.decode import blocks
 from tests.pallas_kernels.hopper.decode.products import (
     EPS,
     HOPPER,
@@ -43,17 +54,17 @@ def test_products(interpreted, m, k):
     x, scale = normal(m, k).astype(jnp.bfloat16), normal(1, k).astype(jnp.bfloat16)
     stream, layer = stream_of(x, scale[0]), jnp.asarray(LAYER)
     weights = tuple(weight(jnp.bfloat16, 2, k, n) for n in (64, 128))
-    exact = normed(x, scale)
+    exact, bias = normed(x, scale), normal(2, 192).astype(jnp.bfloat16)
     with interpreted():
-        y = token_product.project(stream, weights, layer, k_axis=1, eps=EPS)
+        y = token_product.project(stream, weights, layer, k_axis=1, eps=EPS, bias=bias)
     w = np.concatenate([wide(w[1]) for w in weights], axis=1)
-    assert relative_error(y, exact @ w) < 2 * ROUNDING
+    assert relative_error(y, exact @ w + wide(bias[1])) < 2 * ROUNDING
 
     weights = tuple(weight(jnp.bfloat16, 2, 64, k) for _ in range(2))
     with interpreted():
-        h = token_product.hidden(stream, weights, layer, eps=EPS, rectifier=None)
-    g, up = (exact @ wide(w[1]).T for w in weights)
-    assert relative_error(h, g / (1 + np.exp(-g)) * up) < 3 * ROUNDING
+        h = token_product.hidden(stream, weights, layer, eps=EPS, rectifier=Rectifier(both=True))
+    g, up = (np.maximum(exact @ wide(w[1]).T, 0) for w in weights)
+    assert relative_error(h, g * up) < 3 * ROUNDING
 
     residual, after = normal(m, 64).astype(jnp.bfloat16), normal(2, 64).astype(jnp.bfloat16)
     w = weight(jnp.bfloat16, 2, k, 64)
@@ -124,6 +135,16 @@ def multiply(gate, hidden, x, weights, counts, *, batch):
     gate = Gate(gate) if weights.gate is None else Gate(gate, hidden, l1)
     weights, counts = jax.tree.map(lambda w: w[1:], weights), jax.new_ref(counts[1:])
     return token_ffn.multiply(gate, x, weights, counts, batch=batch)
+
+
+@pytest.mark.parametrize(("tiles", "more", "few"), [(8, 0, True), (8, 1, False), (7, 64, True)])
+def test_as_many_active_gates_as_a_limit_are_few(tiles, more, few):
+    counts = np.full((2, tiles), 64, np.int32)  # of the first of each four tokens
+    counts[1, 0] += more
+    for limits in (dict(most=10**4, most_of_a_token=512), dict(most=1024, most_of_a_token=10**4)):
+        with interpreting(sms=3):
+            found = active_gates.are_few(counts, tiles, None, **limits)
+        assert found == few, limits
 
 
 # One cluster takes tiles of neurons or of columns one after the other; with few tokens it has two
@@ -200,3 +221,17 @@ def test_rows(interpreted, m, batch, h, gated):
     out = Stream(*(a[:batch] for a in out))
     assert relative_error(out.x, expected[:batch]) < ROUNDING
     assert_consistent(out, after[1])
+
+
+@pytest.mark.slow
+def test_a_block_of_few_tokens(interpreted):
+    x, *weights = blocks.draw(3, 128, 128, 0.1, jnp.bfloat16)
+    with interpreted(sms=9, detect_races=False):  # it knows nothing of blocks that wait
+        y, _, l1, fired = few_tokens_ffn(x, Weights(*weights))  # nothing counts, as atomics lack
+    expected, expected_l1 = blocks.dense(x, *weights)
+    assert relative_error(y, expected) < 2 * ROUNDING
+    assert relative_error(l1, expected_l1) < ROUNDING
+    gate = wide(x) @ wide(weights[0]).T
+    assert np.all((gate > 1e-5).any(axis=0) <= fired) and np.all(
+        fired <= (gate > -1e-5).any(axis=0)
+    )

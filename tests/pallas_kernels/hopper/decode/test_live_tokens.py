@@ -1,13 +1,15 @@
 """A number of live neurons in the kernels for few tokens, on memory that held NaN before."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.decode import few_tokens, token_product
+from pallas_kernels.hopper.decode import few_tokens, step, token_product
+from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
@@ -93,7 +95,8 @@ def test_dense_hidden_activation(kernels, act):
 def test_dense_hidden_activation_in_the_interpreter(interpreted, live):
     stream, weights, hidden = draw_hidden(HOPPER, 8, 256, 128, RELU)
     *_, reference = draw_hidden(REFERENCE, 8, 256, 128, RELU)
-    operands = stream, weights, jnp.asarray(LAYER), jnp.asarray([128, live], jnp.int32)
+    of_layers = jnp.asarray([0 if live else 128, live], jnp.int32)  # the other layer's is another
+    operands = stream, weights, jnp.asarray(LAYER), of_layers
     with interpreted():
         out = wide(hidden_of_live(hidden)(*operands))
     expected = wide(hidden_of_live(reference)(*operands))
@@ -126,3 +129,25 @@ def test_lowers_without_a_gpu(lower):
     stream, w = Stream(few, few, shape((8, 128), jnp.float32)), shape((3, *w.shape), bf16)
     hidden = functools.partial(token_product.hidden, eps=EPS, rectifier=RELU)
     assert "token_hidden_dense" in lower(hidden_of_live(hidden), stream, (w, w), one, layers)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_decoding_step_reads_the_numbers_of_live_neurons(lower, is_sparse):
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    w, norms, live = shape(2, 256, 1024), shape(2, 1024), shape(2, dtype=jnp.int32)
+    mlp, qkv = Weights(w, w, w, live), 3 * (shape(2, 1024, 256),)
+    x, cache, one = shape(8, 1024), shape(2, 1, 64, 4, 64), shape(1, dtype=jnp.int32)
+    stream = Stream(x, x, shape(8, 64, dtype=jnp.float32))
+    rope = 2 * (shape(1, 32, dtype=jnp.float32),)
+
+    def decode(stream, layers, k, v, length, padding, rope):
+        caches, options = (jax.new_ref(k), jax.new_ref(v)), dict(heads=4, kv_heads=4, eps=EPS)
+        options |= dict(rectifier=RELU, is_sparse=is_sparse)
+        return step.decode_layers(stream, layers, *caches, length, padding, rope, **options)
+
+    layers = Layers(qkv, None, w, None, mlp, (norms, norms))
+    text = lower(decode, stream, layers, cache, cache, one, one, rope)
+    (read,) = re.findall(r"@main\((.*)\) ->", text)  # which has no operand that is not read
+    assert "tensor<2xi32>" in read

@@ -241,6 +241,11 @@ def number_of_clusters(attended, w, x, scale, inner):
     return launch.clusters_of(first, second)
 
 
+def test_a_cluster_is_behind_those_of_the_first_phase_however_few_fit_at_once():
+    with interpreting(sms=2):
+        assert number_of_clusters(*operands_of_hidden(8, 512, 256, 64)) == 5
+
+
 def test_gate_interpreted(interpreted):
     m, d, h = 8, 256, 192
     operands, counts = operands_of_gate(m, 512, d, h), none_arrived(2, m, h)

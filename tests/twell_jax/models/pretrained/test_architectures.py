@@ -17,6 +17,7 @@ from tests.errors import relative_error
 from tests.twell_jax.models.pretrained import written
 from tests.twell_jax.models.pretrained.written import BAMBOO, FATRELU, MINICPM, MODELS
 from twell_jax.models.pretrained import PretrainedError, from_pretrained
+from twell_jax.models.pretrained import config as pretrained_config
 
 forward = nnx.jit(lambda model, tokens: model(tokens))
 
@@ -49,6 +50,28 @@ def test_what_a_config_must_not_say(tmp_path, config, says):
     with pytest.raises(PretrainedError, match=says) as error:
         from_pretrained(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"head_size": None, "tie_embeddings": False, "norm_eps": 1e-6, "context": 2048}),
+        ("qwen2", {"kv_heads": 32, "attention_bias": True, "context": 32768}),
+        ("qwen3", {"kv_heads": 32, "head_size": 128, "qk_norm": True, "context": 32768}),
+        ("mistral", {"kv_heads": 8, "sliding_window": 4096, "context": 131072}),
+        ("arcee", {"activation": "relu2", "gated": False, "norm_eps": 1e-5, "context": 4096}),
+        ("nemotron", {"activation": "relu2", "rotary_fraction": 0.5, "norm_eps": 1e-5}),
+        ("minicpm", {"tie_embeddings": True, "activation": "relu", "context": 2048}),
+    ],
+)
+def test_what_a_config_leaves_out_is_as_the_classes_of_its_model_have_it(tmp_path, name, expected):
+    needed = "vocab_size", "intermediate_size", "num_hidden_layers"
+    config = {key: written.SHAPE[key] for key in needed} | {"model_type": name}
+    config |= {"hidden_size": 128, "num_attention_heads": 32}
+    config |= MINICPM if name == "minicpm" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, _ = pretrained_config.read(tmp_path, None, None)
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,18 @@ def test_a_quantised_copy_has_the_tensor_that_the_index_means(sharded, tmp_path)
     )
 
 
+def test_a_tied_head_is_quantised_as_the_embedding_whatever_head_there_was(sharded, tmp_path):
+    model, directory, _, _ = sharded
+    place, last = index_of(directory)["weight_map"]["model.embed_tokens.weight"], "model-9"
+    last = f"{last}.safetensors"
+    assert place < last
+    save_file({"lm_head.weight": np.ones((257, 16), np.float32)}, directory / last)
+    put(directory, "lm_head.weight", last)
+    quantisation.quantise_files(directory, tmp_path / "out", ["head"], is_tied=True)
+    model.quantise(["head"])
+    assert_same_parameters(from_pretrained(tmp_path / "out"), model)
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", ".."])
 def test_a_revision_stays_in_the_cache(monkeypatch, name):
     monkeypatch.setattr(hub, "_download", lambda *_, **__: pytest.fail("looked up"))
