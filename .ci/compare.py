@@ -18,7 +18,7 @@ def figures(run_dir: str) -> list[str]:
     nnz = statistics.mean(steps[-1]["nnz"])
     speed = statistics.median(record["tokens_per_second"] for record in steps)
     zeros = 1 - nnz / load_config(run_dir).model.d_ff
-    unions = steps[-1].get("mean_union")  # not in runs of version 0.2
+    unions = steps[-1].get("mean_union")  # not of few tokens, nor in runs of version 0.2
     union = f"{statistics.mean(unions):.1%}" if unions else "unknown"
     return [f"{losses[-1]:.3f}", f"{zeros:.1%}", union, f"{speed:,.0f}"]
 

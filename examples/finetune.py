@@ -43,6 +43,8 @@ def step(model, optimizer, tokens):
     return aux
 
 
+if len(sys.argv) not in (1, 3):
+    sys.exit("usage: python examples/finetune.py [DIRECTORY OUT]")
 source, out = map(Path, sys.argv[1:] or (random_checkpoint(), tempfile.mkdtemp()))
 model = from_pretrained(source, param_dtype="float32")
 tokenizer = pretrained_tokenizer.load(source)

@@ -17,6 +17,8 @@ from twell_jax.analysis.prune import fires_removed, prune_dead
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.run_directory import load_run
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/prune.py RUN_DIR, the directory of a run such as runs/tiny")
 config, tokenizer, model = load_run(sys.argv[1])
 held_out = data.load(config).held_out
 

@@ -37,8 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--shots", type=at_least(0), help="examples in a prompt (default: the task's)"
     )
     parser.add_argument("--limit", type=at_least(1), help="questions of each task (default: all)")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="sequences at a time")
-    parser.add_argument("--implementation", choices=get_args(Implementation), help="of the FFN")
+    parser.add_argument(
+        "--batch", type=at_least(1), default=16, help="sequences at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=get_args(Implementation),
+        help="of the FFN (default: the faster one)",
+    )
     parser.add_argument("--out", type=path, help="write the results as JSON")
     args = parser.parse_args(argv)
     if args.task_path and not args.task_path.is_dir():

@@ -25,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as trained)"
     )
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a file, in 1e9 B")
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        help="size of a file, in 1e9 B (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     if not 0 < args.max_shard_gb < float("inf"):
         parser.error(f"--max-shard-gb: must be a positive number, got {args.max_shard_gb}")

@@ -44,13 +44,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="read special tokens that are written in a prompt, such as <|im_start|>, as tokens, "
         "and add none: for prompts in the format of a chat",
     )
-    parser.add_argument("--max-tokens", type=at_least(0), default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    parser.add_argument("--top-k", type=at_least(1), help="sample among the k most likely tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling")
-    parser.add_argument("--min-p", type=float, default=0.0, help="relative to the most likely")
-    parser.add_argument("--seed", type=at_least(0), default=0)
-    parser.add_argument("--implementation", choices=get_args(Implementation), help="of the FFN")
+    parser.add_argument(
+        "--max-tokens",
+        type=at_least(0),
+        default=200,
+        help="new tokens at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", type=at_least(1), help="sample among the k most likely tokens (default: all)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, none)"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="relative to the most likely (default: %(default)s, none)",
+    )
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, help="of the samples (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=get_args(Implementation),
+        help="of the FFN (default: the faster one)",
+    )
     args = parser.parse_args(argv)
     try:
         with interrupt.at_once():

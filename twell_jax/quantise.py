@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("directory", help=arguments.DIRECTORY)
     parser.add_argument("out", type=arguments.path, help="where to write; new or empty")
     parser.add_argument(
-        "--quantise", choices=COVERED, default="fp8", help="what becomes 8-bit floats (%(default)s)"
+        "--quantise",
+        choices=COVERED,
+        default="fp8",
+        help="what becomes 8-bit floats (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     try:

@@ -106,3 +106,9 @@ def test_every_example_is_tested():
     source = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):
         assert f'"{example.stem}"' in source
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("prune", []), ("finetune", ["one"])])
+def test_wrong_arguments_are_one_line_that_says_the_right_ones(run, name, arguments):
+    with pytest.raises(SystemExit, match=rf"^usage: python examples/{name}.py .*DIR"):
+        run(name, *arguments)

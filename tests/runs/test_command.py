@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import jax
 import numpy as np
 import pytest
+import yaml
 from flax import nnx
 
 from tests.commands import call
@@ -63,9 +64,10 @@ def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, m
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so(workspace, uninterrupted):
+@pytest.mark.parametrize("named", ["config.yaml", "run"])
+def test_a_finished_run_says_so(workspace, uninterrupted, named):
     before = final_state(workspace / "run"), records(workspace / "run")
-    process = train(workspace / "config.yaml")
+    process = train(workspace / named)
     assert process.returncode == 0
     assert process.stdout.startswith(f"finished {workspace / 'run'} at step {STEPS}")
     assert "held-out CE" in process.stdout
@@ -167,6 +169,28 @@ def test_an_unknown_configuration_is_one_line_that_names_those_there_are():
         "error: tyni: cannot be read (no such file); the shipped configurations are "
         "0p5b, 1b, 1p5b, 2b, sparsify, tiny\n"
     )
+
+
+def test_without_a_configuration_the_shipped_ones_are_named():
+    for arguments in ([], ["lr=1"]):
+        process = train(*arguments)
+        assert process.returncode == 2
+        assert "no configuration is named; shipped are 0p5b, 1b, 1p5b, 2b, " in process.stderr
+
+
+def test_the_directory_of_a_run_names_its_configuration(tmp_path):
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    refused = train(moved)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"error: {moved}: a directory without a run (config.yaml); ")
+    assert refused.stderr.count("\n") == 1
+    expected = config.load("tiny", [f"run_dir={moved}", "steps=7"])
+    written = expected.model_dump(mode="json") | {"run_dir": "where it was"}
+    written["model"]["ffn_gradient_capacity"] = 0.5  # of version 0.2
+    (moved / "config.yaml").write_text(yaml.safe_dump(written))
+    shown = train(moved, "--print-config", "steps=8")
+    assert shown.stdout == config.to_yaml(expected.model_copy(update={"steps": 8}))
 
 
 def test_a_wrong_key_is_one_line(workspace):

@@ -49,7 +49,7 @@ def test_lines_records_and_plots_show_target_and_coefficient(run):
     assert "L1 multiplier" in text
     with figures.seen() as drawn:
         assert call("-m", "twell_jax.plot", directory).returncode == 0
-    _, nnz, coefficient, _ = drawn[0].axes
+    _, nnz, *_, coefficient, _ = drawn[0].axes
     assert f"target {TARGET} non-zeros" in drawn[0].get_suptitle()
     assert f"target {TARGET}" in [text.get_text() for text in nnz.get_legend().get_texts()]
     curve = coefficient.get_lines()[0].get_ydata()
@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(run, workspace, monkeypa
     with as_in_a_new_process(), monkeypatch.context() as patch:
         patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 77))
         path, *changes = map(str, settings(workspace, directory))
-        loop.train(config.load(path, changes))
+        loop.train(config.load(path, changes), require_in_place=lambda: None)
     assert len([line for line in records(directory) if "ce" in line]) == 77
     assert call("train.py", *settings(workspace, directory)).returncode == 0
     assert records(directory) == records(run[0])

@@ -34,7 +34,7 @@ from twell_jax.models import sharding
         ("data.paths=[1]", "data.paths.0", "string"),
         ("l1_warmup=[1]", "l1_warmup.1", "required"),
         ("l1_warmup=3", "l1_warmup", "valid list, got 3"),
-        ("data.paths=a.txt", "data.paths", "valid list, got 'a.txt'"),
+        ("data.paths=a.txt", "data.paths", "source=stdlib does not use it"),
         # values outside of what is allowed
         ("steps=0", "steps", "greater than 0"),
         ("optimizer.b2=1", "optimizer.b2", "less than 1"),

@@ -11,7 +11,7 @@ import yaml
 from tests.commands import ROOT
 from tests.twell_jax.configs import CONFIGS
 from twell_jax import config
-from twell_jax.config import ConfigError
+from twell_jax.config import ConfigError, loading
 from twell_jax.train import utf8
 
 SHIPPED = CONFIGS / "0p5b.yaml"  # its source is a Hugging Face dataset
@@ -258,6 +258,8 @@ def test_counts_that_no_device_can_hold_are_refused(path, override, says):
         (["skip_dead_every=5", "model.ffn_implementation=xla"],
          "skip_dead_every: gains nothing with model.ffn_implementation=xla"),
         (["optimizer.lr=3"], "optimizer.lr: 3 is far from what is usual, 1e-08 to 1"),
+        (["data.tokenizer=bpe"],
+         "model.vocab_size: 257 is hardly more than the 257 of data.tokenizer=byte"),
         (["optimizer.eps=1"], "optimizer.eps: 1 is far"),
         (["optimizer.clip_norm=1e-9"], "optimizer.clip_norm: 1e-09 is far"),
         (["model.init_scale=20"], "model.init_scale: 20 is far"),
@@ -271,7 +273,32 @@ def test_what_can_hardly_be_meant_is_a_warning(path, caplog, overrides, says):
     assert record.getMessage().startswith(says)
 
 
+def test_the_last_name_of_a_key_is_enough_where_no_other_has_it(path):
+    short = config.load(path, ["lr=1e-3", "d_ff=96", "source=files", "paths=a.txt", "steps=7"])
+    whole = ["optimizer.lr=1e-3", "model.d_ff=96", "data.source=files", "data.paths=[a.txt]"]
+    assert short == config.load(path, [*whole, "steps=7"])
+    path.write_text(path.read_text() + "lr: 1.0e-3\n")
+    with pytest.raises(ConfigError, match=r"^lr: unknown key; did you mean optimizer\.lr\?"):
+        config.load(path)
+
+
+def test_no_two_keys_with_one_last_name_are_taken_for_each_other(path, monkeypatch):
+    monkeypatch.setattr(loading, "_keys", lambda: {"model.lr": float, "optimizer.lr": float})
+    with pytest.raises(ConfigError, match=r"did you mean model\.lr or optimizer\.lr\?"):
+        config.load(path, ["lr=1"])
+
+
+@pytest.mark.parametrize("one", ["one.txt", "corpus/*.txt", "*.txt", "a: b.txt", "7"])
+def test_one_path_need_not_be_a_list(path, one):
+    loaded = config.load(path, ["data.source=files", f"data.paths={one}"])
+    assert loaded.data.paths == (one,)
+    in_file = yaml.safe_load(path.read_text()) | {"data": {"source": "files", "paths": one}}
+    path.write_text(yaml.safe_dump(in_file))
+    assert config.load(path).data.paths == (one,)
+
+
 def test_usual_settings_are_not_doubted(path, caplog):
+    config.load(path, ["data.tokenizer=bpe", "model.vocab_size=512"])
     for file in (path, *CONFIGS.glob("*.yaml")):
         config.load(file)
     config.load(path, ["optimizer.warmup_steps=99", "l1_coefficient=1", "l1_warmup=[0, 99]"])

@@ -6,7 +6,7 @@ what is allowed.
 """
 
 from twell_jax.config.data import DataConfig
-from twell_jax.config.loading import describe, from_dict, load, read, to_yaml
+from twell_jax.config.loading import describe, from_dict, load, read, shipped, to_yaml
 from twell_jax.config.model import ModelConfig, RopeScaling
 from twell_jax.config.section import ConfigError
 from twell_jax.config.sections import Config, MeshConfig, OptimizerConfig
@@ -23,5 +23,6 @@ __all__ = [
     "from_dict",
     "load",
     "read",
+    "shipped",
     "to_yaml",
 ]

@@ -1,8 +1,8 @@
 """The section `data` of a training configuration: each key is declared here, with its meaning."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from twell_jax.config.section import Section
 
@@ -23,7 +23,9 @@ class DataConfig(Section):
         description="the running Python's standard library; text or JSONL files; a Hugging Face "
         "dataset (streamed); token shards (.npy of uint16/uint32)",
     )
-    paths: tuple[str, ...] = Field((), description="files or globs (source files and tokens)")
+    paths: tuple[str, ...] = Field(
+        (), description="files or globs (source files and tokens); [a, b] or a single one"
+    )
     held_out_paths: tuple[str, ...] = Field(
         (), description="held-out token shards (source tokens); without: the tail of `paths`"
     )
@@ -52,6 +54,11 @@ class DataConfig(Section):
         False, description="no attention across documents of a packed sequence"
     )
     cache_dir: str = Field(".cache/tokens", description="where tokenised corpora are kept")
+
+    @field_validator("paths", "held_out_paths", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

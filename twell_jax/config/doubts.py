@@ -15,6 +15,8 @@ _USUAL = {
     "model.norm_eps": (1e-20, 1e-1),
 }
 
+_FEWEST_OF_BPE = 512  # 256 for bytes, the end of the text, and as many for what is merged
+
 
 def doubts(config: Config) -> Iterator[str]:
     """Yields a line for each setting that has no effect, or is outside of any usual range."""
@@ -57,6 +59,12 @@ def doubts(config: Config) -> Iterator[str]:
         yield (
             "skip_dead_every: gains nothing with model.ffn_implementation=xla, which computes all "
             "neurons; leave it out, and kernels serve where they can"
+        )
+    if config.data.tokenizer == "bpe" and config.model.vocab_size < _FEWEST_OF_BPE:
+        yield (
+            f"model.vocab_size: {config.model.vocab_size} is hardly more than the 257 of "
+            "data.tokenizer=byte, so a bpe would write nearly every byte as a token of its own; "
+            "write 4096 or more"
         )
     if config.l1_coefficient and config.model.activation == "silu":
         yield (

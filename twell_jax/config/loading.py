@@ -1,9 +1,10 @@
 """Reads a YAML file and overrides from the command line into a checked `Config`, and writes it."""
 
 import difflib
+import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,8 +43,10 @@ def load(
     Args:
       name: a YAML file or, where there is no such file, the name of a shipped configuration:
         "tiny", "tiny.yaml" or "configs/tiny.yaml".
-      overrides: later ones win. A value is text as it is where the key holds text, and YAML where
-        it holds anything else; nothing, "~" and "null" mean null.
+      overrides: later ones win. A key may be its last name alone, if no other key has it: "lr" is
+        "optimizer.lr". A value is text as it is where the key holds text, or several texts of which
+        this is the only one, and YAML where it holds anything else; nothing, "~" and "null" mean
+        null.
       complete: called with the tree of values, not checked yet; returns the one to check.
 
     Raises:
@@ -95,17 +98,21 @@ def describe() -> str:
     return "\n".join(_describe(Config, prefix=""))
 
 
+def shipped() -> dict[str, Path]:
+    """The files of the shipped configurations, by their names."""
+    return {file.stem: file for file in sorted(_SHIPPED.glob("*.yaml"))}
+
+
 def _find(path: Path) -> Path:
     if path.is_file():
         return path
-    shipped = {file.stem: file for file in sorted(_SHIPPED.glob("*.yaml"))}
-    for name, file in shipped.items():
+    for name, file in shipped().items():
         if path in (Path(name), Path(file.name), Path("configs", file.name)):
             return file
     if not path.exists():
         raise ConfigError(
             f"{path}: cannot be read (no such file); the shipped configurations are "
-            f"{', '.join(shipped)}"
+            f"{', '.join(shipped())}"
         )
     return path
 
@@ -179,18 +186,33 @@ def _parse(override: str) -> tuple[list[str], Any]:
     if not (key and equals):
         raise ConfigError(f"{override!r}: an override is written key=value, such as steps=100")
     keys = key.split(".")
-    if _holds_text(keys):
+    if key not in Config.model_fields and len(found := _ending_in(key)) == 1:
+        keys = found[0].split(".")
+    kind = _keys().get(".".join(keys))
+    if kind in (str, str | None):
         return keys, None if value in _NULLS else value
+    if kind == tuple[str, ...] and value not in _NULLS and not value.startswith("["):
+        return keys, [value]
     return keys, _yaml(value, key)
 
 
-def _holds_text(keys: Sequence[str]) -> bool:
-    section: type[Section] | None = Config
-    for name in keys[:-1]:
-        field = section.model_fields.get(name) if section else None
-        section = _section_of(field.annotation) if field else None
-    field = section.model_fields.get(keys[-1]) if section else None
-    return field is not None and field.annotation in (str, str | None)
+@functools.cache
+def _keys() -> dict[str, Any]:
+    """What every key holds, by its whole name."""
+
+    def of(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, field in section.model_fields.items():
+            if inner := _section_of(field.annotation):
+                yield from of(inner, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", field.annotation
+
+    return dict(of(Config, ""))
+
+
+def _ending_in(name: str) -> list[str]:
+    """The whole names of the keys with this last name."""
+    return [key for key in _keys() if key.rpartition(".")[2] == name]
 
 
 def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -209,8 +231,9 @@ def _one_line(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         section = _section(error["loc"][:-1])
         allowed = list(section.model_fields) if section else []
-        close = difflib.get_close_matches(str(error["loc"][-1]), allowed, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        name = str(error["loc"][-1])
+        close = _ending_in(name) or difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
         return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
     if error["type"] == "missing":
         return f"{key}: required, but not given"

@@ -144,7 +144,8 @@ class Config(Section):
         0,
         ge=0,
         description="steps after which the run plans anew which layers compute sparse gradients, "
-        "and orders their neurons, from what they measured (on Hopper GPUs); 0: never, "
+        "and orders their neurons, from what they measured (on Hopper GPUs; elsewhere all "
+        "gradients are dense); 0: never, "
         "model.ffn_gradients holds for all layers",
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")

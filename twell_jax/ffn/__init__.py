@@ -4,9 +4,10 @@ from pallas_kernels.quantised import Quantised, quantise
 from pallas_kernels.rectifiers import Rectifier
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
-from twell_jax.ffn.api import explain, sparse_ffn
+from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.capture import ModelStats, SownStats, capture_stats, collect_stats
 from twell_jax.ffn.dispatch import CannotServe
+from twell_jax.ffn.explained import explain
 from twell_jax.ffn.formats import TileUnions, TwELL, pack, pack_unions, unpack
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.module import BY_NEURON, LiveWidth, SparseMLP

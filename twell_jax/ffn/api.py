@@ -10,7 +10,6 @@ so that y = sum_n h_n * w_down[n]. `xla.ffn` is the definition that all other im
 tested against; `dispatch` chooses which one serves a call.
 """
 
-import inspect
 import os
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +22,16 @@ from jax.typing import ArrayLike
 from pallas_kernels.device import current
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.weights import Weights
-from twell_jax.ffn import activations, arguments, dispatch, measured, mosaic, partition, xla
+from twell_jax.ffn import (
+    activations,
+    arguments,
+    dispatch,
+    measured,
+    mosaic,
+    partition,
+    remedies,
+    xla,
+)  # fmt: skip
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import Case, Implementation, LayerGradients, Packing, Request
 from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
@@ -77,7 +85,9 @@ def sparse_ffn(
         dense twin, which no kernel serves.
       implementation: "xla" (dense, on any device) or "mosaic" (Pallas kernels, on Hopper GPUs).
         None takes what the environment variable TWELL_JAX_IMPLEMENTATION names. If it is not set,
-        None takes the kernels where they are known to be faster; `explain` says why.
+        None takes the kernels where they are known to be faster; `explain` says why. If only the
+        dtype, the widths or biases keep the kernels of a Hopper GPU from it, a warning says so
+        once.
       packing: the packed format of the gate, "twell" or "unions"; it matters for more than 64
         tokens. None takes unions from 1024 tokens on (2048 if D is at most 1024), and dense kernels
         for fewer.
@@ -122,7 +132,7 @@ def sparse_ffn(
       >>> y.shape, int(stats.max_nnz)
       ((4, 8), 32)
     """
-    call: _Call = _checked(
+    call: Call = checked(
         x, w_gate, w_up, w_down, biases, live, activation, implementation, packing, gradients,
         windows, residual,
     )  # fmt: skip
@@ -137,8 +147,10 @@ def sparse_ffn(
         windows: Windows | None,
     ) -> tuple[jax.Array, FFNStats]:
         x, residual = tokens
-        algorithm = _select(call).rule.algorithm
+        selection = select(call)
+        algorithm = selection.rule.algorithm
         if algorithm == "dense":
+            remedies.warn(selection.case, request, x.dtype)
             return xla.ffn(
                 x, weights, biases, activation=activation, windows=windows, residual=residual
             )
@@ -160,30 +172,7 @@ def sparse_ffn(
     return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
 
 
-@refuses_old_names(*ALL_OLD_NAMES)
-def explain(*operands: Any, **options: Any) -> str:
-    """Says which rule serves a call of `sparse_ffn`, and why the rules before it do not.
-
-    Args:
-      *operands: those of `sparse_ffn`; `jax.ShapeDtypeStruct`s suffice.
-      **options: those of `sparse_ffn`.
-
-    Raises:
-      TypeError, ValueError, CannotServe: as `sparse_ffn` does.
-
-    Example:
-      >>> x, w = (jax.ShapeDtypeStruct((n, 128), jnp.bfloat16) for n in (100, 512))
-      >>> print(explain(x, w, w, w, implementation="xla").splitlines()[0])
-      100 tokens on a device, 512 neurons, gated:
-    """
-    given = inspect.signature(sparse_ffn).bind(*operands, **options)
-    given.apply_defaults()
-    call: _Call = _checked(**given.arguments)
-    partition.check_shardings(call.weights, call.biases, call.windows)
-    return str(_select(call))
-
-
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The arguments of `sparse_ffn`, checked; `weights.live` is as it was given."""
 
     x: jax.Array
@@ -195,10 +184,15 @@ class _Call(NamedTuple):
     request: Request
 
 
-def _checked(
-    x, w_gate, w_up, w_down, biases, live, activation, implementation, packing, gradients,
-    windows, residual,
-):  # fmt: skip
+def checked(
+    x: Any, w_gate: Any, w_up: Any, w_down: Any, biases: Any, live: Any, activation: Any,
+    implementation: Any, packing: Any, gradients: Any, windows: Any, residual: Any,
+) -> Call:  # fmt: skip
+    """The `Call` of these arguments of `sparse_ffn`.
+
+    Raises:
+      ValueError: as `sparse_ffn` does.
+    """
     request = _request(implementation, packing, gradients)
     x, residual = _array(x), _array(residual)
     weights = Weights(_array(w_gate), _array(w_up), _array(w_down), live)
@@ -211,7 +205,7 @@ def _checked(
     arguments.check_live(live, len(weights.down))
     arguments.check_windows(windows, x)
     arguments.check_activation(activation, weights.gate is not None)
-    return _Call(x, weights, biases, residual, activation, windows, request)
+    return Call(x, weights, biases, residual, activation, windows, request)
 
 
 def _request(implementation: Any, packing: Any, gradients: Any) -> Request:
@@ -237,7 +231,7 @@ def _array(operand: Any) -> Any:
     return jnp.asarray(operand)
 
 
-def _select(call: _Call) -> Selection:
+def select(call: Call) -> Selection:
     """The rule for a call, where the current mesh is the one that kernels would see."""
     x, weights, windows = call.x, call.weights, call.windows
     kernels, no_back_end = dispatch.back_end(_like_down(call))
@@ -268,6 +262,6 @@ def _measured(case: Case, dtype: Any) -> Measured | None:
     return measured.of(current().device_kind, block)
 
 
-def _like_down(call: _Call) -> jax.ShapeDtypeStruct:
+def _like_down(call: Call) -> jax.ShapeDtypeStruct:
     """The shape of w_down in the dtype of x, also where it is `Quantised`."""
     return jax.ShapeDtypeStruct(call.weights.down.shape, call.x.dtype)

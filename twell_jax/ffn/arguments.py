@@ -173,6 +173,12 @@ def check_operands(x: Any, weights: Any, biases: Any, residual: Any) -> None:
         if w is None:
             raise ValueError(f"{name} is required, got None")
     d, w_down = x.shape[-1], weights.down
+    shapes = [w.shape for w in (weights.gate, weights.up, w_down) if w is not None]
+    if len(set(shapes)) == 1 and w_down.ndim == 2 and w_down.shape[1] != d:
+        raise ValueError(
+            f"x must be [..., {w_down.shape[1]}] (weights are [H, D], neuron-major, here "
+            f"{list(w_down.shape)}), got {list(x.shape)}"
+        )
     if w_down.ndim != 2 or w_down.shape[1] != d:
         raise ValueError(
             f"w_down must be [H, {d}] (neuron-major: D={d} by x), got {list(w_down.shape)}"

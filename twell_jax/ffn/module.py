@@ -1,6 +1,6 @@
 """`SparseMLP`: the sparse feed-forward block as a Flax NNX module."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -175,35 +175,65 @@ class SparseMLP(nnx.Module):
         Raises:
           TypeError, ValueError, CannotServe: see `sparse_ffn`.
         """
-        if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
-            # Here, as on the device 64 bits would become 32 before they become floats.
-            x = x.astype(self.dtype or self.w_up[...].dtype)
-        x = jnp.asarray(x)
-        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-        dtype = self.dtype or (x if is_inexact else self.w_up[...]).dtype
-
-        def cast(param):
-            value = None if param is None else param[...]
-            return value if value is None or isinstance(value, Quantised) else value.astype(dtype)
-
         y, stats = sparse_ffn(
-            x.astype(dtype),
-            cast(self.w_gate),
-            cast(self.w_up),
-            cast(self.w_down),
-            biases=Biases(cast(self.b_gate), cast(self.b_up), cast(self.b_down)),
-            live=None if self.live is None else self.live[...],
-            activation=self.activation,
-            implementation=self.implementation,
-            packing=self.packing,
-            gradients=self.gradients if gradients is None else gradients,
-            windows=windows,
-            residual=residual,
+            **self.operands(x, gradients=gradients, windows=windows, residual=residual)
         )
         self.sow(SownStats, "stats", stats, capture_noop=True)
         if self.stats is not None:
             self.stats.set_value(stats)
         return (y, stats) if return_stats else y
+
+    def operands(
+        self,
+        x: ArrayLike | jax.ShapeDtypeStruct,
+        *,
+        gradients: LayerGradients = None,
+        windows: Windows | None = None,
+        residual: ArrayLike | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of the `sparse_ffn` that a call of the module is, by their names.
+
+        Args: as of the call; x and the parameters may be `jax.ShapeDtypeStruct`s.
+        """
+        if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+            # Here, as on the device 64 bits would become 32 before they become floats.
+            x = x.astype(self.dtype or self.w_up[...].dtype)
+        x = x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        dtype = self.dtype or (x if is_inexact else _value(self.w_up)).dtype
+
+        def cast(param):
+            value = _value(param)
+            is_exact = value is None or isinstance(value, Quantised)
+            return value if is_exact else _in_dtype(value, dtype)
+
+        return {
+            "x": _in_dtype(x, dtype),
+            "w_gate": cast(self.w_gate),
+            "w_up": cast(self.w_up),
+            "w_down": cast(self.w_down),
+            "biases": Biases(cast(self.b_gate), cast(self.b_up), cast(self.b_down)),
+            "live": _value(self.live),
+            "activation": self.activation,
+            "implementation": self.implementation,
+            "packing": self.packing,
+            "gradients": self.gradients if gradients is None else gradients,
+            "windows": windows,
+            "residual": residual,
+        }
+
+
+def _value(param: Any) -> Any:
+    """The array of a parameter, its shape and dtype if it has only these, or its `Quantised`."""
+    if param is None:
+        return None
+    return param.get_value() if isinstance(param, nnx.Variable) else param[...]
+
+
+def _in_dtype(array: Any, dtype: DTypeLike) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(dtype=jnp.dtype(dtype))
+    return array.astype(dtype)
 
 
 def _check_size(name: str, size: int) -> None:

@@ -3,18 +3,22 @@
     python train.py configs/tiny.yaml [key=value ...]       in a clone
     python -m twell_jax.train tiny [key=value ...]          wherever the package is installed
 
-CONFIG is a YAML file or the name of a shipped configuration. Everything is kept in the
-configuration's `run_dir`. The same command continues an interrupted run from its last checkpoint,
-with exactly the result of an uninterrupted one. Ctrl-C and SIGTERM save and stop, with status 0; a
-second Ctrl-C, or one before the first step, stops at once, with status 130. On several hosts the
-command is started on each; they need a `run_dir` that all can write to.
+CONFIG is a YAML file, the name of a shipped configuration, or the directory of a run, which is then
+continued. Everything is kept in the configuration's `run_dir`. The same command continues an
+interrupted run from its last checkpoint, with exactly the result of an uninterrupted one. Ctrl-C
+and SIGTERM save and stop, with status 0; a second Ctrl-C, or one before the first step, stops at
+once, with status 130. On several hosts the command is started on each; they need a `run_dir` that
+all can write to.
 """
 
 import argparse
 import contextlib
 import logging
+import os
 import traceback
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -26,7 +30,7 @@ from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.init_from import filled
 from twell_jax.train.loop import train
 from twell_jax.train.metrics import NonFiniteLoss
-from twell_jax.train.run_directory import AnotherRun, lock_run
+from twell_jax.train.run_directory import AnotherRun, RunPaths, in_todays_terms, lock_run
 
 CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
 
@@ -43,7 +47,8 @@ def _run(args: argparse.Namespace) -> None:
     logging.getLogger("twell_jax").setLevel(logging.INFO)
     try:
         training = not args.print_config and args.dry_run is None
-        config = config_lib.load(args.config, args.overrides, partial(filled, training=training))
+        source, overrides = _source(args)
+        config = config_lib.load(source, overrides, partial(_completed, training=training))
         if args.print_config:
             print(config_lib.to_yaml(config), end="")
         elif args.dry_run is not None:
@@ -69,6 +74,28 @@ def _run(args: argparse.Namespace) -> None:
         )
 
 
+def _source(args: argparse.Namespace) -> tuple[str | Path, list[str]]:
+    """The file or name that the configuration is read from, and its overrides.
+
+    Raises:
+      ConfigError: a directory is named that holds no run.
+    """
+    directory = Path(os.path.expanduser(args.config))
+    if not directory.is_dir():
+        return args.config, args.overrides
+    if not RunPaths(directory).config.is_file():
+        raise ConfigError(
+            f"{args.config}: a directory without a run (config.yaml); name a YAML file, or one of "
+            f"the shipped configurations {', '.join(config_lib.shipped())}"
+        )
+    # Where it is now: it may have been moved.
+    return RunPaths(directory).config, [f"run_dir={args.config}", *args.overrides]
+
+
+def _completed(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
+    return filled(in_todays_terms(tree), training=training)
+
+
 def parse_arguments(prog: str | None = None) -> argparse.Namespace:
     """The command line: config, overrides, print_config and dry_run."""
     parser = argparse.ArgumentParser(
@@ -77,7 +104,11 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
         epilog=f"configuration keys:\n{config_lib.describe()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file or shipped name, such as configs/tiny.yaml")
+    parser.add_argument(
+        "config",
+        nargs="?",
+        help="YAML file, shipped name such as configs/tiny.yaml, or directory of a run",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.d_model=256")
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and exit"
@@ -88,4 +119,10 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
         metavar="DEVICES",
         help="compile a step for so many devices on the CPU and print its memory; nothing is run",
     )
-    return parser.parse_intermixed_args()  # overrides may follow the options
+    args = parser.parse_intermixed_args()  # overrides may follow the options
+    if args.config is None or "=" in args.config:
+        parser.error(
+            f"no configuration is named; shipped are {', '.join(config_lib.shipped())}, such as "
+            f"{parser.prog} tiny; the directory of a run continues it"
+        )
+    return args

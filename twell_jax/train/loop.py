@@ -1,5 +1,6 @@
 """A training run from its first step, or its last checkpoint, to its end."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from twell_jax import data
 from twell_jax.config import Config
 from twell_jax.data import Data
+from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
 from twell_jax.train import distributed, metrics, profile, sample
 from twell_jax.train.checkpoint import Checkpoints
@@ -20,12 +22,20 @@ from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
 from twell_jax.train.neurons import is_full_width
-from twell_jax.train.optimizer import l1_coefficient
+from twell_jax.train.optimizer import l1_coefficient, moved_learning_rate
 from twell_jax.train.progress import Progress, patient_console, redraw, show_result
-from twell_jax.train.run_directory import AnotherRun, RunPaths, open_checkpoints, open_run
+from twell_jax.train.run_directory import (
+    AnotherRun,
+    RunPaths,
+    open_checkpoints,
+    open_run,
+    started_with,
+)
 from twell_jax.train.sample import Sample
 from twell_jax.train.state import TrainState
-from twell_jax.train.trainer import Trainer
+from twell_jax.train.trainer import ModelGradients, Trainer
+
+log = logging.getLogger(__name__)
 
 type Measured = tuple[jax.Array | np.ndarray, ...]
 
@@ -45,6 +55,7 @@ class Run:
         tokenizer is not known.
       console: where it prints; silent in all processes but the first.
       require_in_place: raises `CannotSave` if its directory is no longer where it was.
+      before: its settings when it was last started; None if it begins.
     """
 
     config: Config
@@ -56,6 +67,7 @@ class Run:
     write_sample: Callable[[nnx.State], Sample] | None
     console: Console
     require_in_place: Callable[[], None]
+    before: Config | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
       AnotherRun: `run_dir` holds a run with other settings or text.
       CannotSave: a checkpoint cannot be written, or the directory was moved; the checkpoints before
         are whole.
-      CannotServe: the config asks for an implementation or gradients that this machine lacks.
+      CannotServe: the config asks for an implementation that this machine lacks.
       CheckpointError: there are checkpoints, but none is whole.
       ConfigError: the data, the directory or the number of devices does not fit the config.
       NonFiniteLoss: the loss or its gradient became inf or NaN.
@@ -114,12 +126,13 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
             f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
             highlight=False,
         )
+    before = started_with(config.run_dir)
     paths = open_run(config)
     with distributed.stop_request() as stop_requested:
         corpus = data.load(config, tokenizer_of(config), process_index=index, process_count=count)
         mesh = sharding.make_mesh(config.mesh.shape(jax.device_count()))
         jax.set_mesh(mesh)
-        trainer = Trainer(config, corpus.tokenizer.eot_id, mesh)
+        config, trainer = with_gradients_served(config, corpus.tokenizer.eot_id, mesh)
         batches = iter(corpus.train)
         require_in_place()  # the data may have taken hours
         with open_checkpoints(paths, config) as checkpoints:
@@ -133,6 +146,7 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
                 write_sample=sample.writer(config, corpus, trainer.abstract_state.params, mesh),
                 console=console,
                 require_in_place=require_in_place,
+                before=before,
             )
             step = _take_steps(run, stop_requested)
             batches.close()
@@ -151,7 +165,7 @@ def start(run: Run) -> Standing:
 
     Raises:
       AnotherRun: the training text differs from that of the checkpoint.
-      CannotServe: the config asks for sparse gradients, and they cannot be computed here.
+      CannotServe: see `first_plan`.
       CheckpointError: there are checkpoints, but none is whole.
       ConfigError: what `init_from` names does not fit.
     """
@@ -175,21 +189,61 @@ def start(run: Run) -> Standing:
         measured = tuple(map(np.array, position["choose_from"])) or None
     done = "finished" if finished else "continuing"
     run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
+    if moved := run.before and moved_learning_rate(run.before, run.config, int(state.step)):
+        run.console.out(moved, highlight=False)
     return Standing(int(state.step), state, plan, measured)
 
 
 def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
-    """The plan that a run begins with; None if it does not plan its gradients.
+    """The plan that a run begins with; None if it does not plan its gradients, or cannot.
+
+    It warns if sparse gradients cannot be computed here, such as without a GPU.
 
     Raises:
-      CannotServe: sparse gradients cannot be computed here.
+      CannotServe: they cannot, and the config asks for kernels.
     """
     if not config.sparse_gradients_every:
         return None
     plan = GradientPlan.dense(config.model.layers)
-    step = trainer.step_with(plan.all_sparse.ffn_gradients)
-    jax.eval_shape(step, trainer.abstract_state, trainer.abstract_batch, 0.0)
-    return plan
+    gradients = plan.all_sparse.ffn_gradients
+    is_served = _is_served("sparse_gradients_every", config, trainer, gradients)
+    return plan if is_served else None
+
+
+def with_gradients_served(
+    config: Config, document_end: int, mesh: jax.sharding.Mesh
+) -> tuple[Config, Trainer]:
+    """The settings of a run on this machine, and their `Trainer`.
+
+    It warns if `model.ffn_gradients` asks for sparse gradients that cannot be computed here; they
+    are then dense.
+
+    Raises:
+      CannotServe: they cannot, and the config asks for kernels.
+    """
+    trainer, asked = Trainer(config, document_end, mesh), config.model.ffn_gradients
+    if asked in (None, "dense") or _is_served("model.ffn_gradients", config, trainer, None):
+        return config, trainer
+    model = config.model.model_copy(update={"ffn_gradients": None})
+    config = config.model_copy(update={"model": model})
+    return config, Trainer(config, document_end, mesh)
+
+
+def _is_served(
+    key: str, config: Config, trainer: Trainer, gradients: ModelGradients | None
+) -> bool:
+    """Whether a step with these gradients, for which `key` asks, can be computed here; warns if
+    not."""
+    step = trainer.step_with(gradients)
+    try:
+        jax.eval_shape(step, trainer.abstract_state, trainer.abstract_batch, 0.0)
+    except CannotServe as error:
+        if config.model.ffn_implementation == "mosaic":
+            raise
+        if jax.process_index() == 0:
+            log.warning("%s: %s; here all gradients are dense", key, error.why)
+        return False
+    return True
 
 
 def _first_state(run: Run) -> TrainState:

@@ -29,6 +29,25 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, plateau, decay], [config.warmup_steps, start])
 
 
+def moved_learning_rate(before: Config, now: Config, step: int) -> str | None:
+    """In a line from what to what the learning rate moves where a run goes on with other `steps`.
+
+    Args:
+      before, now: its settings before and after.
+      step: number of steps taken.
+
+    Returns:
+      The line; None if the learning rate stays.
+    """
+    old, new = (float(learning_rate(run.optimizer, run.steps)(step)) for run in (before, now))
+    if old == new or step >= now.steps:
+        return None
+    return (
+        f"steps: {before.steps} -> {now.steps}, so by its schedule the learning rate at step "
+        f"{step} moves from {old:.3g} to {new:.3g}"
+    )
+
+
 def l1_coefficient(config: Config, step: int) -> float:
     """The L1 coefficient: 0 until step `l1_warmup[0]`, then rising until step `l1_warmup[1]`.
 

@@ -27,7 +27,7 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
     layer).
 
     A run with a target has one more panel in `training.png`, with the L1 coefficient. Steps of
-    version 0.2 have no U.
+    fewer than 256 tokens on a device, and of version 0.2, have no U.
     The run may be going on: what its `metrics.jsonl` holds so far is drawn.
 
     Args:

@@ -97,7 +97,7 @@ class Progress:
     def show(self, record: dict[str, Any], logged: bool) -> None:
         """Shows the record of a step; without a live bar, prints a line if it is logged."""
         nnz = f"nnz {_mean(record['nnz']):.1f}"
-        union = f"U {_mean(record['mean_union']):.1%}"
+        union = [f"U {_mean(record['mean_union']):.1%}"] if "mean_union" in record else []
         measured = [
             f"{record['tokens_per_second']:,.0f} tokens/s",
             f"dead {_mean(record['dead']):.1%}",
@@ -106,12 +106,12 @@ class Progress:
         # Targets stand in place of the zeros, as the last ones may find no room.
         leading = [] if "union_target" in record else [self._zeros(record)]
         if "union_target" in record:
-            union += f" -> {record['union_target']:.1%}"
+            union[0] += f" -> {record['union_target']:.1%}"
         if "sparsity_target" in record:
             leading = [f"{nnz} -> {record['sparsity_target']:g}"]
         else:
             measured.insert(2, nnz)
-        measured = [f"CE {record['ce']:.3f}", *leading, union, *measured]
+        measured = [f"CE {record['ce']:.3f}", *leading, *union, *measured]
         if record.keys() & {"sparsity_target", "union_target"}:
             measured.append(f"L1 coefficient {record['l1_coefficient']:.2e}")
         if "live" in record:
@@ -241,7 +241,7 @@ def layer_table(record: dict[str, Any], d_ff: int) -> Table:
         "zeros": (record["nnz"], _mean, lambda nnz: f"{1 - nnz / d_ff:.1%}"),
         "dead": (record["dead"], _mean, "{:.1%}".format),
     }
-    if "mean_union" in record:  # not in records of version 0.2
+    if "mean_union" in record:  # not of few tokens, and not in records of version 0.2
         columns["U"] = (record["mean_union"], _mean, "{:.1%}".format)
     if "l1_multipliers" in record:
         columns["L1 multiplier"] = (record["l1_multipliers"], _mean, "{:.2f}".format)

@@ -141,6 +141,15 @@ def open_checkpoints(paths: RunPaths, config: Config) -> Checkpoints:
     return Checkpoints(paths.checkpoints, config.checkpoint_keep, run)
 
 
+def started_with(run_dir: str | Path) -> Config | None:
+    """The configuration with which a run was last started; None if it has no checkpoint yet.
+
+    Raises:
+      ConfigError: see `load_config`.
+    """
+    return load_config(run_dir) if has_started(RunPaths(run_dir)) else None
+
+
 def load_config(run_dir: str | Path) -> Config:
     """The resolved configuration with which a run was last started.
 
@@ -148,7 +157,7 @@ def load_config(run_dir: str | Path) -> Config:
       ConfigError: there is no run.
     """
     try:
-        return config_lib.from_dict(_in_todays_terms(config_lib.read(RunPaths(run_dir).config)))
+        return config_lib.from_dict(in_todays_terms(config_lib.read(RunPaths(run_dir).config)))
     except ConfigError as error:
         raise ConfigError(f"run_dir: {run_dir} is not the directory of a run ({error})") from None
 
@@ -184,7 +193,8 @@ def last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx
     return params
 
 
-def _in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
+def in_todays_terms(tree: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run's configuration, also of one of an earlier version, as keys of today."""
     model = tree.get("model")
     if not isinstance(model, dict):
         return tree

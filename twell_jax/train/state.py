@@ -58,8 +58,7 @@ class StepMetrics:
       mean_union: float32 [layers], U: the share of neurons that 256 neighbouring tokens use between
         them (`FFNStats.union`), mean over micro-batches and replicas. Each device has whole tiles,
         so any mesh has the same ones; only of the tokens that may leave a union, each device has
-        a number of its own. Fewer than 256 tokens of a micro-batch on a device are one
-        tile, which most of them may leave while many neurons are active.
+        a number of its own. None if a micro-batch on a device has fewer than 256 tokens.
       l1_multipliers: float32 [layers], what the coefficient is multiplied by in each layer; None
         without a target.
       union, listed: float32 [layers], the capacity that sparse gradients need (see `FFNStats`),
@@ -83,7 +82,7 @@ class StepMetrics:
     max_nnz: jax.Array
     dead: jax.Array
     overflow: jax.Array
-    mean_union: jax.Array
+    mean_union: jax.Array | None
     l1_multipliers: jax.Array | None = None
     union: jax.Array | None = None
     listed: jax.Array | None = None

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from twell_jax.config import Config
 from twell_jax.ffn import FFNStats, Windows, order_by_use
 from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.stats import UNION_TOKENS
 from twell_jax.models import sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import graphdef
@@ -68,6 +69,7 @@ class Trainer:
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._learning_rate = learning_rate(config.optimizer, config.steps)
         self._document_end = document_end if config.data.mask_documents else None
+        self._has_whole_tiles = config.micro_batch * config.model.context >= UNION_TOKENS
         self._graph = graphdef(config.model)
         if config.skip_dead_every:
             model = config.model.model_copy(update={"live_width": True})
@@ -243,7 +245,7 @@ class Trainer:
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
         params = nnx.merge_state(state.params, optax.apply_updates(before, updates))
 
-        mean_union = jnp.mean(stats.union, axis=0)
+        union = jnp.mean(stats.union, axis=0)
         stats = over_micro_batches(stats)
         idle = jnp.where(stats.fired, 0, state.idle_steps + 1)
         metrics = StepMetrics(
@@ -256,7 +258,7 @@ class Trainer:
             max_nnz=stats.max_nnz,
             dead=jnp.mean(idle >= self._config.dead_steps, axis=-1, dtype=jnp.float32),
             overflow=stats.overflow,
-            mean_union=mean_union,
+            mean_union=union if self._has_whole_tiles else None,
             l1_multipliers=multipliers,
             live=live,
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
@@ -268,7 +270,7 @@ class Trainer:
             skipping = neurons.counted(skipping, *counted_in, self._config)
             metrics = replace(metrics, missed=skipping.missed)
         if control is not None:
-            measured = stats.nnz, mean_union, stats.l1
+            measured = stats.nnz, union, stats.l1
             control = update(control, *measured, state.step, self._config)
         following = TrainState(state.step + 1, params, opt_state, idle, control, skipping)
         return following, metrics

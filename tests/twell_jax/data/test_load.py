@@ -277,6 +277,15 @@ def test_tokens_beyond_the_vocabulary(make_config, tmp_path):
         data.load(make_config(settings))
 
 
+@pytest.mark.parametrize(("largest", "says"), [(256, []), (299, ["the id 299, and byte has 257"])])
+def test_shards_of_another_tokenizer_are_a_warning(make_config, tmp_path, caplog, largest, says):
+    tokens = np.arange(2000, dtype=np.uint16) % (largest + 1)
+    data.load(make_config(save_shards(tmp_path, tokens)))
+    assert len(warnings(caplog)) == len(says)
+    for warning, part in zip(warnings(caplog), says, strict=True):
+        assert warning.startswith("data.tokenizer: the shards hold") and part in warning
+
+
 def test_tokenizer_beyond_the_vocabulary(make_config, text_dir):
     with pytest.raises(ConfigError, match=r"^model\.vocab_size: the tokenizer byte has 257 tokens"):
         data.load(make_config(files(text_dir), {"vocab_size": 256}))

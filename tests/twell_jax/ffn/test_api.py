@@ -351,7 +351,11 @@ W, X = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32)
         ({"w_down": W[0]}, r"^w_down must be .*got \[4\]"),
         ({"w_down": W[0, 0]}, r"^w_down must be .*got \[\]"),
         ({"w_up": W[:5]}, r"^w_up must be \[6, 4\].*got \[5, 4\]"),
-        ({"x": X[:, :3]}, r"^w_down must be .*D=3 by x"),
+        (
+            {"x": X[:, :3]},
+            r"^x must be \[..., 4\] \(weights are \[H, D\], .* here \[6, 4\]\), got \[3, 3\]",
+        ),
+        ({"x": X[:, :3], "w_up": W.T}, r"^w_down must be .*D=3 by x"),
         ({"biases": Biases(up=W[0])}, r"^biases.up must be \[6\].*got \[4\]"),
         ({"biases": Biases(gate=W[0])}, r"^biases.gate must be \[6\].*got \[4\]"),
         ({"biases": Biases(down=W[:, 0])}, r"^biases.down must be \[4\].*got \[6\]"),

@@ -16,17 +16,13 @@ from pallas_kernels.kernels import REFERENCE
 from tests.back_ends import changed
 from tests.devices import H100, abstract_gpu
 from tests.equations import kernel_calls
+from tests.twell_jax.ffn.shapes import shapes
 from twell_jax import Biases, CannotServe, explain, sparse_ffn
 from twell_jax.ffn import dispatch, quantise
 from twell_jax.ffn.dispatch import RULES
 
 H = 1408
 DEFAULT = RULES[: 1 + [rule.algorithm for rule in RULES].index("dense")]  # if nobody names anything
-
-
-def shapes(m, d=2048, h=256, dtype=jnp.bfloat16, gated=True):
-    x, w = (jax.ShapeDtypeStruct((n, d), dtype) for n in (m, h))
-    return x, w if gated else None, w, w
 
 
 def served(tokens, *, d=2048, gpu=H100, gated=True, quantised=False, **options):

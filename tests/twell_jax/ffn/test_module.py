@@ -227,7 +227,7 @@ def test_takes_the_inputs_that_a_linear_layer_takes(x, param_dtype):
 
 
 def test_wrong_width_names_what_is_wrong():
-    with pytest.raises(ValueError, match=r"w_down must be \[H, 5\].*got \[24, 8\]"):
+    with pytest.raises(ValueError, match=r"x must be \[..., 8\].*got \[2, 5\]"):
         SparseMLP(8, 24, rngs=nnx.Rngs(0))(draw(2, 5))
 
 

@@ -1,5 +1,6 @@
-"""How a run starts: on its own text alone, and only if its gradients can be computed."""
+"""How a run starts: on its own text alone, and with gradients that can be computed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ from twell_jax import config
 from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint import CannotSave
-from twell_jax.train.loop import Run, Standing, first_plan, start
+from twell_jax.train.loop import Run, Standing, first_plan, start, with_gradients_served
 from twell_jax.train.run_directory import AnotherRun
 from twell_jax.train.trainer import Trainer
 
@@ -92,8 +93,38 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
     assert done == ["metrics", "checkpoint"]
 
 
-def test_sparse_gradients_that_cannot_be_computed_are_refused_before_training():
+ONE = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
+SAYS = "it needs a Hopper GPU, got cpu; here all gradients are dense"
+
+
+def test_a_plan_of_sparse_gradients_that_cannot_be_computed_is_one_warning(caplog):
     settings = config.load("tiny", ["sparse_gradients_every=10"])
-    trainer = Trainer(settings, 0, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    assert first_plan(settings, Trainer(settings, 0, ONE)) is None
+    assert caplog.messages == [f"sparse_gradients_every: {SAYS}"]
+
+
+def test_sparse_gradients_that_cannot_be_computed_are_one_warning(caplog):
+    settings = config.load("tiny", ["model.ffn_gradients=sparse"])
+    served, trainer = with_gradients_served(settings, 0, ONE)
+    assert caplog.messages == [f"model.ffn_gradients: {SAYS}"]
+    assert served.model == settings.model.model_copy(update={"ffn_gradients": None})
+    assert trainer.abstract_batch.shape == (1, 16, 257)
+
+
+@pytest.mark.parametrize("asked", ["sparse_gradients_every=10", "model.ffn_gradients=sparse"])
+def test_kernels_that_are_asked_for_are_never_left_out(asked):
+    settings = config.load("tiny", [asked, "model.ffn_implementation=mosaic"])
     with pytest.raises(CannotServe, match="Hopper GPU"):
-        first_plan(settings, trainer)
+        first_plan(*with_gradients_served(settings, 0, ONE))
+
+
+def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
+    checkpoints = OneCheckpoint()
+    state = SimpleNamespace(step=jnp.int32(300))
+    Standing(300, state, None, None).save(run_on("a", checkpoints), NO_LOG)
+    before, now = config.load("tiny"), config.load("tiny", ["steps=600"])
+    run = replace(run_on("a", checkpoints), config=now, before=before, console=Console(width=200))
+    assert start(run).step == 300
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "continuing runs/tiny at step 300"
+    assert told[1].startswith("steps: 300 -> 600, so by its schedule the learning rate at step 300")

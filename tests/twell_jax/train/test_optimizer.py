@@ -9,7 +9,12 @@ from flax import nnx
 from tests import seeds
 from tests.twell_jax import drawn
 from twell_jax.config import OptimizerConfig, from_dict
-from twell_jax.train.optimizer import l1_coefficient, learning_rate, make_optimizer
+from twell_jax.train.optimizer import (
+    l1_coefficient,
+    learning_rate,
+    make_optimizer,
+    moved_learning_rate,
+)
 
 MODEL = {"vocab_size": 257, "context": 32, "d_model": 32, "layers": 2, "heads": 4, "d_ff": 64}
 
@@ -75,6 +80,17 @@ def test_decay_longer_than_what_warm_up_leaves_starts_behind_it():
     values = rates(30, lr=2.0, warmup_steps=20, schedule="wsd", decay_fraction=1.0)
     assert values[20] == 2.0
     assert np.all(np.diff(values[20:]) < 0)
+
+
+def test_a_run_that_goes_on_with_more_steps_says_what_that_does_to_the_learning_rate():
+    tree = {"run_dir": "x", "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
+    runs = [from_dict(tree | {"steps": steps}) for steps in (100, 200)]
+    assert moved_learning_rate(*runs, step=100) == (
+        "steps: 100 -> 200, so by its schedule the learning rate at step 100 moves from 0.0001 to "
+        "0.00055"
+    )
+    assert moved_learning_rate(runs[0], runs[0], step=50) is None
+    assert moved_learning_rate(runs[1], runs[0], step=100) is None  # which shows its result
 
 
 def test_l1_warm_up():

@@ -27,6 +27,8 @@ def shown(width: int, terminal: bool, **also: float) -> list[str]:
     measured = {"ce": 1.25, "l1": 0.5, "nnz": [8.0, 16.0], "dead": [0.0, 0.01]}
     measured |= {"mean_union": [0.4, 0.5]}
     measured |= {"flops_utilisation": None} | also
+    if measured["mean_union"] is None:
+        del measured["mean_union"]
     with Progress(console, 9, 400, d_ff=512) as progress:
         for step in range(10, 21):
             now += 3 if step > 10 else 60  # the first one compiles
@@ -80,6 +82,10 @@ def test_a_run_with_a_target_shows_it_and_the_coefficient():
         "step 20/400  ETA 0:19:00  CE 1.250  nnz 12.0 -> 16  U 45.0%  12,345 tokens/s  dead 0.5%  "
         "L1 0.50  L1 coefficient 2.50e-04"
     )
+
+
+def test_a_step_of_few_tokens_is_shown_without_u():
+    assert shown(100, terminal=False, mean_union=None)[1] == WHOLE.replace("  U 45.0%", "")
 
 
 def test_a_target_of_u_stands_in_place_of_the_zeros_too():

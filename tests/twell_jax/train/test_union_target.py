@@ -61,3 +61,15 @@ def test_it_follows_the_mean_over_all_tiles_of_all_devices(tokens):
     expected = update(control, *statistics, np.int32(0), run)
     for found, of_reference in zip(*map(jax.tree.leaves, (state.control, expected)), strict=True):
         np.testing.assert_allclose(found, of_reference, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(("context", "measures"), [(256, True), (128, False)])
+def test_without_a_target_it_is_of_256_tokens_or_not_measured(context, measures):
+    model = settings().model.model_dump() | {"context": context}
+    run = settings(model=model, batch_tokens=2 * context, micro_batch=1)
+    mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
+    with jax.set_mesh(mesh):
+        trainer = Trainer(run, END, mesh)
+        operands = trainer.abstract_state, trainer.abstract_batch, 0.0
+        _, measured = jax.eval_shape(trainer.step, *operands)
+    assert (measured.mean_union is not None) == measures
