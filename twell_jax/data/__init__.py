@@ -110,7 +110,7 @@ def load(
         held_out,
         _fingerprint(tokens.tokenizer, train, sample),
         unigram,
-        _held_out_bytes(config, tokens.tokenizer, held_out),
+        _held_out_bytes(config, tokens.tokenizer, sample, held_out),
     )
 
 
@@ -131,13 +131,16 @@ def unigram_cross_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: i
     return float(-(targets @ log_probabilities) / targets.sum())
 
 
-def _held_out_bytes(config: Config, tokenizer: Tokenizer, held_out: np.ndarray) -> int | None:
+def _held_out_bytes(
+    config: Config, tokenizer: Tokenizer, sample: np.ndarray, held_out: np.ndarray
+) -> int | None:
     """Bytes of the text of what is predicted; None, with a warning, if it cannot be known."""
-    if config.data.source == "tokens" and held_out.max() >= tokenizer.size:
+    largest = max(sample.max(), held_out.max())
+    if config.data.source == "tokens" and largest >= tokenizer.size:
         log.warning(
             "data.tokenizer: the shards hold token %d, and %s has %d, so it did not make them: "
             "there are no bits per byte and no sample text; name the tokenizer that did",
-            *(held_out.max(), config.data.tokenizer, tokenizer.size),
+            *(largest, config.data.tokenizer, tokenizer.size),
         )
         return None
     return sum(_predicted_bytes(tokenizer, window) for window in held_out)

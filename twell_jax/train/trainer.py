@@ -289,8 +289,7 @@ class Trainer:
         if control is not None:
             measured = stats.nnz, mean_union, stats.l1
             control = update(control, *measured, state.step, self._config)
-        following = TrainState(state.step + 1, params, opt_state, idle, control, skipping)
-        return following, metrics
+        return TrainState(state.step + 1, params, opt_state, idle, control, skipping), metrics
 
     def _weight(self, batch: jax.Array) -> jax.Array | None:
         """What the cross-entropy of each token that counts is multiplied by; None if all do.
