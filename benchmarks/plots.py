@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks import colors
 from benchmarks.tables import Row, block
+from twell_jax.plotting import QUIET, of_last_part, over_decades
 
 
 def of_largest(rows: list[Row]) -> list[Row]:
@@ -34,7 +36,8 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
     rows = of_largest(record["rows"])
     names = dict.fromkeys(map(block, rows))
     kernels = [name for name in names if name.split(",")[0] not in ("xla", "tokamax", "torch")]
-    for index, name in enumerate(kernels):
+    of_kernels = colors.of(kernels)
+    for name in kernels:
         for pattern, style in (("skewed", "o-"), ("uniform", "s--"), ("recorded", "^:")):
             line = sorted(
                 (row["nnz_mean"], row["speedup"])
@@ -43,29 +46,33 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
             )
             if line:
                 label = f"{name}, {pattern}"
-                axes.plot(*zip(*line, strict=True), style, color=f"C{index}", ms=4, label=label)
-    axes.axhline(1, color="gray", lw=1)
+                axes.plot(
+                    *zip(*line, strict=True), style, color=of_kernels[name], ms=4, label=label
+                )
+    axes.axhline(1, color=QUIET, ls="--", lw=1)
+    over_decades(axes, "x")
     axes.set(
-        xscale="log",
-        ylim=(0, None),
         xlabel="mean non-zeros per token",
         ylabel="speed-up over jitted dense XLA",
         title=f"forward, M = {rows[0]['m']}, {record['device']}, {record['date']}",
     )
-    axes.legend(frameon=False, ncols=2)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
 
 
 def losses(figure: Figure, record: dict[str, Any]) -> None:
     """The variants' losses, their differences from the first, and where gradients were sparse."""
     figure.set_size_inches(7, 8)
     loss, difference, sparse = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
+    of_variants = colors.of(row["variant"] for row in record["rows"])
     for row in record["rows"]:
         at, smooth = row["step"], row["difference"]
-        loss.plot(at, row["ce"], lw=1, label=row["variant"])
-        difference.plot(at[-len(smooth) :], smooth, lw=1)
-        sparse.plot(at, 100 * sparse_share(row), lw=1)
+        style: dict[str, Any] = {"lw": 1, "color": of_variants[row["variant"]]}
+        loss.plot(at, row["ce"], label=row["variant"], **style)
+        difference.plot(at[-len(smooth) :], smooth, **style)
+        sparse.plot(at, 100 * sparse_share(row), **style)
+    of_last_part(loss, since=0.1)
     loss.set(ylabel="cross-entropy (nats/token)", title=f"{record['device']}, {record['date']}")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    figure.legend(loc="outside upper center", ncols=2)
     dense = record["rows"][0]["variant"]
     difference.set_ylabel(f"minus {dense!r}, mean of {record['window']} logged steps")
     sparse.set(xlabel="step", ylabel="sparse\ngradients (%)", ylim=(-5, 105))
@@ -78,21 +85,25 @@ def wallclock(figure: Figure, record: dict[str, Any]) -> None:
     known = [clock for clock in clocks if all(clock in row["evaluated"] for row in rows)]
     figure.set_size_inches(7, 7)
     panels = figure.subplot_mosaic([known, ["pace"] * len(known)], height_ratios=(2, 1))
+    of_variants = colors.of(row["variant"] for row in rows)
     for row in rows:
         evaluated, logged = row["evaluated"], row["logged"]
+        style: dict[str, Any] = {"lw": 1, "color": of_variants[row["variant"]]}
         for clock in known:
             at = clocks[clock] * np.array(evaluated[clock])
-            panels[clock].plot(at, evaluated["held_out_ce"], "o-", ms=3, lw=1, label=row["variant"])
+            ce = evaluated["held_out_ce"]
+            panels[clock].plot(at, ce, "o-", ms=3, label=row["variant"], **style)
         steps = np.diff([0, *logged["step"]])
         tokens = steps * row["tokens"] / row["steps"]
         rates = tokens / np.diff([0, *logged["seconds"]])
-        panels["pace"].step(logged["seconds"], rates / 1e3, lw=1)
+        panels["pace"].step(logged["seconds"], rates / 1e3, **style)
     for clock in known:
+        of_last_part(panels[clock], since=0.65)
+    shown = [panels[clock].get_ylim() for clock in known]
+    for clock in known:
+        panels[clock].set_ylim(min(map(min, shown)), max(map(max, shown)))
         if "equal_ce" in rows[0]:
-            panels[clock].axhline(rows[0]["equal_ce"], color="gray", lw=1, ls="--")
-        # The first evaluations are far above the others, which shall be told apart.
-        later = [ce for row in rows for ce in row["evaluated"]["held_out_ce"][1:]]
-        panels[clock].set(xlim=(0, None), ylim=(None, 1.02 * max(later) if later else None))
+            panels[clock].axhline(rows[0]["equal_ce"], color=QUIET, lw=1, ls="--")
     panels["seconds"].set(xlabel="seconds of training", ylabel="held-out CE (nats/token)")
     if "joules" in known:
         panels["joules"].set(xlabel="energy of the GPU (kJ)")
@@ -100,7 +111,7 @@ def wallclock(figure: Figure, record: dict[str, Any]) -> None:
     panels["pace"].set(xlim=(0, None), ylim=(0, None))
     panels["seconds"].set_title(f"{record['device']}, {record['date']}", loc="left")
     handles, labels = panels["seconds"].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
 
 
 def sparse_share(row: Row) -> np.ndarray:

@@ -17,6 +17,7 @@ from twell_jax.analysis.plots import plot_activity
 from twell_jax.analysis.report import tables
 from twell_jax.analysis.speedup import measure_speedup
 from twell_jax.config import ConfigError
+from twell_jax.data import marks
 from twell_jax.ffn import CannotServe
 from twell_jax.plotting import title_of_run
 from twell_jax.train import interrupt, progress, utf8
@@ -54,7 +55,8 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
         model, corpus.held_out, batch=config.micro_batch, document_end=document_end
     )
     try:
-        speedup = measure_speedup(model, corpus.held_out, document_end=document_end)
+        sequences_read = marks.ids(corpus.held_out)
+        speedup = measure_speedup(model, sequences_read, document_end=document_end)
     except CannotServe as error:
         speedup = None
         console.out(f"speed-up not measured: {error.why}", highlight=False)

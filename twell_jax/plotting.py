@@ -14,19 +14,19 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.scale import SymmetricalLogScale
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from twell_jax.config import Config
 
 QUIET = "#8a8f98"  # of lines to compare with
 
-# Ten, as many as the variants of the study in benchmarks/.
-_COLORS = [
+COLORS = [
     "#4477aa", "#cc6677", "#44aa99", "#ddaa33", "#aa4499",
     "#88ccee", "#117733", "#882255", "#999933", "#332288",
 ]  # fmt: skip
 
 _STYLE: dict[Any, Any] = {
-    "axes.prop_cycle": cycler(color=_COLORS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.edgecolor": QUIET,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -109,32 +109,70 @@ def legend_above(axes: Axes) -> None:
     )
 
 
-def of_last_part(axes: Axes) -> None:
-    """Makes the y axis show what lines have after a tenth of the x axis: losses begin far above."""
-    lines = [np.array(line.get_data(), float) for line in axes.get_lines()]
-    start = 0.1 * max((at.max() for at, _ in lines), default=0)
-    later = [y[at >= start] for at, y in lines]
-    values = np.concatenate([y[np.isfinite(y)] for y in later]) if later else np.empty(0)
-    if values.size:
-        margin = 0.05 * (np.ptp(values) or 1)
-        axes.set_ylim(values.min() - margin, values.max() + margin)
+def of_last_part(axes: Axes, since: float) -> None:
+    """Makes a panel show the last part of its lines: losses begin far above, where none differ.
+
+    Args:
+      axes: a panel with lines.
+      since: the share of each line's x axis, which begins at zero, that may be left out.
+    """
+    data = [np.array(line.get_data(), float) for line in axes.get_lines()]
+    known = [points[:, np.isfinite(points[1])] for points in data]
+    lines = [points for points in known if points.size]
+    if not lines:
+        return
+    shown = np.concatenate([y[at >= since * at.max()] for at, y in lines])
+    margin = 0.05 * (np.ptp(shown) or 1)
+    least, most = shown.min() - margin, shown.max() + margin
+    start = min(at[y <= most].min() for at, y in lines)
+    end = max(at.max() for at, _ in lines)
+    axes.set(ylim=(least, most), xlim=(start - 0.02 * (end - start), end + 0.02 * (end - start)))
+
+
+def over_decades(axes: Axes, direction: str) -> None:
+    """Makes one axis ("x" or "y") of a drawn panel logarithmic, with plain numbers that fit.
+
+    If what is drawn spans less than half a decade, the axis stays linear.
+    """
+    limits = axes.dataLim.intervalx if direction == "x" else axes.dataLim.intervaly
+    positive = axes.dataLim.minposx if direction == "x" else axes.dataLim.minposy
+    least, most = max(limits[0], positive), limits[1]
+    if not (0 < least < most < np.inf) or most / least < 10**0.5:
+        return
+    axes.set(**{f"{direction}scale": "log"})
+    axis = axes.xaxis if direction == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1,) if most / least > 50 else (1, 2, 5), numticks=5))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def scale_to_neurons(axes: Axes, direction: str, d_ff: int) -> None:
-    """Makes one axis ("x" or "y") count the active neurons of a token; a line marks all `d_ff`."""
-    scale_from_zero(axes, direction, 1.5 * d_ff)
+    """Makes one axis ("x" or "y") count the active neurons of a token; a line marks all `d_ff`.
+
+    It goes from zero on, as bars do. That of lines that are drawn already ("y") begins with the
+    power of ten below them.
+    """
+    least = axes.dataLim.y0 if direction == "y" and axes.has_data() else 0
+    start = 10 ** int(np.log10(least)) if 1 <= least < np.inf else 0
+    scale_over_decades(axes, direction, start, 1.5 * d_ff)
     axes.set(**{f"{direction}label": f"neurons of {d_ff} active for a token"})
     mark = axes.axvline if direction == "x" else axes.axhline
     mark(d_ff, color=QUIET, ls="--", lw=1, label="all neurons")
 
 
-def scale_from_zero(axes: Axes, direction: str, end: float) -> None:
-    """Makes one axis ("x" or "y") go from 0 to `end`, linearly up to 1, then logarithmically."""
-    ticks = [0, *(10**exponent for exponent in range(len(str(int(end)))))]
+def scale_over_decades(axes: Axes, direction: str, start: int, end: float) -> None:
+    """Makes one axis ("x" or "y") go from `start` to `end`, linearly up to 1, then by decades.
+
+    `start` is zero or a power of ten.
+    """
+    decades = [10**exponent for exponent in range(len(str(int(end))))]
+    steps = (1, 2, 5) if start > 0 and end < 100 * start else (1,)
+    ticks = [0, *(step * decade for decade in decades for step in steps)]
+    ticks = [tick for tick in ticks if start <= tick <= end]
     axes.set(
         **{
             f"{direction}scale": SymmetricalLogScale(None, linthresh=1),
-            f"{direction}lim": (0, end),
+            f"{direction}lim": (start, end),
         }
     )
     axis = axes.xaxis if direction == "x" else axes.yaxis

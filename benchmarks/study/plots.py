@@ -1,4 +1,7 @@
-"""Plots a record of the study: frontiers of the methods, layers and positions of the variants."""
+"""Plots a record of the study: frontiers of the methods, layers and positions of the variants.
+
+A variant has one colour in all plots: that of its method, darker the stronger it is.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +10,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import colors
 from benchmarks.study import values
 from benchmarks.tables import Row
+from twell_jax.plotting import QUIET, over_decades
 
 # What the cross-entropy is plotted over; what the record lacks is left out.
 _COSTS: dict[str, Callable[[Row], float]] = {
@@ -28,14 +33,13 @@ def cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
     lines = -(-len(known) // 2)
     figure.set_size_inches(7, 3.5 * lines)
     panels = figure.subplots(lines, 2, sharey=True, squeeze=False).ravel()
-    colors = _colors(groups)
     for axes, (label, found) in zip(panels, known.items(), strict=False):
-        for name, color in colors.items():
+        for name in dict.fromkeys(group["method"] for group in groups):
             of_method = [group for group in found if group["method"] == name]
-            _frontier(axes, of_method, _COSTS[label], color)
+            _frontier(axes, of_method, _COSTS[label])
         axes.set(xlabel=label, ylabel="held-out CE (nats/token)")
         if label in _OVER_DECADES:
-            axes.set_xscale("log")
+            over_decades(axes, "x")
     for axes in panels[len(known) :]:
         axes.remove()
     _legend(figure, panels[0])
@@ -48,41 +52,48 @@ def _has(group: Row, cost: Callable[[Row], float]) -> bool:
         return False
 
 
-def _frontier(axes: Axes, groups: list[Row], cost: Callable[[Row], float], color: str) -> None:
+def _frontier(axes: Axes, groups: list[Row], cost: Callable[[Row], float]) -> None:
     """The variants of one method, joined by strength."""
-    means = []
+    of_variants, means = _colors(groups), []
     for group in groups:
+        color = of_variants[group["variant"]]
         points = [(cost(run), run["held_out_ce"]) for run in group["runs"]]
         means.append(np.mean(points, axis=0))
         if len(points) > 1:
             axes.plot(*np.transpose(points), ".", color=color, alpha=0.5)
-        strength = group["variant"].removeprefix(group["method"])
-        axes.annotate(strength, means[-1], (4, 3), textcoords="offset points", fontsize="xx-small")
-    if groups:
-        label = groups[0]["method"]
-        axes.plot(*np.transpose(means), "o-", color=color, ms=4, lw=1, label=label)
+        axes.plot(*means[-1], "o", color=color, ms=5, zorder=3, label=group["variant"])
+    if len(groups) > 1:
+        (color,) = colors.of([groups[0]["method"]]).values()
+        axes.plot(*np.transpose(means), color=color, lw=1)
 
 
 def depth(figure: Figure, record: dict[str, Any]) -> None:
     """The non-zeros of the layers of each variant, means over the seeds."""
-    axes = figure.subplots()
-    for i, group in enumerate(values.by_variant(record["rows"])):
+    axes, groups = figure.subplots(), values.by_variant(record["rows"])
+    of_variants = _colors(groups)
+    for group in groups:
+        name = group["variant"]
         nnz = np.mean([run["nnz_mean"] for run in group["runs"]], axis=0)
-        axes.plot(nnz, _line(i), ms=3, lw=1, label=group["variant"])
-    axes.set(yscale="log", xlabel="layer", ylabel="mean non-zeros per token")
+        axes.plot(nnz, "o-", ms=3, lw=1, color=of_variants[name], label=name)
+    over_decades(axes, "y")
+    axes.set(xlabel="layer", ylabel="mean non-zeros per token")
     _legend(figure, axes)
 
 
 def position(figure: Figure, record: dict[str, Any]) -> None:
     """The non-zeros by position in the sequence, means over the layers and the seeds."""
-    axes = figure.subplots()
-    for i, group in enumerate(values.by_variant(record["rows"])):
+    axes, groups = figure.subplots(), values.by_variant(record["rows"])
+    of_variants = _colors(groups)
+    for group in groups:
+        name = group["variant"]
         start, stop = np.transpose(group["runs"][0]["positions"])
         # The geometric mean of a range's ends; positions count from 1.
         at = np.sqrt((start + 1) * stop)
         nnz = np.mean([run["nnz_by_position"] for run in group["runs"]], axis=(0, 1))
-        axes.plot(at, nnz, _line(i), ms=3, lw=1, label=group["variant"])
-    axes.set(xscale="log", yscale="log", xlabel="position in the sequence", ylabel="mean non-zeros")
+        axes.plot(at, nnz, "o-", ms=3, lw=1, color=of_variants[name], label=name)
+    over_decades(axes, "x")
+    over_decades(axes, "y")
+    axes.set(xlabel="position in the sequence", ylabel="mean non-zeros")
     _legend(figure, axes)
 
 
@@ -90,29 +101,26 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
     """The speed-up of each layer of each run, over its non-zeros and over its union."""
     groups = values.by_variant(record["rows"])
     by_nnz, by_share = panels = figure.subplots(1, 2, sharey=True)
-    for name, color in _colors(groups).items():
-        runs = [run for group in groups if group["method"] == name for run in group["runs"]]
-        nnz, share, factor = values.layers_of(runs).T
+    of_variants = _colors(groups)
+    for group in groups:
+        nnz, share, factor = values.layers_of(group["runs"]).T
         if factor.size:
-            by_nnz.plot(nnz, factor, "o", color=color, ms=4, label=name)
-            by_share.plot(share, factor, "o", color=color, ms=4)
-    by_nnz.set(xscale="log", xlabel="mean nnz", ylabel="speed-up over dense XLA")
+            style: dict[str, Any] = {"color": of_variants[group["variant"]], "ms": 4}
+            by_nnz.plot(nnz, factor, "o", label=group["variant"], **style)
+            by_share.plot(share, factor, "o", **style)
+    over_decades(by_nnz, "x")
+    by_nnz.set(xlabel="mean nnz", ylabel="speed-up over dense XLA")
     by_share.set(xlabel="256 tokens share")
     for axes in panels:
-        axes.axhline(1, color="gray", ls="--", lw=1)
+        axes.axhline(1, color=QUIET, ls="--", lw=1)
         if (r := values.correlations(record["rows"]).get(axes.get_xlabel())) is not None:
             axes.set_title(f"gated variants: r = {r:.3f}", loc="left", fontsize="medium")
     _legend(figure, by_nnz)
 
 
 def _colors(groups: list[Row]) -> dict[str, str]:
-    """The colour of each method, the same in all plots."""
-    methods = dict.fromkeys(group["method"] for group in groups)
-    return {name: f"C{i}" for i, name in enumerate(methods)}
-
-
-def _line(index: int) -> str:
-    return ("o-", "s--")[index // 10 % 2]  # there are ten colours
+    """The colour of each variant."""
+    return colors.of(group["variant"] for group in groups)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from twell_jax import untrusted
 from twell_jax.config import ConfigError, DataConfig, read
-from twell_jax.data import shards, sources, text_files, tokenizers
+from twell_jax.data import json_files, records, shards, text_files, tokenizers
 from twell_jax.models.pretrained import PretrainedError, files, json_file
 from twell_jax.train import metrics
 from twell_jax.train.checkpoint import CheckpointError, Checkpoints
@@ -109,14 +109,15 @@ def test_names_of_files_are_spelt_out_in_warnings(tmp_path, caplog):
 
 
 def test_a_line_of_jsonl_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_MOST_OF_A_LINE", 20)
+    monkeypatch.setattr(json_files, "_MOST_OF_A_LINE", 20)
+    reader = records.reader(DataConfig())
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "12345678"}\n{"text": "123456789"}')
     assert len('{"text": "12345678"}') == 20
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: a line of more than"):
-        list(sources._json_lines(path, "text"))
+        list(json_files.lines(path, reader))
     path.write_text('{"text": "1234567"}\n{"text": "12345678"}')
-    assert list(sources._json_lines(path, "text")) == ["1234567", "12345678"]
+    assert list(json_files.lines(path, reader)) == ["1234567", "12345678"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from twell_jax.data import marks
 from twell_jax.models import Transformer, graphdef
 
 # Changes to a ModelConfig for measuring: XLA runs anywhere and can give statistics by token.
@@ -25,7 +26,7 @@ class Activity:
     """Which neurons of a model were active on n sequences of T tokens.
 
     Attributes:
-      ce: cross-entropy, nats per token.
+      ce: cross-entropy, nats per token, mean over the tokens that count.
       nnz: int32 [layers, n, T], number of neurons that were active for each token.
       usage: int64 [layers, d_ff], number of tokens for which each neuron was active.
       union: {size: float64 [layers]}, the mean share of the neurons that are active for any of
@@ -45,7 +46,8 @@ def activity_patterns(
 
     Args:
       model: the language model.
-      sequences: int [n, T + 1], token ids; the targets are the inputs shifted by one.
+      sequences: int32 [n, T + 1], tokens, which may be marked (`data.marks`); the targets are the
+        inputs shifted by one.
       batch: sequences at a time; the last batch may be shorter.
       document_end: see `Transformer`.
 
@@ -58,6 +60,7 @@ def activity_patterns(
 
     @jax.jit
     def run(params, tokens):
+        tokens = marks.ids(tokens)
         logits, stats = nnx.merge(graph, params)(
             tokens[:, :-1], document_end=document_end, per_token_stats=True
         )
@@ -87,7 +90,7 @@ def measure_activity(
         for size, shares in union.items():
             shares.append(union_share(active, size))
     return Activity(
-        ce=float(np.concatenate(ce).mean(dtype=np.float64)),
+        ce=float(np.concatenate(ce)[marks.counts(sequences[:, 1:])].mean(dtype=np.float64)),
         nnz=np.concatenate(nnz, axis=1),
         usage=usage,
         union={

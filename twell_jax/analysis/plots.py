@@ -19,7 +19,7 @@ from twell_jax.plotting import (
     drawn_by_layer,
     label_bars,
     legend_above,
-    scale_from_zero,
+    scale_over_decades,
     scale_to_neurons,
 )
 
@@ -71,7 +71,7 @@ def _plot_nnz_by_layer(axes: Axes, activity: Activity) -> None:
 def _plot_nnz_by_position(axes: Axes, activity: Activity) -> None:
     length = activity.nnz.shape[2]
     _plot_layer_lines(axes, np.arange(length), activity.nnz.mean(axis=1))
-    scale_from_zero(axes, "x", length)
+    scale_over_decades(axes, "x", 0, length)
     scale_to_neurons(axes, "y", activity.usage.shape[1])
     axes.set(xlabel="position in the sequence; 0 is the first")
     axes.set_title("mean over the sequences", loc="left", fontsize="medium")
@@ -111,7 +111,6 @@ def _plot_speedup(axes: Axes, speedup: Speedup) -> None:
     axes.scatter(speedup.nnz, speedup.factor, color=colors, zorder=2)
     axes.axhline(1, color=QUIET, ls="--", lw=1)
     axes.set(xlabel="neurons active for a token, mean", ylabel="speed-up over dense XLA")
-    axes.set(xlim=(0, None), ylim=(0, None))
     title = f"feed-forward block of each layer, {speedup.device}"
     if len(speedup.nnz) > 2:
         title += f", r = {np.corrcoef(speedup.nnz, speedup.factor)[0, 1]:.3f}"

@@ -20,8 +20,8 @@ class DataConfig(Section):
 
     source: Literal["stdlib", "files", "hf", "tokens"] = Field(
         "stdlib",
-        description="the running Python's standard library; text or JSONL files; a Hugging Face "
-        "dataset (streamed); token shards (.npy of uint16/uint32)",
+        description="the running Python's standard library; files of text, JSONL or JSON arrays; a "
+        "Hugging Face dataset (streamed); token shards (.npy of uint16/uint32)",
     )
     paths: tuple[str, ...] = Field(
         (), description="files or globs (source files and tokens); [a, b] or a single one"
@@ -32,7 +32,20 @@ class DataConfig(Section):
     name: str | None = Field(None, description="dataset name or local directory (source hf)")
     subset: str | None = Field(None, description="configuration of the dataset (source hf)")
     split: str = Field("train", description="split of the dataset (source hf)")
-    text_field: str = Field("text", description="field that holds the text (JSONL, hf)")
+    format: Literal["text", "messages", "completion"] = Field(
+        "text",
+        description="what a record (of JSONL, a JSON array, hf) holds: a text, all of which is "
+        "learnt; messages, a conversation of which the assistant's answers are learnt; or prompt "
+        "and completion, of which the completion is learnt",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="file with the Jinja template of conversations (format messages); null: that "
+        "of the tokenizer",
+    )
+    text_field: str = Field(
+        "text", description="field that holds the text (format text; JSONL, JSON, hf)"
+    )
     tokenizer: str = Field(
         "byte",
         description="byte, bpe (trained on the corpus), or a Hugging Face name or path; that of "
@@ -69,6 +82,16 @@ class DataConfig(Section):
                     f"data.{name}: source={self.source} does not use it; leave it out, or write "
                     f"data.{name}={empty}"
                 )
+        if self.format != "text" and self.source not in ("files", "hf"):
+            raise ValueError(
+                f"data.format: source={self.source} has no records, so it must be text, got "
+                f"{self.format}"
+            )
+        if self.chat_template is not None and self.format != "messages":
+            raise ValueError(
+                f"data.chat_template: format={self.format} does not use it; leave it out, or write "
+                "data.format=messages"
+            )
         if self.source in ("files", "tokens") and not self.paths:
             raise ValueError(f"data.paths: source={self.source} needs at least one path or glob")
         if self.source == "hf" and not self.name:

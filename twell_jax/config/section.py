@@ -20,7 +20,10 @@ class ConfigError(ValueError):
 
 
 # Keys of files and directories; in those of tokenizers and datasets a name may stand instead.
-_PATHS = {"run_dir", "init_from", "paths", "held_out_paths", "cache_dir", "tokenizer", "name"}
+_PATHS = {
+    "run_dir", "init_from", "paths", "held_out_paths", "cache_dir", "tokenizer", "chat_template",
+    "name",
+}  # fmt: skip
 
 
 class Section(BaseModel):

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.data import corpus, pipeline, streaming, tokenizers
+from twell_jax.data import chats, corpus, marks, pipeline, streaming, tokenizers
 from twell_jax.data.pipeline import Windows
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
@@ -24,17 +24,18 @@ class Data:
     Attributes:
       tokenizer: the tokenizer that made the tokens.
       train: yields {"tokens": int32 [batch_sequences // process_count, context + 1]} without end,
-        in a fixed order; targets are the inputs shifted by one. Its iterator's `get_state()` is a
+        in a fixed order; targets are the inputs shifted by one. Tokens that are not learnt, as they
+        belong to no answer, are marked: see `data.marks`. Its iterator's `get_state()` is a
         small JSON-serialisable dict, the same on every process, from which `set_state` continues.
-      held_out: int32 [n, context + 1], 1 <= n <= eval_sequences, the same on every process. The
-        sequences are spread evenly over the held-out tokens; of a streamed dataset they are the
-        first.
+      held_out: int32 [n, context + 1], 1 <= n <= eval_sequences, the same on every process, and
+        marked likewise; at least one predicted token counts. The sequences are spread evenly over
+        the held-out tokens; of a streamed dataset they are the first.
       fingerprint: identifies the tokenizer and the training tokens; a run can only continue on data
         with the same one.
       unigram_cross_entropy: cross-entropy of `held_out`, in nats per token, if token frequencies
         alone predict it. They are counted on at most `corpus.UNIGRAM_TOKENS` training tokens.
-      held_out_bytes: number of bytes, in UTF-8, of the text of the tokens that `held_out` predicts,
-        which are all but the first of each sequence; None if the tokenizer did not make them.
+      held_out_bytes: number of bytes, in UTF-8, of the text of the tokens that `held_out` predicts
+        and that count, never the first of a sequence; None if the tokenizer did not make them.
     """
 
     tokenizer: Tokenizer
@@ -52,7 +53,7 @@ class Data:
         """
         if not self.held_out_bytes:
             return None
-        nats = held_out_ce * self.held_out[:, 1:].size
+        nats = held_out_ce * np.sum(marks.counts(self.held_out[:, 1:]))
         return nats / math.log(2) / self.held_out_bytes
 
 
@@ -83,6 +84,13 @@ def load(
     tokens = corpus.load(config, tokenizer)
     train = _windows(tokens.train, "training", config)
     held_out = _windows(tokens.held_out, "held-out", config).spread(config.eval_sequences)
+    if not marks.counts(held_out[:, 1:]).any():
+        raise ConfigError(
+            "data.held_out_fraction: the held-out sequences have no answer; give more text, or "
+            "raise the fraction, eval_sequences or model.context"
+        )
+    if config.data.mask_documents and config.data.format == "messages":
+        _require_whole_conversations(config, tokens.tokenizer)
     sharding = {
         "batch": config.batch_sequences,
         "process_index": process_index,
@@ -102,7 +110,7 @@ def load(
         held_out,
         _fingerprint(tokens.tokenizer, train, sample),
         unigram,
-        _held_out_bytes(config, tokens.tokenizer, held_out),
+        _held_out_bytes(config, tokens.tokenizer, sample, held_out),
     )
 
 
@@ -110,31 +118,58 @@ def unigram_cross_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: i
     """Cross-entropy of a unigram model with add-one smoothing, in nats per predicted token.
 
     Args:
-      train: int [n, context + 1], windows whose predicted tokens (all but the first) are counted.
+      train: int [n, context + 1], windows whose predicted tokens (all but the first, and without
+        marked ones) are counted.
       held_out: int [m, context + 1], windows whose predicted tokens are scored.
       vocab_size: one more than the largest possible id.
     """
     counts, targets = (
-        np.bincount(windows[:, 1:].ravel(), minlength=vocab_size) for windows in (train, held_out)
+        np.bincount(labels[marks.counts(labels)], minlength=vocab_size)
+        for labels in (train[:, 1:], held_out[:, 1:])
     )
     log_probabilities = np.log((counts + 1) / (counts + 1).sum())
     return float(-(targets @ log_probabilities) / targets.sum())
 
 
-def _held_out_bytes(config: Config, tokenizer: Tokenizer, held_out: np.ndarray) -> int | None:
+def _held_out_bytes(
+    config: Config, tokenizer: Tokenizer, sample: np.ndarray, held_out: np.ndarray
+) -> int | None:
     """Bytes of the text of what is predicted; None, with a warning, if it cannot be known."""
-    if config.data.source == "tokens" and held_out.max() >= tokenizer.size:
+    largest = max(sample.max(), held_out.max())
+    if config.data.source == "tokens" and largest >= tokenizer.size:
         log.warning(
             "data.tokenizer: the shards hold token %d, and %s has %d, so it did not make them: "
             "there are no bits per byte and no sample text; name the tokenizer that did",
-            *(held_out.max(), config.data.tokenizer, tokenizer.size),
+            *(largest, config.data.tokenizer, tokenizer.size),
         )
         return None
-    # A decoder may drop the space before a first token, which therefore counts in both.
-    return sum(
-        tokenizers.count_bytes(tokenizer, ids) - tokenizers.count_bytes(tokenizer, ids[:1])
-        for ids in held_out
-    )
+    return sum(_predicted_bytes(tokenizer, window) for window in held_out)
+
+
+def _predicted_bytes(tokenizer: Tokenizer, window: np.ndarray) -> int:
+    ids, counts = marks.ids(window), np.append(marks.counts(window), False)
+    counts[0] = False
+    borders = np.flatnonzero(np.diff(counts)) + 1  # where tokens that count begin, and end, ...
+    total = 0
+    for start, stop in borders.reshape(-1, 2):
+        # A decoder may drop the space before a first token, so one that is not predicted is it.
+        part = ids[start - 1 : stop]
+        total += tokenizers.count_bytes(tokenizer, part)
+        total -= tokenizers.count_bytes(tokenizer, part[:1])
+    return total
+
+
+def _require_whole_conversations(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the chat template writes the token that divides documents."""
+    template = chats.template(config.data)
+    roles = ["user", "assistant", "user", "assistant"]
+    found = chats.conversation(template, [{"role": role, "content": "a"} for role in roles])
+    ids, _ = tokenizer.encode_with_spans(found.text, special_tokens=True)
+    if tokenizer.eot_id in ids:
+        raise ConfigError(
+            "data.mask_documents: the chat template writes the token that ends documents within "
+            "conversations, so attention would end there, too; write data.mask_documents=false"
+        )
 
 
 def _fingerprint(tokenizer: Tokenizer, train: Windows, sample: np.ndarray) -> str:

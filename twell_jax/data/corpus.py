@@ -11,7 +11,8 @@ import numpy as np
 from tokenizers import __version__ as bpe_version
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.data import cache, shards, sources, streaming, text_files, tokenizers
+from twell_jax.data import cache, records, shards, sources, streaming, text_files, tokenizers
+from twell_jax.data.documents import Document, text_of
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
 
@@ -58,20 +59,25 @@ def _cached(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     """The corpus of all documents. Whole ones are held out, or the end of the text of too few."""
     data, window = config.data, config.model.context + 1
     files = text_files.digests(sources.text_files(data), data)
-    texts = partial(sources.texts, list(files), data)
+    documents = partial(sources.documents, list(files), data)
 
-    def whole_documents() -> Iterator[tuple[str, bool]]:
-        return sources.by_document(texts(), data.held_out_fraction)
+    def whole_documents() -> Iterator[tuple[Document, bool]]:
+        return sources.by_document(documents(), data.held_out_fraction)
 
-    def end_of_text() -> Iterator[tuple[str, bool]]:
-        return sources.by_position(texts(), data.held_out_fraction, sum(map(len, texts())))
+    def end_of_text() -> Iterator[tuple[Document, bool]]:
+        characters = sum(len(text_of(document)) for document in documents())
+        return sources.by_position(documents(), data.held_out_fraction, characters)
 
-    content = {
+    content: dict[str, Any] = {
         "source": data.source,
         "files": [(path.suffix, digest) for path, digest in files.items()],
         "text_field": data.text_field,
         "held_out_fraction": data.held_out_fraction,
     }
+    if any(path.suffix == ".json" for path in files):
+        content["json"] = "records"  # up to version 0.2 each was a text
+    if data.format != "text":
+        content |= {"format": data.format, **records.reader(data).key}
     if _both_have(whole_documents(), window):
         corpus = _tokenised(config, tokenizer, content, whole_documents)
         if min(len(corpus.train), len(corpus.held_out)) >= window:
@@ -88,7 +94,7 @@ def _tokenised(
     config: Config,
     given: Tokenizer | None,
     content: dict[str, Any],
-    split: Callable[[], Iterator[tuple[str, bool]]],
+    split: Callable[[], Iterator[tuple[Document, bool]]],
 ) -> Corpus:
     """Tokenises documents, which are held out or not, and trains a bpe first; both are cached.
 
@@ -100,12 +106,13 @@ def _tokenised(
     """
     data, cache_dir = config.data, Path(config.data.cache_dir)
 
-    def documents(held_out: bool) -> Iterator[str]:
-        return (text for text, is_held_out in split() if is_held_out == held_out)
+    def documents(held_out: bool) -> Iterator[Document]:
+        return (document for document, is_held_out in split() if is_held_out == held_out)
 
     def train_bpe(directory: Path) -> None:
         log.info("training a bpe of %d tokens", config.model.vocab_size)
-        bpe = tokenizers.train_bpe(documents(held_out=False), config.model.vocab_size)
+        texts = map(text_of, documents(held_out=False))
+        bpe = tokenizers.train_bpe(texts, config.model.vocab_size)
         tokenizers.save(bpe, directory / "tokenizer.json")
 
     def tokenise(directory: Path) -> None:
@@ -120,18 +127,21 @@ def _tokenised(
     else:
         tokenizer = _fitting(config, given)
     directory = cache.entry(cache_dir, {**content, "tokenizer": tokenizer.to_json()}, tokenise)
+    dtypes = (np.uint16, np.uint32) if data.format == "text" else (np.int32,)
     train, held_out = (
-        shards.open_shards(sorted(directory.glob(f"{name}-*.npy")), key="data.cache_dir")
+        shards.open_shards(
+            sorted(directory.glob(f"{name}-*.npy")), key="data.cache_dir", dtypes=dtypes
+        )
         for name in ("train", "held_out")
     )
     return Corpus(tokenizer, train, held_out)
 
 
-def _both_have(split: Iterable[tuple[str, bool]], tokens: int) -> bool:
+def _both_have(split: Iterable[tuple[Document, bool]], tokens: int) -> bool:
     """Whether both splits may have so many tokens: a token has at least a byte."""
     most = [0, 0]
-    for text, held_out in split:
-        most[held_out] += len(text.encode()) + 1  # the end of the text
+    for document, held_out in split:
+        most[held_out] += len(text_of(document).encode()) + 1  # the end of the text
         if min(most) >= tokens:
             return True
     return False
@@ -153,7 +163,8 @@ def _given(config: Config, tokenizer: Tokenizer | None) -> Corpus:
 def _streamed(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     data = config.data
     if data.tokenizer == "bpe" and not tokenizer:
-        texts = _first_characters(streaming.documents(data, held_out=False), BPE_CHARACTERS)
+        all_texts = map(text_of, streaming.documents(data, held_out=False))
+        texts = _first_characters(all_texts, BPE_CHARACTERS)
         tokenizer = tokenizers.train_bpe(texts, config.model.vocab_size)
     else:
         tokenizer = _fitting(config, tokenizer)

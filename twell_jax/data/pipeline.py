@@ -6,6 +6,7 @@ import grain
 import numpy as np
 
 from twell_jax.config import ConfigError
+from twell_jax.data import marks
 from twell_jax.data.shards import TokenStream
 
 
@@ -28,12 +29,13 @@ class Windows:
         return max(len(self.stream) - 1, 0) // self.context
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """The window 0 <= index < len, as {"tokens": int32 [context + 1]}."""
+        """The window 0 <= index < len, as {"tokens": int32 [context + 1]}, marked as the stream."""
         start = index * self.context
         tokens = self.stream.read(start, start + self.context + 1)
-        if tokens.max() >= self.vocab_size:
+        largest = (marks.ids(tokens) if tokens.dtype == np.int32 else tokens).max()
+        if largest >= self.vocab_size:
             raise ConfigError(
-                f"model.vocab_size: the data holds token {tokens.max()}, so the vocabulary needs "
+                f"model.vocab_size: the data holds token {largest}, so the vocabulary needs "
                 f"more than {self.vocab_size} tokens"
             )
         return {"tokens": tokens.astype(np.int32)}

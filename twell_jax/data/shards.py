@@ -1,4 +1,7 @@
-"""Token streams: `.npy` files of uint16 or uint32 ids, written in order and read memory-mapped."""
+"""Token streams: `.npy` files of ids, written in order and read memory-mapped.
+
+They are uint16 or uint32 or, in the cache, int32 if some tokens are marked (`data.marks`).
+"""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -33,16 +36,18 @@ def write(directory: Path, name: str, arrays: Iterable[np.ndarray]) -> None:
         np.save(directory / f"{name}-{shard:05d}.npy", np.concatenate(pending))
 
 
-def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
+def open_shards(
+    paths: Iterable[Path], *, key: str, dtypes: Sequence[type] = (np.uint16, np.uint32)
+) -> "TokenStream":
     """Maps shards into memory as one stream, in the given order.
 
     Raises:
-      ConfigError: a file is no 1-D .npy of uint16 or uint32; the message begins with `key`.
+      ConfigError: a file is no 1-D .npy of one of `dtypes`; the message begins with `key`.
     """
     arrays = []
     for path in paths:
         try:
-            arrays.append(_mapped(path))
+            arrays.append(_mapped(path, dtypes))
         except OSError as error:
             raise ConfigError(f"{key}: {path}: cannot be read ({error.strerror})") from None
         except ValueError as error:
@@ -50,7 +55,7 @@ def open_shards(paths: Iterable[Path], *, key: str) -> "TokenStream":
     return TokenStream(arrays)
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _mapped(path: Path, dtypes: Sequence[type]) -> np.ndarray:
     """The array of a .npy file, memory-mapped.
 
     Raises:
@@ -72,7 +77,7 @@ def _mapped(path: Path) -> np.ndarray:
     except Exception as error:  # Python's own parsers read it, each with errors of its own
         raise ValueError(f"not a readable .npy file ({error}); numpy.save writes one") from None
     # True is an int, too
-    if dtype not in (np.uint16, np.uint32) or [type(length) for length in shape] != [int]:
+    if dtype not in dtypes or [type(length) for length in shape] != [int]:
         raise ValueError(
             "tokens must be a 1-D array of uint16 or uint32, got "
             f"{len(shape)}-D {dtype} of shape {untrusted.short(shape)}"

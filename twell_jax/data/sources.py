@@ -1,26 +1,23 @@
 """Documents: where they come from, and which of them are held out for evaluation.
 
-A document is a text file, a line of a JSONL file, or a row of a Hugging Face dataset. Documents are
-trained on or held out whole, unless there are too few of them.
+A document is a text file, a line of a JSONL file, an object of an array in a JSON file, or a row of
+a Hugging Face dataset. Documents are trained on or held out whole, unless there are too few.
 """
 
 import glob
 import hashlib
 import io
-import json
 import logging
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from twell_jax import untrusted
 from twell_jax.config import ConfigError, DataConfig
+from twell_jax.data import json_files, records
+from twell_jax.data.documents import Document, divided, text_of
 from twell_jax.data.text_files import read as read_document
-
-_MOST_OF_A_LINE = 2**28  # bytes
 
 log = logging.getLogger(__name__)
 
@@ -35,31 +32,31 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest) < fraction * 2**64
 
 
-def by_document(texts: Iterable[str], fraction: float) -> Iterator[tuple[str, bool]]:
+def by_document(documents: Iterable[Document], fraction: float) -> Iterator[tuple[Document, bool]]:
     """Yields each document and whether it is held out."""
-    for text in texts:
-        yield text, is_held_out(text, fraction)
+    for document in documents:
+        yield document, is_held_out(text_of(document), fraction)
 
 
 def by_position(
-    texts: Iterable[str], fraction: float, characters: int
-) -> Iterator[tuple[str, bool]]:
+    documents: Iterable[Document], fraction: float, characters: int
+) -> Iterator[tuple[Document, bool]]:
     """Yields documents and whether they are held out: all before one position, or after it.
 
     The document at the position is divided.
 
     Args:
-      texts: the documents, in order.
+      documents: all of them, in order.
       fraction: share of the characters after the position.
       characters: number of characters of all documents.
     """
     position = int(characters * (1 - fraction))
-    for text in texts:
-        before, after = text[:position], text[position:]
-        position -= len(before)
-        if before or not after:
+    for document in documents:
+        before, after = divided(document, position)
+        position -= len(text_of(before))
+        if text_of(before) or not text_of(after):
             yield before, False
-        if after:
+        if text_of(after):
             yield after, True
 
 
@@ -100,10 +97,11 @@ def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
     return sorted(found)
 
 
-def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
+def documents(paths: Sequence[Path], data: DataConfig) -> Iterator[Document]:
     """Reads the documents of files from `text_files`, one at a time.
 
-    A .jsonl file holds a document per line, apart from blank lines; any other file is one document.
+    A .jsonl file holds a document per line, apart from blank lines, and a .json file one per object
+    if it is an array of objects or JSON Lines (`json_files`); any other file is one document.
     User files must be UTF-8 (`text_files.digests` finds those that are not). Files of the standard
     library have the encoding that they declare. A few violate it on purpose, as input of the
     parser's tests; they are read as UTF-8 with U+FFFD for every undecodable byte.
@@ -111,13 +109,21 @@ def texts(paths: Sequence[Path], data: DataConfig) -> Iterator[str]:
     Raises:
       ConfigError: a document cannot be read; the message names the file and the line or byte.
     """
+    reader = records.reader(data)
     for path in paths:
         if data.source == "stdlib":
             yield _decode_python(read_document(path))
         elif path.suffix == ".jsonl":
-            yield from _json_lines(path, data.text_field)
-        else:
+            yield from json_files.lines(path, reader)
+        elif path.suffix == ".json" and (found := json_files.documents(path, reader)) is not None:
+            yield from found
+        elif data.format == "text":
             yield _decode_utf8(path)
+        else:
+            raise ConfigError(
+                f"data.paths: {path}: holds no records, which data.format={data.format} needs: "
+                "JSON Lines, or an array of objects in a file named .json"
+            )
 
 
 def _decode_python(raw: bytes) -> str:
@@ -135,40 +141,11 @@ def _decode_utf8(path: Path) -> str:
         raise ConfigError(f"data.paths: {path}: not UTF-8 text at byte {error.start}") from None
 
 
-def _json_lines(path: Path, field: str) -> Iterator[str]:
-    with untrusted.open_file(path) as file:
-        lines = iter(partial(file.readline, _MOST_OF_A_LINE + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            if len(line) > _MOST_OF_A_LINE:
-                most = f"{_MOST_OF_A_LINE >> 20} MiB"
-                raise ConfigError(f"data.paths: {path}:{number}: a line of more than {most}")
-            if line.isspace():
-                continue
-            try:
-                text = _text_of(json.loads(line), field)
-                text.encode()  # JSON can spell half a surrogate pair, which is no text
-            except ValueError as error:
-                raise ConfigError(f"data.paths: {path}:{number}: {error}") from None
-            except RecursionError:
-                raise ConfigError(f"data.paths: {path}:{number}: nested too deeply") from None
-            yield text
-
-
-def _text_of(row: Any, field: str) -> str:
-    if not isinstance(row, dict):
-        raise ValueError(f"must be an object with the field {field!r} (data.text_field)")
-    if field not in row:
-        raise ValueError(f"no field {field!r} (data.text_field); there are: {', '.join(row)}")
-    if not isinstance(row[field], str):
-        raise ValueError(f"field {field!r} must hold text, not {type(row[field]).__name__}")
-    return row[field]
-
-
-class StreamedDocuments(Iterator[str]):
+class StreamedDocuments(Iterator[Document]):
     """One pass over a Hugging Face dataset (a name, or a local directory), read as a stream.
 
-    Rows whose text is null are left out. The first of them is warned of, and then each whose number
-    among them is a power of ten.
+    Rows whose text, or another field that makes the document, is null are left out. The first of
+    them is warned of, and then each whose number among them is a power of ten.
 
     Args:
       data: names the dataset, its subset, split and text field.
@@ -177,7 +154,8 @@ class StreamedDocuments(Iterator[str]):
 
     Raises:
       ConfigError: the `datasets` library is missing, the dataset cannot be opened or read, or a row
-        has no text although `data.strict` is set. The message names the row; the first is row 1.
+        makes no document, or has a null although `data.strict` is set. The message names the row;
+        the first is row 1.
     """
 
     def __init__(
@@ -204,34 +182,36 @@ class StreamedDocuments(Iterator[str]):
         self._position = position
         self._rows = iter(self._dataset)
         self._data, self._warns = data, warns
+        self._reader = records.reader(data)
 
     @property
     def position(self) -> dict[str, Any] | None:
         """How far the pass has read: a small JSON-serialisable record."""
         return self._position
 
-    def __next__(self) -> str:
-        while (text := self._next_text()) is None:
+    def __next__(self) -> Document:
+        while (document := self._next_document()) is None:
             self._left_out += 1
+            fields = " or ".join(map(repr, self._reader.fields))
             if self._warns and self._left_out == 10 ** (len(str(self._left_out)) - 1):
                 log.warning(
-                    "data.name: %s: row %d is left out, as its field %r is null; of the rows so "
+                    "data.name: %s: row %d is left out, as its field %s is null; of the rows so "
                     "far that is so for %d; data.strict=true makes it an error",
-                    *(self._data.name, self._read, self._data.text_field, self._left_out),
+                    *(self._data.name, self._read, fields, self._left_out),
                 )
         rows = [self._read, self._left_out]
         self._position = {"dataset": self._dataset.state_dict(), "rows": rows}
-        return text
+        return document
 
-    def _next_text(self) -> str | None:
-        """The text of the next row; None if the row is to be left out."""
+    def _next_document(self) -> Document | None:
+        """The document of the next row; None if the row is to be left out."""
         data = self._data
         self._read += 1
         try:
             row = next(self._rows)
-            if not data.strict and row.get(data.text_field, "") is None:
+            if not data.strict and self._reader.lacks(row):
                 return None
-            return _text_of(row, data.text_field)
+            return self._reader.document(row)
         except (ValueError, OSError) as error:
             message = " ".join(str(error).split())
             hint = "; data.strict=false leaves out rows whose text is null" if data.strict else ""

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from twell_jax.config import DataConfig
+from twell_jax.data.documents import Document, text_of
 from twell_jax.data.sources import StreamedDocuments, is_held_out
 from twell_jax.data.tokenizers import Tokenizer, encode_documents
 
@@ -18,11 +19,11 @@ _DOCUMENTS = 256  # read and tokenised at once
 _WindowsFrom = Callable[[dict[str, Any]], Iterator[tuple[np.ndarray, dict[str, Any]]]]
 
 
-def documents(data: DataConfig, *, held_out: bool) -> Iterator[str]:
+def documents(data: DataConfig, *, held_out: bool) -> Iterator[Document]:
     """One pass over the training or the held-out documents; `batches` warns of bad rows."""
-    for text in StreamedDocuments(data, warns=False):
-        if is_held_out(text, data.held_out_fraction) == held_out:
-            yield text
+    for document in StreamedDocuments(data, warns=False):
+        if is_held_out(text_of(document), data.held_out_fraction) == held_out:
+            yield document
 
 
 def batches(
@@ -50,7 +51,8 @@ def batches(
       process_count: number of processes that share a batch.
 
     Returns:
-      A dataset of {"tokens": int32 [batch // process_count, context + 1]}.
+      A dataset of {"tokens": int32 [batch // process_count, context + 1]}; tokens whose prediction
+      does not count are marked (`data.marks`).
     """
     windows_from = functools.partial(_windows, data, tokenizer, context)
     windows = _WindowDataset(windows_from, process_index, process_count)
@@ -100,10 +102,11 @@ def _windows(
     leftover, taken = np.array(state["leftover"], np.int32), state["taken"]
     while True:
         start = {"position": stream.position, "leftover": leftover.tolist()}
-        texts = list(itertools.islice(stream, _DOCUMENTS))
-        if not texts:
+        found = list(itertools.islice(stream, _DOCUMENTS))
+        if not found:
             stream = StreamedDocuments(data)
-        kept = [text for text in texts if not is_held_out(text, data.held_out_fraction)]
+        fraction = data.held_out_fraction
+        kept = [document for document in found if not is_held_out(text_of(document), fraction)]
         tokens = np.concatenate([leftover, *encode_documents(tokenizer, kept)], dtype=np.int32)
         count = max(tokens.size - 1, 0) // context
         for index in range(taken, count):

@@ -13,7 +13,8 @@ import tokenizers as hf
 
 from twell_jax import untrusted
 from twell_jax.config import ConfigError
-from twell_jax.data import tokenizer_json
+from twell_jax.data import marks, tokenizer_json
+from twell_jax.data.documents import Answered, Document, text_of
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]")
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a subword is called that stands for a byte
@@ -36,6 +37,13 @@ class Tokenizer(Protocol):
 
         All of it is plain text, even if it looks like a special token; with `special_tokens` that
         is read as the token.
+        """
+
+    def encode_with_spans(self, text: str, special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text as `encode` makes them, and which characters each of them is of.
+
+        Returns:
+          int `[n]`, and int `[n, 2]`: the first character, and that after the last.
         """
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -68,6 +76,20 @@ class ByteTokenizer:
         first, *others = self.encode(parts)
         end = np.array([self.eot_id], np.uint16)
         return np.concatenate([first, *(a for ids in others for a in (end, ids))])
+
+    def encode_with_spans(self, text: str, special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        pieces = text.split(END_OF_TEXT[0]) if special_tokens else [text]
+        starts, at = list[int](), 0
+        for piece in pieces:
+            for character in piece:
+                starts += [at] * len(character.encode())
+                at += 1
+            starts.append(at)
+            at += len(END_OF_TEXT[0])
+        (ids,) = self.encode([text], special_tokens=special_tokens)
+        start = np.array(starts[: len(ids)], np.int64)
+        length = np.where(ids == self.eot_id, len(END_OF_TEXT[0]), 1)
+        return ids, np.stack([start, start + length], axis=1)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
@@ -110,6 +132,13 @@ class SubwordTokenizer:
         with tokenizer_json.errors_are_lines():
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype) for encoding in encodings]
+
+    def encode_with_spans(self, text: str, special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        backend = self._reads_special_tokens if special_tokens else self.backend
+        with tokenizer_json.errors_are_lines():
+            encoding = backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, token_dtype(self.size))
+        return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         with tokenizer_json.errors_are_lines():
@@ -262,18 +291,49 @@ def token_dtype(size: int) -> type[np.unsignedinteger]:
     return np.uint16 if size <= 2**16 else np.uint32
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yields 1-D arrays of tokens, each for many documents; end-of-text follows each document."""
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[np.ndarray]:
+    """Yields 1-D arrays of tokens, each for many documents; end-of-text follows each document.
+
+    Those of texts are of `token_dtype(tokenizer.size)`, those of documents with answers int32, and
+    marked (`data.marks`) unless they belong to an answer. The end of an answered document belongs
+    to the answer that ends it.
+    """
     eot = np.array([tokenizer.eot_id], token_dtype(tokenizer.size))
-    for batch in _batches(texts):
-        yield np.concatenate([part for ids in tokenizer.encode(batch) for part in (ids, eot)])
+    for batch in _batches(documents):
+        texts = [document for document in batch if isinstance(document, str)]
+        plain = iter(tokenizer.encode(texts))
+        yield np.concatenate(
+            [
+                part
+                for document in batch
+                for part in (
+                    (next(plain), eot)
+                    if isinstance(document, str)
+                    else (_encode_answered(tokenizer, document),)
+                )
+            ]
+        )
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch, characters = [], 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text) + 1
+def _encode_answered(tokenizer: Tokenizer, document: Answered) -> np.ndarray:
+    """The tokens of a document with answers, and its end of text; int32, marked."""
+    ids, spans = tokenizer.encode_with_spans(document.text, document.special_tokens)
+    size = len(document.text)
+    ids, start = np.append(ids, tokenizer.eot_id), np.append(spans[:, 0], size)
+    end = np.append(spans[:, 1], size + 1)
+    counts = np.zeros(ids.size, bool)
+    for first, last in document.answers:
+        last += last == size
+        # A token with any part of an answer is learnt.
+        counts |= (end > first) & (start < last)
+    return marks.marked(ids, counts)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, characters = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        characters += len(text_of(document)) + 1
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -34,25 +34,33 @@ def token_cross_entropy(hidden: jax.Array, unembedding: jax.Array, labels: jax.A
 
 
 @jax.custom_vjp
-def mean_cross_entropy(hidden: jax.Array, unembedding: jax.Array, labels: jax.Array) -> jax.Array:
+def mean_cross_entropy(
+    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, weights: jax.Array | None = None
+) -> jax.Array:
     """The mean of `token_cross_entropy` over all tokens, float32 [].
 
-    Its gradients, in reverse mode alone, are computed with it. That of `unembedding` is summed over
-    the chunks and the devices in float32, and has the dtype of `unembedding`.
+    With `weights`, float32 `[B, T]` and without gradients, that of each token is multiplied by its
+    weight before.
+
+    The mean's gradients, in reverse mode alone, are computed with it. That of `unembedding` is
+    summed over the chunks and the devices in float32, and has the dtype of `unembedding`.
     """
-    return jnp.mean(token_cross_entropy(hidden, unembedding, labels))
+    ce = token_cross_entropy(hidden, unembedding, labels)
+    return jnp.mean(ce if weights is None else ce * weights)
 
 
 def _with_gradients(
-    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array
+    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    def of_share(hidden, labels, unembedding):
-        ce, of_hidden, of_unembedding = _gradients_of_tokens(hidden, labels, unembedding, share)
+    def of_share(hidden, labels, weights, unembedding):
+        ce, of_hidden, of_unembedding = _gradients_of_tokens(
+            hidden, labels, weights, unembedding, share
+        )
         return ce, of_hidden, of_unembedding[None]
 
     share = 1 / labels.size
-    weights = unembedding.astype(hidden.dtype)
-    ce, of_hidden, of_unembedding = on_shares(of_share, hidden, labels, whole=weights)
+    whole = unembedding.astype(hidden.dtype)
+    ce, of_hidden, of_unembedding = on_shares(of_share, hidden, labels, weights, whole=whole)
     # One reduction over the devices, after all chunks.
     of_unembedding = jnp.sum(of_unembedding, axis=0).astype(unembedding.dtype)
     return jnp.mean(ce), (of_hidden, of_unembedding)
@@ -60,9 +68,9 @@ def _with_gradients(
 
 def _scale_gradients(
     gradients: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+) -> tuple[jax.Array, jax.Array, None, None]:
     of_hidden, of_unembedding = ((g * cotangent).astype(g.dtype) for g in gradients)
-    return of_hidden, of_unembedding, None
+    return of_hidden, of_unembedding, None, None
 
 
 mean_cross_entropy.defvjp(_with_gradients, _scale_gradients)
@@ -77,26 +85,32 @@ def _of_tokens(hidden: jax.Array, labels: jax.Array, unembedding: jax.Array) -> 
 
 
 def _gradients_of_tokens(
-    hidden: jax.Array, labels: jax.Array, unembedding: jax.Array, share: float
+    hidden: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    unembedding: jax.Array,
+    share: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The cross-entropy of tokens, and the gradients of their sum times `share`.
+    """The cross-entropy of tokens, weighted, and the gradients of their sum times `share`.
 
     Returns:
       float32 `[B, T]`; the gradient of `hidden`, in its dtype; that of `unembedding`, in float32.
     """
 
     def of_chunk(total, operands):
-        x, labels = operands
+        x, labels, weights = operands
         logits = x @ unembedding.T
         ce, log_sum = _of_logits(logits, labels)
         wanted = labels[:, None] == jnp.arange(len(unembedding))
-        of_logits = (jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted) * share
+        factor = share if weights is None else share * weights[:, None]
+        of_logits = (jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted) * factor
         of_logits = of_logits.astype(x.dtype)
         total += jnp.matmul(of_logits.T, x, preferred_element_type=jnp.float32)
-        return total, (ce, of_logits @ unembedding)
+        return total, (ce if weights is None else ce * weights, of_logits @ unembedding)
 
     zeros = jnp.zeros(unembedding.shape, jnp.float32)
-    total, (ce, of_hidden) = _over_chunks(of_chunk, zeros, hidden, labels, len(unembedding))
+    vocab = len(unembedding)
+    total, (ce, of_hidden) = _over_chunks(of_chunk, zeros, hidden, labels, vocab, weights)
     return ce, of_hidden, total
 
 
@@ -108,9 +122,14 @@ def _of_logits(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _over_chunks(
-    of_chunk: Callable, carry: Any, hidden: jax.Array, labels: jax.Array, vocab: int
+    of_chunk: Callable,
+    carry: Any,
+    hidden: jax.Array,
+    labels: jax.Array,
+    vocab: int,
+    weights: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Scans over equal chunks of tokens, which `of_chunk` gets as `[C, D]` and `[C]`.
+    """Scans over equal chunks of tokens, which `of_chunk` gets as `[C, D]`, `[C]` and `[C]`.
 
     Returns:
       The last carry, and the other results with leading axes `[B, T]` in place of `[C]`.
@@ -129,7 +148,8 @@ def _over_chunks(
         flat = a.reshape(-1, *a.shape[2:])[:tokens]
         return flat.reshape(*labels.shape, *a.shape[2:])
 
-    carry, results = jax.lax.scan(of_chunk, carry, (split(hidden), split(labels)))
+    operands = jax.tree.map(split, (hidden, labels, weights))
+    carry, results = jax.lax.scan(of_chunk, carry, operands)
     return carry, jax.tree.map(join, results)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from twell_jax.config import ConfigError
-from twell_jax.plotting import drawn, of_last_part
+from twell_jax.plotting import drawn, of_last_part, over_decades
 from twell_jax.train import metrics
 from twell_jax.train.run_directory import RunPaths, load_config
 
@@ -38,10 +38,11 @@ def plot_runs(directories: Sequence[str], path: Path) -> None:
         loss, nnz, speed = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 2])
         for index, (name, records) in enumerate(runs.items()):
             _plot_run(loss, nnz, speed, name, records, f"C{index}")
-        of_last_part(loss)
+        of_last_part(loss, since=0.2)
+        over_decades(nnz, "y")
         loss.set(ylabel="cross-entropy (nats/token)\ndots: held-out, thin: training")
-        nnz.set(ylabel="non-zeros per token,\nmean over layers", yscale="log")
-        speed.set(xlabel="tokens", xlim=(0, None), ylabel="tokens per second", ylim=(0, None))
+        nnz.set(ylabel="non-zeros per token,\nmean over layers")
+        speed.set(xlabel="tokens", ylabel="tokens per second", ylim=(0, None))
         speed.yaxis.set_major_formatter("{x:,.0f}")
         figure.legend(*loss.get_legend_handles_labels(), loc="outside upper left", ncols=1)
 

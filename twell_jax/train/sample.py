@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from twell_jax.config import Config
-from twell_jax.data import Data
+from twell_jax.data import Data, marks
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 
@@ -37,14 +37,15 @@ def writer(
 
     Args:
       config: the run.
-      data: its data; the first held-out sequence has the prompt.
+      data: its data. A held-out sequence begins with the prompt or, if there are answers, has it
+        before the first one.
       abstract_params: shapes and shardings of the parameters.
       mesh: the devices, which all take part.
 
     Returns:
       None if no sample is wanted, or the text of the tokens is not known.
     """
-    prompt = data.held_out[0][: min(_PROMPT_TOKENS, config.model.context // 2)]
+    prompt = _prompt(data.held_out, min(_PROMPT_TOKENS, config.model.context // 2))
     length = min(len(prompt) + config.sample_tokens, config.model.context)
     if data.held_out_bytes is None or length == len(prompt):
         return None
@@ -76,6 +77,14 @@ def writer(
         return Sample(before, text)
 
     return write
+
+
+def _prompt(held_out: np.ndarray, most: int) -> np.ndarray:
+    """At most so many ids, up to an answer if tokens are marked."""
+    counts = marks.counts(held_out)
+    answers = np.argwhere(~counts[:, :-1] & counts[:, 1:])
+    row, stop = (answers[0] + [0, 1]) if len(answers) else (0, most)
+    return marks.ids(held_out[row, max(0, stop - most) : stop])
 
 
 def _continued(

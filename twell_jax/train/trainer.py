@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.config import Config
+from twell_jax.data import marks
 from twell_jax.ffn import FFNStats, Windows, order_by_use
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.stats import UNION_TOKENS
@@ -47,7 +48,7 @@ class Trainer:
       mesh: the devices.
       abstract_state: `TrainState` of shapes, dtypes and shardings, to restore a checkpoint to.
       abstract_batch: shape, dtype and sharding of a step's tokens, int32 [accumulation, sequences,
-        context + 1].
+        context + 1], marked (`data.marks`) unless `data.format` is text.
       init: () -> state.
       reinitialise: state -> state, with the gates of dead neurons drawn anew. It donates the given
         state.
@@ -68,6 +69,7 @@ class Trainer:
         self._accumulation = config.accumulation_steps(mesh.size)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._learning_rate = learning_rate(config.optimizer, config.steps)
+        self._has_marks = config.data.format != "text"
         self._document_end = document_end if config.data.mask_documents else None
         self._has_whole_tiles = config.micro_batch * config.model.context >= UNION_TOKENS
         self._graph = graphdef(config.model)
@@ -103,9 +105,7 @@ class Trainer:
             donate_argnums=0,
         )
         self._sequence_ce = jax.jit(
-            lambda params, tokens: jnp.mean(
-                self._cross_entropy(token_cross_entropy, params, tokens)[0], axis=-1
-            ),
+            self._mean_by_sequence,
             in_shardings=(self._shardings.params, sharding.of_batch(mesh)),
             out_shardings=self._replicated,
         )
@@ -142,7 +142,10 @@ class Trainer:
             return step.lower(self.abstract_state, self.abstract_batch, 0.0).compile()
 
     def evaluate(self, params: nnx.State, tokens: np.ndarray) -> float:
-        """The mean cross-entropy of sequences `tokens: int32 [n, context + 1]`, nats per token."""
+        """The mean cross-entropy of sequences `tokens: int32 [n, context + 1]`, nats per token.
+
+        Tokens may be marked unless `data.format` is text; the mean is over those that count.
+        """
         total, sequences = 0.0, self.abstract_batch.shape[1]
         for start in range(0, len(tokens), sequences):
             chunk = tokens[start : start + sequences]
@@ -152,7 +155,15 @@ class Trainer:
                 padded.shape, sharding.of_batch(self.mesh), padded.__getitem__
             )
             total += float(np.sum(self._sequence_ce(params, batch)[: len(chunk)]))
-        return total / len(tokens)
+        labels = tokens[:, 1:]
+        return total / len(tokens) * (labels.size / int(np.sum(marks.counts(labels))))
+
+    def _mean_by_sequence(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
+        """The mean over all tokens of each sequence; marked ones have a cross-entropy of zero."""
+        ce, _ = self._cross_entropy(token_cross_entropy, params, tokens)
+        if self._has_marks:
+            ce *= marks.counts(tokens[:, 1:])
+        return jnp.mean(ce, axis=-1)
 
     def _cross_entropy(
         self,
@@ -165,6 +176,7 @@ class Trainer:
     ) -> tuple[jax.Array, FFNStats]:
         skips = self._config.skip_dead_every and "live" in params["blocks"]["mlp"]
         model = nnx.merge(self._graph_with_live if skips else self._graph, params)
+        tokens = marks.ids(tokens) if self._has_marks else tokens
         x, stats = model.hidden(
             tokens[:, :-1],
             document_end=self._document_end,
@@ -182,10 +194,14 @@ class Trainer:
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
         windows: Windows | None,
+        weight: jax.Array | None,
         ffn_gradients: ModelGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
+        kind: Callable = mean_cross_entropy
+        if weight is not None:
+            kind = partial(mean_cross_entropy, weights=weight * marks.counts(tokens[:, 1:]))
         ce, stats = self._cross_entropy(
-            mean_cross_entropy, params, tokens, ffn_gradients, windows, unrolls_layers(self.mesh)
+            kind, params, tokens, ffn_gradients, windows, unrolls_layers(self.mesh)
         )
         l1, share = stats.l1, self._config.lasso_share
         if stats.lasso is not None:
@@ -201,6 +217,7 @@ class Trainer:
         l1_coefficient: jax.Array,
         l1_multipliers: jax.Array | None,
         windows: Windows | None,
+        weight: jax.Array | None,
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
@@ -208,7 +225,7 @@ class Trainer:
             return self._loss(nnx.merge_state(params, changing), *operands)
 
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
-            operands = tokens, l1_coefficient, l1_multipliers, windows, ffn_gradients
+            operands = tokens, l1_coefficient, l1_multipliers, windows, weight, ffn_gradients
             grads, aux = jax.grad(loss, has_aux=True)(trained(params), *operands)
             return jax.tree.map(jnp.add, total, grads), aux
 
@@ -231,15 +248,16 @@ class Trainer:
         if skipping is not None:
             live = neurons.live_in(skipping, state.step, self._config)
             params = neurons.with_live(params, live)
+        windows = lasso_windows(self._config, state.step)
         # shard_map, because XLA would reduce gradients over "data" in every micro-batch.
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
             mesh=self.mesh,
-            in_specs=(P(), P(None, "data"), P(), P(), P()),
+            in_specs=(P(), P(None, "data"), P(), P(), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(params, batch, l1_coefficient, multipliers, lasso_windows(self._config, state.step))
+        )(params, batch, l1_coefficient, multipliers, windows, self._weight(batch))
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
         before = trained(state.params)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
@@ -272,8 +290,18 @@ class Trainer:
         if control is not None:
             measured = stats.nnz, union, stats.l1
             control = update(control, *measured, state.step, self._config)
-        following = TrainState(state.step + 1, params, opt_state, idle, control, skipping)
-        return following, metrics
+        return TrainState(state.step + 1, params, opt_state, idle, control, skipping), metrics
+
+    def _weight(self, batch: jax.Array) -> jax.Array | None:
+        """What the cross-entropy of each token that counts is multiplied by; None if all do.
+
+        The mean over all tokens of a step then is that over those that count, which no micro-batch
+        knows. Float32 []; if none counts, both are zero.
+        """
+        if not self._has_marks:
+            return None
+        labels = batch[..., 1:]
+        return labels.size / jnp.maximum(jnp.sum(marks.counts(labels), dtype=jnp.float32), 1)
 
     def _reinitialise(self, state: TrainState) -> TrainState:
         dead = state.idle_steps >= self._config.dead_steps

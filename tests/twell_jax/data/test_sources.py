@@ -17,7 +17,7 @@ def test_stdlib_is_a_corpus_of_python_source():
     paths = sources.text_files(STDLIB)
     assert paths == sorted(paths)
     assert not any("site-packages" in path.parts for path in paths)
-    texts = list(itertools.islice(sources.texts(paths, STDLIB), 150))
+    texts = list(itertools.islice(sources.documents(paths, STDLIB), 150))
     assert len(texts) == 150
     assert sum("import " in text for text in texts) > 75
 
@@ -26,7 +26,7 @@ def test_python_files_follow_their_declared_encoding(tmp_path):
     declared, broken = tmp_path / "declared.py", tmp_path / "broken.py"
     declared.write_bytes("# coding: latin-1\n# é".encode("latin-1"))
     broken.write_bytes(b"# \xff")
-    assert list(sources.texts([declared, broken], STDLIB)) == ["# coding: latin-1\n# é", "# �"]
+    assert list(sources.documents([declared, broken], STDLIB)) == ["# coding: latin-1\n# é", "# �"]
 
 
 def test_a_file_may_have_the_name_of_a_glob(tmp_path):
@@ -56,14 +56,14 @@ def test_text_must_be_utf8(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"latin\.txt: not UTF-8 text at byte 3"):
-        list(sources.texts([path], files(path)))
+        list(sources.documents([path], files(path)))
 
 
 def test_jsonl_holds_a_document_per_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "one\\ntwo", "id": 1}\n\n{"body": ""}\n{"body": "π"}')
     data = files(path, text_field="body")
-    assert list(sources.texts([path], data)) == ["one\ntwo", "", "π"]
+    assert list(sources.documents([path], data)) == ["one\ntwo", "", "π"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,40 @@ def test_bad_json_line_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
     with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{message}"):
-        list(sources.texts([path], files(path)))
+        list(sources.documents([path], files(path)))
+
+
+def test_records_in_a_file_named_json_are_documents(tmp_path):
+    rows = [{"text": "one"}, {"text": "two"}]
+    path = tmp_path / "a.json"
+    as_array, as_lines = json.dumps(rows, indent=1), "\n\n".join(map(json.dumps, rows))
+    for content in (as_array, "\ufeff" + as_array, as_lines):
+        path.write_text(content)
+        assert list(sources.documents([path], files(path))) == ["one", "two"]
+    path.write_text(json.dumps(rows[0], indent=1))
+    assert list(sources.documents([path], files(path))) == ["one"]
+
+
+@pytest.mark.parametrize("text", ['{"name": "x"}', "[1, 2]", "[]", "// no JSON", "{broken", ""])
+def test_other_files_named_json_are_texts(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert list(sources.documents([path], files(path))) == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"body": "x"}]', r"object 1: no field 'text' \(data\.text_field\); there are: body"),
+        ('[{"text": "x"},\n {"text"', "begins as an array of objects, but is no JSON .*; mend it"),
+        ('{"text": "x"}\n{"body": "y"}', "a.json:2: no field 'text'"),
+    ],
+)
+def test_broken_records_in_a_file_named_json_are_refused(tmp_path, text, message):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        list(sources.documents([path], files(path)))
 
 
 def test_split_takes_the_given_share_and_grows_with_it():

@@ -115,6 +115,20 @@ def test_a_models_head_gives_the_loss_of_its_logits(tied):
         assert relative_error(ours, theirs) < 2e-6
 
 
+def test_weights_multiply_the_loss_and_gradients_of_tokens(split):
+    operands = draw()
+    weights = jnp.asarray(seeds.rng().integers(0, 3, (B, T)), jnp.float32)
+    loss, gradients = loss_and_gradients(
+        lambda *operands: mean_cross_entropy(*operands, weights), *operands
+    )
+    expected, reference = loss_and_gradients(
+        lambda *operands: jnp.mean(weights * of_whole_logits(*operands)), *operands
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for ours, theirs in zip(gradients, reference, strict=True):
+        assert relative_error(ours, theirs) < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4)], ids=["data 8", "data 2 x fsdp 4"])
 def test_devices_split_the_tokens_and_reduce_once(shape, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * VOCAB * T // 4)

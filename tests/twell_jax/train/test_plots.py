@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from tests import figures
 from tests.commands import call
 from twell_jax import config
-from twell_jax.plotting import of_last_part
+from twell_jax.plotting import of_last_part, over_decades, scale_to_neurons
 
 LAYERS, D_FF = 16, 512
 NUMBERS = "tokens", "l1", "l1_coefficient", "lr", "grad_norm", "tokens_per_second"
@@ -186,5 +186,30 @@ def test_runs_of_one_name_are_told_apart_and_one_run_named_twice_is_refused(run_
 def test_the_axis_of_a_loss_shows_its_later_part():
     axes = Figure().subplots()
     axes.plot([0, 1, 50, 100], [9.0, 4.0, 2.0, 1.5])
-    of_last_part(axes)
+    of_last_part(axes, since=0.4)
     assert axes.get_ylim() == pytest.approx((1.475, 2.025))
+    assert axes.get_xlim() == pytest.approx((49, 101))
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.5, 300.0], ["0", "1", "10", "100"]),
+        ([20.0, 300.0], ["10", "20", "50", "100", "200", "500"]),
+    ],
+)
+def test_the_axis_of_neurons_begins_below_the_lines(values, ticks):
+    axes = Figure().subplots()
+    axes.plot([0, 1], values)
+    scale_to_neurons(axes, "y", 512)
+    assert axes.get_ylim() == (float(ticks[0]), 768)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ticks
+
+
+def test_an_axis_has_decades_if_what_is_drawn_spans_some():
+    axes = Figure().subplots()
+    axes.plot([20, 29], [0.001, 1000])
+    over_decades(axes, "x")
+    over_decades(axes, "y")
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
+    assert {"0.1", "10", "1000"} <= {label.get_text() for label in axes.get_yticklabels()}

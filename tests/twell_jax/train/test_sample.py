@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from tests.twell_jax.train.small import CONTEXT, END, VOCAB, settings, trainer_on
+from twell_jax.data import marks
 from twell_jax.models.transformer import graphdef
 from twell_jax.train import sample
 
@@ -53,3 +54,11 @@ def test_there_is_no_sample_where_none_is_wanted_or_the_text_is_not_known():
     assert sample.writer(settings(), unknown, *of_run) is None
     assert sample.writer(settings(sample_tokens=0), DATA, *of_run) is None
     assert VOCAB == END + 1
+
+
+def test_the_prompt_of_a_sample_is_a_question_if_there_are_answers():
+    ids = np.arange(12).reshape(2, 6)
+    assert sample._prompt(ids, 4).tolist() == [0, 1, 2, 3]
+    counts = np.array([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0]]) > 0
+    assert sample._prompt(marks.marked(ids, counts), 2).tolist() == [7, 8]
+    assert sample._prompt(marks.marked(ids, counts), 9).tolist() == [6, 7, 8]

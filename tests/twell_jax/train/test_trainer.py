@@ -16,6 +16,7 @@ from flax import nnx
 from tests.errors import relative_error
 from tests.twell_jax.train.small import D_FF, END, L1, VOCAB, draw, settings, trainer_on
 from twell_jax.config import ConfigError
+from twell_jax.data import marks
 from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
@@ -240,6 +241,35 @@ def test_held_out_loss_is_the_mean_over_sequences(devices, count):
     params = jax.device_get(params)
     one_by_one = [compiled_loss(params, row[None], 0.0)[0] for row in tokens]
     np.testing.assert_allclose(found, np.mean(one_by_one), rtol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_answers_on_any_mesh():
+    """Micro-batches and devices have unequal numbers of them."""
+    ids = draw()
+    counts = np.arange(ids.size).reshape(ids.shape) % 7 < np.arange(len(ids))[:, None] / 3
+    tokens = marks.marked(ids, counts)
+    run = settings(
+        data={"source": "files", "paths": ["unused"], "format": "completion"}, micro_batch=1
+    )
+    mesh = sharding.make_mesh((2, 4), jax.devices("cpu")[:8])
+    with jax.set_mesh(mesh):
+        trainer = Trainer(run, END, mesh)
+        params = trainer.init().params
+        held_out_ce = trainer.evaluate(params, tokens[:5])
+        params = jax.device_get(params)
+        _, measured = trainer.step(trainer.init(), trainer.put_batch(tokens), 0.0)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        logits, _ = nnx.merge(graphdef(run.model), params)(ids[:, :-1])
+        ce = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
+        return jnp.sum(ce * counts[:, 1:]) / counts[:, 1:].sum(), ce
+
+    (expected, ce), grads = loss(params)
+    np.testing.assert_allclose(measured.ce, expected, rtol=1e-5)
+    np.testing.assert_allclose(measured.grad_norm, optax.tree.norm(grads), rtol=1e-4)
+    np.testing.assert_allclose(held_out_ce, ce[:5][counts[:5, 1:]].mean(), rtol=1e-5)
 
 
 def test_documents_are_masked_if_asked_for():
