@@ -54,7 +54,7 @@ def test_a_run_that_was_stopped_while_it_skips_ends_with_the_same_bits(run, work
     with as_in_a_new_process(), monkeypatch.context() as patch:
         patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 14))
         path, *changes = map(str, settings(workspace, directory))
-        loop.train(config.load(path, changes))
+        loop.train(config.load(path, changes), require_in_place=lambda: None)
     assert (np.array(records(directory)[-1]["live"]) < D_FF).any()
     assert call("train.py", *settings(workspace, directory)).returncode == 0
     assert records(directory) == records(run[0])

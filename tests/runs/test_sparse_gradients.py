@@ -19,6 +19,11 @@ from twell_jax.train.run_directory import load_run
 STEPS = 8
 
 
+def train(settings):
+    loop.train(settings, require_in_place=lambda: None)
+
+
+
 @pytest.fixture
 def settings(workspace, monkeypatch, reference_kernels):
     """`settings(directory)` is a configuration whose layers overflow as soon as they are sparse.
@@ -44,12 +49,12 @@ def settings(workspace, monkeypatch, reference_kernels):
 def train_until(stop, settings, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == stop))
-        loop.train(settings)
+        train(settings)
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch, capsys):
-    loop.train(settings(tmp_path / "whole"))
+    train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
     # Planned after every second step, from those before it: announced, sparse, found not to fit.
     planned = [line["sparse_gradients"][0] for line in whole]
@@ -64,14 +69,14 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
         saved = checkpoints.restore_position()
     assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
     train_until(6, settings(tmp_path / "parts"), monkeypatch)  # both have just overflowed
-    loop.train(settings(tmp_path / "parts"))
+    train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settings, tmp_path):
     every_layer = ["steps=1", "sparse_gradients_every=0", "model.ffn_gradients=sparse"]
-    loop.train(settings(tmp_path / "run", *every_layer))
+    train(settings(tmp_path / "run", *every_layer))
     first, *_ = records(tmp_path / "run")
     assert first["overflow"] == [0, 0]  # by default the capacity is enough for all
     assert first.keys().isdisjoint({"sparse_gradients", "union", "listed"})
@@ -85,19 +90,19 @@ def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatc
     train_until(3, settings(run_dir), monkeypatch)  # sparse layers are announced
     monkeypatch.setattr(dispatch, "BACK_ENDS", (HOPPER,))
     with pytest.raises(CannotServe):
-        loop.train(settings(run_dir))
-    loop.train(settings(run_dir, "sparse_gradients_every=0"))
+        train(settings(run_dir))
+    train(settings(run_dir, "sparse_gradients_every=0"))
     assert [line["step"] for line in records(run_dir) if "ce" in line] == [*range(1, STEPS + 1)]
-    loop.train(settings(run_dir))  # shows the result
+    train(settings(run_dir))  # shows the result
 
 
 @pytest.mark.slow
 def test_neurons_are_ordered_by_use_and_the_model_stays_the_same(settings, tmp_path, monkeypatch):
     wide = ["model.d_ff=256", "steps=5", "eval_every=5"]
-    loop.train(settings(tmp_path / "ordered", *wide))
+    train(settings(tmp_path / "ordered", *wide))
     drawn = lambda tiles, nnz: jnp.arange(tiles.size, dtype=jnp.int32)  # noqa: E731
     monkeypatch.setattr(trainer, "order_by_use", drawn)
-    loop.train(settings(tmp_path / "drawn", *wide))
+    train(settings(tmp_path / "drawn", *wide))
     for ours, theirs in zip(
         records(tmp_path / "ordered"), records(tmp_path / "drawn"), strict=True
     ):

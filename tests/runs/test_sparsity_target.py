@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(run, workspace, monkeypa
     with as_in_a_new_process(), monkeypatch.context() as patch:
         patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 77))
         path, *changes = map(str, settings(workspace, directory))
-        loop.train(config.load(path, changes))
+        loop.train(config.load(path, changes), require_in_place=lambda: None)
     assert len([line for line in records(directory) if "ce" in line]) == 77
     assert call("train.py", *settings(workspace, directory)).returncode == 0
     assert records(directory) == records(run[0])
