@@ -233,6 +233,7 @@ def test_random_weights_fire_as_stated():
     assert inference.pattern(config, params, tokens)["nnz_first_token"] > 0.4 * config.d_ff
 
 
+@pytest.mark.slow
 def test_the_batch_is_halved_until_it_fits(monkeypatch):
     tried = []
 
