@@ -4,8 +4,8 @@
         [--out DIRECTORY]
     python -m benchmarks.ffn --borders D H [--out DIRECTORY]
 
-The latter measures the kernels that serve by default, on both sides of each rule's border, at
-another width.
+The latter measures what `implementation="mosaic"` takes at another width, on both sides of each
+border of a rule.
 
 Like a model, a measured function runs the block with `LAYERS` sets of weights, one after the other,
 so that weights come from memory and launch gaps count. Times are per layer.
@@ -81,7 +81,7 @@ WITHOUT_GATE = [  # those without a gate projection
     for pattern, nnz in (("skewed", 29), ("skewed", 120), ("recorded", 0))
 ]
 BORDERS = [  # a usual pattern, one dense token, all dense; on both sides of each rule's border
-    case | {"gated": gated, "only_default": True}
+    case | {"gated": gated, "only_mosaic": True}
     for gated in (False, True)
     for case in (
         *({"m": m} for m in (1, 8, 32, 64, 65, 256, 512, 1023)),
@@ -158,13 +158,13 @@ def measure(
     pruned: float = 0.0,
     peers: bool = False,
     activation: str = "relu",
-    only_default: bool = False,
+    only_mosaic: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each implementation of a case; the first is the baseline.
 
     If `pruned` is not 0, this fraction of the neurons is never active, and the kernels compute
     the layer without them. With `peers` the blocks of PEERS stand beside unions, with
-    `only_default` those kernels alone that serve if no packing is named. Heavy tokens are those of
+    `only_mosaic` what serves if no packing is named. Heavy tokens are those of
     `patterns.with_heavy_rows`.
     """
     drawn = m, pattern, nnz, superposed, heavy_every, gated
@@ -184,7 +184,7 @@ def measure(
     baseline_ms = None
     ours = ("mosaic",) if m < MANY_TOKENS else ()
     ours += ("twell", "unions") if m > MAX_FEW_TOKENS else ()
-    if only_default:
+    if only_mosaic:
         others = ("mosaic",)
     elif activation != "relu":
         others = ours

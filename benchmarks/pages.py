@@ -117,7 +117,7 @@ TABLES: dict[str, Table] = {
         title="Feed-forward block, forward",
         about="bfloat16. Each case is measured in one process: milliseconds, "
         'in brackets the speed-up over jitted dense XLA, "xla". "twell" and "unions" are the '
-        'packed formats of the gate, "mosaic" are the kernels for up to 1023 tokens. "copies" of '
+        'packed formats of the gate, "mosaic" is what serves if none is named. "copies" of '
         'the recorded pattern are superposed. In "dense rows" nearly every neuron is active, or as '
         'many as "most nnz" says. "pruned" is a share of neurons that are never active: the '
         'kernels compute the layer without them, XLA and tokamax with them. "fp8" blocks quantise '

@@ -73,8 +73,8 @@ def new_path(benchmark: str, directory: Path) -> Path:
 
     Warns if nobody could tell what was measured.
     """
-    if (measured := commit() or "-dirty").endswith("-dirty"):
-        print(f"warning: set COMMIT, or commit your changes: the record will name {measured}")
+    if (measured := commit()) is None or measured.endswith("-dirty"):
+        print(f"warning: the record will name the commit {measured}; commit, or set COMMIT")
     today = path_of_today(benchmark, directory)
     others = (today.with_stem(f"{today.stem}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([today], others) if not path.exists())

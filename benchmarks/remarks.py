@@ -11,8 +11,6 @@ REMARKS = {
     "and blocks without a gate. Other programs ran on the other three GPUs.",
     f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
     "Other programs ran on the other three GPUs.",
-    f"ffn-goals-{_H100}": "Calls are queued behind a waiting GPU: these are GPU times at high "
-    "clocks.",
     f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "
     "out in turn, and unions took up to 3 % more time. The run ended before M = 4096.",
     "ffn-prompts-nvidia-h200-20261125": "The run ended before the block without a gate for 1023 "

@@ -326,14 +326,19 @@ def soak(programs: list[Program], rows: float, seed: int) -> Iterator[list[dict[
         ]
 
 
-def main() -> None:
+def arguments(description: str, rows: float) -> argparse.Namespace:
+    """The command line of a soak: rows, seed and out."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=float, default=1e8, help="at least so many are compared")
+    parser.add_argument("--rows", type=float, default=rows, help="at least so many are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(str(__doc__), rows=1e8)
     path = record.new_path("soak", args.out)
     for rows in soak(list(itertools.product(CASES, FAMILIES)), args.rows, args.seed):
         record.write("soak", rows, path, seed=args.seed)  # a run that is cut off leaves this

@@ -8,11 +8,9 @@ bfloat16, relative to the logits; with 8-bit weights four times. Blocks add abou
 residual stream as is there, so that a neuron that is lost is more.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +19,7 @@ from flax import nnx
 from jax.scipy.stats import norm
 
 from benchmarks import record
+from benchmarks.soak import arguments
 from twell_jax import models
 from twell_jax.config import ModelConfig
 from twell_jax.models import DECODE_OPTIONS, KVCache, Transformer, graphdef
@@ -166,13 +165,7 @@ def soak(cases: list[Case], rows: float, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=float, default=1e6, help="at least so many are compared")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    args = parser.parse_args()
+    args = arguments(str(__doc__), rows=1e6)
     rows = soak(CASES, args.rows, args.seed)
     record.write_as_they_come("soak_decoding", rows, args.out)
 

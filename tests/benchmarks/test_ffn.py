@@ -79,6 +79,7 @@ def test_rows_are_complete_and_rendered(reference_kernels, monkeypatch, tmp_path
     assert (tmp_path / "pages" / "ffn.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_measurement_that_fails_is_a_row_of_its_own(monkeypatch):
 
     def broken(*_):

@@ -97,7 +97,7 @@ def test_a_record_of_all_directions(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "direction",
-    [*(pytest.param(d, marks=pytest.mark.slow) for d in ("forward", "prefill")), "decode"],
+    [pytest.param(d, marks=pytest.mark.slow) for d in ("forward", "prefill", "decode")],
 )
 def test_errors_are_those_against_the_dense_model_with_the_same_function(direction, monkeypatch):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
@@ -151,6 +151,7 @@ def test_the_dense_fp8_block_is_that_of_the_quantised_weights():
     assert stats.fired.shape == (72,)
 
 
+@pytest.mark.slow
 def test_generation_is_measured_around_the_cache_of_the_step(monkeypatch):
     monkeypatch.setattr(inference, "PROMPT", 80)
     monkeypatch.setattr(inference, "CAPACITY", 128)
@@ -173,6 +174,7 @@ def test_generation_is_measured_around_the_cache_of_the_step(monkeypatch):
     assert [len(steps) for steps in generations] == [2, 33, 33, 33] and rate > 0
 
 
+@pytest.mark.slow
 def test_what_kernels_decode_is_also_generated_by_sampling(monkeypatch):
     monkeypatch.setattr(inference, "DECODE_BATCHES", (2,))
     monkeypatch.setitem(inference.VARIANTS, "mosaic, relu", inference.VARIANTS["xla, relu"])
@@ -220,6 +222,7 @@ def test_torch_has_a_row_where_it_is_installed(direction, monkeypatch):
     assert "torch, silu" not in [row["implementation"] for row in rows]
 
 
+@pytest.mark.slow
 def test_random_weights_fire_as_stated():
     config, _, tokens = inference.random("2b")
     assert tokens.shape == (2, 33) and (tokens[:, 0] == 0).all()
@@ -230,6 +233,7 @@ def test_random_weights_fire_as_stated():
     assert inference.pattern(config, params, tokens)["nnz_first_token"] > 0.4 * config.d_ff
 
 
+@pytest.mark.slow
 def test_the_batch_is_halved_until_it_fits(monkeypatch):
     tried = []
 

@@ -30,6 +30,7 @@ def check_rounding(values, scale, a):
     assert np.all(np.abs(values * scale - a) <= np.maximum(np.abs(a) / 16, scale * 2.0**-10) * 1.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "fast"), [(True, False), (False, True)])
 def test_xla_multiplies_quantised_operands(rows, fast):
     x, *layer = drawn()

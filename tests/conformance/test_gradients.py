@@ -220,7 +220,9 @@ def active_by_device(mesh, operands):
     return [np.split(some, parts[1], axis=1) for some in np.split(active, parts[0])]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
 def test_sparse_gradients_over_a_mesh(reference_kernels, axis_type):
     mesh = make_mesh((2, 2), TOKENS[0], axis_type=axis_type)
     compile_over(mesh, draw(*SHAPE), TOKENS, COLUMNS)

@@ -109,6 +109,7 @@ def test_without_gradients(back_end):
     np.testing.assert_allclose(ours, dense, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_rematerialised_and_mapped(reference_kernels):
     x, *weights = draw(2 * 200, 128, 256)
     x = x.reshape(2, 2, 100, 128)
@@ -126,6 +127,7 @@ def test_rematerialised_and_mapped(reference_kernels):
     assert relative_error(mapped(sparse()), mapped({})) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "tokens", "weights"),
     [

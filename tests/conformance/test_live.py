@@ -126,6 +126,7 @@ def test_gradients(back_end, gated, capacity, threshold, some):
             assert relative_error(other[: len(ref)], ref) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "capacity"),
     [
@@ -189,6 +190,7 @@ def test_stacked_layers_in_a_loop_have_their_own(back_end):
             assert np.any(grad[i, : live[i]]) == (live[i] > 0)
 
 
+@pytest.mark.slow
 def test_devices_that_share_the_neurons(reference_kernels):
     mesh = make_mesh((2, 2), ("data", "tensor"))
     operands, live = draw(512, 128, H), 300  # within the second half

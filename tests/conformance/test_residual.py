@@ -69,6 +69,7 @@ def test_where_the_neurons_are_split_a_residual_is_added_once(reference_kernels)
     assert relative_error(y, expected) < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"packing": "unions"}, sparse()], ids=["dense", "sparse"])
 def test_gradients_of_a_residual_are_those_of_a_sum(back_end, options):
     """And the others are what they are without one."""

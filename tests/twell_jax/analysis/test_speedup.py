@@ -40,7 +40,8 @@ def errs_by_2_percent_in_dx(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [True, False])
 def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in_dx):
     model = Transformer(CONFIG.model_copy(update={"gated": gated}), rngs=nnx.Rngs(seeds.integer()))
     tokens = seeds.rng().integers(0, 64, (3, 33))

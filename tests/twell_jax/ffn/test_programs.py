@@ -29,6 +29,7 @@ def program(function, ffn):
         return traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo").operation
 
 
+@pytest.mark.slow
 def test_no_way_of_sparse_gradients_has_a_loop():
     """With a loop XLA would not put the choice into a CUDA graph, and the host would choose."""
     names = {op.name for op in operations(program(*SPARSE_GRADIENTS))}

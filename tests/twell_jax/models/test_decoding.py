@@ -39,7 +39,7 @@ CASES = {
     },
 }  # fmt: skip
 IN_8_BITS = [  # a value of `quantise`, and the case
-    ("fp8-all-but-down", "sparse"),
+    pytest.param("fp8-all-but-down", "sparse", marks=pytest.mark.slow),
     pytest.param("fp8-all-but-down", "silu", marks=pytest.mark.slow),
     pytest.param("fp8", "sparse", marks=pytest.mark.slow),
 ]

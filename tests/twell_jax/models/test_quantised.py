@@ -84,6 +84,7 @@ def test_gradients_are_refused_in_one_line():
         jax.grad(lambda x: layer(x).sum())(jnp.asarray(tokens_of(8), jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_computes_with_all_its_parts_in_8_bits(tied):
     model = drawn.transformer(**MODEL, tie_embeddings=tied, attention_bias=True)

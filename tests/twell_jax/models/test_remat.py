@@ -42,7 +42,8 @@ def test_unrolled_layers_are_those_of_the_loop(remat):
     jax.tree.map(assert_close, other_grads, grads)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["dots", "block"])
 def test_unrolled_layers_keep_no_more(remat):
     def temporary_bytes(remat, unroll):
         module = nnx.eval_shape(lambda: make(remat=remat, layers=4))

@@ -47,6 +47,7 @@ def test_windows_end_with_documents():
     assert (np.abs(lasso(tokens) / whole - 1) > 0.01).all()  # across documents it is another
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_a_share_of_it():
     run, batch = settings(lasso_share=0.25, lasso_window=6), jnp.asarray(draw())
     trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))

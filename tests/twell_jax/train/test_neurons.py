@@ -146,6 +146,7 @@ def test_split_neurons_are_refused():
         reorder({}, np.zeros((1, 1), np.int32))
 
 
+@pytest.mark.slow
 def test_a_step_after_ordering_finds_the_active_neurons_in_front():
     run = settings(sparse_gradients_every=2, model=MODEL)
     trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))

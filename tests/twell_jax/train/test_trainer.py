@@ -84,6 +84,7 @@ def test_every_mesh_trains_the_same_model(batches, one_device, devices, fsdp):
     assert_same_run(train(trainer_on(devices, fsdp), batches), one_device)
 
 
+@pytest.mark.slow
 def test_unrolled_layers_train_the_same_model_on_every_device(batches, one_device, monkeypatch):
     monkeypatch.setattr("twell_jax.train.trainer.unrolls_layers", lambda mesh: True)
     assert_same_run(train(trainer_on.__wrapped__(8), batches), one_device)
@@ -353,6 +354,7 @@ def test_a_batch_that_does_not_divide_is_an_error():
         Trainer(run, END, mesh)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_prepared_is_the_step_at_its_call(batches):
     trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
     gradients = (None, "dense")

@@ -102,6 +102,7 @@ def test_pipeline_in_the_interpreter(m, d, h, gated, interpreted):
         assert_matches(block.dense_block(x, weights), x, weights)
 
 
+@pytest.mark.slow
 def test_parts_of_the_sum_in_the_interpreter(interpreted):
     x, weights = draw(100, 192, 384)
     with interpreted(sms=8):

@@ -198,6 +198,7 @@ def test_reference_keeps_rows_apart():
     assert_rows_keep_apart(REFERENCE, CASES[2], jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_interpreted_behind_a_kernel_that_still_runs(interpreted):
     heavy, weights, y = draw(*CASES[4], True, jnp.bfloat16)
     pending = dataclasses.replace(heavy, pending=(np.zeros(3, np.float32), y))
@@ -205,6 +206,7 @@ def test_interpreted_behind_a_kernel_that_still_runs(interpreted):
         assert_matches(run(HOPPER, pending, weights, y), heavy, weights, y)
 
 
+@pytest.mark.slow
 def test_interpreted_keeps_rows_apart(interpreted):
     with interpreted(sms=2):
         assert_rows_keep_apart(HOPPER, (70, 192, 256, 35), jnp.bfloat16)

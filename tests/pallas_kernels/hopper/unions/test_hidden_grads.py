@@ -131,7 +131,7 @@ def test_reference_with_an_extra_gradient():
 @pytest.mark.parametrize(
     ("case", "gated", "act", "down", "with_extra"),
     [  # test_union_ffn.py: union_down with a single weight
-        (FEW, True, EVERYTHING, union_down, False),
+        pytest.param(FEW, True, EVERYTHING, union_down, False, marks=pytest.mark.slow),
         ((20, 192, 128, 1), False, SQUARED, REFERENCE.union_down, True),
         pytest.param(FEW, True, RELU, REFERENCE.union_down, True, marks=pytest.mark.slow),
         pytest.param(FEW, False, RELU, REFERENCE.union_down, True, marks=pytest.mark.slow),

@@ -175,7 +175,11 @@ def test_8_bits_interpreted(case, interpreted):
 
 
 @pytest.mark.parametrize(
-    ("case", "gated", "act"), [(WHOLE_TILES, True, EVERYTHING), (CASES[3], False, RELU)]
+    ("case", "gated", "act"),
+    [
+        pytest.param(WHOLE_TILES, True, EVERYTHING, marks=pytest.mark.slow),
+        (CASES[3], False, RELU),
+    ],
 )
 def test_interpreted(case, gated, act, interpreted):
     operands, g = draw(*case, gated, jnp.bfloat16)

@@ -106,7 +106,6 @@ LISTED = {"added_tokens_decoder": {"1": {"content": "<s>"}, "2": {"content": "<b
         ({"tokenizer_config": {"bos_token": "<s>"}}, 1),
         ({"tokenizer_config": {"bos_token": {"content": "<b>", "lstrip": False}}}, 2),
         ({"special_tokens_map": {"bos_token": "<s>"}}, 1),
-        ({"tokenizer_config": {"bos_token": "<s>"}, "special_tokens_map": {"bos_token": "<b>"}}, 1),
         ({"tokenizer_config": {"bos_token": None}, "special_tokens_map": {}}, None),
         ({}, None),
         # The older file counts where the newer one does not list the added tokens.
