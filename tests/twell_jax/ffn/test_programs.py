@@ -38,8 +38,11 @@ def test_no_way_of_sparse_gradients_has_a_loop():
 
 @pytest.mark.parametrize(
     ("function", "ffn", "count"),
-    [(output, by("twell"), 1), (output, by("unions"), 2), (*SPARSE_GRADIENTS, 4)],
-    ids=["twell", "unions", "sparse gradients"],
+    [
+        pytest.param(output, by("twell"), 1, id="twell"),
+        pytest.param(output, by("unions"), 2, id="unions", marks=pytest.mark.slow),
+        pytest.param(*SPARSE_GRADIENTS, 4, id="sparse gradients"),  # which begin with unions
+    ],
 )
 def test_all_that_kernels_change_in_place_passes_a_barrier(function, ffn, count):
     """Else XLA's dynamic-slice fusion would take part in it."""

@@ -80,7 +80,9 @@ def test_block_of_few_tokens(kernels, m, d, live):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("act", [RELU, None], ids=["relu", "silu"])
+@pytest.mark.parametrize(
+    "act", [pytest.param(RELU, id="relu"), pytest.param(None, id="silu", marks=pytest.mark.slow)]
+)
 def test_dense_hidden_activation(kernels, act):
     stream, weights, hidden = draw_hidden(kernels, 24, 256, 256, act)
     whole = wide(on_poisoned_memory(hidden, stream, weights, LAYER))
@@ -131,7 +133,7 @@ def test_lowers_without_a_gpu(lower):
     assert "token_hidden_dense" in lower(hidden_of_live(hidden), stream, (w, w), one, layers)
 
 
-@pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.parametrize("is_sparse", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_decoding_step_reads_the_numbers_of_live_neurons(lower, is_sparse):
     def shape(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype)

@@ -223,7 +223,11 @@ def assert_arrivals(current, blocks, waiting):
 # too. More can't be interpreted, as clusters run one after the other.
 @pytest.mark.parametrize(
     ("m", "k", "d", "h", "sms", "clusters"),
-    [(8, 256, 128, 192, 132, 5), (64, 512, 256, 64, 132, 5), (8, 256, 128, 192, 2, 4)],
+    [
+        (8, 256, 128, 192, 132, 5),
+        pytest.param(64, 512, 256, 64, 132, 5, marks=pytest.mark.slow),
+        (8, 256, 128, 192, 2, 4),
+    ],
 )
 def test_hidden_interpreted(interpreted, m, k, d, h, sms, clusters):
     operands, counts = operands_of_hidden(m, k, d, h), none_arrived(2, m)
