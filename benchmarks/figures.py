@@ -25,14 +25,14 @@ from benchmarks.tables import Row
 _H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 
 # The records of the figures, up to the date.
-SCORING, SCORING_8_BITS = f"inference-{_H100}", f"inference-fp8-{_H200}"
+SCORING = f"inference-{_H100}"
 GENERATION, DECODING = f"inference-cached-{_H200}", f"inference-decode-{_H100}"
 BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-prompts-{_H200}"
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS, LONG_RUN = f"gradients-{_H200}", f"wallclock-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
-SOAK = f"soak-{_H100}"
+SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
 
 
 # Whole models.
@@ -79,7 +79,7 @@ def _rate_of_generate(row: Row) -> float:
 def _over_silu(config: str) -> Number:
     """How many times as fast a sparse training step on one device is as one with SiLU."""
     ours, silu = ({"implementation": name, "devices": 1} for name in ("sparse, relu", "xla, silu"))
-    return ratio(f"training-{config}-{_H200}", silu, ours, "ms")
+    return ratio(f"training-{config}-{_H100}", silu, ours, "ms")
 
 
 def _last_ce(row: Row) -> float:
@@ -102,11 +102,11 @@ _RUN, _DENSE_RUN = {"variant": "sparse"}, {"variant": "relu"}
 _MODELS = {
     "scoring-2b": Figure(speedup(SCORING, {"model": "2b", "direction": "forward"}, "mosaic, relu")),
     "silu-scoring": Figure(
-        percent(ratio(SCORING_8_BITS, _of_2b("xla, silu"), _of_2b("xla, relu"), "ms"), over=1),
+        percent(ratio(SCORING, _of_2b("xla, silu"), _of_2b("xla, relu"), "ms"), over=1),
         "{:.1f}",
     ),
     "fp8-dense-scoring": Figure(
-        speedup(SCORING_8_BITS, {"model": "2b", "direction": "forward"}, "xla, relu, fp8 all")
+        speedup(SCORING, {"model": "2b", "direction": "forward"}, "xla, relu, fp8 all")
     ),
     **_generation("prompts", GENERATION, "prefill", 8, 32),
     **_generation("decode", GENERATION, "decode", 1, 32),
@@ -123,7 +123,7 @@ _MODELS = {
         percent(least(GENERATION, _of_2b("mosaic, relu", "decode"), _rate_of_generate)), "{:.0f}"
     ),
     "step-2b": Figure(
-        speedup(f"training-2b-{_H200}", {"config": "2b", "devices": 1}, "sparse, relu")
+        speedup(f"training-2b-{_H100}", {"config": "2b", "devices": 1}, "sparse, relu")
     ),
     "step-2b-silu": Figure(_over_silu("2b")),
     "step-0p5b-silu": Figure(_over_silu("0p5b")),
@@ -256,6 +256,10 @@ _DENSE_FP8 = {
 _BLOCKS = {
     "soak-rows": Figure(total(SOAK, {}, lambda row: row["rows"] / 1e6), "{:.1f}"),
     "soak-wrong": Figure(total(SOAK, {}, "wrong"), "{:.0f}"),
+    "shapes": Figure(total(SOAK_SHAPES, {}, "shapes"), "{:.0f}"),
+    "shapes-wrong": Figure(total(SOAK_SHAPES, {}, "wrong"), "{:.0f}"),
+    "steps-rows": Figure(total(SOAK_STEPS, {}, lambda row: row["rows"] / 1e6), "{:.1f}"),
+    "steps-wrong": Figure(total(SOAK_STEPS, {}, "wrong"), "{:.0f}"),
     "unions-loss": Figure(
         percent(most(BLOCK, {"packing": "unions"}, _over_baseline), over=1), "{:.0f}"
     ),

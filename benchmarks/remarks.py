@@ -11,23 +11,40 @@ REMARKS = {
     "and blocks without a gate. Other programs ran on the other three GPUs.",
     f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
     "Other programs ran on the other three GPUs.",
+    **{
+        f"{name}-{_LATER_H100}": "Other programs ran on the other three GPUs."
+        for name in (
+            "ffn-borders-1024",
+            "inference",
+            "training-2b",
+            "training-0p5b",
+            "tune",
+        )
+    },
+    **{
+        f"{name}-nvidia-h200-20261127": "Other programs ran on the other GPU."
+        for name in ("ffn-borders-2048", "ffn-non-gated", "gradients")
+    },
     f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "
     "out in turn, and unions took up to 3 % more time. The run ended before M = 4096.",
     "ffn-prompts-nvidia-h200-20261125": "The run ended before the block without a gate for 1023 "
     f"tokens. {_NO_TOKAMAX}",
     "ffn-few-nvidia-h200-20261126-3": _NO_TOKAMAX,
+    "ffn-few-nvidia-h200-20261127": "The run ended before some cases with one dense token. "
+    f"Other programs ran on the other GPU. {_NO_TOKAMAX}",
     "ffn-few-nvidia-h100-80gb-hbm3-20261126": _NO_TOKAMAX,
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261126": "16 processes ran tests on the other GPU "
     "and on 22 of the 32 cores.",
     "inference-cached-nvidia-h200-20261126-3": "The last run with prompts of 32 sequences.",
+    "inference-cached-nvidia-h200-20261127": "The run ended before 32 sequences. Other programs "
+    "ran on the other GPU.",
     "inference-cached-nvidia-h200-20261126-4": "The run ended before prompts of 32 sequences.",
     "live-nvidia-h200-20261123-2": "`gate_union` set rows that are not live to zero in every block "
     "of rows, not only in the last one.",
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
-    f"training-0p5b-{_H100}": _LARGEST.format(4),
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),
     f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "

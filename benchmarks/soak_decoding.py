@@ -28,10 +28,12 @@ from twell_jax.models.quantised import COVERED
 ALLOWED, ALLOWED_IN_8_BITS = 2.0, 4.0  # what 16 bits round otherwise may get another 8-bit value
 CAPACITY = 512
 DENSE = 7  # every so many-th token of the vocabulary has nearly all neurons active
+SHARED = 16.0  # what all gates share: the largest feature of a token, which 8 bits do not round
 MODEL = {
     "vocab_size": 1024, "context": CAPACITY, "d_model": 1024, "layers": 2, "heads": 16,
     "kv_heads": 4, "head_size": 64, "d_ff": 2816, "dtype": "bfloat16", "param_dtype": "bfloat16",
-    "activation": "relu", "ffn_implementation": "mosaic", "decode_implementation": "mosaic",
+    "tie_embeddings": False, "activation": "relu",
+    "ffn_implementation": "mosaic", "decode_implementation": "mosaic",
 }  # fmt: skip
 XLA = {"ffn_implementation": "xla", "decode_implementation": "xla"}
 WIDE = XLA | {"dtype": "float32", "param_dtype": "float32"}
@@ -73,22 +75,25 @@ CASES = [
 def draw(case: Case) -> tuple[ModelConfig, nnx.State]:
     """The configuration and parameters of a model.
 
-    The last feature of the residual stream is 1, or -1 for tokens with most neurons active; no
-    block writes to it, and its weights are the gates' thresholds.
+    The last feature of the residual stream is SHARED, or its negative for tokens with most neurons
+    active; no block writes to it, no logit reads it, and its weights are the gates' thresholds.
     """
     config = ModelConfig(**MODEL | dict(case.changes))
     model = Transformer(config, rngs=nnx.Rngs(0))
     embedding, blocks = model.embed.embedding, model.blocks
     keys = iter(jax.random.split(jax.random.key(1), 8))
     embedding[...] = jax.random.normal(next(keys), embedding.shape, embedding.dtype)
-    sign = jnp.where(jnp.arange(config.vocab_size) % DENSE == 0, -1, 1)
-    embedding[...] = embedding[...].at[:, -1].set(sign.astype(embedding.dtype))
+    shared = jnp.where(jnp.arange(config.vocab_size) % DENSE == 0, -SHARED, SHARED)
+    embedding[...] = embedding[...].at[:, -1].set(shared.astype(embedding.dtype))
     up, down, out = blocks.mlp.w_up, blocks.mlp.w_down, blocks.attention.out.kernel
     gate = blocks.mlp.w_gate if config.gated else up
     active = case.share * config.d_ff
     for weight, terms in ((up, config.d_model), (gate, config.d_model), (down, active)):
         weight[...] = jax.random.normal(next(keys), weight.shape, weight.dtype) / terms**0.5
-    gate[...] = gate[...].at[..., -1].set(-norm.ppf(1 - case.share).astype(gate.dtype))
+    threshold = norm.ppf(1 - case.share) / SHARED
+    gate[...] = gate[...].at[..., -1].set(-threshold.astype(gate.dtype))
+    head = model.unembed.kernel
+    head[...] = head[...].at[-1].set(0)
     for written in (down, out):
         written[...] = written[...].at[..., -1].set(0)
     if config.live_width:

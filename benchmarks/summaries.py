@@ -125,7 +125,7 @@ def _score(record: str, model: str, ours: str = "mosaic, relu") -> Pick:
 
 def _step(config: str) -> Pick:
     case = {"config": config, "devices": 1}
-    return _pick(f"training-{config}-{_H200}", "sparse, relu", case, "xla, relu")
+    return _pick(f"training-{config}-{_H100}", "sparse, relu", case, "xla, relu")
 
 
 def _mesh_step(config: str, micro_batch: int, devices: int, fsdp: int) -> Pick:
@@ -227,9 +227,9 @@ SUMMARIES: dict[str, Summary] = {
             "energy": _energy_ratio,
         },
         picks=(
-            _score(f"inference-fp8-{_H200}", "2b"),
-            _score(f"inference-fp8-{_H200}", "2b", "mosaic, relu, fp8 gate and up"),
-            _score(f"inference-fp8-{_H200}", "2b", "mosaic, relu, fp8 all but down"),
+            _score(f"inference-{_H100}", "2b"),
+            _score(f"inference-{_H100}", "2b", "mosaic, relu, fp8 gate and up"),
+            _score(f"inference-{_H100}", "2b", "mosaic, relu, fp8 all but down"),
             _score(f"inference-1p5b-{_H100}", "1p5b"),
             _score(f"inference-{_H100}", "0p5b"),
             _step("2b"),

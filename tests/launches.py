@@ -19,6 +19,13 @@ class Launch(NamedTuple):
     smem: int
 
 
+def held(launch: Launch) -> int:
+    """Clusters that an H100 holds at once if no more than two blocks share an SM, by
+    cuOccupancyMaxActiveClusters."""
+    on_sm = min(SM_BYTES // (launch.smem + 1024), 2)
+    return {4: {1: 30, 2: 62}, 8: {1: 15, 2: 30}}[launch.cluster][on_sm]
+
+
 def launches(text: str) -> dict[str, Launch]:
     """The launches in `text`, a program lowered for a GPU, by the kernels' names."""
     found = {}

@@ -89,4 +89,4 @@ def test_no_file_of_a_run_is_written_in_place(workspace, run_dir, monkeypatch):
     )
     assert train(workspace, run_dir).returncode == 0
     names = {path.name for path in written if path.parent == run_dir}
-    assert names == {"config.yaml.tmp", "tokenizer.json.tmp", "metrics.jsonl.tmp"}
+    assert names == {"config.yaml.tmp", "tokenizer.json.tmp", "metrics.jsonl.tmp", "report.md.tmp"}

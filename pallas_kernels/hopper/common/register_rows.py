@@ -270,13 +270,13 @@ def _widen(row):
 
 
 @primitive
-def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
+def sum_rows(rows: list[jax.Array], scratch_ref, layout=None) -> list[jax.Array]:
     """Sums each of `rows` (float32) over its columns, in a fixed order, with one barrier for all.
 
     Every lane reads `scratch_ref` (SMEM, float32 `[>= len(rows), 4]`) after the barrier, so the
-    next call needs another scratch.
+    next call needs another scratch. Rows are in the strided layout; None is `row_layout`.
     """
-    layout = row_layout(rows[0].size)
+    layout = layout or row_layout(rows[0].size)
 
     @plgpu.inline_mgpu(
         arg_types=([layout] * len(rows), plgpu.RefType()), return_type=[FLOAT32] * len(rows)
@@ -311,8 +311,8 @@ def sum_rows(rows: list[jax.Array], scratch_ref) -> list[jax.Array]:
 
 
 @sum_rows.in_jax
-def _sum_rows(rows, scratch_ref):
-    del scratch_ref
+def _sum_rows(rows, scratch_ref, layout=None):
+    del scratch_ref, layout
     return [jnp.sum(row) for row in rows]
 
 

@@ -193,7 +193,7 @@ def add(
             written.x[token, share.columns] = after
             after = after.astype(jnp.float32)
             written.scaled[token, share.columns] = (after * factor).astype(x.dtype)
-            share.store_total(written.squares.at[token], jnp.sum(after * after))
+            share.store_total(written.squares.at[token], share.total(after * after))
 
         return store
 
@@ -309,7 +309,7 @@ def _kernel(operands, hidden, counts, *refs, memory, scratch, here, parts, arriv
     token = jnp.minimum(tile, plan.batch - 1)
     cluster.prepare(arrived)
     rank = lax.axis_index("subcluster") * PARTS + lax.axis_index("part")
-    share = token_rows.Share.of(rank, plan.cut.subclusters * PARTS, operands.x.shape[1])
+    share = token_rows.Share.of(rank, plan.cut.subclusters * PARTS, operands.x.shape[1], scratch)
     x_row = None if plan.cut.up is None else _load_x(operands, token, is_row, scratch, plan)
     store_row = plan.stores.row(further, outs, number, token, share)
     launch_next()

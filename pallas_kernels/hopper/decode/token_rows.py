@@ -32,21 +32,31 @@ class Share(NamedTuple):
       number: int32 scalar, the block's rank in the cluster.
       blocks: thread blocks of the cluster.
       size: number of columns.
+      sums: SMEM, workspace of the function `scratch`.
     """
 
     number: jax.Array
     blocks: int
     size: int
+    sums: Any
 
     @classmethod
-    def of(cls, number: jax.Array, blocks: int, d: int) -> "Share":
+    def of(cls, number: jax.Array, blocks: int, d: int, scratch) -> "Share":
         """The `number`-th share of D columns, which count as `register_rows.row_width(d)`."""
-        return cls(number, blocks, register_rows.row_width(d) // blocks)
+        return cls(number, blocks, register_rows.row_width(d) // blocks, scratch["sums"])
 
     @property
     def columns(self) -> Any:
         """Which columns these are."""
         return pl.ds(self.number * self.size, self.size)
+
+    def total(self, values: jax.Array) -> jax.Array:
+        """The sum of float32 values of these columns, in the layout of `wide`; behind `sum_rows`.
+
+        For `jnp.sum` the compiler would set aside 2 KB of shared memory that `Cut` does not know.
+        """
+        (total,) = register_rows.sum_rows([values], self.sums.at[0], _layout(self.size))
+        return total
 
     def store_total(self, sums_ref, total) -> None:
         """Stores `total`, a scalar of these columns, where `sums_ref: [parts]` has room for it."""

@@ -10,7 +10,7 @@ from pallas_kernels.hopper.common.primitives import interpreting
 from pallas_kernels.hopper.decode.few_tokens import few_tokens_ffn
 from pallas_kernels.hopper.decode.token_ffn import Cut
 from pallas_kernels.weights import Weights
-from tests.launches import SM_BYTES, launches
+from tests.launches import held, launches
 from tests.pallas_kernels.hopper.decode.blocks import assert_matches, dense, draw
 from tests.pallas_kernels.hopper.decode.products import REFERENCE
 from tests.poisoned import on_poisoned_memory
@@ -63,12 +63,8 @@ def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h)
     stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, *w.shape), w.dtype), weights)
     with interpreting(sms=132):
         cut = Cut.of(jax.ShapeDtypeStruct((m, h), x.dtype), x, stacked, m)
-    on_sm = SM_BYTES // (launch.smem + 1024)
     assert launch.cluster == (8 if m <= 16 else 4)
-    # What an H100 holds, by cuOccupancyMaxActiveClusters, with 1 and 2 blocks on an SM; registers
-    # allow two.
-    held = {4: {1: 30, 2: 62}, 8: {1: 15, 2: 30}}[launch.cluster][min(on_sm, 2)]
-    assert cut.dense_clusters <= held
+    assert cut.dense_clusters <= held(launch)
     assert launch.blocks == launch.cluster * max(m, cut.dense_clusters)
 
 

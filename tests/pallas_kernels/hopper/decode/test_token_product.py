@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper.common.primitives import interpreting
 from pallas_kernels.hopper.decode import active_counts, token_product
+from pallas_kernels.hopper.decode.token_ffn import Cut
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.quantised import E4M3, Quantised
 from pallas_kernels.rectifiers import rectifier
 from pallas_kernels.weights import Weights
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
-from tests.launches import SM_BYTES, launches
+from tests.launches import SM_BYTES, held, launches
 from tests.pallas_kernels.hopper.decode.products import (
     EPS,
     HOPPER,
@@ -117,6 +120,9 @@ def test_adds_to_the_stream(kernels, m, k, d, biased):
         (24, 17, 2048, 384, 1.0),
         (64, 64, 1024, 384, 0.1),
         pytest.param(16, 9, 3072, 384, 0.1, marks=pytest.mark.gpu),
+        # Two tiles of w_up at once: of all widths and tokens these take the most shared memory.
+        pytest.param(16, 16, 2048, 5632, 0.1, marks=pytest.mark.gpu),
+        pytest.param(32, 32, 3072, 8192, 0.1, marks=pytest.mark.gpu),
         pytest.param(8, 8, 7168, 1408, 0.01, marks=pytest.mark.gpu),
     ],
 )
@@ -197,6 +203,34 @@ def test_lowers_without_a_gpu(lower, m):
     ffn = functools.partial(add_ffn, HOPPER, batch=m)
     counts = jax.eval_shape(lambda: active_counts.zeros(3, m, 5632))
     assert "token_add_ffn" in lower(ffn, h, stream, Weights(w, w, w), counts, scale)
+
+
+@pytest.mark.parametrize(
+    ("m", "d", "h", "form"),
+    [
+        (16, 2048, 5632, "gated"),
+        *(
+            pytest.param(m, d, h, form, marks=pytest.mark.slow)
+            for form in ("gated", "not gated", "8 bits")
+            for m in (8, 16, 32, 64)
+            for d, h in ((1024, 2816), (2048, 5632), (3072, 8192))
+            if (m, d, h, form) != (16, 2048, 5632, "gated")
+        ),
+    ],
+)
+def test_blocks_that_wait_for_each_other_are_on_the_gpu_together(lower, m, d, h, form):
+    shape = jax.ShapeDtypeStruct
+    x, gate, w = (shape(s, jnp.bfloat16) for s in ((m, d), (m, h), (3, h, d)))
+    up = Quantised(shape(w.shape, E4M3), shape((3, h, 1), jnp.float32)) if form == "8 bits" else w
+    weights = Weights(None if form == "not gated" else up, up, w)
+    stream, scale = Stream(x, x, shape((m, d // 16), jnp.float32)), shape((3, d), jnp.bfloat16)
+    counts = jax.eval_shape(lambda: active_counts.zeros(3, m, h))
+    step = functools.partial(add_ffn, HOPPER, batch=m)
+    launch = launches(lower(step, gate, stream, weights, counts, scale))["token_add_ffn"]
+    with interpreting(sms=132):
+        cut = Cut.of(gate, x, weights, m)
+    # If more wait than the GPU holds, those that are there wait for ever.
+    assert cut.dense_clusters <= held(launch)
 
 
 @pytest.mark.slow
