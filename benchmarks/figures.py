@@ -4,8 +4,12 @@ A page names a figure in a comment directly behind it, `1.31<!-- figure: scoring
 `benchmarks.render` puts the value before the comment. Units stay in the prose.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
+from benchmarks import estimate
 from benchmarks.quotes import (
     Figure,
     Number,
@@ -316,4 +320,24 @@ _BLOCKS = {
 }
 
 
-FIGURES: dict[str, Figure] = {**_MODELS, **_MESHES, **_BLOCKS, **study.FIGURES}
+# Of estimates without a GPU: the relative errors, in percent.
+
+
+def _off(errors: Callable[[], Mapping[str, np.ndarray]], name: str, of: Callable) -> Figure:
+    """What is made of the sizes of some errors of `benchmarks.estimate`."""
+    return Figure(lambda records: 100 * float(of(np.abs(errors()[name]))), "{:.0f}")
+
+
+_ESTIMATES = {
+    "estimate-outside": Figure(lambda records: estimate.fit_outside()),
+    "estimate-forward": _off(estimate.errors, "forward", np.max),
+    "estimate-forward-median": _off(estimate.errors, "forward", np.median),
+    "estimate-forward-fitted": _off(estimate.residuals, "forward", np.max),
+    "estimate-both": _off(estimate.errors, "both", np.max),
+    "estimate-both-median": _off(estimate.errors, "both", np.median),
+    "estimate-both-fitted": _off(estimate.residuals, "both", np.max),
+    "estimate-decode": _off(estimate.errors, "decode", np.max),
+    "estimate-models": _off(estimate.errors, "model", np.max),
+}
+
+FIGURES: dict[str, Figure] = {**_MODELS, **_MESHES, **_BLOCKS, **_ESTIMATES, **study.FIGURES}

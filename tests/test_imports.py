@@ -49,7 +49,7 @@ MAY_IMPORT = {
     + of_kernels("in_place layers layouts quantised weights"),
     "twell_jax.plotting": "config",
     "twell_jax.train": "ffn config data models plotting untrusted",
-    "twell_jax.analysis": "ffn config data models plotting "
+    "twell_jax.analysis": "ffn config data models plotting train "
     + of_kernels("hopper.common weights"),  # a clock
     "twell_jax.inference": "ffn config data models train untrusted",
     "twell_jax": "ffn",

@@ -6,6 +6,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from twell_jax.analysis.estimate import ERRORS, TOKENS
+from twell_jax.ffn.stats import UNION_TOKENS
+
+UNION = str(UNION_TOKENS)  # as a key of "union"
+
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     """Tables of `summary`, the content of analysis.json; each has a row per layer."""
@@ -41,7 +46,28 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         {f"top {k} %": _format(shares, ".1%") for k, shares in summary["top_percent"].items()},
     )
     speedup = summary["speedup"]
-    return [active, positions, shared, top, *([_speedup_table(speedup)] if speedup else [])]
+    estimated = [_estimate_table(summary)] if UNION in summary["union"] else []
+    timed = [_speedup_table(speedup)] if speedup else []
+    return [active, positions, shared, top, *timed, *estimated]
+
+
+def _estimate_table(summary: dict[str, Any]) -> Table:
+    gains = summary["estimate"]["layers"]
+    headings = {"forward": "forward", "both": "forward and backward", "decode": "one token"}
+    return _table(
+        f"feed-forward block, estimated speed-up on an H100 or H200, {TOKENS:,} tokens and one",
+        {
+            "U": _format(summary["union"][UNION], ".1%"),
+            "mean nnz": _format(summary["nnz_mean"], ".1f"),
+            "dead": _format(np.divide(summary["dead"], summary["d_ff"]), ".1%"),
+            **{
+                f"{heading},\n+- {100 * ERRORS[name]:.0f} %": [
+                    "-" if gain is None else f"{gain:.2f}x" for gain in gains[name]
+                ]
+                for name, heading in headings.items()
+            },
+        },
+    )
 
 
 def _speedup_table(speedup: dict[str, Any]) -> Table:

@@ -8,11 +8,15 @@ import random
 import jax
 import pytest
 
+from tests import hub as local_hub
+from tests.twell_jax import drawn
 from twell_jax import analyze, data, sparse_ffn
 from twell_jax import config as config_lib
 from twell_jax.analysis import speedup
 from twell_jax.data import tokenizers
+from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import sharding
+from twell_jax.models.pretrained import save_pretrained
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.run_directory import open_run
 from twell_jax.train.trainer import Trainer
@@ -85,6 +89,81 @@ def test_tables_figures_and_plots_of_a_run(run, analysed):
         assert path.read_bytes().startswith(b"\x89PNG") and str(path) in printed
 
 
+def test_what_cannot_be_estimated_is_said_and_kept(analysed):
+    printed, summary = analysed
+    assert "no estimate of scoring, training step, decoding one sequence: " in printed
+    assert "sequences have 32 tokens, U is of 256 in a row" in printed
+    assert summary["estimate"]["model"] == {} and summary["estimate"]["sentence"] in printed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory in Hugging Face's format, with a model of which no neuron after 8 is active."""
+    directory = tmp_path_factory.mktemp("models") / "model"
+    written = drawn.small(vocab_size=257, context=300, d_ff=128)
+    gate = written.blocks.mlp.w_gate
+    gate.set_value(gate[...].at[:, 8:].set(0))
+    save_pretrained(directory, written, ByteTokenizer())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_text("A text, which models read. " * 30, "utf-8")
+    return path
+
+
+def test_a_model_of_others_is_read_with_a_text(model, text, capsys):
+    run_main(model, "--text", text)
+    printed = capsys.readouterr().out
+    assert "2 sequences, 600 tokens: cross-entropy " in printed
+    assert "kernels need a d_model that is a multiple of 64, got 32" in printed
+    *_, table = printed.partition("estimated speed-up")
+    rows = [line.split("│")[2:8] for line in table.splitlines() if line.startswith("│ ")]
+    assert len(rows) == 2
+    for u, nnz, dead, *gains in rows:
+        assert 0 < float(u.strip(" %")) <= 6.3 and 0 < float(nnz) <= 8
+        assert 93.7 <= float(dead.strip(" %")) < 100
+        assert [gain.strip() for gain in gains] == ["-", "-", "-"]
+    assert [path.name for path in model.parent.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """What the command reads: it ends before it measures, which takes a program for each shape."""
+
+    def shape_of(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            run_main(*arguments)
+        return ended.value.code
+
+    def measure(_, tokens, **__):
+        raise SystemExit(tokens.shape)
+
+    monkeypatch.setattr(analyze, "measure_activity", measure)
+    return shape_of
+
+
+def test_a_name_on_the_hub_and_a_run_are_read_with_a_text(run, model, text, tmp_path, read):
+    with local_hub.serve() as (hub, address):
+        hub.publish("org/name", model)
+        with local_hub.environment(HF_ENDPOINT=address, HF_HOME=tmp_path):
+            assert read("org/name", "--text", text, "--sequences", "1") == (1, 301)
+    paths, _ = run
+    assert read(paths.directory, "--text", text) == (16, 33)
+
+
+def test_a_model_of_others_needs_a_text_that_is_long_enough(model, tmp_path):
+    with pytest.raises(SystemExit, match=r"not the directory of a run; .* --text FILE"):
+        run_main(model)
+    (tmp_path / "short.txt").write_text("a", "utf-8")
+    with pytest.raises(SystemExit, match=r"short\.txt: has 1 tokens, too few to read"):
+        run_main(model, "--text", tmp_path / "short.txt")
+    with pytest.raises(SystemExit, match=r"none\.txt"):
+        run_main(model, "--text", tmp_path / "none.txt")
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is measured there")
 def test_without_a_gpu_it_says_that_no_speed_up_is_measured(analysed):
     printed, summary = analysed
@@ -114,12 +193,13 @@ def test_speed_up_per_layer_is_that_of_the_inputs_which_the_layer_sees(run, monk
     assert (paths.directory / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_number_of_sequences_can_be_chosen(run):
+def test_the_number_of_sequences_can_be_chosen(run, capsys):
     paths, _ = run
     run_main(paths.directory, "--sequences", 3)
     assert json.loads(paths.analysis.read_text())["sequences"] == 3
-    with pytest.raises(SystemExit, match=r"error: eval_sequences: .* greater than 0, got 0"):
+    with pytest.raises(SystemExit):
         run_main(paths.directory, "--sequences", 0)
+    assert "--sequences: must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_what_cannot_be_analysed_is_one_clear_line(run, tmp_path):
