@@ -13,7 +13,7 @@ their work that blocks are: scoring and training steps by operations, of which t
 blocks take `OUTSIDE` times as long; decoding by bytes of weights.
 
 `python -m benchmarks.estimate` fits the coefficients to records, and prints their errors on others:
-at most 14 % forward (median 6 %), 14 % in both passes (3 %; the same patterns on another card), 8 %
+at most 14 % forward (median 6 %), 14 % in both passes (4 %; the same patterns on another card), 8 %
 for one token, and 4 % for twelve runs of whole models. A test compares them.
 """
 
