@@ -323,9 +323,7 @@ def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
     down, dy, blocks = in_place.barrier((down, dy, residuals.hidden))
     kept = tile_union.to_dense(blocks, residuals.plan, len(x))
     extra = slopes and slopes.of_neurons(kept[-1])
-    grads = dense_gradients.for_inner(
-        act, kept, dense_gradients.product(weights.down, dy.T), l1_grad, extra
-    )
+    grads = dense_gradients.for_inner_in_parts(act, kept, weights.down, dy, l1_grad, extra)
     inner = [d_weight(n, grad, x) for n, grad in enumerate(grads, start=1)]
     dx = dense_gradients.for_x([grad.T for grad in grads], weights)
     if has_heavy:

@@ -91,10 +91,7 @@ def decoded(model, tokens, padding, cache):
 )
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if case == "sparse, drelu" else [])
-        for case in CASES
-    ],
+    [pytest.param(case, marks=[pytest.mark.slow] * (case == "sparse, drelu")) for case in CASES],
 )
 def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, capacity):
     window = {} if capacity == CAPACITY else {"sliding_window": None}
