@@ -39,9 +39,8 @@ MAY_IMPORT = {
     "weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
     "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
-    "twell_jax.ffn": of_kernels(
-        "device in_place layouts pattern_shares quantised rectifiers weights"
-    ),
+    "twell_jax.ffn": "untrusted "
+    + of_kernels("device in_place layouts pattern_shares quantised rectifiers weights"),
     "twell_jax.untrusted": "",
     "twell_jax.config": "ffn untrusted",
     "twell_jax.data": "config untrusted",

@@ -1,7 +1,8 @@
 """Marks tokens that are read, but whose prediction does not count, such as those of a question.
 
-Token i then is ~i, which is negative, in int32 arrays of tokens. So marks travel with their tokens
-through caches, batches and checkpoints. Each function takes NumPy's arrays and JAX's.
+This is a loss mask inside the ids: token i then is ~i, which is negative, in int32 arrays of
+tokens. So marks travel with their tokens through caches, batches and checkpoints. Each function
+takes NumPy's arrays and JAX's.
 """
 
 from typing import Any

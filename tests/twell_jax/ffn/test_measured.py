@@ -1,6 +1,7 @@
 """What was measured here decides which algorithm serves, and damage is set aside."""
 
 import json
+import os
 import re
 
 import jax
@@ -91,6 +92,14 @@ def test_a_file_that_is_damaged_or_of_other_versions_is_set_aside(spoil):
     with pytest.warns(UserWarning, match=r"set aside as .*\.aside\. Measure again: python -m"):
         assert served(8)[0] == "few_tokens"
     assert not path.exists() and path.with_suffix(".aside").exists()
+
+
+def test_a_pipe_in_its_place_is_set_aside_and_not_waited_for():
+    path = measured.keep(CARD, BLOCK, TIMES)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(UserWarning, match=r"set aside as .*\.aside"):
+        assert served(8)[0] == "few_tokens"
     assert served(8)[0] == "few_tokens"  # without another warning
     measured.keep(CARD, BLOCK, TIMES)
     assert served(8)[0] == "dense"
