@@ -47,9 +47,9 @@ MAY_IMPORT = {
     "twell_jax.models": "ffn config data untrusted "
     + of_kernels("in_place layers layouts quantised weights"),
     "twell_jax.plotting": "config",
-    "twell_jax.train": "ffn config data models plotting untrusted",
-    "twell_jax.analysis": "ffn config data models plotting train "
+    "twell_jax.analysis": "ffn config data models plotting "
     + of_kernels("hopper.common weights"),  # a clock
+    "twell_jax.train": "ffn config data models plotting analysis untrusted",
     "twell_jax.inference": "ffn config data models train untrusted",
     "twell_jax": "ffn",
 }
@@ -59,6 +59,7 @@ COMMANDS = (
     *(f"twell_jax.{name}" for name in ("generate", "evaluate", "export", "analyze", "plot")),
     "twell_jax.quantise",
     "twell_jax.measure",
+    "twell_jax.sparsify",
 )
 
 # What a room may import of other people's packages, where that is a promise.

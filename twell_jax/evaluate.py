@@ -16,7 +16,13 @@ from typing import get_args
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import harness, language_model
-from twell_jax.inference.arguments import DIRECTORY, at_least, path
+from twell_jax.inference.arguments import (
+    DIRECTORY,
+    add_tasks,
+    at_least,
+    check_task_path,
+    path,
+)
 from twell_jax.train import interrupt, utf8
 from twell_jax.train.checkpoint import CheckpointError
 
@@ -31,12 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", help=DIRECTORY)
-    parser.add_argument("--tasks", default=TASKS, help=f"of the harness (default: {TASKS})")
-    parser.add_argument("--task-path", type=path, help="directory of further task definitions")
+    add_tasks(parser, TASKS, TASKS)
     parser.add_argument(
         "--shots", type=at_least(0), help="examples in a prompt (default: the task's)"
     )
-    parser.add_argument("--limit", type=at_least(1), help="questions of each task (default: all)")
     parser.add_argument(
         "--batch", type=at_least(1), default=16, help="sequences at a time (default: %(default)s)"
     )
@@ -47,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=path, help="write the results as JSON")
     args = parser.parse_args(argv)
-    if args.task_path and not args.task_path.is_dir():
-        parser.error(f"--task-path: there is no directory {args.task_path}")
+    check_task_path(parser, args)
     if args.out and not args.out.parent.is_dir():
         parser.error(f"--out: there is no directory {args.out.parent}")
     if args.out and args.out.is_dir():

@@ -25,10 +25,9 @@ import numpy as np
 from twell_jax.analysis.activity import Activity
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.activations import rectifier
-from twell_jax.ffn.algorithms import Case, Request
+from twell_jax.ffn.algorithms import CAPACITY, MARGIN, Case, Request
 from twell_jax.ffn.dispatch import select
 from twell_jax.ffn.stats import UNION_NEURONS, UNION_TOKENS
-from twell_jax.train.gradient_plan import CAPACITY, MARGIN
 
 TOKENS = 16384  # in a call of the records, but for decoding
 GROUP = 64  # neurons that share a list
@@ -44,6 +43,7 @@ OUTSIDE = 1.49
 # At most, on other records; for whole models twice as much, as those have few shapes and patterns.
 ERRORS = {"forward": 0.15, "both": 0.14, "decode": 0.08, "model": 0.10}
 
+PASSES = {"forward": "forward", "both": "forward and backward", "decode": "one token"}  # in words
 MODEL = {"scoring": "forward", "training step": "both", "decoding one sequence": "decode"}
 # The least and the largest D, and H, that records have; no others are estimated.
 SHAPES = {
@@ -140,9 +140,8 @@ def model_time(of_blocks: np.ndarray, outside: float) -> float:
 
 def estimate(config: ModelConfig, activity: Activity) -> Estimate:
     """Estimates the gain of a model's layers and of the model from what its neurons do."""
-    if why := _not_served(config, activity):
-        nothing = {passes: [None] * config.layers for passes in MODEL.values()}
-        return Estimate(nothing, {}, dict.fromkeys(MODEL, why))
+    if nothing := without_activity(config, activity.nnz.shape[2]):
+        return nothing
     use = use_of(activity.usage / activity.nnz[0].size, activity.union[UNION_TOKENS])
     found = features(config.d_model, config.d_ff, use)
     times = {
@@ -167,6 +166,19 @@ def estimate(config: ModelConfig, activity: Activity) -> Estimate:
     return Estimate(layers, model, why_not)
 
 
+def without_activity(config: ModelConfig, length: int) -> Estimate | None:
+    """An estimate of nothing, with the reasons, where no record tells of such a model.
+
+    `length` is that of the sequences that it reads. None: what its neurons do decides.
+    """
+    why = _not_served(config, length)
+    passes = MODEL.values()
+    if why is None and not all(_unknown(name, config) for name in (*passes, *MODEL)):
+        return None
+    reasons = {work: why or _unknown(work, config) or "" for work in MODEL}
+    return Estimate({name: [None] * config.layers for name in passes}, {}, reasons)
+
+
 def _unknown(work: str, config: ModelConfig) -> str | None:
     """Why records do not tell of a model of these widths; None if they do."""
     widths = {"d_model": config.d_model, "d_ff": config.d_ff}
@@ -183,13 +195,13 @@ def planned(found: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.where(MARGIN * need <= CAPACITY, np.minimum(relative_time(BOTH, found), 1), 1)
 
 
-def _not_served(config: ModelConfig, activity: Activity) -> str | None:
+def _not_served(config: ModelConfig, length: int) -> str | None:
     """Why nothing is estimated for a model; None if something is."""
     if rectifier(config.ffn_activation) is None:
         why = "is zero for no neuron, so kernels gain nothing; train the model with relu first"
         return f"{config.activation} {why}"
-    if UNION_TOKENS not in activity.union:
-        return f"sequences have {activity.nnz.shape[2]} tokens, U is of {UNION_TOKENS} in a row"
+    if length < UNION_TOKENS:
+        return f"sequences have {length} tokens, U is of {UNION_TOKENS} in a row"
     if config.d_model % 64:
         return f"kernels need a d_model that is a multiple of 64, got {config.d_model}"
     shape = TOKENS, config.d_model, config.d_ff, config.gated, config.ffn_activation

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from twell_jax.analysis.estimate import ERRORS, TOKENS
+from twell_jax.analysis.estimate import ERRORS, PASSES, TOKENS
 from twell_jax.ffn.stats import UNION_TOKENS
 
 UNION = str(UNION_TOKENS)  # as a key of "union"
@@ -53,7 +53,6 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 def _estimate_table(summary: dict[str, Any]) -> Table:
     gains = summary["estimate"]["layers"]
-    headings = {"forward": "forward", "both": "forward and backward", "decode": "one token"}
     return _table(
         f"feed-forward block, estimated speed-up on an H100 or H200, {TOKENS:,} tokens and one",
         {
@@ -64,7 +63,7 @@ def _estimate_table(summary: dict[str, Any]) -> Table:
                 f"{heading},\n+- {100 * ERRORS[name]:.0f} %": [
                     "-" if gain is None else f"{gain:.2f}x" for gain in gains[name]
                 ]
-                for name, heading in headings.items()
+                for name, heading in PASSES.items()
             },
         },
     )

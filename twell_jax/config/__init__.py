@@ -6,7 +6,7 @@ what is allowed.
 """
 
 from twell_jax.config.data import DataConfig
-from twell_jax.config.loading import describe, from_dict, load, read, shipped, to_yaml
+from twell_jax.config.loading import describe, from_dict, load, parse, read, shipped, to_yaml
 from twell_jax.config.model import ModelConfig, RopeScaling
 from twell_jax.config.section import ConfigError
 from twell_jax.config.sections import Config, MeshConfig, OptimizerConfig
@@ -22,6 +22,7 @@ __all__ = [
     "describe",
     "from_dict",
     "load",
+    "parse",
     "read",
     "shipped",
     "to_yaml",

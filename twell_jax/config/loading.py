@@ -65,6 +65,15 @@ def load(
     return config
 
 
+def parse(overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of overrides by their whole keys, as `load` reads them; nothing is checked yet.
+
+    Raises:
+      ConfigError: one is not written key=value, or its value is not YAML.
+    """
+    return {".".join(keys): value for keys, value in map(_parse, overrides)}
+
+
 def read(path: Path) -> dict[str, Any]:
     """Reads a YAML file into a tree of values, over those of its `base`; nothing is checked yet.
 

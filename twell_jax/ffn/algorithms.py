@@ -17,6 +17,11 @@ Packing = Literal["twell", "unions"]
 Gradients = Literal["dense", "sparse"]
 type LayerGradients = Gradients | float | None  # of one block; a number is a capacity
 
+# Of the sparse gradients that training plans. A layer then reserves no more memory than with dense
+# ones, and all patterns that fit with the margin take less time (docs/design/0009).
+CAPACITY = 3 / 4
+MARGIN = 1.1  # times the need of a layer must fit, for its gradients to become sparse
+
 
 @dataclass(frozen=True)
 class Case:

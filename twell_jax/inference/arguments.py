@@ -23,6 +23,19 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
+def add_tasks(parser: argparse.ArgumentParser, default: str | None, what: str) -> None:
+    """Adds `--tasks`, `--task-path` and `--limit`; `what` says what is scored by default."""
+    parser.add_argument("--tasks", default=default, help=f"of the harness (default: {what})")
+    parser.add_argument("--task-path", type=path, help="directory of further task definitions")
+    parser.add_argument("--limit", type=at_least(1), help="questions of each task (default: all)")
+
+
+def check_task_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the process with a line if `--task-path` is no directory."""
+    if args.task_path and not args.task_path.is_dir():
+        parser.error(f"--task-path: there is no directory {args.task_path}")
+
+
 def path(text: str) -> Path:
     """The `type` of an argument that is a path, where "~" is the home directory."""
     return Path(os.path.expanduser(text))

@@ -95,6 +95,16 @@ def run_tasks(
     )
 
 
+def figures(results: dict[str, Any]) -> dict[str, float]:
+    """The metrics of the results of `run_tasks` by task and name, without their errors."""
+    return {
+        f"{task}, {metric.removesuffix(',none')}": value
+        for task, metrics in results["results"].items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "," in metric and "_stderr," not in metric
+    }
+
+
 def table(results: dict[str, Any]) -> str:
     """The results of `run_tasks` as the harness prints them."""
     return "\n".join(map(untrusted.plain, make_table(results).split("\n")))

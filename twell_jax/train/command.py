@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,18 @@ from typing import Any
 import jax
 
 from twell_jax import config as config_lib
-from twell_jax.config import ConfigError
+from twell_jax.config import Config, ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.train import distributed, interrupt, memory, utf8
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.init_from import filled
 from twell_jax.train.loop import train
 from twell_jax.train.metrics import NonFiniteLoss
+from twell_jax.train.report import Scores
 from twell_jax.train.run_directory import AnotherRun, RunPaths, in_todays_terms, lock_run
+
+type ScoreRun = Callable[[Config], Scores]
+type SourceOf = Callable[[argparse.Namespace], tuple[str | Path, list[str]]]
 
 CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
 
@@ -39,15 +44,25 @@ def main(prog: str | None = None) -> None:
     """Runs the command; `prog` is its name in the usage line (default: that of the script)."""
     utf8.ensure()
     with interrupt.at_once():
-        _run(parse_arguments(prog))
+        run(parse_arguments(prog))
 
 
-def _run(args: argparse.Namespace) -> None:
+def run(
+    args: argparse.Namespace, source_of: SourceOf | None = None, score: ScoreRun | None = None
+) -> None:
+    """Does what the arguments of the command ask for; ends the process with a line if it cannot.
+
+    Args:
+      args: of `parse_arguments`, or what `source_of` takes beside `print_config` and `dry_run`.
+      source_of: gives the file or name that the configuration is read from, and its overrides; None
+        takes those of the arguments.
+      score: called with the configuration of a finished run to score it on tasks, for its report.
+    """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("twell_jax").setLevel(logging.INFO)
     try:
         training = not args.print_config and args.dry_run is None
-        source, overrides = _source(args)
+        source, overrides = (source_of or _source)(args)
         config = config_lib.load(source, overrides, partial(_completed, training=training))
         if args.print_config:
             print(config_lib.to_yaml(config), end="")
@@ -59,7 +74,7 @@ def _run(args: argparse.Namespace) -> None:
             first = jax.process_index() == 0
             lock = lock_run(config.run_dir) if first else contextlib.nullcontext(lambda: None)
             with lock as require_in_place:
-                train(config, require_in_place)
+                train(config, require_in_place, score and partial(score, config))
     except (AnotherRun, CheckpointError) as error:
         distributed.fail(f"error: {error}", CANNOT_CONTINUE)
     except (ConfigError, CannotSave, CannotServe, NonFiniteLoss, OSError) as error:
@@ -109,6 +124,18 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
         nargs="?",
         help="YAML file, shipped name such as configs/tiny.yaml, or directory of a run",
     )
+    add_settings(parser)
+    args = parser.parse_intermixed_args()  # overrides may follow the options
+    if args.config is None or "=" in args.config:
+        parser.error(
+            f"no configuration is named; shipped are {', '.join(config_lib.shipped())}, such as "
+            f"{parser.prog} tiny; the directory of a run continues it"
+        )
+    return args
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds what all commands that train take: overrides, and what to do instead of training."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.d_model=256")
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and exit"
@@ -119,10 +146,3 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
         metavar="DEVICES",
         help="compile a step for so many devices on the CPU and print its memory; nothing is run",
     )
-    args = parser.parse_intermixed_args()  # overrides may follow the options
-    if args.config is None or "=" in args.config:
-        parser.error(
-            f"no configuration is named; shipped are {', '.join(config_lib.shipped())}, such as "
-            f"{parser.prog} tiny; the directory of a run continues it"
-        )
-    return args

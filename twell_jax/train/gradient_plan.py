@@ -15,12 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.algorithms import CAPACITY, MARGIN, LayerGradients
 
-# A layer then reserves no more memory than with dense gradients, and all patterns that fit with the
-# margin take less time (docs/design/0009).
-CAPACITY = 3 / 4
-MARGIN = 1.1  # times the need of a layer must fit, for its gradients to become sparse
 _CLOSE = 1.03  # times the need of a layer must fit, for them to stay so
 _AFTER_OVERFLOW = 1.2  # times the margin
 

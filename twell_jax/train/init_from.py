@@ -1,11 +1,13 @@
 """What a run takes from `init_from`: a run, or a model in Hugging Face's format, also of the hub.
 
-A run gives its parameters alone. A model in Hugging Face's format also decides the `model` section
-and the tokenizer, so a configuration need not have them. A run that has a checkpoint takes nothing
-any more: its source may have changed or gone.
+A model in Hugging Face's format also decides the `model` section and the tokenizer, so that a
+configuration need not have them. A run does so where `model` lacks keys that it must have, and else
+gives its parameters alone. A run that has a checkpoint takes nothing any more: its source may have
+changed or gone.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,21 +33,20 @@ _MAY_DIFFER = {
     "model.rope_theta", "model.norm_eps", "model.init_scale",
 }  # fmt: skip
 
-# Keys of `model` that say how a run computes; a model's files do not decide them.
-_NOT_TAKEN = {
-    "dtype", "param_dtype", "remat", "ffn_implementation", "decode_implementation",
-    "ffn_gradients",
-}  # fmt: skip
+# Keys of `model` that say how a run computes; its source does not decide them.
+_NOT_TAKEN = {"remat", "ffn_implementation", "decode_implementation", "ffn_gradients"}
+_DTYPES = {"dtype", "param_dtype"}  # nor do a model's files decide these
 
 _REQUIRED = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}
 
 
 def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
-    """Completes a configuration by the model in Hugging Face's format that its `init_from` names.
+    """Completes a configuration by the model that its `init_from` names.
 
     Keys of `model` that are missing or null get the values of that model, and `data.tokenizer`, if
     missing, becomes the name in `init_from`, which stands for that model's tokenizer. If `run_dir`
     holds a started run with this `init_from`, the values are those that it was started with.
+    A run does this only for a `model` that lacks required keys.
 
     Args:
       tree: the values of a configuration, not checked yet.
@@ -53,7 +54,7 @@ def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
         up on the hub only if `model` lacks required keys.
 
     Returns:
-      The completed tree; the given one if `init_from` is null or names a run.
+      The completed tree; the given one if `init_from` is null.
 
     Raises:
       ConfigError: there is no such model, or the configuration contradicts it; the message, one
@@ -63,11 +64,15 @@ def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
     model, data = ({} if section is None else section for section in (model, data))
     if not (isinstance(name, str) and isinstance(model, dict) and isinstance(data, dict)):
         return tree  # null, or what a check of the tree will name
-    name = os.path.expanduser(name)
-    if _is_run(name) or not (training or os.path.exists(name) or _REQUIRED - model.keys()):
+    name, lacks = os.path.expanduser(name), _REQUIRED - model.keys()
+    if not lacks and (is_run(name) or not (training or os.path.exists(name))):
         return tree
     if before := _started_from(name, tree.get("run_dir")):
-        given, tokenizer = _decided(before.model), before.data.tokenizer
+        given, tokenizer = _of_run(before), before.data.tokenizer
+    elif is_run(name):
+        source = load_config(name)
+        given = _of_run(source)
+        tokenizer = "byte" if source.data.tokenizer == "byte" else name
     else:
         given, has_tokenizer = _of_model(name)
         _require_agreement(model, data, given, has_tokenizer, name)
@@ -89,6 +94,8 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     paths = RunPaths(config.run_dir)
     if has_started(paths):
         return tokenizers.load(paths.tokenizer)
+    if is_run(config.init_from):
+        return tokenizers.load(RunPaths(config.init_from).tokenizer)
     try:
         return pretrained_tokenizer.load(hub.find(config.init_from).directory)
     except PretrainedError as error:
@@ -115,7 +122,7 @@ def initial_params(
     """
     name = config.init_from
     assert name is not None
-    if _is_run(name):
+    if is_run(name):
         return _params_of_run(name, config, tokenizer, abstract_params)
     try:
         source = hub.find(name)
@@ -135,20 +142,25 @@ def source_model(config: Config) -> ModelConfig:
     Raises:
       ConfigError: there is no such source.
     """
-    name = config.init_from
-    assert name is not None
-    if _is_run(name):
-        source = load_config(name).model
-    else:
-        try:
-            source, _ = pretrained_config.read(hub.find(name).directory, None, None)
-        except PretrainedError as error:
-            raise ConfigError(f"init_from: {error}") from None
+    assert config.init_from is not None
+    source = settings_of(config.init_from)
     computed = ("activation", "activation_threshold", "rope_theta", "norm_eps")
     return config.model.model_copy(update={key: getattr(source, key) for key in computed})
 
 
-def _is_run(name: str) -> bool:
+def settings_of(name: str) -> ModelConfig:
+    """The settings of a model that can be trained on: of a run, a directory or a name on the hub.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if is_run(name):
+        return load_config(name).model
+    return _read(name)[0]
+
+
+def is_run(name: str) -> bool:
+    """Whether this is the directory of a run, and not of a model in Hugging Face's format."""
     return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
 
 
@@ -162,19 +174,29 @@ def _started_from(name: str, run_dir: Any) -> Config | None:
 
 def _of_model(name: str) -> tuple[dict[str, Any], bool]:
     """The keys of `model` that the model decides, and whether it has a tokenizer."""
+    settings, directory = _read(name)
+    return _decided(settings), (directory / "tokenizer.json").exists()
+
+
+def _of_run(run: Config) -> dict[str, Any]:
+    """The keys of `model` that a run decides."""
+    return _decided(run.model) | run.model.model_dump(include=_DTYPES)
+
+
+def _read(name: str) -> tuple[ModelConfig, Path]:
+    """The settings of a model in Hugging Face's format, and where its small files are."""
     try:
         directory = hub.find(name).directory
         if not (directory / "config.json").exists():
             raise PretrainedError(f"{name}: is not the directory of a run and holds no config.json")
-        settings, _ = pretrained_config.read(directory, None, None)
+        return pretrained_config.read(directory, None, None)[0], directory
     except PretrainedError as error:
         raise ConfigError(f"init_from: {error}") from None
-    return _decided(settings), (directory / "tokenizer.json").exists()
 
 
 def _decided(model: ModelConfig) -> dict[str, Any]:
     """The keys of `model` that a model's files decide, without nulls that stand for a default."""
-    taken = model.model_dump(exclude=_NOT_TAKEN)
+    taken = model.model_dump(exclude=_NOT_TAKEN | _DTYPES)
     return taken | {"kv_heads": model.num_kv_heads, "head_size": model.head_dim}
 
 

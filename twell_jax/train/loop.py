@@ -12,11 +12,12 @@ from flax import nnx
 from rich.console import Console
 
 from twell_jax import data
-from twell_jax.config import Config
+from twell_jax.analysis.estimate import Estimate
+from twell_jax.config import Config, ConfigError
 from twell_jax.data import Data
 from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
-from twell_jax.train import distributed, metrics, profile, sample
+from twell_jax.train import distributed, gain, metrics, profile, sample
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
@@ -24,6 +25,7 @@ from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient, moved_learning_rate
 from twell_jax.train.progress import Progress, patient_console, redraw, show_result
+from twell_jax.train.report import Score
 from twell_jax.train.run_directory import (
     AnotherRun,
     RunPaths,
@@ -100,7 +102,7 @@ class Standing:
         run.checkpoints.save(self.step, self.state, position)
 
 
-def train(config: Config, require_in_place: Callable[[], None]) -> None:
+def train(config: Config, require_in_place: Callable[[], None], score: Score | None = None) -> None:
     """Trains until the last step, or until the process is asked to stop, and shows the result.
 
     All processes of a run call it. It sets JAX's current mesh.
@@ -108,6 +110,7 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
     Args:
       config: the run.
       require_in_place: of `lock_run` in the process that holds the lock; others do not look.
+      score: scores the finished run on tasks, for its report; of a run of one process.
 
     Raises:
       AnotherRun: `run_dir` holds a run with other settings or text.
@@ -119,6 +122,11 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
       NonFiniteLoss: the loss or its gradient became inf or NaN.
     """
     index, count = jax.process_index(), jax.process_count()
+    if score and count > 1:
+        raise ConfigError(
+            "--tasks: serves a run of one process; leave it out, and score the finished run by "
+            "twell_jax.evaluate"
+        )
     console = patient_console(quiet=index > 0)
     if count > 1:  # printed now, as JAX may end this process if another is lost
         console.out(
@@ -148,14 +156,14 @@ def train(config: Config, require_in_place: Callable[[], None]) -> None:
                 require_in_place=require_in_place,
                 before=before,
             )
-            step = _take_steps(run, stop_requested)
+            step, gained = _take_steps(run, stop_requested)
             batches.close()
 
     if step < config.steps:
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
     elif index == 0:
         require_in_place()
-        show_result(config, paths, corpus.unigram_cross_entropy, console)
+        show_result(config, paths, corpus.unigram_cross_entropy, console, gained, score)
     if trainer.steps.stop():
         console.out("waiting for a program that is still being compiled", highlight=False)
 
@@ -255,8 +263,8 @@ def _first_state(run: Run) -> TrainState:
     return replace(state, params=params)
 
 
-def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
-    """Starts or continues the run; returns the step at which it ended."""
+def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, Estimate | None]:
+    """Starts or continues the run; returns the step at which it ended, and what was gained."""
     config, now = run.config, start(run)
     wanted = [name for name in metrics.SINKS if getattr(config, name)]
     run.require_in_place()
@@ -287,7 +295,9 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> int:
                 recorder.flush()
                 now.save(run, log)
         recorder.flush()
-    return now.step
+    if now.step < config.steps:
+        return now.step, None
+    return now.step, gain.estimated(config, run.data, now.state.params, run.trainer.mesh)
 
 
 def _evaluate(run: Run, now: Standing, recorder: metrics.Recorder, progress: Progress) -> None:
@@ -307,9 +317,14 @@ def _evaluate_source(run: Run, now: Standing, recorder: metrics.Recorder) -> Non
     model = source_model(run.config)
     as_trained = run.config.model_copy(update={"model": model})
     trainer = Trainer(as_trained, run.data.tokenizer.eot_id, run.trainer.mesh)
-    ce = trainer.evaluate(now.state.params, run.data.held_out)
-    recorder.add_source(ce, run.data.bits_per_byte(ce))
-    run.console.out(f"held-out CE of {run.config.init_from}: {ce:.3f}", highlight=False)
+    params, corpus = now.state.params, run.data
+    ce = trainer.evaluate(params, corpus.held_out)
+    bits_per_byte = corpus.bits_per_byte(ce)
+    shapes = run.trainer.abstract_state.params
+    write = sample.writer(as_trained, corpus, shapes, run.trainer.mesh)
+    recorder.add_source(model.activation, ce, bits_per_byte, write(params) if write else None)
+    shown = "" if bits_per_byte is None else f"  {bits_per_byte:.3f} bits/byte"
+    run.console.out(f"held-out CE of {run.config.init_from}: {ce:.3f}{shown}", highlight=False)
 
 
 def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:

@@ -32,7 +32,11 @@ log = logging.getLogger(__name__)
 # What records of steps hold: lists with a value per layer, and numbers that are shown.
 _OF_LAYERS = {"nnz", "max_nnz", "dead"}  # that every version has written
 _OF_STEPS = {"ce", "l1", "tokens_per_second"}
-_OF_EVALUATIONS = {"prompt", "sample"}  # which are texts
+# Texts of evaluations, and of that of the model that a run begins with.
+_TEXTS = {
+    "held_out_ce": {"prompt", "sample"},
+    "source_ce": {"source_activation", "source_prompt", "source_sample"},
+}
 _MAY_BE_NULL = {"flops_utilisation", "joules_per_token", "seconds", "joules"}
 _MOST_BYTES = 2**32  # of metrics.jsonl: a million records of the largest models
 
@@ -129,8 +133,9 @@ def _layers(record: Any) -> int | None:
         return None
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     unknown = {name for name in record.keys() & _MAY_BE_NULL if record[name] is None}
-    if "held_out_ce" in record:
-        unknown |= {name for name in _OF_EVALUATIONS if isinstance(record.get(name), str)}
+    for key, texts in _TEXTS.items():
+        if key in record:
+            unknown |= {name for name in texts if isinstance(record.get(name), str)}
     numbers = [value for name, value in record.items() if name not in lists.keys() | unknown]
     numbers += [value for values in lists.values() for value in values]
     if not all(isinstance(number, int | float) for number in numbers):
@@ -221,8 +226,8 @@ class Recorder:
 
     Args:
       config: the run.
-      log: receives every `log_every`-th record and all evaluations, with the run's totals of
-        seconds and joules (`pace.Meter`).
+      log: receives every `log_every`-th record, with `init_from` the first one, too, and all
+        evaluations, with the run's totals of seconds and joules (`pace.Meter`).
       show: called with each record and whether it is logged.
       checkpoints: for the error message, which names the last good one.
     """
@@ -286,11 +291,24 @@ class Recorder:
             found |= {"prompt": sample.prompt, "sample": sample.text}
         self._log.write({"step": step, **found, **self._meter.totals()})
 
-    def add_source(self, held_out_ce: float, bits_per_byte: float | None) -> None:
-        """Records how the model of `init_from` reads the held-out text, before the first step."""
-        found = {"source_ce": held_out_ce}
+    def add_source(
+        self,
+        activation: str,
+        held_out_ce: float,
+        bits_per_byte: float | None,
+        sample: Sample | None,
+    ) -> None:
+        """Records how the model of `init_from` reads the held-out text, before the first step.
+
+        Args:
+          activation: that it was trained with.
+          held_out_ce, bits_per_byte, sample: as of `add_evaluation`.
+        """
+        found: dict[str, Any] = {"source_ce": held_out_ce, "source_activation": activation}
         if bits_per_byte is not None:
             found["source_bits_per_byte"] = bits_per_byte
+        if sample is not None:
+            found |= {"source_prompt": sample.prompt, "source_sample": sample.text}
         self._log.write({"step": 0, **found})
 
     def flush(self) -> None:
@@ -313,6 +331,8 @@ class Recorder:
         checked = {name: record[name] for name in ("ce", "l1", "grad_norm")}
         self._require_finite(step, updates=step - 1, **checked)
         logged = step % self._config.log_every == 0 or step == self._config.steps
+        # The first step measures what its parameters do before they change.
+        logged = logged or (step == 1 and self._config.init_from is not None)
         record |= self._measured_pace(step, logged)
         self._show(record, logged)
         if logged:

@@ -17,6 +17,8 @@ try:
 except ImportError:
     pynvml = None
 
+type Record = Mapping[str, Any]  # a line of metrics.jsonl
+
 # FLOP/s of dense bfloat16 matmuls, by JAX's name of the device. From NVIDIA's data sheets, where
 # those of Hopper count structured sparsity, which doubles them.
 _PEAK_FLOPS = {
@@ -120,16 +122,32 @@ def _gpus(devices: tuple[jax.Device, ...]) -> tuple[Any, ...] | None:
     return tuple(handles)
 
 
-def sparse_layers(record: dict[str, Any]) -> int:
+def sparse_layers(record: Record) -> int:
     """How many layers had sparse gradients in a step, by its record in `metrics.jsonl`."""
     return sum(record.get("sparse_gradients", []))
 
 
-def against_dense_start(steps: Sequence[dict[str, Any]]) -> str | None:
+def phases(steps: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The timed steps before the first sparse layer, and those with as many as the last step.
+
+    Args:
+      steps: the records of steps in `metrics.jsonl`.
+
+    Returns:
+      Of a run whose last step has no sparse layer, no steps, and all that are timed.
+    """
+    timed = [record for record in steps if record["tokens_per_second"]]
+    sparse = sparse_layers(steps[-1])
+    if not sparse:
+        return [], timed
+    start = next((i for i, record in enumerate(timed) if sparse_layers(record)), 0)
+    return timed[:start], [r for r in timed[start:] if sparse_layers(r) == sparse]
+
+
+def against_dense_start(steps: Sequence[Record]) -> str | None:
     """A line on how much faster a run is now than before any of its layers was sparse.
 
-    Both rates are medians: of the steps before the first sparse layer, and of those with as many
-    sparse layers as the last one. If the run changed its devices meanwhile, that counts, too.
+    Both rates are medians of `phases`. If the run changed its devices meanwhile, that counts, too.
 
     Args:
       steps: the records of steps in `metrics.jsonl`.
@@ -137,14 +155,11 @@ def against_dense_start(steps: Sequence[dict[str, Any]]) -> str | None:
     Returns:
       None if no layer has sparse gradients, or the log does not hold both rates.
     """
-    timed = [record for record in steps if record["tokens_per_second"]]
-    sparse = sparse_layers(steps[-1])
-    start = next((i for i, record in enumerate(timed) if sparse_layers(record)), 0)
-    before, after = timed[:start], [r for r in timed[start:] if sparse_layers(r) == sparse]
-    if not (sparse and before and after):
+    before, after = phases(steps)
+    if not (before and after):
         return None
     was, now = (median(r["tokens_per_second"] for r in records) for records in (before, after))
     return (
-        f"{now:,.0f} tokens/s with sparse gradients in {sparse} of {len(steps[-1]['nnz'])} layers: "
-        f"{now / was:.2f} times the {was:,.0f} of the dense start"
+        f"{now:,.0f} tokens/s with sparse gradients in {sparse_layers(steps[-1])} of "
+        f"{len(steps[-1]['nnz'])} layers: {now / was:.2f} times the {was:,.0f} of the dense start"
     )

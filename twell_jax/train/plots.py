@@ -1,7 +1,7 @@
 """Plots a run's training from the records of `metrics.jsonl`, as PNG."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,11 +14,13 @@ from twell_jax.plotting import (
     drawn_by_layer,
     label_bars,
     legend_above,
+    of_last_part,
     scale_to_neurons,
     title_of_run,
 )
 from twell_jax.train import metrics
-from twell_jax.train.pace import sparse_layers
+from twell_jax.train.pace import Record, sparse_layers
+from twell_jax.train.report import source_name
 from twell_jax.train.run_directory import RunPaths
 
 
@@ -41,12 +43,7 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
       ConfigError: metrics.jsonl holds no step, or a broken line.
     """
     records = metrics.read(paths.metrics)
-    steps = [record for record in records if "ce" in record]
-    if not steps:
-        raise ConfigError(
-            f"{paths.metrics}: holds no step of the run, so there is nothing to draw; "
-            f"the run logs every {config.log_every} steps (log_every)"
-        )
+    steps = _steps(config, paths, records)
     title, d_ff = title_of_run(paths.directory, config), config.model.d_ff
     training, layers = paths.directory / "training.png", paths.directory / "layers.png"
     others = [_plot_union] if any("mean_union" in record for record in steps) else []
@@ -56,7 +53,7 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
         loss, nnz, *panels, speed = figure.subplots(
             len(heights), 1, sharex=True, height_ratios=heights
         )
-        _plot_loss(loss, steps, [record for record in records if "held_out_ce" in record])
+        _plot_loss(loss, records)
         _plot_nnz(nnz, steps, d_ff, config.sparsity_target)
         for plot, axes in zip(others, panels, strict=True):
             plot(axes, steps)
@@ -66,20 +63,99 @@ def plot_run(config: Config, paths: RunPaths) -> list[Path]:
     return [training, layers]
 
 
-def _plot_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+def plot_report(config: Config, paths: RunPaths) -> list[Path]:
+    """Draws `report.png`: cross-entropy, nnz and U over steps, and U of each layer at the end.
+
+    A line marks the cross-entropy of the model that the run began with, if there was one. Of steps
+    that have no U, nnz of each layer is shown.
+
+    Args, Returns, Raises: see `plot_run`.
+    """
+    records = metrics.read(paths.metrics)
+    steps, layers = _steps(config, paths, records), config.model.layers
+    has_union, path = "mean_union" in steps[-1], paths.directory / "report.png"
+    heights = [2.6, 2.2, *([2.2] if has_union else []), 0.8 + 0.2 * layers]
+    with drawn(path, 1 + sum(heights), title_of_run(paths.directory, config)) as figure:
+        loss, *over_steps, by_layer = figure.subplots(len(heights), 1, height_ratios=heights)
+        _plot_quality(loss, records)
+        _plot_nnz(over_steps[0], steps, config.model.d_ff, config.sparsity_target)
+        if has_union:
+            _plot_union(over_steps[1], steps)
+        for axes in (loss, *over_steps):
+            axes.set_xlim(0, config.steps)
+            axes.tick_params(labelbottom=axes is over_steps[-1])
+        over_steps[-1].set_xlabel("step")
+        _plot_bars(by_layer, steps[-1], "mean_union" if has_union else "nnz")
+    return [path]
+
+
+def _plot_bars(axes: Axes, record: Record, key: str) -> None:
+    """A bar for each layer, from the top down, with its U or its mean nnz in a step."""
+    values, layers, is_union = record[key], len(record[key]), key == "mean_union"
+    bars = axes.barh(range(layers), values, 0.6)
+    form = "{:.1%}" if is_union else "{:.1f}"
+    label_bars(axes, bars, [form.format(value) for value in values])
+    axes.set(ylabel="layer", yticks=range(layers), ylim=(layers - 0.4, -0.6))
+    axes.set_xlabel(f"{'U' if is_union else 'neurons active for a token'}, step {record['step']}")
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, 1.1 if is_union else 1.15 * max(*values, 1))
+    if is_union:
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+
+
+def _steps(config: Config, paths: RunPaths, records: Sequence[Record]) -> list[Record]:
+    """The records of steps.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if steps := [record for record in records if "ce" in record]:
+        return steps
+    raise ConfigError(
+        f"{paths.metrics}: holds no step of the run, so there is nothing to draw; "
+        f"the run logs every {config.log_every} steps (log_every)"
+    )
+
+
+def _plot_quality(axes: Axes, records: Sequence[Record]) -> None:
+    """The later part of what training and held-out text tell of a run, in one colour."""
+    steps = [record for record in records if "ce" in record]
+    evaluations = [record for record in records if "held_out_ce" in record]
+    axes.plot(*_over_steps(steps, "ce"), lw=0.8, alpha=0.5, color="C0", label="training")
+    if evaluations:
+        label = f"held-out, last {evaluations[-1]['held_out_ce']:.3f}"
+        axes.plot(*_over_steps(evaluations, "held_out_ce"), "o-", ms=3, color="C0", label=label)
+    _mark_source(axes, records[0])
+    of_last_part(axes, since=0.2)
+    axes.set_ylabel("cross-entropy\n(nats/token)")
+    legend_above(axes)
+
+
+def _plot_loss(axes: Axes, records: Sequence[Record]) -> None:
+    steps = [record for record in records if "ce" in record]
+    evaluations = [record for record in records if "held_out_ce" in record]
     axes.plot(*_over_steps(steps, "ce"), lw=1, label=f"training, last {steps[-1]['ce']:.3f}")
     if evaluations:
         last = evaluations[-1]
         label = f"held-out, last {last['held_out_ce']:.3f}"
         axes.plot(*_over_steps(evaluations, "held_out_ce"), "o-", ms=3, label=label)
-        if (unigram := last.get("unigram_ce")) is not None:  # not in runs of version 0.2
+        unigram = last.get("unigram_ce")  # not in runs of version 0.2
+        if unigram is not None and source_name(records[0]) is None:
             label = f"unigram baseline {unigram:.3f}"
             axes.axhline(unigram, color=QUIET, ls="--", lw=1, label=label)
+    _mark_source(axes, records[0])
     axes.set_ylabel("cross-entropy (nats/token)")
     legend_above(axes)
 
 
-def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int, target: float | None) -> None:
+def _mark_source(axes: Axes, first: Record) -> None:
+    """Draws a line at the held-out cross-entropy of the model that a run began with, if any."""
+    if name := source_name(first):
+        label = f"{name}, held-out, {first['source_ce']:.3f}"
+        axes.axhline(first["source_ce"], color=QUIET, ls="--", lw=1.2, label=label)
+
+
+def _plot_nnz(axes: Axes, steps: Sequence[Record], d_ff: int, target: float | None) -> None:
     at, nnz = _over_steps(steps, "nnz")
     last = nnz[-1].mean()
     axes.fill_between(at, nnz.min(1), nnz.max(1), alpha=0.2, lw=0, label="layers, range")
@@ -94,7 +170,7 @@ def _plot_nnz(axes: Axes, steps: list[dict[str, Any]], d_ff: int, target: float 
     legend_above(axes)
 
 
-def _plot_union(axes: Axes, steps: list[dict[str, Any]]) -> None:
+def _plot_union(axes: Axes, steps: Sequence[Record]) -> None:
     steps = [record for record in steps if "mean_union" in record]
     at, union = _over_steps(steps, "mean_union")
     axes.fill_between(at, union.min(1), union.max(1), alpha=0.2, lw=0, label="layers, range")
@@ -106,7 +182,7 @@ def _plot_union(axes: Axes, steps: list[dict[str, Any]]) -> None:
     legend_above(axes)
 
 
-def _plot_coefficient(axes: Axes, steps: list[dict[str, Any]]) -> None:
+def _plot_coefficient(axes: Axes, steps: Sequence[Record]) -> None:
     at, coefficient = _over_steps(steps, "l1_coefficient")
     layers = coefficient[:, None] * _over_steps(steps, "l1_multipliers")[1]
     axes.fill_between(at, layers.min(1), layers.max(1), alpha=0.2, lw=0, label="layers, range")
@@ -115,7 +191,7 @@ def _plot_coefficient(axes: Axes, steps: list[dict[str, Any]]) -> None:
     legend_above(axes)
 
 
-def _plot_speed(axes: Axes, steps: list[dict[str, Any]]) -> None:
+def _plot_speed(axes: Axes, steps: Sequence[Record]) -> None:
     at, rates = _over_steps(steps, "tokens_per_second")
     label = f"tokens per second, last {rates[-1]:,.0f}"
     axes.margins(y=0.2)  # so that a share of 100 % is above
@@ -135,11 +211,11 @@ def _plot_speed(axes: Axes, steps: list[dict[str, Any]]) -> None:
     shares.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", borderaxespad=0.2)
 
 
-def _over_steps(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def _over_steps(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([r["step"] for r in records]), np.array([r[key] for r in records])
 
 
-def _plot_layers(axes: Axes, record: dict[str, Any], d_ff: int) -> None:
+def _plot_layers(axes: Axes, record: Record, d_ff: int) -> None:
     at = np.arange(len(record["nnz"]))
     mean = axes.barh(at - 0.28, record["nnz"], 0.26, label="mean")
     largest = axes.barh(at, record["max_nnz"], 0.26, label="largest", alpha=0.4, color="C0")

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
+from twell_jax.analysis.estimate import Estimate
 from twell_jax.config import Config, ConfigError
 from twell_jax.train import metrics, pace, report
 from twell_jax.train.durable import write_atomically
@@ -178,7 +179,14 @@ def _position(task: rich_progress.Task) -> list[str]:
     return [f"step {task.completed}/{task.total}", f"ETA {eta}"]
 
 
-def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Console) -> None:
+def show_result(
+    config: Config,
+    paths: RunPaths,
+    unigram_ce: float,
+    console: Console,
+    gain: Estimate | None = None,
+    score: report.Score | None = None,
+) -> None:
     """Prints the table, the held-out cross-entropy and the gain in speed; draws, and reports.
 
     Args:
@@ -186,6 +194,8 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
       paths: its directory.
       unigram_ce: cross-entropy of the unigram baseline, in nats per token.
       console: where to print.
+      gain: what its model is estimated to gain on a GPU, if that is known.
+      score: scores it on tasks. What it raises passes; the report is there by then, without them.
 
     Raises:
       ConfigError: metrics.jsonl does not hold the records of the run.
@@ -201,21 +211,29 @@ def show_result(config: Config, paths: RunPaths, unigram_ce: float, console: Con
     console.out(line, highlight=False)
     if faster := pace.against_dense_start(steps):
         console.out(faster, highlight=False)
-    plots = redraw(config, paths, console)
-    for path in plots:
+    if gain and gain.model:
+        console.out(str(gain), highlight=False)
+    for path in redraw(config, paths, console):
         console.out(f"plot: {path}", highlight=False)
-    text = report.markdown(config, steps, evaluations, records[0], [path.name for path in plots])
-    write_atomically(paths.report, text)
+    drawn = redraw(config, paths, console, of_report=True)
+    found = report.Found(steps, evaluations, records[0], [path.name for path in drawn], gain)
+    write_atomically(paths.report, report.markdown(config, found))
+    if score:
+        found = replace(found, scores=score())
+        write_atomically(paths.report, report.markdown(config, found))
     console.out(f"report: {paths.report}", highlight=False)
 
 
-def redraw(config: Config, paths: RunPaths, console: Console) -> list[Path]:
+def redraw(
+    config: Config, paths: RunPaths, console: Console, *, of_report: bool = False
+) -> list[Path]:
     """Draws the plots of what a run has logged; the first of its processes does.
 
     Args:
       config: the run.
       paths: its directory.
       console: where to warn if plots cannot be drawn. That never ends a run.
+      of_report: whether to draw the figure of its report instead.
 
     Returns:
       The paths of the plots that were drawn.
@@ -223,9 +241,9 @@ def redraw(config: Config, paths: RunPaths, console: Console) -> list[Path]:
     if jax.process_index() > 0:
         return []
     try:
-        from twell_jax.train.plots import plot_run  # loads matplotlib, which may itself fail
+        from twell_jax.train import plots  # loads matplotlib, which may itself fail
 
-        return plot_run(config, paths)
+        return (plots.plot_report if of_report else plots.plot_run)(config, paths)
     except Exception as error:
         warning = f"warning: plots not drawn: {type(error).__name__}: {error}"
         console.out(warning, highlight=False)

@@ -10,7 +10,7 @@ from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import unions
-from twell_jax.train.gradient_plan import CAPACITY
+from twell_jax.ffn.algorithms import CAPACITY
 
 
 @pytest.mark.parametrize(

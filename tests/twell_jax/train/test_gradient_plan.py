@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from twell_jax.train.gradient_plan import CAPACITY, GradientPlan
+from twell_jax.ffn.algorithms import CAPACITY
+from twell_jax.train.gradient_plan import GradientPlan
 
 USUAL = 1.0, 0.9  # union and listed of a layer that has just begun to train
 
