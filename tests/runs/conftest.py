@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -5,6 +6,9 @@ import yaml
 
 from tests.commands import call
 from tests.runs.started import STEPS
+from tests.twell_jax import drawn
+from twell_jax.data.tokenizers import ByteTokenizer
+from twell_jax.models.pretrained import save_pretrained
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +55,15 @@ def uninterrupted(workspace):
     process = call("train.py", workspace / "config.yaml")
     assert process.returncode == 0, process.stderr
     return process
+
+
+@pytest.fixture(scope="session")
+def llama(workspace):
+    """Somebody's dense model, of the shape that other tests of commands train."""
+    shape = yaml.safe_load((workspace / "config.yaml").read_text())["model"]
+    model = drawn.transformer(**shape, activation="silu", param_dtype="bfloat16")
+    save_pretrained(workspace / "llama", model, ByteTokenizer(), dtype="float32")
+    config = json.loads((workspace / "llama/config.json").read_text())
+    config |= {"max_position_embeddings": 4096}
+    (workspace / "llama/config.json").write_text(json.dumps(config))
+    return workspace / "llama"

@@ -32,18 +32,6 @@ class Measuring(Exception):
     """Raised where an analysis has its model and its text, and would begin to compute."""
 
 
-@pytest.fixture(scope="session")
-def llama(workspace):
-    """Somebody's dense model, of the shape that other tests of commands train."""
-    shape = yaml.safe_load((workspace / "config.yaml").read_text())["model"]
-    model = drawn.transformer(**shape, activation="silu", param_dtype="bfloat16")
-    save_pretrained(workspace / "llama", model, ByteTokenizer(), dtype="float32")
-    config = json.loads((workspace / "llama/config.json").read_text())
-    config |= {"max_position_embeddings": 4096}
-    (workspace / "llama/config.json").write_text(json.dumps(config))
-    return workspace / "llama"
-
-
 @pytest.fixture(scope="module")
 def recipe(workspace):
     """The configuration of the page, with the corpus, the batches and the times of other tests."""
@@ -160,9 +148,9 @@ def test_a_model_without_a_tokenizer_needs_a_named_one(llama, recipe, tmp_path):
 
 
 def test_to_show_a_whole_configuration_the_hub_is_not_asked(recipe, tmp_path):
-    whole = ["sparsify", "init_from=org/llama"]
+    whole = ["tiny", "init_from=org/llama"]
     with local_hub.environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=tmp_path):
-        assert load(*whole, training=False) == config_lib.load("sparsify", whole[1:])
+        assert load(*whole, training=False) == config_lib.load("tiny", whole[1:])
         for asked in (partial(load, *whole), partial(load, recipe, whole[1], training=False)):
             with pytest.raises(ConfigError, match=r"^init_from: org/llama: .*check the network$"):
                 asked()

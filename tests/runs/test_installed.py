@@ -28,11 +28,11 @@ def test_the_wheel_has_the_command_and_the_configurations(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shown = subprocess.run(
-        [sys.executable, "-m", "twell_jax.train", "sparsify", "--print-config"],
+        [sys.executable, "-m", "twell_jax.train", "1b", "--print-config"],
         cwd=elsewhere,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"},
         check=True,
         capture_output=True,
         text=True,
     )
-    assert shown.stdout == config.to_yaml(config.load(ROOT / "configs/sparsify.yaml"))
+    assert shown.stdout == config.to_yaml(config.load(ROOT / "configs/1b.yaml"))

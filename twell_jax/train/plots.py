@@ -84,6 +84,8 @@ def plot_report(config: Config, paths: RunPaths) -> list[Path]:
         for axes in (loss, *over_steps):
             axes.set_xlim(0, config.steps)
             axes.tick_params(labelbottom=axes is over_steps[-1])
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        over_steps[0].set_ylabel(f"neurons of {config.model.d_ff}\nactive for a token")
         over_steps[-1].set_xlabel("step")
         _plot_bars(by_layer, steps[-1], "mean_union" if has_union else "nnz")
     return [path]
