@@ -152,8 +152,10 @@ def test_arguments(folder):
                                "--seed", "--implementation"],
         "twell_jax.export": ["--dtype", "--max-shard-gb"],
         "twell_jax.analyze": ["--sequences"],
+        "twell_jax.sparsify": ["--dry-run", "--limit"],
     }  # fmt: skip
     required = {"twell_jax.generate": ["--prompt", "x"], "twell_jax.export": ["out"]}
+    required |= {"twell_jax.sparsify": ["steps=2", "--data", "0.text"]}
     for _ in range(DRAWS):
         name = choose(draw, list(options))
         command = [name] if name == "train.py" else ["-m", name]

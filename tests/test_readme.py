@@ -71,11 +71,15 @@ def test_the_pages_have_commands():
     assert {"python3", "python", "pip", "make", "twell-train"} <= {words[0] for words in commands()}
 
 
-@pytest.mark.parametrize("name", ["generate", "evaluate", "analyze", "export", "quantise"])
+@pytest.mark.parametrize(
+    "name", ["generate", "evaluate", "analyze", "export", "quantise", "sparsify"]
+)
 def test_help_shows_the_default_of_every_option(name):
     *_, options = help_of("-m", f"twell_jax.{name}").partition("\n\noptions:\n")
     named = dict(re.findall(r"^  (--[\w-]+)(.*(?:\n {8,}.*)*)", options, re.MULTILINE))
-    switches = {"--prompt", "--special-tokens", "--task-path", "--out"}  # none, or required
+    # none, or required
+    switches = {"--prompt", "--special-tokens", "--task-path", "--out"}
+    switches |= {"--print-config", "--dry-run"}
     assert named
     for option in named.keys() - switches:
         assert "default:" in named[option], option

@@ -22,7 +22,7 @@ from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models.pretrained import from_pretrained, save_pretrained
-from twell_jax.train.init_from import filled
+from twell_jax.train.init_from import filled, tokenizer_of
 from twell_jax.train.run_directory import load_config, load_run
 
 PAGE = (ROOT / "docs/huggingface.md").read_text()
@@ -118,6 +118,25 @@ def test_the_model_decides_what_the_configuration_leaves_open(llama, recipe):
     assert load(recipe, *given, "model.activation=null").model.activation == "silu"
     assert load(recipe, *given, "model=null", "batch_tokens=4096").model.context == 4096
     assert (load(recipe, *given, "model=null", "batch_tokens=4096").model.param_dtype) == "float32"
+
+
+def test_a_run_decides_the_model_where_the_configuration_leaves_it_open(
+    workspace, recipe, tmp_path
+):
+    source = tmp_path / "source"
+    source.mkdir()
+    before = config_lib.load(workspace / "config.yaml", ["model.d_ff=96", "param_dtype=bfloat16"])
+    (source / "config.yaml").write_text(config_lib.to_yaml(before))
+    settings = load(recipe, f"init_from={source}", "model.activation=silu", "model.remat=block")
+    changed = {"activation": "silu", "remat": "block"}
+    assert settings.model == before.model.model_copy(update=changed)
+    assert settings.data.tokenizer == "byte" and tokenizer_of(settings) is None
+    bpe = before.data.model_copy(update={"tokenizer": "bpe"})
+    written = config_lib.to_yaml(before.model_copy(update={"data": bpe}))
+    (source / "config.yaml").write_text(written)
+    (source / "tokenizer.json").write_text(ByteTokenizer().to_json())
+    settings = load(recipe, f"init_from={source}")
+    assert settings.data.tokenizer == str(source) and tokenizer_of(settings) == ByteTokenizer()
 
 
 @pytest.mark.parametrize(

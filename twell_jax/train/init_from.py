@@ -180,7 +180,7 @@ def _of_model(name: str) -> tuple[dict[str, Any], bool]:
 
 def _of_run(run: Config) -> dict[str, Any]:
     """The keys of `model` that a run decides."""
-    return _decided(run.model) | run.model.model_dump(include=_DTYPES)
+    return run.model.model_dump(exclude=_NOT_TAKEN)
 
 
 def _read(name: str) -> tuple[ModelConfig, Path]:

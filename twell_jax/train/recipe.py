@@ -17,7 +17,7 @@ from twell_jax.train.run_directory import load_config
 log = logging.getLogger(__name__)
 
 _STEPS = 2000
-_CONTEXT = 2048  # at most; longer ones take memory, and neurons need none to become sparse
+_CONTEXT = 2048  # at most: longer sequences take memory, and neurons become sparse without
 _SEQUENCES, _MICRO_BATCH = 64, 8
 _ROUNDED = 32  # tokens; a micro-batch then has whole tiles of 256, on which U is measured
 _UNION = 0.07  # docs/study.md

@@ -1,6 +1,7 @@
 """The plots of a run, drawn from its directory."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -10,7 +11,9 @@ from matplotlib.figure import Figure
 from tests import figures
 from tests.commands import call
 from twell_jax import config
-from twell_jax.plotting import of_last_part, over_decades, scale_to_neurons
+from twell_jax.plotting import COLORS, QUIET, of_last_part, over_decades, scale_to_neurons
+from twell_jax.train.plots import plot_report
+from twell_jax.train.run_directory import RunPaths, load_config
 
 LAYERS, D_FF = 16, 512
 NUMBERS = "tokens", "l1", "l1_coefficient", "lr", "grad_norm", "tokens_per_second"
@@ -79,6 +82,55 @@ def test_bars_carry_their_values_and_neurons_have_one_axis_from_zero_on(run_dir)
     ]
     assert {"training, last 1.250", "held-out, last 1.500", "unigram baseline 3.125"} < set(shown)
     assert "layers, mean, last 31.2%" in shown
+
+
+def draw_report(run_dir):
+    with figures.seen() as drawn:
+        (path,) = plot_report(load_config(run_dir), RunPaths(run_dir))
+    assert path == run_dir / "report.png" and path.read_bytes().startswith(b"\x89PNG")
+    return drawn[0].axes
+
+
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_the_figure_of_the_report_has_one_colour_and_a_line_for_the_model_before(run_dir):
+    path = run_dir / "metrics.jsonl"
+    source = {"step": 0, "source_ce": 1.0, "source_activation": "silu"}
+    path.write_text(json.dumps(source) + "\n" + path.read_text())
+    quality, nnz, union, layers = draw_report(run_dir)
+    assert legend(quality) == ["training", "held-out, last 1.500", "dense, held-out, 1.000"]
+    training, held_out, dense = quality.get_lines()
+    assert training.get_color() == held_out.get_color() == "C0"
+    assert nnz.get_lines()[0].get_color() == COLORS[0]
+    assert dense.get_color() == QUIET and dense.get_ydata() == [1.0, 1.0]
+    assert quality.get_ylim()[0] < 1 and quality.get_xlim() == nnz.get_xlim() == union.get_xlim()
+    assert "layers, mean, last 31.2%" in legend(union)
+    labels = figures.labels(layers)
+    assert labels == ["50.0%", *["25.0%"] * (LAYERS - 2), "100.0%"]
+    assert layers.get_xlim()[0] == 0 and layers.get_xlabel() == "U, step 20"
+
+
+def test_the_figure_of_a_report_without_u_has_the_non_zeros_of_layers(run_dir):
+    path = run_dir / "metrics.jsonl"
+    path.write_text(re.sub(r', "mean_union": \[.*?\]', "", path.read_text()))
+    quality, _, layers = draw_report(run_dir)
+    assert legend(quality) == ["training", "held-out, last 1.500"]
+    assert figures.labels(layers)[1:3] == ["0.4", "22.0"]
+
+
+def test_the_loss_of_a_run_from_another_model_is_drawn_beside_that(run_dir):
+    path = run_dir / "metrics.jsonl"
+    source = {"step": 0, "source_ce": 1.75, "source_activation": "relu"}
+    path.write_text(json.dumps(source) + "\n" + path.read_text())
+    with figures.seen() as drawn:
+        plot(run_dir)
+    shown = drawn[0].axes[0].get_legend()
+    assert [text.get_text() for text in shown.get_texts()] == [
+        "training, last 1.250", "held-out, last 1.500", "before, held-out, 1.750",
+    ]  # fmt: skip
+    assert shown.get_window_extent().x1 <= drawn[0].bbox.x1
 
 
 def test_steps_of_version_0_2_are_drawn_without_u(run_dir):
