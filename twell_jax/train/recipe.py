@@ -48,7 +48,7 @@ def overrides(name: str, given: Mapping[str, Any]) -> list[str]:
         if not any(key.startswith("data.") for key in given):
             data = source.data.model_dump(mode="json", exclude={"tokenizer"})
             found |= {f"data.{key}": value for key, value in data.items()}
-    if (found | given).get("data.mask_documents"):
+    if {**found, **given}.get("data.mask_documents"):
         log.info("lasso_share: 0, as kernels compute no lasso where documents are masked")
         found["lasso_share"] = 0
     return [f"{key}={_written(value)}" for key, value in found.items()]
