@@ -86,7 +86,7 @@ _NARROW = "ffn-borders-896-nvidia-h100-80gb-hbm3-20261127.json"
 
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. If many neurons are active, those for
-    # few tokens take up to a fourth more time, unions a few percent, but a fourth of narrow blocks.
+    # few tokens take up to a third more time; unions a few percent, with 1024 tokens up to a third.
     Rule("few_tokens", back_end="Hopper", record=_FEW_TOKENS),
     # Dense, too, but faster than the products of a library, whatever the pattern, unless those fill
     # the GPU: of narrow blocks it takes more tokens to do so.
