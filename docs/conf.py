@@ -27,6 +27,7 @@ release = twell_jax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_show_copyright = False
 suppress_warnings = ["ref.python"]  # names of attributes, such as nnz, that several classes have
 exclude_patterns = ["_build", "api/keys.md"]  # which docs/training.md includes
 myst_heading_anchors = 3
