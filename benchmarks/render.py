@@ -67,7 +67,7 @@ def main() -> None:
                 draw(figure, record)
     if not args.records:
         about = gains.description(records)
-        with drawn(GAINS, height=2.2, description=about) as figure:
+        with drawn(GAINS, description=about) as figure:
             gains.draw(figure, records)
         for path in filled_pages():
             path.write_text(filled(path, records))

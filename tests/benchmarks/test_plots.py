@@ -122,7 +122,7 @@ def test_points_that_no_line_joins_are_no_plot():
 def test_the_figure_of_the_first_page_is_that_of_the_newest_records(tmp_path):
     shown = gains.description(RECORDS)
     assert Image.open(render.GAINS).text["Description"] == shown, "run: python -m benchmarks.render"
-    with figures.seen() as seen, drawn(tmp_path / "gains.png", height=2.2) as figure:
+    with figures.seen() as seen, drawn(tmp_path / "gains.png") as figure:
         gains.draw(figure, RECORDS)
     (axes,) = seen[0].axes
     assert all(f" {label}" in shown for label in figures.labels(axes))
