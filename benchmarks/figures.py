@@ -112,8 +112,7 @@ _MODELS = {
     "fp8-dense-scoring": Figure(
         speedup(SCORING, {"model": "2b", "direction": "forward"}, "xla, relu, fp8 all")
     ),
-    **_generation("prompts", GENERATION, "prefill", 8, 32),
-    **_generation("decode", GENERATION, "decode", 1, 32),
+    **_generation("prompts", GENERATION, "prefill", 1, 32),
     **_generation("decode-h100", DECODING, "decode", 1, 8, 32),
     "decode-h100-ms-1": Figure(value(DECODING, _of_2b("mosaic, relu", "decode", batch=1), "ms")),
     **_over_torch("decode-torch", GENERATION, 1, 8, 32),
