@@ -151,8 +151,8 @@ def _take(request: BaseHTTPRequestHandler, hub: Hub) -> None:
     asked = _UPLOAD.fullmatch(path)
     what = asked["what"] if asked else "create"
     is_known = request.headers["Authorization"] == f"Bearer {hub.token}"
-    if status := hub.refusals.get(what, 200 if is_known else 401) - 200:
-        return _send(request, 200 + status, b'{"error": "No."}', {})
+    if status := hub.refusals.get(what, None if is_known else 401):
+        return _send(request, status, b'{"error": "No."}', {})
     address = f"http://{request.headers['Host']}"
     if what == "create":
         tree = json.loads(body)

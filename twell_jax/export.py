@@ -35,10 +35,11 @@ def export(
     if not (source.directory / "config.json").exists():
         export_run(model, directory, name=name, dtype=dtype, max_shard_bytes=max_shard_bytes)
         return
+    tokenizer = pretrained_tokenizer.load(source.directory)  # before the large files
     save_pretrained(
         directory,
         from_pretrained(source),
-        pretrained_tokenizer.load(source.directory),
+        tokenizer,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         source=source,

@@ -69,6 +69,7 @@ def test_the_report_and_its_images_are_the_card(reported, tmp_path, caplog):
     assert from_pretrained(out).config.d_ff == 48
 
 
+@pytest.mark.slow
 def test_a_quantised_run_has_the_same_card(reported, tmp_path):
     run, out = reported(), tmp_path / "out"
     assert call("-m", "twell_jax.quantise", run.directory, out).returncode == 0

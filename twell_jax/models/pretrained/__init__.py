@@ -8,6 +8,7 @@ form of an architecture that can express it, which `transformers` loads if it ha
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -108,20 +109,10 @@ def save_pretrained(
     """
     directory = Path(os.path.expanduser(directory))
     dtype = dtype or model.config.param_dtype
-    held = model.blocks.mlp.live
-    live = None if held is None else held[...].tolist()
-    name = forms.choose(model, tokenizer)
-    tree = forms.to_dict(name, model.config, dtype, tokenizer.eot_id, live)
-    if quantised := model.quantised():
-        tree[quantisation.KEY] = quantisation.to_dict(quantised)
-    if tokenizer.size > model.config.vocab_size:
-        raise PretrainedError(
-            f"the tokenizer has {tokenizer.size} ids, the model only {model.config.vocab_size}"
-        )
     kept = None if source is None else _directory(source)
-    if kept is not None:
-        tree |= forms.of_source(kept, model.config.context)
     its_tokenizer = kept if kept is not None and tokenizer_file.is_in(kept) else None
+    name = forms.choose(model, tokenizer)
+    tree = _settings(name, model, tokenizer, dtype, kept)
     if its_tokenizer is not None:
         tokenizer_file.require_same(its_tokenizer, tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
@@ -137,9 +128,24 @@ def save_pretrained(
         log.warning(
             "%s: is written as model_type=%s, whose class is no part of transformers; "
             "twell_jax reads it",
-            directory,
-            name,
+            *(directory, name),
         )
+
+
+def _settings(
+    name: str, model: Transformer, tokenizer: Tokenizer, dtype: str, kept: Path | None
+) -> dict[str, Any]:
+    """The content of config.json for a model of which `kept` is the source, if there is one."""
+    held = model.blocks.mlp.live
+    live = None if held is None else held[...].tolist()
+    tree = forms.to_dict(name, model.config, dtype, tokenizer.eot_id, live)
+    if quantised := model.quantised():
+        tree[quantisation.KEY] = quantisation.to_dict(quantised)
+    if tokenizer.size > model.config.vocab_size:
+        raise PretrainedError(
+            f"the tokenizer has {tokenizer.size} ids, the model only {model.config.vocab_size}"
+        )
+    return tree if kept is None else tree | forms.of_source(kept, model.config.context)
 
 
 def _directory(source: str | Path | hub.Source) -> Path:

@@ -50,7 +50,8 @@ def require_possible(repository: str) -> None:
 def push(directory: Path, repository: str, *, private: bool = False) -> str:
     """Uploads a model's directory as one commit; creates the model on the hub if there is none.
 
-    Files of an earlier push that are not in the directory are deleted.
+    Weights, settings and files of the tokenizer that are there, but not in the directory, are
+    deleted.
 
     Args:
       directory: of a model that was written.
@@ -66,30 +67,36 @@ def push(directory: Path, repository: str, *, private: bool = False) -> str:
     """
     from huggingface_hub import HfApi
 
-    again = f"hf upload {repository} {shlex.quote(str(directory))} ."
+    again = f"hf upload {repository} {shlex.quote(str(directory))} . --delete 'model*.safetensors*'"
+    when = "when that is mended"
+    if private:  # `hf upload` would not look
+        again, when = f"{again} --private", f"{when}, and if {repository} is not a public model"
     try:
         api = HfApi()
         page = api.create_repo(repository, private=private or None, exist_ok=True)
         if private and not api.model_info(repository).private:
-            raise PretrainedError("it is public; choose another name, or leave out --private")
+            raise PretrainedError(
+                f"{directory}: is written, but not pushed: {repository} is public; choose another "
+                "name, or leave out --private"
+            )
         api.upload_folder(
             repo_id=repository,
             folder_path=directory,
             commit_message="Model written by twell-jax",
             delete_patterns=list(_REPLACED),
         )
+    except PretrainedError:
+        raise
     except Exception as error:  # of the network, the disk or the name, by many libraries
         raise PretrainedError(
-            f"{directory}: is written, but not pushed to {repository}: {_reason(error)}; when that "
-            f"is mended: {again}{' --private' if private else ''}"
+            f"{directory}: is written, but not pushed to {repository}: {_reason(error)}; "
+            f"{when}: {again}"
         ) from None
     return str(page)
 
 
 def _reason(error: Exception) -> str:
     """Why a model is not on the hub, in a line."""
-    if isinstance(error, PretrainedError):
-        return str(error)
     match getattr(getattr(error, "response", None), "status_code", None):
         case 401:
             return "the Hugging Face hub does not take your token; log in by: hf auth login"

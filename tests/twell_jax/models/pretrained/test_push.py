@@ -78,7 +78,7 @@ def test_a_private_model_never_becomes_public(logged_in, directory, tmp_path):
     push.push(directory, "org/mine", private=True)
     logged_in.commit("org/open", {})
     line = fails(directory, tmp_path / "out", "--push", "org/open", "--private")
-    assert "it is public; choose another name, or leave out --private" in line
+    assert line.endswith(": org/open is public; choose another name, or leave out --private\n")
     assert logged_in.published("org/open") == {}
 
 
@@ -127,7 +127,7 @@ def test_what_the_hub_refuses_is_a_line_that_says_how_to_push_again(
     out = tmp_path / "the out"
     line = fails(directory, out, "--push", "org/small")
     assert line.startswith(f"error: {out}: is written, but not pushed to org/small: {says}")
-    again = f"hf upload org/small '{out}' ."
+    again = f"hf upload org/small '{out}' . --delete 'model*.safetensors*'"
     assert line.endswith(f"; when that is mended: {again}\n")
     assert_same_parameters(from_pretrained(out), from_pretrained(directory))
 
@@ -136,7 +136,7 @@ def test_without_a_network_the_written_model_stays(directory, tmp_path):
     settings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": tmp_path, "HF_TOKEN": "x"}
     with local_hub.environment(**settings):
         line = fails(directory, tmp_path / "out", "--push", "org/small", "--private")
-    assert "(ConnectError: " in line and line.endswith(" . --private\n")
+    assert "(ConnectError: " in line and line.endswith("*' --private\n")
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
 
 
@@ -144,7 +144,10 @@ def test_the_command_that_a_failed_push_names_pushes(logged_in, directory, tmp_p
     logged_in.refusals["create"] = 403
     line = fails(directory, tmp_path / "the out", "--push", "org/small", "--private")
     logged_in.refusals.clear()
-    program, *arguments = shlex.split(line.partition("; when that is mended: ")[2])
+    logged_in.commit("org/small", {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"})
+    logged_in.private.add("org/small")
+    _, _, again = line.partition("; when that is mended, and if org/small is not a public model: ")
+    program, *arguments = shlex.split(again)
     assert program == "hf"
     from huggingface_hub.cli import hf
 
@@ -152,5 +155,5 @@ def test_the_command_that_a_failed_push_names_pushes(logged_in, directory, tmp_p
         hf.app(arguments, standalone_mode=False)
     except SystemExit as end:
         assert not end.code
-    assert "model.safetensors" in logged_in.published("org/small")
-    assert logged_in.private == {"org/small"}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "the out").iterdir()}
+    assert logged_in.published("org/small") == written | {"notes.md": b"mine"}
