@@ -40,6 +40,11 @@ _NOT_TAKEN = {
 _REQUIRED = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}
 
 
+def is_run(name: str) -> bool:
+    """Whether `init_from` names the directory of a run, rather than a model in another format."""
+    return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
+
+
 def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
     """Completes a configuration by the model in Hugging Face's format that its `init_from` names.
 
@@ -64,7 +69,7 @@ def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
     if not (isinstance(name, str) and isinstance(model, dict) and isinstance(data, dict)):
         return tree  # null, or what a check of the tree will name
     name = os.path.expanduser(name)
-    if _is_run(name) or not (training or os.path.exists(name) or _REQUIRED - model.keys()):
+    if is_run(name) or not (training or os.path.exists(name) or _REQUIRED - model.keys()):
         return tree
     if before := _started_from(name, tree.get("run_dir")):
         given, tokenizer = _decided(before.model), before.data.tokenizer
@@ -115,7 +120,7 @@ def initial_params(
     """
     name = config.init_from
     assert name is not None
-    if _is_run(name):
+    if is_run(name):
         return _params_of_run(name, config, tokenizer, abstract_params)
     try:
         source = hub.find(name)
@@ -137,7 +142,7 @@ def source_model(config: Config) -> ModelConfig:
     """
     name = config.init_from
     assert name is not None
-    if _is_run(name):
+    if is_run(name):
         source = load_config(name).model
     else:
         try:
@@ -146,10 +151,6 @@ def source_model(config: Config) -> ModelConfig:
             raise ConfigError(f"init_from: {error}") from None
     computed = ("activation", "activation_threshold", "rope_theta", "norm_eps")
     return config.model.model_copy(update={key: getattr(source, key) for key in computed})
-
-
-def _is_run(name: str) -> bool:
-    return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
 
 
 def _started_from(name: str, run_dir: Any) -> Config | None:
