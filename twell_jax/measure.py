@@ -2,7 +2,8 @@
 
     python -m twell_jax.measure D H [--no-gate]
         a feed-forward block with d_model D and d_ff H, for few tokens, prompts and many. Weights
-        are random; 0.5 % of the neurons are active for a token.
+        are random; 0.5 % of the neurons are active for a token. It takes one to two minutes, most
+        of them to compile.
     python -m twell_jax.measure MODEL --text FILE
         a run, a directory with a config.json or a name on the hub, in bfloat16: it scores the text,
         reads prompts, decodes, and computes gradients, as far as it comes in two minutes.
