@@ -13,7 +13,7 @@ _PLACES = {
     "relu": 0, "silu": 1, "l1": 2, "lasso": 3, "l1 and lasso": 4, "U target": 5,
     "U target and lasso": 6, "l1, warm-up": 7, "l1, re-initialised": 8, "l1, not gated": 9,
     "sparse": 6,
-    "twell": 7, "unions": 0, "unions, fp8 gate": 2, "unions, fp8 gate and up": 3, "ellpack": 4,
+    "twell": 7, "unions": 6, "unions, fp8 gate": 2, "unions, fp8 gate and up": 3, "ellpack": 4,
     "bcoo": 5, "mosaic": 6, "dense-block": 9,
     "dense": 0, "dense, other micro-batches": 5, "sparse gradients": 6, "chosen by layer": 3,
 }  # fmt: skip

@@ -26,7 +26,7 @@ _H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 
 # Fitted to, and checked on.
 STUDY, OLD_STUDY = f"study-{_H200}-20261124", f"study-{_H100}-20261121"
-GRADIENTS, OTHER_GRADIENTS = f"gradients-{_H200}-20261127", f"gradients-{_H100}-20261124"
+GRADIENTS, OTHER_GRADIENTS = f"gradients-{_H200}-20261127", f"gradients-{_H100}-20261127"
 GOALS = f"ffn-goals-{_H100}-20261127"
 FEW, OTHER_FEW = f"ffn-few-{_H100}-20261126", f"ffn-few-{_H200}-20261127"
 NARROW, WIDE = f"ffn-borders-896-{_H100}-20261127", f"ffn-borders-4096-{_H100}-20261127"

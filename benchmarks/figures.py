@@ -34,7 +34,7 @@ GENERATION, DECODING = f"inference-cached-{_H200}", f"inference-decode-{_H100}"
 BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-prompts-{_H200}"
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
-GRADIENTS, LONG_RUN = f"gradients-{_H200}", f"wallclock-{_H200}"
+GRADIENTS, LONG_RUN = f"gradients-{_H100}", f"wallclock-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
 
@@ -112,8 +112,7 @@ _MODELS = {
     "fp8-dense-scoring": Figure(
         speedup(SCORING, {"model": "2b", "direction": "forward"}, "xla, relu, fp8 all")
     ),
-    **_generation("prompts", GENERATION, "prefill", 8, 32),
-    **_generation("decode", GENERATION, "decode", 1, 32),
+    **_generation("prompts", GENERATION, "prefill", 1, 32),
     **_generation("decode-h100", DECODING, "decode", 1, 8, 32),
     "decode-h100-ms-1": Figure(value(DECODING, _of_2b("mosaic, relu", "decode", batch=1), "ms")),
     **_over_torch("decode-torch", GENERATION, 1, 8, 32),

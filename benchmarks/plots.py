@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import colors
-from benchmarks.tables import Row, block
+from benchmarks.tables import Row, block, grouped
 from twell_jax.plotting import QUIET, of_last_part, over_decades
 
 
@@ -26,8 +26,9 @@ def of_largest(rows: list[Row]) -> list[Row]:
 
 
 def has_lines(rows: list[Row]) -> bool:
-    """Whether `speedup` can draw a line, of more than one nnz."""
-    return len({row["nnz_mean"] for row in of_largest(rows)}) > 1
+    """Whether `speedup` can draw a line, of one block and pattern with more than one nnz."""
+    lines = grouped(of_largest(rows), lambda row: (block(row), row["pattern"]))
+    return any(len({row["nnz_mean"] for row in line}) > 1 for line in lines)
 
 
 def speedup(figure: Figure, record: dict[str, Any]) -> None:

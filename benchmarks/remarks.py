@@ -9,6 +9,12 @@ REMARKS = {
     f"ffn-goals-{_LATER_H100}": f"Other programs ran on the other three GPUs. {_NO_TOKAMAX}",
     f"ffn-borders-4096-{_LATER_H100}": "The run ended before unions of 16,384 tokens, dense tokens "
     "and blocks without a gate. Other programs ran on the other three GPUs.",
+    "ffn-borders-4096-nvidia-h200-20261127": "The run has fewer cases; those without a gate came "
+    "first. Tests ran on the other GPU.",
+    f"gradients-{_LATER_H100}": "The run ended before the block without a gate by use and with a "
+    "capacity of 0.5. Other programs ran on the other GPU.",
+    "gradients-nvidia-h200-20261127": "Dense products of what was kept took an eighth of the "
+    "neurons at a time, today a half. Other programs ran on the other GPU.",
     f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
     "Other programs ran on the other three GPUs.",
     **{
@@ -23,7 +29,7 @@ REMARKS = {
     },
     **{
         f"{name}-nvidia-h200-20261127": "Other programs ran on the other GPU."
-        for name in ("ffn-borders-2048", "ffn-non-gated", "gradients")
+        for name in ("ffn-borders-2048", "ffn-non-gated")
     },
     f"ffn-{_H100}": "An earlier run: `union_down` did not fetch its indices ahead, jobs were dealt "
     "out in turn, and unions took up to 3 % more time. The run ended before M = 4096.",

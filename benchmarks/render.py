@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernels
+from benchmarks import gains, kernels
 from benchmarks.figures import FIGURES
 from benchmarks.pages import TABLES
 from benchmarks.record import RESULTS
@@ -32,6 +32,7 @@ Record = dict[str, Any]
 README = Path(__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
 PAGES = DOCS / "results"
+GAINS = PAGES / "gains.png"
 
 _MADE = "<!-- `python -m benchmarks.render` makes this page from the records; do not edit it. -->"
 FIGURE = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)?<!-- figure: ([\w.-]+) -->")
@@ -65,6 +66,9 @@ def main() -> None:
             with drawn(out / f"{path.stem}{suffix}.png", height=4.5) as figure:
                 draw(figure, record)
     if not args.records:
+        about = gains.description(records)
+        with drawn(GAINS, description=about) as figure:
+            gains.draw(figure, records)
         for path in filled_pages():
             path.write_text(filled(path, records))
 

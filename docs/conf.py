@@ -1,4 +1,4 @@
-"""The documentation site: the pages of docs/, and a page of docstrings for each package.
+"""The documentation site: the pages of docs/, a page of docstrings for each package, and all keys.
 
 Sphinx runs this file. `make docs` builds the site with warnings as errors.
 """
@@ -20,14 +20,16 @@ from sphinx.util.inspect import stringify_signature  # noqa: E402
 
 import pallas_kernels  # noqa: E402
 import twell_jax  # noqa: E402
+from twell_jax import config as config_lib  # noqa: E402
 
 project = "twell-jax"
 release = twell_jax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_show_copyright = False
 suppress_warnings = ["ref.python"]  # names of attributes, such as nnz, that several classes have
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "api/keys.md"]  # which docs/training.md includes
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `x` for code, as Markdown does
 autodoc_mock_imports = ["datasets", "huggingface_hub", "lm_eval", "pynvml", "tensorboardX", "wandb"]
@@ -44,6 +46,7 @@ SECTION = re.compile(r"(Args|Attributes|Example|Examples|Returns|Raises|Yields):
 def setup(app: Any) -> None:
     """Connects the functions below to Sphinx."""
     app.connect("config-inited", lambda app, config: write_api())
+    app.connect("config-inited", lambda app, config: (API / "keys.md").write_text(keys()))
     app.connect("autodoc-process-docstring", to_rst, priority=400)  # before napoleon, at 500
     app.connect("autodoc-process-signature", sign_as_init)
     app.connect("autodoc-skip-member", skip)
@@ -63,6 +66,23 @@ def write_api() -> None:
                     heading = ["", module.name, "-" * len(module.name), ""]
                     lines += [*heading, *automodule(module.name, exported_above(module.name))]
             (API / f"{name}.md").write_text("\n".join([*lines, "```", ""]))
+
+
+def keys() -> str:
+    """What `train.py --help` prints of every key, with a table for each section."""
+    sections: dict[str, list[str]] = {}
+    lines = config_lib.describe().splitlines()
+    for declared, meaning in zip(lines[::2], lines[1::2], strict=True):
+        key, kind = declared.strip().split(": ", 1)
+        cells = (f"`{key}`", f"`{kind}`", meaning.strip())
+        row = " | ".join(cell.replace("|", r"\|") for cell in cells)
+        sections.setdefault(key.rpartition(".")[0], []).append(f"| {row} |")
+    head = ["", "| key | type = default | meaning |", "|---|---|---|"]
+    return "\n".join(
+        line
+        for section, rows in sections.items()
+        for line in (f"### Keys of {section or 'the run'}", *head, *rows, "")
+    )
 
 
 def exported_above(name: str) -> list[str]:

@@ -57,5 +57,5 @@ for i in range(61):
     ce, nnz = step(model, optimizer, batch)
     if i % 20 == 0:
         print(f"step {i}: cross-entropy {ce:.2f}, neurons per token: {nnz:.0f}")
-save_pretrained(out, model, tokenizer)
+save_pretrained(out, model, tokenizer, source=source)
 print(f"model: {out}")

@@ -70,6 +70,14 @@ def quick_compilation(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def optimised():
+    """For code that computes for longer than it compiles."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_measured(tmp_path_factory):
     """What a developer's cache says of blocks does not decide here or in child processes."""

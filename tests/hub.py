@@ -1,5 +1,7 @@
-"""A Hugging Face hub on this machine: it answers what `huggingface_hub` asks to download models."""
+"""A Hugging Face hub on this machine: it answers what `huggingface_hub` asks to download models,
+and takes those that it uploads."""
 
+import base64
 import contextlib
 import hashlib
 import importlib
@@ -17,20 +19,38 @@ from huggingface_hub import constants
 
 _ASKED = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<at>[^/]+))?")
 _FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<at>[^/]+)/(?P<file>.+)")
-_SETTINGS = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_UPLOAD = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/(?P<what>preupload|commit)/main")
+_SETTINGS = (
+    "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN",
+    "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN",
+)  # fmt: skip
 
 
 @dataclass
 class Hub:
     """What is published, by name and revision, and the files that were asked for.
 
-    A commit is a revision too. Every name in `gated` is refused to everyone.
+    A commit is a revision too. Every name in `gated` is refused to everyone. Uploads must have
+    `token`; every other request is answered without one. `refusals` has the status with which parts
+    of an upload are refused: "create", "preupload" or "commit".
     """
 
     commits: dict[tuple[str, str], str] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     downloaded: list[str] = field(default_factory=list)
+    private: set[str] = field(default_factory=set)
+    token: str = "hf_right"
+    refusals: dict[str, int] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        for part in (self.commits, self.files, self.gated, self.downloaded, self.private,
+                     self.refusals):  # fmt: skip
+            part.clear()
+
+    def published(self, name: str) -> dict[str, bytes]:
+        """The files of the newest commit."""
+        return self.files[self.commits[name, "main"]]
 
     def publish(self, name: str, directory: Path, revision: str = "main") -> str:
         """Publishes the files of a directory; returns the commit."""
@@ -39,6 +59,9 @@ class Hub:
             for path in sorted(directory.rglob("*"))
             if path.is_file()
         }
+        return self.commit(name, content, revision)
+
+    def commit(self, name: str, content: dict[str, bytes], revision: str = "main") -> str:
         commit = hashlib.sha1(repr((name, content)).encode()).hexdigest()
         self.files[commit] = content
         self.commits[name, revision] = self.commits[name, commit] = commit
@@ -58,6 +81,9 @@ def serve() -> Iterator[tuple[Hub, str]]:
 
         def do_GET(self):
             _answer(self, hub)
+
+        def do_POST(self):
+            _take(self, hub)
 
         def log_message(self, *_):
             pass
@@ -111,8 +137,50 @@ def _answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
         for file, text in files.items()
     ]
     siblings = [{"rfilename": file} for file in files]
-    info = {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
+    info = {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [],
+            "private": name in hub.private}  # fmt: skip
     _send(request, 200, json.dumps(tree if asked["what"] == "tree" else info).encode(), {})
+
+
+def _take(request: BaseHTTPRequestHandler, hub: Hub) -> None:
+    """Answers a part of an upload; all files come in the commit, none by way of LFS."""
+    body = request.rfile.read(int(request.headers["Content-Length"]))
+    path = urlsplit(request.path).path
+    if path == "/api/validate-yaml":
+        return _send_json(request, {"errors": [], "warnings": []})
+    asked = _UPLOAD.fullmatch(path)
+    what = asked["what"] if asked else "create"
+    is_known = request.headers["Authorization"] == f"Bearer {hub.token}"
+    if status := hub.refusals.get(what, None if is_known else 401):
+        return _send(request, status, b'{"error": "No."}', {})
+    address = f"http://{request.headers['Host']}"
+    if what == "create":
+        tree = json.loads(body)
+        name = f"{tree['organization']}/{tree['name']}"
+        if (name, "main") in hub.commits:
+            page = json.dumps({"url": f"{address}/{name}"}).encode()
+            return _send(request, 409, page, {})
+        hub.commit(name, {".gitattributes": b""})
+        hub.private |= {name} if tree.get("visibility") == "private" else set()
+        return _send_json(request, {"url": f"{address}/{name}"})
+    name = asked["name"]
+    if what == "preupload":
+        files = json.loads(body)["files"]
+        regular = {"uploadMode": "regular", "shouldIgnore": False}
+        return _send_json(request, {"files": [{"path": f["path"], **regular} for f in files]})
+    content = dict(hub.published(name))
+    for line in map(json.loads, body.splitlines()):
+        if line["key"] == "file":
+            content[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        elif line["key"] == "deletedFile":
+            del content[line["value"]["path"]]
+    commit = hub.commit(name, content)
+    page = f"{address}/{name}/commit/{commit}"
+    return _send_json(request, {"success": True, "commitUrl": page, "commitOid": commit})
+
+
+def _send_json(request: BaseHTTPRequestHandler, tree: dict) -> None:
+    _send(request, 200, json.dumps(tree).encode(), {})
 
 
 def _send(
@@ -122,5 +190,5 @@ def _send(
     for key, value in {**headers, "Content-Length": str(len(content))}.items():
         request.send_header(key, value)
     request.end_headers()
-    if request.command == "GET":
+    if request.command != "HEAD":
         request.wfile.write(content)

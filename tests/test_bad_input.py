@@ -150,7 +150,7 @@ def test_arguments(folder):
         "train.py": ["--dry-run"],
         "twell_jax.generate": ["--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
                                "--seed", "--implementation"],
-        "twell_jax.export": ["--dtype", "--max-shard-gb"],
+        "twell_jax.export": ["--dtype", "--max-shard-gb", "--push"],
         "twell_jax.analyze": ["--sequences"],
         "twell_jax.sparsify": ["--dry-run", "--limit"],
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """The pages of docs: their tables are what the records say, their links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from benchmarks.pages import TABLES
 from benchmarks.record import RESULTS
 from benchmarks.remarks import REMARKS
 from benchmarks.summaries import SUMMARIES, Pick
+from twell_jax import config
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = render.load(RESULTS.glob("*.json"))
@@ -17,6 +19,8 @@ MADE = render.pages(RECORDS, render.PAGES)
 PAGES = (
     sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("design/*.md")) + sorted(DOCS.glob("results/*.md"))
 )
+SITE = DOCS / "_build/html"
+built = pytest.mark.skipif(not (SITE / "searchindex.js").exists(), reason="needs `make docs`")
 CODE = re.compile(r"`((?:twell_jax|pallas_kernels|benchmarks|tests|configs)/[\w/]+\.(?:py|yaml))`")
 
 
@@ -116,3 +120,50 @@ def test_links_lead_to_files(path):
 def test_files_of_code_that_a_page_names_exist(path):
     named = [name for name in CODE.findall(path.read_text()) if not name.endswith("name.py")]
     assert [name for name in named if not (DOCS.parent / name).exists()] == []
+
+
+@built
+@pytest.mark.parametrize(
+    ("stem", "pages"),  # as the site's search cuts "resume", "install" and "bf16"
+    [("resum", ["training", "tutorial"]), ("instal", ["install"]), ("bf16", ["training"])],
+)
+def test_the_search_of_the_site_finds_the_page(stem, pages):
+    """Pages with the word in a heading come first, and these are few."""
+    text = (SITE / "searchindex.js").read_text()
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = index["titleterms"][stem]
+    numbers = [found] if isinstance(found, int) else found
+    assert sorted(index["docnames"][i] for i in numbers) == pages
+
+
+@built
+def test_the_page_of_training_has_every_key():
+    text = (SITE / "training.html").read_text()
+    for key in config.to_yaml(config.load("tiny")).splitlines():
+        if key[0] not in " -" and not key.endswith(":"):
+            assert f">{key.partition(':')[0]}</span>" in text, key
+    assert ">optimizer.lr</span>" in text and ">data.tokenizer</span>" in text
+
+
+@built
+def test_wide_tables_scroll_in_a_box_of_their_own():
+    text = (SITE / "results/inference.html").read_text()
+    boxes = re.findall(r'<div class="table-wrapper[^"]*container[^"]*">\s*<table', text)
+    assert len(boxes) == text.count("<table") > 0
+    style = (SITE / "_static/styles/furo.css").read_text()
+    assert re.search(r"\.table-wrapper\.container\{[^}]*overflow-x:auto", style)
+
+
+@built
+def test_the_site_begins_with_what_a_newcomer_needs():
+    text = (SITE / "index.html").read_text()
+    places = [
+        re.search(rf'toctree-l1[^>]*><a class="[^"]*" href="{page}.html"', text).start()
+        for page in (
+            "install", "tutorial", "training", "make-your-model-sparse", "how-it-works",
+            "api/twell_jax", "performance",
+        )
+    ]  # fmt: skip
+    assert places == sorted(places)
+    folded = re.findall(r'<li class="toctree-l1 has-children"><a [^>]*href="([\w-]+)', text)
+    assert folded == ["design-notes", "packages", "records"]

@@ -14,6 +14,7 @@ from tests.commands import ROOT, call
 from twell_jax import config
 
 README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -21,12 +22,31 @@ def test_there_is_code():
     assert CODE
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("code", CODE)
-def test_the_code_runs(code):
+def test_the_code_runs(code, capsys):
     names = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["y"].shape == names["x"].shape
     assert names["stats"].l1 > 0
+    assert ", by mosaic (benchmarks/results/" in capsys.readouterr().out  # kernels serve the block
+
+
+def test_the_first_paragraph_says_what_it_needs():
+    line = README.split("\n\n")[1]
+    needed = PROJECT["requires-python"].removeprefix(">=")
+    (jax,) = re.findall(r"jax>=([\d.]+),", " ".join(PROJECT["dependencies"]))
+    for words in (needed, jax, "Hopper", "bf16 or fp16", "multiple of 64", "multiple of 128"):
+        assert words in " ".join(line.split()), words
+
+
+def test_cells_of_the_first_table_are_short():
+    _, *table = README.partition("## Does it help me?")
+    rows = re.findall(r"^\|(?!---)(.*)\|$", "".join(table).partition("\n\n[")[0], re.MULTILINE)
+    cells = [cell for row in rows for cell in row.split(" | ")]
+    shown = [re.sub(r"<!--.*?-->|\]\(.*?\)", "", cell) for cell in cells]
+    assert len(shown) > 15
+    assert [cell for cell in shown if len(cell.split()) > 12] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -36,7 +56,6 @@ def test_links_lead_to_files(page):
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -97,6 +116,8 @@ def test_commands_exist_with_their_options(words):
             module, function = PROJECT["scripts"][script].split(":")
             assert callable(getattr(importlib.import_module(module), function))
             check_arguments(["-m", module.removesuffix(".command")], arguments)
+        case [_, "-c", code]:
+            compile(code, "page", "exec")
         case [_, "-m", module, *arguments]:
             assert importlib.util.find_spec(module)
             if module.split(".")[0] in ("twell_jax", "benchmarks"):
@@ -118,15 +139,23 @@ def check_arguments(program: list[str], arguments: list[str]) -> None:
     options = [word for word in arguments if word.startswith("--")]
     if options:
         assert all(option in help_of(*program) for option in options)
-    files = [word for word in arguments if re.fullmatch(r".*\.yaml|tiny", word)]
+    shipped = config.shipped()
+    files = [word for word in arguments if word.endswith(".yaml") or word in shipped]
     overrides = [word for word in arguments if "=" in word]
     if files or overrides:
         config.load(files[0] if files else "tiny", overrides)
 
 
-@pytest.mark.parametrize(
-    "code", [code for code in code_of(ROOT / "README.md") if re.match(r"'?[a-z][\w.]*=", code)]
-)
+SETTINGS = [
+    code for code in code_of(ROOT / "docs/training.md") if re.match(r"'?[a-z][\w.]*=", code)
+]
+
+
+def test_the_page_of_training_has_settings():
+    assert len(SETTINGS) >= 20
+
+
+@pytest.mark.parametrize("code", SETTINGS)
 def test_settings_can_be_set_as_they_stand(code):
     config.load("tiny", shlex.split(code.replace("...", "x")))
 

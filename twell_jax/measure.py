@@ -2,10 +2,11 @@
 
     python -m twell_jax.measure D H [--no-gate]
         a feed-forward block with d_model D and d_ff H, for few tokens, prompts and many. Weights
-        are random; 0.5 % of the neurons are active for a token.
+        are random; 0.5 % of the neurons are active for a token. It takes one to two minutes, most
+        of them to compile.
     python -m twell_jax.measure MODEL --text FILE
         a run, a directory with a config.json or a name on the hub, in bfloat16: it scores the text,
-        reads prompts, decodes, and computes gradients.
+        reads prompts, decodes, and computes gradients, as far as it comes in two minutes.
 
 The answer for a block is kept in the user's cache directory (TWELL_JAX_CACHE names another), where
 `sparse_ffn` finds it: blocks of these widths are then computed by what was the fastest here.
@@ -13,6 +14,7 @@ The answer for a block is kept in the user's cache directory (TWELL_JAX_CACHE na
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.gradient_plan import GradientPlan
 
 TOKENS, CONTEXT = 16384, 2048  # that a model scores at once, and the most of a sequence
+SECONDS = 80  # after which no other work of a model is begun: compiling one takes up to half of it
 
 
 def measure_block(block: Block, console: Console) -> None:
@@ -54,14 +57,17 @@ def measure_block(block: Block, console: Console) -> None:
     console.out(f"kept: {path}", highlight=False)
 
 
-def measure_model(name: str, text: Path, console: Console) -> None:
+def measure_model(name: str, text: Path, console: Console, *, everything: bool = False) -> None:
     """Times a model on a text, and prints a table and one sentence.
+
+    After `SECONDS` no other work is begun, unless `everything` is asked for.
 
     Raises:
       CannotServe: there are no kernels for this device.
       ConfigError, CheckpointError, PretrainedError: there is no such model, or it is not whole.
       OSError, UnicodeDecodeError: the text cannot be read.
     """
+    start = time.monotonic()
     words = text.read_text(encoding="utf-8")
     lm = language_model.load(name)
     model = whole_models.in_bfloat16(lm.model)
@@ -73,10 +79,18 @@ def measure_model(name: str, text: Path, console: Console) -> None:
     tokens = np.resize(np.array(lm.encode(words), np.int32), (TOKENS // context, context + 1))
     union, listed = whole_models.needs(model, tokens)
     plan = GradientPlan.dense(len(union)).revised(union, listed, [0.0] * len(union))
-    found = []
-    for work in whole_models.measure(model, tokens, plan.next_ffn_gradients):
-        found.append(work)
-        console.out(f"{work.name}: {work.gain:.2f}x", highlight=False)
+    found, left_out = [], []
+    for name, timed in whole_models.works(model, tokens, plan.next_ffn_gradients).items():
+        if not everything and time.monotonic() - start > SECONDS:
+            left_out.append(name)
+            continue
+        found.append(timed())
+        console.out(f"{name}: {found[-1].gain:.2f}x", highlight=False)
+    if left_out:
+        names = ", ".join(left_out)
+        console.out(
+            f"not measured, as {SECONDS} s had passed: {names}; --all measures it", highlight=False
+        )
     console.print(table_of_model(jax.devices()[0].device_kind, found))
     shares = ", ".join(f"{share:.0%}" for share in union)
     console.out(f"256 tokens use, of the neurons of each layer: {shares}", highlight=False)
@@ -141,13 +155,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)"
     )
+    parser.add_argument(
+        "--all", action="store_true", help=f"all of a model, even if that takes over {SECONDS} s"
+    )
     args = parser.parse_args(argv)
     if (args.text is None) != (len(args.target) == 2):
         parser.error("give either D and H, or a model and --text FILE")
+    if (args.no_gate and args.text is not None) or (args.all and args.text is None):
+        parser.error("--no-gate is for a block, --all for a model")
     try:
         with interrupt.at_once():
             if args.text is not None:
-                measure_model(args.target[0], args.text, Console())
+                measure_model(args.target[0], args.text, Console(), everything=args.all)
             else:
                 measure_block(_block(parser, args), Console())
     except CannotServe as error:

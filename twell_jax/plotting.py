@@ -42,7 +42,9 @@ _STYLE: dict[Any, Any] = {
 
 
 @contextlib.contextmanager
-def drawn(path: Path, height: float = 4, title: str = "") -> Iterator[Figure]:
+def drawn(
+    path: Path, height: float = 4, title: str = "", description: str = ""
+) -> Iterator[Figure]:
     """Yields an empty figure; what the block draws on it is then written to `path` as PNG.
 
     The file is never partly written, also if two processes write it at once. Nothing is written if
@@ -52,13 +54,15 @@ def drawn(path: Path, height: float = 4, title: str = "") -> Iterator[Figure]:
       path: the file.
       height: of the figure, in inches of 150 pixels; it is 7 inches wide.
       title: written above all panels, from the left edge on.
+      description: what the figure shows, for the file's metadata.
     """
+    metadata = {"Description": description} if description else None
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(7, height), dpi=150, layout="constrained")
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
         yield figure
-        figure.savefig(png := io.BytesIO(), format="png")
+        figure.savefig(png := io.BytesIO(), format="png", metadata=metadata)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(png.getvalue())
     temporary.replace(path)

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twell_jax.inference import arguments
-from twell_jax.models.pretrained import PretrainedError, hub, quantisation, save_pretrained
+from twell_jax.models.pretrained import PretrainedError, card, hub, quantisation
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.quantised import COVERED, Part
 from twell_jax.train import interrupt, utf8
 from twell_jax.train.checkpoint import CheckpointError
-from twell_jax.train.run_directory import RunPaths, load_run
+from twell_jax.train.exported import export_run
+from twell_jax.train.run_directory import RunPaths
 
 
 def quantise(name: str, directory: Path, parts: Sequence[Part]) -> None:
@@ -38,12 +39,11 @@ def quantise(name: str, directory: Path, parts: Sequence[Part]) -> None:
         config, _ = pretrained_config.read(source.directory, None, None)
         hub.fetch_weights(source)
         quantisation.quantise_files(source.directory, directory, parts, config.tie_embeddings)
+        card.write(directory, None, card.origin(source))
         return
     if not RunPaths(source.directory).config.exists():
         raise PretrainedError(f"{name}: is not the directory of a run and holds no config.json")
-    _, tokenizer, model = load_run(name)
-    model.quantise(parts)
-    save_pretrained(directory, model, tokenizer)
+    export_run(name, directory, parts=parts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -108,6 +108,7 @@ _STUDY = {
         "{:.3f}",
         {
             "ce-relu": "relu",
+            "ce-silu": "silu",
             "ce-l1-1e-3": "l1 1.0e-3",
             "ce-l1-1e-2": "l1 1.0e-2",
             "ce-lasso-1e-3": "lasso 1.0e-3",

@@ -22,6 +22,7 @@ _COSTS: dict[str, Callable[[Row], float]] = {
     "layers' speed-up, forward": values.speedup,
     "layers' speed-up, both passes": values.speedup_in_training,
 }
+_LEAST_NNZ = 0.01  # below it there is nothing left to compute
 _OVER_DECADES = ("mean non-zeros per token", "256 tokens share")
 
 
@@ -37,7 +38,9 @@ def cross_entropy(figure: Figure, record: dict[str, Any]) -> None:
         for name in dict.fromkeys(group["method"] for group in groups):
             of_method = [group for group in found if group["method"] == name]
             _frontier(axes, of_method, _COSTS[label])
-        axes.set(xlabel=label, ylabel="held-out CE (nats/token)")
+        axes.set(xlabel=label)
+        if axes.get_subplotspec().is_first_col():
+            axes.set(ylabel="held-out CE (nats/token)")
         if label in _OVER_DECADES:
             over_decades(axes, "x")
     for axes in panels[len(known) :]:
@@ -76,7 +79,8 @@ def depth(figure: Figure, record: dict[str, Any]) -> None:
         nnz = np.mean([run["nnz_mean"] for run in group["runs"]], axis=0)
         axes.plot(nnz, "o-", ms=3, lw=1, color=of_variants[name], label=name)
     over_decades(axes, "y")
-    axes.set(xlabel="layer", ylabel="mean non-zeros per token")
+    least, most = axes.get_ylim()
+    axes.set(xlabel="layer", ylabel="mean non-zeros per token", ylim=(max(least, _LEAST_NNZ), most))
     _legend(figure, axes)
 
 
@@ -110,7 +114,7 @@ def speedup(figure: Figure, record: dict[str, Any]) -> None:
             by_share.plot(share, factor, "o", **style)
     over_decades(by_nnz, "x")
     by_nnz.set(xlabel="mean nnz", ylabel="speed-up over dense XLA")
-    by_share.set(xlabel="256 tokens share")
+    by_share.set(xlabel="256 tokens share", xlim=(-0.03, 1.03), xticks=(0, 0.5, 1))
     for axes in panels:
         axes.axhline(1, color=QUIET, ls="--", lw=1)
         if (r := values.correlations(record["rows"]).get(axes.get_xlabel())) is not None:

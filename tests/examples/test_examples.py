@@ -6,7 +6,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests.commands import call
@@ -17,14 +16,6 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = ["def add(a, b):", "import "]
-
-
-@pytest.fixture
-def optimised():
-    """For examples that compute for longer than they compile."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import jax
 import pytest
 import yaml
 
-from tests.twell_jax.configs import CONFIGS, VALID
+from tests.twell_jax.configs import CONFIGS, DECIDED, VALID
 from twell_jax import config
 from twell_jax.config import Config, ConfigError, MeshConfig
 from twell_jax.models import sharding
@@ -305,7 +305,7 @@ def test_mesh_that_does_not_fit_the_devices(mesh):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_load_and_divide(path):
-    settings = config.load(path)
+    settings = config.load(path, DECIDED.get(path.stem, []))
     assert settings.accumulation_steps(1) >= 1
     assert settings.run_dir == f"runs/{path.stem}"
 

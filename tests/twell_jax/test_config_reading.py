@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.commands import ROOT
-from tests.twell_jax.configs import CONFIGS
+from tests.twell_jax.configs import CONFIGS, DECIDED
 from twell_jax import config
 from twell_jax.config import ConfigError, loading
 from twell_jax.train import utf8
@@ -300,7 +300,7 @@ def test_one_path_need_not_be_a_list(path, one):
 def test_usual_settings_are_not_doubted(path, caplog):
     config.load(path, ["data.tokenizer=bpe", "model.vocab_size=512"])
     for file in (path, *CONFIGS.glob("*.yaml")):
-        config.load(file)
+        config.load(file, DECIDED.get(file.stem, []))
     config.load(path, ["optimizer.warmup_steps=99", "l1_coefficient=1", "l1_warmup=[0, 99]"])
     config.load(path, ["l1_warmup=[0, 1000]"])  # of no coefficient
     config.load(path, ["skip_dead_every=5", "model.ffn_implementation=mosaic"])

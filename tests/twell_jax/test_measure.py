@@ -10,8 +10,9 @@ from tests.back_ends import changed
 from tests.errors import relative_error
 from tests.twell_jax import drawn
 from twell_jax import measure
-from twell_jax.analysis import blocks, timing
+from twell_jax.analysis import blocks, timing, whole_models
 from twell_jax.analysis.blocks import Times
+from twell_jax.analysis.whole_models import Work
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.ffn import measured
 from twell_jax.ffn.measured import Block
@@ -108,7 +109,7 @@ def model(tmp_path):
 def test_a_model_is_timed_on_a_text(serve, model, monkeypatch, capsys):
     serve(changed(REFERENCE, name="Hopper"))  # as if it was measured
     monkeypatch.setattr(measure, "TOKENS", 64)
-    seen, ms = [], iter([3.0, 2.0, *(4 * [1.0, 1.0]), 6.0, 2.0])
+    seen, ms = [], iter([3.0, 2.0, 1.0, 1.0, 6.0, 2.0, *(3 * [1.0, 1.0])])
 
     def milliseconds(run, **_):
         seen.append(jax.device_get(jax.tree.leaves(run())))
@@ -125,9 +126,24 @@ def test_a_model_is_timed_on_a_text(serve, model, monkeypatch, capsys):
             assert one.any()
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_works_that_would_take_too_long_are_named(serve, model, monkeypatch, capsys, everything):
+    serve(changed(REFERENCE, name="Hopper"))
+    monkeypatch.setattr(measure, "SECONDS", -1)
+    works = {name: partial(Work, name, 3.0, 2.0) for name in ("score", "read")}
+    monkeypatch.setattr(whole_models, "works", lambda *_: works)
+    monkeypatch.setattr(whole_models, "needs", lambda *_: ([0.1, 0.1], [0.1, 0.1]))
+    measure.main([*model, *["--all"] * everything])
+    shown = capsys.readouterr().out
+    assert ("not measured, as -1 s had passed: score, read; --all" in shown) != everything
+    assert ("Kernels help: score 1.5x, read 1.5x." in shown) == everything
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (lambda model: ["7", "8", "--all"], "--no-gate is for a block, --all for a model"),
+        (lambda model: [*model, "--no-gate"], "--no-gate is for a block, --all for a model"),
         (lambda model: [model[0]], "give either D and H, or a model and --text FILE"),
         (lambda model: ["7", *model], "give either D and H, or a model and --text FILE"),
         (lambda model: [model[0], "--text", "none.txt"], "No such file or directory: 'none.txt'"),

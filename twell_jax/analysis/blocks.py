@@ -16,10 +16,12 @@ from twell_jax.ffn.algorithms import ALGORITHMS, Case
 from twell_jax.ffn.dispatch import CannotServe
 from twell_jax.ffn.measured import Block
 
-TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
-BACKWARD = (4096, 16384)  # of which gradients are timed, too
+TOKENS = (1, 64, 256, 1024, 16384)  # each takes ten seconds to compile
+BACKWARD = (16384,)  # of which gradients are timed, too
 SHARE = 0.005  # of the neurons that are active for a token
-LAYERS = 4  # sets of weights that take turns, so that they come from memory, as in a model
+# Sets of weights take turns, so that they come from memory, as in a model: so many bytes, at most
+# so many sets.
+COLD, LAYERS = 128 * 2**20, 4
 _CANDIDATES = {
     "dense": (1, 2**30),
     "few_tokens": (1, 64),
@@ -66,25 +68,29 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> Iterator[Times]:
     kernels, why = dispatch.back_end(like)
     if kernels is None:
         raise CannotServe.because("twell_jax.measure", str(why))
+    all_tokens, layers = draw(block, max(tokens))
     for count in tokens:
-        x, layers = draw(block, count)
+        x = all_tokens[:count]
         names = [name for name in _CANDIDATES if _can(name, block, count, kernels)]
         forward = {name: _milliseconds(partial(_stack, kernels, name), x, layers) for name in names}
         both = {}
         if count in BACKWARD:
             both = {
-                kind: _milliseconds(partial(_gradients, kind), x, layers) for kind in _GRADIENTS
+                # One layer's activations fill the cache, and more would take long to compile.
+                kind: _milliseconds(partial(_gradients, kind), x, layers[:1])
+                for kind in _GRADIENTS
             }
         yield Times(count, forward, both)
 
 
 def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
-    """x and the weights of `LAYERS` layers."""
+    """x, and the weights of the layers that take turns."""
     d, h, dtype = block.width, block.neurons, jnp.dtype(block.dtype)
-    key = jax.random.key(tokens)
+    key = jax.random.key(0)
     x, gate = patterns.independent(key, "skewed", tokens, d, h, SHARE * h, dtype)
     layers = []
-    for layer in range(LAYERS):
+    size = (3 if block.gated else 2) * h * d * dtype.itemsize
+    for layer in range(min(LAYERS, -(-COLD // size))):
         order, up, down = jax.random.split(jax.random.fold_in(key, layer), 3)
         w_gate = gate[jax.random.permutation(order, h)]
         w_up, w_down = (

@@ -1,6 +1,6 @@
 """Times a whole model on this device, with dense blocks and with those that serve by default."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,10 +66,10 @@ def needs(model: Transformer, tokens: np.ndarray) -> tuple[list[float], list[flo
     return np.asarray(stats.union).tolist(), np.asarray(stats.listed).tolist()
 
 
-def measure(
+def works(
     model: Transformer, tokens: np.ndarray, ffn_gradients: tuple[LayerGradients, ...]
-) -> Iterator[Work]:
-    """Times scoring, prompts, decoding, and forward and backward.
+) -> dict[str, Callable[[], Work]]:
+    """What times each work, by its name; those that say most come first.
 
     Args:
       model: in bfloat16.
@@ -77,25 +77,21 @@ def measure(
       ffn_gradients: those of each layer, beside dense ones.
     """
     batch, context = tokens.shape[0], tokens.shape[1] - 1
-    scored = f"score {batch} x {context}"
-    yield _compared(scored, model, lambda graph, params: partial(_score, graph, params, tokens))
     prompts = tokens[: min(8, batch), : min(PROMPT, context)]
-    capacity = -(-prompts.shape[1] // 8) * 8 + 8
-    yield _compared(
-        f"read {len(prompts)} x {prompts.shape[1]}",
-        model,
-        lambda graph, params: partial(_read, graph, capacity, params, prompts),
+    length = prompts.shape[1]
+    capacity = -(-length // 8) * 8 + 8
+    score = f"score {batch} x {context}", partial(_scorer, tokens)
+    read = f"read {len(prompts)} x {length}", partial(_reader, prompts, capacity)
+    one, *more = (
+        (
+            f"one more token of {count}",
+            partial(_decoder, model.config, np.resize(tokens[:, 0], (count, 1)), length, capacity),
+        )
+        for count in DECODED
     )
-    for count in DECODED:
-        token = np.resize(tokens[:, 0], (count, 1))
-        make = partial(_decoder, model.config, token, prompts.shape[1], capacity)
-        yield _compared(f"one more token of {count}", model, make)
-    step = f"forward and backward of {batch} x {context}"
-    yield Work(
-        step,
-        _milliseconds(partial(_gradients, *_parts(model, DENSE), tokens, None)),
-        _milliseconds(partial(_gradients, *_parts(model, DEFAULT), tokens, ffn_gradients)),
-    )
+    step = f"forward and backward of {batch} x {context}", partial(_stepper, tokens, ffn_gradients)
+    in_order: tuple[tuple[str, Callable], ...] = (score, one, step, read, *more)
+    return {name: partial(_compared, name, model, make) for name, make in in_order}
 
 
 def _compared(name: str, model: Transformer, make: Callable[..., Callable]) -> Work:
@@ -111,6 +107,22 @@ def _parts(model: Transformer, changes: dict[str, Any]) -> tuple[nnx.GraphDef, n
 
 def _milliseconds(run: Callable[[], Any]) -> float:
     return timing.milliseconds(run, calls=4, repeats=5)
+
+
+def _scorer(tokens: np.ndarray, *of: Any) -> Callable[[], jax.Array]:
+    return partial(_score, *of, tokens)
+
+
+def _reader(
+    prompts: np.ndarray, capacity: int, graph: nnx.GraphDef, params: nnx.State
+) -> Callable[[], jax.Array]:
+    return partial(_read, graph, capacity, params, prompts)
+
+
+def _stepper(
+    tokens: np.ndarray, ffn_gradients: tuple[LayerGradients, ...], *of: Any
+) -> Callable[[], nnx.State]:
+    return partial(_gradients, *of, tokens, ffn_gradients)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -158,10 +170,12 @@ def _gradients(
     graph: nnx.GraphDef,
     params: nnx.State,
     tokens: jax.Array,
-    ffn_gradients: tuple[LayerGradients, ...] | None,
+    ffn_gradients: tuple[LayerGradients, ...],
 ) -> nnx.State:
     def loss(params):
-        logits, stats = nnx.merge(graph, params)(tokens[:, :-1], ffn_gradients=ffn_gradients)
+        model = nnx.merge(graph, params)
+        dense = model.config.ffn_implementation == DENSE["ffn_implementation"]
+        logits, stats = model(tokens[:, :-1], ffn_gradients=None if dense else ffn_gradients)
         ce = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.mean(ce) + 1e-4 * jnp.mean(stats.l1)
 

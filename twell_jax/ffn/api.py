@@ -19,14 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from pallas_kernels.device import current
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import (
     activations,
     arguments,
     dispatch,
-    measured,
     mosaic,
     partition,
     remedies,
@@ -37,7 +35,6 @@ from twell_jax.ffn.algorithms import Case, Implementation, LayerGradients, Packi
 from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
 from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.lasso import Windows
-from twell_jax.ffn.measured import Block, Measured
 from twell_jax.ffn.stats import FFNStats
 from twell_jax.ffn.union_lasso import WindowGrid
 from twell_jax.ffn.xla import NO_BIASES, Biases
@@ -251,15 +248,7 @@ def select(call: Call) -> Selection:
         back_end=None if kernels is None else kernels.name,
         no_back_end=no_back_end,
     )
-    return dispatch.select(case, call.request, _measured(case, x.dtype))
-
-
-def _measured(case: Case, dtype: Any) -> Measured | None:
-    """What was measured here of the block of a case; None of blocks that are not measured."""
-    if case.back_end is None or case.quantised or case.live or case.devices.neurons > 1:
-        return None
-    block = Block(case.width, case.neurons, case.gated, jnp.dtype(dtype).name)
-    return measured.of(current().device_kind, block)
+    return dispatch.select(case, call.request, dispatch.measured_here(case, x.dtype))
 
 
 def _like_down(call: Call) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,9 @@ from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights, only_live
 from twell_jax.ffn.union_lasso import Slopes, TokenWindows, sums_of_tokens
 
-_PARTS = 8  # this part of the tokens, or of the neurons, is taken at a time to save memory
+# Tokens, or neurons, are taken in so many parts, one at a time, to save memory.
+_TOKEN_PARTS = 8
+_NEURON_PARTS = 2  # with more the products do not fill the GPU, and little more memory is saved
 
 
 def of_operands(
@@ -35,7 +37,7 @@ def of_operands(
     sums = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
     dx = jnp.zeros_like(operands[0])
     # A loop would keep XLA from choosing this way without the host (docs/design/0009).
-    for i in range(_PARTS):
+    for i in range(_TOKEN_PARTS):
         operands, sums, dx = lax.optimization_barrier((operands, sums, dx))
         x, dy = (a[i] for a in operands)
         kept = hidden(act, x, weights)
@@ -55,10 +57,12 @@ def of_operands(
 def window_sums(act: Rectifier, x: jax.Array, weights: Weights, windows: TokenWindows) -> jax.Array:
     """The sums of squares of h over windows, float32 `[W, H]`, from the operands alone."""
     parts, count = _in_parts(x), len(windows.sizes)
-    padding = -len(x) % _PARTS
-    window = jnp.pad(windows.of_token, (0, padding), constant_values=count).reshape(_PARTS, -1)
+    padding = -len(x) % _TOKEN_PARTS
+    window = jnp.pad(windows.of_token, (0, padding), constant_values=count).reshape(
+        _TOKEN_PARTS, -1
+    )
     sums = jnp.zeros((count, len(weights.down)), jnp.float32)
-    for i in range(_PARTS):
+    for i in range(_TOKEN_PARTS):
         parts, sums = lax.optimization_barrier((parts, sums))
         h = hidden(act, parts[i], weights)[-1].astype(x.dtype)
         sums += sums_of_tokens(h, window[i], count)
@@ -66,8 +70,8 @@ def window_sums(act: Rectifier, x: jax.Array, weights: Weights, windows: TokenWi
 
 
 def _in_parts(a: jax.Array) -> jax.Array:
-    """`[M, D]` as `[_PARTS, M / _PARTS, D]`, with zeros at the end."""
-    return jnp.pad(a, ((0, -len(a) % _PARTS), (0, 0))).reshape(_PARTS, -1, a.shape[1])
+    """`[M, D]` as `[_TOKEN_PARTS, M / _TOKEN_PARTS, D]`, with zeros at the end."""
+    return jnp.pad(a, ((0, -len(a) % _TOKEN_PARTS), (0, 0))).reshape(_TOKEN_PARTS, -1, a.shape[1])
 
 
 def hidden(act: Rectifier, x: jax.Array, weights: Weights) -> list[jax.Array]:
@@ -118,20 +122,20 @@ def for_inner_in_parts(
 ) -> list[jax.Array]:
     """`for_inner` of neurons by tokens, where the gradient for h is `down @ dy.T`.
 
-    A part of the neurons is taken at a time: in float32 that product of all takes as much memory as
+    Half of the neurons are taken at a time: in float32 that product of all takes as much memory as
     two of the results.
 
     Args:
       act, l1_grad: as of `for_inner`.
       kept, extra: `[H, M]` each, likewise. XLA reads what they are made of where it needs them.
-      down: `[H, D]`, H a multiple of 8.
+      down: `[H, D]`, H even.
       dy: `[M, D]`.
     """
-    h = len(down)
+    size = len(down) // _NEURON_PARTS
     grads = [lax.empty(a.shape, a.dtype) for a in kept]
-    for start in range(0, h, h // _PARTS):
+    for start in range(0, len(down), size):
         down, grads = lax.optimization_barrier((down, grads))
-        part = slice(start, start + h // _PARTS)
+        part = slice(start, start + size)
         added = None if extra is None else extra[part]
         of_part = [a[part] for a in kept]
         found = for_inner(act, of_part, product(down[part], dy.T), l1_grad, added)

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.device import current
 from pallas_kernels.kernels import HOPPER, MAX_FEW_TOKENS, Kernels
+from twell_jax.ffn import measured
 from twell_jax.ffn.algorithms import ALGORITHMS, Case, Request
-from twell_jax.ffn.measured import Measured
+from twell_jax.ffn.measured import Block, Measured
 
 BACK_ENDS: tuple[Kernels, ...] = (HOPPER,)  # the first that can serve is implementation="mosaic"
 
@@ -84,9 +87,13 @@ _FEW_TOKENS = "ffn-few-nvidia-h100-80gb-hbm3-20261126.json"
 _PROMPTS = "ffn-prompts-nvidia-h200-20261125.json"
 _NARROW = "ffn-borders-896-nvidia-h100-80gb-hbm3-20261127.json"
 
+# D and H of the blocks of these records, and the cards that they ran on.
+RECORDED_WIDTHS = {(2048, 5632), (896, 4864)}
+RECORDED_CARDS = ("H100", "H200")
+
 RULES: tuple[Rule, ...] = (  # the first that is not excluded serves
     # Where the kernels win, if the caller leaves the choice. If many neurons are active, those for
-    # few tokens take up to a fourth more time, unions a few percent, but a fourth of narrow blocks.
+    # few tokens take up to a third more time; unions a few percent, with 1024 tokens up to a third.
     Rule("few_tokens", back_end="Hopper", record=_FEW_TOKENS),
     # Dense, too, but faster than the products of a library, whatever the pattern, unless those fill
     # the GPU: of narrow blocks it takes more tokens to do so.
@@ -140,13 +147,13 @@ class Selection:
         return "\n".join([*lines, f"  {rule.algorithm}, by {implementation}{record}"])
 
 
-def select(case: Case, request: Request, measured: Measured | None = None) -> Selection:
+def select(case: Case, request: Request, times: Measured | None = None) -> Selection:
     """Finds the first rule that serves.
 
     Args:
       case: the facts of the call.
       request: what its caller asks for; if nothing, what was measured here decides.
-      measured: what was measured of the block on this card.
+      times: what was measured of the block on this card.
 
     Raises:
       CannotServe: no rule does; the message names the request and the reason.
@@ -154,9 +161,9 @@ def select(case: Case, request: Request, measured: Measured | None = None) -> Se
     if request.contradiction:
         raise CannotServe(request.contradiction)
     rules = RULES
-    if measured is not None and request.asks_nothing:
-        fastest = measured.fastest(case.tokens_here)
-        rules = (Rule(fastest, record=str(measured.path)), *RULES)
+    if times is not None and request.asks_nothing:
+        fastest = times.fastest(case.tokens_here)
+        rules = (Rule(fastest, record=str(times.path)), *RULES)
     passed_over: list[tuple[Rule, str]] = []
     for rule in rules:
         why = rule.excluded(case, request)
@@ -184,3 +191,37 @@ def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str |
             return kernels, None
         reasons.append(why)
     return None, "; ".join(reasons)
+
+
+def measured_here(case: Case, dtype: jax.typing.DTypeLike) -> Measured | None:
+    """What was measured of the block of a case on this card; None if nothing was.
+
+    Args:
+      case: the facts of the call.
+      dtype: that of x.
+    """
+    block = measurable(case, dtype)
+    return None if block is None else measured.of(current().device_kind, block)
+
+
+def to_measure(case: Case, request: Request, dtype: jax.typing.DTypeLike) -> Block | None:
+    """The block of a call that kernels may serve, but no record nor measurement decides about.
+
+    Args:
+      case, request, dtype: see `select` and `measured_here`.
+    """
+    block = measurable(case, dtype)
+    if block is None or not request.asks_nothing or measured_here(case, dtype) is not None:
+        return None
+    card = current().device_kind
+    if (block.width, block.neurons) in RECORDED_WIDTHS and any(n in card for n in RECORDED_CARDS):
+        return None
+    kernels = (of for of in ALGORITHMS.values() if of.implementation == "mosaic")
+    return block if any(of.excluded(case, request) is None for of in kernels) else None
+
+
+def measurable(case: Case, dtype: jax.typing.DTypeLike) -> Block | None:
+    """The block of a case, as `twell_jax.measure` times it; None of one that it does not."""
+    if case.back_end is None or case.quantised or case.live or case.devices.neurons > 1:
+        return None
+    return Block(case.width, case.neurons, case.gated, jnp.dtype(dtype).name)

@@ -9,9 +9,10 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractDevice
 
-from twell_jax.ffn import api, partition, remedies
+from twell_jax.ffn import api, dispatch, partition, remedies
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
+from twell_jax.ffn.measured import Block
 from twell_jax.ffn.module import SparseMLP
 
 
@@ -19,6 +20,9 @@ from twell_jax.ffn.module import SparseMLP
 def explain(*operands: Any, device: str | None = None, **options: Any) -> str:
     """Says which rule serves a call of `sparse_ffn`, why the rules before it do not, and what to
     change if kernels of the device would serve then.
+
+    It names the record or the measurement on this machine that supports the rule. Where neither is
+    of this block, it names the command that measures it.
 
     Args:
       *operands: those of `sparse_ffn`, or a `SparseMLP` and x; `jax.ShapeDtypeStruct`s suffice.
@@ -49,11 +53,20 @@ def explain(*operands: Any, device: str | None = None, **options: Any) -> str:
     partition.check_shardings(call.weights, call.biases, call.windows)
     with _on(device):
         selection = api.select(call)
-        lines = [str(selection)]
+        lines = str(selection).splitlines()
+        if block := dispatch.to_measure(selection.case, call.request, call.x.dtype):
+            lines.insert(-1, f"  not measured: {_command(block)} would decide by measurement")
         if selection.rule.algorithm == "dense":
             remedy = remedies.find(selection.case, call.request, call.x.dtype)
             lines += [f"  {remedy}"] if remedy else []
     return "\n".join(lines)
+
+
+def _command(block: Block) -> str:
+    """What to run to measure a block."""
+    gate = "" if block.gated else " --no-gate"
+    dtype = "" if block.dtype == "bfloat16" else f" --dtype {block.dtype}"
+    return f"python -m twell_jax.measure {block.width} {block.neurons}{gate}{dtype}"
 
 
 @contextlib.contextmanager

@@ -75,7 +75,9 @@ def find(case: Case, request: Request, dtype: jax.typing.DTypeLike) -> Remedy | 
         back_end=kernels.name,
         no_back_end=why,
     )
-    algorithm = dispatch.select(changed, request).rule.algorithm
+    known = dtype if jnp.dtype(dtype) in DTYPES else "bfloat16"
+    times = dispatch.measured_here(changed, known)
+    algorithm = dispatch.select(changed, request, times).rule.algorithm
     if algorithm == "dense":
         return None
     return Remedy(tuple(problems), tuple(map(str, problems.values())), algorithm)

@@ -40,6 +40,11 @@ _DTYPES = {"dtype", "param_dtype"}  # nor do a model's files decide these
 _REQUIRED = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}
 
 
+def is_run(name: str) -> bool:
+    """Whether `init_from` names the directory of a run, rather than a model in another format."""
+    return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
+
+
 def filled(tree: dict[str, Any], *, training: bool) -> dict[str, Any]:
     """Completes a configuration by the model that its `init_from` names.
 
@@ -157,11 +162,6 @@ def settings_of(name: str) -> ModelConfig:
     if is_run(name):
         return load_config(name).model
     return _read(name)[0]
-
-
-def is_run(name: str) -> bool:
-    """Whether this is the directory of a run, and not of a model in Hugging Face's format."""
-    return os.path.exists(RunPaths(name).config) and not os.path.exists(f"{name}/config.json")
 
 
 def _started_from(name: str, run_dir: Any) -> Config | None:

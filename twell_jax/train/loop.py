@@ -17,7 +17,7 @@ from twell_jax.config import Config, ConfigError
 from twell_jax.data import Data
 from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
-from twell_jax.train import distributed, gain, metrics, profile, sample
+from twell_jax.train import distributed, gain, metrics, profile, sample, source
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
@@ -270,6 +270,8 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
     run.require_in_place()
     if jax.process_index() == 0:
         write_atomically(run.paths.tokenizer, run.data.tokenizer.to_json())
+        if now.step == 0:
+            source.keep(config, run.data.tokenizer, run.paths.source)
     with (
         metrics.Log(run.paths.metrics, now.step, wanted) as log,
         Progress(run.console, now.step, config.steps, config.model.d_ff) as progress,

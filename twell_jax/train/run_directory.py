@@ -47,6 +47,7 @@ class RunPaths:
         self.profile = self.directory / "profile"
         self.report = self.directory / "report.md"
         self.analysis = self.directory / "analysis.json"
+        self.source = self.directory / "source"
 
 
 @contextlib.contextmanager

@@ -105,6 +105,14 @@ def test_the_record_of_a_rule_is_there_and_supports_it(rule):
     assert np.median([row["speedup"] for row in rows if is_of(rule, row)]) > 1
 
 
+def test_the_widths_and_cards_of_records_are_theirs():
+    records = [json.loads((Path(RESULTS) / rule.record).read_text()) for rule in DEFAULT]
+    widths = {(row["d"], row["h"]) for record in records for row in record["rows"]}
+    assert widths == dispatch.RECORDED_WIDTHS
+    cards = {record["device"].split()[1] for record in records}
+    assert cards == set(dispatch.RECORDED_CARDS)
+
+
 def is_of(rule, row):
     """Whether a row says something of calls that a rule serves."""
     return (
@@ -233,11 +241,11 @@ def test_what_cannot_be_had_says_what_was_named_and_why(named):
 
 def test_explain_says_which_rule_serves_and_why_not_those_before():
     with jax.sharding.use_abstract_mesh(H100):
-        text = explain(*shapes(4096))
+        text = explain(*shapes(4096, h=5632))
         with_live = explain(*shapes(1023), live=7)
         wide = explain(*shapes(1023, d=4096))
     first, *passed_over, last = text.splitlines()
-    assert first == "4096 tokens on a device, 256 neurons, gated:"
+    assert first == "4096 tokens on a device, 5632 neurons, gated:"
     assert passed_over and all("4096 tokens" in line for line in passed_over)
     assert last.strip().startswith("unions, by mosaic") and last.endswith(".json)")
     no_live = "not dense_block: its kernels compute all neurons; those of unions take live"

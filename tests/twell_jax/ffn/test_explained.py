@@ -1,5 +1,7 @@
 """What `explain` says of blocks and of cards that are not here, and of what to change."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from flax import nnx
 from tests.devices import H100, abstract_gpu
 from tests.twell_jax.ffn.shapes import shapes
 from twell_jax import Biases, SparseMLP, explain, sparse_ffn
-from twell_jax.ffn import remedies
+from twell_jax.ffn import measured, remedies
+from twell_jax.ffn.measured import Block
 
 H100_NAME = "NVIDIA H100 80GB HBM3"
 
@@ -77,6 +80,41 @@ def test_explain_takes_a_module():
         TypeError, match=r"a SparseMLP and x, .* got Linear; pass one of its blocks"
     ):
         explain(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)
+
+
+@pytest.mark.parametrize(
+    ("change", "command"),
+    [
+        ({}, "python -m twell_jax.measure 3072 8192"),
+        ({"gated": False}, "python -m twell_jax.measure 3072 8192 --no-gate"),
+        ({"dtype": jnp.float16}, "python -m twell_jax.measure 3072 8192 --dtype float16"),
+        ({"d": 2048, "h": 5632, "device": "NVIDIA H20"}, "python -m twell_jax.measure 2048 5632"),
+        ({"d": 2048, "h": 5632}, None),  # of which there are records
+        ({"device": "NVIDIA A100-SXM4-80GB"}, None),
+        ({"dtype": jnp.float32}, None),
+        ({"activation": "silu"}, None),
+        ({"implementation": "mosaic"}, None),
+        ({"live": 7}, None),  # which is not timed
+    ],
+)
+def test_explain_names_the_command_that_measures_a_block_without_a_record(change, command):
+    options = {k: change[k] for k in ("activation", "implementation", "live") if k in change}
+    of_shapes = {k: change[k] for k in ("d", "h", "dtype", "gated") if k in change}
+    operands = shapes(4096, **{"d": 3072, "h": 8192} | of_shapes)
+    says = explain(*operands, device=change.get("device", H100_NAME), **options)
+    named = re.findall(r"^  not measured: (.*) would decide by measurement$", says, re.MULTILINE)
+    assert named == ([command] if command else [])
+
+
+def test_what_was_measured_here_needs_no_command_and_decides_what_to_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWELL_JAX_CACHE", str(tmp_path))
+    path = measured.keep(H100_NAME, Block(3072, 8192, True, "bfloat16"), {4096: {"dense": 1.0}})
+    says = explain(*shapes(4096, 3072, 8192), device=H100_NAME)
+    assert f"dense, by xla ({path})" in says and "would" not in says
+    # bfloat16 would be no faster
+    in_float32 = shapes(4096, 3072, 8192, dtype=jnp.float32)
+    assert "would be served" not in explain(*in_float32, device=H100_NAME)
+    assert "would be served" in explain(*in_float32, device="NVIDIA H200")
 
 
 @pytest.mark.parametrize(

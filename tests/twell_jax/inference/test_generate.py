@@ -5,26 +5,20 @@ import re
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers as hf
 from flax import nnx
 from safetensors.numpy import load_file
 
-from tests import seeds
-from tests.twell_jax import drawn
+from tests.twell_jax import drawn, untrained
 from twell_jax import config as config_lib
 from twell_jax import export, generate, inference
-from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import Sampling, language_model
-from twell_jax.models import sharding
 from twell_jax.models.pretrained import save_pretrained
 from twell_jax.train import memory
-from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.run_directory import load_run, open_run
-from twell_jax.train.state import init_state
+from twell_jax.train.run_directory import load_run
 
 MODEL = drawn.SMALL | {"vocab_size": 257, "context": 32}
 OPTIONS = ["--max-tokens", "8", "--top-k", "20"]  # tests that have them share compiled programs
@@ -32,25 +26,13 @@ OPTIONS = ["--max-tokens", "8", "--top-k", "20"]  # tests that have them share c
 
 @pytest.fixture
 def run_dir(tmp_path):
-    settings = {"steps": 1, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
-    config = config_lib.from_dict(settings | {"run_dir": str(tmp_path / "run")})
-    paths = open_run(config)
-    tokenizers.save(ByteTokenizer(), paths.tokenizer)
-    return config, paths
+    return untrained.begin(tmp_path / "run", MODEL)
 
 
 @pytest.fixture
 def saved(run_dir):
     """A run with a checkpoint: its configuration, its directory, and the state."""
-    config, paths = run_dir
-    rng, shapes = seeds.rng(), jax.eval_shape(lambda: init_state(config))
-    with jax.set_mesh(sharding.make_mesh((1, 1), jax.devices()[:1])):
-        state = jax.tree.map(
-            lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), shapes
-        )
-    with Checkpoints(paths.checkpoints, keep=1) as checkpoints:
-        checkpoints.save(0, state, {})
-    return config, paths, state
+    return *run_dir, untrained.save(*run_dir)
 
 
 def test_a_run_with_sparse_gradients_writes_text_on_any_machine(saved):

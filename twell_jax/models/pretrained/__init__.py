@@ -8,13 +8,14 @@ form of an architecture that can express it, which `transformers` loads if it ha
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.ffn import Implementation
-from twell_jax.models.pretrained import config, forms, hub, quantisation, weights
+from twell_jax.models.pretrained import companions, config, forms, hub, quantisation, weights
 from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.architectures import ARCHITECTURES
 from twell_jax.models.pretrained.config import PretrainedError
@@ -77,6 +78,7 @@ def save_pretrained(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    source: str | Path | hub.Source | None = None,
 ) -> None:
     """Writes a model and its tokenizer in Hugging Face's format; weights in 8 bits stay so.
 
@@ -91,20 +93,51 @@ def save_pretrained(
     Args:
       directory: must be empty; created if missing. "~" is the home directory.
       model: the language model.
-      tokenizer: the one that the model was trained with. The written one adds no special tokens.
+      tokenizer: the one that the model was trained with. The written one adds no special tokens,
+        unless `source` has one that does.
       dtype: dtype of the stored parameters, "bfloat16" or "float32"; None keeps theirs.
       max_shard_bytes: parameters are split over files of at most this size. A larger tensor gets a
         file of its own.
+      source: the model from which this one was made, as `from_pretrained` takes it. The files of
+        its tokenizer, its chat template among them, and generation_config.json are kept as they
+        are; so is `max_position_embeddings`, unless this model's context is longer. None: nothing
+        is kept.
 
     Raises:
-      PretrainedError: the directory is not empty, or no architecture can express this model; the
-        line says what those need that come nearest.
+      PretrainedError: the directory is not empty, `source` cannot be read or has another tokenizer,
+        or no architecture can express this model; the line says what those need that come nearest.
     """
     directory = Path(os.path.expanduser(directory))
     dtype = dtype or model.config.param_dtype
+    kept = None if source is None else _directory(source)
+    its_tokenizer = kept if kept is not None and tokenizer_file.is_in(kept) else None
+    name = forms.choose(model, tokenizer)
+    tree = _settings(name, model, tokenizer, dtype, kept)
+    if its_tokenizer is not None:
+        tokenizer_file.require_same(its_tokenizer, tokenizer)
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise PretrainedError(f"{directory}: not empty; choose a new directory")
+    weights.save(directory, model, ARCHITECTURES[name], dtype, max_shard_bytes)
+    if its_tokenizer is not None:
+        companions.copy_all(its_tokenizer, companions.OF_TOKENIZER, directory)
+    else:
+        tokenizer_file.save(directory, tokenizer, tree["max_position_embeddings"])
+    forms.write(directory, tree, its_tokenizer, tokenizer.eot_id)
+    if ARCHITECTURES[name].own_code:
+        log.warning(
+            "%s: is written as model_type=%s, whose class is no part of transformers; "
+            "twell_jax reads it",
+            *(directory, name),
+        )
+
+
+def _settings(
+    name: str, model: Transformer, tokenizer: Tokenizer, dtype: str, kept: Path | None
+) -> dict[str, Any]:
+    """The content of config.json for a model of which `kept` is the source, if there is one."""
     held = model.blocks.mlp.live
     live = None if held is None else held[...].tolist()
-    name = forms.choose(model, tokenizer)
     tree = forms.to_dict(name, model.config, dtype, tokenizer.eot_id, live)
     if quantised := model.quantised():
         tree[quantisation.KEY] = quantisation.to_dict(quantised)
@@ -112,16 +145,8 @@ def save_pretrained(
         raise PretrainedError(
             f"the tokenizer has {tokenizer.size} ids, the model only {model.config.vocab_size}"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
-        raise PretrainedError(f"{directory}: not empty; choose a new directory")
-    weights.save(directory, model, ARCHITECTURES[name], dtype, max_shard_bytes)
-    tokenizer_file.save(directory, tokenizer, model.config.context)
-    forms.write(directory, tree)
-    if ARCHITECTURES[name].own_code:
-        log.warning(
-            "%s: is written as model_type=%s, whose class is no part of transformers; "
-            "twell_jax reads it",
-            directory,
-            name,
-        )
+    return tree if kept is None else tree | forms.of_source(kept, model.config.context)
+
+
+def _directory(source: str | Path | hub.Source) -> Path:
+    return (source if isinstance(source, hub.Source) else hub.find(source)).directory

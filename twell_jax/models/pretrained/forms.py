@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import Tokenizer
-from twell_jax.models.pretrained import rope
+from twell_jax.models.pretrained import companions, rope
+from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.architectures import ARCHITECTURES, WRITTEN, Architecture
-from twell_jax.models.pretrained.config import DTYPES, LIVE
-from twell_jax.models.pretrained.json_file import PretrainedError
-from twell_jax.models.pretrained.tokenizer import splits_by
+from twell_jax.models.pretrained.config import DTYPES, LIVE, read
+from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 from twell_jax.models.transformer import Transformer
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def choose(model: Transformer, tokenizer: Tokenizer) -> str:
@@ -37,7 +39,9 @@ def choose(model: Transformer, tokenizer: Tokenizer) -> str:
             if (value := getattr(model.config, key)) not in values
         ]
         lacks[name] += [f"zeros as {path}" for path in architecture.absent if _any(model, path)]
-        if architecture.splitting and not splits_by(tokenizer, architecture.splitting):
+        if architecture.splitting and not tokenizer_file.splits_by(
+            tokenizer, architecture.splitting
+        ):
             lacks[name].append("its own tokenizer")
         if not lacks[name]:
             return name
@@ -138,9 +142,32 @@ def _scales(config: ModelConfig) -> dict[str, float]:
     return {key: float(f"{scale:.15g}") for key, scale in scales.items()}
 
 
-def write(directory: Path, tree: dict[str, Any]) -> None:
-    """Writes config.json, and generation_config.json with its special tokens."""
+def of_source(source: Path, context: int) -> dict[str, Any]:
+    """What config.json keeps of that of the model from which this one was made.
+
+    `max_position_embeddings` is the source's, unless this model's context is longer. Ids of special
+    tokens are kept with the tokenizer that has them.
+
+    Raises:
+      PretrainedError: the source's config.json cannot be read.
+    """
+    path = source / "config.json"
+    if not path.exists():
+        return {}
+    model, _ = read(source, "float32", "float32")
+    tree = read_json(path)
+    special = _SPECIAL if tokenizer_file.is_in(source) else ()
+    kept = {key: tree[key] for key in special if tree.get(key) is not None}
+    return kept | {"max_position_embeddings": max(model.context, context)}
+
+
+def write(directory: Path, tree: dict[str, Any], source: Path | None, eot_id: int) -> None:
+    """Writes config.json; generation_config.json is that of `source`, or has its special tokens."""
+    (directory / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
+    name = "generation_config.json"
+    if source is not None and (source / name).exists():
+        companions.copy(source, name, directory)
+        return
     ends = {key: tree[key] for key in ("bos_token_id", "eos_token_id")}
-    ends["pad_token_id"] = tree["eos_token_id"]
-    for name, content in (("config", tree), ("generation_config", ends)):
-        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    ends["pad_token_id"] = eot_id
+    (directory / name).write_text(json.dumps(ends, indent=2) + "\n")

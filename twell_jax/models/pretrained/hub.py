@@ -15,13 +15,11 @@ from typing import Any
 
 from twell_jax import untrusted
 from twell_jax.models.pretrained import files
+from twell_jax.models.pretrained.companions import CARD, OF_TOKENIZER, SETTINGS
 from twell_jax.models.pretrained.config import PretrainedError
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", re.ASCII)
-_SETTINGS = (
-    *("config.json", "generation_config.json", "tokenizer.json", files.INDEX),
-    *("tokenizer_config.json", "special_tokens_map.json"),
-)
+_SMALL = (*SETTINGS, *OF_TOKENIZER, CARD, files.INDEX)
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,12 @@ class Source:
 
     directory: Path
     repository: str | None = None
+
+
+def is_name(text: str) -> bool:
+    """Whether a text has the form org/name, that of a model on the hub, without a revision."""
+    parts = _NAME.fullmatch(text)
+    return parts is not None and parts[2] is None
 
 
 def find(name: str | Path, revision: str | None = None) -> Source:
@@ -67,7 +71,7 @@ def find(name: str | Path, revision: str | None = None) -> Source:
     revision = written or revision
     if revision is not None and not untrusted.is_inside(revision):  # it becomes a path in the cache
         raise PretrainedError(f"{repository}: {revision!r} is no branch, tag or commit")
-    directory = _download(repository, revision, _SETTINGS, progress=False)
+    directory = _download(repository, revision, _SMALL, progress=False)
     return Source(directory, repository)
 
 
@@ -148,9 +152,14 @@ def _reason(error: Exception) -> str:
             )
     if constants.HF_HUB_OFFLINE:
         return "not in the cache, and HF_HUB_OFFLINE=1 forbids to download it; unset it"
-    cause = error.__cause__ or error
-    line, *_ = [*str(cause).strip().splitlines(), ""]
     return (
         "there is no such directory, and it cannot be fetched from the Hugging Face hub "
-        f"({type(cause).__name__}: {line}); check the network"
+        f"({cause_of(error)}); check the network"
     )
+
+
+def cause_of(error: Exception) -> str:
+    """The first line of what an error says that `huggingface_hub` did not expect."""
+    cause = error.__cause__ or error
+    line, *_ = [*str(cause).strip().splitlines(), ""]
+    return f"{type(cause).__name__}: {line}"

@@ -8,7 +8,6 @@ config.json has a `quantization_config`. A matrix `NAME.weight` is float8_e4m3fn
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from pallas_kernels.quantised import quantise
 from twell_jax import untrusted
-from twell_jax.models.pretrained import files
+from twell_jax.models.pretrained import companions, files
 from twell_jax.models.pretrained.json_file import PretrainedError, first, read_json, unsupported
 from twell_jax.models.quantised import PARTS, Part
 
@@ -168,8 +167,7 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
         files.write_index(directory, places, total)
     for path in sorted(source.glob("*")):
         if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != files.INDEX:
-            with untrusted.open_file(path) as file, (directory / path.name).open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+            companions.copy(source, path.name, directory)
     gated = any(".gate_proj." in name for name in places)
     tree[KEY] = to_dict([part for part in parts if gated or part != "gate"])
     if copies_head:

@@ -6,8 +6,9 @@ from pathlib import Path
 import tokenizers as hf
 
 from twell_jax.data import tokenizer_json
+from twell_jax.data.chats import Template
 from twell_jax.data.tokenizers import END_OF_TEXT, ByteTokenizer, SubwordTokenizer, Tokenizer
-from twell_jax.models.pretrained import config
+from twell_jax.models.pretrained import companions, config
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 
 
@@ -101,16 +102,18 @@ def splits_by(tokenizer: Tokenizer, pattern: str) -> bool:
     return tree["normalizer"] == {"type": "NFC"} and found == wanted
 
 
-def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json.
+def save(
+    directory: Path, tokenizer: Tokenizer, context: int, template: Template | None = None
+) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, and a chat template if there is one.
+
+    transformers then reads a text as `Tokenizer.encode` does: special tokens in it are plain text,
+    unless there is a template, which writes such tokens itself.
 
     Raises:
       PretrainedError: the tokenizer is of an unknown type.
     """
-    if isinstance(tokenizer, ByteTokenizer):
-        tokenizer = _bytes_as_subwords()
-    if not isinstance(tokenizer, SubwordTokenizer):
-        raise PretrainedError(f"the format has no place for a {type(tokenizer).__name__}")
+    tokenizer = _as_subwords(tokenizer)
     backend = hf.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = None  # it might add special tokens; `Tokenizer.encode` adds none
     backend.save(str(directory / "tokenizer.json"))
@@ -119,11 +122,44 @@ def save(directory: Path, tokenizer: Tokenizer, context: int) -> None:
         "eos_token": tokenizer.eot,
         "pad_token": tokenizer.eot,
         "model_max_length": context,
-        "split_special_tokens": True,  # reads them as plain text, as `Tokenizer.encode` does
+        "split_special_tokens": template is None,
         "clean_up_tokenization_spaces": False,
     }
+    if template is not None:
+        tokens = {"bos_token": template.bos_token, "eos_token": template.eos_token}
+        settings |= {key: t for key, t in tokens.items() if backend.token_to_id(t) is not None}
+        (directory / companions.TEMPLATE).write_text(template.source, encoding="utf-8")
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def is_in(directory: Path) -> bool:
+    """Whether a model's directory has its tokenizer."""
+    return (directory / "tokenizer.json").exists()
+
+
+def require_same(source: Path, tokenizer: Tokenizer) -> None:
+    """Compares the vocabulary of a directory's tokenizer.json with that of a model.
+
+    Raises:
+      PretrainedError: it is another one, or cannot be read.
+    """
+    path = source / "tokenizer.json"
+    try:
+        found = tokenizer_json.read(path).get_vocab()
+    except (OSError, ValueError) as error:
+        raise PretrainedError(f"{path}: cannot be read ({error})") from None
+    if found != _as_subwords(tokenizer).backend.get_vocab():
+        raise PretrainedError(f"{path}: is not the tokenizer that the model was trained with")
+
+
+def _as_subwords(tokenizer: Tokenizer) -> SubwordTokenizer:
+    """The tokenizer as the format has it; raises PretrainedError if it has no place for it."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return _bytes_as_subwords()
+    if not isinstance(tokenizer, SubwordTokenizer):
+        raise PretrainedError(f"the format has no place for a {type(tokenizer).__name__}")
+    return tokenizer
 
 
 def _bytes_as_subwords() -> SubwordTokenizer:
