@@ -130,7 +130,8 @@ def of_last_part(axes: Axes, since: float) -> None:
     least, most = shown.min() - margin, shown.max() + margin
     start = min(at[y <= most].min() for at, y in lines)
     end = max(at.max() for at, _ in lines)
-    axes.set(ylim=(least, most), xlim=(start - 0.02 * (end - start), end + 0.02 * (end - start)))
+    wider = 0.02 * (end - start) or 0.5  # of a single point
+    axes.set(ylim=(least, most), xlim=(start - wider, end + wider))
 
 
 def over_decades(axes: Axes, direction: str) -> None:

@@ -95,7 +95,7 @@ def test_a_model_of_the_hub_is_sparsified_continued_exported_and_generated_from(
     assert exported.config.context == 4096  # not the 32 of the run
     card = (out / "README.md").read_text()
     assert "\nbase_model: org/llama\n" in card and f"| {source_ce:.3f} |" in card
-    assert (out / "training.png").read_bytes() == (run_dir / "training.png").read_bytes()
+    assert (out / "report.png").read_bytes() == (run_dir / "report.png").read_bytes()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (llama / name).read_bytes()
     jax.tree.map(np.testing.assert_array_equal, nnx.state(exported), nnx.state(model))

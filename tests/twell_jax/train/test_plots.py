@@ -243,6 +243,14 @@ def test_the_axis_of_a_loss_shows_its_later_part():
     assert axes.get_xlim() == pytest.approx((49, 101))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_of_one_step_has_axes_around_it():
+    axes = Figure().subplots()
+    axes.plot([5], [2.0])
+    of_last_part(axes, since=0.4)
+    assert axes.get_xlim() == (4.5, 5.5) and axes.get_ylim() == pytest.approx((1.95, 2.05))
+
+
 @pytest.mark.parametrize(
     ("values", "ticks"),
     [

@@ -6,7 +6,7 @@ import pytest
 
 from tests.twell_jax.configs import VALID
 from twell_jax import config as config_lib
-from twell_jax.analysis.estimate import Estimate
+from twell_jax.analysis.estimate import ERRORS, Estimate
 from twell_jax.train import report
 from twell_jax.train.report import Found
 
@@ -22,6 +22,7 @@ GAIN = Estimate(
     {"scoring": 1.4, "training step": 1.2},
     {"decoding one sequence": "none of the records tells"},
 )
+SCORING = f"scoring on an H100 or H200, estimated, +- {100 * ERRORS['model']:.0f} %"
 
 
 def written(first=START, steps=(START, STEP, STEP), settings=(), **changes):
@@ -85,14 +86,15 @@ def test_dense_and_sparse_stand_side_by_side():
     assert found["neurons that 256 tokens use (U)"] == ["100.0%", "50.0%"]
     assert found["tokens/s in training"] == ["1,000", "1,500"]
     assert found["joules/token in training"] == ["0.75", "0.5"]
-    assert found["scoring on an H100 or H200, estimated, +- 10 %"] == ["1.00x", "1.40x"]
+    assert found[SCORING] == ["1.00x", "1.40x"]
     assert "in 2 of 2 layers: 1.50 times the 1,000 of the dense start." in text
     assert "no estimate of decoding one sequence: none of the records tells." in text
     assert "twell_jax.evaluate" not in text
     header, _, *layers = rows(text, "Layers")
     assert header[5:] == [
-        "forward, estimated, +- 15 %", "forward and backward, estimated, +- 14 %",
-    ]  # fmt: skip
+        f"forward, estimated, +- {100 * ERRORS['forward']:.0f} %",
+        f"forward and backward, estimated, +- {100 * ERRORS['both']:.0f} %",
+    ]
     assert [line[5:] for line in layers] == [["1.50x", "1.25x"], ["1.75x", "1.50x"]]
 
 
@@ -101,7 +103,7 @@ def test_of_a_rectified_source_the_first_step_tells_what_its_neurons_did():
     assert found["models"] == ["before", "this run"]
     assert found["active neurons of a token"] == ["18.0", "3.0"]
     assert found["dead neurons"] == ["-", "25.0%"]
-    assert found["scoring on an H100 or H200, estimated, +- 10 %"] == ["-", "1.40x"]
+    assert found[SCORING] == ["-", "1.40x"]
     for first, steps in (
         (SOURCE | {"source_activation": "relu2"}, [START, STEP]),
         (SOURCE | {"source_activation": "relu"}, [STEP]),
