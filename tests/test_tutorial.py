@@ -63,7 +63,7 @@ def test_all_commands_run_on_a_cpu(tmp_path, monkeypatch):
             arguments += SETTINGS
         if "twell_jax.generate" in arguments:
             arguments += ["--max-tokens", "3"]
-        ran = call(*[word.replace("steps=400", "steps=5") for word in arguments])
+        ran = call(*[re.sub("^steps=.00$", "steps=5", word) for word in arguments])
         assert ran.returncode == 0, (command, ran.stderr)
     for made in ("report.md", "training.png", "layers.png", "analysis.json"):
         assert (tmp_path / "runs/mine" / made).stat().st_size
