@@ -26,13 +26,13 @@ from typing import Any
 import jax
 
 from twell_jax import config as config_lib
-from twell_jax.config import Config, ConfigError
+from twell_jax.config import ConfigError
 from twell_jax.inference import language_model
 from twell_jax.inference.arguments import DIRECTORY, add_tasks, check_task_path
 from twell_jax.models import sharding
 from twell_jax.train import command, interrupt, recipe, utf8
 from twell_jax.train.init_from import is_run
-from twell_jax.train.report import Scores
+from twell_jax.train.report import Score
 from twell_jax.train.run_directory import RunPaths, has_started
 
 _SETTING = re.compile(r"[a-z][a-z0-9_.]*=.*", re.DOTALL)
@@ -66,7 +66,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "(default: the data of NAME, if that is a run)",
     )
     command.add_settings(parser)
-    add_tasks(parser, None, "none; both models are scored after training")
+    add_tasks(parser, None, "none; the model is scored before training, and after")
     args = parser.parse_intermixed_args(argv)
     # What follows --data may be settings.
     args.overrides += [text for text in args.data if _SETTING.fullmatch(text)]
@@ -115,22 +115,20 @@ def _harness_tasks(args: argparse.Namespace) -> Any:
         sys.exit(f"error: {error}")
 
 
-def _score(args: argparse.Namespace) -> command.ScoreRun:
-    """What scores both models on the tasks that the arguments name."""
+def _score(args: argparse.Namespace) -> Score:
+    """What scores a model on the tasks that the arguments name."""
 
-    def score(config: Config) -> Scores:
+    def score(name: str) -> dict[str, float]:
         from twell_jax.inference import harness
 
-        def of(name: str) -> dict[str, float]:
-            lm = language_model.load(name)
-            return harness.figures(harness.run_tasks(lm, _harness_tasks(args), limit=args.limit))
-
-        # Models are loaded on one device, and the run's mesh is still set.
+        # Models are loaded on one device, and the run's mesh is set.
         with jax.set_mesh(sharding.make_mesh((1, 1), jax.devices()[:1])):
+            lm = language_model.load(name)
             try:
-                return of(args.name), of(config.run_dir)
+                results = harness.run_tasks(lm, _harness_tasks(args), limit=args.limit)
             except ValueError as error:
                 raise ConfigError(f"--tasks: {error}") from None
+        return harness.figures(results)
 
     return score
 

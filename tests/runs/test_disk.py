@@ -1,4 +1,4 @@
-"""A disk or an output that fails costs one line on the terminal, and no checkpoint that was whole."""
+"""A disk or an output that fails costs one line on the terminal, and no whole checkpoint."""
 
 import resource
 import shutil

@@ -1,6 +1,5 @@
 """A run that starts from a model in Hugging Face's format, in a directory or on the hub."""
 
-import json
 import re
 import shutil
 from functools import partial
@@ -16,12 +15,11 @@ from rich.console import Console
 from tests import hub as local_hub
 from tests.commands import ROOT, call
 from tests.runs.started import records
-from tests.twell_jax import drawn
 from twell_jax import analyze, data
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.models.pretrained import from_pretrained, save_pretrained
+from twell_jax.models.pretrained import from_pretrained
 from twell_jax.train.init_from import filled, tokenizer_of
 from twell_jax.train.run_directory import load_config, load_run
 

@@ -24,17 +24,16 @@ from typing import Any
 import jax
 
 from twell_jax import config as config_lib
-from twell_jax.config import Config, ConfigError
+from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.train import distributed, interrupt, memory, utf8
 from twell_jax.train.checkpoint import CannotSave, CheckpointError
 from twell_jax.train.init_from import filled
 from twell_jax.train.loop import train
 from twell_jax.train.metrics import NonFiniteLoss
-from twell_jax.train.report import Scores
+from twell_jax.train.report import Score
 from twell_jax.train.run_directory import AnotherRun, RunPaths, in_todays_terms, lock_run
 
-type ScoreRun = Callable[[Config], Scores]
 type SourceOf = Callable[[argparse.Namespace], tuple[str | Path, list[str]]]
 
 CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
@@ -48,7 +47,7 @@ def main(prog: str | None = None) -> None:
 
 
 def run(
-    args: argparse.Namespace, source_of: SourceOf | None = None, score: ScoreRun | None = None
+    args: argparse.Namespace, source_of: SourceOf | None = None, score: Score | None = None
 ) -> None:
     """Does what the arguments of the command ask for; ends the process with a line if it cannot.
 
@@ -56,7 +55,7 @@ def run(
       args: of `parse_arguments`, or what `source_of` takes beside `print_config` and `dry_run`.
       source_of: gives the file or name that the configuration is read from, and its overrides; None
         takes those of the arguments.
-      score: called with the configuration of a finished run to score it on tasks, for its report.
+      score: scores the model that a run begins with on tasks, and then the run, for its report.
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("twell_jax").setLevel(logging.INFO)
@@ -74,7 +73,7 @@ def run(
             first = jax.process_index() == 0
             lock = lock_run(config.run_dir) if first else contextlib.nullcontext(lambda: None)
             with lock as require_in_place:
-                train(config, require_in_place, score and partial(score, config))
+                train(config, require_in_place, score)
     except (AnotherRun, CheckpointError) as error:
         distributed.fail(f"error: {error}", CANNOT_CONTINUE)
     except (ConfigError, CannotSave, CannotServe, NonFiniteLoss, OSError) as error:

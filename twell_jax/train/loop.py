@@ -1,7 +1,7 @@
 """A training run from its first step, or its last checkpoint, to its end."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import grain
@@ -110,7 +110,7 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
     Args:
       config: the run.
       require_in_place: of `lock_run` in the process that holds the lock; others do not look.
-      score: scores the finished run on tasks, for its report; of a run of one process.
+      score: scores models on tasks, for the report of a run of one process that has `init_from`.
 
     Raises:
       AnotherRun: `run_dir` holds a run with other settings or text.
@@ -142,6 +142,7 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
         jax.set_mesh(mesh)
         config, trainer = with_gradients_served(config, corpus.tokenizer.eot_id, mesh)
         batches = iter(corpus.train)
+        scored = _scored_source(config, score, console)  # while the memory is free
         require_in_place()  # the data may have taken hours
         with open_checkpoints(paths, config) as checkpoints:
             run = Run(
@@ -163,9 +164,20 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
         console.out(f"stopped at step {step}; the same command continues", highlight=False)
     elif index == 0:
         require_in_place()
-        show_result(config, paths, corpus.unigram_cross_entropy, console, gained, score)
+        show_result(config, paths, corpus.unigram_cross_entropy, console, gained, score, scored)
     if trainer.steps.stop():
         console.out("waiting for a program that is still being compiled", highlight=False)
+
+
+def _scored_source(config: Config, score: Score | None, console: Console) -> Mapping[str, float]:
+    """The scores of the model that a run begins with, which are shown."""
+    if score is None:
+        return {}
+    assert config.init_from is not None
+    scored = score(config.init_from)
+    for name, value in scored.items():
+        console.out(f"{name} of {config.init_from}: {value:.3f}", highlight=False)
+    return scored
 
 
 def start(run: Run) -> Standing:

@@ -4,10 +4,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO, cast
 
 import jax
@@ -186,6 +187,7 @@ def show_result(
     console: Console,
     gain: Estimate | None = None,
     score: report.Score | None = None,
+    scored: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Prints the table, the held-out cross-entropy and the gain in speed; draws, and reports.
 
@@ -196,6 +198,7 @@ def show_result(
       console: where to print.
       gain: what its model is estimated to gain on a GPU, if that is known.
       score: scores it on tasks. What it raises passes; the report is there by then, without them.
+      scored: what `score` said of the model that it began with.
 
     Raises:
       ConfigError: metrics.jsonl does not hold the records of the run.
@@ -219,7 +222,7 @@ def show_result(
     found = report.Found(steps, evaluations, records[0], [path.name for path in drawn], gain)
     write_atomically(paths.report, report.markdown(config, found))
     if score:
-        found = replace(found, scores=score())
+        found = replace(found, scores=(scored, score(config.run_dir)))
         write_atomically(paths.report, report.markdown(config, found))
     console.out(f"report: {paths.report}", highlight=False)
 

@@ -18,9 +18,10 @@ from twell_jax.config import Config
 from twell_jax.train import pace
 from twell_jax.train.pace import Record
 
-# By task and metric: of the model that the run began with, and of the run.
+# What scores a model on tasks, by its name; the result is by task and metric.
+type Score = Callable[[str], Mapping[str, float]]
+# Of the model that the run began with, and of the run.
 type Scores = tuple[Mapping[str, float], Mapping[str, float]]
-type Score = Callable[[], Scores]
 type Row = tuple[float | None, float | None, str]  # before, now, and how they are written
 
 _UNKNOWN = "-"
