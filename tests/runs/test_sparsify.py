@@ -9,6 +9,7 @@ import yaml
 
 from tests import hub as local_hub
 from tests.commands import call
+from tests.packages import needed
 from tests.runs.started import records
 from twell_jax.train.run_directory import load_config
 
@@ -125,7 +126,7 @@ def test_a_dry_run_shows_what_it_would_take(llama, corpus, monkeypatch):
 )
 def test_what_is_wrong_is_one_line(llama, tmp_path, arguments, says):
     if "--tasks" in arguments:
-        pytest.importorskip("lm_eval")
+        needed("lm_eval")
     process = run(arguments[0].format(llama=llama), tmp_path / "run", *arguments[1:])
     assert process.returncode == 1
     errors = [line for line in process.stderr.splitlines() if not line.startswith("INFO")]
@@ -149,7 +150,7 @@ def test_wrong_usage_is_said_at_once(arguments, says):
 
 @pytest.mark.slow
 def test_both_models_are_scored_on_tasks_that_are_named(llama, corpus, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval")
+    needed("lm_eval")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lines = [
