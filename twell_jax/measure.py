@@ -6,7 +6,7 @@
         of them to compile.
     python -m twell_jax.measure MODEL --text FILE
         a run, a directory with a config.json or a name on the hub, in bfloat16: it scores the text,
-        reads prompts, decodes, and computes gradients, as far as it comes in two minutes.
+        decodes, computes gradients and reads prompts. After 80 s it begins nothing more.
 
 The answer for a block is kept in the user's cache directory (TWELL_JAX_CACHE names another), where
 `sparse_ffn` finds it: blocks of these widths are then computed by what was the fastest here.
@@ -36,7 +36,7 @@ from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.gradient_plan import GradientPlan
 
 TOKENS, CONTEXT = 16384, 2048  # that a model scores at once, and the most of a sequence
-SECONDS = 80  # after which no other work of a model is begun: compiling one takes up to half of it
+SECONDS = 80  # after which no other work of a model is begun
 
 
 def measure_block(block: Block, console: Console) -> None:

@@ -17,7 +17,7 @@ from twell_jax.ffn.union_lasso import Slopes, TokenWindows, sums_of_tokens
 
 # Tokens, or neurons, are taken in so many parts, one at a time, to save memory.
 _TOKEN_PARTS = 8
-_NEURON_PARTS = 2  # with more the products do not fill the GPU, and little more memory is saved
+_NEURON_PARTS = 2  # more save little more memory (docs/design/0009)
 
 
 def of_operands(

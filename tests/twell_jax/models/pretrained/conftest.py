@@ -1,5 +1,6 @@
 import pytest
 
+from tests import hub
 from tests.twell_jax.models.pretrained.small import make
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models.pretrained import save_pretrained
@@ -11,3 +12,10 @@ def saved(tmp_path):
     model = make()
     save_pretrained(tmp_path / "saved", model, ByteTokenizer())
     return model, tmp_path / "saved"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """What a local hub has published, and its address."""
+    with hub.serve() as (published, address):
+        yield published, address

@@ -33,12 +33,6 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def server():
-    with local_hub.serve() as (published, address):
-        yield published, address
-
-
 @pytest.fixture
 def published(server, tmp_path, monkeypatch):
     """The hub, empty, as the one that HF_ENDPOINT names; the cache and the directory are empty."""

@@ -23,12 +23,6 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def server():
-    with local_hub.serve() as (published, address):
-        yield published, address
-
-
 @pytest.fixture
 def logged_in(server, tmp_path):
     """The hub, empty, as the one that HF_ENDPOINT names, and a token that it takes."""
