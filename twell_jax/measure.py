@@ -2,11 +2,11 @@
 
     python -m twell_jax.measure D H [--no-gate]
         a feed-forward block with d_model D and d_ff H, for few tokens, prompts and many. Weights
-        are random; 0.5 % of the neurons are active for a token. It takes one to two minutes, most
-        of them to compile.
+        are random; 0.5 % of the neurons are active for a token. It takes about a minute, most of
+        it to compile.
     python -m twell_jax.measure MODEL --text FILE
-        a run, a directory with a config.json or a name on the hub, in bfloat16: it scores the text,
-        decodes, computes gradients and reads prompts. After 80 s it begins nothing more.
+        a run, a directory with a config.json or a name on the hub, in bfloat16: it computes
+        gradients, scores the text, decodes and reads prompts, in at most two minutes.
 
 The answer for a block is kept in the user's cache directory (TWELL_JAX_CACHE names another), where
 `sparse_ffn` finds it: blocks of these widths are then computed by what was the fastest here.
@@ -36,7 +36,7 @@ from twell_jax.train.checkpoint import CheckpointError
 from twell_jax.train.gradient_plan import GradientPlan
 
 TOKENS, CONTEXT = 16384, 2048  # that a model scores at once, and the most of a sequence
-SECONDS = 80  # after which no other work of a model is begun
+FIRST, SECONDS = 3, 70  # works of a model that are done first, and after how long no others are
 
 
 def measure_block(block: Block, console: Console) -> None:
@@ -47,10 +47,8 @@ def measure_block(block: Block, console: Console) -> None:
       OSError: the cache directory cannot be written.
     """
     device = jax.devices()[0].device_kind
-    times = []
-    for found in measure(block):
-        times.append(found)
-        console.out(f"{found.tokens} tokens: {found.fastest}, {found.gain:.2f}x", highlight=False)
+    with console.status("compiling, for about a minute"):
+        times = measure(block)
     console.print(table(block, device, times))
     console.out(sentence(times), highlight=False)
     path = keep(device, block, {found.tokens: found.forward for found in times})
@@ -60,7 +58,7 @@ def measure_block(block: Block, console: Console) -> None:
 def measure_model(name: str, text: Path, console: Console, *, everything: bool = False) -> None:
     """Times a model on a text, and prints a table and one sentence.
 
-    After `SECONDS` no other work is begun, unless `everything` is asked for.
+    Works after the `FIRST` are left out if `SECONDS` have passed, but for `everything`.
 
     Raises:
       CannotServe: there are no kernels for this device.
@@ -79,18 +77,20 @@ def measure_model(name: str, text: Path, console: Console, *, everything: bool =
     tokens = np.resize(np.array(lm.encode(words), np.int32), (TOKENS // context, context + 1))
     union, listed = whole_models.needs(model, tokens)
     plan = GradientPlan.dense(len(union)).revised(union, listed, [0.0] * len(union))
-    found, left_out = [], []
-    for name, timed in whole_models.works(model, tokens, plan.next_ffn_gradients).items():
-        if not everything and time.monotonic() - start > SECONDS:
-            left_out.append(name)
-            continue
-        found.append(timed())
-        console.out(f"{name}: {found[-1].gain:.2f}x", highlight=False)
-    if left_out:
-        names = ", ".join(left_out)
-        console.out(
-            f"not measured, as {SECONDS} s had passed: {names}; --all measures it", highlight=False
-        )
+    works = list(whole_models.works(model, tokens, plan.next_ffn_gradients).items())
+    with console.status("compiling, for about a minute"):
+        found, too_large = whole_models.measure(dict(works[:FIRST]))
+    if everything or time.monotonic() - start < SECONDS:
+        with console.status("compiling the rest, for about a minute"):
+            more = whole_models.measure(dict(works[FIRST:]))
+        found, too_large = found + more[0], too_large + more[1]
+    else:
+        names = ", ".join(name for name, _ in works[FIRST:])
+        why = f"as {time.monotonic() - start:.0f} s had passed"
+        console.out(f"not measured, {why}: {names}; --all measures it", highlight=False)
+    if too_large:
+        names = ", ".join(too_large)
+        console.out(f"not measured, as memory does not suffice: {names}", highlight=False)
     console.print(table_of_model(jax.devices()[0].device_kind, found))
     shares = ", ".join(f"{share:.0%}" for share in union)
     console.out(f"256 tokens use, of the neurons of each layer: {shares}", highlight=False)

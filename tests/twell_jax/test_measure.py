@@ -1,5 +1,7 @@
 """python -m twell_jax.measure, with kernels' definitions in place of the kernels."""
 
+import time
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +14,7 @@ from tests.twell_jax import drawn
 from twell_jax import measure
 from twell_jax.analysis import blocks, timing, whole_models
 from twell_jax.analysis.blocks import Times
+from twell_jax.analysis.programs import Program, compiled
 from twell_jax.analysis.whole_models import Work
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.ffn import measured
@@ -32,21 +35,25 @@ def few(monkeypatch):
     monkeypatch.setattr(blocks, "LAYERS", 1)
 
 
-def called(run, *operands):
-    jax.block_until_ready(run(*operands))
+def traced(programs):
+    """What traces the programs, which is quicker than to compile them."""
+    return {
+        key: partial(one.jitted.eval_shape, *one.static, *one.args) for key, one in programs.items()
+    }
 
 
-# Tracing alone is quicker.
-@pytest.mark.parametrize("run", [jax.eval_shape, pytest.param(called, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [traced, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gated", [[], pytest.param(["--no-gate"], marks=pytest.mark.slow)])
-def test_a_block_is_timed_and_kept(reference_kernels, few, monkeypatch, capsys, gated, run):
-    ms = iter([3.0, 2.0, 4.0, 5.0, 8.0, 6.0, 3.0])
+def test_a_block_is_timed_and_kept(reference_kernels, few, monkeypatch, capsys, gated, compiled):
+    ms = iter([6.0, 3.0, 3.0, 2.0, 4.0, 5.0, 8.0])
 
-    def milliseconds(*of, **_):
-        run(*of)
+    def milliseconds(run, **_):
+        jax.block_until_ready(run())
         return next(ms)
 
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    if compiled is not None:
+        monkeypatch.setattr(blocks, "compiled", compiled)
     measure.main(["128", "256", *gated])
     shown = capsys.readouterr().out
     assert "Kernels help: 3 tokens 1.5x, forward and backward of 300 2.0x." in shown
@@ -109,17 +116,19 @@ def model(tmp_path):
 def test_a_model_is_timed_on_a_text(serve, model, monkeypatch, capsys):
     serve(changed(REFERENCE, name="Hopper"))  # as if it was measured
     monkeypatch.setattr(measure, "TOKENS", 64)
-    seen, ms = [], iter([3.0, 2.0, 1.0, 1.0, 6.0, 2.0, *(3 * [1.0, 1.0])])
+    seen, ms = [], iter([6.0, 2.0, 3.0, 2.0, *(4 * [1.0, 1.0])])
 
     def milliseconds(run, **_):
+        run()
         seen.append(jax.device_get(jax.tree.leaves(run())))
         return next(ms)
 
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
-    measure.main(model)
+    measure.main([*model, "--all"])
     shown = capsys.readouterr().out
-    assert "Kernels help: score 4 x 16 1.5x, forward and backward of 4 x 16 3.0x." in shown
+    assert "Kernels help: forward and backward of 4 x 16 3.0x, score 4 x 16 1.5x." in shown
     assert "256 tokens use, of the neurons of each layer: " in shown
+    assert len(seen) == 12
     for dense, default in zip(seen[::2], seen[1::2], strict=True):
         for one, other in zip(dense, default, strict=True):
             assert relative_error(other.astype(float), one.astype(float)) < 0.03
@@ -130,13 +139,73 @@ def test_a_model_is_timed_on_a_text(serve, model, monkeypatch, capsys):
 def test_works_that_would_take_too_long_are_named(serve, model, monkeypatch, capsys, everything):
     serve(changed(REFERENCE, name="Hopper"))
     monkeypatch.setattr(measure, "SECONDS", -1)
-    works = {name: partial(Work, name, 3.0, 2.0) for name in ("score", "read")}
+    works = dict.fromkeys(["step", "score", "decode", "read"])
     monkeypatch.setattr(whole_models, "works", lambda *_: works)
+    monkeypatch.setattr(
+        whole_models, "measure", lambda works: ([Work(name, 3.0, 2.0) for name in works], [])
+    )
     monkeypatch.setattr(whole_models, "needs", lambda *_: ([0.1, 0.1], [0.1, 0.1]))
     measure.main([*model, *["--all"] * everything])
     shown = capsys.readouterr().out
-    assert ("not measured, as -1 s had passed: score, read; --all" in shown) != everything
-    assert ("Kernels help: score 1.5x, read 1.5x." in shown) == everything
+    assert ("s had passed: read; --all measures it" in shown) != everything
+    help_ = "Kernels help: step 1.5x, score 1.5x, decode 1.5x"
+    assert (f"{help_}, read 1.5x." if everything else f"{help_}.") in shown
+
+
+def test_a_work_that_memory_does_not_hold_is_named(serve, model, monkeypatch, capsys):
+    serve(changed(REFERENCE, name="Hopper"))
+    one = Program(jax.jit(lambda: 0), (), (), True)
+    works = {"step": (one, replace(one, dense=False)), "score": (one, replace(one, dense=False))}
+    monkeypatch.setattr(whole_models, "works", lambda *_: works)
+    monkeypatch.setattr(whole_models, "needs", lambda *_: ([0.1, 0.1], [0.1, 0.1]))
+    ms = iter([jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 3.0, 2.0])
+
+    def milliseconds(run, **_):
+        if isinstance(found := next(ms), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    measure.main(model)
+    shown = capsys.readouterr().out
+    assert "not measured, as memory does not suffice: step" in shown
+    assert "Kernels help: score 1.5x." in shown
+
+
+def test_dense_programs_are_compiled_first_and_alone():
+    """XLA times its choices for matrix products on the GPU."""
+    log = []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            log.append(f"begin {self.name}")
+            time.sleep(0.05)
+            log.append(f"end {self.name}")
+            return lambda *args: (self.name, *args)
+
+    class Jitted:
+        def lower(self, name, *_):
+            return Lowered(name)
+
+    found = compiled(
+        {name: Program(Jitted(), (name,), (7,), name.startswith("dense")) for name in NAMES}
+    )
+    dense = [f"{what} {name}" for name in NAMES[1::2] for what in ("begin", "end")]
+    assert log[: len(dense)] == dense
+    assert [found[name]() for name in NAMES] == [(name, 7) for name in NAMES]
+
+
+NAMES = ["sparse 1", "dense 1", "sparse 2", "dense 2"]
+
+
+def test_a_carried_argument_is_that_of_the_call_before():
+    count = jax.jit(lambda n, total: (total * 1, total + n), donate_argnums=1)
+    run = compiled({0: Program(count, (), (2, jax.numpy.int32(5)), True, carries=True)})[0]
+    results = [run() for _ in range(3)]
+    assert jax.device_get(results) == [[5], [7], [9]]  # nothing of them is deleted
 
 
 @pytest.mark.parametrize(

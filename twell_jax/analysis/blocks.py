@@ -1,6 +1,6 @@
 """Times a feed-forward block on this device, dense and by each algorithm that can serve it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from pallas_kernels.kernels import Kernels
 from pallas_kernels.weights import Weights
 from twell_jax.analysis import patterns, timing
+from twell_jax.analysis.programs import Program, compiled
 from twell_jax.ffn import dispatch, mosaic, sparse_ffn, xla
 from twell_jax.ffn.activations import rectifier
 from twell_jax.ffn.algorithms import ALGORITHMS, Case
 from twell_jax.ffn.dispatch import CannotServe
 from twell_jax.ffn.measured import Block
 
-TOKENS = (1, 64, 256, 1024, 16384)  # each takes ten seconds to compile
+TOKENS = (1, 64, 256, 1024, 16384)  # Python lowers each for some seconds
 BACKWARD = (16384,)  # of which gradients are timed, too
 SHARE = 0.005  # of the neurons that are active for a token
 # Sets of weights take turns, so that they come from memory, as in a model: so many bytes, at most
@@ -56,7 +57,7 @@ class Times:
         return self.forward["dense"] / self.forward[self.fastest]
 
 
-def measure(block: Block, tokens: Sequence[int] = TOKENS) -> Iterator[Times]:
+def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
     """Times the block with random weights, of whose neurons `SHARE` are active for a token.
 
     Some neurons are often active and many never, as in trained models (`patterns.independent`).
@@ -68,19 +69,29 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> Iterator[Times]:
     kernels, why = dispatch.back_end(like)
     if kernels is None:
         raise CannotServe.because("twell_jax.measure", str(why))
-    all_tokens, layers = draw(block, max(tokens))
-    for count in tokens:
-        x = all_tokens[:count]
-        names = [name for name in _CANDIDATES if _can(name, block, count, kernels)]
-        forward = {name: _milliseconds(partial(_stack, kernels, name), x, layers) for name in names}
-        both = {}
-        if count in BACKWARD:
-            both = {
-                # One layer's activations fill the cache, and more would take long to compile.
-                kind: _milliseconds(partial(_gradients, kind), x, layers[:1])
-                for kind in _GRADIENTS
-            }
-        yield Times(count, forward, both)
+    x, layers = draw(block, max(tokens))
+    # One layer's activations fill the cache, and more would take long to compile.
+    programs = {
+        (count, "both", kind): Program(
+            _gradients, (kind,), (x[:count], layers[:1]), dense=kind == "dense"
+        )
+        for count in BACKWARD
+        for kind in _GRADIENTS
+    } | {
+        (count, "forward", name): Program(
+            _stack, (kernels, name), (x[:count], layers), dense=name == "dense"
+        )
+        for count in tokens
+        for name in _CANDIDATES
+        if _can(name, block, count, kernels)
+    }
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for (count, passes, name), run in compiled(programs).items():
+        calls = max(2, min(50, 2**17 // count))
+        ms = timing.milliseconds(run, calls=calls, repeats=5)
+        of_layers = 1 if passes == "both" else len(layers)
+        found.setdefault((count, passes), {})[name] = ms / of_layers
+    return [Times(n, found[n, "forward"], found.get((n, "both"), {})) for n in tokens]
 
 
 def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
@@ -107,12 +118,6 @@ def _can(name: str, block: Block, tokens: int, kernels: Kernels) -> bool:
     least, most = _CANDIDATES[name]
     case = Case(tokens, block.width, block.neurons, block.gated, back_end=kernels.name)
     return least <= tokens <= most and ALGORITHMS[name].unsupported(case, False) is None
-
-
-def _milliseconds(run: Callable, x: jax.Array, layers: list[Weights]) -> float:
-    """Of one layer."""
-    calls = max(2, min(50, 2**17 // len(x)))
-    return timing.milliseconds(run, x, layers, calls=calls, repeats=5) / len(layers)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,6 +1,6 @@
 """Times a whole model on this device, with dense blocks and with those that serve by default."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from flax import nnx
 
 from twell_jax import models
 from twell_jax.analysis import timing
+from twell_jax.analysis.programs import Program, compiled
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, graphdef
@@ -68,35 +69,35 @@ def needs(model: Transformer, tokens: np.ndarray) -> tuple[list[float], list[flo
 
 def works(
     model: Transformer, tokens: np.ndarray, ffn_gradients: tuple[LayerGradients, ...]
-) -> dict[str, Callable[[], Work]]:
-    """What times each work, by its name; those that say most come first.
+) -> dict[str, tuple[Program, Program]]:
+    """What runs each work, by its name: with dense blocks, and by default.
 
     Args:
       model: in bfloat16.
       tokens: int32 `[B, T + 1]`.
       ffn_gradients: those of each layer, beside dense ones.
     """
-    batch, context = tokens.shape[0], tokens.shape[1] - 1
-    prompts = tokens[: min(8, batch), : min(PROMPT, context)]
-    length = prompts.shape[1]
-    capacity = -(-length // 8) * 8 + 8
-    score = f"score {batch} x {context}", partial(_scorer, tokens)
-    read = f"read {len(prompts)} x {length}", partial(_reader, prompts, capacity)
-    one, *more = (
-        (
-            f"one more token of {count}",
-            partial(_decoder, model.config, np.resize(tokens[:, 0], (count, 1)), length, capacity),
-        )
-        for count in DECODED
-    )
-    step = f"forward and backward of {batch} x {context}", partial(_stepper, tokens, ffn_gradients)
-    in_order: tuple[tuple[str, Callable], ...] = (score, one, step, read, *more)
-    return {name: partial(_compared, name, model, make) for name, make in in_order}
+    dense = _programs(model, tokens, None)
+    default = _programs(model, tokens, ffn_gradients)
+    return {name: (dense[name], default[name]) for name in dense}
 
 
-def _compared(name: str, model: Transformer, make: Callable[..., Callable]) -> Work:
-    times = (_milliseconds(make(*_parts(model, changes))) for changes in (DENSE, DEFAULT))
-    return Work(name, *times)
+def measure(works: Mapping[str, tuple[Program, Program]]) -> tuple[list[Work], list[str]]:
+    """Compiles and times works; the second result names those for which memory did not suffice."""
+    run = compiled({(name, p.dense): p for name, pair in works.items() for p in pair})
+    found, too_large = [], []
+    for name in works:
+        try:
+            ms = (
+                timing.milliseconds(run.pop((name, dense)), calls=2, repeats=5)
+                for dense in (True, False)
+            )
+            found.append(Work(name, *ms))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            too_large.append(name)
+    return found, too_large
 
 
 def _parts(model: Transformer, changes: dict[str, Any]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -105,24 +106,39 @@ def _parts(model: Transformer, changes: dict[str, Any]) -> tuple[nnx.GraphDef, n
     return graphdef(config, model.quantised()), nnx.state(model)
 
 
-def _milliseconds(run: Callable[[], Any]) -> float:
-    return timing.milliseconds(run, calls=4, repeats=5)
+def _programs(
+    model: Transformer, tokens: np.ndarray, ffn_gradients: tuple[LayerGradients, ...] | None
+) -> dict[str, Program]:
+    """What runs each work, those first that say most; blocks are dense without `ffn_gradients`."""
+    dense = ffn_gradients is None
+    graph, params = _parts(model, DENSE if dense else DEFAULT)
+    batch, context = tokens.shape[0], tokens.shape[1] - 1
+    prompts = tokens[:8, : min(PROMPT, context)]
+    length = prompts.shape[1]
+    capacity = -(-length // 8) * 8 + 8
+    found = {
+        f"forward and backward of {batch} x {context}": Program(
+            _gradients, (graph, ffn_gradients), (params, tokens), dense
+        ),
+        f"score {batch} x {context}": Program(_score, (graph,), (params, tokens), dense),
+    }
+    for count in DECODED:
+        token, cache = _unread(model.config, tokens[:, 0], count, length, capacity)
+        found[f"one more token of {count}"] = Program(
+            _extend, (graph,), (params, token, cache), dense, carries=True
+        )
+    found[f"read {len(prompts)} x {length}"] = Program(
+        _read, (graph, capacity), (params, prompts), dense
+    )
+    return found
 
 
-def _scorer(tokens: np.ndarray, *of: Any) -> Callable[[], jax.Array]:
-    return partial(_score, *of, tokens)
-
-
-def _reader(
-    prompts: np.ndarray, capacity: int, graph: nnx.GraphDef, params: nnx.State
-) -> Callable[[], jax.Array]:
-    return partial(_read, graph, capacity, params, prompts)
-
-
-def _stepper(
-    tokens: np.ndarray, ffn_gradients: tuple[LayerGradients, ...], *of: Any
-) -> Callable[[], nnx.State]:
-    return partial(_gradients, *of, tokens, ffn_gradients)
+def _unread(
+    config: ModelConfig, tokens: np.ndarray, count: int, length: int, capacity: int
+) -> tuple[np.ndarray, KVCache]:
+    """Tokens that so many sequences go on with, and a cache of `length` tokens."""
+    cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, count, capacity))
+    return np.resize(tokens, (count, 1)), replace(cache, length=jnp.int32(length))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -137,26 +153,6 @@ def _read(graph: nnx.GraphDef, capacity: int, params: nnx.State, tokens: jax.Arr
     return nnx.merge(graph, params).prefill(tokens, capacity)[0]
 
 
-def _decoder(
-    config: ModelConfig,
-    token: np.ndarray,
-    length: int,
-    capacity: int,
-    graph: nnx.GraphDef,
-    params: nnx.State,
-) -> Callable[[], jax.Array]:
-    """What extends sequences by a token, always in the same slot of a cache."""
-    cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, len(token), capacity))
-    cache = replace(cache, length=jnp.int32(length))
-
-    def run() -> jax.Array:
-        nonlocal cache
-        logits, cache = _extend(graph, params, token, cache)
-        return logits
-
-    return run
-
-
 @partial(jax.jit, static_argnums=0, donate_argnums=3, compiler_options=DECODE_OPTIONS)
 def _extend(
     graph: nnx.GraphDef, params: nnx.State, token: jax.Array, cache: KVCache
@@ -165,17 +161,15 @@ def _extend(
     return logits, replace(longer, length=cache.length)
 
 
-@partial(jax.jit, static_argnums=(0, 3))
+@partial(jax.jit, static_argnums=(0, 1))
 def _gradients(
     graph: nnx.GraphDef,
+    ffn_gradients: tuple[LayerGradients, ...] | None,
     params: nnx.State,
     tokens: jax.Array,
-    ffn_gradients: tuple[LayerGradients, ...],
 ) -> nnx.State:
     def loss(params):
-        model = nnx.merge(graph, params)
-        dense = model.config.ffn_implementation == DENSE["ffn_implementation"]
-        logits, stats = model(tokens[:, :-1], ffn_gradients=None if dense else ffn_gradients)
+        logits, stats = nnx.merge(graph, params)(tokens[:, :-1], ffn_gradients=ffn_gradients)
         ce = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.mean(ce) + 1e-4 * jnp.mean(stats.l1)
 

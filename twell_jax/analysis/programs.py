@@ -1,0 +1,69 @@
+"""Programs that are compiled beside each other and then timed, one after the other."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from jax.stages import Compiled, Lowered
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jitted function with its arguments.
+
+    Attributes:
+      jitted: takes `static`, its static arguments, and then `args`.
+      static, args: what it is called with.
+      dense: whether the others are compared with it.
+      carries: whether the last argument of a call is the last result of the call before, which the
+        function takes over.
+    """
+
+    jitted: Any
+    static: tuple
+    args: tuple
+    dense: bool
+    carries: bool = False
+
+    def lower(self) -> Lowered:
+        """Its program before XLA compiles it."""
+        return self.jitted.lower(*self.static, *self.args)
+
+    def caller(self, compiled: Compiled) -> Callable[[], Any]:
+        """What calls it again and again."""
+        args = self.args
+
+        def call() -> Any:
+            nonlocal args
+            results = compiled(*args)
+            if self.carries:
+                *results, carried = results  # the next call deletes it
+                args = (*args[:-1], carried)
+            return results
+
+        return call
+
+
+def compiled[Key](programs: Mapping[Key, Program]) -> dict[Key, Callable[[], Any]]:
+    """What calls each of the programs; those that take longest to compile should come first.
+
+    XLA times its choices for matrix products on the GPU, so the dense programs are compiled before
+    all others, and one after the other. Meanwhile Python, which runs one thread at a time, lowers
+    the others. XLA then compiles these side by side.
+    """
+    lowered = {key: program.lower() for key, program in programs.items() if program.dense}
+    with ThreadPoolExecutor() as pool:
+        dense = pool.submit(lambda: {key: one.compile() for key, one in lowered.items()})
+
+        def compile_after(one: Lowered) -> Compiled:
+            dense.result()
+            return one.compile()
+
+        others = {
+            key: pool.submit(compile_after, program.lower())
+            for key, program in programs.items()
+            if not program.dense
+        }
+        done = dense.result() | {key: one.result() for key, one in others.items()}
+    return {key: program.caller(done[key]) for key, program in programs.items()}
