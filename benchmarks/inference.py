@@ -218,14 +218,14 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
 
     def extend(graph, params, token, cache):
         logits, longer = models.decode(nnx.merge(graph, params), token[:, None], cache)
-        return logits, replace(longer, length=cache.length)
+        return logits, replace(longer, lengths=cache.lengths)
 
     for batch in DECODE_BATCHES:
         token = jnp.asarray(tokens[:batch, PROMPT])
 
         def prepare(graph, params=params, token=token):
             cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, len(token), CAPACITY))
-            cache = replace(cache, length=jnp.int32(PROMPT))
+            cache = replace(cache, lengths=jnp.full(len(token), PROMPT, jnp.int32))
             step = partial(extend, graph)
             step = jax.jit(step, donate_argnums=2, compiler_options=DECODE_OPTIONS)
             compiled = step.lower(params, token, cache).compile()

@@ -119,16 +119,14 @@ def _wide(tree: Any) -> Any:
 
 def check(case: Case, config: ModelConfig, params: nnx.State, key: jax.Array) -> jax.Array:
     """The errors of the rows as a share of what is allowed, float32 `[B]`."""
-    keys = jax.random.split(key, 5)
+    keys = jax.random.split(key, 4)
     tokens = jax.random.randint(keys[0], (case.batch, 1), 0, config.vocab_size)
     cache = KVCache.empty(config, case.batch, CAPACITY)
-    length = jax.random.randint(keys[1], (), 1, CAPACITY)
     cache = replace(
         cache,
         k=jax.random.normal(keys[2], cache.k.shape, cache.k.dtype),
         v=jax.random.normal(keys[3], cache.v.shape, cache.v.dtype),
-        length=length,
-        padding=jax.random.randint(keys[4], (case.batch,), 0, length),
+        lengths=jax.random.randint(keys[1], (case.batch,), 0, CAPACITY),
     )
     run = partial(step, config, COVERED[case.parts] if case.parts else ())
     ours, theirs = (run(changes, params, tokens, cache) for changes in ({}, XLA))

@@ -105,8 +105,7 @@ def decode_attention(
     k_cache: jax.Ref,
     v_cache: jax.Ref,
     layer: jax.Array,
-    length: jax.Array,
-    padding: jax.Array,
+    lengths: jax.Array,
     *,
     heads: int,
     kv_heads: int,
@@ -116,11 +115,11 @@ def decode_attention(
     dtype = qkv.dtype
     vectors = qkv[:batch].reshape(batch, heads + 2 * kv_heads, size)
     q, k, v = jnp.split(vectors, [heads, heads + kv_heads], axis=1)
-    k_cache[layer[0], :, length[0]] = _rotate(k, rope)
-    v_cache[layer[0], :, length[0]] = v
+    k_cache[layer[0], jnp.arange(batch), lengths] = _rotate(k, rope)
+    v_cache[layer[0], jnp.arange(batch), lengths] = v
 
     slots = jnp.arange(capacity)
-    attends = (slots >= padding[:, None]) & (slots <= length[0])
+    attends = slots <= lengths[:, None]
     keys = jnp.where(attends[:, :, None, None], k_cache[layer[0]], 0).astype(jnp.float32)
     values = jnp.where(attends[:, :, None, None], v_cache[layer[0]], 0).astype(jnp.float32)
     q = _rotate(q, rope).reshape(batch, kv_heads, heads // kv_heads, size).astype(jnp.float32)
@@ -167,7 +166,7 @@ def add_ffn(
 
 
 def decode_layers(
-    stream, layers, k_cache, v_cache, length, padding, rope,
+    stream, layers, k_cache, v_cache, lengths, rope,
     *, heads, kv_heads, eps, rectifier, is_sparse,
 ):  # fmt: skip
     """One layer after the other."""
@@ -175,22 +174,20 @@ def decode_layers(
         heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
     )
     for number in np.arange(len(layers.mlp.down), dtype=np.int32)[:, None]:
-        stream = _layer(stream, layers, number, k_cache, v_cache, length, padding, rope, **options)
+        stream = _layer(stream, layers, number, k_cache, v_cache, lengths, rope, **options)
     return stream
 
 
 # Traced once for all layers.
 @partial(jax.jit, static_argnames=("heads", "kv_heads", "eps", "rectifier", "is_sparse"))
 def _layer(
-    stream, layers, number, k, v, length, padding, rope,
+    stream, layers, number, k, v, lengths, rope,
     *, heads, kv_heads, eps, rectifier, is_sparse,
 ):  # fmt: skip
     mlp, (before, after) = layers.mlp, layers.scales
     k_axis = 2 if isinstance(layers.qkv[0], Quantised) else 1
     qkv = project(stream, layers.qkv, number, k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
-    attended = decode_attention(
-        qkv, rope, k, v, number, length, padding, heads=heads, kv_heads=kv_heads
-    )
+    attended = decode_attention(qkv, rope, k, v, number, lengths, heads=heads, kv_heads=kv_heads)
     stream = add_product(attended, layers.out, number, stream.x, before, bias=layers.out_bias)
     if is_sparse:
         g = gate(stream, mlp, number, rectifier, eps=eps)

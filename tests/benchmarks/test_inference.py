@@ -193,7 +193,7 @@ def decoder_in_place_of_torch():
 
         def run():
             cache = jax.tree.map(jnp.zeros_like, KVCache.empty(silu, len(tokens), capacity))
-            cache = inference.replace(cache, length=jnp.int32(start))
+            cache = inference.replace(cache, lengths=jnp.full(len(tokens), start, jnp.int32))
             return jax.jit(lambda *operands: nnx.merge(graph, params).decode(*operands)[0])(
                 jnp.asarray(tokens), cache
             )

@@ -93,6 +93,13 @@ def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
     assert changed == "0.00% of other tokens have an active neuron that was removed"
 
 
+def test_all_prompts_of_a_queue_are_answered(run):
+    answered, tokens = re.match(
+        r"(\d+) prompts answered with (\d+) tokens", run("serve_queue")
+    ).groups()
+    assert answered == "100" and 100 <= int(tokens) <= 3000
+
+
 def test_every_example_is_tested():
     source = Path(__file__).read_text()
     for example in EXAMPLES.glob("*.py"):

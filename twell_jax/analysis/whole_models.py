@@ -138,7 +138,7 @@ def _unread(
 ) -> tuple[np.ndarray, KVCache]:
     """Tokens that so many sequences go on with, and a cache of `length` tokens."""
     cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, count, capacity))
-    return np.resize(tokens, (count, 1)), replace(cache, length=jnp.int32(length))
+    return np.resize(tokens, (count, 1)), replace(cache, lengths=jnp.full(count, length, jnp.int32))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -158,7 +158,7 @@ def _extend(
     graph: nnx.GraphDef, params: nnx.State, token: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     logits, longer = models.decode(nnx.merge(graph, params), token, cache)
-    return logits, replace(longer, length=cache.length)
+    return logits, replace(longer, lengths=cache.lengths)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -8,12 +8,16 @@ benchmarks.
 from twell_jax.inference.generation import ENDED, generate, stream_text
 from twell_jax.inference.language_model import LanguageModel, load
 from twell_jax.inference.sampling import GREEDY, Sampling, sample
+from twell_jax.inference.slots import SlotDecoder, Slots, free
 
 __all__ = [
     "ENDED",
     "GREEDY",
     "LanguageModel",
     "Sampling",
+    "SlotDecoder",
+    "Slots",
+    "free",
     "generate",
     "load",
     "sample",

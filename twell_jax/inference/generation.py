@@ -6,12 +6,13 @@ from functools import cache, partial
 from itertools import islice
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.ffn.numeric import is_integer
-from twell_jax.inference.sampling import Sampling, sample
+from twell_jax.inference.sampling import Sampling, sample_each
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
 
 _MULTIPLE = 64
@@ -59,16 +60,23 @@ def generate(
             f"got {[len(prompt) for prompt in prompts]} tokens and max_tokens={max_tokens}"
         )
     for number, prompt in enumerate(prompts):
-        # In place of its embedding, the model would read NaN or another token's.
-        ids = np.asarray(prompt)
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompts[{number}] must hold token ids, got {ids.dtype}")
-        if (outside := ids[(ids < 0) | (ids >= model.config.vocab_size)]).size:
-            raise ValueError(
-                f"prompts[{number}] holds token {outside[0]}, but the model's vocabulary is 0 to "
-                f"{model.config.vocab_size - 1}"
-            )
+        checked_prompt(model, prompt, f"prompts[{number}]")
     return _generate(model, prompts, max_tokens, sampling, stop_ids, seed)
+
+
+def checked_prompt(model: Transformer, prompt: Sequence[int], name: str) -> None:
+    """Raises a `ValueError` that names a prompt unless it holds tokens of the vocabulary alone.
+
+    In place of another's embedding, the model would read NaN or that of another token.
+    """
+    ids = np.asarray(prompt)
+    if not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name} must hold token ids, got {ids.dtype if ids.size else 'none'}")
+    if (outside := ids[(ids < 0) | (ids >= model.config.vocab_size)]).size:
+        raise ValueError(
+            f"{name} holds token {outside[0]}, but the model's vocabulary is 0 to "
+            f"{model.config.vocab_size - 1}"
+        )
 
 
 def padded_length(length: int) -> int:
@@ -83,13 +91,11 @@ def cache_capacity(prompt: int, max_tokens: int) -> int:
 
 def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = padded_length(lengths.max())
-    padding = width - lengths if (lengths < width).any() else None
-    tokens = np.zeros((len(prompts), width), np.int32)
+    tokens = np.zeros((len(prompts), padded_length(lengths.max())), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
-        row[width - len(prompt) :] = prompt
+        row[: len(prompt)] = prompt
     ended = np.zeros(len(prompts), bool)
-    calls = _calls(model, tokens, padding, max_tokens, sampling, seed)
+    calls = _calls(model, tokens, lengths, max_tokens, sampling, seed)
     for ids in islice(_ahead(calls), max_tokens):
         ended |= np.isin(ids, stop_ids)
         if ended.all():
@@ -97,7 +103,7 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
         yield np.where(ended, ENDED, ids)
 
 
-def _calls(model, tokens, padding, max_tokens, sampling, seed):
+def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     """Enqueues a call whenever it is asked for one, and yields its tokens, int32 [steps, B].
 
     The last one may go past `max_tokens`. The cache has room for that, as its capacity and the
@@ -108,7 +114,7 @@ def _calls(model, tokens, padding, max_tokens, sampling, seed):
     params, structure = jax.tree.flatten(params)
     prefill, extend = _programs(graph, structure, sampling)
     key, capacity = jax.random.key(seed), cache_capacity(tokens.shape[1], max_tokens)
-    token, stored = prefill(params, tokens, padding, key, capacity=capacity)
+    token, stored = prefill(params, tokens, lengths, key, capacity=capacity)
     yield token[None]
     for _ in range(1, max_tokens, _TOGETHER):
         token, new, stored = extend(params, token, stored, key)
@@ -140,11 +146,16 @@ def _programs(
     def merged(params):
         return nnx.merge(graph, jax.tree.unflatten(structure, params))
 
+    def keys(key, stored):
+        """The key of each sequence."""
+        rows = jnp.arange(len(stored.lengths))
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
     @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
-    def prefill(params, tokens, padding, key, *, capacity):
+    def prefill(params, tokens, lengths, key, *, capacity):
         """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
-        logits, stored = merged(params).prefill(tokens, capacity, padding)
-        return sample(logits, jax.random.fold_in(key, stored.length), sampling), stored
+        logits, stored = merged(params).prefill(tokens, capacity, lengths)
+        return sample_each(logits, keys(key, stored), stored.lengths, sampling), stored
 
     @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
     def extend(params, token, stored, key):
@@ -157,7 +168,7 @@ def _programs(
         def step(carry, _):
             token, stored = carry
             logits, stored = decode(model, token[:, None], stored)
-            token = sample(logits, jax.random.fold_in(key, stored.length), sampling)
+            token = sample_each(logits, keys(key, stored), stored.lengths, sampling)
             return (token, stored), token
 
         (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)

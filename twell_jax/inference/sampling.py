@@ -74,6 +74,24 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return drawn.astype(jnp.int32)
 
 
+def sample_each(
+    logits: jax.Array, keys: jax.Array, lengths: jax.Array, sampling: Sampling
+) -> jax.Array:
+    """`sample` for rows of which none depends on the others.
+
+    Args:
+      logits: float32 `[B, vocab]`.
+      keys: random keys `[B]`, one for each sequence.
+      lengths: int32 `[B]`, their tokens so far, so that each token is drawn anew.
+      sampling: how tokens are chosen.
+    """
+
+    def of_row(row, key, length):
+        return sample(row[None], jax.random.fold_in(key, length), sampling)[0]
+
+    return jax.vmap(of_row)(logits, keys, lengths)
+
+
 def _kept(scores: jax.Array, sampling: Sampling) -> jax.Array | bool:
     """Which tokens of `scores: [B, N]` may be drawn; for top_p they descend."""
     kept: jax.Array | bool = True

@@ -76,9 +76,11 @@ class Attention(nnx.Module):
         q, k, v = rotated(query, self.query_norm), rotated(key, self.key_norm), heads(value)
         if cache is not None:
             assert layer is not None
-            cache = cache.write(layer, k, v)
             if mask is not None and mask.shape[3] > x.shape[1]:
+                cache = cache.write(layer, k, v)
                 k, v = cache.read(layer, x.shape[1])
+            else:
+                cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         return self.out(attended.reshape(*x.shape[:2], -1)), cache
 
@@ -142,7 +144,7 @@ def in_window(
 
     Args:
       mask: as `Attention` takes it: bool `[B, 1, T, S]`, or None if it is causal and nothing else.
-      first: int [], the place of the first of the T tokens among the S.
+      first: the place of the first of the T tokens among the S, int or int `[B]`.
       batch, count: B and T.
       window: how many tokens a token attends to, itself included; None if there is no such limit.
 
@@ -152,6 +154,7 @@ def in_window(
     stored = count if mask is None else mask.shape[3]
     if window is None or stored <= window:
         return mask
-    distance = first + jnp.arange(count)[:, None] - jnp.arange(stored)
+    place = jnp.reshape(first, (-1, 1, 1, 1)) + jnp.arange(count)[:, None]
+    distance = place - jnp.arange(stored)
     recent = (distance >= 0) & (distance < window)
     return jnp.broadcast_to(recent, (batch, 1, count, stored)) if mask is None else mask & recent

@@ -16,46 +16,48 @@ class KVCache:
     Attributes:
       k, v: `[layers, B, S, kv_heads, head_dim]` in the compute dtype; S is the capacity. Slots that
         hold no token yet may hold anything, NaN too: to fill them takes 3 % of reading a prompt.
-      length: int32 [], number of tokens stored, padding included.
-      padding: int32 [B], number of padding tokens at the start of each sequence. Nothing attends to
-        them, and positions count from the first token after them.
+      lengths: int32 [B], number of tokens stored of each sequence, in its first slots.
     """
 
     k: jax.Array
     v: jax.Array
-    length: jax.Array
-    padding: jax.Array
+    lengths: jax.Array
 
     @classmethod
-    def empty(
-        cls, config: ModelConfig, batch: int, capacity: int, padding: jax.Array | None = None
-    ) -> "KVCache":
-        """A cache with room for `capacity` tokens; without `padding` no token is padding."""
+    def empty(cls, config: ModelConfig, batch: int, capacity: int) -> "KVCache":
+        """A cache with room for `capacity` tokens of each of `batch` sequences."""
         shape = (config.layers, batch, capacity, config.num_kv_heads, config.head_dim)
         k, v = jax.lax.empty(shape, config.dtype), jax.lax.empty(shape, config.dtype)
-        padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
-        return cls(k, v, jnp.zeros((), jnp.int32), padding)
+        return cls(k, v, jnp.zeros(batch, jnp.int32))
 
     def place(self, count: int) -> tuple[jax.Array, jax.Array]:
         """Where the next `count` tokens go.
 
         Returns:
           Their positions, int32 `[B, count]`, and which of the stored tokens each may attend to,
-          bool `[B, 1, count, S]`: itself and earlier ones, except padding.
+          bool `[B, 1, count, S]`: itself and earlier ones.
         """
-        slots, stored = self.length + jnp.arange(count), jnp.arange(self.k.shape[2])
-        positions = slots - self.padding[:, None]
-        mask = (stored <= slots[:, None]) & (stored >= self.padding[:, None, None])
+        positions = self.lengths[:, None] + jnp.arange(count)
+        mask = jnp.arange(self.k.shape[2]) <= positions[:, :, None]
         return positions, mask[:, None]
 
     def write(self, layer: jax.Array, k: jax.Array, v: jax.Array) -> "KVCache":
         """Stores keys and values of the next tokens, `[B, T, kv_heads, head_dim]`, in one layer.
 
-        `length` stays, as other layers follow; `advance` increases it.
+        `lengths` stays, as other layers follow; `advance` increases it.
         """
-        start = layer, 0, self.length, 0, 0
+        (batch, count), (positions, _) = k.shape[:2], self.place(k.shape[1])
+        sequence = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, count))
         keys, values = (
-            jax.lax.dynamic_update_slice(stored, new[None], start)
+            stored.at[layer, sequence, positions].set(new, unique_indices=True)
+            for stored, new in ((self.k, k), (self.v, v))
+        )
+        return replace(self, k=keys, v=values)
+
+    def fill(self, layer: jax.Array, k: jax.Array, v: jax.Array) -> "KVCache":
+        """Stores those of the first tokens, as `write` does; all sequences are empty."""
+        keys, values = (
+            jax.lax.dynamic_update_slice(stored, new[None], (layer, 0, 0, 0, 0))
             for stored, new in ((self.k, k), (self.v, v))
         )
         return replace(self, k=keys, v=values)
@@ -63,13 +65,26 @@ class KVCache:
     def read(self, layer: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         """The keys and values of one layer, `[B, S, kv_heads, head_dim]`.
 
-        The layer has written `count` more tokens than `length`. Values of further slots are 0, so
+        The layer has written `count` more tokens than `lengths`. Values of further slots are 0, so
         that a probability of 0 times such a value is 0; keys are whatever is there.
         """
         k, v = (jax.lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (self.k, self.v))
-        is_token = jnp.arange(self.k.shape[2]) < self.length + count
-        return k, jnp.where(is_token[:, None, None], v, 0)
+        is_token = jnp.arange(self.k.shape[2]) < self.lengths[:, None] + count
+        return k, jnp.where(is_token[:, :, None, None], v, 0)
 
-    def advance(self, count: int) -> "KVCache":
-        """The cache after every layer has stored `count` more tokens."""
-        return replace(self, length=self.length + count)
+    def advance(self, count: int | jax.Array) -> "KVCache":
+        """The cache after every layer has stored `count` more tokens, int or int32 `[B]`."""
+        return replace(self, lengths=self.lengths + count)
+
+    def insert(self, sequence: jax.Array | int, prompt: "KVCache") -> "KVCache":
+        """The cache with another sequence in place of one.
+
+        Args:
+          sequence: which one is replaced, an index below B.
+          prompt: a cache of one sequence and at most this capacity, as `Transformer.prefill` makes.
+        """
+        k, v = (
+            jax.lax.dynamic_update_slice(into, new, (0, sequence, 0, 0, 0))
+            for into, new in ((self.k, prompt.k), (self.v, prompt.v))
+        )
+        return KVCache(k, v, self.lengths.at[sequence].set(prompt.lengths[0]))

@@ -155,7 +155,7 @@ def _step(
     config, batch = model.config, len(tokens)
     layers, first_scale = _layers(model)
     act, is_sparse = rectifier(config.ffn_activation), _is_sparse(kernels, config, batch)
-    cos, sin = rope_table(cache.length - cache.padding[:, None], config)
+    cos, sin = rope_table(cache.lengths[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
     # The first layer reads the cache at once. A cache that is not donated has been copied by then:
@@ -167,8 +167,7 @@ def _step(
         layers,
         k,
         v,
-        cache.length[None],
-        cache.padding,
+        cache.lengths,
         rope,
         heads=config.heads,
         kv_heads=config.num_kv_heads,
@@ -177,7 +176,7 @@ def _step(
         is_sparse=is_sparse,
     )
     logits = _logits(kernels, model, stream)[:batch]
-    extended = KVCache(in_place.contents(k), in_place.contents(v), cache.length, cache.padding)
+    extended = KVCache(in_place.contents(k), in_place.contents(v), cache.lengths)
     return logits, extended.advance(1)
 
 

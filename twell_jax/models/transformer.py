@@ -158,39 +158,48 @@ class Transformer(nnx.Module):
         return x, stats
 
     def prefill(
-        self, tokens: jax.Array, capacity: int, padding: jax.Array | None = None
+        self, tokens: jax.Array, capacity: int, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Reads prompts into a new cache; compile it with `PREFILL_OPTIONS`.
 
         Args:
-          tokens: int `[B, T]`.
+          tokens: int `[B, T]`, prompts from their first token on.
           capacity: number of tokens for which the cache has room, at least T.
-          padding: int32 `[B]`, as in `KVCache`; None if no token is padding, which is faster.
+          lengths: int32 `[B]`, from 1 to T, the tokens of each prompt; what follows them has no
+            influence. None: all have T.
 
         Returns:
-          The logits after the last token, float32 `[B, vocab]`, and the cache.
+          The logits after the last token of each prompt, float32 `[B, vocab]`, and the cache.
         """
-        cache, count = KVCache.empty(self.config, len(tokens), capacity, padding), tokens.shape[1]
-        positions, mask = cache.place(count)
-        return self._extend(
-            tokens, cache, positions, None if padding is None else mask[..., :count]
-        )
+        batch, count = tokens.shape
+        cache = KVCache.empty(self.config, batch, capacity)
+        if lengths is None:
+            lengths = jnp.full(batch, count, jnp.int32)
+        return self._extend(tokens, cache, cache.place(count)[0], None, lengths)
 
     def decode(self, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Extends sequences by `tokens: int [B, T]`, which follow those in `cache`.
 
         Returns the logits after the last token, float32 `[B, vocab]`, and the extended cache. The
-        caller must keep `cache.length + T` within the capacity. `models.decode` is faster for one
+        caller must keep `cache.lengths + T` within the capacity. `models.decode` is faster for one
         token of each of a few sequences.
         """
-        return self._extend(tokens, cache, *cache.place(tokens.shape[1]))
+        batch, count = tokens.shape
+        return self._extend(tokens, cache, *cache.place(count), jnp.full(batch, count, jnp.int32))
 
     def _extend(
-        self, tokens: jax.Array, cache: KVCache, positions: jax.Array, mask: jax.Array | None
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        positions: jax.Array,
+        mask: jax.Array | None,
+        counts: jax.Array,
     ) -> tuple[jax.Array, KVCache]:
+        """Extends each sequence by so many of its tokens."""
         x, _, stored = self._run_blocks(tokens, positions, mask, cache)
         assert stored is not None  # because a cache was given
-        return self.logits(x[:, -1]), stored.advance(tokens.shape[1])
+        last = jnp.take_along_axis(x, counts[:, None, None] - 1, axis=1)[:, 0]
+        return self.logits(last), stored.advance(counts)
 
     def _run_blocks(
         self,
@@ -208,7 +217,7 @@ class Transformer(nnx.Module):
 
         Returns:
           `[B, T, D]` after the last norm, the `FFNStats` of all layers, and the cache, which holds
-          the tokens but has its old `length`.
+          the tokens but has its old `lengths`.
         """
         layers = self.config.layers
         if ffn_gradients is None:
@@ -219,7 +228,7 @@ class Transformer(nnx.Module):
             )
         rope = rope_table(positions, self.config)
         batch, count = tokens.shape
-        first = 0 if cache is None else cache.length
+        first = 0 if cache is None else cache.lengths
         mask = in_window(mask, first, batch, count, self.config.sliding_window)
         graph, *params = nnx.split(self.blocks, EightBits, nnx.Param, ...)
         # Here and not where they are used, as the backward pass would convert them once more there.

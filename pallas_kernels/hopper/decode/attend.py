@@ -116,29 +116,25 @@ def _place_new(qkv_ref, rope_refs, head, is_owner, q_smem, new_smem, stored_refs
 
 
 @primitive
-def patch(k_smem, v_smem, new_smem, low: jax.Array, high: jax.Array) -> None:
+def patch(k_smem, v_smem, new_smem, high: jax.Array) -> None:
     """Makes loaded keys and values complete, and values that nothing attends to zero.
 
     Args:
       k_smem, v_smem: SMEM `[step, size]` with transforms `TILED`.
       new_smem: SMEM `[2, size]`, the new key and value; for row `high`, unless high >= step.
-      low, high: int32 scalars, the first and the last row that is attended to; high >= 0.
+      high: int32 scalar, the last row that is attended to, not negative.
     """
     tiled, scalar = plgpu.RefType(TILED), SCALAR
     rows, size = k_smem.shape
 
-    @plgpu.inline_mgpu(arg_types=(tiled, tiled, plgpu.RefType(), scalar, scalar))
-    def step(_, k_smem, v_smem, new_smem, low, high):
-        (low,), (high,) = low.registers.flat, high.registers.flat
+    @plgpu.inline_mgpu(arg_types=(tiled, tiled, plgpu.RefType(), scalar))
+    def step(_, k_smem, v_smem, new_smem, high):
+        (high,) = high.registers.flat
         thread = arith.remui(mgpu.thread_idx(), const(128))
         k, v = simt.smem_address(k_smem), simt.smem_address(v_smem)
         tiles = const(size // 64)
         row = arith.divui(thread, tiles)
-        is_outside = arith.ori(
-            arith.cmpi(arith.CmpIPredicate.slt, row, low),
-            arith.cmpi(arith.CmpIPredicate.slt, high, row),
-        )
-        is_outside = arith.andi(is_outside, simt.less(row, const(rows)))
+        is_outside = arith.andi(simt.less(high, row), simt.less(row, const(rows)))
         # All eight chunks of the row in one tile, in whatever order.
         first = arith.muli(arith.remui(thread, tiles), const(8))
         start = arith.andi(_chunk_offset(row, first, size), const(-128))
@@ -161,16 +157,16 @@ def patch(k_smem, v_smem, new_smem, low: jax.Array, high: jax.Array) -> None:
         _store("shared", place, words, is_mine)
         _hand_over()
 
-    step(k_smem, v_smem, new_smem, low, high)
+    step(k_smem, v_smem, new_smem, high)
 
 
 @patch.in_jax
-def _patch(k_smem, v_smem, new_smem, low, high):
+def _patch(k_smem, v_smem, new_smem, high):
     row = jnp.arange(k_smem.shape[0])[:, None]
     key, value = new_smem[...]
     k_smem[...] = jnp.where(row == high, key, k_smem[...])
     v = jnp.where(row == high, value, v_smem[...])
-    v_smem[...] = jnp.where((row < low) | (row > high), 0, v)
+    v_smem[...] = jnp.where(row > high, 0, v)
 
 
 @primitive

@@ -45,21 +45,20 @@ def decode_attention_phase(
     k_cache: jax.Ref,
     v_cache: jax.Ref,
     layer: jax.Array,
-    length: jax.Array,
-    padding: jax.Array,
+    lengths: jax.Array,
     *,
     heads: int,
     kv_heads: int,
 ) -> Phase[jax.Array]:
     """Appends one token to each of B sequences and computes what it attends to.
 
-    Query and key are rotated in float32 and rounded; slot `length` of the cache gets key and value.
-    Then the result is `softmax(q k^T / sqrt(head_dim)) v` over the slots from `padding[b]` to
-    `length`, inclusive, in float32, with probabilities rounded for the product with v. Other slots
-    have no influence, whatever they hold.
+    Query and key are rotated in float32 and rounded; slot `lengths[b]` of the cache gets key and
+    value. Then the result is `softmax(q k^T / sqrt(head_dim)) v` over the slots up to `lengths[b]`,
+    inclusive, in float32, with probabilities rounded for the product with v. Other slots have no
+    influence, whatever they hold.
 
     Kernels just before this one in the stream may still run when it starts. They may write `qkv`,
-    nothing else that this one reads: not `layer`, `length`, `padding`, nor this layer of the cache.
+    nothing else that this one reads: not `layer`, `lengths`, nor this layer of the cache.
 
     Args:
       qkv: `[T, (heads + 2 kv_heads) * head_dim]`, bfloat16 or float16, T >= B: query, key and value
@@ -68,8 +67,8 @@ def decode_attention_phase(
       k_cache, v_cache: mutable `[layers, B, S, kv_heads, head_dim]` in the dtype of qkv, B from 1
         to 64, S a multiple of 8, head_dim 64 or 128.
       layer: int32 `[1]`, below `layers`.
-      length: int32 `[1]`, below S: the number of tokens stored before this one.
-      padding: int32 `[B]`, from 0 to `length`.
+      lengths: int32 `[B]`, below S: the number of tokens that each sequence has stored before this
+        one.
       heads: number of query heads, 1 to 8 times `kv_heads`.
       kv_heads: number of key/value heads.
 
@@ -79,7 +78,7 @@ def decode_attention_phase(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
+    _check(qkv, rope, k_cache, v_cache, layer, lengths, heads, kv_heads)
     _, batch, capacity, _, size = k_cache.shape
     steps = pl.cdiv(capacity, _STEP)
     splits = _splits(batch * kv_heads, steps, size)
@@ -89,7 +88,7 @@ def decode_attention_phase(
         "decode_attention",
         clusters=batch * kv_heads,
         cluster=(pl.cdiv(splits, PARTS), min(splits, PARTS)),
-        operands=(qkv, *rope, layer, length, padding),
+        operands=(qkv, *rope, layer, lengths),
         refs=(k_cache, v_cache),
         outs=[jax.ShapeDtypeStruct((qkv.shape[0], heads * size), qkv.dtype)],
         form=only,
@@ -118,7 +117,7 @@ def _memory(size, dtype, stages, splits):
     )
 
 
-def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
+def _check(qkv, rope, k_cache, v_cache, layer, lengths, heads, kv_heads):
     if k_cache.ndim != 5 or k_cache.dtype not in DTYPES:
         raise ValueError(
             "k_cache must be a bfloat16 or float16 [layers, B, S, kv_heads, head_dim], got "
@@ -143,8 +142,7 @@ def _check(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads)
     for name, table in zip(("cosine", "sine"), rope, strict=True):
         support.check_array(f"the {name} in rope", table, (batch, size // 2), jnp.float32)
     support.check_array("layer", layer, (1,), jnp.int32)
-    support.check_array("length", length, (1,), jnp.int32)
-    support.check_array("padding", padding, (batch,), jnp.int32)
+    support.check_array("lengths", lengths, (batch,), jnp.int32)
 
 
 def _splits(clusters: int, steps: int, size: int) -> int:
@@ -159,7 +157,7 @@ def _splits(clusters: int, steps: int, size: int) -> int:
 
 
 def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, heads):
-    (qkv, cos, sin, layer, length, padding), (k_cache, v_cache), (out,) = operands, refs, outs
+    (qkv, cos, sin, layer, lengths), (k_cache, v_cache), (out,) = operands, refs, outs
     k_smem, v_smem, q_smem, p_smem = (memory[f"{name}_smem"] for name in "kvqp")
     small, o_parts, sums = (memory[name] for name in ("small", "o_parts", "sums"))
     loaded, splits = barriers, o_parts.shape[0]
@@ -169,12 +167,12 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, heads)
     if splits > 1:
         cluster.prepare(arrived)
         cluster.expect(4 * (o_parts.size + sums.size), arrived)
-    slot, start, number = length[0], padding[sequence], layer[0]
-    first_step, last_step = start // step + split, slot // step
-    count = jnp.maximum(last_step - first_step + splits, 0) // splits
+    slot, number = lengths[sequence], layer[0]
+    last_step = slot // step
+    count = (last_step - split + splits) // splits  # steps split, split + splits, ... of this block
 
     def load(i):
-        first = (first_step + i * splits) * step
+        first = (split + i * splits) * step
 
         def copy(keys):
             for cache, smem in ((k_cache, k_smem), (v_cache, v_smem)):
@@ -191,22 +189,21 @@ def _run(cluster_number, wait, operands, refs, outs, memory, barriers, *, heads)
         pl.when(i < count)(functools.partial(load, jnp.int32(i)))
     launch_next()
     wait()
-    is_owner = (count > 0) & (first_step + (count - 1) * splits == last_step)
+    is_owner = (count > 0) & (split + (count - 1) * splits == last_step)
     stored = [cache.at[number, sequence, slot, head] for cache in (k_cache, v_cache)]
     rope = cos.at[sequence], sin.at[sequence]
     attend.place_new(qkv.at[sequence], rope, head, is_owner, q_smem, new_smem, stored, heads=heads)
 
     def attend_to_step(i, carry):
-        stage, first = i % stages, (first_step + i * splits) * step
+        stage, high = i % stages, slot - (split + i * splits) * step
         plgpu.barrier_wait(loaded.at[stage])
-        low, high = start - first, slot - first
         k, v = k_smem.at[stage], v_smem.at[stage]
 
-        @pl.when((low > 0) | (high < step))
+        @pl.when(high < step)
         def _():
-            attend.patch(k, v, new_smem, low, high)
+            attend.patch(k, v, new_smem, high)
 
-        carry = _add_step(carry, k, v, q_smem, p_smem, low, high)
+        carry = _add_step(carry, k, v, q_smem, p_smem, high)
         warpgroup.barrier()  # all warps' products with this stage have ended
         pl.when(i + stages < count)(functools.partial(load, i + stages))
         return carry
@@ -229,21 +226,21 @@ def _nothing(step, size):
     )
 
 
-def _add_step(carry, k, v, q, p_smem, low, high):
-    """Adds the keys and values in rows `low` to `high`, at least one, to a running softmax.
+def _add_step(carry, k, v, q, p_smem, high):
+    """Adds the keys and values in rows up to `high`, at least one, to a running softmax.
 
     Args:
       carry: as `_nothing` starts it; scores are exponents of 2.
       k, v: SMEM `[step, size]`.
       q: SMEM `[8, size]`.
       p_smem: SMEM `[8, step]`, workspace.
-      low, high: int32 scalars.
+      high: int32 scalar.
     """
     top, totals, o = carry
     (step, size), layout = k.shape, plgpu.Layout.WGMMA
     row = plgpu.broadcasted_iota(jnp.int32, (step, attend.HEADS), 0, layout=layout)
     scores = _product(k, q.T, step) * (_LOG2_E / size**0.5)
-    scores = jnp.where((row >= low) & (row <= high), scores, -jnp.inf)
+    scores = jnp.where(row <= high, scores, -jnp.inf)
     before, top = top, jnp.maximum(top, jnp.max(scores, axis=0))
     p = jnp.exp2(scores - _rows(top, step))
     shrink = jnp.exp2(before - top)

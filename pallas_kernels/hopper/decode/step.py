@@ -25,8 +25,7 @@ def decode_layers(
     layers: Layers,
     k_cache: jax.Ref,
     v_cache: jax.Ref,
-    length: jax.Array,
-    padding: jax.Array,
+    lengths: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
     heads: int,
@@ -41,7 +40,7 @@ def decode_layers(
       stream: of the tokens, M of them: B rounded up to a multiple of 8, at most 64; D a multiple of
         1024.
       layers: their weights; widths are multiples of 256. The norms are RMS norms.
-      k_cache, v_cache, length, padding, rope, heads, kv_heads: as of
+      k_cache, v_cache, lengths, rope, heads, kv_heads: as of
         `decode_attention.decode_attention`.
       eps: of the norms.
       rectifier: the activation of the feed-forward blocks; None for SiLU.
@@ -56,23 +55,21 @@ def decode_layers(
         heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
     )
     for number in np.arange(number_of_layers, dtype=np.int32)[:, None]:
-        stream = _layer(
-            stream, layers, number, k_cache, v_cache, counts, length, padding, rope, **options
-        )
+        stream = _layer(stream, layers, number, k_cache, v_cache, counts, lengths, rope, **options)
     return stream
 
 
 # Traced once for all layers.
 @partial(jax.jit, static_argnames=("heads", "kv_heads", "eps", "rectifier", "is_sparse"))
 def _layer(
-    stream, layers, number, k, v, counts, length, padding, rope,
+    stream, layers, number, k, v, counts, lengths, rope,
     *, heads, kv_heads, eps, rectifier, is_sparse,
 ):  # fmt: skip
-    batch, mlp = len(padding), layers.mlp
+    batch, mlp = len(lengths), layers.mlp
     k_axis = 2 if isinstance(layers.qkv[0], Quantised) else 1
     projection = dict(k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
     attended = token_pairs.project_attend(
-        stream, layers.qkv, number, rope, k, v, length, padding, counts,
+        stream, layers.qkv, number, rope, k, v, lengths, counts,
         heads=heads, kv_heads=kv_heads, **projection,
     )  # fmt: skip
     before, after = layers.scales

@@ -28,8 +28,7 @@ def project_attend(
     rope: tuple[jax.Array, jax.Array],
     k_cache: jax.Ref,
     v_cache: jax.Ref,
-    length: jax.Array,
-    padding: jax.Array,
+    lengths: jax.Array,
     counts: jax.Ref,
     *,
     heads: int,
@@ -43,12 +42,12 @@ def project_attend(
     They are launched apart if a cluster of attention has fewer than four thread blocks, as it has
     for many sequences and for short caches, or if in one launch not all of the projection's would
     be on the GPU at once. Kernels just before may still run when it starts: they may not write what
-    it reads before it waits for them, `weights`, `layer`, `length`, `padding` and this layer of the
+    it reads before it waits for them, `weights`, `layer`, `lengths` and this layer of the
     cache.
 
     Args:
       stream, weights, layer, k_axis, eps, bias: of `project`.
-      rope, k_cache, v_cache, length, padding, heads, kv_heads: of `decode_attention`.
+      rope, k_cache, v_cache, lengths, heads, kv_heads: of `decode_attention`.
       counts: as in `hopper.decode.active_counts`; counts the blocks that are done.
 
     Returns:
@@ -60,7 +59,7 @@ def project_attend(
 
     def attention(qkv: Any) -> Phase[jax.Array]:
         return decode_attention_phase(
-            qkv, rope, k_cache, v_cache, layer, length, padding, heads=heads, kv_heads=kv_heads
+            qkv, rope, k_cache, v_cache, layer, lengths, heads=heads, kv_heads=kv_heads
         )
 
     first = project_phase(stream, weights, layer, k_axis=k_axis, eps=eps, bias=bias)

@@ -27,7 +27,7 @@ QWEN = {"kv_heads": 2, "sliding_window": 4, "qk_norm": True}
 compiled = nnx.jit(lambda module, tokens, end: module(tokens, document_end=end), static_argnums=2)
 decode = nnx.jit(lambda module, tokens, cache: module.decode(tokens, cache))
 prefill = nnx.jit(
-    lambda module, tokens, capacity, padding: module.prefill(tokens, capacity, padding),
+    lambda module, tokens, capacity, lengths: module.prefill(tokens, capacity, lengths),
     static_argnums=2,
 )
 
@@ -189,34 +189,36 @@ def test_decoding_in_any_pieces_equals_the_forward_pass(split, changes):
     for count in split:
         logits, cache = decode(module, tokens[:, end : end + count], cache)
         end += count
-        assert int(cache.length) == end
+        np.testing.assert_array_equal(cache.lengths, end)
         assert_close(logits, expected[:, end - 1])
 
 
 @pytest.mark.parametrize("capacity", [5, 15])
-@pytest.mark.parametrize("padding", [None, (0, 0)])
-def test_prompts_fill_a_cache_as_decoding_does(capacity, padding):
+@pytest.mark.parametrize("lengths", [None, (5, 5)])
+def test_prompts_fill_a_cache_as_decoding_does(capacity, lengths):
     module, tokens = make(kv_heads=2), draw_tokens(2, 5)
-    padding = None if padding is None else np.array(padding, np.int32)
-    found, cache = prefill(module, tokens, capacity, padding)
+    lengths = None if lengths is None else np.array(lengths, np.int32)
+    found, cache = prefill(module, tokens, capacity, lengths)
     expected, stored = decode(module, tokens, KVCache.empty(module.config, 2, capacity=15))
     assert_close(found, expected)
     for ours, theirs in ((cache.k, stored.k), (cache.v, stored.v)):
         assert ours.shape[2] == capacity
         assert_close(ours[:, :, :5], theirs[:, :, :5])
-    assert int(cache.length) == 5 and not cache.padding.any()
+    np.testing.assert_array_equal(cache.lengths, 5)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("padding", [None, (2, 0)])
-def test_slots_without_a_token_have_no_influence(padding, poison):
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 5)])
+def test_slots_without_a_token_have_no_influence(lengths, poison):
     module, tokens = make(kv_heads=2), draw_tokens(2, 12)
-    padding = None if padding is None else np.array(padding, np.int32)
-    _, cache = prefill(module, tokens[:, :5], 15, padding)
-    poisoned = dataclasses.replace(
-        cache, k=cache.k.at[:, :, 5:].set(poison), v=cache.v.at[:, :, 5:].set(-poison)
-    )
-    zeros = dataclasses.replace(cache, k=cache.k.at[:, :, 5:].set(0), v=cache.v.at[:, :, 5:].set(0))
+    _, cache = prefill(module, tokens[:, :5], 15, np.array(lengths, np.int32))
+    is_empty = (np.arange(15) >= np.array(lengths)[:, None])[:, :, None, None]
+
+    def filled(k, v):
+        k, v = jnp.where(is_empty, k, cache.k), jnp.where(is_empty, v, cache.v)
+        return dataclasses.replace(cache, k=k, v=v)
+
+    poisoned, zeros = filled(poison, -poison), filled(0, 0)
     for first, end in ((5, 6), (6, 9), (9, 12)):
         logits, poisoned = decode(module, tokens[:, first:end], poisoned)
         expected, zeros = decode(module, tokens[:, first:end], zeros)
@@ -224,15 +226,30 @@ def test_slots_without_a_token_have_no_influence(padding, poison):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_padding_is_as_if_it_were_not_there(window):
+def test_sequences_of_their_own_length_are_as_if_alone(window):
     module, tokens = make(kv_heads=2, sliding_window=window), draw_tokens(2, 12)
-    padding = np.array([4, 2], np.int32)
-    logits, cache = prefill(module, tokens[:, :5], 15, padding)
-    alone = [np.roll(row, -start) for row, start in zip(tokens, padding, strict=True)]
-    expected, _ = forward(module, np.array(alone))
-    for end in range(5, 12):
-        assert_close(logits, expected[[0, 1], end - 1 - padding])
-        logits, cache = decode(module, tokens[:, end : end + 1], cache)
+    lengths = np.array([1, 3], np.int32)
+    logits, cache = prefill(module, tokens[:, :5], 15, lengths)
+    expected, _ = forward(module, tokens)
+    for end in lengths + np.arange(8)[:, None]:
+        assert_close(logits, expected[[0, 1], end - 1])
+        logits, cache = decode(module, tokens[[0, 1], end][:, None], cache)
+
+
+def test_a_prompt_takes_the_place_of_a_sequence_while_others_go_on():
+    module, tokens = make(kv_heads=2), draw_tokens(3, 12)
+    expected, _ = forward(module, np.resize(tokens, (4, 12)))
+    _, cache = prefill(module, tokens[:2, :5], 15, np.array([5, 2], np.int32))
+    for _ in range(2):
+        logits, cache = decode(module, tokens[[0, 1], np.array(cache.lengths)][:, None], cache)
+    found, prompt = prefill(module, tokens[2:, :4], 4, None)
+    assert_close(found[0], expected[2, 3])
+    cache = nnx.jit(lambda cache, prompt: cache.insert(1, prompt))(cache, prompt)
+    np.testing.assert_array_equal(cache.lengths, [7, 4])
+    for _ in range(4):
+        rows, ends = [0, 2], np.array(cache.lengths)
+        logits, cache = decode(module, tokens[rows, ends][:, None], cache)
+        assert_close(logits, expected[rows, ends])
 
 
 def test_decoding_in_bfloat16():

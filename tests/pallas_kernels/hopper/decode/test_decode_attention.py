@@ -14,9 +14,9 @@ from tests.pallas_kernels.hopper.decode.attention import LAYERS, draw, shapes
 from tests.poisoned import poison
 
 
-def expected(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_heads):
+def expected(qkv, rope, k_cache, v_cache, layer, lengths, heads, kv_heads):
     """Result, in float64 but for rounding the rotated query and key, and both caches."""
-    batch, dtype, size = padding.size, qkv.dtype, k_cache.shape[4]
+    batch, dtype, size = lengths.size, qkv.dtype, k_cache.shape[4]
     qkv = np.asarray(qkv[:batch], np.float64).reshape(batch, -1, size)
     q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     cos, sin = (np.asarray(table, np.float64)[:, None] for table in rope)
@@ -26,11 +26,12 @@ def expected(qkv, rope, k_cache, v_cache, layer, length, padding, heads, kv_head
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(dtype)
 
     k_cache, v_cache = k_cache.copy(), v_cache.copy()
-    k_cache[layer[0], :, length[0]], v_cache[layer[0], :, length[0]] = rotate(k), v.astype(dtype)
+    new = layer[0], np.arange(batch), lengths
+    k_cache[new], v_cache[new] = rotate(k), v.astype(dtype)
     q = np.asarray(rotate(q), np.float64).reshape(batch, kv_heads, -1, size)
     out = np.empty(q.shape)
     for b in range(batch):
-        slots = slice(padding[b], length[0] + 1)
+        slots = slice(0, lengths[b] + 1)
         keys, values = (
             np.asarray(cache[layer[0], b, slots], np.float64) for cache in (k_cache, v_cache)
         )
@@ -47,11 +48,11 @@ def bits(cache):
 
 def assert_matches(out, operands, heads, kv_heads):
     attended, k_cache, v_cache = jax.device_get(out)
-    layer, length, padding = operands[4:]
+    layer, lengths = operands[4:]
     exact, keys, values = expected(*operands, heads, kv_heads)
     assert attended.dtype == operands[0].dtype
-    assert relative_error(attended[: padding.size], exact) < 2 * ROUNDING
-    new = (layer[0], slice(None), length[0])
+    assert relative_error(attended[: lengths.size], exact) < 2 * ROUNDING
+    new = layer[0], np.arange(lengths.size), lengths
     assert relative_error(k_cache[new], keys[new]) < ROUNDING / 4
     k_cache = k_cache.copy()
     k_cache[new] = keys[new]
@@ -60,9 +61,9 @@ def assert_matches(out, operands, heads, kv_heads):
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("heads", "kv_heads"))
-def run(function, qkv, rope, k_cache, v_cache, layer, length, padding, *, heads, kv_heads):
+def run(function, qkv, rope, k_cache, v_cache, layer, lengths, *, heads, kv_heads):
     refs = jax.new_ref(k_cache), jax.new_ref(v_cache)
-    attended = function(qkv, rope, *refs, layer, length, padding, heads=heads, kv_heads=kv_heads)
+    attended = function(qkv, rope, *refs, layer, lengths, heads=heads, kv_heads=kv_heads)
     return attended, refs[0][...], refs[1][...]
 
 
@@ -119,8 +120,6 @@ def test_reference(length, dtype):
 )
 def test_interpreted(interpreted, heads, kv_heads, size, batch, capacity, length, splits):
     operands = draw(heads, kv_heads, size, batch, capacity, length, jnp.bfloat16)
-    if splits == 1:
-        operands[6][:] = 0
     # Blocks load the new token's slot, which one of them writes; they have its key and value.
     with interpreted(detect_races=False):
         phase = hopper.decode_attention_phase(*operands, heads=heads, kv_heads=kv_heads)
@@ -149,12 +148,12 @@ CACHE = (LAYERS, 3, 40, 2, 64)
         (dict(qkv=np.zeros((6, 640), jnp.float16)), "qkv must be bfloat16"),
         (dict(rope=(np.zeros((3, 32)), np.zeros((1, 32)))), "the sine in rope must be float32"),
         (dict(layer=np.zeros((), jnp.int32)), r"layer must be int32 \[1\]"),
-        (dict(length=np.zeros(1)), r"length must be int32 \[1\]"),
-        (dict(padding=np.zeros(1, jnp.int32)), r"padding must be int32 \[3\]"),
+        (dict(lengths=np.zeros(3)), r"lengths must be int32 \[3\]"),
+        (dict(lengths=np.zeros(1, jnp.int32)), r"lengths must be int32 \[3\]"),
     ],
 )
 def test_bad_operands_are_named(change, message):
-    names = ("qkv", "rope", "k_cache", "v_cache", "layer", "length", "padding")
+    names = ("qkv", "rope", "k_cache", "v_cache", "layer", "lengths")
     operands = dict(zip(names, draw(6, 2, 64, 3, 40, 7, jnp.bfloat16), strict=True))
     operands |= dict(heads=6, kv_heads=2) | change
     kwargs = {name: operands.pop(name) for name in ("heads", "kv_heads")}
@@ -212,15 +211,15 @@ def test_same_bits_every_time():
 
 @pytest.mark.gpu
 def test_tokens_one_after_another():
-    """Each token finds the keys and values of those before it, and padding stays out."""
+    """Each token finds the keys and values of those before it, of its own sequence."""
     heads, kv_heads, batch, capacity = 4, 2, 3, 256
-    *operands, padding = draw(heads, kv_heads, 64, batch, capacity, 126, jnp.bfloat16)
-    qkv, rope, k_cache, v_cache, layer, _ = operands
+    operands = draw(heads, kv_heads, 64, batch, capacity, 126, jnp.bfloat16)
+    qkv, rope, k_cache, v_cache, layer, lengths = operands
     refs = jax.new_ref(jnp.asarray(k_cache)), jax.new_ref(jnp.asarray(v_cache))
     jax.block_until_ready((refs[0][...], refs[1][...]))
     call = jax.jit(functools.partial(hopper.decode_attention, heads=heads, kv_heads=kv_heads))
-    for length in range(126, 131):
-        operands = qkv, rope, k_cache, v_cache, layer, np.full(1, length, np.int32), padding
+    for more in range(5):
+        operands = qkv, rope, k_cache, v_cache, layer, lengths + np.int32(more)
         device = jax.block_until_ready(jax.device_put((qkv, rope, *operands[4:])))
         attended = jax.block_until_ready(call(*device[:2], *refs, *device[2:]))
         out = attended, refs[0][...], refs[1][...]

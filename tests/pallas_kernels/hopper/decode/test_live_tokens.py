@@ -144,12 +144,12 @@ def test_a_decoding_step_reads_the_numbers_of_live_neurons(lower, is_sparse):
     stream = Stream(x, x, shape(8, 64, dtype=jnp.float32))
     rope = 2 * (shape(1, 32, dtype=jnp.float32),)
 
-    def decode(stream, layers, k, v, length, padding, rope):
+    def decode(stream, layers, k, v, lengths, rope):
         caches, options = (jax.new_ref(k), jax.new_ref(v)), dict(heads=4, kv_heads=4, eps=EPS)
         options |= dict(rectifier=RELU, is_sparse=is_sparse)
-        return step.decode_layers(stream, layers, *caches, length, padding, rope, **options)
+        return step.decode_layers(stream, layers, *caches, lengths, rope, **options)
 
     layers = Layers(qkv, None, w, None, mlp, (norms, norms))
-    text = lower(decode, stream, layers, cache, cache, one, one, rope)
+    text = lower(decode, stream, layers, cache, cache, one, rope)
     (read,) = re.findall(r"@main\((.*)\) ->", text)  # which has no operand that is not read
     assert "tensor<2xi32>" in read

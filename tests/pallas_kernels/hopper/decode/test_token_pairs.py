@@ -147,10 +147,10 @@ def test_dense_gate_has_the_bits_that_it_has_alone(m, d, h):
 
 
 def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_8_bits=False):
-    """Of `attend_to_projection`; the first sequence has no padding."""
+    """Of `attend_to_projection`; the first sequence has the most tokens."""
     shape = heads, kv_heads, size, batch, capacity, length, jnp.bfloat16
-    _, rope, k, v, *numbers, padding = draw(*shape, fill=0)
-    padding[0] = 0
+    _, rope, k, v, layer, lengths = draw(*shape, fill=0)
+    lengths[0] = length
     for cache in (k, v):
         cache[LAYER, 0, :length] = normal(length, kv_heads, size)
     widths = heads * size, kv_heads * size, kv_heads * size
@@ -158,25 +158,25 @@ def operands_of_attention(heads, kv_heads, size, batch, capacity, length, d, is_
     weights = tuple(made(LAYERS, width, d) for width in widths)
     x, scale = normal(-(-batch // 8) * 8, d).astype(jnp.bfloat16), normal(d).astype(jnp.bfloat16)
     bias = normal(LAYERS, sum(widths)).astype(jnp.bfloat16)
-    return stream_of(x, scale), weights, bias, *map(jax.device_put, (rope, k, v, *numbers, padding))
+    return stream_of(x, scale), weights, bias, *map(jax.device_put, (rope, k, v, layer, lengths))
 
 
 def attend_to_projection(
     heads, kv_heads, stream, weights, bias, rope, k, v, *numbers, together, counts=None
 ):
     """What the new tokens attend to, and both caches."""
-    (layer, length, padding), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
+    (layer, lengths), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
     shape, projection = dict(heads=heads, kv_heads=kv_heads), dict(k_axis=2, eps=EPS, bias=bias)
     if together:
         counts = none_arrived(LAYERS, len(stream.x)) if counts is None else counts
         attended = token_pairs.project_attend(
-            stream, weights, layer, rope, *caches, length, padding, counts, **shape, **projection
+            stream, weights, layer, rope, *caches, lengths, counts, **shape, **projection
         )
     else:
         qkv = token_product.project(stream, weights, layer, **projection)
         attend = decode_attention.decode_attention
-        attended = attend(qkv, rope, *caches, layer, length, padding, **shape)
-    return attended[: len(padding)], *(ref[...] for ref in caches)
+        attended = attend(qkv, rope, *caches, layer, lengths, **shape)
+    return attended[: len(lengths)], *(ref[...] for ref in caches)
 
 
 # Of 32 heads not all have room beside the projection: 5 clusters of four blocks are those of both
@@ -282,10 +282,10 @@ def test_attention_interpreted(interpreted, splits, capacity, sms, is_8_bits):
 
 
 def phases_of_attention(heads, kv_heads, stream, weights, bias, rope, k, v, *numbers):
-    (layer, length, padding), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
+    (layer, lengths), caches = numbers, (jax.new_ref(k), jax.new_ref(v))
     first = token_product.project_phase(stream, weights, layer, k_axis=2, eps=EPS, bias=bias)
     second = decode_attention.decode_attention_phase(
-        *first.outs, rope, *caches, layer, length, padding, heads=heads, kv_heads=kv_heads
+        *first.outs, rope, *caches, layer, lengths, heads=heads, kv_heads=kv_heads
     )
     return first.in_clusters(second.cluster), second
 
@@ -304,10 +304,10 @@ def phases_of_attention(heads, kv_heads, stream, weights, bias, rope, k, v, *num
     ],
 )  # fmt: skip
 def test_attention_shares_a_launch_where_it_can(lower, heads, size, batch, capacity, number):
-    def together(stream, weights, rope, k, v, layer, length, padding):
+    def together(stream, weights, rope, k, v, layer, lengths):
         caches, counts = (jax.new_ref(k), jax.new_ref(v)), none_arrived(LAYERS, 8)
         return token_pairs.project_attend(
-            stream, weights, layer, rope, *caches, length, padding, counts,
+            stream, weights, layer, rope, *caches, lengths, counts,
             heads=heads, kv_heads=heads, k_axis=1, eps=EPS,
         )  # fmt: skip
 

@@ -1,0 +1,72 @@
+"""Sequences that come and go in slots, against `generate` of each alone."""
+
+import numpy as np
+import pytest
+
+from tests import seeds
+from tests.twell_jax import drawn
+from twell_jax.inference import GREEDY, Sampling, generate
+from twell_jax.inference.slots import SlotDecoder, free
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn.small(vocab_size=257, context=32)
+
+
+def alone(model, prompt, count, sampling, seed):
+    steps = generate(model, [prompt], max_tokens=count, sampling=sampling, seed=seed)
+    return [int(token) for (token,) in steps]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=20)])
+def test_a_sequence_is_as_if_alone_whenever_it_comes(model, sampling):
+    """Two slots, five prompts: a free slot takes the next one while the other goes on."""
+    rng = seeds.rng()
+    wanted = [3, 9, 1, 6, 4]
+    prompts = [rng.integers(0, 257, length).tolist() for length in (5, 63, 64, 1, 70)]
+    decoder = SlotDecoder(model, capacity=120, sampling=sampling)
+    slots, queue, held = decoder.empty(2), list(range(5)), {}
+    texts = {number: [] for number in queue}
+    while queue or held:
+        for slot in {0, 1} - held.keys():
+            if queue:
+                held[slot] = number = queue.pop(0)
+                token, slots = decoder.insert(slots, slot, prompts[number], seed=number)
+                texts[number].append(int(token))
+        for slot, number in list(held.items()):
+            if len(texts[number]) == wanted[number]:
+                slots = free(slots, slot)
+                del held[slot]
+        if held:
+            tokens, slots = decoder.step(slots)
+            for slot, number in held.items():
+                texts[number].append(int(tokens[slot]))
+    for number, prompt in enumerate(prompts):
+        assert texts[number] == alone(model, prompt, wanted[number], sampling, number)
+
+
+def test_free_slots_do_not_fill_up(model):
+    decoder = SlotDecoder(model, capacity=64, sampling=GREEDY)
+    slots = decoder.empty(2)
+    _, slots = decoder.insert(slots, 1, [1, 2, 3])
+    for _ in range(3):
+        _, slots = decoder.step(slots)
+    np.testing.assert_array_equal(slots.cache.lengths, [0, 6])
+    _, slots = decoder.step(free(slots, 1))
+    np.testing.assert_array_equal(slots.cache.lengths, [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("slot", "prompt", "says"),
+    [
+        (2, [1], "slot must be from 0 to 1, got 2"),
+        (0, [], "prompt must hold token ids, got none"),
+        (0, [300], "prompt holds token 300, but the model's vocabulary is 0 to 256"),
+        (0, [1] * 64, "prompt has 64 tokens; a slot has room for 63"),
+    ],
+)
+def test_what_fits_no_slot_is_named(model, slot, prompt, says):
+    decoder = SlotDecoder(model, capacity=64)
+    with pytest.raises(ValueError, match=says):
+        decoder.insert(decoder.empty(2), slot, prompt)

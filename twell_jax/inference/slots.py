@@ -1,0 +1,142 @@
+"""Decodes sequences that come and go, each in a slot of one cache: what a server needs.
+
+A sequence's tokens are those that `generate` would write for its prompt alone, whatever is in the
+other slots. See examples/serve_queue.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from twell_jax.inference.generation import checked_prompt, padded_length
+from twell_jax.inference.sampling import Sampling, sample_each
+from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, decode
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """B places for sequences, some of them taken.
+
+    Attributes:
+      cache: the tokens of each but its last one; free slots have none.
+      tokens: int32 `[B]`, the last one.
+      keys: random keys `[B]`, which with a sequence's length decide its next token.
+      is_taken: bool `[B]`.
+    """
+
+    cache: KVCache
+    tokens: jax.Array
+    keys: jax.Array
+    is_taken: jax.Array
+
+
+@dataclass(frozen=True)
+class SlotDecoder:
+    """What fills slots and lets their sequences go on.
+
+    `insert` and `step` consume the slots that they are given: only those that they return can be
+    used from then on.
+
+    Attributes:
+      model: the language model.
+      capacity: tokens that a slot has room for, rounded up to a multiple of 64. What a sequence has
+        beyond is lost.
+      sampling: how tokens are chosen.
+    """
+
+    model: Transformer
+    capacity: int
+    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
+
+    def empty(self, count: int) -> Slots:
+        """So many free slots."""
+        return Slots(
+            KVCache.empty(self.model.config, count, padded_length(self.capacity)),
+            tokens=jnp.zeros(count, jnp.int32),
+            keys=jax.random.split(jax.random.key(0), count),
+            is_taken=jnp.zeros(count, bool),
+        )
+
+    def insert(
+        self, slots: Slots, slot: int, prompt: Sequence[int], *, seed: int = 0
+    ) -> tuple[jax.Array, Slots]:
+        """Begins a sequence in a slot, in place of what it held.
+
+        Args:
+          slots: consumed.
+          slot: its index.
+          prompt: token ids, at least one, and fewer than `capacity`.
+          seed: as of `generate`.
+
+        Returns:
+          The first new token, int32 [], and the slots.
+
+        Raises:
+          ValueError: there is no such slot, or the prompt is empty, too long or holds a token
+            outside the vocabulary.
+        """
+        count, room = len(slots.tokens), slots.cache.k.shape[2]
+        if not 0 <= slot < count:
+            raise ValueError(f"slot must be from 0 to {count - 1}, got {slot}")
+        checked_prompt(self.model, prompt, "prompt")
+        if len(prompt) >= room:
+            raise ValueError(f"prompt has {len(prompt)} tokens; a slot has room for {room - 1}")
+        row = np.zeros((1, padded_length(len(prompt))), np.int32)
+        row[0, : len(prompt)] = prompt
+        params, (begin, _) = self._compiled
+        return begin(params, slots, np.int32(slot), row, np.int32(len(prompt)), seed)
+
+    def step(self, slots: Slots) -> tuple[jax.Array, Slots]:
+        """The next token of each sequence, int32 `[B]`, and the slots; `slots` are consumed."""
+        params, (_, go_on) = self._compiled
+        return go_on(params, slots)
+
+    @cached_property
+    def _compiled(self) -> tuple[list[jax.Array], tuple[Callable, Callable]]:
+        """The parameters, as a list, which takes less time to flatten, and the programs."""
+        graph, params = nnx.split(self.model)
+        leaves, structure = jax.tree.flatten(params)
+        return leaves, _programs(graph, structure, self.sampling)
+
+
+def free(slots: Slots, slot: int) -> Slots:
+    """The slots without the sequence in one of them."""
+    return replace(slots, is_taken=slots.is_taken.at[slot].set(False))
+
+
+@cache  # a step would take longer to look for its program by a whole graph
+def _programs(
+    graph: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, sampling: Sampling
+) -> tuple[Callable, Callable]:
+    """The compiled `SlotDecoder.insert` and `SlotDecoder.step` of a model."""
+
+    def merged(params):
+        return nnx.merge(graph, jax.tree.unflatten(structure, params))
+
+    @partial(jax.jit, donate_argnames="slots", compiler_options=PREFILL_OPTIONS)
+    def insert(params, slots, slot, row, length, seed):
+        logits, prompt = merged(params).prefill(row, row.shape[1], length[None])
+        key = jax.random.fold_in(jax.random.key(seed), 0)  # as of a batch's first sequence
+        (token,) = sample_each(logits, key[None], prompt.lengths, sampling)
+        return token, Slots(
+            slots.cache.insert(slot, prompt),
+            slots.tokens.at[slot].set(token),
+            slots.keys.at[slot].set(key),
+            slots.is_taken.at[slot].set(True),
+        )
+
+    @partial(jax.jit, donate_argnames="slots", compiler_options=DECODE_OPTIONS)
+    def step(params, slots):
+        logits, cache = decode(merged(params), slots.tokens[:, None], slots.cache)
+        tokens = sample_each(logits, slots.keys, cache.lengths, sampling)
+        # A free slot's cache would fill up.
+        cache = replace(cache, lengths=jnp.where(slots.is_taken, cache.lengths, 0))
+        return tokens, replace(slots, cache=cache, tokens=tokens)
+
+    return insert, step
