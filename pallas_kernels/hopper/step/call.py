@@ -1,0 +1,113 @@
+"""The launch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common.primitives import interpretation
+from pallas_kernels.hopper.common.support import sm_count
+from pallas_kernels.hopper.common.tiles import TILED
+from pallas_kernels.hopper.step.exchange import BUFFERS
+from pallas_kernels.hopper.step.kernel import Operands, kernel
+from pallas_kernels.hopper.step.plan import ROWS
+from pallas_kernels.hopper.step.products import FEATURES
+from pallas_kernels.hopper.step.shape import Shape
+from pallas_kernels.layers import Layers
+from pallas_kernels.layouts.stream import Stream
+
+
+def decode_layers(
+    stream: Stream,
+    layers: Layers,
+    k_cache: jax.Ref,
+    v_cache: jax.Ref,
+    lengths: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Stream:
+    """All layers for one new token of each of up to eight sequences.
+
+    Args:
+      stream: of the tokens, bfloat16.
+      layers: their weights, bfloat16; here `qkv` are `[L, N, D]` and `out` `[L, D, N]`.
+      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values.
+      lengths: int32 `[B]`, of the sequences before.
+      rope: cosine and sine, float32 `[B, size / 2]` each.
+      heads, kv_heads: of attention.
+      eps: of the norms.
+
+    Returns:
+      The stream in front of the norm that follows the last layer.
+    """
+    mlp = layers.mlp
+    number, batch, capacity, _, size = k_cache.shape
+    gated = mlp.gate is not None
+    _, neurons, width = mlp.down.shape
+    shape = Shape(
+        min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
+        size, gated,
+    )  # fmt: skip
+    x = stream.x[:batch]
+    first = jax.lax.bitcast_convert_type(x.reshape(batch * width // 2, 2), jnp.int32)
+    words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(first), 0].set(first)
+    squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
+    # A load takes the first of eight sums; the others are of no warp.
+    squares = jnp.pad(squares, ((0, 0), (0, 3)))
+    gate, up = (mlp.gate, mlp.up) if gated else (mlp.up, None)
+    operands = Operands(
+        words, jnp.asarray(shape.table), stream.scaled[:batch], squares, tuple(layers.qkv),
+        layers.out, gate, up, mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
+    )  # fmt: skip
+    outs = (
+        jax.ShapeDtypeStruct((batch, width), x.dtype),
+        jax.ShapeDtypeStruct((batch, width), x.dtype),
+        jax.ShapeDtypeStruct((batch, 8), jnp.float32),
+    )
+    flat, structure = jax.tree.flatten(operands)
+
+    def body(*refs, **scratch):
+        given = jax.tree.unflatten(structure, refs[: len(flat)])
+        kernel(given, refs[len(flat) :], scratch, shape=shape, eps=eps)
+
+    call = plgpu.kernel(
+        body,
+        out_type=outs,
+        scratch_types=_scratch(shape),
+        **_grid(shape.blocks),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="decode_step",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    x, scaled, squares = call(*flat)
+    missing = ((0, len(stream.x) - batch), (0, 0))
+    return Stream(*(jnp.pad(out, missing) for out in (x, scaled, squares)))
+
+
+def _grid(blocks: int) -> dict:
+    """The interpreter runs the blocks of a cluster side by side, and clusters one by one."""
+    if interpretation() is None:
+        return dict(grid=(blocks,), grid_names=("block",))
+    return dict(grid=(1,), grid_names=("all",), cluster=(blocks,), cluster_names=("block",))
+
+
+def _scratch(shape: Shape) -> dict:
+    smem = plgpu.SMEM
+    stages = {
+        "ring": plgpu.RefUnion(
+            smem((shape.slots, ROWS, FEATURES), jnp.bfloat16, transforms=TILED),
+            smem((shape.slots, shape.keys, shape.size), jnp.bfloat16, transforms=TILED),
+        ),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=shape.slots),
+        "empty": plgpu.Barrier(num_arrivals=2, num_barriers=shape.slots),
+        "together": plgpu.Barrier(num_arrivals=2),
+    }
+    words = {name: smem(size, jnp.dtype(kind)) for name, (size, kind) in shape.scratch_words.items()}
+    return stages | words

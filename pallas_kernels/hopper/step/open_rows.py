@@ -1,0 +1,224 @@
+"""The feed-forward block behind the gates: only rows of neurons that are open for some token.
+
+The block that has a row's gate also multiplies its row of `up`, so that no exchange lies between,
+and posts its activations. Meanwhile all blocks learn from `masks` which rows are open, and ask for
+their 16 columns of these rows of `down`.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.step import exchange, lane, products
+from pallas_kernels.hopper.step.lane import LANES, WARP
+from pallas_kernels.hopper.step.plan import ROWS
+from pallas_kernels.hopper.step.products import BLOCK_WARPS, TOKENS
+from pallas_kernels.hopper.step.shape import LISTED
+
+GATE = 3  # of `Shape.shares`
+_AT_ONCE = 128  # rows that are added together
+
+
+def clear(hidden_ref, thread) -> None:
+    """Sets the activations of all rows and tokens to zero."""
+    for start in range(0, 4 * _AT_ONCE, 2 * LANES):
+        lane.scatter(hidden_ref, thread + start, lane.full(0))
+
+
+def keep_masks(block, exchange_number, inverse):
+    """What keeps the gates of a group of rows, and posts which rows are open, a bit for each.
+
+    All warps of a warpgroup compute the same: a lane has half of the tokens of a row.
+    """
+    batch, smem = block.shape.batch, block.smem
+    half = -(-batch // 2)
+
+    def finish(i, row, parts):
+        @pl.when(block.wg == lax.rem(i, 2))
+        def _():
+            number = lane.numbers() & (WARP - 1)
+            own, first = number & (ROWS - 1), (number >> 4) * half
+            is_open = lane.full(0)
+            for j in range(half):
+                token = first + j
+                is_there = token < batch
+                place = jnp.where(is_there, own * TOKENS + token, -1)
+                total = products.sum_of_warps(parts, place) * inverse(jnp.where(is_there, token, 0))
+                is_active = is_there & ~(total <= 0)  # NaN is active
+                gate = jnp.where(is_active, total, 0.0)
+                gate, _ = lane.unpack(lane.pack(gate, gate))
+                places = jnp.where(is_there & (lane.numbers() < WARP), place, -1)
+                lane.scatter(smem["gates"].at[i], places, gate)
+                is_open = is_open | jnp.where(is_active, 1, 0)
+            bits = lane.ballot(is_open)
+            mask = (bits | (bits >> ROWS)) & 0xFFFF
+            once = lane.numbers() == 0
+            lane.scatter(smem["own_masks"], jnp.where(once, i, -1), mask)
+            group = jnp.where(once, row // ROWS, -1)
+            exchange.post(block.refs.words, exchange_number, group, mask)
+
+    return finish
+
+
+def add(block, layer, exchange_number, publish) -> None:
+    """Adds the products of the open rows to the stream, which exchange `exchange_number + 2` gets."""
+    own = _list_own(block)
+    _post_hidden(block, layer, exchange_number + 1, own)
+    found = _list_all(block, exchange_number)
+    columns = block.shape.width // ROWS
+    blocks = block.shape.blocks
+    for start in range(0, columns, blocks):
+        number = lax.axis_index("block") + start
+
+        @pl.when(number < columns)
+        def _(number=number):
+            sums = _sum_of_rows(block, layer, exchange_number + 1, number, found)
+            parts = block.smem["parts"].at[0]
+            products.put(parts, sums, block.wg)
+            block.meet()
+            finish = publish(
+                block, exchange_number + 2, batch=block.shape.batch, stream=exchange_number - 1
+            )
+            finish(0, number * ROWS, parts)
+            block.meet()
+
+
+def _list_own(block):
+    """Lists this block's open rows in `own_rows`, and returns how many there are."""
+    shape, smem = block.shape, block.smem
+    count = block.count[GATE]
+    masks = []
+    for i in range(shape.most_gates):
+        places = jnp.where(i < count, lane.full(i), -1)
+        masks.append(lane.gather(smem["own_masks"], places))
+    for start in range(0, shape.most_gates * ROWS, 2 * LANES):
+        index = block.thread() + start
+        group, bit = index >> 4, index & (ROWS - 1)
+        at, mine = lane.full(0), lane.full(0)
+        for i, mask in enumerate(masks):
+            at += jnp.where(i < group, lane.popcount(mask), 0)
+            mine = jnp.where(i == group, mask, mine)
+        at += lane.popcount(mine & ((lane.full(1) << bit) - 1))
+        is_open = ((mine >> bit) & 1) != 0
+        lane.scatter(smem["own_rows"], jnp.where(is_open, at, -1), index)
+    total = lane.full(0)
+    for mask in masks:
+        total += lane.popcount(mask)
+    lane.scatter(smem["counts"].at[1], jnp.where(block.thread() == 0, 0, -1), total)
+    block.meet()
+    return smem["counts"][1, 0]
+
+
+def _post_hidden(block, layer, exchange_number, own) -> None:
+    """Multiplies the block's open rows of `up`, a warp each, and posts their activations."""
+    shape, smem = block.shape, block.smem
+    number, warp = block.thread() & (WARP - 1), block.thread() >> 5
+
+    @pl.loop(0, pl.cdiv(own, BLOCK_WARPS))
+    def _(i):
+        index = i * BLOCK_WARPS + warp
+        is_there = index < own
+        local = lane.gather(smem["own_rows"], jnp.where(is_there, index, -1))
+        row = block.first[GATE] * ROWS + local
+        gates = [
+            lane.gather(smem["gates"], jnp.where(is_there, local * TOKENS + token, -1))
+            for token in range(shape.batch)
+        ]
+        hidden = gates if block.refs.up is None else _times_up(block, layer, row, is_there, gates)
+        for j in range(shape.open_words):
+            pair = [*hidden[2 * j : 2 * j + 2], lane.full(0.0, jnp.float32)][:2]
+            place = jnp.where(is_there & (number == 0), row * shape.open_words + j, -1)
+            exchange.post(block.refs.words, exchange_number, place, lane.pack(*pair))
+
+
+def _times_up(block, layer, row, is_there, gates):
+    """Gates times the products of a row of `up` with the tokens, for each token."""
+    shape, smem, up = block.shape, block.smem, block.refs.up.at[layer]
+    number = block.thread() & (WARP - 1)
+    chunks = shape.width // 8  # of 16 bytes
+    columns = [number + start for start in range(0, chunks, WARP)]
+    loaded = [
+        lane.load(up, jnp.where(is_there & (c < chunks), 4 * (row * chunks + c), -1), 4)
+        for c in columns
+    ]
+    found = []
+    for token, gate in enumerate(gates):
+        total = lane.full(0.0, jnp.float32)
+        for c, words in zip(columns, loaded, strict=True):
+            x = lane.gather_four(smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1))
+            for a, b in zip(words, x, strict=True):
+                (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
+                total += a0 * b0 + a1 * b1
+        found.append(gate * lane.warp_sum(total))
+    return found
+
+
+def _list_all(block, exchange_number):
+    """Lists the open rows of all blocks; returns how many there are."""
+    shape, smem, thread = block.shape, block.smem, block.thread()
+    groups = shape.neurons // ROWS
+    places = [thread + start for start in range(0, groups, 2 * LANES)]
+    places = [jnp.where(place < groups, place, -1) for place in places]
+    masks = exchange.take(block.refs.words, exchange_number, places)
+    own = lane.full(0)
+    for place, mask in zip(places, masks, strict=True):
+        lane.scatter(smem["masks"], place, mask)
+        own += lane.popcount(mask)
+    up_to = lane.sum_up_to(own)
+    warp = thread >> 5
+    counts = smem["counts"].at[0]
+    lane.scatter(counts, jnp.where(thread & 31 == 31, warp, -1), up_to)
+    block.meet()
+    at = up_to - own
+    for i in range(BLOCK_WARPS):
+        at += jnp.where(i < warp, lane.gather(counts, lane.full(i)), 0)
+    for place, mask in zip(places, masks, strict=True):
+        for bit in range(ROWS):
+            is_open = (mask >> bit) & 1
+            is_listed = (is_open != 0) & (at < LISTED)
+            lane.scatter(smem["listed"], jnp.where(is_listed, at, -1), place * ROWS + bit)
+            at += is_open
+    block.meet()
+    total = smem["counts"][0, 0]
+    for i in range(1, BLOCK_WARPS):
+        total = total + smem["counts"][0, i]
+    return total
+
+
+def _sum_of_rows(block, layer, exchange_number, columns, found):
+    """Sums of each warp, of 16 columns of the open rows times their activations.
+
+    If more rows are open than are listed, all are looked at.
+    """
+    shape, smem, thread = block.shape, block.smem, block.thread()
+    index, half = thread >> 1, thread & 1
+    is_listed = found <= LISTED
+    steps = pl.cdiv(jnp.where(is_listed, found, shape.neurons), _AT_ONCE)
+    chunks = shape.width // 8
+    mine = -(-shape.open_words // 2)
+
+    def step(i, sums):
+        number = i * _AT_ONCE + index
+        listed = lane.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
+        is_row = number < shape.neurons
+        mask = lane.gather(smem["masks"], jnp.where(is_row, number >> 4, -1))
+        is_open = jnp.where(is_listed, number < found, ((mask >> (number & 15)) & 1) != 0)
+        row = jnp.where(is_listed, listed, number)
+        chunk = row * chunks + 2 * columns + half
+        words = lane.load(block.refs.down.at[layer], jnp.where(is_open, 4 * chunk, -1), 4)
+        parts = [half * mine + j for j in range(mine)]
+        places = [
+            jnp.where(is_open & (part < shape.open_words), row * shape.open_words + part, -1)
+            for part in parts
+        ]
+        hidden = exchange.take(block.refs.words, exchange_number, places)
+        lane.scatter_four(smem["columns"], 8 * index + 4 * half, words)
+        for part, word in zip(parts, hidden, strict=True):
+            is_part = part < shape.open_words
+            lane.scatter(smem["hidden"], jnp.where(is_part, 4 * index + part, -1), word)
+        block.meet()
+        sums = products.add_rows(smem["columns"], smem["hidden"], sums, block.wg)
+        block.meet()
+        return sums
+
+    return lax.fori_loop(0, steps, step, products.zeros())

@@ -1,0 +1,68 @@
+"""Which thread block multiplies which rows of each matrix: so that all read about as many bytes."""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+ROWS = 16  # of a matrix, that are multiplied together
+
+
+class Share(NamedTuple):
+    """What each block has of one thing: consecutive numbers.
+
+    Attributes:
+      first, count: int32 `[blocks]`.
+    """
+
+    first: np.ndarray
+    count: np.ndarray
+
+    @classmethod
+    def of(cls, count: np.ndarray) -> "Share":
+        """From how many each block has."""
+        return cls((np.cumsum(count) - count).astype(np.int32), count.astype(np.int32))
+
+    @property
+    def most(self) -> int:
+        """The most that a block has."""
+        return int(self.count.max())
+
+
+def shares(
+    blocks: int, units: int, bytes_of_unit: int, matrices: list[tuple[int, int]]
+) -> list[Share]:
+    """The units of attention of each block, and of each matrix its groups of `ROWS` rows.
+
+    Units are spread evenly, and the groups so that each block has about as many bytes in all; of
+    the last matrix each block has one at least.
+
+    Args:
+      blocks: their number.
+      units: of attention, a key/value head of a sequence each.
+      bytes_of_unit: keys and values that one reads.
+      matrices: the groups of each, and the bytes of a group.
+
+    Raises:
+      ValueError: the last matrix has fewer groups than there are blocks.
+    """
+    if matrices[-1][0] < blocks:
+        raise ValueError(f"{matrices[-1][0]} groups of rows for {blocks} blocks")
+    of_units = np.bincount(np.arange(units) % blocks, minlength=blocks)
+    loads = (of_units * bytes_of_unit).astype(np.int64)
+    found = [Share.of(of_units)]
+    for number, (groups, size) in enumerate(matrices):
+        least = 1 if number == len(matrices) - 1 else 0
+        most = -(-groups // blocks) + 1
+        count = np.full(blocks, least)
+        loads += least * size
+        heap = [(int(load), block) for block, load in enumerate(loads)]
+        heapq.heapify(heap)
+        for _ in range(groups - least * blocks):
+            load, block = heapq.heappop(heap)
+            count[block] += 1
+            loads[block] += size
+            if count[block] < most:
+                heapq.heappush(heap, (load + size, block))
+        found.append(Share.of(count))
+    return found

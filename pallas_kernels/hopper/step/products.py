@@ -1,0 +1,229 @@
+"""Products of up to eight tokens with 16 rows of a matrix, by `mma.sync`.
+
+The eight warps of a block share the features: of a stage `[16, 512]` each multiplies 64, and `parts`
+gets the sums of each warp. Rows are the rows of the product, tokens its columns.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
+from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.common.tiles import TILED
+from pallas_kernels.hopper.step import lane
+from pallas_kernels.hopper.step.lane import LANES, WORD, ptx
+from pallas_kernels.hopper.step.plan import ROWS
+
+TOKENS = 8  # columns of a product
+FEATURES = 512  # of a stage
+BLOCK_WARPS = 8
+_OF_WARP = FEATURES // BLOCK_WARPS
+_STEPS = _OF_WARP // 16
+SUMS = plgpu.Layout.WG_STRIDED((4 * LANES,), vec_size=1)  # four float32 of each lane
+_TILE = 1024  # bytes of 8 x 64 numbers in shared memory
+
+
+def zeros() -> jax.Array:
+    """Sums of nothing."""
+    return plgpu.layout_cast(jnp.zeros((4 * LANES,), jnp.float32), SUMS)
+
+
+def tokens_of_stage(x_smem, stage: int, wg: jax.Array, *, batch: int, features: int) -> list:
+    """What `add_product` takes of the tokens for a stage.
+
+    Args:
+      x_smem: int32 `[batch, words]`, two numbers in each word; a row has four words more than a
+        multiple of 32, so that lanes read different banks.
+      stage: its number.
+      wg: int32 scalar, the warpgroup.
+      batch: tokens; the others are zeros.
+      features: of a token; further ones are zeros.
+    """
+    number = lane.numbers()
+    token, quad = (number >> 2) & 7, number & 3
+    warp = (number >> 5) + 4 * wg
+    first = stage * (FEATURES // 2) + warp * (_OF_WARP // 2)
+    found = []
+    for step in range(_STEPS):
+        for half in range(2):
+            place = first + 8 * step + 4 * half + quad
+            is_there = (token < batch) & (place < features // 2)
+            places = jnp.where(is_there, token * x_smem.shape[1] + place, -1)
+            found.append(lane.gather(x_smem, places))
+    return found
+
+
+@primitive
+def add_product(stage_ref, tokens: list[jax.Array], sums: jax.Array, wg: jax.Array) -> jax.Array:
+    """Adds the products of the warps' features.
+
+    Args:
+      stage_ref: SMEM, bfloat16 `[16, 512]`, with transforms `TILED`.
+      tokens: of `tokens_of_stage`.
+      sums: float32 `[512]`, `SUMS`.
+      wg: int32 scalar, the warpgroup.
+    """
+    result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(TILED), len(tokens) * [WORD], SUMS, SCALAR), return_type=result
+    )
+    def step(_, ref, tokens, sums, wg):
+        number, warp = simt.lane_and_warp()
+        warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
+        row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
+        lower, chunk = arith.andi(part, const(1)), arith.shrui(part, const(1))
+        tile = arith.addi(arith.muli(lower, const(FEATURES // 64)), warp)
+        base = arith.addi(simt.smem_address(ref), arith.muli(tile, const(_TILE)))
+        base = arith.addi(base, arith.muli(row, const(128)))
+        words, totals = [lane.word(one) for one in tokens], _values(sums)
+        for i in range(_STEPS):
+            # The 16-byte chunk c of row r of a tile lies at place c XOR r.
+            place = arith.xori(arith.addi(chunk, const(2 * i)), row)
+            address = arith.addi(base, arith.muli(place, const(16)))
+            totals = _multiply(address, words[2 * i : 2 * i + 2], totals)
+        return _of_values(totals)
+
+    return step(stage_ref, tokens, sums, wg)
+
+
+@add_product.in_jax
+def _add_product(stage_ref, tokens, sums, wg):
+    """Of each warp, 16 x 8 sums follow each other."""
+    w = stage_ref[...].astype(jnp.float32)
+    totals = sums.reshape(4, ROWS, TOKENS)
+    added = []
+    for warp in range(4):
+        of_warp = lax.dynamic_slice_in_dim(w, (warp + 4 * wg) * _OF_WARP, _OF_WARP, axis=1)
+        lanes = [one.reshape(4, 8, 4)[warp] for one in tokens]  # tokens, quads
+        pairs = jnp.stack([jnp.stack(lane.unpack(one), -1) for one in lanes], 1)
+        added.append(of_warp @ pairs.reshape(TOKENS, _OF_WARP).T)
+    return (totals + jnp.stack(added)).reshape(-1)
+
+
+@primitive
+def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
+    """Adds products of 16 columns of 128 rows with these rows' activations.
+
+    A warp multiplies 16 of the rows.
+
+    Args:
+      w_smem: int32 `[128, 8]`, bfloat16 `[128, 16]`.
+      h_smem: int32 `[128, 4]`, bfloat16 `[128, 8]`, for each row those of the tokens.
+      sums, wg: as of `add_product`; the columns are the rows of the product.
+    """
+    result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), SUMS, SCALAR), return_type=result
+    )
+    def step(_, w, h, sums, wg):
+        number, warp = simt.lane_and_warp()
+        first = arith.muli(arith.addi(warp, arith.muli(lane.scalar(wg), const(4))), const(16))
+        row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
+        right, below = arith.andi(part, const(1)), arith.shrui(part, const(1))
+        of_w = arith.addi(arith.addi(first, row), arith.muli(below, const(8)))
+        w_address = arith.addi(simt.smem_address(w), arith.muli(of_w, const(32)))
+        w_address = arith.addi(w_address, arith.muli(right, const(16)))
+        of_h = arith.addi(first, arith.andi(number, const(15)))
+        h_address = arith.addi(simt.smem_address(h), arith.muli(of_h, const(16)))
+        f32 = ir.F32Type.get()
+        totals = ptx(
+            """{.reg .b32 a<4>, b<2>;
+            ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a0, a1, a2, a3}, [$4];
+            ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {b0, b1}, [$5];
+            mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+            {$0, $1, $2, $3}, {a0, a1, a2, a3}, {b0, b1}, {$6, $7, $8, $9};}""",
+            w_address,
+            h_address,
+            *_values(sums),
+            result_types=[f32] * 4,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return _of_values(totals)
+
+    return step(w_smem, h_smem, sums, wg)
+
+
+@add_rows.in_jax
+def _add_rows(w_smem, h_smem, sums, wg):
+    w, h = (jnp.stack(lane.unpack(ref[...]), -1).reshape(128, -1) for ref in (w_smem, h_smem))
+    added = []
+    for warp in range(4):
+        rows = [lax.dynamic_slice_in_dim(a, (warp + 4 * wg) * 16, 16) for a in (w, h)]
+        added.append(rows[0].T @ rows[1])
+    return (sums.reshape(4, ROWS, TOKENS) + jnp.stack(added)).reshape(-1)
+
+
+@primitive
+def put(parts_ref, sums: jax.Array, wg: jax.Array) -> None:
+    """Stores the sums of each warp to SMEM `parts_ref`, float32 `[8, 16 * 8]`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SUMS, SCALAR))
+    def step(_, ref, sums, wg):
+        number, warp = simt.lane_and_warp()
+        warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
+        row, quad = arith.shrui(number, const(2)), arith.andi(number, const(3))
+        offset = arith.addi(arith.muli(row, const(32)), arith.muli(quad, const(8)))
+        offset = arith.addi(offset, arith.muli(warp, const(4 * ROWS * TOKENS)))
+        address = arith.addi(simt.smem_address(ref), offset)
+        c = _values(sums)
+        for distance, pair in ((0, c[:2]), (8 * 32, c[2:])):
+            ptx(
+                f"st.shared.v2.f32 [$0 + {distance}], {{$1, $2}};",
+                address,
+                *pair,
+                has_side_effects=True,
+            )
+
+    step(parts_ref, sums, wg)
+
+
+@put.in_jax
+def _put(parts_ref, sums, wg):
+    for warp in range(4):
+        parts_ref[4 * wg + warp] = sums.reshape(4, -1)[warp]
+
+
+def sum_of_warps(parts, places):
+    """What the warps have at `places` of their part, in a fixed order."""
+    total = lane.gather(parts, places)
+    for warp in range(1, BLOCK_WARPS):
+        moved = jnp.where(places < 0, -1, places + warp * ROWS * TOKENS)
+        total += lane.gather(parts, moved)
+    return total
+
+
+def _multiply(address, tokens, totals):
+    return ptx(
+        """{.reg .b32 a<4>;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {a0, a1, a2, a3}, [$4];
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+        {$0, $1, $2, $3}, {a0, a1, a2, a3}, {$5, $6}, {$7, $8, $9, $10};}""",
+        address,
+        *tokens,
+        *totals,
+        result_types=[ir.F32Type.get()] * 4,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def _values(sums: mgpu.FragmentedArray) -> list[ir.Value]:
+    return [vector.extract(register, [], [0]) for register in sums.registers.flat]
+
+
+def _of_values(values) -> mgpu.FragmentedArray:
+    one = ir.VectorType.get((1,), ir.F32Type.get())
+    registers = [vector.broadcast(one, value) for value in values]
+    array = lane.np.empty(4, dtype=object)
+    array[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=SUMS.to_mgpu(), _is_signed=None)

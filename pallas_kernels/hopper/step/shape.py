@@ -1,0 +1,126 @@
+"""The numbers that decide what a step does, and what a thread block needs for it."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from pallas_kernels.hopper.step import plan
+from pallas_kernels.hopper.step.attention import keys_of_stage
+from pallas_kernels.hopper.step.plan import ROWS, Share
+from pallas_kernels.hopper.step.products import BLOCK_WARPS, FEATURES, TOKENS
+
+_SMEM = 227 * 1024 - 1024  # bytes of a block, without what the compiler takes
+STAGE_BYTES = ROWS * FEATURES * 2
+LISTED = 512  # open rows that are listed; of more, all rows are looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a step.
+
+    Attributes:
+      blocks: thread blocks, one on each SM.
+      layers, batch, capacity: of the model and of the cache.
+      width, neurons: D and H.
+      heads, kv_heads, size: of attention.
+      gated: whether there is a gate projection.
+    """
+
+    blocks: int
+    layers: int
+    batch: int
+    capacity: int
+    width: int
+    neurons: int
+    heads: int
+    kv_heads: int
+    size: int
+    gated: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def attended(self) -> int:
+        """Features of what attention returns for a token."""
+        return self.heads * self.size
+
+    @property
+    def projected(self) -> int:
+        """Features of query, key and value."""
+        return (self.heads + 2 * self.kv_heads) * self.size
+
+    @property
+    def row_words(self) -> int:
+        """Words of a token in shared memory; lanes that read eight tokens read different banks."""
+        longest = max(self.width, self.attended)
+        return -(-longest // FEATURES) * (FEATURES // 2) + 4
+
+    @property
+    def open_words(self) -> int:
+        """Words that an open row's activations have."""
+        return -(-self.batch // 2)
+
+    @property
+    def words(self) -> int:
+        """The most words of an exchange."""
+        return max(
+            self.batch * max(self.projected, self.attended, self.width) // 2,
+            self.neurons * self.open_words,
+        )
+
+    @functools.cached_property
+    def shares(self) -> list[Share]:
+        """Of attention's units; of the rows of query, key and value, of `out`, and of the gate."""
+        matrices = [
+            (self.projected // ROWS, 2 * ROWS * self.width),
+            (self.width // ROWS, 2 * ROWS * self.attended),
+            (self.neurons // ROWS, 2 * ROWS * self.width),
+        ]
+        units, cached = self.batch * self.kv_heads, 4 * self.capacity * self.size
+        return plan.shares(self.blocks, units, cached, matrices)
+
+    @property
+    def table(self) -> np.ndarray:
+        """The shares of each block, int32 `[blocks, 8]`: first and count of each."""
+        return np.stack([part for share in self.shares for part in share], axis=1)
+
+    @property
+    def most_gates(self) -> int:
+        """The most groups of gates that a block has."""
+        return self.shares[-1].most
+
+    @property
+    def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What a block keeps in shared memory besides the ring: shapes and types."""
+        key_tiles = 512 // self.size
+        return {
+            "x": ((self.batch, self.row_words), "int32"),
+            "parts": ((2, BLOCK_WARPS, ROWS * TOKENS), "float32"),
+            "squares": ((TOKENS, BLOCK_WARPS), "float32"),
+            "gates": ((self.most_gates, ROWS * TOKENS), "float32"),
+            "own_masks": ((self.most_gates,), "int32"),
+            "own_rows": ((self.most_gates * ROWS,), "int32"),
+            "counts": ((2, BLOCK_WARPS), "int32"),
+            "masks": ((self.neurons // ROWS,), "int32"),
+            "listed": ((LISTED,), "int32"),
+            "columns": ((128, 8), "int32"),
+            "hidden": ((128, 4), "int32"),
+            "q": ((self.group + 2, self.size // 2 + 4), "int32"),
+            "values": ((key_tiles, self.group, self.size), "float32"),
+            "tops": ((key_tiles, self.group, 2), "float32"),
+        }
+
+    @property
+    def slots(self) -> int:
+        """Stages that the ring has room for."""
+        taken = sum(4 * int(np.prod(shape)) + 128 for shape, _ in self.scratch_words.values())
+        return (_SMEM - taken) // STAGE_BYTES
+
+    @property
+    def keys(self) -> int:
+        """Keys of a stage."""
+        return keys_of_stage(self.size)
