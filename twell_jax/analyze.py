@@ -35,7 +35,7 @@ from twell_jax.models import Transformer
 from twell_jax.models.pretrained import PretrainedError
 from twell_jax.plotting import title_of_run
 from twell_jax.train import interrupt, progress, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.run_directory import RunPaths, load_run, open_checkpoints
 

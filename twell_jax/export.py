@@ -13,7 +13,7 @@ from twell_jax.inference import arguments
 from twell_jax.models.pretrained import card, from_pretrained, hub, push, save_pretrained
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
 from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.exported import export_run
 
 

@@ -24,7 +24,7 @@ from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer
 from twell_jax.train import interrupt, memory, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -32,7 +32,7 @@ from twell_jax.ffn.measured import Block, keep
 from twell_jax.inference import arguments, language_model
 from twell_jax.models.pretrained import PretrainedError
 from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.gradient_plan import GradientPlan
 
 TOKENS, CONTEXT = 16384, 2048  # that a model scores at once, and the most of a sequence

@@ -15,7 +15,7 @@ from twell_jax.models.pretrained import PretrainedError, card, hub, quantisation
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.quantised import COVERED, Part
 from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.exported import export_run
 from twell_jax.train.run_directory import RunPaths
 
