@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
     "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
-    "twell_jax.ffn": "untrusted "
+    "twell_jax.ffn": "untrusted user_cache "
     + of_kernels("device in_place layouts pattern_shares quantised rectifiers weights"),
     "twell_jax.untrusted": "",
+    "twell_jax.user_cache": "",
     "twell_jax.config": "ffn untrusted",
     "twell_jax.data": "config untrusted",
     "twell_jax.models": "ffn config data untrusted "
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "twell_jax.plotting": "config",
     "twell_jax.analysis": "ffn config data models plotting "
     + of_kernels("hopper.common weights"),  # a clock
-    "twell_jax.train": "ffn config data models plotting analysis untrusted",
+    "twell_jax.train": "ffn config data models plotting analysis untrusted user_cache",
     "twell_jax.inference": "ffn config data models train untrusted",
     "twell_jax": "ffn",
 }

@@ -23,7 +23,7 @@ from twell_jax.inference.arguments import (
     check_task_path,
     path,
 )
-from twell_jax.train import interrupt, utf8
+from twell_jax.train import compilation_cache, interrupt, utf8
 from twell_jax.train.checkpoint_errors import CheckpointError
 
 TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense_qa"
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         utf8.ensure()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=compilation_cache.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", help=DIRECTORY)
     add_tasks(parser, TASKS, TASKS)
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out and args.out.is_dir():
         parser.error(f"--out: {args.out} is a directory")
     with interrupt.at_once():
+        compilation_cache.enable()
         _evaluate(args)
 
 

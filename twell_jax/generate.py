@@ -23,7 +23,7 @@ from twell_jax.inference.generation import ENDED, cache_capacity, generate, stre
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer
-from twell_jax.train import interrupt, memory, utf8
+from twell_jax.train import compilation_cache, interrupt, memory, utf8
 from twell_jax.train.checkpoint_errors import CheckpointError
 
 
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         utf8.ensure()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=compilation_cache.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", help=DIRECTORY)
     parser.add_argument(
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         with interrupt.at_once():
+            compilation_cache.enable()
             _print_continuations(args)
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -26,7 +26,7 @@ import jax
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
-from twell_jax.train import distributed, interrupt, memory, utf8
+from twell_jax.train import compilation_cache, distributed, interrupt, memory, utf8
 from twell_jax.train.checkpoint_errors import CannotSave, CheckpointError
 from twell_jax.train.init_from import filled
 from twell_jax.train.report import Score
@@ -71,6 +71,7 @@ def run(
             memory.print_dry_run(config, args.dry_run)
         else:
             distributed.initialize(config.mesh.heartbeat_seconds)
+            compilation_cache.enable()
             memory.require_for_training(config, jax.device_count(), memory.of_device())
             first = jax.process_index() == 0
             lock = lock_run(config.run_dir) if first else contextlib.nullcontext(lambda: None)
@@ -117,7 +118,7 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=__doc__,
-        epilog=f"configuration keys:\n{config_lib.describe()}",
+        epilog=f"configuration keys:\n{config_lib.describe()}\n\n{compilation_cache.HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
