@@ -25,7 +25,7 @@ from twell_jax.config import ConfigError
 from twell_jax.inference.language_model import in_compute_dtype
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.quantised import ATTENTION, COVERED, PARTS, Part
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.run_directory import load_run
 
 VARIANTS: dict[str, tuple[str, tuple[Part, ...]]] = {  # the dtype, and the parts in 8 bits

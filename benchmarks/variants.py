@@ -154,8 +154,7 @@ def _run_for(seconds: float, *command: str, run_dir: Path) -> None:
     """
     if _trained_for(run_dir) >= seconds:
         return
-    environment = _environment()
-    environment.pop(_CACHE, None)
+    environment = _environment() | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     with subprocess.Popen([sys.executable, *command], env=environment) as process:
         while process.poll() is None:
             if _trained_for(run_dir) >= seconds:

@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "weights",
     "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
     "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
-    "twell_jax.ffn": "untrusted "
+    "twell_jax.ffn": "untrusted user_cache "
     + of_kernels("device in_place layouts pattern_shares quantised rectifiers weights"),
     "twell_jax.untrusted": "",
+    "twell_jax.user_cache": "",
     "twell_jax.config": "ffn untrusted",
     "twell_jax.data": "config untrusted",
     "twell_jax.models": "ffn config data untrusted "
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "twell_jax.plotting": "config",
     "twell_jax.analysis": "ffn config data models plotting "
     + of_kernels("hopper.common weights"),  # a clock
-    "twell_jax.train": "ffn config data models plotting analysis untrusted",
+    "twell_jax.train": "ffn config data models plotting analysis untrusted user_cache",
     "twell_jax.inference": "ffn config data models train untrusted",
     "twell_jax": "ffn",
 }
@@ -99,18 +100,35 @@ def room(module: str) -> str:
     return max(rooms, key=len)
 
 
-def test_importing_the_package_loads_jax_numpy_flax_and_nothing_else():
+@pytest.fixture(scope="module")
+def loaded():
+    """Packages that `import twell_jax` loads, those that commands do, and settings that change."""
     script = """if True:
         import json, sys
         import flax, flax.nnx, jax, jax.experimental.pallas.mosaic_gpu, numpy
-        before = {name.split(".")[0] for name in sys.modules}
+        def packages():
+            return {name.split(".")[0] for name in sys.modules} - sys.stdlib_module_names
+        before, settings = packages(), dict(jax.config.values)
         import twell_jax
-        after = {name.split(".")[0] for name in sys.modules}
-        print(json.dumps(sorted(after - before - sys.stdlib_module_names)))
+        ours = packages() - before
+        import twell_jax.evaluate, twell_jax.generate, twell_jax.train.command
+        changed = settings.items() ^ jax.config.values.items()
+        print(json.dumps([sorted(ours), sorted(packages()), sorted(changed)]))
     """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout) == ["pallas_kernels", "twell_jax"]
+    return json.loads(ran.stdout)
+
+
+def test_importing_the_package_loads_jax_numpy_flax_and_nothing_else(loaded):
+    package, _, changed_settings = loaded
+    assert package == ["pallas_kernels", "twell_jax"] and not changed_settings
+
+
+def test_commands_begin_without_packages_that_take_long_to_import(loaded):
+    _, commands, _ = loaded
+    late = {"datasets", "grain", "huggingface_hub", "lm_eval", "matplotlib", "orbax", "tensorstore"}
+    assert not {*late, "torch", "transformers"} & set(commands)
 
 
 @pytest.mark.parametrize("module", sorted(set(FILES) - set(COMMANDS)))

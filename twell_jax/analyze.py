@@ -34,8 +34,8 @@ from twell_jax.inference import arguments, language_model
 from twell_jax.models import Transformer
 from twell_jax.models.pretrained import PretrainedError
 from twell_jax.plotting import title_of_run
-from twell_jax.train import interrupt, progress, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train import compilation_cache, interrupt, progress, utf8
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.run_directory import RunPaths, load_run, open_checkpoints
 
@@ -170,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         with interrupt.at_once():
+            compilation_cache.enable()
             if args.text is not None:
                 analyze_on_text(args.model, args.text, args.sequences, Console())
             else:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from twell_jax.ffn import Implementation
-from twell_jax.inference import harness, language_model
+from twell_jax.inference import language_model
 from twell_jax.inference.arguments import (
     DIRECTORY,
     add_tasks,
@@ -23,8 +23,8 @@ from twell_jax.inference.arguments import (
     check_task_path,
     path,
 )
-from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train import compilation_cache, interrupt, utf8
+from twell_jax.train.checkpoint_errors import CheckpointError
 
 TASKS = "arc_easy,arc_challenge,hellaswag,openbookqa,piqa,winogrande,commonsense_qa"
 
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         utf8.ensure()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=compilation_cache.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", help=DIRECTORY)
     add_tasks(parser, TASKS, TASKS)
@@ -57,15 +59,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out and args.out.is_dir():
         parser.error(f"--out: {args.out} is a directory")
     with interrupt.at_once():
+        compilation_cache.enable()
         _evaluate(args)
 
 
 def _evaluate(args: argparse.Namespace) -> None:
     try:
+        # It takes 1.5 s to import; --help and wrong arguments do not need it.
+        from twell_jax.inference import harness
+
         tasks = harness.Tasks(args.tasks.split(","), args.task_path)
         lm = language_model.load(args.directory, args.implementation)
         results = harness.run_tasks(lm, tasks, shots=args.shots, limit=args.limit, batch=args.batch)
-    except (CheckpointError, ValueError, OSError) as error:
+    except (ModuleNotFoundError, CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(harness.table(results))
     if args.out:

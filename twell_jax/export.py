@@ -12,8 +12,8 @@ from pathlib import Path
 from twell_jax.inference import arguments
 from twell_jax.models.pretrained import card, from_pretrained, hub, push, save_pretrained
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
-from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train import compilation_cache, interrupt, utf8
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.exported import export_run
 
 
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--private: needs --push ORG/NAME")
     try:
         with interrupt.at_once():
+            compilation_cache.enable()
             if args.push is not None:
                 push.require_possible(args.push)
             export(

@@ -4,7 +4,8 @@ DIRECTORY is a run of train.py or a model in Hugging Face's format. Where there 
 directory, it is a name on the Hugging Face hub, org/name or org/name@revision (extra "hf").
 
 The text is printed as it comes, and then, on stderr, two rates: of reading the prompts up to the
-first new tokens (prefill), and of writing the others (decode). Neither includes compilation.
+first new tokens (prefill), and of writing the others (decode), without compilation, and what
+computes the latter.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from twell_jax.inference.arguments import DIRECTORY, at_least
 from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
-from twell_jax.models import Transformer
-from twell_jax.train import interrupt, memory, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.models import Transformer, explain_decoding
+from twell_jax.train import compilation_cache, interrupt, memory, utf8
+from twell_jax.train.checkpoint_errors import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         utf8.ensure()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=compilation_cache.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", help=DIRECTORY)
     parser.add_argument(
@@ -76,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         with interrupt.at_once():
+            compilation_cache.enable()
             _print_continuations(args)
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -121,6 +125,8 @@ def _print_continuations(args: argparse.Namespace) -> None:
         print("---\n" + args.prompt[row], *stream_text(lm.tokenizer, prompts[row], ids), sep="")
     if rates := timed.rates(prompts):
         print(rates, file=sys.stderr)
+        capacity = cache_capacity(max(map(len, prompts)), args.max_tokens)
+        print(explain_decoding(lm.model, len(prompts), capacity), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from twell_jax.ffn import CannotServe, dispatch
 from twell_jax.ffn.measured import Block, keep
 from twell_jax.inference import arguments, language_model
 from twell_jax.models.pretrained import PretrainedError
-from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train import compilation_cache, interrupt, utf8
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.gradient_plan import GradientPlan
 
 TOKENS, CONTEXT = 16384, 2048  # that a model scores at once, and the most of a sequence
@@ -165,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--no-gate is for a block, --all for a model")
     try:
         with interrupt.at_once():
+            compilation_cache.enable()
             if args.text is not None:
                 measure_model(args.target[0], args.text, Console(), everything=args.all)
             else:

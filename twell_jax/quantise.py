@@ -14,8 +14,8 @@ from twell_jax.inference import arguments
 from twell_jax.models.pretrained import PretrainedError, card, hub, quantisation
 from twell_jax.models.pretrained import config as pretrained_config
 from twell_jax.models.quantised import COVERED, Part
-from twell_jax.train import interrupt, utf8
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train import compilation_cache, interrupt, utf8
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.exported import export_run
 from twell_jax.train.run_directory import RunPaths
 
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         with interrupt.at_once():
+            compilation_cache.enable()
             quantise(args.directory, args.out, COVERED[args.quantise])
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")

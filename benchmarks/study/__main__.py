@@ -28,7 +28,7 @@ from benchmarks.study.runs import FOR_ALL, SEEDS, VARIANTS, Variant, by_run, in_
 from twell_jax import config as config_lib
 from twell_jax import data
 from twell_jax.config import ConfigError
-from twell_jax.train.checkpoint import CheckpointError
+from twell_jax.train.checkpoint_errors import CheckpointError
 from twell_jax.train.run_directory import RunPaths
 
 BASE = Path(__file__).parent / "base.yaml"

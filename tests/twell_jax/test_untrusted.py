@@ -15,7 +15,8 @@ from twell_jax.config import ConfigError, DataConfig, read
 from twell_jax.data import json_files, records, shards, text_files, tokenizers
 from twell_jax.models.pretrained import PretrainedError, files, json_file
 from twell_jax.train import metrics
-from twell_jax.train.checkpoint import CheckpointError, Checkpoints
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.checkpoint_errors import CheckpointError
 
 READERS = {
     "configuration": (ConfigError, read),

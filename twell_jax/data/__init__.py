@@ -4,15 +4,18 @@ import hashlib
 import logging
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.data import chats, corpus, marks, pipeline, streaming, tokenizers
-from twell_jax.data.pipeline import Windows
+from twell_jax.data import chats, corpus, marks, tokenizers
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.data.windows import Windows
+
+if TYPE_CHECKING:
+    import grain
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ class Data:
     """
 
     tokenizer: Tokenizer
-    train: grain.IterDataset
+    train: "grain.IterDataset"
     held_out: np.ndarray
     fingerprint: str
     unigram_cross_entropy: float
@@ -75,6 +78,9 @@ def load(
     Raises:
       ConfigError: the message, one line, names what is wrong with the data or the settings.
     """
+    # They take 0.3 s to import, for grain, and commands that only read text need none of it.
+    from twell_jax.data import pipeline, streaming
+
     batch, rest = divmod(config.batch_sequences, process_count)
     if rest or not batch:
         raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import __version__ as bpe_version
 
 from twell_jax.config import Config, ConfigError
-from twell_jax.data import cache, records, shards, sources, streaming, text_files, tokenizers
+from twell_jax.data import cache, records, shards, sources, text_files, tokenizers
 from twell_jax.data.documents import Document, text_of
 from twell_jax.data.shards import TokenStream
 from twell_jax.data.tokenizers import Tokenizer
@@ -163,14 +163,14 @@ def _given(config: Config, tokenizer: Tokenizer | None) -> Corpus:
 def _streamed(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     data = config.data
     if data.tokenizer == "bpe" and not tokenizer:
-        all_texts = map(text_of, streaming.documents(data, held_out=False))
+        all_texts = map(text_of, sources.streamed(data, held_out=False))
         texts = _first_characters(all_texts, BPE_CHARACTERS)
         tokenizer = tokenizers.train_bpe(texts, config.model.vocab_size)
     else:
         tokenizer = _fitting(config, tokenizer)
 
     def prefix(held_out: bool, count: int) -> TokenStream:
-        documents = streaming.documents(data, held_out=held_out)
+        documents = sources.streamed(data, held_out=held_out)
         return _first_tokens(tokenizers.encode_documents(tokenizer, documents), count)
 
     return Corpus(

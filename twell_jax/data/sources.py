@@ -218,3 +218,10 @@ class StreamedDocuments(Iterator[Document]):
             raise ConfigError(
                 f"data.name: {data.name}: row {self._read}: {message}{hint}"
             ) from None
+
+
+def streamed(data: DataConfig, *, held_out: bool) -> Iterator[Document]:
+    """One pass over the training or the held-out documents of a stream; it warns of no rows."""
+    for document in StreamedDocuments(data, warns=False):
+        if is_held_out(text_of(document), data.held_out_fraction) == held_out:
+            yield document

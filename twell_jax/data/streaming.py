@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from twell_jax.config import DataConfig
-from twell_jax.data.documents import Document, text_of
+from twell_jax.data.documents import text_of
 from twell_jax.data.sources import StreamedDocuments, is_held_out
 from twell_jax.data.tokenizers import Tokenizer, encode_documents
 
@@ -17,13 +17,6 @@ _DOCUMENTS = 256  # read and tokenised at once
 
 # Takes a state of the iterator; yields the windows after it, each with the state that follows.
 _WindowsFrom = Callable[[dict[str, Any]], Iterator[tuple[np.ndarray, dict[str, Any]]]]
-
-
-def documents(data: DataConfig, *, held_out: bool) -> Iterator[Document]:
-    """One pass over the training or the held-out documents; `batches` warns of bad rows."""
-    for document in StreamedDocuments(data, warns=False):
-        if is_held_out(text_of(document), data.held_out_fraction) == held_out:
-            yield document
 
 
 def batches(

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from twell_jax import untrusted
+from twell_jax import untrusted, user_cache
 
 FORMAT = 1  # of the file
 _MOST_BYTES = 2**24  # of the file
@@ -63,8 +63,8 @@ def of(device: str, block: Block) -> Measured | None:
 
     A file that cannot be read, or is of other versions, is set aside with a warning.
     """
-    path = file_of(device)
     try:
+        path = file_of(device)
         changed = path.stat().st_mtime_ns
     except OSError:
         return None
@@ -93,11 +93,13 @@ def keep(device: str, block: Block, milliseconds: Mapping[int, Mapping[str, floa
 
 
 def file_of(device: str) -> Path:
-    """The file of a card, in TWELL_JAX_CACHE or else in the user's cache directory."""
+    """The file of a card.
+
+    Raises:
+      FileNotFoundError: see `user_cache.directory`.
+    """
     name = "".join(c if c.isalnum() else "-" for c in device.lower())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = Path(os.environ.get("TWELL_JAX_CACHE") or cache / "twell-jax")
-    return directory / f"measured-{name}.json"
+    return user_cache.directory() / f"measured-{name}.json"
 
 
 def versions() -> dict[str, str]:

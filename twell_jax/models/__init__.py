@@ -1,11 +1,12 @@
 """The language model around the sparse feed-forward block.
 
 `Transformer(config, rngs=...)` makes one with random weights; `pretrained` reads and writes models
-in Hugging Face's format; `sharding` distributes parameters and batches over a mesh of devices.
+in Hugging Face's format; `explain_decoding` says how one decodes; `sharding` distributes parameters
+and batches over a mesh of devices.
 """
 
 from twell_jax.models.cache import KVCache
-from twell_jax.models.decoding import DECODE_OPTIONS, decode
+from twell_jax.models.decoding import DECODE_OPTIONS, decode, explain_decoding
 from twell_jax.models.quantised import QUANTISED_OPTIONS
 from twell_jax.models.transformer import PREFILL_OPTIONS, Transformer, graphdef
 
@@ -16,5 +17,6 @@ __all__ = [
     "KVCache",
     "Transformer",
     "decode",
+    "explain_decoding",
     "graphdef",
 ]

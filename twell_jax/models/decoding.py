@@ -26,6 +26,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.activations import rectifier
 from twell_jax.ffn.algorithms import Case, Request
+from twell_jax.ffn.explained import on
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.quantised import Part, QuantisedLinear
@@ -35,6 +36,7 @@ from twell_jax.models.transformer import Transformer
 # For programs that decode by kernels: kernels overlap only if they are not part of a CUDA graph.
 DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
+_SPARSE = "few_tokens"  # the algorithm of sparse blocks
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
@@ -53,13 +55,11 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     Raises:
       CannotServe: the config asks for kernels, and they cannot serve.
     """
-    wanted, config = model.config.decode_implementation, model.config
+    wanted = model.config.decode_implementation
     if wanted == "xla":
         return model.decode(tokens, cache)
-    w_down = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], jnp.bfloat16)
-    kernels, no_back_end = dispatch.back_end(w_down)
     _, batch, capacity, *_ = cache.k.shape
-    why = no_back_end or _unsupported(config, model.quantised(), batch, capacity)
+    kernels, why = _kernels(model, batch, capacity)
     if why and wanted == "mosaic":
         raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
     if why:
@@ -69,6 +69,44 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     if wanted == "mosaic":
         return by_kernels(tokens, cache)
     return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
+
+
+def explain_decoding(
+    model: Transformer, batch: int = 1, capacity: int = 1024, device: str | None = None
+) -> str:
+    """Says in one line what computes `decode` for a model, and why.
+
+    Args:
+      model: the model; its parameters may be `jax.ShapeDtypeStruct`s.
+      batch: sequences that get a token each.
+      capacity: tokens that the cache has room for.
+      device: the name of a GPU, as of `twell_jax.explain`; None: the device that JAX would take.
+
+    Raises:
+      ValueError: `device` is no name.
+      CannotServe: the config asks for kernels, and they cannot serve.
+    """
+    wanted, blocks = model.config.decode_implementation, ""
+    with on(device):
+        kernels, why = _kernels(model, batch, capacity)
+        if why and wanted == "mosaic":
+            raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
+        if kernels is not None and not why and wanted != "xla":
+            passed_over = _selection(kernels, model.config, batch).passed_over
+            dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
+            blocks = f"that are dense: {dense[0]}" if dense else "that are sparse"
+    sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+    if blocks:
+        return f"decodes {sequences} by kernels, with feed-forward blocks {blocks}"
+    why = "decode_implementation is 'xla'" if wanted == "xla" else why
+    return f"decodes {sequences} by XLA: {why}"
+
+
+def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | None, str | None]:
+    """The back end of this device, and why it cannot decode; None if it can."""
+    w_down = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], jnp.bfloat16)
+    kernels, no_back_end = dispatch.back_end(w_down)
+    return kernels, no_back_end or _unsupported(model.config, model.quantised(), batch, capacity)
 
 
 def _unsupported(
@@ -130,9 +168,9 @@ def _unsupported(
     return None
 
 
-def _is_sparse(kernels: Kernels, config: ModelConfig, batch: int) -> bool:
-    """Whether feed-forward blocks are computed sparsely, as `sparse_ffn` would without live neurons
-    and 8-bit weights: about these `decode` has decided before.
+def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Selection:
+    """What serves feed-forward blocks, as `sparse_ffn` would choose without live neurons and 8-bit
+    weights: about these `decode` has decided before.
 
     Raises:
       CannotServe: the config asks for kernels in them, and they cannot serve.
@@ -145,8 +183,7 @@ def _is_sparse(kernels: Kernels, config: ModelConfig, batch: int) -> bool:
         activation=config.ffn_activation,
         back_end=kernels.name,
     )
-    selection = dispatch.select(case, Request(config.ffn_implementation))
-    return selection.rule.algorithm == "few_tokens"
+    return dispatch.select(case, Request(config.ffn_implementation))
 
 
 def _step(
@@ -154,7 +191,8 @@ def _step(
 ) -> tuple[jax.Array, KVCache]:
     config, batch = model.config, len(tokens)
     layers, first_scale = _layers(model)
-    act, is_sparse = rectifier(config.ffn_activation), _is_sparse(kernels, config, batch)
+    act = rectifier(config.ffn_activation)
+    is_sparse = _selection(kernels, config, batch).rule.algorithm == _SPARSE
     cos, sin = rope_table(cache.lengths[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))

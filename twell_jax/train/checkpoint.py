@@ -27,19 +27,12 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from twell_jax import untrusted
+from twell_jax.train.checkpoint_errors import CannotSave, CheckpointError
 from twell_jax.train.checkpoint_log import add_to_log, divert_messages, where_more_is
 from twell_jax.train.durable import sync_tree
 from twell_jax.train.state import TrainState
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(RuntimeError):
-    """Checkpoints exist, but none of them can be restored."""
-
-
-class CannotSave(RuntimeError):
-    """A checkpoint could not be written, say because the disk is full."""
 
 
 class Checkpoints:

@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -17,9 +17,12 @@ from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer, graphdef
-from twell_jax.train.checkpoint import CannotSave, Checkpoints
+from twell_jax.train.checkpoint_errors import CannotSave
 from twell_jax.train.durable import TEMPORARY, write_atomically
 from twell_jax.train.state import abstract_state
+
+if TYPE_CHECKING:
+    from twell_jax.train.checkpoint import Checkpoints
 
 # Settings that may change when a run continues; all others affect its result.
 _MAY_CHANGE = {
@@ -132,11 +135,14 @@ def has_started(paths: RunPaths) -> bool:
     return paths.checkpoints.exists() and any(paths.checkpoints.iterdir())
 
 
-def open_checkpoints(paths: RunPaths, config: Config) -> Checkpoints:
+def open_checkpoints(paths: RunPaths, config: Config) -> "Checkpoints":
     """The checkpoints of a run, which restore those of no other run.
 
     An older version gave its runs no id: they restore what is there, and save without an id.
     """
+    # It takes 0.2 s to import, for Orbax, which models in Hugging Face's format do not need.
+    from twell_jax.train.checkpoint import Checkpoints
+
     has_id = paths.id.exists()
     run = paths.id.read_text(encoding="utf-8", errors="replace").strip() if has_id else None
     return Checkpoints(paths.checkpoints, config.checkpoint_keep, run)

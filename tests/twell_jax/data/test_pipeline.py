@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from twell_jax.config import ConfigError
 from twell_jax.data import pipeline, shards
-from twell_jax.data.pipeline import Windows
 from twell_jax.data.shards import TokenStream
+from twell_jax.data.windows import Windows
 
 CONTEXT = 4
 WINDOWS = 11

@@ -12,9 +12,10 @@ from tests.devices import H100
 from tests.equations import kernel_calls
 from tests.errors import relative_error
 from tests.twell_jax import drawn
-from tests.twell_jax.models.decode_steps import abstract, one_step
+from tests.twell_jax.models.decode_steps import abstract, made, one_step
+from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe
-from twell_jax.models import DECODE_OPTIONS, decode, graphdef
+from twell_jax.models import DECODE_OPTIONS, decode, explain_decoding, graphdef
 from twell_jax.models.quantised import COVERED
 
 MODEL = {
@@ -212,3 +213,37 @@ def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(reference_kernels, 
     step, cache = one_step(config, 1, 16, quantise)
     with pytest.raises(CannotServe, match=message):
         jax.eval_shape(step, params, cache)
+
+
+def of_shapes(**settings):
+    return nnx.eval_shape(lambda: made(ModelConfig(**settings), ()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "says"),
+    [
+        ({}, 1, "decodes one sequence by kernels, with feed-forward blocks that are sparse"),
+        (
+            {"activation": "silu"},
+            8,
+            "decodes 8 sequences by kernels, with feed-forward blocks that are dense: ",
+        ),
+        ({"qk_norm": True}, 1, "by XLA: it has no kernels for norms of queries and keys"),
+        ({}, 65, "decodes 65 sequences by XLA: it serves up to 64 sequences in a cache"),
+        ({"decode_implementation": "xla"}, 1, "by XLA: decode_implementation is 'xla'"),
+        (WIDE, 1, "by XLA: dtype and param_dtype must be bfloat16, got float32 and float32"),
+    ],
+)
+def test_a_line_says_how_a_model_decodes(changes, batch, says):
+    model = of_shapes(**MODEL | changes)
+    line = explain_decoding(model, batch, CAPACITY, device="NVIDIA H100 80GB HBM3")
+    assert says in line
+    assert "\n" not in line
+
+
+def test_without_a_gpu_it_says_so():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    assert explain_decoding(of_shapes(**MODEL)).endswith("by XLA: it needs a Hopper GPU, got cpu")
+    with pytest.raises(CannotServe, match="decode_implementation='mosaic'"):
+        explain_decoding(of_shapes(**MODEL, decode_implementation="mosaic"))

@@ -15,7 +15,8 @@ from tests.twell_jax.train.saved import (
     restore,
     save,
 )
-from twell_jax.train.checkpoint import CannotSave, CheckpointError, Checkpoints
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.checkpoint_errors import CannotSave, CheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.twell_jax.train.saved import make_state
-from twell_jax.train.checkpoint import CannotSave, Checkpoints
+from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.checkpoint_errors import CannotSave
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.metrics import Log
 

@@ -11,7 +11,7 @@ from tests.twell_jax.train.saved import abstract, assert_is_step, make_state, sa
 from twell_jax import config
 from twell_jax.config import ConfigError
 from twell_jax.train import run_directory
-from twell_jax.train.checkpoint import CannotSave, CheckpointError
+from twell_jax.train.checkpoint_errors import CannotSave, CheckpointError
 from twell_jax.train.run_directory import (
     RunPaths,
     load_config,
