@@ -151,6 +151,10 @@ def _in_order(words_ref, call, result, *operands):
     """What `call` returns on the host; the interpreter keeps the order of a thread's accesses."""
     place = 2 * lax.axis_index("block") + lax.axis_index("wg")
     before = words_ref[1, place, 0]
-    found = io_callback(lambda _, *operands: call(*operands), result, before, *operands)
+
+    def call_now(_, *operands):
+        return call(*map(np.asarray, operands))
+
+    found = io_callback(call_now, result, before, *operands)
     words_ref[1, place, 0] = before + jnp.sum(found) * 0
     return found

@@ -223,7 +223,7 @@ def _compute(block: Block, outs, block_number, eps: float) -> None:
         receive(block, before + 3, shape.width, scale_of(refs.scales[0], layer))
         keep = open_rows.keep_masks(block, before + 4, sums_of["inverse"])
         number = product(block, GATE, shape.width, number, keep)
-        open_rows.add(block, layer, before + 4, publish)
+        open_rows.add(block, layer, before + 4, sums_of["inverse"], publish)
         receive(block, before + 6, shape.width, scale_of(refs.scales[1], layer))
         return number
 
@@ -235,7 +235,7 @@ def _compute(block: Block, outs, block_number, eps: float) -> None:
 
 
 def product(block: Block, which: int, features: int, number, finish):
-    """Multiplies this block's rows; `finish(i, row, parts_ref)` does the rest for each group."""
+    """Multiplies this block's rows; `finish(i, row, part)` does the rest for each group."""
     stages = stages_of(features)
     block.meet()  # the tokens are in shared memory
     tokens = [
@@ -252,10 +252,9 @@ def product(block: Block, which: int, features: int, number, finish):
             plgpu.barrier_wait(block.full.at[slot])
             sums = products.add_product(block.ring.at[slot], tokens[stage], sums, block.wg)
             plgpu.barrier_arrive(block.empty.at[slot])
-        parts = block.smem["parts"].at[lax.rem(i, 2)]
-        products.put(parts, sums, block.wg)
+        products.put(block.smem["parts"], lax.rem(i, 2), sums, block.wg)
         block.meet()
-        finish(i, (block.first[which] + i) * ROWS, parts)
+        finish(i, (block.first[which] + i) * ROWS, lax.rem(i, 2))
         return number + stages
 
     number = lax.fori_loop(0, block.count[which], group, number)
@@ -274,9 +273,9 @@ def publish(block: Block, exchange_number, *, batch: int, inverse=None, stream=N
       stream: the exchange that has what they are added to.
     """
 
-    def finish(i, row, parts):
+    def finish(i, row, part):
         del i
-        words = block.refs.words
+        words, parts = block.refs.words, block.smem["parts"]
         features = block.shape.width if stream is not None else block.shape.projected
 
         @pl.when(block.wg == 0)
@@ -286,7 +285,9 @@ def publish(block: Block, exchange_number, *, batch: int, inverse=None, stream=N
             is_there = token < batch
             place = jnp.where(is_there, token * (features // 2) + row // 2 + pair, -1)
             low, high = (
-                products.sum_of_warps(parts, jnp.where(is_there, (2 * pair + j) * TOKENS + token, -1))
+                products.sum_of_warps(
+                    parts, part, jnp.where(is_there, (2 * pair + j) * TOKENS + token, -1)
+                )
                 for j in (0, 1)
             )
             if inverse is not None:

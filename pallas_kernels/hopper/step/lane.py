@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,8 +18,9 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.hopper.common import simt
 from pallas_kernels.hopper.common.primitives import primitive
-from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.scalars import INT32, int32
 from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.decode import on_host
 
 LANES, WARP, WARPS = 128, 32, 4
 WORD = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
@@ -105,8 +107,8 @@ def gather(ref, places: jax.Array) -> jax.Array:
 
 @gather.in_jax
 def _gather(ref, places):
-    found = ref[...].reshape(-1)[jnp.maximum(places, 0)]
-    return jnp.where(places >= 0, found, 0)
+    found = _memory(ref, places, jnp.zeros((0,), jnp.int32))
+    return lax.bitcast_convert_type(found, ref.dtype)
 
 
 @primitive
@@ -130,8 +132,7 @@ def gather_four(ref, places: jax.Array) -> list[jax.Array]:
 
 @gather_four.in_jax
 def _gather_four(ref, places):
-    flat = ref[...].reshape(-1)
-    return [flat[places + i] for i in range(4)]
+    return [_gather(ref, places + i) for i in range(4)]
 
 
 @primitive
@@ -154,15 +155,7 @@ def scatter(ref, places: jax.Array, values: jax.Array) -> None:
 
 @scatter.in_jax
 def _scatter(ref, places, values):
-    for lane in range(LANES):  # the interpreter stores what others have not stored meanwhile
-
-        @pl.when(places[lane] >= 0)
-        def _(lane=lane):
-            index, place = [], places[lane]
-            for extent in reversed(ref.shape):
-                index.append(place % extent)
-                place = place // extent
-            ref[tuple(reversed(index))] = values[lane]
+    _memory(ref, places, lax.bitcast_convert_type(values, jnp.int32))
 
 
 @primitive
@@ -187,6 +180,54 @@ def scatter_four(ref, places: jax.Array, values: list[jax.Array]) -> None:
 def _scatter_four(ref, places, values):
     for i, part in enumerate(values):
         _scatter(ref, jnp.where(places >= 0, places + i, -1), part)
+
+
+@primitive
+def number_at(ref, place: int) -> jax.Array:
+    """The word of SMEM `ref` (int32, row-major) at a place, for all lanes, int32 scalar."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INT32)
+    def step(_, ref):
+        return int32(simt.load_shared(simt.smem_address(ref), 4 * place))
+
+    return step(ref)
+
+
+@number_at.in_jax
+def _number_at(ref, place):
+    return _gather(ref, jnp.full((LANES,), place, jnp.int32))[0]
+
+
+def _memory(ref, places, values):
+    """For twins: the words of `ref` at `places`, behind what `values`, unless empty, puts there.
+
+    The host has the memory, as the interpreter could only store one lane's word after the other;
+    what `ref` itself has keeps the order of a warpgroup's accesses.
+    """
+    known: dict = on_host.shared("shared memory", dict)
+    block, wg = lax.axis_index("block"), lax.axis_index("wg")
+    size = int(np.prod(ref.shape))
+
+    def access(_, block, places, values):
+        places, values = np.asarray(places), np.asarray(values)
+        # NaN, and no likely place or count
+        words = known.setdefault((int(block), id(ref)), np.full(size, 0x7FC0BAD1, np.int32))
+        is_there = places >= 0
+        if np.any(places >= size):
+            raise IndexError(f"place {places.max()} of {ref.shape}")
+        if values.size:
+            words[places[is_there]] = values[is_there]
+        return np.where(is_there, words[np.maximum(places, 0)], 0)
+
+    first = (*(len(ref.shape) - 1) * (0,), wg)
+    before = ref[first]
+    found = io_callback(access, struct_of(places), before, block, places, values)
+    ref[first] = before + (found[0] * 0).astype(before.dtype)
+    return found
+
+
+def struct_of(places) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(places.shape, jnp.int32)
 
 
 @primitive
@@ -239,19 +280,20 @@ def store(ref, places: jax.Array, values: jax.Array) -> None:
 
 @store.in_jax
 def _store(ref, places, values):
-    halves = lax.bitcast_convert_type(values, ref.dtype)  # `[128, 2]`, or `[128]`
+    halves = lax.bitcast_convert_type(values, ref.dtype).reshape(-1)
     per_word = 4 // ref.dtype.itemsize
-    for lane in range(LANES):
-        for half in range(per_word):
 
-            @pl.when(places[lane] >= 0)
-            def _(lane=lane, half=half):
-                index, place = [], places[lane] * per_word + half
-                for extent in reversed(ref.shape):
-                    index.append(place % extent)
-                    place = place // extent
-                value = halves[lane, half] if per_word == 2 else halves[lane]
-                ref[tuple(reversed(index))] = value
+    @pl.loop(0, LANES * per_word)
+    def _(i):
+        lane = i // per_word
+
+        @pl.when(places[lane] >= 0)
+        def _():
+            index, place = [], places[lane] * per_word + i % per_word
+            for extent in reversed(ref.shape):
+                index.append(place % extent)
+                place = place // extent
+            ref[tuple(reversed(index))] = halves[i]
 
 
 @primitive

@@ -33,7 +33,7 @@ def keep_masks(block, exchange_number, inverse):
     batch, smem = block.shape.batch, block.smem
     half = -(-batch // 2)
 
-    def finish(i, row, parts):
+    def finish(i, row, part):
         @pl.when(block.wg == lax.rem(i, 2))
         def _():
             number = lane.numbers() & (WARP - 1)
@@ -43,12 +43,13 @@ def keep_masks(block, exchange_number, inverse):
                 token = first + j
                 is_there = token < batch
                 place = jnp.where(is_there, own * TOKENS + token, -1)
-                total = products.sum_of_warps(parts, place) * inverse(jnp.where(is_there, token, 0))
+                total = products.sum_of_warps(smem["parts"], part, place) * inverse(jnp.where(is_there, token, 0))
                 is_active = is_there & ~(total <= 0)  # NaN is active
                 gate = jnp.where(is_active, total, 0.0)
                 gate, _ = lane.unpack(lane.pack(gate, gate))
-                places = jnp.where(is_there & (lane.numbers() < WARP), place, -1)
-                lane.scatter(smem["gates"].at[i], places, gate)
+                is_first = is_there & (lane.numbers() < WARP)
+                places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)
+                lane.scatter(smem["gates"], places, gate)
                 is_open = is_open | jnp.where(is_active, 1, 0)
             bits = lane.ballot(is_open)
             mask = (bits | (bits >> ROWS)) & 0xFFFF
@@ -60,10 +61,10 @@ def keep_masks(block, exchange_number, inverse):
     return finish
 
 
-def add(block, layer, exchange_number, publish) -> None:
+def add(block, layer, exchange_number, inverse, publish) -> None:
     """Adds the products of the open rows to the stream, which exchange `exchange_number + 2` gets."""
     own = _list_own(block)
-    _post_hidden(block, layer, exchange_number + 1, own)
+    _post_hidden(block, layer, exchange_number + 1, own, inverse)
     found = _list_all(block, exchange_number)
     columns = block.shape.width // ROWS
     blocks = block.shape.blocks
@@ -73,13 +74,12 @@ def add(block, layer, exchange_number, publish) -> None:
         @pl.when(number < columns)
         def _(number=number):
             sums = _sum_of_rows(block, layer, exchange_number + 1, number, found)
-            parts = block.smem["parts"].at[0]
-            products.put(parts, sums, block.wg)
+            products.put(block.smem["parts"], jnp.int32(0), sums, block.wg)
             block.meet()
             finish = publish(
                 block, exchange_number + 2, batch=block.shape.batch, stream=exchange_number - 1
             )
-            finish(0, number * ROWS, parts)
+            finish(0, number * ROWS, jnp.int32(0))
             block.meet()
 
 
@@ -104,12 +104,12 @@ def _list_own(block):
     total = lane.full(0)
     for mask in masks:
         total += lane.popcount(mask)
-    lane.scatter(smem["counts"].at[1], jnp.where(block.thread() == 0, 0, -1), total)
+    lane.scatter(smem["counts"], jnp.where(block.thread() == 0, BLOCK_WARPS, -1), total)
     block.meet()
-    return smem["counts"][1, 0]
+    return lane.number_at(smem["counts"], BLOCK_WARPS)
 
 
-def _post_hidden(block, layer, exchange_number, own) -> None:
+def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
     """Multiplies the block's open rows of `up`, a warp each, and posts their activations."""
     shape, smem = block.shape, block.smem
     number, warp = block.thread() & (WARP - 1), block.thread() >> 5
@@ -124,14 +124,16 @@ def _post_hidden(block, layer, exchange_number, own) -> None:
             lane.gather(smem["gates"], jnp.where(is_there, local * TOKENS + token, -1))
             for token in range(shape.batch)
         ]
-        hidden = gates if block.refs.up is None else _times_up(block, layer, row, is_there, gates)
+        hidden = gates
+        if block.refs.up is not None:
+            hidden = _times_up(block, layer, row, is_there, gates, inverse)
         for j in range(shape.open_words):
             pair = [*hidden[2 * j : 2 * j + 2], lane.full(0.0, jnp.float32)][:2]
             place = jnp.where(is_there & (number == 0), row * shape.open_words + j, -1)
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*pair))
 
 
-def _times_up(block, layer, row, is_there, gates):
+def _times_up(block, layer, row, is_there, gates, inverse):
     """Gates times the products of a row of `up` with the tokens, for each token."""
     shape, smem, up = block.shape, block.smem, block.refs.up.at[layer]
     number = block.thread() & (WARP - 1)
@@ -149,7 +151,7 @@ def _times_up(block, layer, row, is_there, gates):
             for a, b in zip(words, x, strict=True):
                 (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
                 total += a0 * b0 + a1 * b1
-        found.append(gate * lane.warp_sum(total))
+        found.append(gate * (lane.warp_sum(total) * inverse(lane.full(token))))
     return found
 
 
@@ -166,7 +168,7 @@ def _list_all(block, exchange_number):
         own += lane.popcount(mask)
     up_to = lane.sum_up_to(own)
     warp = thread >> 5
-    counts = smem["counts"].at[0]
+    counts = smem["counts"]
     lane.scatter(counts, jnp.where(thread & 31 == 31, warp, -1), up_to)
     block.meet()
     at = up_to - own
@@ -179,10 +181,7 @@ def _list_all(block, exchange_number):
             lane.scatter(smem["listed"], jnp.where(is_listed, at, -1), place * ROWS + bit)
             at += is_open
     block.meet()
-    total = smem["counts"][0, 0]
-    for i in range(1, BLOCK_WARPS):
-        total = total + smem["counts"][0, i]
-    return total
+    return sum(lane.number_at(counts, i) for i in range(BLOCK_WARPS))
 
 
 def _sum_of_rows(block, layer, exchange_number, columns, found):

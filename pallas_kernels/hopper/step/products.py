@@ -155,7 +155,12 @@ def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
 
 @add_rows.in_jax
 def _add_rows(w_smem, h_smem, sums, wg):
-    w, h = (jnp.stack(lane.unpack(ref[...]), -1).reshape(128, -1) for ref in (w_smem, h_smem))
+    number = jnp.arange(LANES)
+    w, h = (
+        jnp.stack([lane.gather(ref, number * ref.shape[1] + i) for i in range(ref.shape[1])], 1)
+        for ref in (w_smem, h_smem)
+    )
+    w, h = (jnp.stack(lane.unpack(words), -1).reshape(LANES, -1) for words in (w, h))
     added = []
     for warp in range(4):
         rows = [lax.dynamic_slice_in_dim(a, (warp + 4 * wg) * 16, 16) for a in (w, h)]
@@ -164,13 +169,14 @@ def _add_rows(w_smem, h_smem, sums, wg):
 
 
 @primitive
-def put(parts_ref, sums: jax.Array, wg: jax.Array) -> None:
-    """Stores the sums of each warp to SMEM `parts_ref`, float32 `[8, 16 * 8]`."""
+def put(parts_ref, which: jax.Array, sums: jax.Array, wg: jax.Array) -> None:
+    """Stores the sums of each warp to a part of SMEM `parts_ref`, float32 `[parts, 8, 16 * 8]`."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SUMS, SCALAR))
-    def step(_, ref, sums, wg):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SUMS, SCALAR))
+    def step(_, ref, which, sums, wg):
         number, warp = simt.lane_and_warp()
         warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
+        warp = arith.addi(warp, arith.muli(lane.scalar(which), const(BLOCK_WARPS)))
         row, quad = arith.shrui(number, const(2)), arith.andi(number, const(3))
         offset = arith.addi(arith.muli(row, const(32)), arith.muli(quad, const(8)))
         offset = arith.addi(offset, arith.muli(warp, const(4 * ROWS * TOKENS)))
@@ -184,21 +190,22 @@ def put(parts_ref, sums: jax.Array, wg: jax.Array) -> None:
                 has_side_effects=True,
             )
 
-    step(parts_ref, sums, wg)
+    step(parts_ref, which, sums, wg)
 
 
 @put.in_jax
-def _put(parts_ref, sums, wg):
-    for warp in range(4):
-        parts_ref[4 * wg + warp] = sums.reshape(4, -1)[warp]
+def _put(parts_ref, which, sums, wg):
+    first = (which * BLOCK_WARPS + 4 * wg) * ROWS * TOKENS
+    for i, part in enumerate(sums.reshape(4, LANES)):
+        lane.scatter(parts_ref, first + i * LANES + jnp.arange(LANES), part)
 
 
-def sum_of_warps(parts, places):
-    """What the warps have at `places` of their part, in a fixed order."""
-    total = lane.gather(parts, places)
-    for warp in range(1, BLOCK_WARPS):
-        moved = jnp.where(places < 0, -1, places + warp * ROWS * TOKENS)
-        total += lane.gather(parts, moved)
+def sum_of_warps(parts_ref, which, places: jax.Array) -> jax.Array:
+    """What the warps have at `places` of a part, in a fixed order; 0 where they are negative."""
+    total = lane.full(0.0, jnp.float32)
+    for warp in range(BLOCK_WARPS):
+        first = (which * BLOCK_WARPS + warp) * ROWS * TOKENS
+        total += lane.gather(parts_ref, jnp.where(places < 0, -1, places + first))
     return total
 
 
