@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
@@ -80,7 +81,14 @@ def attend(
     types = (WORD, WORD, 16 * [WORD])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(TILED), plgpu.RefType(TILED), len(q) * [WORD], *types, SCALAR, SCALAR),
+        arg_types=(
+            plgpu.RefType(TILED),
+            plgpu.RefType(TILED),
+            len(q) * [WORD],
+            *types,
+            SCALAR,
+            SCALAR,
+        ),
         return_type=(f32, f32, 16 * [f32]),
     )
     def step(_, k, v, q, top, total, values, left, wg):
@@ -119,7 +127,7 @@ def attend(
 
 
 def _scores(k, q, first, number, size):
-    """Of this lane's head: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9, where c is its place in the quad."""
+    """Of this lane's head: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9 for its place c in the quad."""
     row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
     totals = [[_constant(0.0)] * 2, [_constant(0.0)] * 2]
     for tile in range(2):  # of eight keys
@@ -157,7 +165,10 @@ def _add_values(v, p, values, is_key, first, block, number, size):
     low, high = (_packed(*p[i : i + 2]) for i in (0, 2))
     masks = []
     for i in (0, 2):
-        ones = [arith.select(is_key[i + j], const(bits), const(0)) for j, bits in ((0, 0xFFFF), (1, -65536))]
+        ones = [
+            arith.select(is_key[i + j], const(bits), const(0))
+            for j, bits in ((0, 0xFFFF), (1, -65536))
+        ]
         masks.append(arith.ori(*ones))
     row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
     below, right = arith.andi(part, const(1)), arith.shrui(part, const(1))
@@ -230,7 +241,7 @@ def _attend(k_ref, v_ref, q, state, left, wg, *, size):
 
 
 def _constant(value: float) -> ir.Value:
-    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+    return mgpu.c(value, ir.F32Type.get())
 
 
 def _shuffled(value: ir.Value, distance: int) -> ir.Value:

@@ -1,7 +1,5 @@
 """The launch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -109,5 +107,7 @@ def _scratch(shape: Shape) -> dict:
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=shape.slots),
         "together": plgpu.Barrier(num_arrivals=2),
     }
-    words = {name: smem(size, jnp.dtype(kind)) for name, (size, kind) in shape.scratch_words.items()}
+    words = {
+        name: smem(size, jnp.dtype(kind)) for name, (size, kind) in shape.scratch_words.items()
+    }
     return stages | words

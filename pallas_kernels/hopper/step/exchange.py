@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
@@ -71,6 +70,30 @@ def take(words_ref, exchange, places: list[jax.Array]) -> list[jax.Array]:
         places = [lane.word(one) for one in places]
         addresses = [_address(ref, number, place, size) for place in places]
         return [lane.array(found) for found in _poll(addresses, places, number)]
+
+    return step(words_ref, exchange, places)
+
+
+@primitive
+def read(words_ref, exchange, places: jax.Array) -> jax.Array:
+    """Words that this block has taken before; 0 where places are negative.
+
+    They are loaded without a test, so nothing waits before they are used.
+    """
+    size = words_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WORD), return_type=lane.struct())
+    def step(_, ref, exchange, places):
+        place = lane.word(places)
+        found = ptx(
+            "{.reg .pred p; .reg .b32 w; mov.b32 w, 0; setp.ge.s32 p, $2, 0; "
+            "@p ld.relaxed.gpu.global.b32 w, [$1]; mov.b32 $0, w;}",
+            _address(ref, lane.scalar(exchange), place, size),
+            place,
+            result_types=const(0).type,
+            has_side_effects=True,
+        )
+        return lane.array(found)
 
     return step(words_ref, exchange, places)
 
@@ -145,6 +168,11 @@ def _take(words_ref, exchange, places):
     result = jax.ShapeDtypeStruct((stacked.size,), jnp.int32)
     found = _in_order(words_ref, find, result, exchange, stacked, words_ref[0, :, 0])
     return list(found.reshape(stacked.shape))
+
+
+@read.in_jax
+def _read(words_ref, exchange, places):
+    return _take(words_ref, exchange, [places])[0]
 
 
 def _in_order(words_ref, call, result, *operands):

@@ -75,7 +75,7 @@ class Block(NamedTuple):
       full, empty: barriers of the stages.
       together: the barrier of the two warpgroups that compute.
       wg: int32 scalar, the warpgroup.
-      first, count: of each of `Shape.shares`, int32 scalars.
+      first, many: of each of `Shape.shares`, int32 scalars: where it begins, and how many it has.
     """
 
     shape: Shape
@@ -88,7 +88,7 @@ class Block(NamedTuple):
     together: Any
     wg: jax.Array
     first: list[jax.Array]
-    count: list[jax.Array]
+    many: list[jax.Array]
 
     def meet(self) -> None:
         """The warpgroups that compute wait for each other."""
@@ -152,7 +152,7 @@ def _copy(block: Block) -> None:
         def group(i, number):
             return one(layer, (block.first[which] + i) * ROWS, number)
 
-        return lax.fori_loop(0, block.count[which], group, number)
+        return lax.fori_loop(0, block.many[which], group, number)
 
     def of_qkv(layer, row, number):
         stages, before = stages_of(shape.width), 0
@@ -188,7 +188,7 @@ def _copy(block: Block) -> None:
 
     def layer(layer, number):
         number = groups(QKV, layer, number, of_qkv)
-        number = lax.fori_loop(0, block.count[UNITS], lambda i, n: unit(layer, n, i), number)
+        number = lax.fori_loop(0, block.many[UNITS], lambda i, n: unit(layer, n, i), number)
         number = groups(OUT, layer, number, of_out)
         return groups(GATE, layer, number, of_gate)
 
@@ -234,8 +234,18 @@ def _compute(block: Block, outs, block_number, eps: float) -> None:
         last_stream(block, outs)
 
 
-def product(block: Block, which: int, features: int, number, finish):
-    """Multiplies this block's rows; `finish(i, row, part)` does the rest for each group."""
+def product(block: Block, which: int, features: int, number, functions):
+    """Multiplies this block's rows.
+
+    Args:
+      block: the block.
+      which: of `Shape.shares`.
+      features: of a row.
+      number: of the next stage; the result is that of the one after the product's.
+      functions: for each group of rows, `prepare(row)` is called before its product, and
+        `finish(i, row, part, prepared)` behind it.
+    """
+    prepare, finish = functions
     stages = stages_of(features)
     block.meet()  # the tokens are in shared memory
     tokens = [
@@ -246,6 +256,8 @@ def product(block: Block, which: int, features: int, number, finish):
     ]
 
     def group(i, number):
+        row = (block.first[which] + i) * ROWS
+        prepared = prepare(row)
         sums = products.zeros()
         for stage in range(stages):
             slot = lax.rem(number + stage, block.shape.slots)
@@ -254,51 +266,57 @@ def product(block: Block, which: int, features: int, number, finish):
             plgpu.barrier_arrive(block.empty.at[slot])
         products.put(block.smem["parts"], lax.rem(i, 2), sums, block.wg)
         block.meet()
-        finish(i, (block.first[which] + i) * ROWS, lax.rem(i, 2))
+        finish(i, row, lax.rem(i, 2), prepared)
         return number + stages
 
-    number = lax.fori_loop(0, block.count[which], group, number)
+    number = lax.fori_loop(0, block.many[which], group, number)
     block.meet()  # nobody reads the tokens any more
     return number
 
 
 def publish(block: Block, exchange_number, *, batch: int, inverse=None, stream=None):
-    """What posts the sums of a group of rows: a lane has two rows of a token.
+    """`product`'s functions that post the sums of rows: a lane has two rows of a token.
 
     Args:
       block: the block.
       exchange_number: where they are posted.
       batch: tokens.
       inverse: a function of tokens whose result the sums are multiplied with.
-      stream: the exchange that has what they are added to.
+      stream: the exchange that has what they are added to, which the block has taken before.
     """
+    features = block.shape.projected if stream is None else block.shape.width
+    words, parts = block.refs.words, block.smem["parts"]
 
-    def finish(i, row, part):
+    def places(row):
+        number = lane.numbers()
+        token, pair = number >> 3, number & 7
+        place = jnp.where(token < batch, token * (features // 2) + row // 2 + pair, -1)
+        return token, pair, place
+
+    def prepare(row):
+        return () if stream is None else exchange.read(words, stream, places(row)[2])
+
+    def finish(i, row, part, before):
         del i
-        words, parts = block.refs.words, block.smem["parts"]
-        features = block.shape.width if stream is not None else block.shape.projected
 
         @pl.when(block.wg == 0)
         def _():
-            number = lane.numbers()
-            token, pair = number >> 3, number & 7
-            is_there = token < batch
-            place = jnp.where(is_there, token * (features // 2) + row // 2 + pair, -1)
+            token, pair, place = places(row)
             low, high = (
                 products.sum_of_warps(
-                    parts, part, jnp.where(is_there, (2 * pair + j) * TOKENS + token, -1)
+                    parts, part, jnp.where(place < 0, -1, (2 * pair + j) * TOKENS + token)
                 )
                 for j in (0, 1)
             )
             if inverse is not None:
-                factor = inverse(jnp.where(is_there, token, 0))
+                factor = inverse(jnp.where(place < 0, 0, token))
                 low, high = low * factor, high * factor
             if stream is not None:
-                old = lane.unpack(exchange.take(words, stream, [place])[0])
+                old = lane.unpack(before)
                 low, high = low + old[0], high + old[1]
             exchange.post(words, exchange_number, place, lane.pack(low, high))
 
-    return finish
+    return prepare, finish
 
 
 def receive(block: Block, exchange_number, features: int, scale) -> None:
@@ -426,7 +444,7 @@ def attend(block: Block, layer, exchange_number, number):
         block.meet()  # before the next unit's query comes
         return number
 
-    return lax.fori_loop(0, block.count[UNITS], unit, number)
+    return lax.fori_loop(0, block.many[UNITS], unit, number)
 
 
 def place_new(block: Block, layer, exchange_number, sequence, head, length) -> None:
@@ -447,12 +465,12 @@ def place_new(block: Block, layer, exchange_number, sequence, head, length) -> N
         of = jnp.where(is_key | is_value, stored, of_query)
         place = sequence * (shape.projected // 2) + of * (shape.size // 2) + j
         places = [jnp.where(is_there, place + k, -1) for k in (0, quarter)]
-        a, b = exchange.take(refs.words, exchange_number, places)
         turn = jnp.where(is_there, sequence * (shape.size // 2) + 2 * j, -1)
         cos, sin = (
             [lax.bitcast_convert_type(one, jnp.float32) for one in lane.load(table, turn, 2)]
             for table in refs.rope
         )
+        a, b = exchange.take(refs.words, exchange_number, places)
         (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
         low = lane.pack(a0 * cos[0] - b0 * sin[0], a1 * cos[1] - b1 * sin[1])
         high = lane.pack(b0 * cos[0] + a0 * sin[0], b1 * cos[1] + a1 * sin[1])

@@ -83,7 +83,7 @@ def full(value, dtype=jnp.int32) -> jax.Array:
 
 @primitive
 def gather(ref, places: jax.Array) -> jax.Array:
-    """The words of SMEM `ref` (int32 or float32, row-major) at `places`; 0 where they are negative."""
+    """Words of SMEM `ref` (int32 or float32, row-major), 0 where `places` are negative."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=struct(ref.dtype))
     def step(_, ref, places):
@@ -361,7 +361,9 @@ def ballot(holds: jax.Array) -> jax.Array:
 @ballot.in_jax
 def _ballot(holds):
     bits = (holds != 0).reshape(WARPS, WARP).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
-    return jnp.repeat(lax.bitcast_convert_type(jnp.sum(bits, axis=1, dtype=jnp.uint32), jnp.int32), 32)
+    return jnp.repeat(
+        lax.bitcast_convert_type(jnp.sum(bits, axis=1, dtype=jnp.uint32), jnp.int32), 32
+    )
 
 
 @primitive
@@ -386,7 +388,9 @@ def pack(low: jax.Array, high: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(WORD, WORD), return_type=struct())
     def step(_, low, high):
-        packed = ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", word(low), word(high), result_types=const(0).type)
+        packed = ptx(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", word(low), word(high), result_types=const(0).type
+        )
         return array(packed)
 
     return step(low, high)
@@ -419,5 +423,3 @@ def exp2(values: jax.Array) -> jax.Array:
 @exp2.in_jax
 def _exp2(values):
     return jnp.exp2(values)
-
-

@@ -26,14 +26,14 @@ def clear(hidden_ref, thread) -> None:
 
 
 def keep_masks(block, exchange_number, inverse):
-    """What keeps the gates of a group of rows, and posts which rows are open, a bit for each.
+    """`product`'s functions that keep the gates and post which rows are open, a bit for each.
 
     All warps of a warpgroup compute the same: a lane has half of the tokens of a row.
     """
     batch, smem = block.shape.batch, block.smem
     half = -(-batch // 2)
 
-    def finish(i, row, part):
+    def finish(i, row, part, _):
         @pl.when(block.wg == lax.rem(i, 2))
         def _():
             number = lane.numbers() & (WARP - 1)
@@ -43,7 +43,9 @@ def keep_masks(block, exchange_number, inverse):
                 token = first + j
                 is_there = token < batch
                 place = jnp.where(is_there, own * TOKENS + token, -1)
-                total = products.sum_of_warps(smem["parts"], part, place) * inverse(jnp.where(is_there, token, 0))
+                total = products.sum_of_warps(smem["parts"], part, place) * inverse(
+                    jnp.where(is_there, token, 0)
+                )
                 is_active = is_there & ~(total <= 0)  # NaN is active
                 gate = jnp.where(is_active, total, 0.0)
                 gate, _ = lane.unpack(lane.pack(gate, gate))
@@ -58,11 +60,11 @@ def keep_masks(block, exchange_number, inverse):
             group = jnp.where(once, row // ROWS, -1)
             exchange.post(block.refs.words, exchange_number, group, mask)
 
-    return finish
+    return lambda row: (), finish
 
 
 def add(block, layer, exchange_number, inverse, publish) -> None:
-    """Adds the products of the open rows to the stream, which exchange `exchange_number + 2` gets."""
+    """Adds the products of the open rows; exchange `exchange_number + 2` gets the stream."""
     own = _list_own(block)
     _post_hidden(block, layer, exchange_number + 1, own, inverse)
     found = _list_all(block, exchange_number)
@@ -73,20 +75,21 @@ def add(block, layer, exchange_number, inverse, publish) -> None:
 
         @pl.when(number < columns)
         def _(number=number):
+            prepare, finish = publish(
+                block, exchange_number + 2, batch=block.shape.batch, stream=exchange_number - 1
+            )
+            before = prepare(number * ROWS)
             sums = _sum_of_rows(block, layer, exchange_number + 1, number, found)
             products.put(block.smem["parts"], jnp.int32(0), sums, block.wg)
             block.meet()
-            finish = publish(
-                block, exchange_number + 2, batch=block.shape.batch, stream=exchange_number - 1
-            )
-            finish(0, number * ROWS, jnp.int32(0))
+            finish(0, number * ROWS, jnp.int32(0), before)
             block.meet()
 
 
 def _list_own(block):
     """Lists this block's open rows in `own_rows`, and returns how many there are."""
     shape, smem = block.shape, block.smem
-    count = block.count[GATE]
+    count = block.many[GATE]
     masks = []
     for i in range(shape.most_gates):
         places = jnp.where(i < count, lane.full(i), -1)
@@ -147,7 +150,9 @@ def _times_up(block, layer, row, is_there, gates, inverse):
     for token, gate in enumerate(gates):
         total = lane.full(0.0, jnp.float32)
         for c, words in zip(columns, loaded, strict=True):
-            x = lane.gather_four(smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1))
+            x = lane.gather_four(
+                smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1)
+            )
             for a, b in zip(words, x, strict=True):
                 (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
                 total += a0 * b0 + a1 * b1

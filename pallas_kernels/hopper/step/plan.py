@@ -12,11 +12,11 @@ class Share(NamedTuple):
     """What each block has of one thing: consecutive numbers.
 
     Attributes:
-      first, count: int32 `[blocks]`.
+      first, number: int32 `[blocks]`: where they begin, and how many they are.
     """
 
     first: np.ndarray
-    count: np.ndarray
+    number: np.ndarray
 
     @classmethod
     def of(cls, count: np.ndarray) -> "Share":
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     @property
     def most(self) -> int:
         """The most that a block has."""
-        return int(self.count.max())
+        return int(self.number.max())
 
 
 def shares(

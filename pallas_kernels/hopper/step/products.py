@@ -1,7 +1,7 @@
 """Products of up to eight tokens with 16 rows of a matrix, by `mma.sync`.
 
-The eight warps of a block share the features: of a stage `[16, 512]` each multiplies 64, and `parts`
-gets the sums of each warp. Rows are the rows of the product, tokens its columns.
+The eight warps of a block share the features: of a stage `[16, 512]` each multiplies 64, and
+`parts` gets the sums of each warp. Rows are the rows of the product, tokens its columns.
 """
 
 import jax

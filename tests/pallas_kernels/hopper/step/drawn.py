@@ -1,0 +1,68 @@
+"""Random layers, streams and caches."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layers import Layers
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.weights import Weights
+from tests import seeds
+
+
+class Case(NamedTuple):
+    """Shapes of a step.
+
+    Attributes:
+      layers, batch, width, neurons, heads, kv_heads, size, capacity: of the model and the cache.
+      offset: by how many of its deviations a gate is below zero on average.
+    """
+
+    layers: int
+    batch: int
+    width: int
+    neurons: int
+    heads: int
+    kv_heads: int
+    size: int
+    capacity: int
+    offset: float = 0.0
+
+    @property
+    def options(self) -> dict:
+        """Of `decode_layers`."""
+        return {"heads": self.heads, "kv_heads": self.kv_heads, "eps": 1e-5}
+
+
+def operands(case: Case):
+    """Stream, layers, keys, values, lengths and rope; free slots of the cache hold NaN."""
+    layers, batch, d, h, heads, kv_heads, size, capacity, offset = case
+    keys = iter(jax.random.split(jax.random.key(seeds.integer()), 24))
+
+    def normal(*shape, scale=1.0, shift=0.0):
+        return (jax.random.normal(next(keys), shape) * scale + shift).astype(jnp.bfloat16)
+
+    x = jnp.zeros((8, d), jnp.bfloat16).at[:batch].set(normal(batch, d, scale=0.5, shift=1.0))
+    qkv = tuple(normal(layers, n * size, d, scale=d**-0.5) for n in (heads, kv_heads, kv_heads))
+    out = normal(layers, d, heads * size, scale=0.1 * (heads * size) ** -0.5)
+    mlp = Weights(
+        normal(layers, h, d, scale=d**-0.5, shift=-offset / d),
+        normal(layers, h, d, scale=d**-0.5),
+        normal(layers, h, d, scale=0.3 * h**-0.5),
+    )
+    scales = tuple(normal(layers, d, scale=0.05, shift=1.0) for _ in range(2))
+    lengths = jnp.array([max(capacity - 1 - 37 * b, 1) for b in range(batch)], jnp.int32)
+    is_free = (jnp.arange(capacity) >= lengths[:, None])[None, :, :, None, None]
+    cache = (normal(layers, batch, capacity, kv_heads, size) for _ in range(2))
+    k, v = (jnp.where(is_free, jnp.nan, values) for values in cache)
+    angles = jax.random.uniform(next(keys), (batch, size // 2), maxval=6.0)
+    stream = Stream.of(x, normal(d, scale=0.05, shift=1.0))
+    rope = jnp.cos(angles), jnp.sin(angles)
+    return stream, Layers(qkv, None, out, None, mlp, scales), k, v, lengths, rope
+
+
+def with_columns_first(layers: Layers) -> Layers:
+    """The same as `Layers` has them."""
+    qkv = tuple(jnp.swapaxes(w, 1, 2) for w in layers.qkv)
+    return layers._replace(qkv=qkv, out=jnp.swapaxes(layers.out, 1, 2))

@@ -1,0 +1,81 @@
+"""All layers of a decoding step in one launch, against the definition in plain JAX."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper.step.call import decode_layers
+from pallas_kernels.rectifiers import RELU
+from pallas_kernels.reference import decode as reference
+from tests.errors import relative_error
+from tests.pallas_kernels.hopper.step import drawn
+from tests.pallas_kernels.hopper.step.drawn import Case
+
+SMALL = Case(1, 1, 512, 256, 4, 2, 64, 128)
+LARGE = {
+    "2b": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87),
+    "2b, half of the gates open": Case(2, 8, 2048, 5632, 32, 32, 64, 1024),
+    "Llama-3.1-8B": Case(2, 8, 4096, 14336, 32, 8, 128, 1024, offset=2.87),
+    "Qwen3-0.6B": Case(2, 3, 1024, 3072, 16, 8, 128, 512, offset=2.87),
+    "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, offset=2.87),
+    "Qwen2.5-0.5B": Case(2, 1, 896, 4864, 14, 2, 64, 1024, offset=2.87),
+}
+
+
+def run(function, stream, layers, k, v, lengths, rope):
+    """The stream, keys and values after a step."""
+    k, v = jax.new_ref(k), jax.new_ref(v)
+    stream = function(stream, layers, k, v, lengths, rope)
+    return stream, k[...], v[...]
+
+
+def assert_matches(got, operands, case, bound):
+    stream, layers, *rest = operands
+
+    def definition(*of):
+        return reference.decode_layers(*of, **case.options, rectifier=RELU, is_sparse=True)
+
+    expected = run(definition, stream, drawn.with_columns_first(layers), *rest)
+    for found, wanted in zip(got[0][:2], expected[0][:2], strict=True):
+        assert relative_error(found[: case.batch], wanted[: case.batch]) < bound
+    squares = [np.asarray(of.squares).sum(axis=1)[: case.batch] for of in (got[0], expected[0])]
+    assert relative_error(*squares) < bound
+    for found, wanted in zip(got[1:], expected[1:], strict=True):
+        found, wanted = (np.asarray(a, np.float32) for a in (found, wanted))
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+        assert relative_error(np.nan_to_num(found), np.nan_to_num(wanted)) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        SMALL._replace(layers=2, batch=3, kv_heads=1, size=128, capacity=192),
+        SMALL._replace(batch=2, neurons=1280),  # more open rows than are listed
+    ],
+)
+def test_interpreted(interpreted, case):
+    operands = drawn.operands(case)
+    with interpreted(sms=2, detect_races=False):
+        got = jax.block_until_ready(run(lambda *of: decode_layers(*of, **case.options), *operands))
+    assert_matches(got, operands, case, 0.01)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n != "SmolLM2-360M" else n for n in LARGE]
+)
+def test_lowers(lower, name):
+    case = LARGE[name]
+    operands = jax.eval_shape(lambda: drawn.operands(case))
+    text = lower(lambda *of: run(lambda *of: decode_layers(*of, **case.options), *of), *operands)
+    assert text.count("mosaic_gpu") > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_on_the_gpu(name):
+    case = LARGE[name]
+    operands = drawn.operands(case)
+    got = jax.jit(lambda *of: run(lambda *of: decode_layers(*of, **case.options), *of))(*operands)
+    assert_matches(got, operands, case, 0.01)
