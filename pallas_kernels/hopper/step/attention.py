@@ -23,11 +23,11 @@ from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import TILED
 from pallas_kernels.hopper.step import lane
 from pallas_kernels.hopper.step.lane import WORD, ptx
+from pallas_kernels.hopper.step.products import LOG2_E
 
 _STAGE = 8192  # numbers
 _BLOCK = 64  # features of the values that a warp has
 _LEAST = -1e30  # of a score
-LOG2_E = 1.4426950408889634
 
 
 class State(NamedTuple):

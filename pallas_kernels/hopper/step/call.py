@@ -11,9 +11,10 @@ from pallas_kernels.hopper.step.exchange import BUFFERS
 from pallas_kernels.hopper.step.kernel import Operands, kernel
 from pallas_kernels.hopper.step.plan import ROWS
 from pallas_kernels.hopper.step.products import FEATURES
-from pallas_kernels.hopper.step.shape import Shape
+from pallas_kernels.hopper.step.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.rectifiers import Rectifier
 
 
 def decode_layers(
@@ -27,6 +28,8 @@ def decode_layers(
     heads: int,
     kv_heads: int,
     eps: float,
+    rectifier: Rectifier | None,
+    is_sparse: bool,
 ) -> Stream:
     """All layers for one new token of each of up to eight sequences.
 
@@ -38,6 +41,8 @@ def decode_layers(
       rope: cosine and sine, float32 `[B, size / 2]` each.
       heads, kv_heads: of attention.
       eps: of the norms.
+      rectifier: the activation, `RELU`; None for SiLU.
+      is_sparse: whether rows of neurons that are not open are left out.
 
     Returns:
       The stream in front of the norm that follows the last layer.
@@ -48,7 +53,7 @@ def decode_layers(
     _, neurons, width = mlp.down.shape
     shape = Shape(
         min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
-        size, gated,
+        size, gated, is_sparse, rectifier is None,
     )  # fmt: skip
     x = stream.x[:batch]
     first = jax.lax.bitcast_convert_type(x.reshape(batch * width // 2, 2), jnp.int32)
@@ -56,10 +61,12 @@ def decode_layers(
     squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
     # A load takes the first of eight sums; the others are of no warp.
     squares = jnp.pad(squares, ((0, 0), (0, 3)))
-    gate, up = (mlp.gate, mlp.up) if gated else (mlp.up, None)
+    both = (mlp.gate, mlp.up) if gated else (mlp.up,)
+    activated = both[:1] if is_sparse else both
+    up = mlp.up if gated and is_sparse else None
     operands = Operands(
         words, jnp.asarray(shape.table), stream.scaled[:batch], squares, tuple(layers.qkv),
-        layers.out, gate, up, mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
+        layers.out, activated, up, mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
     outs = (
         jax.ShapeDtypeStruct((batch, width), x.dtype),
@@ -102,6 +109,7 @@ def _scratch(shape: Shape) -> dict:
         "ring": plgpu.RefUnion(
             smem((shape.slots, ROWS, FEATURES), jnp.bfloat16, transforms=TILED),
             smem((shape.slots, shape.keys, shape.size), jnp.bfloat16, transforms=TILED),
+            smem((shape.slots, DOWN_ROWS, DOWN_COLUMNS), jnp.bfloat16, transforms=TILED),
         ),
         "full": plgpu.Barrier(num_arrivals=1, num_barriers=shape.slots),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=shape.slots),

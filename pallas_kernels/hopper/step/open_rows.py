@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.step import exchange, lane, products
+from pallas_kernels.hopper.step import exchange, lane, products, stream
+from pallas_kernels.hopper.step.block import GATE
 from pallas_kernels.hopper.step.lane import LANES, WARP
 from pallas_kernels.hopper.step.plan import ROWS
 from pallas_kernels.hopper.step.products import BLOCK_WARPS, TOKENS
 from pallas_kernels.hopper.step.shape import LISTED
 
-GATE = 3  # of `Shape.shares`
 _AT_ONCE = 128  # rows that are added together
 
 
@@ -33,8 +33,10 @@ def keep_masks(block, exchange_number, inverse):
     batch, smem = block.shape.batch, block.smem
     half = -(-batch // 2)
 
-    def finish(i, row, part, _):
-        @pl.when(block.wg == lax.rem(i, 2))
+    def finish(row, part, _):
+        i = row // ROWS - block.first[GATE]
+
+        @pl.when(block.wg == part)  # of two, in turns
         def _():
             number = lane.numbers() & (WARP - 1)
             own, first = number & (ROWS - 1), (number >> 4) * half
@@ -63,7 +65,7 @@ def keep_masks(block, exchange_number, inverse):
     return lambda row: (), finish
 
 
-def add(block, layer, exchange_number, inverse, publish) -> None:
+def add(block, layer, exchange_number, inverse) -> None:
     """Adds the products of the open rows; exchange `exchange_number + 2` gets the stream."""
     own = _list_own(block)
     _post_hidden(block, layer, exchange_number + 1, own, inverse)
@@ -75,14 +77,14 @@ def add(block, layer, exchange_number, inverse, publish) -> None:
 
         @pl.when(number < columns)
         def _(number=number):
-            prepare, finish = publish(
-                block, exchange_number + 2, batch=block.shape.batch, stream=exchange_number - 1
+            prepare, finish = stream.publish(
+                block, exchange_number + 2, block.shape.width, stream=exchange_number - 1
             )
             before = prepare(number * ROWS)
             sums = _sum_of_rows(block, layer, exchange_number + 1, number, found)
             products.put(block.smem["parts"], jnp.int32(0), sums, block.wg)
             block.meet()
-            finish(0, number * ROWS, jnp.int32(0), before)
+            finish(number * ROWS, jnp.int32(0), before)
             block.meet()
 
 

@@ -29,30 +29,40 @@ class Share(NamedTuple):
         return int(self.number.max())
 
 
-def shares(
-    blocks: int, units: int, bytes_of_unit: int, matrices: list[tuple[int, int]]
-) -> list[Share]:
+class Matrix(NamedTuple):
+    """What is shared out of a matrix.
+
+    Attributes:
+      groups: of rows.
+      size: bytes of a group.
+      least: that each block has.
+    """
+
+    groups: int
+    size: int
+    least: int = 0
+
+
+def shares(blocks: int, units: int, bytes_of_unit: int, matrices: list[Matrix]) -> list[Share]:
     """The units of attention of each block, and of each matrix its groups of `ROWS` rows.
 
-    Units are spread evenly, and the groups so that each block has about as many bytes in all; of
-    the last matrix each block has one at least.
+    Units are spread evenly, and the groups so that each block has about as many bytes in all.
 
     Args:
       blocks: their number.
       units: of attention, a key/value head of a sequence each.
       bytes_of_unit: keys and values that one reads.
-      matrices: the groups of each, and the bytes of a group.
+      matrices: whose groups are shared out.
 
     Raises:
-      ValueError: the last matrix has fewer groups than there are blocks.
+      ValueError: a matrix has fewer groups than blocks must have.
     """
-    if matrices[-1][0] < blocks:
-        raise ValueError(f"{matrices[-1][0]} groups of rows for {blocks} blocks")
     of_units = np.bincount(np.arange(units) % blocks, minlength=blocks)
     loads = (of_units * bytes_of_unit).astype(np.int64)
     found = [Share.of(of_units)]
-    for number, (groups, size) in enumerate(matrices):
-        least = 1 if number == len(matrices) - 1 else 0
+    for groups, size, least in matrices:
+        if groups < least * blocks:
+            raise ValueError(f"{groups} groups of rows for {blocks} blocks")
         most = -(-groups // blocks) + 1
         count = np.full(blocks, least)
         loads += least * size

@@ -24,10 +24,16 @@ from pallas_kernels.hopper.step.plan import ROWS
 TOKENS = 8  # columns of a product
 FEATURES = 512  # of a stage
 BLOCK_WARPS = 8
+LOG2_E = 1.4426950408889634
 _OF_WARP = FEATURES // BLOCK_WARPS
 _STEPS = _OF_WARP // 16
 SUMS = plgpu.Layout.WG_STRIDED((4 * LANES,), vec_size=1)  # four float32 of each lane
 _TILE = 1024  # bytes of 8 x 64 numbers in shared memory
+
+
+def stages_of(features: int) -> int:
+    """Stages of a group of rows with so many features."""
+    return -(-features // FEATURES)
 
 
 def zeros() -> jax.Array:
@@ -168,6 +174,62 @@ def _add_rows(w_smem, h_smem, sums, wg):
     return (sums.reshape(4, ROWS, TOKENS) + jnp.stack(added)).reshape(-1)
 
 
+def tokens_of_rows(x_smem, stage, wg: jax.Array, *, batch: int) -> list:
+    """What `add_columns` takes of the tokens for a stage; `x_smem` as of `tokens_of_stage`."""
+    number = lane.numbers()
+    token, quad = (number >> 2) & 7, number & 3
+    first = stage * 64 + ((number >> 5) + 4 * wg) * 8 + quad
+    places = [token * x_smem.shape[1] + first + 4 * half for half in range(2)]
+    return [lane.gather(x_smem, jnp.where(token < batch, place, -1)) for place in places]
+
+
+@primitive
+def add_columns(
+    stage_ref, tokens: list[jax.Array], sums: list[jax.Array], wg: jax.Array
+) -> list[jax.Array]:
+    """Adds products of 64 columns of 128 rows; a warp multiplies 16 of the rows.
+
+    Args:
+      stage_ref: SMEM, bfloat16 `[128, 64]`, with transforms `TILED`.
+      tokens: of `tokens_of_rows`.
+      sums: float32 `[512]`, `SUMS`, of each 16 columns, which are the rows of the product.
+      wg: int32 scalar, the warpgroup.
+    """
+    result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(TILED), 2 * [WORD], len(sums) * [SUMS], SCALAR),
+        return_type=len(sums) * [result],
+    )
+    def step(_, ref, tokens, sums, wg):
+        number, warp = simt.lane_and_warp()
+        warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
+        row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
+        right, below = arith.andi(part, const(1)), arith.shrui(part, const(1))
+        tile = arith.addi(arith.muli(warp, const(2)), below)
+        base = arith.addi(simt.smem_address(ref), arith.muli(tile, const(_TILE)))
+        base = arith.addi(base, arith.muli(row, const(128)))
+        words, found = [lane.word(one) for one in tokens], []
+        for i, one in enumerate(sums):
+            place = arith.xori(arith.addi(right, const(2 * i)), row)
+            address = arith.addi(base, arith.muli(place, const(16)))
+            found.append(_of_values(_multiply(address, words, _values(one), ".trans")))
+        return found
+
+    return step(stage_ref, tokens, sums, wg)
+
+
+@add_columns.in_jax
+def _add_columns(stage_ref, tokens, sums, wg):
+    w, added = stage_ref[...].astype(jnp.float32), []
+    for warp in range(4):
+        rows = lax.dynamic_slice_in_dim(w, (warp + 4 * wg) * 16, 16)
+        lanes = [lane.unpack(one.reshape(4, 8, 4)[warp]) for one in tokens]  # tokens, quads
+        pairs = jnp.stack([jnp.stack(halves, -1) for halves in lanes], 1).reshape(TOKENS, 16)
+        added.append((rows.T @ pairs.T).reshape(len(sums), ROWS * TOKENS))
+    return [one + jnp.stack([of[i] for of in added]).reshape(-1) for i, one in enumerate(sums)]
+
+
 @primitive
 def put(parts_ref, which: jax.Array, sums: jax.Array, wg: jax.Array) -> None:
     """Stores the sums of each warp to a part of SMEM `parts_ref`, float32 `[parts, 8, 16 * 8]`."""
@@ -209,12 +271,12 @@ def sum_of_warps(parts_ref, which, places: jax.Array) -> jax.Array:
     return total
 
 
-def _multiply(address, tokens, totals):
+def _multiply(address, tokens, totals, order=""):
     return ptx(
-        """{.reg .b32 a<4>;
-        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {a0, a1, a2, a3}, [$4];
+        f"""{{.reg .b32 a<4>;
+        ldmatrix.sync.aligned.m8n8.x4{order}.shared.b16 {{a0, a1, a2, a3}}, [$4];
         mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-        {$0, $1, $2, $3}, {a0, a1, a2, a3}, {$5, $6}, {$7, $8, $9, $10};}""",
+        {{$0, $1, $2, $3}}, {{a0, a1, a2, a3}}, {{$5, $6}}, {{$7, $8, $9, $10}};}}""",
         address,
         *tokens,
         *totals,

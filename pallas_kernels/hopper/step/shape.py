@@ -7,11 +7,12 @@ import numpy as np
 
 from pallas_kernels.hopper.step import plan
 from pallas_kernels.hopper.step.attention import keys_of_stage
-from pallas_kernels.hopper.step.plan import ROWS, Share
+from pallas_kernels.hopper.step.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.step.products import BLOCK_WARPS, FEATURES, TOKENS
 
 _SMEM = 227 * 1024 - 1024  # bytes of a block, without what the compiler takes
 STAGE_BYTES = ROWS * FEATURES * 2
+DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
 
 
@@ -25,6 +26,8 @@ class Shape:
       width, neurons: D and H.
       heads, kv_heads, size: of attention.
       gated: whether there is a gate projection.
+      is_sparse: whether rows of neurons that are not open are left out.
+      is_silu: whether the activation is SiLU; it is ReLU else.
     """
 
     blocks: int
@@ -37,6 +40,8 @@ class Shape:
     kv_heads: int
     size: int
     gated: bool
+    is_sparse: bool
+    is_silu: bool
 
     @property
     def group(self) -> int:
@@ -57,7 +62,28 @@ class Shape:
     def row_words(self) -> int:
         """Words of a token in shared memory; lanes that read eight tokens read different banks."""
         longest = max(self.width, self.attended)
+        if not self.is_sparse:
+            longest = max(longest, self.most_down_stages * DOWN_ROWS)
         return -(-longest // FEATURES) * (FEATURES // 2) + 4
+
+    @property
+    def _down_stages(self) -> int:
+        return -(-self.neurons // DOWN_ROWS)
+
+    @property
+    def splits(self) -> int:
+        """Into how many parts the rows of `down` are split."""
+        return max(1, min(self._down_stages, self.blocks // (self.width // DOWN_COLUMNS)))
+
+    def rows_of_split(self, split) -> tuple:
+        """The first of the stages of a part, and how many it has."""
+        first, last = (one * self._down_stages // self.splits for one in (split, split + 1))
+        return first, last - first
+
+    @property
+    def most_down_stages(self) -> int:
+        """The most stages that a part has."""
+        return -(-self._down_stages // self.splits)
 
     @property
     def open_words(self) -> int:
@@ -67,40 +93,53 @@ class Shape:
     @property
     def words(self) -> int:
         """The most words of an exchange."""
-        return max(
-            self.batch * max(self.projected, self.attended, self.width) // 2,
-            self.neurons * self.open_words,
-        )
+        most = self.batch * max(self.projected, self.attended, self.width) // 2
+        if self.is_sparse:
+            return max(most, self.neurons * self.open_words)
+        return max(most, self.batch * self.neurons // 2, self.splits * self.batch * self.width)
 
     @functools.cached_property
     def shares(self) -> list[Share]:
-        """Of attention's units; of the rows of query, key and value, of `out`, and of the gate."""
+        """Of attention's units; of the rows of query, key and value, of `out`, and of what is
+        activated; and of the parts of `down` in a dense block."""
+        activated = 2 if self.gated and not self.is_sparse else 1
         matrices = [
-            (self.projected // ROWS, 2 * ROWS * self.width),
-            (self.width // ROWS, 2 * ROWS * self.attended),
-            (self.neurons // ROWS, 2 * ROWS * self.width),
+            Matrix(self.projected // ROWS, 2 * ROWS * self.width),
+            Matrix(self.width // ROWS, 2 * ROWS * self.attended),
+            Matrix(self.neurons // ROWS, 2 * ROWS * self.width * activated, least=1),
         ]
+        if not self.is_sparse:
+            size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
+            matrices.append(Matrix(self.splits * self.width // DOWN_COLUMNS, size))
         units, cached = self.batch * self.kv_heads, 4 * self.capacity * self.size
         return plan.shares(self.blocks, units, cached, matrices)
 
     @property
     def table(self) -> np.ndarray:
-        """The shares of each block, int32 `[blocks, 8]`: first and count of each."""
+        """The shares of each block, int32 `[blocks, 2 * shares]`: where each begins, and how
+        many it has."""
         return np.stack([part for share in self.shares for part in share], axis=1)
 
     @property
     def most_gates(self) -> int:
         """The most groups of gates that a block has."""
-        return self.shares[-1].most
+        return self.shares[3].most
 
     @property
     def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """What a block keeps in shared memory besides the ring: shapes and types."""
         key_tiles = 512 // self.size
-        return {
+        found = {
             "x": ((self.batch, self.row_words), "int32"),
-            "parts": ((2, BLOCK_WARPS, ROWS * TOKENS), "float32"),
+            "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
             "squares": ((TOKENS, BLOCK_WARPS), "float32"),
+            "q": ((self.group + 2, self.size // 2 + 4), "int32"),
+            "values": ((key_tiles, self.group, self.size), "float32"),
+            "tops": ((key_tiles, self.group, 2), "float32"),
+        }
+        if not self.is_sparse:
+            return found
+        return found | {
             "gates": ((self.most_gates, ROWS * TOKENS), "float32"),
             "own_masks": ((self.most_gates + 1,), "int32"),
             "own_rows": ((self.most_gates * ROWS,), "int32"),
@@ -109,9 +148,6 @@ class Shape:
             "listed": ((LISTED,), "int32"),
             "columns": ((128, 8), "int32"),
             "hidden": ((128, 4), "int32"),
-            "q": ((self.group + 2, self.size // 2 + 4), "int32"),
-            "values": ((key_tiles, self.group, self.size), "float32"),
-            "tops": ((key_tiles, self.group, 2), "float32"),
         }
 
     @property

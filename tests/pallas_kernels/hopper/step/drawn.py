@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
 from tests import seeds
 
@@ -17,6 +18,7 @@ class Case(NamedTuple):
     Attributes:
       layers, batch, width, neurons, heads, kv_heads, size, capacity: of the model and the cache.
       offset: by how many of its deviations a gate is below zero on average.
+      is_sparse, is_silu, gated: of the feed-forward blocks.
     """
 
     layers: int
@@ -28,16 +30,25 @@ class Case(NamedTuple):
     size: int
     capacity: int
     offset: float = 0.0
+    is_sparse: bool = True
+    is_silu: bool = False
+    gated: bool = True
 
     @property
     def options(self) -> dict:
         """Of `decode_layers`."""
-        return {"heads": self.heads, "kv_heads": self.kv_heads, "eps": 1e-5}
+        return {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "eps": 1e-5,
+            "rectifier": None if self.is_silu else RELU,
+            "is_sparse": self.is_sparse,
+        }
 
 
 def operands(case: Case):
     """Stream, layers, keys, values, lengths and rope; free slots of the cache hold NaN."""
-    layers, batch, d, h, heads, kv_heads, size, capacity, offset = case
+    layers, batch, d, h, heads, kv_heads, size, capacity, offset, *_ = case
     keys = iter(jax.random.split(jax.random.key(seeds.integer()), 24))
 
     def normal(*shape, scale=1.0, shift=0.0):
@@ -46,11 +57,12 @@ def operands(case: Case):
     x = jnp.zeros((8, d), jnp.bfloat16).at[:batch].set(normal(batch, d, scale=0.5, shift=1.0))
     qkv = tuple(normal(layers, n * size, d, scale=d**-0.5) for n in (heads, kv_heads, kv_heads))
     out = normal(layers, d, heads * size, scale=0.1 * (heads * size) ** -0.5)
-    mlp = Weights(
+    activated, linear, down = (
         normal(layers, h, d, scale=d**-0.5, shift=-offset / d),
         normal(layers, h, d, scale=d**-0.5),
         normal(layers, h, d, scale=0.3 * h**-0.5),
     )
+    mlp = Weights(activated, linear, down) if case.gated else Weights(None, activated, down)
     scales = tuple(normal(layers, d, scale=0.05, shift=1.0) for _ in range(2))
     lengths = jnp.array([max(capacity - 1 - 37 * b, 1) for b in range(batch)], jnp.int32)
     is_free = (jnp.arange(capacity) >= lengths[:, None])[None, :, :, None, None]

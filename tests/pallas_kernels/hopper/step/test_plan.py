@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper.step import plan
+from pallas_kernels.hopper.step.plan import Matrix
 
 GROUP = 65536  # bytes of 16 rows of 2048 numbers
 
 
 @pytest.mark.parametrize("units", [8, 32, 256])
 def test_all_is_shared_out_evenly(units):
-    matrices = [(384, GROUP), (128, GROUP), (352, GROUP)]
+    matrices = [Matrix(384, GROUP), Matrix(128, GROUP), Matrix(352, GROUP, least=1)]
     shares = plan.shares(132, units, 2 * GROUP, matrices)
-    for share, whole in zip(shares, [units, *(groups for groups, _ in matrices)], strict=True):
+    for share, whole in zip(shares, [units, *(matrix.groups for matrix in matrices)], strict=True):
         ends = share.first + share.number
         assert share.first[0] == 0
         assert ends[-1] == whole
@@ -25,4 +26,4 @@ def test_all_is_shared_out_evenly(units):
 
 def test_fewer_groups_than_blocks_are_refused():
     with pytest.raises(ValueError, match="100 groups of rows for 132 blocks"):
-        plan.shares(132, 32, GROUP, [(384, GROUP), (100, GROUP)])
+        plan.shares(132, 32, GROUP, [Matrix(384, GROUP), Matrix(100, GROUP, least=1)])

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper.step.call import decode_layers
-from pallas_kernels.rectifiers import RELU
 from pallas_kernels.reference import decode as reference
 from tests.errors import relative_error
 from tests.pallas_kernels.hopper.step import drawn
@@ -16,9 +15,11 @@ LARGE = {
     "2b": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87),
     "2b, half of the gates open": Case(2, 8, 2048, 5632, 32, 32, 64, 1024),
     "Llama-3.1-8B": Case(2, 8, 4096, 14336, 32, 8, 128, 1024, offset=2.87),
-    "Qwen3-0.6B": Case(2, 3, 1024, 3072, 16, 8, 128, 512, offset=2.87),
-    "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, offset=2.87),
-    "Qwen2.5-0.5B": Case(2, 1, 896, 4864, 14, 2, 64, 1024, offset=2.87),
+    "Qwen3-0.6B": Case(2, 3, 1024, 3072, 16, 8, 128, 512, is_sparse=False, is_silu=True),
+    "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, is_sparse=False, is_silu=True),
+    "Qwen2.5-0.5B": Case(2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, is_silu=True),
+    "2b, dense": Case(2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False),
+    "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
 }
 
 
@@ -33,7 +34,7 @@ def assert_matches(got, operands, case, bound):
     stream, layers, *rest = operands
 
     def definition(*of):
-        return reference.decode_layers(*of, **case.options, rectifier=RELU, is_sparse=True)
+        return reference.decode_layers(*of, **case.options)
 
     expected = run(definition, stream, drawn.with_columns_first(layers), *rest)
     for found, wanted in zip(got[0][:2], expected[0][:2], strict=True):
@@ -53,6 +54,9 @@ def assert_matches(got, operands, case, bound):
         SMALL,
         SMALL._replace(layers=2, batch=3, kv_heads=1, size=128, capacity=192),
         SMALL._replace(batch=2, neurons=1280),  # more open rows than are listed
+        SMALL._replace(gated=False),
+        SMALL._replace(is_sparse=False, is_silu=True, batch=3, neurons=640),
+        SMALL._replace(is_sparse=False, gated=False),
     ],
 )
 def test_interpreted(interpreted, case):
@@ -63,7 +67,11 @@ def test_interpreted(interpreted, case):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n != "SmolLM2-360M" else n for n in LARGE]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n not in ("SmolLM2-360M", "narrow") else n
+        for n in LARGE
+    ],
 )
 def test_lowers(lower, name):
     case = LARGE[name]

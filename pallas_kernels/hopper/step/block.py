@@ -1,0 +1,93 @@
+"""What the functions of a thread block share: its operands, its memory, its part of the work."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common.scalars import read
+from pallas_kernels.hopper.step import lane
+from pallas_kernels.hopper.step.lane import LANES
+from pallas_kernels.hopper.step.shape import Shape
+
+UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
+
+
+class Operands(NamedTuple):
+    """References in GMEM.
+
+    Attributes:
+      words: int32 `[BUFFERS, words, 2]`, zeros but for exchange 0, the stream.
+      table: of `Shape.table`.
+      scaled, squares: of the stream in front of the first layer.
+      qkv: three of `[L, N, D]`.
+      out: `[L, D, heads * size]`.
+      activated: `[L, H, D]` each, what all rows are multiplied with: in a sparse block the gate
+        projection, or the up projection without a gate; in a dense one, both.
+      up: the up projection if only some of its rows are multiplied, else None.
+      down: `[L, H, D]`.
+      scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
+      k, v: the cache, `[L, B, capacity, kv_heads, size]`.
+      lengths: int32 `[B]`.
+      rope: cosine and sine, float32 `[B, size / 2]` each.
+    """
+
+    words: Any
+    table: Any
+    scaled: Any
+    squares: Any
+    qkv: tuple
+    out: Any
+    activated: tuple
+    up: Any
+    down: Any
+    scales: tuple
+    k: Any
+    v: Any
+    lengths: Any
+    rope: tuple
+
+
+class Block(NamedTuple):
+    """What a thread block's functions share.
+
+    Attributes:
+      shape: of the step.
+      refs: its operands.
+      smem: references to shared memory, by the names of `Shape.scratch_words`.
+      ring, kv_ring, down_ring: the stages, as rows of a matrix, keys or values, and rows of `down`.
+      full, empty: barriers of the stages.
+      together: the barrier of the two warpgroups that compute.
+      wg: int32 scalar, the warpgroup.
+      first, many: of each of `Shape.shares`, int32 scalars: where it begins, and how many it has.
+    """
+
+    shape: Shape
+    refs: Operands
+    smem: dict[str, Any]
+    ring: Any
+    kv_ring: Any
+    down_ring: Any
+    full: Any
+    empty: Any
+    together: Any
+    wg: jax.Array
+    first: list[jax.Array]
+    many: list[jax.Array]
+
+    def meet(self) -> None:
+        """The warpgroups that compute wait for each other."""
+        plgpu.barrier_arrive(self.together)
+        plgpu.barrier_wait(self.together)
+
+    def thread(self) -> jax.Array:
+        """The number of each lane among the 256 that compute."""
+        return lane.numbers() + LANES * self.wg
+
+    def unit(self, i) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sequence, key/value head and length of this block's i-th unit of attention."""
+        number, heads = self.first[UNITS] + i, self.shape.kv_heads
+        sequence, head = lax.div(number, heads), lax.rem(number, heads)
+        return sequence, head, read(self.refs.lengths.at[pl.ds(sequence, 1)])

@@ -1,0 +1,146 @@
+"""The feed-forward block with all of its neurons.
+
+`down` is `[H, D]`, so a thread block multiplies some of its rows and 64 of its columns: parts of
+the product, which those that have the columns add up, in a fixed order.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.step import exchange, lane, products, stream
+from pallas_kernels.hopper.step.block import DOWN, Block
+from pallas_kernels.hopper.step.lane import LANES
+from pallas_kernels.hopper.step.plan import ROWS
+from pallas_kernels.hopper.step.products import TOKENS
+from pallas_kernels.hopper.step.shape import DOWN_COLUMNS, DOWN_ROWS
+
+_TILES = DOWN_COLUMNS // ROWS
+
+
+def post_hidden(block: Block, exchange_number, inverse):
+    """`product`'s functions that post the activations of 16 neurons."""
+    shape, parts = block.shape, block.smem["parts"]
+
+    def finish(row, part, _):
+        @pl.when(block.wg == 0)
+        def _():
+            number, place = lane.numbers(), stream.pair_of(block, row, shape.neurons)
+            factor = inverse(jnp.where(place < 0, 0, number >> 3))
+            halves = []
+            for j in (0, 1):
+                at = stream.where_pair(number, place, j)
+                z = products.sum_of_warps(parts, part, at) * factor
+                h = (
+                    z / (1 + lane.exp2(z * -products.LOG2_E))
+                    if shape.is_silu
+                    else jnp.maximum(z, 0.0)
+                )
+                if shape.gated:
+                    h *= products.sum_of_warps(parts, part + 1, at) * factor
+                halves.append(h)
+            exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
+
+    return lambda row: (), finish
+
+
+def _silu(z):
+    return z / (1 + lane.exp2(z * -products.LOG2_E))
+
+
+def add(block: Block, exchange_number, number):
+    """Adds the product with `down`; exchange `exchange_number + 2` gets the stream.
+
+    Returns the number of the next stage.
+    """
+
+    def unit(i, number):
+        return _multiply(block, exchange_number, block.first[DOWN] + i, number)
+
+    number = lax.fori_loop(0, block.many[DOWN], unit, number)
+    columns, blocks = block.shape.width // ROWS, block.shape.blocks
+    for start in range(0, columns, blocks):
+        tile = lax.axis_index("block") + start
+        pl.when(tile < columns)(lambda tile=tile: _add_up(block, exchange_number, tile))
+    return number
+
+
+def _multiply(block: Block, exchange_number, unit, number):
+    """Posts the product of some rows and 64 columns of `down`, float32."""
+    shape, smem = block.shape, block.smem
+    blocks = shape.width // DOWN_COLUMNS
+    split, column = lax.div(unit, blocks), lax.rem(unit, blocks)
+    first, stages = shape.rows_of_split(split)
+    _receive(block, exchange_number, first, stages)
+    block.meet()
+
+    def stage(j, carry):
+        number, sums = carry
+        tokens = products.tokens_of_rows(smem["x"], j, block.wg, batch=shape.batch)
+        slot = lax.rem(number, shape.slots)
+        plgpu.barrier_wait(block.full.at[slot])
+        sums = products.add_columns(block.down_ring.at[slot], tokens, list(sums), block.wg)
+        plgpu.barrier_arrive(block.empty.at[slot])
+        return number + 1, tuple(sums)
+
+    start = number, _TILES * (products.zeros(),)
+    number, sums = lax.fori_loop(0, stages, stage, start)
+    for tile, part in enumerate(sums):
+        products.put(smem["parts"], jnp.int32(tile), part, block.wg)
+    block.meet()
+    index = lane.numbers()  # a column and a token
+    own, token = index >> 3, index & (TOKENS - 1)
+    for turn in range(_TILES // 2):
+        tile = 2 * turn + block.wg
+        total = products.sum_of_warps(smem["parts"], tile, index)
+        at = (split * shape.batch + token) * shape.width + column * DOWN_COLUMNS + tile * ROWS + own
+        place = jnp.where(token < shape.batch, at, -1)
+        bits = lax.bitcast_convert_type(total, jnp.int32)
+        exchange.post(block.refs.words, exchange_number + 1, place, bits)
+    block.meet()  # before the next unit's activations come
+    return number
+
+
+def _receive(block: Block, exchange_number, first, stages) -> None:
+    """Takes the activations of `stages` times 128 neurons into shared memory."""
+    shape, thread = block.shape, block.thread()
+    pairs, most = shape.neurons // 2, shape.most_down_stages * DOWN_ROWS // 2
+    block.meet()  # nobody reads what was there
+    for token in range(shape.batch):
+        numbers = [thread + start for start in range(0, most, 2 * LANES)]
+        at = [first * (DOWN_ROWS // 2) + number for number in numbers]
+        is_there = [
+            (number < stages * (DOWN_ROWS // 2)) & (one < pairs)
+            for number, one in zip(numbers, at, strict=True)
+        ]
+        places = [
+            jnp.where(is_it, token * pairs + one, -1)
+            for is_it, one in zip(is_there, at, strict=True)
+        ]
+        words = exchange.take(block.refs.words, exchange_number, places)
+        for number, word in zip(numbers, words, strict=True):
+            inside = jnp.where(number < most, token * shape.row_words + number, -1)
+            lane.scatter(block.smem["x"], inside, word)  # zeros past the last neuron
+
+
+def _add_up(block: Block, exchange_number, tile) -> None:
+    """Adds the parts of 16 columns to the stream."""
+    shape, words = block.shape, block.refs.words
+
+    @pl.when(block.wg == 0)
+    def _():
+        place = stream.pair_of(block, tile * ROWS, shape.width)
+        before = exchange.read(words, exchange_number - 1, place)
+        number = lane.numbers()
+        token, pair = number >> 3, number & 7
+        places = []
+        for split in range(shape.splits):
+            at = (split * shape.batch + token) * shape.width + tile * ROWS + 2 * pair
+            places += [jnp.where(place < 0, -1, at + j) for j in (0, 1)]
+        found = exchange.take(words, exchange_number + 1, places)
+        found = [lax.bitcast_convert_type(one, jnp.float32) for one in found]
+        low, high = lane.unpack(before)
+        for split in range(shape.splits):
+            low, high = low + found[2 * split], high + found[2 * split + 1]
+        exchange.post(words, exchange_number + 2, place, lane.pack(low, high))

@@ -1,0 +1,135 @@
+"""Attention of a thread block's units, a key/value head of a sequence each."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.step import attention, exchange, lane
+from pallas_kernels.hopper.step.block import UNITS, Block
+from pallas_kernels.hopper.step.lane import LANES
+from pallas_kernels.hopper.step.products import LOG2_E
+
+
+def attend(block: Block, layer, exchange_number, number):
+    """What this block's units attend to; their keys and values also go to the cache."""
+    shape, smem = block.shape, block.smem
+
+    def unit(i, number):
+        sequence, head, length = block.unit(i)
+        place_new(block, layer, exchange_number, sequence, head, length)
+        block.meet()
+        q = attention.queries(smem["q"], shape.size)
+
+        def stage(j, carry):
+            number, state = carry
+            slots = [lax.rem(number + k, shape.slots) for k in (0, 1)]
+            for slot in slots:
+                plgpu.barrier_wait(block.full.at[slot])
+            state = attention.attend(
+                *(block.kv_ring.at[slot] for slot in slots),
+                q, attention.State(*state), length - j * shape.keys, block.wg, size=shape.size,
+            )  # fmt: skip
+            for slot in slots:
+                plgpu.barrier_arrive(block.empty.at[slot])
+            return number + 2, tuple(state)
+
+        start = number, tuple(attention.State.empty())
+        steps = pl.cdiv(length, shape.keys)
+        number, state = lax.fori_loop(0, steps, stage, start)
+        put_state(block, attention.State(*state))
+        block.meet()
+        add_new(block, exchange_number + 1, sequence, head)
+        block.meet()  # before the next unit's query comes
+        return number
+
+    return lax.fori_loop(0, block.many[UNITS], unit, number)
+
+
+def place_new(block: Block, layer, exchange_number, sequence, head, length) -> None:
+    """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
+
+    A lane has two features of a vector and their partners in its second half.
+    """
+    shape, refs, smem = block.shape, block.refs, block.smem
+    quarter = shape.size // 4
+    for start in range(0, (shape.group + 2) * quarter, 2 * LANES):
+        index = block.thread() + start
+        shift = quarter.bit_length() - 1
+        vector, j = index >> shift, index & (quarter - 1)
+        is_there = vector < shape.group + 2
+        is_key, is_value = vector == shape.group, vector == shape.group + 1
+        of_query = head * shape.group + vector
+        stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + head
+        of = jnp.where(is_key | is_value, stored, of_query)
+        place = sequence * (shape.projected // 2) + of * (shape.size // 2) + j
+        places = [jnp.where(is_there, place + k, -1) for k in (0, quarter)]
+        turn = jnp.where(is_there, sequence * (shape.size // 2) + 2 * j, -1)
+        cos, sin = (
+            [lax.bitcast_convert_type(one, jnp.float32) for one in lane.load(table, turn, 2)]
+            for table in refs.rope
+        )
+        a, b = exchange.take(refs.words, exchange_number, places)
+        (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
+        low = lane.pack(a0 * cos[0] - b0 * sin[0], a1 * cos[1] - b1 * sin[1])
+        high = lane.pack(b0 * cos[0] + a0 * sin[0], b1 * cos[1] + a1 * sin[1])
+        low, high = jnp.where(is_value, a, low), jnp.where(is_value, b, high)
+        row = vector * (shape.size // 2 + 4) + j
+        for k, word in ((0, low), (quarter, high)):
+            lane.scatter(smem["q"], jnp.where(is_there, row + k, -1), word)
+            for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
+                slot = cache.at[layer, sequence, length, head]
+                lane.store(slot, jnp.where(is_its & is_there, j + k, -1), word)
+
+
+def put_state(block: Block, state: attention.State) -> None:
+    """Stores what each warp knows."""
+    shape, smem, thread = block.shape, block.smem, block.thread()
+    key_tiles = 512 // shape.size
+    warp, head, quad = thread >> 5, (thread >> 2) & 7, thread & 3
+    tile, features = warp & (key_tiles - 1), (warp >> (key_tiles.bit_length() - 1)) * 64
+    is_there = head < shape.group
+    row = tile * shape.group + head
+    for i, value in enumerate(state.values):
+        feature = features + 8 * (i // 2) + 2 * quad + i % 2
+        lane.scatter(smem["values"], jnp.where(is_there, row * shape.size + feature, -1), value)
+    total = attention.sum_of_quad(state.total)
+    is_one = is_there & (quad == 0) & (features == 0)
+    for i, value in enumerate((state.top, total)):
+        lane.scatter(smem["tops"], jnp.where(is_one, 2 * row + i, -1), value)
+
+
+def add_new(block: Block, exchange_number, sequence, head) -> None:
+    """Adds up what the warps have and the new token; a warp has a head."""
+    shape, smem, thread = block.shape, block.smem, block.thread()
+    key_tiles, words = 512 // shape.size, shape.size // 2 + 4
+    own, number = thread >> 5, thread & 31
+    is_there = own < shape.group
+    mine = jnp.where(is_there, own, 0)
+    pairs = [number + 32 * i for i in range(shape.size // 64)]
+    key, value = ([lane.gather(smem["q"], r * words + pair) for pair in pairs]
+                  for r in (shape.group, shape.group + 1))  # fmt: skip
+    score = lane.full(0.0, jnp.float32)
+    for pair, word in zip(pairs, key, strict=True):
+        q, k = lane.unpack(lane.gather(smem["q"], mine * words + pair)), lane.unpack(word)
+        score += q[0] * k[0] + q[1] * k[1]
+    score = lane.warp_sum(score) * (LOG2_E / shape.size**0.5)
+    rows = [i * shape.group + mine for i in range(key_tiles)]
+    tops, totals = ([lane.gather(smem["tops"], 2 * row + i) for row in rows] for i in (0, 1))
+    top = score
+    for one in tops:
+        top = jnp.maximum(top, one)
+    factor = lane.exp2(score - top)
+    factors = [lane.exp2(one - top) for one in tops]
+    total = factor
+    for f, one in zip(factors, totals, strict=True):
+        total += f * one
+    for pair, word in zip(pairs, value, strict=True):
+        sums = [factor * half for half in lane.unpack(word)]
+        for f, row in zip(factors, rows, strict=True):
+            for i in (0, 1):
+                sums[i] += f * lane.gather(smem["values"], row * shape.size + 2 * pair + i)
+        place = sequence * (shape.attended // 2) + (head * shape.group + own) * (shape.size // 2)
+        places = jnp.where(is_there, place + pair, -1)
+        packed = lane.pack(sums[0] / total, sums[1] / total)
+        exchange.post(block.refs.words, exchange_number, places, packed)
