@@ -86,8 +86,8 @@ def _multiply(block: Block, exchange_number, unit, number):
 
     start = number, _TILES * (products.zeros(),)
     number, sums = lax.fori_loop(0, stages, stage, start)
-    for tile, part in enumerate(sums):
-        products.put(smem["parts"], jnp.int32(tile), part, block.wg)
+    for which, part in enumerate(sums):
+        products.put(smem["parts"], jnp.int32(which), part, block.wg)
     block.meet()
     index = lane.numbers()  # a column and a token
     own, token = index >> 3, index & (TOKENS - 1)

@@ -42,10 +42,21 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     """See the module; `outs` are x, scaled and squares of the stream behind the last layer."""
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
     place = [read(operands.table.at[number, pl.ds(i, 1)]) for i in range(2 * len(shape.shares))]
-    rings = scratch.pop("ring")
+    ring, kv_ring, down_ring = scratch.pop("ring")
     full, empty, together = (scratch.pop(name) for name in ("full", "empty", "together"))
     block = Block(
-        shape, operands, scratch, *rings, full, empty, together, wg, place[::2], place[1::2]
+        shape,
+        operands,
+        scratch,
+        ring,
+        kv_ring,
+        down_ring,
+        full,
+        empty,
+        together,
+        wg,
+        place[::2],
+        place[1::2],
     )
 
     def copy():

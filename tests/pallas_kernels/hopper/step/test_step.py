@@ -66,12 +66,11 @@ def test_interpreted(interpreted, case):
     assert_matches(got, operands, case, 0.01)
 
 
+QUICK = "SmolLM2-360M", "narrow"
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow) if n not in ("SmolLM2-360M", "narrow") else n
-        for n in LARGE
-    ],
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LARGE]
 )
 def test_lowers(lower, name):
     case = LARGE[name]
