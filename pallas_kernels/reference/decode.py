@@ -130,6 +130,19 @@ def decode_attention(
     return jnp.pad(attended, ((0, qkv.shape[0] - batch), (0, 0)))
 
 
+def _norm_heads(qkv, scales, heads, kv_heads, eps):
+    """The RMS norm of each query and each key in `qkv`."""
+    size = len(scales[0])
+    vectors = qkv.reshape(len(qkv), -1, size)
+    q, k, v = jnp.split(vectors, [heads, heads + kv_heads], axis=1)
+    normed = []
+    for x, scale in zip((q, k), scales, strict=True):
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        normed.append((wide * scale.astype(jnp.float32)).astype(qkv.dtype))
+    return jnp.concatenate([*normed, v], axis=1).reshape(qkv.shape)
+
+
 def _rotate(x, rope):
     """Rotates features i and i + head_dim / 2 of `x: [B, heads, head_dim]`."""
     cos, sin = (table[:, None] for table in rope)
@@ -187,6 +200,9 @@ def _layer(
     mlp, (before, after) = layers.mlp, layers.scales
     k_axis = 2 if isinstance(layers.qkv[0], Quantised) else 1
     qkv = project(stream, layers.qkv, number, k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
+    if layers.head_scales is not None:
+        scales = [scale[number[0]] for scale in layers.head_scales]
+        qkv = _norm_heads(qkv, scales, heads, kv_heads, eps)
     attended = decode_attention(qkv, rope, k, v, number, lengths, heads=heads, kv_heads=kv_heads)
     stream = add_product(attended, layers.out, number, stream.x, before, bias=layers.out_bias)
     if is_sparse:

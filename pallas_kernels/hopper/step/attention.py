@@ -260,22 +260,3 @@ def _exp2(value: ir.Value) -> ir.Value:
 
 def _packed(low: ir.Value, high: ir.Value) -> ir.Value:
     return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, result_types=const(0).type)
-
-
-@primitive
-def sum_of_quad(values: jax.Array) -> jax.Array:
-    """The sum of float32 over the four lanes of a head, in each of them."""
-
-    @plgpu.inline_mgpu(arg_types=(WORD,), return_type=lane.struct(jnp.float32))
-    def step(_, values):
-        total = lane.word(values)
-        for distance in (1, 2):
-            total = arith.addf(total, _shuffled(total, distance))
-        return lane.array(total)
-
-    return step(values)
-
-
-@sum_of_quad.in_jax
-def _sum_of_quad(values):
-    return jnp.repeat(jnp.sum(values.reshape(-1, 4), axis=1), 4)

@@ -24,6 +24,8 @@ class Operands(NamedTuple):
       scaled, squares: of the stream in front of the first layer.
       qkv: three of `[L, N, D]`.
       out: `[L, D, heads * size]`.
+      biases: of query, key and value together, `[L, sum of N]`, and of `out`, `[L, D]`, or None.
+      head_scales: of the norms of queries and keys, `[L, size]` each; or None.
       activated: `[L, H, D]` each, what all rows are multiplied with: in a sparse block the gate
         projection, or the up projection without a gate; in a dense one, both.
       up: the up projection if only some of its rows are multiplied, else None.
@@ -40,6 +42,8 @@ class Operands(NamedTuple):
     squares: Any
     qkv: tuple
     out: Any
+    biases: tuple
+    head_scales: Any
     activated: tuple
     up: Any
     down: Any

@@ -66,7 +66,8 @@ def decode_layers(
     up = mlp.up if gated and is_sparse else None
     operands = Operands(
         words, jnp.asarray(shape.table), stream.scaled[:batch], squares, tuple(layers.qkv),
-        layers.out, activated, up, mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
+        layers.out, (layers.qkv_bias, layers.out_bias), layers.head_scales, activated, up,
+        mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
     outs = (
         jax.ShapeDtypeStruct((batch, width), x.dtype),

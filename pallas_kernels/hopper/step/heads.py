@@ -11,13 +11,13 @@ from pallas_kernels.hopper.step.lane import LANES
 from pallas_kernels.hopper.step.products import LOG2_E
 
 
-def attend(block: Block, layer, exchange_number, number):
+def attend(block: Block, layer, exchange_number, number, eps: float):
     """What this block's units attend to; their keys and values also go to the cache."""
     shape, smem = block.shape, block.smem
 
     def unit(i, number):
         sequence, head, length = block.unit(i)
-        place_new(block, layer, exchange_number, sequence, head, length)
+        place_new(block, layer, exchange_number, sequence, head, length, eps)
         block.meet()
         q = attention.queries(smem["q"], shape.size)
 
@@ -46,7 +46,7 @@ def attend(block: Block, layer, exchange_number, number):
     return lax.fori_loop(0, block.many[UNITS], unit, number)
 
 
-def place_new(block: Block, layer, exchange_number, sequence, head, length) -> None:
+def place_new(block: Block, layer, exchange_number, sequence, head, length, eps: float) -> None:
     """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
 
     A lane has two features of a vector and their partners in its second half.
@@ -69,8 +69,10 @@ def place_new(block: Block, layer, exchange_number, sequence, head, length) -> N
             [lax.bitcast_convert_type(one, jnp.float32) for one in lane.load(table, turn, 2)]
             for table in refs.rope
         )
+        scales = _scales_of_heads(block, layer, is_key, is_there, (j, j + quarter))
         a, b = exchange.take(refs.words, exchange_number, places)
-        (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
+        x, y = (a, b) if scales is None else _normed(a, b, scales, shape.size, eps)
+        (a0, a1), (b0, b1) = lane.unpack(x), lane.unpack(y)
         low = lane.pack(a0 * cos[0] - b0 * sin[0], a1 * cos[1] - b1 * sin[1])
         high = lane.pack(b0 * cos[0] + a0 * sin[0], b1 * cos[1] + a1 * sin[1])
         low, high = jnp.where(is_value, a, low), jnp.where(is_value, b, high)
@@ -80,6 +82,29 @@ def place_new(block: Block, layer, exchange_number, sequence, head, length) -> N
             for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
                 slot = cache.at[layer, sequence, length, head]
                 lane.store(slot, jnp.where(is_its & is_there, j + k, -1), word)
+
+
+def _scales_of_heads(block: Block, layer, is_key, is_there, places):
+    """The scales of the norm of a lane's features, or None if there is no such norm."""
+    if block.refs.head_scales is None:
+        return None
+    of_query, of_key = (
+        [lane.load(scale.at[layer], jnp.where(is_there, place, -1))[0] for place in places]
+        for scale in block.refs.head_scales
+    )
+    return [jnp.where(is_key, k, q) for q, k in zip(of_query, of_key, strict=True)]
+
+
+def _normed(a, b, scales, size: int, eps: float):
+    """Two words of a head whose others lie in the neighbouring lanes, behind its RMS norm."""
+    halves = lane.unpack(a), lane.unpack(b)
+    (a0, a1), (b0, b1) = halves
+    squares = lane.sum_of(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, size // 4)
+    factor = lax.rsqrt(squares / size + eps)
+    return [
+        lane.pack(low * factor * by[0], high * factor * by[1])
+        for (low, high), by in zip(halves, map(lane.unpack, scales), strict=True)
+    ]
 
 
 def put_state(block: Block, state: attention.State) -> None:
@@ -93,7 +118,7 @@ def put_state(block: Block, state: attention.State) -> None:
     for i, value in enumerate(state.values):
         feature = features + 8 * (i // 2) + 2 * quad + i % 2
         lane.scatter(smem["values"], jnp.where(is_there, row * shape.size + feature, -1), value)
-    total = attention.sum_of_quad(state.total)
+    total = lane.sum_of(state.total, 4)
     is_one = is_there & (quad == 0) & (features == 0)
     for i, value in enumerate((state.top, total)):
         lane.scatter(smem["tops"], jnp.where(is_one, 2 * row + i, -1), value)
@@ -113,7 +138,7 @@ def add_new(block: Block, exchange_number, sequence, head) -> None:
     for pair, word in zip(pairs, key, strict=True):
         q, k = lane.unpack(lane.gather(smem["q"], mine * words + pair)), lane.unpack(word)
         score += q[0] * k[0] + q[1] * k[1]
-    score = lane.warp_sum(score) * (LOG2_E / shape.size**0.5)
+    score = lane.sum_of(score) * (LOG2_E / shape.size**0.5)
     rows = [i * shape.group + mine for i in range(key_tiles)]
     tops, totals = ([lane.gather(smem["tops"], 2 * row + i) for row in rows] for i in (0, 1))
     top = score

@@ -81,11 +81,12 @@ def _compute(block: Block, outs, eps: float) -> None:
 
     def layer(layer, number):
         before = layer * OF_LAYER  # the exchange that has the stream
-        functions = publish(block, before + 1, shape.projected, inverse=inverse)
+        biases = [None if bias is None else bias.at[layer] for bias in block.refs.biases]
+        functions = publish(block, before + 1, shape.projected, inverse=inverse, bias=biases[0])
         number = product(block, QKV, shape.width, number, functions)
-        number = attend(block, layer, before + 1, number)
+        number = attend(block, layer, before + 1, number, eps)
         receive(block, before + 2, shape.attended)
-        functions = publish(block, before + 3, shape.width, stream=before)
+        functions = publish(block, before + 3, shape.width, bias=biases[1], stream=before)
         number = product(block, OUT, shape.attended, number, functions)
         receive(block, before + 3, shape.width, scale_of(scales[0], layer))
         if shape.is_sparse:

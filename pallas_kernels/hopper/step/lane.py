@@ -297,13 +297,13 @@ def _store(ref, places, values):
 
 
 @primitive
-def warp_sum(values: jax.Array) -> jax.Array:
-    """The sum of float32 over the lanes of each warp, in all of its lanes."""
+def sum_of(values: jax.Array, lanes: int = WARP) -> jax.Array:
+    """The sum of float32 over so many neighbouring lanes, a power of two up to 32, in each."""
 
     @plgpu.inline_mgpu(arg_types=(WORD,), return_type=struct(jnp.float32))
     def step(_, values):
-        total = word(values)
-        for distance in (16, 8, 4, 2, 1):
+        total, distance = word(values), lanes // 2
+        while distance:
             other = ptx(
                 f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;",
                 total,
@@ -311,16 +311,15 @@ def warp_sum(values: jax.Array) -> jax.Array:
                 convergent=True,
                 has_side_effects=True,
             )
-            total = arith.addf(total, other)
+            total, distance = arith.addf(total, other), distance // 2
         return array(total)
 
     return step(values)
 
 
-@warp_sum.in_jax
-def _warp_sum(values):
-    sums = jnp.sum(values.reshape(WARPS, WARP), axis=1)
-    return jnp.repeat(sums, WARP)
+@sum_of.in_jax
+def _sum_of(values, lanes=WARP):
+    return jnp.repeat(jnp.sum(values.reshape(-1, lanes), axis=1), lanes)
 
 
 @primitive

@@ -158,7 +158,7 @@ def _times_up(block, layer, row, is_there, gates, inverse):
             for a, b in zip(words, x, strict=True):
                 (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
                 total += a0 * b0 + a1 * b1
-        found.append(gate * (lane.warp_sum(total) * inverse(lane.full(token))))
+        found.append(gate * (lane.sum_of(total) * inverse(lane.full(token))))
     return found
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.hopper.step.attention import keys_of_stage
 from pallas_kernels.hopper.step.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.step.products import BLOCK_WARPS, FEATURES, TOKENS
 
-_SMEM = 227 * 1024 - 1024  # bytes of a block, without what the compiler takes
+_SMEM = 225 * 1024  # bytes of a block, without barriers and what the compiler takes
 STAGE_BYTES = ROWS * FEATURES * 2
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 LISTED = 512  # open rows that are listed; of more, all rows are looked at

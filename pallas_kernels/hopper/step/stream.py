@@ -56,7 +56,7 @@ def product(block: Block, which: int, features: int, number, functions, matrices
     return number
 
 
-def publish(block: Block, exchange_number, features: int, *, inverse=None, stream=None):
+def publish(block: Block, exchange_number, features: int, *, inverse=None, bias=None, stream=None):
     """`product`'s functions that post the sums of rows: a lane has two rows of a token.
 
     Args:
@@ -64,14 +64,21 @@ def publish(block: Block, exchange_number, features: int, *, inverse=None, strea
       exchange_number: where they are posted.
       features: of a token there.
       inverse: a function of tokens whose result the sums are multiplied with.
+      bias: GMEM `[features]`, what is added to them; or None.
       stream: the exchange that has what they are added to, which the block has taken before.
     """
     words, parts = block.refs.words, block.smem["parts"]
 
     def prepare(row):
-        return () if stream is None else exchange.read(words, stream, pair_of(block, row, features))
+        pair, found = pair_of(block, row, features), []
+        if bias is not None:
+            of_row = jnp.where(pair < 0, -1, row // 2 + (lane.numbers() & 7))
+            found += lane.load(bias, of_row)
+        if stream is not None:
+            found.append(exchange.read(words, stream, pair))
+        return found
 
-    def finish(row, part, before):
+    def finish(row, part, added):
         @pl.when(block.wg == 0)
         def _():
             number, place = lane.numbers(), pair_of(block, row, features)
@@ -81,9 +88,9 @@ def publish(block: Block, exchange_number, features: int, *, inverse=None, strea
             if inverse is not None:
                 factor = inverse(jnp.where(place < 0, 0, number >> 3))
                 low, high = low * factor, high * factor
-            if stream is not None:
-                old = lane.unpack(before)
-                low, high = low + old[0], high + old[1]
+            for word in added:
+                more = lane.unpack(word)
+                low, high = low + more[0], high + more[1]
             exchange.post(words, exchange_number, place, lane.pack(low, high))
 
     return prepare, finish
@@ -135,7 +142,7 @@ def put_token(block: Block, token: int, pairs, words, scales, features: int) -> 
         places = jnp.where(pair < features // 2, row + pair, -1)
         lane.scatter(block.smem["x"], places, word)
     if scales[0] is not None:
-        total, thread = lane.warp_sum(squares), block.thread()
+        total, thread = lane.sum_of(squares), block.thread()
         places = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
         lane.scatter(block.smem["squares"], places, total)
 

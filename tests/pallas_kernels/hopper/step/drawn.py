@@ -19,6 +19,7 @@ class Case(NamedTuple):
       layers, batch, width, neurons, heads, kv_heads, size, capacity: of the model and the cache.
       offset: by how many of its deviations a gate is below zero on average.
       is_sparse, is_silu, gated: of the feed-forward blocks.
+      has_biases, has_head_norms: of attention.
     """
 
     layers: int
@@ -33,6 +34,8 @@ class Case(NamedTuple):
     is_sparse: bool = True
     is_silu: bool = False
     gated: bool = True
+    has_biases: bool = False
+    has_head_norms: bool = False
 
     @property
     def options(self) -> dict:
@@ -71,7 +74,13 @@ def operands(case: Case):
     angles = jax.random.uniform(next(keys), (batch, size // 2), maxval=6.0)
     stream = Stream.of(x, normal(d, scale=0.05, shift=1.0))
     rope = jnp.cos(angles), jnp.sin(angles)
-    return stream, Layers(qkv, None, out, None, mlp, scales), k, v, lengths, rope
+    biases, head_scales = (None, None), None
+    if case.has_biases:
+        biases = normal(layers, (heads + 2 * kv_heads) * size), normal(layers, d, scale=0.1)
+    if case.has_head_norms:
+        head_scales = tuple(normal(layers, size, scale=0.1, shift=1.0) for _ in range(2))
+    of = Layers(qkv, biases[0], out, biases[1], mlp, scales, head_scales)
+    return stream, of, k, v, lengths, rope
 
 
 def with_columns_first(layers: Layers) -> Layers:

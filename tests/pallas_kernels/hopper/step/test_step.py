@@ -15,9 +15,13 @@ LARGE = {
     "2b": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87),
     "2b, half of the gates open": Case(2, 8, 2048, 5632, 32, 32, 64, 1024),
     "Llama-3.1-8B": Case(2, 8, 4096, 14336, 32, 8, 128, 1024, offset=2.87),
-    "Qwen3-0.6B": Case(2, 3, 1024, 3072, 16, 8, 128, 512, is_sparse=False, is_silu=True),
+    "Qwen3-0.6B": Case(
+        2, 3, 1024, 3072, 16, 8, 128, 512, is_sparse=False, is_silu=True, has_head_norms=True
+    ),
     "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, is_sparse=False, is_silu=True),
-    "Qwen2.5-0.5B": Case(2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, is_silu=True),
+    "Qwen2.5-0.5B": Case(
+        2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, is_silu=True, has_biases=True
+    ),
     "2b, dense": Case(2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False),
     "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
 }
@@ -55,7 +59,14 @@ def assert_matches(got, operands, case, bound):
         SMALL._replace(layers=2, batch=3, kv_heads=1, size=128, capacity=192),
         SMALL._replace(batch=2, neurons=1280),  # more open rows than are listed
         SMALL._replace(gated=False),
-        SMALL._replace(is_sparse=False, is_silu=True, batch=3, neurons=640),
+        SMALL._replace(
+            is_sparse=False,
+            is_silu=True,
+            batch=3,
+            neurons=640,
+            has_biases=True,
+            has_head_norms=True,
+        ),
         SMALL._replace(is_sparse=False, gated=False),
     ],
 )
