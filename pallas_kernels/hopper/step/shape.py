@@ -10,7 +10,8 @@ from pallas_kernels.hopper.step.attention import keys_of_stage
 from pallas_kernels.hopper.step.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.step.products import BLOCK_WARPS, FEATURES, TOKENS
 
-_SMEM = 225 * 1024  # bytes of a block, without barriers and what the compiler takes
+_SMEM = 226 * 1024  # bytes of a block, without barriers
+_ALIGNED = 1024  # bytes: where references to shared memory begin
 STAGE_BYTES = ROWS * FEATURES * 2
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
@@ -153,7 +154,8 @@ class Shape:
     @property
     def slots(self) -> int:
         """Stages that the ring has room for."""
-        taken = sum(4 * int(np.prod(shape)) + 128 for shape, _ in self.scratch_words.values())
+        sizes = (4 * int(np.prod(shape)) for shape, _ in self.scratch_words.values())
+        taken = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
         return (_SMEM - taken) // STAGE_BYTES
 
     @property
