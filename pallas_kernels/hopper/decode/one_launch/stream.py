@@ -5,11 +5,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.step import exchange, lane, products
-from pallas_kernels.hopper.step.block import Block
-from pallas_kernels.hopper.step.lane import LANES
-from pallas_kernels.hopper.step.plan import ROWS
-from pallas_kernels.hopper.step.products import BLOCK_WARPS, TOKENS, stages_of
+from pallas_kernels.hopper.decode.one_launch import exchange, lane, products
+from pallas_kernels.hopper.decode.one_launch.block import Block
+from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS, stages_of
 
 
 def product(block: Block, which: int, features: int, number, functions, matrices: int = 1):

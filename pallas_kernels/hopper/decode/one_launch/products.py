@@ -17,9 +17,9 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import TILED
-from pallas_kernels.hopper.step import lane
-from pallas_kernels.hopper.step.lane import LANES, WORD, ptx
-from pallas_kernels.hopper.step.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch.lane import LANES, WORD, ptx
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 
 TOKENS = 8  # columns of a product
 FEATURES = 512  # of a stage

@@ -7,14 +7,46 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import TILED
-from pallas_kernels.hopper.step.exchange import BUFFERS
-from pallas_kernels.hopper.step.kernel import Operands, kernel
-from pallas_kernels.hopper.step.plan import ROWS
-from pallas_kernels.hopper.step.products import FEATURES
-from pallas_kernels.hopper.step.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
+from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
+from pallas_kernels.hopper.decode.one_launch.kernel import Operands, kernel
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import FEATURES, TOKENS
+from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.quantised import Operand, Quantised
+from pallas_kernels.rectifiers import RELU, Rectifier
+
+
+def unsupported(
+    stream: Stream,
+    layers: Layers,
+    k_cache: jax.Ref,
+    *,
+    heads: int,
+    kv_heads: int,
+    rectifier: Rectifier | None,
+) -> str | None:
+    """Why a step cannot be one launch, in words; None if it can.
+
+    The operands are those of `decode_layers`.
+    """
+    _, batch, _, _, size = k_cache.shape
+    mlp = layers.mlp
+    _, neurons, width = mlp.down.shape
+    if batch > TOKENS:
+        return f"it serves up to {TOKENS} sequences, got {batch}"
+    if any(isinstance(w, Quantised) for w in (*layers.qkv, layers.out, *mlp[:3])):
+        return "it has no 8-bit weights"
+    if stream.x.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, got {stream.x.dtype}"
+    if mlp.live is not None or rectifier not in (None, RELU):
+        return "it serves SiLU and ReLU, and all neurons"
+    if size not in (64, 128) or heads > 8 * kv_heads:
+        return f"heads have 64 or 128 features and at most 8 share one, got {size}, {heads}"
+    if width % 64 or neurons % 64 or neurons < ROWS * sm_count():
+        return f"D and H are multiples of 64, and H is not small, got {width} and {neurons}"
+    return None
 
 
 def decode_layers(
@@ -35,7 +67,9 @@ def decode_layers(
 
     Args:
       stream: of the tokens, bfloat16.
-      layers: their weights, bfloat16; here `qkv` are `[L, N, D]` and `out` `[L, D, N]`.
+      layers: their weights, bfloat16. Query, key, value and `out` are read by rows of what they
+        give, so they are transposed first. That copies nothing if they lie so in memory, as
+        `jax.experimental.layout.Layout((0, 2, 1))` has them.
       k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values.
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, size / 2]` each.
@@ -55,6 +89,7 @@ def decode_layers(
         min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
         size, gated, is_sparse, rectifier is None,
     )  # fmt: skip
+    qkv, out = tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out)
     x = stream.x[:batch]
     first = jax.lax.bitcast_convert_type(x.reshape(batch * width // 2, 2), jnp.int32)
     words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(first), 0].set(first)
@@ -65,8 +100,8 @@ def decode_layers(
     activated = both[:1] if is_sparse else both
     up = mlp.up if gated and is_sparse else None
     operands = Operands(
-        words, jnp.asarray(shape.table), stream.scaled[:batch], squares, tuple(layers.qkv),
-        layers.out, (layers.qkv_bias, layers.out_bias), layers.head_scales, activated, up,
+        words, jnp.asarray(shape.table), stream.scaled[:batch], squares, qkv,
+        out, (layers.qkv_bias, layers.out_bias), layers.head_scales, activated, up,
         mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
     outs = (
@@ -94,7 +129,12 @@ def decode_layers(
     )
     x, scaled, squares = call(*flat)
     missing = ((0, len(stream.x) - batch), (0, 0))
-    return Stream(*(jnp.pad(out, missing) for out in (x, scaled, squares)))
+    return Stream(*(jnp.pad(of, missing) for of in (x, scaled, squares)))
+
+
+def _by_rows(matrix: Operand) -> jax.Array:
+    assert not isinstance(matrix, Quantised)
+    return jnp.swapaxes(matrix, 1, 2)
 
 
 def _grid(blocks: int) -> dict:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.step import plan
-from pallas_kernels.hopper.step.plan import Matrix
+from pallas_kernels.hopper.decode.one_launch import plan
+from pallas_kernels.hopper.decode.one_launch.plan import Matrix
 
 GROUP = 65536  # bytes of 16 rows of 2048 numbers
 

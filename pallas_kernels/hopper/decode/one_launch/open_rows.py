@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.step import exchange, lane, products, stream
-from pallas_kernels.hopper.step.block import GATE
-from pallas_kernels.hopper.step.lane import LANES, WARP
-from pallas_kernels.hopper.step.plan import ROWS
-from pallas_kernels.hopper.step.products import BLOCK_WARPS, TOKENS
-from pallas_kernels.hopper.step.shape import LISTED
+from pallas_kernels.hopper.decode.one_launch import exchange, lane, products, stream
+from pallas_kernels.hopper.decode.one_launch.block import GATE
+from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
+from pallas_kernels.hopper.decode.one_launch.shape import LISTED
 
 _AT_ONCE = 128  # rows that are added together
 

@@ -21,9 +21,9 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import TILED
-from pallas_kernels.hopper.step import lane
-from pallas_kernels.hopper.step.lane import WORD, ptx
-from pallas_kernels.hopper.step.products import LOG2_E
+from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
+from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 
 _STAGE = 8192  # numbers
 _BLOCK = 64  # features of the values that a warp has

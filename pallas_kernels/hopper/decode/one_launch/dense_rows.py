@@ -9,12 +9,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.step import exchange, lane, products, stream
-from pallas_kernels.hopper.step.block import DOWN, Block
-from pallas_kernels.hopper.step.lane import LANES
-from pallas_kernels.hopper.step.plan import ROWS
-from pallas_kernels.hopper.step.products import TOKENS
-from pallas_kernels.hopper.step.shape import DOWN_COLUMNS, DOWN_ROWS
+from pallas_kernels.hopper.decode.one_launch import exchange, lane, products, stream
+from pallas_kernels.hopper.decode.one_launch.block import DOWN, Block
+from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import TOKENS
+from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS
 
 _TILES = DOWN_COLUMNS // ROWS
 

@@ -5,10 +5,10 @@ import functools
 
 import numpy as np
 
-from pallas_kernels.hopper.step import plan
-from pallas_kernels.hopper.step.attention import keys_of_stage
-from pallas_kernels.hopper.step.plan import ROWS, Matrix, Share
-from pallas_kernels.hopper.step.products import BLOCK_WARPS, FEATURES, TOKENS
+from pallas_kernels.hopper.decode.one_launch import plan
+from pallas_kernels.hopper.decode.one_launch.attention import keys_of_stage
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, FEATURES, TOKENS
 
 _SMEM = 226 * 1024  # bytes of a block, without barriers
 _ALIGNED = 1024  # bytes: where references to shared memory begin

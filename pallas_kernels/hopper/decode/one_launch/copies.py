@@ -5,10 +5,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.step.block import DOWN, GATE, OUT, QKV, UNITS, Block
-from pallas_kernels.hopper.step.plan import ROWS
-from pallas_kernels.hopper.step.products import FEATURES, stages_of
-from pallas_kernels.hopper.step.shape import DOWN_COLUMNS, DOWN_ROWS
+from pallas_kernels.hopper.decode.one_launch.block import DOWN, GATE, OUT, QKV, UNITS, Block
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import FEATURES, stages_of
+from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS
 
 FLIGHT = 2  # stages that are on their way; more would keep what blocks exchange waiting
 

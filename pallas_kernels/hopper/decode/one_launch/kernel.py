@@ -20,12 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common.scalars import read
-from pallas_kernels.hopper.step import dense_rows, open_rows
-from pallas_kernels.hopper.step.block import GATE, OUT, QKV, Block, Operands
-from pallas_kernels.hopper.step.copies import copy_all
-from pallas_kernels.hopper.step.heads import attend
-from pallas_kernels.hopper.step.shape import Shape
-from pallas_kernels.hopper.step.stream import (
+from pallas_kernels.hopper.decode.one_launch import dense_rows, open_rows
+from pallas_kernels.hopper.decode.one_launch.block import GATE, OUT, QKV, Block, Operands
+from pallas_kernels.hopper.decode.one_launch.copies import copy_all
+from pallas_kernels.hopper.decode.one_launch.heads import attend
+from pallas_kernels.hopper.decode.one_launch.shape import Shape
+from pallas_kernels.hopper.decode.one_launch.stream import (
     first_stream,
     inverse_rms,
     last_stream,

@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common.scalars import read
-from pallas_kernels.hopper.step import lane
-from pallas_kernels.hopper.step.lane import LANES
-from pallas_kernels.hopper.step.shape import Shape
+from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.shape import Shape
 
 UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
 

@@ -19,8 +19,8 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.decode import on_host
-from pallas_kernels.hopper.step import lane
-from pallas_kernels.hopper.step.lane import WORD, ptx
+from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
 
 BUFFERS = 8
 _MOST_POLLS = 1 << 22  # seconds, after which a fault ends the program

@@ -58,8 +58,8 @@ def operands(case: Case):
         return (jax.random.normal(next(keys), shape) * scale + shift).astype(jnp.bfloat16)
 
     x = jnp.zeros((8, d), jnp.bfloat16).at[:batch].set(normal(batch, d, scale=0.5, shift=1.0))
-    qkv = tuple(normal(layers, n * size, d, scale=d**-0.5) for n in (heads, kv_heads, kv_heads))
-    out = normal(layers, d, heads * size, scale=0.1 * (heads * size) ** -0.5)
+    qkv = tuple(normal(layers, d, n * size, scale=d**-0.5) for n in (heads, kv_heads, kv_heads))
+    out = normal(layers, heads * size, d, scale=0.1 * (heads * size) ** -0.5)
     activated, linear, down = (
         normal(layers, h, d, scale=d**-0.5, shift=-offset / d),
         normal(layers, h, d, scale=d**-0.5),
@@ -81,9 +81,3 @@ def operands(case: Case):
         head_scales = tuple(normal(layers, size, scale=0.1, shift=1.0) for _ in range(2))
     of = Layers(qkv, biases[0], out, biases[1], mlp, scales, head_scales)
     return stream, of, k, v, lengths, rope
-
-
-def with_columns_first(layers: Layers) -> Layers:
-    """The same as `Layers` has them."""
-    qkv = tuple(jnp.swapaxes(w, 1, 2) for w in layers.qkv)
-    return layers._replace(qkv=qkv, out=jnp.swapaxes(layers.out, 1, 2))

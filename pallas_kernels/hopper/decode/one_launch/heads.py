@@ -5,10 +5,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.step import attention, exchange, lane
-from pallas_kernels.hopper.step.block import UNITS, Block
-from pallas_kernels.hopper.step.lane import LANES
-from pallas_kernels.hopper.step.products import LOG2_E
+from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane
+from pallas_kernels.hopper.decode.one_launch.block import UNITS, Block
+from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 
 
 def attend(block: Block, layer, exchange_number, number, eps: float):

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.step.call import decode_layers
+from pallas_kernels.hopper.decode.one_launch.call import decode_layers
 from pallas_kernels.reference import decode as reference
 from tests.errors import relative_error
-from tests.pallas_kernels.hopper.step import drawn
-from tests.pallas_kernels.hopper.step.drawn import Case
+from tests.pallas_kernels.hopper.decode.one_launch import drawn
+from tests.pallas_kernels.hopper.decode.one_launch.drawn import Case
 
 SMALL = Case(1, 1, 512, 256, 4, 2, 64, 128)
 LARGE = {
@@ -35,12 +35,10 @@ def run(function, stream, layers, k, v, lengths, rope):
 
 
 def assert_matches(got, operands, case, bound):
-    stream, layers, *rest = operands
-
     def definition(*of):
         return reference.decode_layers(*of, **case.options)
 
-    expected = run(definition, stream, drawn.with_columns_first(layers), *rest)
+    expected = run(definition, *operands)
     for found, wanted in zip(got[0][:2], expected[0][:2], strict=True):
         assert relative_error(found[: case.batch], wanted[: case.batch]) < bound
     squares = [np.asarray(of.squares).sum(axis=1)[: case.batch] for of in (got[0], expected[0])]
