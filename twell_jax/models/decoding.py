@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import MAX_FEW_TOKENS, DecodeKernels, Kernels
@@ -28,8 +29,9 @@ from twell_jax.ffn.activations import rectifier
 from twell_jax.ffn.algorithms import Case, Request
 from twell_jax.ffn.explained import on
 from twell_jax.ffn.partition import auto_axes
+from twell_jax.models.attention import Attention
 from twell_jax.models.cache import KVCache
-from twell_jax.models.quantised import Part, QuantisedLinear
+from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
 
@@ -37,6 +39,7 @@ from twell_jax.models.transformer import Transformer
 DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _SPARSE = "few_tokens"  # the algorithm of sparse blocks
+_MOST_BLOCKS = 132  # thread blocks of a launch
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
@@ -121,11 +124,12 @@ def _unsupported(
       capacity: tokens of the cache.
     """
     size, d_model, d_ff = config.head_dim, config.d_model, config.d_ff
+    in_one = _may_be_one_launch(config, quantised, batch)
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
         "biases of the feed-forward blocks": config.mlp_bias,
         f"{config.norm} norms": config.norm != "rms",
-        "norms of queries and keys": config.qk_norm,
+        "norms of queries and keys": config.qk_norm and not in_one,
         "a rotation of some features of a head alone": config.rotary_fraction != 1,
         "a scale of the embedding": config.embed_scale != 1,
         "a scale of the residual stream": config.residual_scale != 1,
@@ -154,7 +158,7 @@ def _unsupported(
             "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
             f"{size}, and {config.heads} heads for {config.num_kv_heads}"
         )
-    if d_model % 1024 or config.heads * size % 256 or d_ff % 256:
+    if not in_one and (d_model % 1024 or config.heads * size % 256 or d_ff % 256):
         return (
             "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
             f"{d_model}, {d_ff} and {config.heads * size}"
@@ -166,6 +170,40 @@ def _unsupported(
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
     return None
+
+
+def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: int) -> bool:
+    """Whether the kernel for a whole step serves: it takes more shapes than the others."""
+    return (
+        batch <= 8
+        and not quantised
+        and not config.live_width
+        and config.ffn_activation in ("silu", "relu")
+        and config.d_model % 64 == config.d_ff % 64 == 0
+        and config.d_ff >= _MOST_BLOCKS * 16
+    )
+
+
+def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
+    """The model with attention's matrices as decoding reads them, so that no step transposes them.
+
+    What multiplies by XLA takes any layout. Without a kernel for a whole step it is the model.
+
+    Args:
+      model: the model.
+      batch, capacity: sequences and tokens of the cache.
+    """
+    _, why = _kernels(model, batch, capacity)
+    quantised = model.quantised()
+    wanted = model.config.decode_implementation
+    if why or wanted == "xla" or not _may_be_one_launch(model.config, quantised, batch):
+        return model
+    model = nnx.merge(*nnx.split(model))
+    for name in ATTENTION:
+        kernel = getattr(model.blocks.attention, name).kernel
+        layout = Format(Layout((0, 2, 1)), kernel[...].sharding)
+        kernel.set_value(jax.device_put(kernel[...], layout))
+    return model
 
 
 def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Selection:
@@ -237,7 +275,14 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
             _array(mlp.live) if model.config.live_width else None,
         ),
         scales=(_array(model.blocks.mlp_norm.scale), following),
+        head_scales=_head_scales(attention),
     ), first[0]
+
+
+def _head_scales(attention: Attention) -> tuple[jax.Array, jax.Array] | None:
+    if attention.query_norm is None or attention.key_norm is None:
+        return None
+    return _array(attention.query_norm.scale), _array(attention.key_norm.scale)
 
 
 def _array(parameter: Any) -> Any:
@@ -258,7 +303,7 @@ def _logits(kernels: DecodeKernels, model: Transformer, stream: Stream) -> jax.A
     if model.unembed is not None:
         weight = _matrix(model.unembed)
         k_axis = _k_axis(weight)
-    if model.config.vocab_size % _COLUMNS:
+    if model.config.vocab_size % _COLUMNS or model.config.d_model % 1024:
         return model.logits(model.norm(stream.x))
     only: Any = np.zeros(1, np.int32)  # a constant
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)

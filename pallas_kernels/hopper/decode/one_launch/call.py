@@ -36,7 +36,7 @@ def unsupported(
     _, neurons, width = mlp.down.shape
     if batch > TOKENS:
         return f"it serves up to {TOKENS} sequences, got {batch}"
-    if any(isinstance(w, Quantised) for w in (*layers.qkv, layers.out, *mlp[:3])):
+    if any(isinstance(w, Quantised) for w in (*layers.qkv, layers.out, mlp.gate, mlp.up, mlp.down)):
         return "it has no 8-bit weights"
     if stream.x.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, got {stream.x.dtype}"
