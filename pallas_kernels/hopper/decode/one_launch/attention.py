@@ -21,7 +21,7 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import TILED
-from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch import lane, memory
 from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 
@@ -60,7 +60,7 @@ def queries(q_smem, size: int) -> list[jax.Array]:
     number = lane.numbers()
     head, quad = (number >> 2) & 7, number & 3
     places = jnp.minimum(head, q_smem.shape[0] - 1) * q_smem.shape[1] + quad
-    return [lane.gather(q_smem, places + 4 * i) for i in range(size // 8)]
+    return [memory.gather(q_smem, places + 4 * i) for i in range(size // 8)]
 
 
 @primitive

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decode.one_launch import exchange, lane, products, stream
+from pallas_kernels.hopper.decode.one_launch import exchange, lane, memory, products, stream
 from pallas_kernels.hopper.decode.one_launch.block import DOWN, Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
@@ -17,6 +17,7 @@ from pallas_kernels.hopper.decode.one_launch.products import TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS
 
 _TILES = DOWN_COLUMNS // ROWS
+_TOKENS_AT_ONCE = 4  # so that their words fit into registers
 
 
 def post_hidden(block: Block, exchange_number, inverse):
@@ -106,22 +107,19 @@ def _receive(block: Block, exchange_number, first, stages) -> None:
     """Takes the activations of `stages` times 128 neurons into shared memory."""
     shape, thread = block.shape, block.thread()
     pairs, most = shape.neurons // 2, shape.most_down_stages * DOWN_ROWS // 2
+    numbers = [thread + start for start in range(0, most, 2 * LANES)]
     block.meet()  # nobody reads what was there
-    for token in range(shape.batch):
-        numbers = [thread + start for start in range(0, most, 2 * LANES)]
-        at = [first * (DOWN_ROWS // 2) + number for number in numbers]
-        is_there = [
-            (number < stages * (DOWN_ROWS // 2)) & (one < pairs)
-            for number, one in zip(numbers, at, strict=True)
-        ]
-        places = [
-            jnp.where(is_it, token * pairs + one, -1)
-            for is_it, one in zip(is_there, at, strict=True)
-        ]
+    for begin in range(0, shape.batch, _TOKENS_AT_ONCE):
+        inside, places = [], []
+        for token in range(begin, min(begin + _TOKENS_AT_ONCE, shape.batch)):
+            for number in numbers:
+                of_all = first * (DOWN_ROWS // 2) + number
+                is_there = (number < stages * (DOWN_ROWS // 2)) & (of_all < pairs)
+                places.append(jnp.where(is_there, token * pairs + of_all, -1))
+                inside.append(jnp.where(number < most, token * shape.row_words + number, -1))
         words = exchange.take(block.refs.words, exchange_number, places)
-        for number, word in zip(numbers, words, strict=True):
-            inside = jnp.where(number < most, token * shape.row_words + number, -1)
-            lane.scatter(block.smem["x"], inside, word)  # zeros past the last neuron
+        for place, word in zip(inside, words, strict=True):
+            memory.scatter(block.smem["x"], place, word)  # zeros past the last neuron
 
 
 def _add_up(block: Block, exchange_number, tile) -> None:

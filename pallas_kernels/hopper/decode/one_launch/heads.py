@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane
+from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane, memory
 from pallas_kernels.hopper.decode.one_launch.block import UNITS, Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
@@ -66,7 +66,7 @@ def place_new(block: Block, layer, exchange_number, sequence, head, length, eps:
         places = [jnp.where(is_there, place + k, -1) for k in (0, quarter)]
         turn = jnp.where(is_there, sequence * (shape.size // 2) + 2 * j, -1)
         cos, sin = (
-            [lax.bitcast_convert_type(one, jnp.float32) for one in lane.load(table, turn, 2)]
+            [lax.bitcast_convert_type(one, jnp.float32) for one in memory.load(table, turn, 2)]
             for table in refs.rope
         )
         scales = _scales_of_heads(block, layer, is_key, is_there, (j, j + quarter))
@@ -78,10 +78,10 @@ def place_new(block: Block, layer, exchange_number, sequence, head, length, eps:
         low, high = jnp.where(is_value, a, low), jnp.where(is_value, b, high)
         row = vector * (shape.size // 2 + 4) + j
         for k, word in ((0, low), (quarter, high)):
-            lane.scatter(smem["q"], jnp.where(is_there, row + k, -1), word)
+            memory.scatter(smem["q"], jnp.where(is_there, row + k, -1), word)
             for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
                 slot = cache.at[layer, sequence, length, head]
-                lane.store(slot, jnp.where(is_its & is_there, j + k, -1), word)
+                memory.store(slot, jnp.where(is_its & is_there, j + k, -1), word)
 
 
 def _scales_of_heads(block: Block, layer, is_key, is_there, places):
@@ -89,7 +89,7 @@ def _scales_of_heads(block: Block, layer, is_key, is_there, places):
     if block.refs.head_scales is None:
         return None
     of_query, of_key = (
-        [lane.load(scale.at[layer], jnp.where(is_there, place, -1))[0] for place in places]
+        [memory.load(scale.at[layer], jnp.where(is_there, place, -1))[0] for place in places]
         for scale in block.refs.head_scales
     )
     return [jnp.where(is_key, k, q) for q, k in zip(of_query, of_key, strict=True)]
@@ -117,11 +117,11 @@ def put_state(block: Block, state: attention.State) -> None:
     row = tile * shape.group + head
     for i, value in enumerate(state.values):
         feature = features + 8 * (i // 2) + 2 * quad + i % 2
-        lane.scatter(smem["values"], jnp.where(is_there, row * shape.size + feature, -1), value)
+        memory.scatter(smem["values"], jnp.where(is_there, row * shape.size + feature, -1), value)
     total = lane.sum_of(state.total, 4)
     is_one = is_there & (quad == 0) & (features == 0)
     for i, value in enumerate((state.top, total)):
-        lane.scatter(smem["tops"], jnp.where(is_one, 2 * row + i, -1), value)
+        memory.scatter(smem["tops"], jnp.where(is_one, 2 * row + i, -1), value)
 
 
 def add_new(block: Block, exchange_number, sequence, head) -> None:
@@ -132,15 +132,15 @@ def add_new(block: Block, exchange_number, sequence, head) -> None:
     is_there = own < shape.group
     mine = jnp.where(is_there, own, 0)
     pairs = [number + 32 * i for i in range(shape.size // 64)]
-    key, value = ([lane.gather(smem["q"], r * words + pair) for pair in pairs]
+    key, value = ([memory.gather(smem["q"], r * words + pair) for pair in pairs]
                   for r in (shape.group, shape.group + 1))  # fmt: skip
     score = lane.full(0.0, jnp.float32)
     for pair, word in zip(pairs, key, strict=True):
-        q, k = lane.unpack(lane.gather(smem["q"], mine * words + pair)), lane.unpack(word)
+        q, k = lane.unpack(memory.gather(smem["q"], mine * words + pair)), lane.unpack(word)
         score += q[0] * k[0] + q[1] * k[1]
     score = lane.sum_of(score) * (LOG2_E / shape.size**0.5)
     rows = [i * shape.group + mine for i in range(key_tiles)]
-    tops, totals = ([lane.gather(smem["tops"], 2 * row + i) for row in rows] for i in (0, 1))
+    tops, totals = ([memory.gather(smem["tops"], 2 * row + i) for row in rows] for i in (0, 1))
     top = score
     for one in tops:
         top = jnp.maximum(top, one)
@@ -153,7 +153,7 @@ def add_new(block: Block, exchange_number, sequence, head) -> None:
         sums = [factor * half for half in lane.unpack(word)]
         for f, row in zip(factors, rows, strict=True):
             for i in (0, 1):
-                sums[i] += f * lane.gather(smem["values"], row * shape.size + 2 * pair + i)
+                sums[i] += f * memory.gather(smem["values"], row * shape.size + 2 * pair + i)
         place = sequence * (shape.attended // 2) + (head * shape.group + own) * (shape.size // 2)
         places = jnp.where(is_there, place + pair, -1)
         packed = lane.pack(sums[0] / total, sums[1] / total)

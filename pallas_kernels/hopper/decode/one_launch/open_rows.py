@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.decode.one_launch import exchange, lane, products, stream
+from pallas_kernels.hopper.decode.one_launch import exchange, lane, memory, products, stream
 from pallas_kernels.hopper.decode.one_launch.block import GATE
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
@@ -22,7 +22,7 @@ _AT_ONCE = 128  # rows that are added together
 def clear(hidden_ref, thread) -> None:
     """Sets the activations of all rows and tokens to zero."""
     for start in range(0, 4 * _AT_ONCE, 2 * LANES):
-        lane.scatter(hidden_ref, thread + start, lane.full(0))
+        memory.scatter(hidden_ref, thread + start, lane.full(0))
 
 
 def keep_masks(block, exchange_number, inverse):
@@ -53,12 +53,12 @@ def keep_masks(block, exchange_number, inverse):
                 gate, _ = lane.unpack(lane.pack(gate, gate))
                 is_first = is_there & (lane.numbers() < WARP)
                 places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)
-                lane.scatter(smem["gates"], places, gate)
+                memory.scatter(smem["gates"], places, gate)
                 is_open = is_open | jnp.where(is_active, 1, 0)
             bits = lane.ballot(is_open)
             mask = (bits | (bits >> ROWS)) & 0xFFFF
             once = lane.numbers() == 0
-            lane.scatter(smem["own_masks"], jnp.where(once, i, -1), mask)
+            memory.scatter(smem["own_masks"], jnp.where(once, i, -1), mask)
             group = jnp.where(once, row // ROWS, -1)
             exchange.post(block.refs.words, exchange_number, group, mask)
 
@@ -95,7 +95,7 @@ def _list_own(block):
     masks = []
     for i in range(shape.most_gates):
         places = jnp.where(i < count, lane.full(i), -1)
-        masks.append(lane.gather(smem["own_masks"], places))
+        masks.append(memory.gather(smem["own_masks"], places))
     for start in range(0, shape.most_gates * ROWS, 2 * LANES):
         index = block.thread() + start
         group, bit = index >> 4, index & (ROWS - 1)
@@ -105,13 +105,13 @@ def _list_own(block):
             mine = jnp.where(i == group, mask, mine)
         at += lane.popcount(mine & ((lane.full(1) << bit) - 1))
         is_open = ((mine >> bit) & 1) != 0
-        lane.scatter(smem["own_rows"], jnp.where(is_open, at, -1), index)
+        memory.scatter(smem["own_rows"], jnp.where(is_open, at, -1), index)
     total = lane.full(0)
     for mask in masks:
         total += lane.popcount(mask)
-    lane.scatter(smem["counts"], jnp.where(block.thread() == 0, BLOCK_WARPS, -1), total)
+    memory.scatter(smem["counts"], jnp.where(block.thread() == 0, BLOCK_WARPS, -1), total)
     block.meet()
-    return lane.number_at(smem["counts"], BLOCK_WARPS)
+    return memory.number_at(smem["counts"], BLOCK_WARPS)
 
 
 def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
@@ -123,10 +123,10 @@ def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
     def _(i):
         index = i * BLOCK_WARPS + warp
         is_there = index < own
-        local = lane.gather(smem["own_rows"], jnp.where(is_there, index, -1))
+        local = memory.gather(smem["own_rows"], jnp.where(is_there, index, -1))
         row = block.first[GATE] * ROWS + local
         gates = [
-            lane.gather(smem["gates"], jnp.where(is_there, local * TOKENS + token, -1))
+            memory.gather(smem["gates"], jnp.where(is_there, local * TOKENS + token, -1))
             for token in range(shape.batch)
         ]
         hidden = gates
@@ -145,14 +145,14 @@ def _times_up(block, layer, row, is_there, gates, inverse):
     chunks = shape.width // 8  # of 16 bytes
     columns = [number + start for start in range(0, chunks, WARP)]
     loaded = [
-        lane.load(up, jnp.where(is_there & (c < chunks), 4 * (row * chunks + c), -1), 4)
+        memory.load(up, jnp.where(is_there & (c < chunks), 4 * (row * chunks + c), -1), 4)
         for c in columns
     ]
     found = []
     for token, gate in enumerate(gates):
         total = lane.full(0.0, jnp.float32)
         for c, words in zip(columns, loaded, strict=True):
-            x = lane.gather_four(
+            x = memory.gather_four(
                 smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1)
             )
             for a, b in zip(words, x, strict=True):
@@ -171,60 +171,65 @@ def _list_all(block, exchange_number):
     masks = exchange.take(block.refs.words, exchange_number, places)
     own = lane.full(0)
     for place, mask in zip(places, masks, strict=True):
-        lane.scatter(smem["masks"], place, mask)
+        memory.scatter(smem["masks"], place, mask)
         own += lane.popcount(mask)
     up_to = lane.sum_up_to(own)
     warp = thread >> 5
     counts = smem["counts"]
-    lane.scatter(counts, jnp.where(thread & 31 == 31, warp, -1), up_to)
+    memory.scatter(counts, jnp.where(thread & 31 == 31, warp, -1), up_to)
     block.meet()
     at = up_to - own
     for i in range(BLOCK_WARPS):
-        at += jnp.where(i < warp, lane.gather(counts, lane.full(i)), 0)
+        at += jnp.where(i < warp, memory.gather(counts, lane.full(i)), 0)
     for place, mask in zip(places, masks, strict=True):
         for bit in range(ROWS):
             is_open = (mask >> bit) & 1
             is_listed = (is_open != 0) & (at < LISTED)
-            lane.scatter(smem["listed"], jnp.where(is_listed, at, -1), place * ROWS + bit)
+            memory.scatter(smem["listed"], jnp.where(is_listed, at, -1), place * ROWS + bit)
             at += is_open
     block.meet()
-    return sum(lane.number_at(counts, i) for i in range(BLOCK_WARPS))
+    return sum(memory.number_at(counts, i) for i in range(BLOCK_WARPS))
 
 
 def _sum_of_rows(block, layer, exchange_number, columns, found):
     """Sums of each warp, of 16 columns of the open rows times their activations.
 
-    If more rows are open than are listed, all are looked at.
+    If more rows are open than are listed, all are looked at. The rows of the next step are on their
+    way while those of one are multiplied.
     """
     shape, smem, thread = block.shape, block.smem, block.thread()
     index, half = thread >> 1, thread & 1
     is_listed = found <= LISTED
     steps = pl.cdiv(jnp.where(is_listed, found, shape.neurons), _AT_ONCE)
-    chunks = shape.width // 8
-    mine = -(-shape.open_words // 2)
+    chunks, mine = shape.width // 8, -(-shape.open_words // 2)
+    parts = [half * mine + j for j in range(mine)]
 
-    def step(i, sums):
+    def request(i):
+        """A lane's row in a step, or -1, and its part of that row of `down`."""
         number = i * _AT_ONCE + index
-        listed = lane.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
-        is_row = number < shape.neurons
-        mask = lane.gather(smem["masks"], jnp.where(is_row, number >> 4, -1))
+        listed = memory.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
+        mask = memory.gather(smem["masks"], jnp.where(number < shape.neurons, number >> 4, -1))
         is_open = jnp.where(is_listed, number < found, ((mask >> (number & 15)) & 1) != 0)
-        row = jnp.where(is_listed, listed, number)
-        chunk = row * chunks + 2 * columns + half
-        words = lane.load(block.refs.down.at[layer], jnp.where(is_open, 4 * chunk, -1), 4)
-        parts = [half * mine + j for j in range(mine)]
+        row = jnp.where(is_open, jnp.where(is_listed, listed, number), -1)
+        place = jnp.where(is_open, 4 * (row * chunks + 2 * columns + half), -1)
+        return row, *memory.load(block.refs.down.at[layer], place, 4)
+
+    def step(i, carry):
+        sums, row, *words = carry
+        following = request(i + 1)
         places = [
-            jnp.where(is_open & (part < shape.open_words), row * shape.open_words + part, -1)
+            jnp.where((row >= 0) & (part < shape.open_words), row * shape.open_words + part, -1)
             for part in parts
         ]
         hidden = exchange.take(block.refs.words, exchange_number, places)
-        lane.scatter_four(smem["columns"], 8 * index + 4 * half, words)
+        memory.scatter_four(smem["columns"], 8 * index + 4 * half, words)
         for part, word in zip(parts, hidden, strict=True):
-            is_part = part < shape.open_words
-            lane.scatter(smem["hidden"], jnp.where(is_part, 4 * index + part, -1), word)
+            place = jnp.where(part < shape.open_words, 4 * index + part, -1)
+            memory.scatter(smem["hidden"], place, word)
         block.meet()
         sums = products.add_rows(smem["columns"], smem["hidden"], sums, block.wg)
         block.meet()
-        return sums
+        return sums, *following
 
-    return lax.fori_loop(0, steps, step, products.zeros())
+    start = products.zeros(), *request(jnp.int32(0))
+    return lax.fori_loop(0, steps, step, start)[0]

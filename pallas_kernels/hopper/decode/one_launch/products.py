@@ -17,7 +17,7 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.hopper.common.tiles import TILED
-from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch import lane, memory
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WORD, ptx
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 
@@ -62,7 +62,7 @@ def tokens_of_stage(x_smem, stage: int, wg: jax.Array, *, batch: int, features: 
             place = first + 8 * step + 4 * half + quad
             is_there = (token < batch) & (place < features // 2)
             places = jnp.where(is_there, token * x_smem.shape[1] + place, -1)
-            found.append(lane.gather(x_smem, places))
+            found.append(memory.gather(x_smem, places))
     return found
 
 
@@ -163,7 +163,7 @@ def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
 def _add_rows(w_smem, h_smem, sums, wg):
     number = jnp.arange(LANES)
     w, h = (
-        jnp.stack([lane.gather(ref, number * ref.shape[1] + i) for i in range(ref.shape[1])], 1)
+        jnp.stack([memory.gather(ref, number * ref.shape[1] + i) for i in range(ref.shape[1])], 1)
         for ref in (w_smem, h_smem)
     )
     w, h = (jnp.stack(lane.unpack(words), -1).reshape(LANES, -1) for words in (w, h))
@@ -180,7 +180,7 @@ def tokens_of_rows(x_smem, stage, wg: jax.Array, *, batch: int) -> list:
     token, quad = (number >> 2) & 7, number & 3
     first = stage * 64 + ((number >> 5) + 4 * wg) * 8 + quad
     places = [token * x_smem.shape[1] + first + 4 * half for half in range(2)]
-    return [lane.gather(x_smem, jnp.where(token < batch, place, -1)) for place in places]
+    return [memory.gather(x_smem, jnp.where(token < batch, place, -1)) for place in places]
 
 
 @primitive
@@ -259,7 +259,7 @@ def put(parts_ref, which: jax.Array, sums: jax.Array, wg: jax.Array) -> None:
 def _put(parts_ref, which, sums, wg):
     first = (which * BLOCK_WARPS + 4 * wg) * ROWS * TOKENS
     for i, part in enumerate(sums.reshape(4, LANES)):
-        lane.scatter(parts_ref, first + i * LANES + jnp.arange(LANES), part)
+        memory.scatter(parts_ref, first + i * LANES + jnp.arange(LANES), part)
 
 
 def sum_of_warps(parts_ref, which, places: jax.Array) -> jax.Array:
@@ -267,7 +267,7 @@ def sum_of_warps(parts_ref, which, places: jax.Array) -> jax.Array:
     total = lane.full(0.0, jnp.float32)
     for warp in range(BLOCK_WARPS):
         first = (which * BLOCK_WARPS + warp) * ROWS * TOKENS
-        total += lane.gather(parts_ref, jnp.where(places < 0, -1, places + first))
+        total += memory.gather(parts_ref, jnp.where(places < 0, -1, places + first))
     return total
 
 

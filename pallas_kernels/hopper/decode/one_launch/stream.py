@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decode.one_launch import exchange, lane, products
+from pallas_kernels.hopper.decode.one_launch import exchange, lane, memory, products
 from pallas_kernels.hopper.decode.one_launch.block import Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
@@ -73,7 +73,7 @@ def publish(block: Block, exchange_number, features: int, *, inverse=None, bias=
         pair, found = pair_of(block, row, features), []
         if bias is not None:
             of_row = jnp.where(pair < 0, -1, row // 2 + (lane.numbers() & 7))
-            found += lane.load(bias, of_row)
+            found += memory.load(bias, of_row)
         if stream is not None:
             found.append(exchange.read(words, stream, pair))
         return found
@@ -140,11 +140,11 @@ def put_token(block: Block, token: int, pairs, words, scales, features: int) -> 
             by = lane.unpack(scale)
             word = lane.pack(low * by[0], high * by[1])
         places = jnp.where(pair < features // 2, row + pair, -1)
-        lane.scatter(block.smem["x"], places, word)
+        memory.scatter(block.smem["x"], places, word)
     if scales[0] is not None:
         total, thread = lane.sum_of(squares), block.thread()
         places = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
-        lane.scatter(block.smem["squares"], places, total)
+        memory.scatter(block.smem["squares"], places, total)
 
 
 def only_pair(pair, features: int):
@@ -154,14 +154,14 @@ def only_pair(pair, features: int):
 
 def scale_of(scales, layer):
     """A function of pairs of features that loads a layer's scales."""
-    return lambda pair: lane.load(scales.at[layer], pair)[0]
+    return lambda pair: memory.load(scales.at[layer], pair)[0]
 
 
 def inverse_rms(block: Block, token, eps: float):
     """Of each lane's token."""
-    total = lane.gather(block.smem["squares"], token * BLOCK_WARPS)
+    total = memory.gather(block.smem["squares"], token * BLOCK_WARPS)
     for warp in range(1, BLOCK_WARPS):
-        total += lane.gather(block.smem["squares"], token * BLOCK_WARPS + warp)
+        total += memory.gather(block.smem["squares"], token * BLOCK_WARPS + warp)
     return lax.rsqrt(total / block.shape.width + eps)
 
 
@@ -172,15 +172,15 @@ def first_stream(block: Block) -> None:
     for token in range(shape.batch):
         for i in range(-(-features // (2 * LANES))):
             pair = thread + 2 * LANES * i
-            word = lane.load(block.refs.scaled.at[token], only_pair(pair, shape.width))[0]
+            word = memory.load(block.refs.scaled.at[token], only_pair(pair, shape.width))[0]
             places = jnp.where(pair < features, token * shape.row_words + pair, -1)
-            lane.scatter(block.smem["x"], places, word)
+            memory.scatter(block.smem["x"], places, word)
         places = jnp.where(thread == 0, 0, -1)
         total = lax.bitcast_convert_type(
-            lane.load(block.refs.squares.at[token], places)[0], jnp.float32
+            memory.load(block.refs.squares.at[token], places)[0], jnp.float32
         )
         places = jnp.where(thread < BLOCK_WARPS, token * BLOCK_WARPS + thread, -1)
-        lane.scatter(block.smem["squares"], places, total)
+        memory.scatter(block.smem["squares"], places, total)
 
 
 def last_stream(block: Block, outs, exchange_number) -> None:
@@ -194,10 +194,10 @@ def last_stream(block: Block, outs, exchange_number) -> None:
             pair = only_pair(thread + 2 * LANES * i, shape.width)
             old = jnp.where(pair < 0, -1, token * features + pair)
             word = exchange.take(block.refs.words, exchange_number, [old])[0]
-            lane.store(x.at[token], pair, word)
+            memory.store(x.at[token], pair, word)
             mine = jnp.where(pair < 0, -1, token * shape.row_words + pair)
-            lane.store(scaled.at[token], pair, lane.gather(block.smem["x"], mine))
+            memory.store(scaled.at[token], pair, memory.gather(block.smem["x"], mine))
         place = jnp.where(thread < BLOCK_WARPS, thread, -1)
         mine = jnp.where(place < 0, -1, token * BLOCK_WARPS + place)
-        total = lane.gather(block.smem["squares"], mine)
-        lane.store(squares.at[token], place, lax.bitcast_convert_type(total, jnp.int32))
+        total = memory.gather(block.smem["squares"], mine)
+        memory.store(squares.at[token], place, lax.bitcast_convert_type(total, jnp.int32))
