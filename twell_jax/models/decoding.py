@@ -178,7 +178,6 @@ def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: 
         batch <= 8
         and not quantised
         and not config.live_width
-        and config.ffn_activation in ("silu", "relu")
         and config.d_model % 64 == config.d_ff % 64 == 0
         and config.d_ff >= _MOST_BLOCKS * 16
     )

@@ -52,7 +52,7 @@ def decode_layers(
       The stream in front of the norm that follows the last layer.
     """
     of_attention = dict(heads=heads, kv_heads=kv_heads)
-    if call.unsupported(stream, layers, k_cache, rectifier=rectifier, **of_attention) is None:
+    if call.unsupported(stream, layers, k_cache, **of_attention) is None:
         return call.decode_layers(
             stream, layers, k_cache, v_cache, lengths, rope,
             eps=eps, rectifier=rectifier, is_sparse=is_sparse, **of_attention,

@@ -15,7 +15,7 @@ from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROW
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import Operand, Quantised
-from pallas_kernels.rectifiers import RELU, Rectifier
+from pallas_kernels.rectifiers import Rectifier
 
 
 def unsupported(
@@ -25,7 +25,6 @@ def unsupported(
     *,
     heads: int,
     kv_heads: int,
-    rectifier: Rectifier | None,
 ) -> str | None:
     """Why a step cannot be one launch, in words; None if it can.
 
@@ -40,8 +39,8 @@ def unsupported(
         return "it has no 8-bit weights"
     if stream.x.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, got {stream.x.dtype}"
-    if mlp.live is not None or rectifier not in (None, RELU):
-        return "it serves SiLU and ReLU, and all neurons"
+    if mlp.live is not None:
+        return "it serves all neurons"
     if size not in (64, 128) or heads > 8 * kv_heads:
         return f"heads have 64 or 128 features and at most 8 share one, got {size}, {heads}"
     if width % 64 or neurons % 64 or neurons < ROWS * sm_count():
@@ -75,7 +74,7 @@ def decode_layers(
       rope: cosine and sine, float32 `[B, size / 2]` each.
       heads, kv_heads: of attention.
       eps: of the norms.
-      rectifier: the activation, `RELU`; None for SiLU.
+      rectifier: the activation; None for SiLU.
       is_sparse: whether rows of neurons that are not open are left out.
 
     Returns:
@@ -87,7 +86,7 @@ def decode_layers(
     _, neurons, width = mlp.down.shape
     shape = Shape(
         min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
-        size, gated, is_sparse, rectifier is None,
+        size, gated, is_sparse, rectifier,
     )  # fmt: skip
     qkv, out = tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out)
     x = stream.x[:batch]

@@ -9,7 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decode.one_launch import exchange, lane, memory, products, stream
+from pallas_kernels.hopper.decode.one_launch import (
+    activation,
+    exchange,
+    lane,
+    memory,
+    products,
+    stream,
+)
 from pallas_kernels.hopper.decode.one_launch.block import DOWN, Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
@@ -33,21 +40,14 @@ def post_hidden(block: Block, exchange_number, inverse):
             for j in (0, 1):
                 at = stream.where_pair(number, place, j)
                 z = products.sum_of_warps(parts, part, at) * factor
-                h = (
-                    z / (1 + lane.exp2(z * -products.LOG2_E))
-                    if shape.is_silu
-                    else jnp.maximum(z, 0.0)
-                )
+                h = activation.activated(z, shape.rectifier)
                 if shape.gated:
-                    h *= products.sum_of_warps(parts, part + 1, at) * factor
+                    u = products.sum_of_warps(parts, part + 1, at) * factor
+                    h *= activation.linear(u, shape.rectifier)
                 halves.append(h)
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
 
     return lambda row: (), finish
-
-
-def _silu(z):
-    return z / (1 + lane.exp2(z * -products.LOG2_E))
 
 
 def add(block: Block, exchange_number, number):

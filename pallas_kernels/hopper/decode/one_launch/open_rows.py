@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.decode.one_launch import exchange, lane, memory, products, stream
+from pallas_kernels.hopper.decode.one_launch import (
+    activation,
+    exchange,
+    lane,
+    memory,
+    products,
+    stream,
+)
 from pallas_kernels.hopper.decode.one_launch.block import GATE
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
@@ -30,7 +37,7 @@ def keep_masks(block, exchange_number, inverse):
 
     All warps of a warpgroup compute the same: a lane has half of the tokens of a row.
     """
-    batch, smem = block.shape.batch, block.smem
+    batch, smem, rectifier = block.shape.batch, block.smem, block.shape.rectifier
     half = -(-batch // 2)
 
     def finish(row, part, _):
@@ -48,9 +55,8 @@ def keep_masks(block, exchange_number, inverse):
                 total = products.sum_of_warps(smem["parts"], part, place) * inverse(
                     jnp.where(is_there, token, 0)
                 )
-                is_active = is_there & ~(total <= 0)  # NaN is active
-                gate = jnp.where(is_active, total, 0.0)
-                gate, _ = lane.unpack(lane.pack(gate, gate))
+                is_active = is_there & activation.is_active(total, rectifier)
+                gate = activation.rounded(activation.activated(total, rectifier))
                 is_first = is_there & (lane.numbers() < WARP)
                 places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)
                 memory.scatter(smem["gates"], places, gate)
@@ -158,7 +164,8 @@ def _times_up(block, layer, row, is_there, gates, inverse):
             for a, b in zip(words, x, strict=True):
                 (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
                 total += a0 * b0 + a1 * b1
-        found.append(gate * (lane.sum_of(total) * inverse(lane.full(token))))
+        u = activation.linear(lane.sum_of(total) * inverse(lane.full(token)), shape.rectifier)
+        found.append(gate * u)
     return found
 
 

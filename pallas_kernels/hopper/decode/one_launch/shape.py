@@ -9,6 +9,7 @@ from pallas_kernels.hopper.decode.one_launch import plan
 from pallas_kernels.hopper.decode.one_launch.attention import keys_of_stage
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, FEATURES, TOKENS
+from pallas_kernels.rectifiers import Rectifier
 
 _SMEM = 226 * 1024  # bytes of a block, without barriers
 _ALIGNED = 1024  # bytes: where references to shared memory begin
@@ -28,7 +29,7 @@ class Shape:
       heads, kv_heads, size: of attention.
       gated: whether there is a gate projection.
       is_sparse: whether rows of neurons that are not open are left out.
-      is_silu: whether the activation is SiLU; it is ReLU else.
+      rectifier: the activation; None for SiLU.
     """
 
     blocks: int
@@ -42,7 +43,7 @@ class Shape:
     size: int
     gated: bool
     is_sparse: bool
-    is_silu: bool
+    rectifier: Rectifier | None
 
     @property
     def group(self) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.rectifiers import RELU
+from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 from tests import seeds
 
@@ -18,7 +18,7 @@ class Case(NamedTuple):
     Attributes:
       layers, batch, width, neurons, heads, kv_heads, size, capacity: of the model and the cache.
       offset: by how many of its deviations a gate is below zero on average.
-      is_sparse, is_silu, gated: of the feed-forward blocks.
+      is_sparse, rectifier, gated: of the feed-forward blocks.
       has_biases, has_head_norms: of attention.
     """
 
@@ -32,7 +32,7 @@ class Case(NamedTuple):
     capacity: int
     offset: float = 0.0
     is_sparse: bool = True
-    is_silu: bool = False
+    rectifier: Rectifier | None = RELU
     gated: bool = True
     has_biases: bool = False
     has_head_norms: bool = False
@@ -44,7 +44,7 @@ class Case(NamedTuple):
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "eps": 1e-5,
-            "rectifier": None if self.is_silu else RELU,
+            "rectifier": self.rectifier,
             "is_sparse": self.is_sparse,
         }
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper.decode.one_launch.call import decode_layers
+from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.reference import decode as reference
 from tests.errors import relative_error
 from tests.pallas_kernels.hopper.decode.one_launch import drawn
@@ -16,11 +17,11 @@ LARGE = {
     "2b, half of the gates open": Case(2, 8, 2048, 5632, 32, 32, 64, 1024),
     "Llama-3.1-8B": Case(2, 8, 4096, 14336, 32, 8, 128, 1024, offset=2.87),
     "Qwen3-0.6B": Case(
-        2, 3, 1024, 3072, 16, 8, 128, 512, is_sparse=False, is_silu=True, has_head_norms=True
+        2, 3, 1024, 3072, 16, 8, 128, 512, is_sparse=False, rectifier=None, has_head_norms=True
     ),
-    "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, is_sparse=False, is_silu=True),
+    "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, is_sparse=False, rectifier=None),
     "Qwen2.5-0.5B": Case(
-        2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, is_silu=True, has_biases=True
+        2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, rectifier=None, has_biases=True
     ),
     "2b, dense": Case(2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False),
     "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
@@ -56,10 +57,11 @@ def assert_matches(got, operands, case, bound):
         SMALL,
         SMALL._replace(layers=2, batch=3, kv_heads=1, size=128, capacity=192),
         SMALL._replace(batch=2, neurons=1280),  # more open rows than are listed
-        SMALL._replace(gated=False),
+        SMALL._replace(gated=False, rectifier=Rectifier(squared=True)),
+        SMALL._replace(rectifier=Rectifier(threshold=0.1, both=True)),
         SMALL._replace(
             is_sparse=False,
-            is_silu=True,
+            rectifier=None,
             batch=3,
             neurons=640,
             has_biases=True,
