@@ -10,7 +10,7 @@ from pallas_kernels.hopper.common.tiles import TILED
 from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
 from pallas_kernels.hopper.decode.one_launch.kernel import Operands, kernel
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
-from pallas_kernels.hopper.decode.one_launch.products import FEATURES, TOKENS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, FEATURES, TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
@@ -103,10 +103,11 @@ def decode_layers(
         out, (layers.qkv_bias, layers.out_bias), layers.head_scales, activated, up,
         mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
+    rows = len(stream.x)
     outs = (
-        jax.ShapeDtypeStruct((batch, width), x.dtype),
-        jax.ShapeDtypeStruct((batch, width), x.dtype),
-        jax.ShapeDtypeStruct((batch, 8), jnp.float32),
+        jax.ShapeDtypeStruct((rows, width), x.dtype),
+        jax.ShapeDtypeStruct((rows, width), x.dtype),
+        jax.ShapeDtypeStruct((rows, BLOCK_WARPS), jnp.float32),
     )
     flat, structure = jax.tree.flatten(operands)
 
@@ -126,9 +127,7 @@ def decode_layers(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    x, scaled, squares = call(*flat)
-    missing = ((0, len(stream.x) - batch), (0, 0))
-    return Stream(*(jnp.pad(of, missing) for of in (x, scaled, squares)))
+    return Stream(*call(*flat))
 
 
 def _by_rows(matrix: Operand) -> jax.Array:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common.primitives import await_previous
 from pallas_kernels.hopper.common.scalars import read
 from pallas_kernels.hopper.decode.one_launch import dense_rows, open_rows
 from pallas_kernels.hopper.decode.one_launch.block import GATE, OUT, QKV, Block, Operands
@@ -40,6 +41,7 @@ OF_LAYER = 6  # exchanges
 
 def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> None:
     """See the module; `outs` are x, scaled and squares of the stream behind the last layer."""
+    await_previous()
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
     place = [read(operands.table.at[number, pl.ds(i, 1)]) for i in range(2 * len(shape.shares))]
     ring, kv_ring, down_ring = scratch.pop("ring")

@@ -184,20 +184,30 @@ def first_stream(block: Block) -> None:
 
 
 def last_stream(block: Block, outs, exchange_number) -> None:
-    """Stores the stream behind the last layer."""
+    """Stores the stream behind the last layer, which the block has taken; zeros for more tokens."""
     shape, thread = block.shape, block.thread()
     x, scaled, squares = outs
     features = shape.width // 2
     block.meet()
-    for token in range(shape.batch):
+    for token in range(x.shape[0]):
+        is_there = token < shape.batch
         for i in range(-(-features // (2 * LANES))):
             pair = only_pair(thread + 2 * LANES * i, shape.width)
-            old = jnp.where(pair < 0, -1, token * features + pair)
-            word = exchange.take(block.refs.words, exchange_number, [old])[0]
-            memory.store(x.at[token], pair, word)
-            mine = jnp.where(pair < 0, -1, token * shape.row_words + pair)
-            memory.store(scaled.at[token], pair, memory.gather(block.smem["x"], mine))
+            words = 2 * [lane.full(0)]
+            if is_there:
+                old, mine = (
+                    jnp.where(pair < 0, -1, token * size + pair)
+                    for size in (features, shape.row_words)
+                )
+                words = [
+                    exchange.read(block.refs.words, exchange_number, old),
+                    memory.gather(block.smem["x"], mine),
+                ]
+            for out, word in zip((x, scaled), words, strict=True):
+                memory.store(out.at[token], pair, word)
         place = jnp.where(thread < BLOCK_WARPS, thread, -1)
-        mine = jnp.where(place < 0, -1, token * BLOCK_WARPS + place)
-        total = memory.gather(block.smem["squares"], mine)
+        total = lane.full(0.0, jnp.float32)
+        if is_there:
+            mine = jnp.where(place < 0, -1, token * BLOCK_WARPS + place)
+            total = memory.gather(block.smem["squares"], mine)
         memory.store(squares.at[token], place, lax.bitcast_convert_type(total, jnp.int32))

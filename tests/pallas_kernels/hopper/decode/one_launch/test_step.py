@@ -42,6 +42,7 @@ def assert_matches(got, operands, case, bound):
     expected = run(definition, *operands)
     for found, wanted in zip(got[0][:2], expected[0][:2], strict=True):
         assert relative_error(found[: case.batch], wanted[: case.batch]) < bound
+        assert not np.asarray(found[case.batch :], np.float32).any()
     squares = [np.asarray(of.squares).sum(axis=1)[: case.batch] for of in (got[0], expected[0])]
     assert relative_error(*squares) < bound
     for found, wanted in zip(got[1:], expected[1:], strict=True):
