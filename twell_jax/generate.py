@@ -4,8 +4,8 @@ DIRECTORY is a run of train.py or a model in Hugging Face's format. Where there 
 directory, it is a name on the Hugging Face hub, org/name or org/name@revision (extra "hf").
 
 The text is printed as it comes, and then, on stderr, two rates: of reading the prompts up to the
-first new tokens (prefill), and of writing the others (decode), without compilation, and what
-computes the latter.
+first new tokens (prefill), and of writing the others (decode), without compilation. A last line
+says what computes the latter, and why.
 """
 
 import argparse

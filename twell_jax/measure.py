@@ -2,11 +2,11 @@
 
     python -m twell_jax.measure D H [--no-gate]
         a feed-forward block with d_model D and d_ff H, for few tokens, prompts and many. Weights
-        are random; 0.5 % of the neurons are active for a token. It takes about a minute, most of
-        it to compile.
+        are random; 0.5 % of the neurons are active for a token. It takes one to two minutes, most
+        of them to compile.
     python -m twell_jax.measure MODEL --text FILE
         a run, a directory with a config.json or a name on the hub, in bfloat16: it computes
-        gradients, scores the text, decodes and reads prompts, in at most two minutes.
+        gradients, scores the text, decodes and reads prompts. After 70 s it begins nothing more.
 
 The answer for a block is kept in the user's cache directory (TWELL_JAX_CACHE names another), where
 `sparse_ffn` finds it: blocks of these widths are then computed by what was the fastest here.

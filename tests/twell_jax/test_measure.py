@@ -154,7 +154,7 @@ def test_works_that_would_take_too_long_are_named(serve, model, monkeypatch, cap
 
 def test_a_work_that_memory_does_not_hold_is_named(serve, model, monkeypatch, capsys):
     serve(changed(REFERENCE, name="Hopper"))
-    one = Program(jax.jit(lambda: 0), (), (), True)
+    one = Program(jax.jit(lambda: 0), (), (), True, calls=1)
     works = {"step": (one, replace(one, dense=False)), "score": (one, replace(one, dense=False))}
     monkeypatch.setattr(whole_models, "works", lambda *_: works)
     monkeypatch.setattr(whole_models, "needs", lambda *_: ([0.1, 0.1], [0.1, 0.1]))
@@ -191,7 +191,7 @@ def test_dense_programs_are_compiled_first_and_alone():
             return Lowered(name)
 
     found = compiled(
-        {name: Program(Jitted(), (name,), (7,), name.startswith("dense")) for name in NAMES}
+        {name: Program(Jitted(), (name,), (7,), name.startswith("dense"), 1) for name in NAMES}
     )
     dense = [f"{what} {name}" for name in NAMES[1::2] for what in ("begin", "end")]
     assert log[: len(dense)] == dense
@@ -203,7 +203,7 @@ NAMES = ["sparse 1", "dense 1", "sparse 2", "dense 2"]
 
 def test_a_carried_argument_is_that_of_the_call_before():
     count = jax.jit(lambda n, total: (total * 1, total + n), donate_argnums=1)
-    run = compiled({0: Program(count, (), (2, jax.numpy.int32(5)), True, carries=True)})[0]
+    run = compiled({0: Program(count, (), (2,), True, 1, lambda: jax.numpy.int32(5))})[0]
     results = [run() for _ in range(3)]
     assert jax.device_get(results) == [[5], [7], [9]]  # nothing of them is deleted
 

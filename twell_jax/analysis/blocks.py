@@ -73,13 +73,13 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
     # One layer's activations fill the cache, and more would take long to compile.
     programs = {
         (count, "both", kind): Program(
-            _gradients, (kind,), (x[:count], layers[:1]), dense=kind == "dense"
+            _gradients, (kind,), (x[:count], layers[:1]), kind == "dense", _calls(count)
         )
         for count in BACKWARD
         for kind in _GRADIENTS
     } | {
         (count, "forward", name): Program(
-            _stack, (kernels, name), (x[:count], layers), dense=name == "dense"
+            _stack, (kernels, name), (x[:count], layers), name == "dense", _calls(count)
         )
         for count in tokens
         for name in _CANDIDATES
@@ -87,7 +87,7 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
     }
     found: dict[tuple[int, str], dict[str, float]] = {}
     for (count, passes, name), run in compiled(programs).items():
-        calls = max(2, min(50, 2**17 // count))
+        calls = programs[count, passes, name].calls
         ms = timing.milliseconds(run, calls=calls, repeats=5)
         of_layers = 1 if passes == "both" else len(layers)
         found.setdefault((count, passes), {})[name] = ms / of_layers
@@ -111,6 +111,10 @@ def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
             Weights(w_gate, w_up, w_down) if block.gated else Weights(None, w_gate, w_down)
         )
     return x, layers
+
+
+def _calls(tokens: int) -> int:
+    return max(2, min(50, 2**17 // tokens))
 
 
 def _can(name: str, block: Block, tokens: int, kernels: Kernels) -> bool:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 from jax.stages import Compiled, Lowered
 
 
@@ -16,31 +18,33 @@ class Program:
       jitted: takes `static`, its static arguments, and then `args`.
       static, args: what it is called with.
       dense: whether the others are compared with it.
-      carries: whether the last argument of a call is the last result of the call before, which the
-        function takes over.
+      calls: how many are timed together.
+      carried: makes one more argument for the first call, whose memory the function takes over; the
+        last result is that of the next call.
     """
 
     jitted: Any
     static: tuple
     args: tuple
     dense: bool
-    carries: bool = False
+    calls: int
+    carried: Callable[[], Any] | None = None
 
     def lower(self) -> Lowered:
         """Its program before XLA compiles it."""
-        return self.jitted.lower(*self.static, *self.args)
+        carried = () if self.carried is None else (jax.eval_shape(self.carried),)
+        return self.jitted.lower(*self.static, *self.args, *carried)
 
     def caller(self, compiled: Compiled) -> Callable[[], Any]:
         """What calls it again and again."""
-        args = self.args
+        if self.carried is None:
+            return partial(compiled, *self.args)
+        make, carried = self.carried, None
 
         def call() -> Any:
-            nonlocal args
-            results = compiled(*args)
-            if self.carries:
-                *results, carried = results  # the next call deletes it
-                args = (*args[:-1], carried)
-            return results
+            nonlocal carried
+            *results, carried = compiled(*self.args, make() if carried is None else carried)
+            return results  # without what the next call deletes
 
         return call
 

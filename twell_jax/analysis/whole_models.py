@@ -19,6 +19,7 @@ from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, graphdef
 
 PROMPT = 512  # the most tokens of a prompt
+CALLS = 4  # that are timed together
 DECODED = (1, 8, 32)  # sequences that get one more token each
 DENSE = {"ffn_implementation": "xla"}
 DEFAULT = {"ffn_implementation": None}
@@ -86,11 +87,11 @@ def measure(works: Mapping[str, tuple[Program, Program]]) -> tuple[list[Work], l
     """Compiles and times works; the second result names those for which memory did not suffice."""
     run = compiled({(name, p.dense): p for name, pair in works.items() for p in pair})
     found, too_large = [], []
-    for name in works:
+    for name, pair in works.items():
         try:
             ms = (
-                timing.milliseconds(run.pop((name, dense)), calls=2, repeats=5)
-                for dense in (True, False)
+                timing.milliseconds(run.pop((name, p.dense)), calls=p.calls, repeats=5)
+                for p in pair
             )
             found.append(Work(name, *ms))
         except jax.errors.JaxRuntimeError as error:
@@ -118,27 +119,31 @@ def _programs(
     capacity = -(-length // 8) * 8 + 8
     found = {
         f"forward and backward of {batch} x {context}": Program(
-            _gradients, (graph, ffn_gradients), (params, tokens), dense
+            # The gradients of all calls that are timed together are in memory at once.
+            _gradients,
+            (graph, ffn_gradients),
+            (params, tokens),
+            dense,
+            calls=2,
         ),
-        f"score {batch} x {context}": Program(_score, (graph,), (params, tokens), dense),
+        f"score {batch} x {context}": Program(_score, (graph,), (params, tokens), dense, CALLS),
     }
     for count in DECODED:
-        token, cache = _unread(model.config, tokens[:, 0], count, length, capacity)
+        token = np.resize(tokens[:, 0], (count, 1))
+        cache = partial(_stored, model.config, count, length, capacity)
         found[f"one more token of {count}"] = Program(
-            _extend, (graph,), (params, token, cache), dense, carries=True
+            _extend, (graph,), (params, token), dense, CALLS, cache
         )
     found[f"read {len(prompts)} x {length}"] = Program(
-        _read, (graph, capacity), (params, prompts), dense
+        _read, (graph, capacity), (params, prompts), dense, CALLS
     )
     return found
 
 
-def _unread(
-    config: ModelConfig, tokens: np.ndarray, count: int, length: int, capacity: int
-) -> tuple[np.ndarray, KVCache]:
-    """Tokens that so many sequences go on with, and a cache of `length` tokens."""
+def _stored(config: ModelConfig, count: int, length: int, capacity: int) -> KVCache:
+    """A cache in which each sequence has `length` tokens."""
     cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, count, capacity))
-    return np.resize(tokens, (count, 1)), replace(cache, lengths=jnp.full(count, length, jnp.int32))
+    return replace(cache, lengths=jnp.full(count, length, jnp.int32))
 
 
 @partial(jax.jit, static_argnums=0)

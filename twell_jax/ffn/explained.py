@@ -51,7 +51,7 @@ def explain(*operands: Any, device: str | None = None, **options: Any) -> str:
     given.apply_defaults()
     call = api.checked(**given.arguments)
     partition.check_shardings(call.weights, call.biases, call.windows)
-    with on(device):
+    with on_device(device):
         selection = api.select(call)
         lines = str(selection).splitlines()
         if block := dispatch.to_measure(selection.case, call.request, call.x.dtype):
@@ -70,7 +70,7 @@ def _command(block: Block) -> str:
 
 
 @contextlib.contextmanager
-def on(device: str | None) -> Iterator[None]:
+def on_device(device: str | None) -> Iterator[None]:
     """The current mesh is one of such devices inside the block.
 
     Raises:

@@ -6,13 +6,12 @@ from functools import cache, partial
 from itertools import islice
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.ffn.numeric import is_integer
-from twell_jax.inference.sampling import Sampling, sample_each
+from twell_jax.inference.flat import Structure, flattened
+from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode, laid_out
 
 _MULTIPLE = 64
@@ -110,10 +109,8 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     width of the padded prompts are multiples of `_TOGETHER`.
     """
     capacity = cache_capacity(tokens.shape[1], max_tokens)
-    graph, params = nnx.split(laid_out(model, len(tokens), capacity))
-    # As a list, which takes less time to flatten.
-    params, structure = jax.tree.flatten(params)
-    prefill, extend = _programs(graph, structure, sampling)
+    params, structure = flattened(laid_out(model, len(tokens), capacity))
+    prefill, extend = _programs(structure, sampling)
     key = jax.random.key(seed)
     token, stored = prefill(params, tokens, lengths, key, capacity=capacity)
     yield token[None]
@@ -139,24 +136,15 @@ def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:
 
 
 @cache  # a step would take longer to look for its program by a whole graph
-def _programs(
-    graph: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, sampling: Sampling
-) -> tuple[Callable, Callable]:
+def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Callable]:
     """The compiled calls of a model: what reads prompts, and what appends tokens."""
-
-    def merged(params):
-        return nnx.merge(graph, jax.tree.unflatten(structure, params))
-
-    def keys(key, stored):
-        """The key of each sequence."""
-        rows = jnp.arange(len(stored.lengths))
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
     @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
     def prefill(params, tokens, lengths, key, *, capacity):
         """The first new token of each row, int32 [B], and a cache for `capacity` tokens."""
-        logits, stored = merged(params).prefill(tokens, capacity, lengths)
-        return sample_each(logits, keys(key, stored), stored.lengths, sampling), stored
+        logits, stored = structure.merged(params).prefill(tokens, capacity, lengths)
+        keys = keys_of_sequences(key, len(tokens))
+        return sample_each(logits, keys, stored.lengths, sampling), stored
 
     @partial(jax.jit, donate_argnames="stored", compiler_options=DECODE_OPTIONS)
     def extend(params, token, stored, key):
@@ -164,12 +152,12 @@ def _programs(
 
         Returns the last of them, int32 [B], all, [_TOGETHER, B], and the extended cache.
         """
-        model = merged(params)
+        model, keys = structure.merged(params), keys_of_sequences(key, len(token))
 
         def step(carry, _):
             token, stored = carry
             logits, stored = decode(model, token[:, None], stored)
-            token = sample_each(logits, keys(key, stored), stored.lengths, sampling)
+            token = sample_each(logits, keys, stored.lengths, sampling)
             return (token, stored), token
 
         (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)

@@ -74,6 +74,11 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return drawn.astype(jnp.int32)
 
 
+def keys_of_sequences(key: jax.Array, count: int) -> jax.Array:
+    """Random keys `[count]` for `sample_each`; that of a sequence does not depend on `count`."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+
+
 def sample_each(
     logits: jax.Array, keys: jax.Array, lengths: jax.Array, sampling: Sampling
 ) -> jax.Array:

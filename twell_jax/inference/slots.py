@@ -11,10 +11,10 @@ from functools import cache, cached_property, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from twell_jax.inference.generation import checked_prompt, padded_length
-from twell_jax.inference.sampling import Sampling, sample_each
+from twell_jax.inference.flat import Structure, flattened
+from twell_jax.inference.generation import ENDED, checked_prompt, padded_length
+from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, decode
 
 
@@ -45,8 +45,8 @@ class SlotDecoder:
 
     Attributes:
       model: the language model.
-      capacity: tokens that a slot has room for, rounded up to a multiple of 64. What a sequence has
-        beyond is lost.
+      capacity: tokens that a slot has room for, rounded up to a multiple of 64. A sequence that has
+        filled its slot ends.
       sampling: how tokens are chosen.
     """
 
@@ -81,9 +81,7 @@ class SlotDecoder:
           ValueError: there is no such slot, or the prompt is empty, too long or holds a token
             outside the vocabulary.
         """
-        count, room = len(slots.tokens), slots.cache.k.shape[2]
-        if not 0 <= slot < count:
-            raise ValueError(f"slot must be from 0 to {count - 1}, got {slot}")
+        room = _checked(slots, slot).cache.k.shape[2]
         checked_prompt(self.model, prompt, "prompt")
         if len(prompt) >= room:
             raise ValueError(f"prompt has {len(prompt)} tokens; a slot has room for {room - 1}")
@@ -93,37 +91,42 @@ class SlotDecoder:
         return begin(params, slots, np.int32(slot), row, np.int32(len(prompt)), seed)
 
     def step(self, slots: Slots) -> tuple[jax.Array, Slots]:
-        """The next token of each sequence, int32 `[B]`, and the slots; `slots` are consumed."""
+        """The next token of each sequence, int32 `[B]`, and the slots; `slots` are consumed.
+
+        Free slots have `ENDED`, as has a sequence that has filled its slot, which then is free.
+        """
         params, (_, go_on) = self._compiled
         return go_on(params, slots)
 
     @cached_property
     def _compiled(self) -> tuple[list[jax.Array], tuple[Callable, Callable]]:
-        """The parameters, as a list, which takes less time to flatten, and the programs."""
-        graph, params = nnx.split(self.model)
-        leaves, structure = jax.tree.flatten(params)
-        return leaves, _programs(graph, structure, self.sampling)
+        """The parameters and the programs."""
+        params, structure = flattened(self.model)
+        return params, _programs(structure, self.sampling)
 
 
 def free(slots: Slots, slot: int) -> Slots:
-    """The slots without the sequence in one of them."""
-    return replace(slots, is_taken=slots.is_taken.at[slot].set(False))
+    """The slots without the sequence in one of them; ValueError: there is no such slot."""
+    return replace(_checked(slots, slot), is_taken=slots.is_taken.at[slot].set(False))
+
+
+def _checked(slots: Slots, slot: int) -> Slots:
+    """The slots, if they have this one."""
+    count = len(slots.tokens)
+    if not 0 <= slot < count:
+        raise ValueError(f"slot must be from 0 to {count - 1}, got {slot}")
+    return slots
 
 
 @cache  # a step would take longer to look for its program by a whole graph
-def _programs(
-    graph: nnx.GraphDef, structure: jax.tree_util.PyTreeDef, sampling: Sampling
-) -> tuple[Callable, Callable]:
+def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Callable]:
     """The compiled `SlotDecoder.insert` and `SlotDecoder.step` of a model."""
-
-    def merged(params):
-        return nnx.merge(graph, jax.tree.unflatten(structure, params))
 
     @partial(jax.jit, donate_argnames="slots", compiler_options=PREFILL_OPTIONS)
     def insert(params, slots, slot, row, length, seed):
-        logits, prompt = merged(params).prefill(row, row.shape[1], length[None])
-        key = jax.random.fold_in(jax.random.key(seed), 0)  # as of a batch's first sequence
-        (token,) = sample_each(logits, key[None], prompt.lengths, sampling)
+        logits, prompt = structure.merged(params).prefill(row, row.shape[1], length[None])
+        (key,) = keys = keys_of_sequences(jax.random.key(seed), 1)
+        (token,) = sample_each(logits, keys, prompt.lengths, sampling)
         return token, Slots(
             slots.cache.insert(slot, prompt),
             slots.tokens.at[slot].set(token),
@@ -133,10 +136,13 @@ def _programs(
 
     @partial(jax.jit, donate_argnames="slots", compiler_options=DECODE_OPTIONS)
     def step(params, slots):
-        logits, cache = decode(merged(params), slots.tokens[:, None], slots.cache)
+        room, lengths = slots.cache.k.shape[2], slots.cache.lengths
+        goes_on = slots.is_taken & (lengths < room)
+        # All slots get a token; where none goes on, it lies where the next prompt begins.
+        cache = replace(slots.cache, lengths=jnp.where(goes_on, lengths, 0))
+        logits, cache = decode(structure.merged(params), slots.tokens[:, None], cache)
         tokens = sample_each(logits, slots.keys, cache.lengths, sampling)
-        # A free slot's cache would fill up.
-        cache = replace(cache, lengths=jnp.where(slots.is_taken, cache.lengths, 0))
-        return tokens, replace(slots, cache=cache, tokens=tokens)
+        new = jnp.where(goes_on, tokens, ENDED)
+        return new, replace(slots, cache=cache, tokens=tokens, is_taken=goes_on)
 
     return insert, step

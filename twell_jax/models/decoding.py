@@ -27,7 +27,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
 from twell_jax.ffn.activations import rectifier
 from twell_jax.ffn.algorithms import Case, Request
-from twell_jax.ffn.explained import on
+from twell_jax.ffn.explained import on_device
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.attention import Attention
 from twell_jax.models.cache import KVCache
@@ -58,18 +58,12 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     Raises:
       CannotServe: the config asks for kernels, and they cannot serve.
     """
-    wanted = model.config.decode_implementation
-    if wanted == "xla":
-        return model.decode(tokens, cache)
     _, batch, capacity, *_ = cache.k.shape
-    kernels, why = _kernels(model, batch, capacity)
-    if why and wanted == "mosaic":
-        raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
-    if why:
+    kernels, _ = _kernels(model, batch, capacity)
+    if kernels is None:
         return model.decode(tokens, cache)
-    assert kernels is not None  # else there is a reason
     by_kernels = partial(_step, kernels, model)
-    if wanted == "mosaic":
+    if model.config.decode_implementation == "mosaic":
         return by_kernels(tokens, cache)
     return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
 
@@ -89,27 +83,32 @@ def explain_decoding(
       ValueError: `device` is no name.
       CannotServe: the config asks for kernels, and they cannot serve.
     """
-    wanted, blocks = model.config.decode_implementation, ""
-    with on(device):
-        kernels, why = _kernels(model, batch, capacity)
-        if why and wanted == "mosaic":
-            raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
-        if kernels is not None and not why and wanted != "xla":
-            passed_over = _selection(kernels, model.config, batch).passed_over
-            dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
-            blocks = f"that are dense: {dense[0]}" if dense else "that are sparse"
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-    if blocks:
-        return f"decodes {sequences} by kernels, with feed-forward blocks {blocks}"
-    why = "decode_implementation is 'xla'" if wanted == "xla" else why
-    return f"decodes {sequences} by XLA: {why}"
+    with on_device(device):
+        kernels, why = _kernels(model, batch, capacity)
+        if kernels is None:
+            return f"decodes {sequences} by XLA: {why}"
+        passed_over = _selection(kernels, model.config, batch).passed_over
+    dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
+    blocks = f"dense: {dense[0]}" if dense else "sparse"
+    return f"decodes {sequences} by kernels, with feed-forward blocks that are {blocks}"
 
 
-def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | None, str | None]:
-    """The back end of this device, and why it cannot decode; None if it can."""
+def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | None, str]:
+    """The kernels that decode; or None, and why.
+
+    Raises:
+      CannotServe: the config asks for kernels, and they cannot serve.
+    """
+    wanted = model.config.decode_implementation
+    if wanted == "xla":
+        return None, "decode_implementation is 'xla'"
     w_down = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], jnp.bfloat16)
     kernels, no_back_end = dispatch.back_end(w_down)
-    return kernels, no_back_end or _unsupported(model.config, model.quantised(), batch, capacity)
+    why = no_back_end or _unsupported(model.config, model.quantised(), batch, capacity)
+    if why and wanted == "mosaic":
+        raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
+    return (None, why) if why else (kernels, "")
 
 
 def _unsupported(
@@ -192,10 +191,8 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
       model: the model.
       batch, capacity: sequences and tokens of the cache.
     """
-    _, why = _kernels(model, batch, capacity)
-    quantised = model.quantised()
-    wanted = model.config.decode_implementation
-    if why or wanted == "xla" or not _may_be_one_launch(model.config, quantised, batch):
+    kernels, _ = _kernels(model, batch, capacity)
+    if kernels is None or not _may_be_one_launch(model.config, model.quantised(), batch):
         return model
     model = nnx.merge(*nnx.split(model))
     for name in ATTENTION:

@@ -5,7 +5,7 @@ import pytest
 
 from tests import seeds
 from tests.twell_jax import drawn
-from twell_jax.inference import GREEDY, Sampling, generate
+from twell_jax.inference import ENDED, GREEDY, Sampling, generate
 from twell_jax.inference.slots import SlotDecoder, free
 
 
@@ -52,9 +52,33 @@ def test_free_slots_do_not_fill_up(model):
     _, slots = decoder.insert(slots, 1, [1, 2, 3])
     for _ in range(3):
         _, slots = decoder.step(slots)
-    np.testing.assert_array_equal(slots.cache.lengths, [0, 6])
-    _, slots = decoder.step(free(slots, 1))
-    np.testing.assert_array_equal(slots.cache.lengths, [0, 0])
+    assert slots.cache.lengths.max() < 64
+    tokens, slots = decoder.step(free(slots, 1))
+    np.testing.assert_array_equal(tokens, [ENDED, ENDED])
+    for _ in range(64):
+        _, slots = decoder.step(slots)
+    assert slots.cache.lengths.max() < 64
+
+
+def test_a_sequence_that_has_filled_its_slot_ends_and_changes_no_other(model):
+    decoder, prompts = SlotDecoder(model, capacity=64, sampling=GREEDY), ([5] * 61, [7, 8, 9])
+    slots, texts = decoder.empty(2), [[], []]
+    for slot, prompt in enumerate(prompts):
+        token, slots = decoder.insert(slots, slot, prompt)
+        texts[slot].append(int(token))
+    for _ in range(9):
+        tokens, slots = decoder.step(slots)
+        for slot in range(2):
+            texts[slot].append(int(tokens[slot]))
+    assert texts[0][4:] == 6 * [ENDED]  # 61 tokens and three more are stored
+    assert texts[0][:4] == alone(model, prompts[0], 4, GREEDY, 0)
+    assert texts[1] == alone(model, prompts[1], 10, GREEDY, 0)
+    np.testing.assert_array_equal(slots.is_taken, [False, True])
+
+
+def test_only_a_slot_that_is_there_can_be_freed(model):
+    with pytest.raises(ValueError, match="slot must be from 0 to 1, got -1"):
+        free(SlotDecoder(model, capacity=64).empty(2), -1)
 
 
 @pytest.mark.parametrize(
