@@ -23,7 +23,8 @@ from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import LISTED
 
-_AT_ONCE = 128  # rows that are added together
+_AT_ONCE = 128  # rows of `down` that are added together
+_LOADED = 4  # 16-byte parts of two rows that a lane loads at once
 
 
 def clear(hidden_ref, thread) -> None:
@@ -121,52 +122,66 @@ def _list_own(block):
 
 
 def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
-    """Multiplies the block's open rows of `up`, a warp each, and posts their activations."""
-    shape, smem = block.shape, block.smem
-    number, warp = block.thread() & (WARP - 1), block.thread() >> 5
+    """Multiplies the block's open rows of `up`, 16 at once, and posts their activations."""
+    shape, smem, parts = block.shape, block.smem, block.smem["parts"]
 
-    @pl.loop(0, pl.cdiv(own, BLOCK_WARPS))
+    @pl.loop(0, pl.cdiv(own, ROWS))
     def _(i):
-        index = i * BLOCK_WARPS + warp
-        is_there = index < own
-        local = memory.gather(smem["own_rows"], jnp.where(is_there, index, -1))
-        row = block.first[GATE] * ROWS + local
-        gates = [
-            memory.gather(smem["gates"], jnp.where(is_there, local * TOKENS + token, -1))
-            for token in range(shape.batch)
-        ]
-        hidden = gates
+        part = lax.rem(i, 2)
         if block.refs.up is not None:
-            hidden = _times_up(block, layer, row, is_there, gates, inverse)
-        for j in range(shape.open_words):
-            pair = [*hidden[2 * j : 2 * j + 2], lane.full(0.0, jnp.float32)][:2]
-            place = jnp.where(is_there & (number == 0), row * shape.open_words + j, -1)
-            exchange.post(block.refs.words, exchange_number, place, lane.pack(*pair))
+            sums = _times_up(block, block.refs.up.at[layer], i * ROWS, own)
+            products.put(parts, part, sums, block.wg)
+            block.meet()
+
+        @pl.when(block.wg == 0)
+        def _():
+            number = lane.numbers()
+            row, pair = number >> 2, number & 3
+            is_there = (i * ROWS + row < own) & (pair < shape.open_words)
+            local = memory.gather(smem["own_rows"], jnp.where(is_there, i * ROWS + row, -1))
+            hidden = []
+            for token in (2 * pair, 2 * pair + 1):
+                has = is_there & (token < shape.batch)
+                gate = memory.gather(smem["gates"], jnp.where(has, local * TOKENS + token, -1))
+                if block.refs.up is not None:
+                    u = products.sum_of_warps(
+                        parts, part, jnp.where(has, row * TOKENS + token, -1)
+                    ) * inverse(jnp.where(has, token, 0))
+                    gate *= activation.linear(u, shape.rectifier)
+                hidden.append(gate)
+            of_all = (block.first[GATE] * ROWS + local) * shape.open_words + pair
+            place = jnp.where(is_there, of_all, -1)
+            exchange.post(block.refs.words, exchange_number, place, lane.pack(*hidden))
 
 
-def _times_up(block, layer, row, is_there, gates, inverse):
-    """Gates times the products of a row of `up` with the tokens, for each token."""
-    shape, smem, up = block.shape, block.smem, block.refs.up.at[layer]
-    number = block.thread() & (WARP - 1)
+def _times_up(block, up, first, own):
+    """Sums of each warp: of up to 16 open rows of `up`, from the one numbered `first` on, times the
+    tokens. A warp takes 32 of each 256 features; its lanes load them as the product wants them.
+    """
+    shape, smem, lanes = block.shape, block.smem, lane.numbers()
+    quad, token = lanes & 3, jnp.minimum((lanes >> 2) & 7, shape.batch - 1)
+    numbers = [first + ((lanes >> 2) & 7) + half for half in (0, 8)]
+    rows = [memory.gather(smem["own_rows"], jnp.where(n < own, n, -1)) for n in numbers]
+    rows = [block.first[GATE] * ROWS + row for row in rows]
     chunks = shape.width // 8  # of 16 bytes
-    columns = [number + start for start in range(0, chunks, WARP)]
-    loaded = [
-        memory.load(up, jnp.where(is_there & (c < chunks), 4 * (row * chunks + c), -1), 4)
-        for c in columns
-    ]
-    found = []
-    for token, gate in enumerate(gates):
-        total = lane.full(0.0, jnp.float32)
-        for c, words in zip(columns, loaded, strict=True):
+
+    def add(start, sums):
+        """Of up to `_LOADED` times 256 features."""
+        columns = [start + 32 * i + 4 * (block.thread() >> 5) + quad for i in range(_LOADED)]
+        loaded = [
+            memory.load(up, jnp.where((n < own) & (c < chunks), 4 * (row * chunks + c), -1), 4)
+            for c in columns
+            for n, row in zip(numbers, rows, strict=True)
+        ]
+        for i, c in enumerate(columns):
             x = memory.gather_four(
                 smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1)
             )
-            for a, b in zip(words, x, strict=True):
-                (a0, a1), (b0, b1) = lane.unpack(a), lane.unpack(b)
-                total += a0 * b0 + a1 * b1
-        u = activation.linear(lane.sum_of(total) * inverse(lane.full(token)), shape.rectifier)
-        found.append(gate * u)
-    return found
+            sums = products.add_words(loaded[2 * i] + loaded[2 * i + 1], x, sums)
+        return sums
+
+    steps = pl.cdiv(chunks, 32 * _LOADED)
+    return lax.fori_loop(0, steps, lambda i, sums: add(i * 32 * _LOADED, sums), products.zeros())
 
 
 def _list_all(block, exchange_number):

@@ -115,6 +115,48 @@ def _add_product(stage_ref, tokens, sums, wg):
 
 
 @primitive
+def add_words(rows: list[jax.Array], tokens: list[jax.Array], sums: jax.Array) -> jax.Array:
+    """Adds the products of 16 rows with eight tokens over 32 features that a warp has.
+
+    Args:
+      rows: of lane 4 g + q, features 8 q ... 8 q + 7 of row g, and of row g + 8.
+      tokens: of lane 4 t + q, these features of token t.
+      sums: as of `add_product`.
+    """
+    result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
+
+    @plgpu.inline_mgpu(arg_types=(8 * [WORD], 4 * [WORD], SUMS), return_type=result)
+    def step(_, rows, tokens, sums):
+        rows, tokens = ([lane.word(one) for one in part] for part in (rows, tokens))
+        totals = _values(sums)
+        for i in (0, 2):  # Which features a step adds up is the same for rows and tokens.
+            fragment = [rows[i], rows[4 + i], rows[i + 1], rows[5 + i]]
+            totals = ptx(
+                """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+                {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};""",
+                *fragment,
+                *tokens[i : i + 2],
+                *totals,
+                result_types=[ir.F32Type.get()] * 4,
+                has_side_effects=True,
+                convergent=True,
+            )
+        return _of_values(totals)
+
+    return step(rows, tokens, sums)
+
+
+@add_words.in_jax
+def _add_words(rows, tokens, sums):
+    upper, lower, x = (
+        jnp.stack([jnp.stack(lane.unpack(one), -1) for one in part], 1).reshape(4, 8, 32)
+        for part in (rows[:4], rows[4:], tokens)
+    )
+    w = jnp.concatenate([upper, lower], 1)  # warps, rows, features
+    return sums + jnp.einsum("wrf,wtf->wrt", w, x).reshape(-1)
+
+
+@primitive
 def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
     """Adds products of 16 columns of 128 rows with these rows' activations.
 

@@ -116,8 +116,10 @@ def receive(block: Block, exchange_number, features: int, scale=None) -> None:
     pairs = [thread + 2 * LANES * i for i in range(-(-features // 2 // (2 * LANES)))]
     scales = [None if scale is None else scale(only_pair(pair, features)) for pair in pairs]
     block.meet()  # nobody reads what was there
-    for first in range(0, shape.batch, 4):  # so that the words fit into registers
-        tokens = range(first, min(first + 4, shape.batch))
+    # Words of the first token alone are waited for: whoever posts them posts the others beside.
+    # Those of four tokens fit into registers.
+    for first in (0, *range(1, shape.batch, 4)):
+        tokens = range(first, min(first + 4, shape.batch) if first else 1)
         places = [
             jnp.where(pair < features // 2, token * (features // 2) + pair, -1)
             for token in tokens
