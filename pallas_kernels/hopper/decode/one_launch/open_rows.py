@@ -137,7 +137,7 @@ def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
         def _():
             number = lane.numbers()
             row, pair = number >> 2, number & 3
-            is_there = (i * ROWS + row < own) & (pair < shape.open_words)
+            is_there = (row < ROWS) & (i * ROWS + row < own) & (pair < shape.open_words)
             local = memory.gather(smem["own_rows"], jnp.where(is_there, i * ROWS + row, -1))
             hidden = []
             for token in (2 * pair, 2 * pair + 1):
