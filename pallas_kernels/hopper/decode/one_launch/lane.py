@@ -76,30 +76,40 @@ def full(value, dtype=jnp.int32) -> jax.Array:
     return plgpu.layout_cast(jnp.full((LANES,), value, dtype), WORD)
 
 
-@primitive
 def sum_of(values: jax.Array, lanes: int = WARP) -> jax.Array:
     """The sum of float32 over so many neighbouring lanes, a power of two up to 32, in each."""
+    return sums_of([values], lanes)[0]
 
-    @plgpu.inline_mgpu(arg_types=(WORD,), return_type=struct(jnp.float32))
+
+@primitive
+def sums_of(values: list[jax.Array], lanes: int = WARP) -> list[jax.Array]:
+    """`sum_of` of each; they wait for other lanes together."""
+    n = len(values)
+
+    @plgpu.inline_mgpu(arg_types=(n * [WORD],), return_type=n * [struct(jnp.float32)])
     def step(_, values):
-        total, distance = word(values), lanes // 2
+        totals, distance = [word(one) for one in values], lanes // 2
         while distance:
-            other = ptx(
-                f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;",
-                total,
-                result_types=total.type,
-                convergent=True,
-                has_side_effects=True,
-            )
-            total, distance = arith.addf(total, other), distance // 2
-        return array(total)
+            others = [
+                ptx(
+                    f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;",
+                    total,
+                    result_types=total.type,
+                    convergent=True,
+                    has_side_effects=True,
+                )
+                for total in totals
+            ]
+            totals = [arith.addf(*pair) for pair in zip(totals, others, strict=True)]
+            distance //= 2
+        return [array(total) for total in totals]
 
     return step(values)
 
 
-@sum_of.in_jax
-def _sum_of(values, lanes=WARP):
-    return jnp.repeat(jnp.sum(values.reshape(-1, lanes), axis=1), lanes)
+@sums_of.in_jax
+def _sums_of(values, lanes=WARP):
+    return [jnp.repeat(jnp.sum(one.reshape(-1, lanes), axis=1), lanes) for one in values]
 
 
 @primitive

@@ -1,5 +1,6 @@
 """The residual stream: products with it, what they post, and how it comes to each thread block."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -116,6 +117,7 @@ def receive(block: Block, exchange_number, features: int, scale=None) -> None:
     pairs = [thread + 2 * LANES * i for i in range(-(-features // 2 // (2 * LANES)))]
     scales = [None if scale is None else scale(only_pair(pair, features)) for pair in pairs]
     block.meet()  # nobody reads what was there
+    squares = []
     # Words of the first token alone are waited for: whoever posts them posts the others beside.
     # Those of four tokens fit into registers.
     for first in (0, *range(1, shape.batch, 4)):
@@ -128,11 +130,15 @@ def receive(block: Block, exchange_number, features: int, scale=None) -> None:
         words = exchange.take(block.refs.words, exchange_number, places)
         for i, token in enumerate(tokens):
             mine = words[i * len(pairs) : (i + 1) * len(pairs)]
-            put_token(block, token, pairs, mine, scales, features)
+            squares.append(put_token(block, token, pairs, mine, scales, features))
+    if scale is not None:
+        for token, total in enumerate(lane.sums_of(squares)):
+            places = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
+            memory.scatter(block.smem["squares"], places, total)
 
 
-def put_token(block: Block, token: int, pairs, words, scales, features: int) -> None:
-    """Stores a token, scaled for its norm, and the sums of its squares by warps."""
+def put_token(block: Block, token: int, pairs, words, scales, features: int) -> jax.Array:
+    """Stores a token, scaled for its norm; returns the sum of a lane's squares if there is one."""
     squares = lane.full(0.0, jnp.float32)
     row = token * block.shape.row_words
     for pair, word, scale in zip(pairs, words, scales, strict=True):
@@ -143,10 +149,7 @@ def put_token(block: Block, token: int, pairs, words, scales, features: int) -> 
             word = lane.pack(low * by[0], high * by[1])
         places = jnp.where(pair < features // 2, row + pair, -1)
         memory.scatter(block.smem["x"], places, word)
-    if scales[0] is not None:
-        total, thread = lane.sum_of(squares), block.thread()
-        places = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
-        memory.scatter(block.smem["squares"], places, total)
+    return squares
 
 
 def only_pair(pair, features: int):
