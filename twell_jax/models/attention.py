@@ -97,6 +97,8 @@ class Attention(nnx.Module):
 
 
 def _attend(q, k, v, mask):
+    if q.shape[1] == 1 and mask is not None:
+        return _attend_once(q, k, v, mask)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -105,6 +107,20 @@ def _attend(q, k, v, mask):
         is_causal=mask is None,
         implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
     )
+
+
+def _attend_once(q, k, v, mask):
+    """Attention of one token of each sequence, written as sums: XLA would copy the whole cache into
+    another layout for matrix products, which so few queries need not.
+    """
+    batch, _, heads, size = q.shape
+    kv_heads = k.shape[2]
+    q = q.astype(jnp.float32).reshape(batch, 1, kv_heads, heads // kv_heads, size)
+    scores = jnp.sum(q * k.astype(jnp.float32)[:, :, :, None], axis=-1) * size**-0.5
+    scores = jnp.where(mask[:, 0, 0, :, None, None], scores, -jnp.inf)
+    p = jax.nn.softmax(scores, axis=1)
+    attended = jnp.sum(p[..., None] * v.astype(jnp.float32)[:, :, :, None], axis=1)
+    return attended.reshape(batch, 1, heads, size).astype(v.dtype)
 
 
 def _cudnn_can_serve(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:
