@@ -23,7 +23,7 @@ from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import LISTED
 
-_AT_ONCE = 128  # rows of `down` that are added together
+_AT_ONCE = 2 * LANES  # rows of `down` that are added together, one a lane
 _LOADED = 4  # 16-byte parts of two rows that a lane loads at once
 
 
@@ -220,34 +220,30 @@ def _sum_of_rows(block, layer, exchange_number, columns, found):
     way while those of one are multiplied.
     """
     shape, smem, thread = block.shape, block.smem, block.thread()
-    index, half = thread >> 1, thread & 1
     is_listed = found <= LISTED
     steps = pl.cdiv(jnp.where(is_listed, found, shape.neurons), _AT_ONCE)
-    chunks, mine = shape.width // 8, -(-shape.open_words // 2)
-    parts = [half * mine + j for j in range(mine)]
+    down, of_row = block.refs.down.at[layer], shape.width // 2
 
     def request(i):
-        """A lane's row in a step, or -1, and its part of that row of `down`."""
-        number = i * _AT_ONCE + index
+        """A lane's row in a step, or -1, and the columns of that row of `down`."""
+        number = i * _AT_ONCE + thread
         listed = memory.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
         mask = memory.gather(smem["masks"], jnp.where(number < shape.neurons, number >> 4, -1))
         is_open = jnp.where(is_listed, number < found, ((mask >> (number & 15)) & 1) != 0)
         row = jnp.where(is_open, jnp.where(is_listed, listed, number), -1)
-        place = jnp.where(is_open, 4 * (row * chunks + 2 * columns + half), -1)
-        return row, *memory.load(block.refs.down.at[layer], place, 4)
+        places = [jnp.where(is_open, row * of_row + 8 * columns + half, -1) for half in (0, 4)]
+        return row, *(word for place in places for word in memory.load(down, place, 4))
 
     def step(i, carry):
         sums, row, *words = carry
         following = request(i + 1)
-        places = [
-            jnp.where((row >= 0) & (part < shape.open_words), row * shape.open_words + part, -1)
-            for part in parts
-        ]
+        parts = range(shape.open_words)
+        places = [jnp.where(row >= 0, row * shape.open_words + part, -1) for part in parts]
         hidden = exchange.take(block.refs.words, exchange_number, places)
-        memory.scatter_four(smem["columns"], 8 * index + 4 * half, words)
+        for half in (0, 4):
+            memory.scatter_four(smem["columns"], 8 * thread + half, words[half : half + 4])
         for part, word in zip(parts, hidden, strict=True):
-            place = jnp.where(part < shape.open_words, 4 * index + part, -1)
-            memory.scatter(smem["hidden"], place, word)
+            memory.scatter(smem["hidden"], 4 * thread + part, word)
         block.meet()
         sums = products.add_rows(smem["columns"], smem["hidden"], sums, block.wg)
         block.meet()

@@ -158,13 +158,13 @@ def _add_words(rows, tokens, sums):
 
 @primitive
 def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
-    """Adds products of 16 columns of 128 rows with these rows' activations.
+    """Adds products of 16 columns of 256 rows with these rows' activations.
 
-    A warp multiplies 16 of the rows.
+    A warp multiplies 32 of the rows.
 
     Args:
-      w_smem: int32 `[128, 8]`, bfloat16 `[128, 16]`.
-      h_smem: int32 `[128, 4]`, bfloat16 `[128, 8]`, for each row those of the tokens.
+      w_smem: int32 `[256, 8]`, bfloat16 `[256, 16]`.
+      h_smem: int32 `[256, 4]`, bfloat16 `[256, 8]`, for each row those of the tokens.
       sums, wg: as of `add_product`; the columns are the rows of the product.
     """
     result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
@@ -174,7 +174,7 @@ def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
     )
     def step(_, w, h, sums, wg):
         number, warp = simt.lane_and_warp()
-        first = arith.muli(arith.addi(warp, arith.muli(lane.scalar(wg), const(4))), const(16))
+        first = arith.muli(arith.addi(warp, arith.muli(lane.scalar(wg), const(4))), const(32))
         row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
         right, below = arith.andi(part, const(1)), arith.shrui(part, const(1))
         of_w = arith.addi(arith.addi(first, row), arith.muli(below, const(8)))
@@ -182,20 +182,22 @@ def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
         w_address = arith.addi(w_address, arith.muli(right, const(16)))
         of_h = arith.addi(first, arith.andi(number, const(15)))
         h_address = arith.addi(simt.smem_address(h), arith.muli(of_h, const(16)))
-        f32 = ir.F32Type.get()
-        totals = ptx(
-            """{.reg .b32 a<4>, b<2>;
-            ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a0, a1, a2, a3}, [$4];
-            ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {b0, b1}, [$5];
-            mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-            {$0, $1, $2, $3}, {a0, a1, a2, a3}, {b0, b1}, {$6, $7, $8, $9};}""",
-            w_address,
-            h_address,
-            *_values(sums),
-            result_types=[f32] * 4,
-            has_side_effects=True,
-            convergent=True,
-        )
+        totals = _values(sums)
+        for half in range(2):  # of the warp's rows: 512 bytes of `w_smem`, 256 of `h_smem`
+            totals = ptx(
+                f"""{{.reg .b32 a<4>, b<2>;
+                ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+                {{a0, a1, a2, a3}}, [$4 + {512 * half}];
+                ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{b0, b1}}, [$5 + {256 * half}];
+                mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+                {{$0, $1, $2, $3}}, {{a0, a1, a2, a3}}, {{b0, b1}}, {{$6, $7, $8, $9}};}}""",
+                w_address,
+                h_address,
+                *totals,
+                result_types=[ir.F32Type.get()] * 4,
+                has_side_effects=True,
+                convergent=True,
+            )
         return _of_values(totals)
 
     return step(w_smem, h_smem, sums, wg)
@@ -203,15 +205,15 @@ def add_rows(w_smem, h_smem, sums: jax.Array, wg: jax.Array) -> jax.Array:
 
 @add_rows.in_jax
 def _add_rows(w_smem, h_smem, sums, wg):
-    number = jnp.arange(LANES)
+    number = jnp.arange(2 * LANES)
     w, h = (
         jnp.stack([memory.gather(ref, number * ref.shape[1] + i) for i in range(ref.shape[1])], 1)
         for ref in (w_smem, h_smem)
     )
-    w, h = (jnp.stack(lane.unpack(words), -1).reshape(LANES, -1) for words in (w, h))
+    w, h = (jnp.stack(lane.unpack(words), -1).reshape(2 * LANES, -1) for words in (w, h))
     added = []
     for warp in range(4):
-        rows = [lax.dynamic_slice_in_dim(a, (warp + 4 * wg) * 16, 16) for a in (w, h)]
+        rows = [lax.dynamic_slice_in_dim(a, (warp + 4 * wg) * 32, 32) for a in (w, h)]
         added.append(rows[0].T @ rows[1])
     return (sums.reshape(4, ROWS, TOKENS) + jnp.stack(added)).reshape(-1)
 

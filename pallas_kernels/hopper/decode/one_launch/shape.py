@@ -148,8 +148,8 @@ class Shape:
             "counts": ((BLOCK_WARPS + 1,), "int32"),
             "masks": ((self.neurons // ROWS,), "int32"),
             "listed": ((LISTED,), "int32"),
-            "columns": ((128, 8), "int32"),
-            "hidden": ((128, 4), "int32"),
+            "columns": ((256, 8), "int32"),
+            "hidden": ((256, 4), "int32"),
         }
 
     @property
