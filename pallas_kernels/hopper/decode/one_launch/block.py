@@ -10,9 +10,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.scalars import read
 from pallas_kernels.hopper.decode.one_launch import lane
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
-from pallas_kernels.hopper.decode.one_launch.shape import Shape
+from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
 
-UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
+
+class RowScales(NamedTuple):
+    """See `Operands.row_scales`."""
+
+    qkv: Any
+    out: Any
+    activated: tuple
+    up: Any
 
 
 class Operands(NamedTuple):
@@ -22,13 +29,15 @@ class Operands(NamedTuple):
       words: int32 `[BUFFERS, words, 2]`, zeros but for exchange 0, the stream.
       table: of `Shape.table`.
       scaled, squares: of the stream in front of the first layer.
-      qkv: three of `[L, N, D]`.
+      qkv: three of `[L, N, D]`, bfloat16 or 8-bit floats.
       out: `[L, D, heads * size]`.
       biases: of query, key and value together, `[L, sum of N]`, and of `out`, `[L, D]`, or None.
       head_scales: of the norms of queries and keys, `[L, size]` each; or None.
       activated: `[L, H, D]` each, what all rows are multiplied with: in a sparse block the gate
         projection, or the up projection without a gate; in a dense one, both.
       up: the up projection if only some of its rows are multiplied, else None.
+      row_scales: of 8-bit floats, float32: of query, key and value together, `[L, sum of N]`, of
+        `out`, `[L, D]`, of each of `activated` and of `up`, `[L, H]`; or None.
       down: `[L, H, D]`.
       scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
       k, v: the cache, `[L, B, capacity, kv_heads, size]`.
@@ -46,6 +55,7 @@ class Operands(NamedTuple):
     head_scales: Any
     activated: tuple
     up: Any
+    row_scales: RowScales
     down: Any
     scales: tuple
     k: Any
@@ -61,7 +71,8 @@ class Block(NamedTuple):
       shape: of the step.
       refs: its operands.
       smem: references to shared memory, by the names of `Shape.scratch_words`.
-      ring, kv_ring, down_ring: the stages, as rows of a matrix, keys or values, and rows of `down`.
+      rings: the stages as rows of a matrix, by the bytes of a number.
+      kv_ring, down_ring: the stages as keys or values, and as rows of `down`.
       full, empty: barriers of the stages.
       together: the barrier of the two warpgroups that compute.
       wg: int32 scalar, the warpgroup.
@@ -71,7 +82,7 @@ class Block(NamedTuple):
     shape: Shape
     refs: Operands
     smem: dict[str, Any]
-    ring: Any
+    rings: dict[int, Any]
     kv_ring: Any
     down_ring: Any
     full: Any

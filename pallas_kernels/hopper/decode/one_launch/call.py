@@ -6,15 +6,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
-from pallas_kernels.hopper.common.tiles import TILED
+from pallas_kernels.hopper.common.tiles import TILED, tiled
+from pallas_kernels.hopper.decode.one_launch.block import Operands, RowScales
 from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
-from pallas_kernels.hopper.decode.one_launch.kernel import Operands, kernel
+from pallas_kernels.hopper.decode.one_launch.kernel import kernel
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
-from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, FEATURES, TOKENS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import Operand, Quantised
+from pallas_kernels.quantised import E4M3, Operand, Quantised
 from pallas_kernels.rectifiers import Rectifier
 
 
@@ -35,8 +36,9 @@ def unsupported(
     _, neurons, width = mlp.down.shape
     if batch > TOKENS:
         return f"it serves up to {TOKENS} sequences, got {batch}"
-    if any(isinstance(w, Quantised) for w in (*layers.qkv, layers.out, mlp.gate, mlp.up, mlp.down)):
-        return "it has no 8-bit weights"
+    for name, matrices in (("query, key and value", layers.qkv), ("gate and up", mlp.inner)):
+        if len({isinstance(w, Quantised) for w in matrices}) > 1:
+            return f"{name} are 8-bit floats together, or none is"
     if stream.x.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, got {stream.x.dtype}"
     if mlp.live is not None:
@@ -66,9 +68,9 @@ def decode_layers(
 
     Args:
       stream: of the tokens, bfloat16.
-      layers: their weights, bfloat16. Query, key, value and `out` are read by rows of what they
-        give, so they are transposed first. That copies nothing if they lie so in memory, as
-        `jax.experimental.layout.Layout((0, 2, 1))` has them.
+      layers: their weights, bfloat16, or `Quantised` but for `down`. Query, key, value and `out`
+        are read by rows of what they give, so those in bfloat16 are transposed first. That copies
+        nothing if they lie so in memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them.
       k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values.
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, size / 2]` each.
@@ -87,6 +89,7 @@ def decode_layers(
     shape = Shape(
         min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
         size, gated, is_sparse, rectifier,
+        (_itemsize(layers.qkv[0]), _itemsize(layers.out), _itemsize(mlp.up)),
     )  # fmt: skip
     qkv, out = tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out)
     x = stream.x[:batch]
@@ -98,9 +101,15 @@ def decode_layers(
     both = (mlp.gate, mlp.up) if gated else (mlp.up,)
     activated = both[:1] if is_sparse else both
     up = mlp.up if gated and is_sparse else None
+    of_qkv = [scales for w in layers.qkv if (scales := _scales(w)) is not None]
+    row_scales = RowScales(
+        jnp.concatenate(of_qkv, axis=1) if of_qkv else None,
+        _scales(layers.out), tuple(map(_scales, activated)), _scales(up),
+    )  # fmt: skip
     operands = Operands(
         words, jnp.asarray(shape.table), stream.scaled[:batch], squares, qkv,
-        out, (layers.qkv_bias, layers.out_bias), layers.head_scales, activated, up,
+        out, (layers.qkv_bias, layers.out_bias), layers.head_scales,
+        tuple(map(_values, activated)), _values(up), row_scales,
         mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
     rows = len(stream.x)
@@ -131,8 +140,19 @@ def decode_layers(
 
 
 def _by_rows(matrix: Operand) -> jax.Array:
-    assert not isinstance(matrix, Quantised)
-    return jnp.swapaxes(matrix, 1, 2)
+    return matrix.values if isinstance(matrix, Quantised) else jnp.swapaxes(matrix, 1, 2)
+
+
+def _itemsize(matrix: Operand) -> int:
+    return 1 if isinstance(matrix, Quantised) else 2
+
+
+def _values(matrix: Operand | None) -> jax.Array | None:
+    return matrix.values if isinstance(matrix, Quantised) else matrix
+
+
+def _scales(matrix: Operand | None) -> jax.Array | None:
+    return matrix.scale[..., 0] if isinstance(matrix, Quantised) else None
 
 
 def _grid(blocks: int) -> dict:
@@ -146,7 +166,8 @@ def _scratch(shape: Shape) -> dict:
     smem = plgpu.SMEM
     stages = {
         "ring": plgpu.RefUnion(
-            smem((shape.slots, ROWS, FEATURES), jnp.bfloat16, transforms=TILED),
+            smem((shape.slots, ROWS, 2 * STAGE_WORDS), jnp.bfloat16, transforms=TILED),
+            smem((shape.slots, ROWS, 4 * STAGE_WORDS), E4M3, transforms=tiled(E4M3)),
             smem((shape.slots, shape.keys, shape.size), jnp.bfloat16, transforms=TILED),
             smem((shape.slots, DOWN_ROWS, DOWN_COLUMNS), jnp.bfloat16, transforms=TILED),
         ),

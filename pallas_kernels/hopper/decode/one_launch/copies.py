@@ -5,10 +5,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decode.one_launch.block import DOWN, GATE, OUT, QKV, UNITS, Block
+from pallas_kernels.hopper.decode.one_launch.block import Block
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
-from pallas_kernels.hopper.decode.one_launch.products import FEATURES, stages_of
-from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS
+from pallas_kernels.hopper.decode.one_launch.products import STAGE_WORDS
+from pallas_kernels.hopper.decode.one_launch.shape import (
+    DOWN,
+    DOWN_COLUMNS,
+    DOWN_ROWS,
+    GATE,
+    OUT,
+    QKV,
+    UNITS,
+)
 
 FLIGHT = 2  # stages that are on their way; more would keep what blocks exchange waiting
 
@@ -31,12 +39,15 @@ def copy_all(block: Block) -> None:
         return slot
 
     def copy(matrix, layer, row, stages, number):
+        itemsize = jnp.dtype(matrix.dtype).itemsize
+        ring, features = block.rings[itemsize], 4 * STAGE_WORDS // itemsize
+
         @pl.loop(0, stages)
         def _(stage):
             slot = room(number + stage)
             # Past the last feature, a copy fills in zeros.
-            part = matrix.at[layer, pl.ds(row, ROWS), pl.ds(stage * FEATURES, FEATURES)]
-            plgpu.copy_gmem_to_smem(part, block.ring.at[slot], block.full.at[slot])
+            part = matrix.at[layer, pl.ds(row, ROWS), pl.ds(stage * features, features)]
+            plgpu.copy_gmem_to_smem(part, ring.at[slot], block.full.at[slot])
 
         return number + stages
 
@@ -47,7 +58,7 @@ def copy_all(block: Block) -> None:
         return lax.fori_loop(0, block.many[which], group, number)
 
     def of_qkv(layer, row, number):
-        stages, before = stages_of(shape.width), 0
+        stages, before = shape.stages(QKV), 0
         for matrix in refs.qkv:
             rows = matrix.shape[1]
             is_here = (row >= before) & (row < before + rows)
@@ -60,11 +71,11 @@ def copy_all(block: Block) -> None:
         return number + stages
 
     def of_out(layer, row, number):
-        return copy(refs.out, layer, row, stages_of(shape.attended), number)
+        return copy(refs.out, layer, row, shape.stages(OUT), number)
 
     def of_gate(layer, row, number):
         for matrix in refs.activated:
-            number = copy(matrix, layer, row, stages_of(shape.width), number)
+            number = copy(matrix, layer, row, shape.stages(GATE), number)
         return number
 
     def of_down(layer, number, i):

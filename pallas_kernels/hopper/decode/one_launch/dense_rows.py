@@ -17,37 +17,42 @@ from pallas_kernels.hopper.decode.one_launch import (
     products,
     stream,
 )
-from pallas_kernels.hopper.decode.one_launch.block import DOWN, Block
+from pallas_kernels.hopper.decode.one_launch.block import Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import TOKENS
-from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS
+from pallas_kernels.hopper.decode.one_launch.shape import DOWN, DOWN_COLUMNS, DOWN_ROWS
 
 _TILES = DOWN_COLUMNS // ROWS
 _TOKENS_AT_ONCE = 4  # so that their words fit into registers
 
 
-def post_hidden(block: Block, exchange_number, inverse):
+def post_hidden(block: Block, layer, exchange_number, factor):
     """`product`'s functions that post the activations of 16 neurons."""
     shape, parts = block.shape, block.smem["parts"]
+    scales = [None if s is None else s.at[layer] for s in block.refs.row_scales.activated]
 
-    def finish(row, part, _):
+    def prepare(row):
+        pair = row + 2 * (lane.numbers() & 7)
+        return [stream.scales_at(one, pair, 2) for one in scales]
+
+    def finish(row, part, prepared):
         @pl.when(block.wg == 0)
         def _():
             number, place = lane.numbers(), stream.pair_of(block, row, shape.neurons)
-            factor = inverse(jnp.where(place < 0, 0, number >> 3))
+            by = factor(jnp.where(place < 0, 0, number >> 3))
             halves = []
             for j in (0, 1):
                 at = stream.where_pair(number, place, j)
-                z = products.sum_of_warps(parts, part, at) * factor
+                z = products.sum_of_warps(parts, part, at) * by * prepared[0][j]
                 h = activation.activated(z, shape.rectifier)
                 if shape.gated:
-                    u = products.sum_of_warps(parts, part + 1, at) * factor
+                    u = products.sum_of_warps(parts, part + 1, at) * by * prepared[1][j]
                     h *= activation.linear(u, shape.rectifier)
                 halves.append(h)
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
 
-    return lambda row: (), finish
+    return prepare, finish
 
 
 def add(block: Block, exchange_number, number):

@@ -55,21 +55,25 @@ def post(words_ref, exchange, places: jax.Array, values: jax.Array) -> None:
 
 
 @primitive
-def take(words_ref, exchange, places: list[jax.Array]) -> list[jax.Array]:
+def take(words_ref, exchange, places: list[jax.Array], count: int = 1) -> list[jax.Array]:
     """Waits for words, and returns them: int32, 0 where places are negative.
 
-    All are asked for at once, again and again until all are there.
+    Args:
+      words_ref: as of `post`.
+      exchange: int32 scalar, its number.
+      places: of the words. All are asked for at once, again and again until all are there.
+      count: how many words from each place on, 1 or 2; places are multiples of it.
     """
     size, n = words_ref.shape[1], len(places)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, n * [WORD]), return_type=n * [lane.struct()]
+        arg_types=(plgpu.RefType(), SCALAR, n * [WORD]), return_type=count * n * [lane.struct()]
     )
     def step(_, ref, exchange, places):
         number = lane.scalar(exchange)
         places = [lane.word(one) for one in places]
         addresses = [_address(ref, number, place, size) for place in places]
-        return [lane.array(found) for found in _poll(addresses, places, number)]
+        return [lane.array(found) for found in _poll(addresses, places, number, count)]
 
     return step(words_ref, exchange, places)
 
@@ -104,31 +108,38 @@ def _address(ref, number: ir.Value, place: ir.Value, size: int) -> ir.Value:
     return simt.gmem_address(ref, arith.muli(index, const(8)))
 
 
-def _poll(addresses: list[ir.Value], places: list[ir.Value], number: ir.Value) -> list[ir.Value]:
-    n = len(addresses)
-    wanted = f"${3 * n}"
+def _poll(
+    addresses: list[ir.Value], places: list[ir.Value], number: ir.Value, count: int
+) -> list[ir.Value]:
+    n, m = len(addresses), count * len(addresses)
+    wanted = f"${m + 2 * n}"
     # Results are written last: they may lie in the registers of operands.
-    flags = " ".join(f"setp.ge.s32 p{i}, ${2 * n + i}, 0;" for i in range(n))
-    none = " ".join(f"mov.b64 v{i}, none;" for i in range(n))
-    loads = " ".join(f"@p{i} ld.relaxed.gpu.global.b64 v{i}, [${n + i}];" for i in range(n))
+    flags = " ".join(f"setp.ge.s32 p{i}, ${m + n + i}, 0;" for i in range(n))
+    none = " ".join(f"mov.b64 v{i}, none;" for i in range(m))
+    load = "ld.relaxed.gpu.global"
+    if count == 1:
+        loads = [f"@p{i} {load}.b64 v{i}, [${m + i}];" for i in range(n)]
+    else:
+        pairs = [f"{{v{2 * i}, v{2 * i + 1}}}" for i in range(n)]
+        loads = [f"@p{i} {load}.v2.b64 {pair}, [${m + i}];" for i, pair in enumerate(pairs)]
     tests = " ".join(
         f"mov.b64 {{w{i}, t}}, v{i}; xor.b32 t, t, {wanted}; or.b32 missing, missing, t;"
-        for i in range(n)
+        for i in range(m)
     )
-    results = " ".join(f"mov.b32 ${i}, w{i};" for i in range(n))
+    results = " ".join(f"mov.b32 ${i}, w{i};" for i in range(m))
     found = ptx(
-        f"""{{.reg .pred p<{n}>, more; .reg .b64 v<{n}>, none;
-            .reg .b32 w<{n}>, t, missing, polls, zero;
+        f"""{{.reg .pred p<{n}>, more; .reg .b64 v<{m}>, none;
+            .reg .b32 w<{m}>, t, missing, polls, zero;
             mov.b32 polls, 0; mov.b32 zero, 0; mov.b64 none, {{zero, {wanted}}};
             {flags} {none}
-            poll: {loads}
+            poll: {" ".join(loads)}
             add.u32 polls, polls, 1; setp.gt.u32 more, polls, {_MOST_POLLS}; @more trap;
             mov.b32 missing, 0; {tests} setp.ne.u32 more, missing, 0; @more bra poll;
             {results}}}""",
         *addresses,
         *places,
         number,
-        result_types=[const(0).type] * n,
+        result_types=[const(0).type] * m,
         has_side_effects=True,
     )
     return list(found)
@@ -147,10 +158,10 @@ def _post(words_ref, exchange, places, values):
 
 
 @take.in_jax
-def _take(words_ref, exchange, places):
+def _take(words_ref, exchange, places, count=1):
     """What the reference has is exchange 0."""
     board = on_host.log("exchange")
-    stacked = jnp.stack(places)
+    stacked = jnp.stack([jnp.where(p < 0, p, p + i) for p in places for i in range(count)])
 
     def find(exchange, places, first):
         known = dict(enumerate(first.tolist())) if exchange == 0 else {}

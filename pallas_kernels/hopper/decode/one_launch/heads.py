@@ -6,9 +6,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane, memory
-from pallas_kernels.hopper.decode.one_launch.block import UNITS, Block
+from pallas_kernels.hopper.decode.one_launch.block import Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
+from pallas_kernels.hopper.decode.one_launch.shape import UNITS
 
 
 def attend(block: Block, layer, exchange_number, number, eps: float):

@@ -22,18 +22,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.primitives import await_previous
 from pallas_kernels.hopper.common.scalars import read
 from pallas_kernels.hopper.decode.one_launch import dense_rows, open_rows
-from pallas_kernels.hopper.decode.one_launch.block import GATE, OUT, QKV, Block, Operands
+from pallas_kernels.hopper.decode.one_launch.block import Block, Operands
 from pallas_kernels.hopper.decode.one_launch.copies import copy_all
 from pallas_kernels.hopper.decode.one_launch.heads import attend
-from pallas_kernels.hopper.decode.one_launch.shape import Shape
+from pallas_kernels.hopper.decode.one_launch.shape import GATE, OUT, QKV, Shape
 from pallas_kernels.hopper.decode.one_launch.stream import (
+    factor_of,
     first_stream,
-    inverse_rms,
     last_stream,
     product,
     publish,
     receive,
-    scale_of,
 )
 
 OF_LAYER = 6  # exchanges
@@ -44,13 +43,13 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     await_previous()
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
     place = [read(operands.table.at[number, pl.ds(i, 1)]) for i in range(2 * len(shape.shares))]
-    ring, kv_ring, down_ring = scratch.pop("ring")
+    *rings, kv_ring, down_ring = scratch.pop("ring")
     full, empty, together = (scratch.pop(name) for name in ("full", "empty", "together"))
     block = Block(
         shape,
         operands,
         scratch,
-        ring,
+        dict(zip((2, 1), rings, strict=True)),
         kv_ring,
         down_ring,
         full,
@@ -76,31 +75,38 @@ def _compute(block: Block, outs, eps: float) -> None:
     shape, scales = block.shape, block.refs.scales
     if shape.is_sparse:
         open_rows.clear(block.smem["hidden"], block.thread())
-    first_stream(block)
-
-    def inverse(token):
-        return inverse_rms(block, token, eps)
+    rounds = {which: shape.itemsize(which) == 1 for which in (QKV, OUT, GATE)}
+    first_stream(block, rounds=rounds[QKV])
+    of_qkv, of_gate = (factor_of(block, which, eps) for which in (QKV, GATE))
 
     def layer(layer, number):
         before = layer * OF_LAYER  # the exchange that has the stream
-        biases = [None if bias is None else bias.at[layer] for bias in block.refs.biases]
-        functions = publish(block, before + 1, shape.projected, inverse=inverse, bias=biases[0])
-        number = product(block, QKV, shape.width, number, functions)
+        biases, row_scales = (
+            [None if of is None else of.at[layer] for of in pair]
+            for pair in (block.refs.biases, block.refs.row_scales[:2])
+        )
+        functions = publish(
+            block, before + 1, shape.projected,
+            factor=of_qkv, scales=row_scales[0], bias=biases[0],
+        )  # fmt: skip
+        number = product(block, QKV, number, functions)
         number = attend(block, layer, before + 1, number, eps)
-        receive(block, before + 2, shape.attended)
-        functions = publish(block, before + 3, shape.width, bias=biases[1], stream=before)
-        number = product(block, OUT, shape.attended, number, functions)
-        receive(block, before + 3, shape.width, scale_of(scales[0], layer))
+        receive(block, before + 2, shape.attended, rounds=rounds[OUT])
+        functions = publish(
+            block, before + 3, shape.width,
+            factor=factor_of(block, OUT, None), scales=row_scales[1], bias=biases[1], stream=before,
+        )  # fmt: skip
+        number = product(block, OUT, number, functions)
+        receive(block, before + 3, shape.width, scales[0].at[layer], rounds=rounds[GATE])
         if shape.is_sparse:
-            functions = open_rows.keep_masks(block, before + 4, inverse)
-            number = product(block, GATE, shape.width, number, functions)
-            open_rows.add(block, layer, before + 4, inverse)
+            functions = open_rows.keep_masks(block, layer, before + 4, of_gate)
+            number = product(block, GATE, number, functions)
+            open_rows.add(block, layer, before + 4, of_gate)
         else:
-            functions = dense_rows.post_hidden(block, before + 4, inverse)
-            matrices = 2 if shape.gated else 1
-            number = product(block, GATE, shape.width, number, functions, matrices)
+            functions = dense_rows.post_hidden(block, layer, before + 4, of_gate)
+            number = product(block, GATE, number, functions, 2 if shape.gated else 1)
             number = dense_rows.add(block, before + 4, number)
-        receive(block, before + 6, shape.width, scale_of(scales[1], layer))
+        receive(block, before + 6, shape.width, scales[1].at[layer], rounds=rounds[QKV])
         return number
 
     lax.fori_loop(0, shape.layers, layer, jnp.int32(0))

@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common import eight_bits, simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.quantised import E4M3
 
 LANES, WARP, WARPS = 128, 32, 4
 WORD = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
@@ -110,6 +111,52 @@ def sums_of(values: list[jax.Array], lanes: int = WARP) -> list[jax.Array]:
 @sums_of.in_jax
 def _sums_of(values, lanes=WARP):
     return [jnp.repeat(jnp.sum(one.reshape(-1, lanes), axis=1), lanes) for one in values]
+
+
+@primitive
+def largest_of(tokens: list[list[jax.Array]]) -> list[jax.Array]:
+    """Of each token the bits of the largest magnitude, float32, that the words of a warp hold.
+
+    The words hold two bfloat16 each. NaN is larger than all other magnitudes.
+    """
+    types = [len(words) * [WORD] for words in tokens]
+
+    @plgpu.inline_mgpu(arg_types=(types,), return_type=len(tokens) * [struct()])
+    def step(_, tokens):
+        tops = [eight_bits.larger([word(one) for one in words]) for words in tokens]
+        for distance in (16, 8, 4, 2, 1):
+            others = [mgpu.utils.shfl_bfly(top, distance) for top in tops]
+            tops = [eight_bits.larger(list(pair)) for pair in zip(tops, others, strict=True)]
+        halves = [(arith.andi(top, const(0xFFFF)), arith.shrui(top, const(16))) for top in tops]
+        return [array(arith.shli(arith.maxui(*pair), const(16))) for pair in halves]
+
+    return step(tokens)
+
+
+@largest_of.in_jax
+def _largest_of(tokens):
+    found = []
+    for words in tokens:
+        halves = [h for one in words for h in (one & 0x7FFF, (one >> 16) & 0x7FFF)]
+        top = jnp.max(jnp.stack(halves).reshape(len(halves), WARPS, WARP), axis=(0, 2))
+        found.append(jnp.repeat(top, WARP) << 16)
+    return found
+
+
+@primitive
+def pack_four(values: list[jax.Array]) -> jax.Array:
+    """Four float32, at most 448 in magnitude, as float8_e4m3fn in a word."""
+
+    @plgpu.inline_mgpu(arg_types=(4 * [WORD],), return_type=struct())
+    def step(_, values):
+        return array(eight_bits.packed([word(one) for one in values]))
+
+    return step(values)
+
+
+@pack_four.in_jax
+def _pack_four(values):
+    return lax.bitcast_convert_type(jnp.stack(values, -1).astype(E4M3), jnp.int32)
 
 
 @primitive

@@ -201,8 +201,8 @@ def _load(ref, places, count=1):
 
 def _as_words(values: jax.Array) -> jax.Array:
     values = values.reshape(-1)
-    if values.dtype.itemsize == 2:
-        values = values.reshape(-1, 2)
+    if (per_word := 4 // values.dtype.itemsize) > 1:
+        values = values.reshape(-1, per_word)
     return lax.bitcast_convert_type(values, jnp.int32)
 
 

@@ -17,11 +17,10 @@ from pallas_kernels.hopper.decode.one_launch import (
     products,
     stream,
 )
-from pallas_kernels.hopper.decode.one_launch.block import GATE
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
-from pallas_kernels.hopper.decode.one_launch.shape import LISTED
+from pallas_kernels.hopper.decode.one_launch.shape import GATE, LISTED
 
 _AT_ONCE = 2 * LANES  # rows of `down` that are added together, one a lane
 _LOADED = 4  # 16-byte parts of two rows that a lane loads at once
@@ -33,15 +32,20 @@ def clear(hidden_ref, thread) -> None:
         memory.scatter(hidden_ref, thread + start, lane.full(0))
 
 
-def keep_masks(block, exchange_number, inverse):
+def keep_masks(block, layer, exchange_number, factor):
     """`product`'s functions that keep the gates and post which rows are open, a bit for each.
 
     All warps of a warpgroup compute the same: a lane has half of the tokens of a row.
     """
     batch, smem, rectifier = block.shape.batch, block.smem, block.shape.rectifier
     half = -(-batch // 2)
+    (scales,) = block.refs.row_scales.activated
+    scales = None if scales is None else scales.at[layer]
 
-    def finish(row, part, _):
+    def prepare(row):
+        return stream.scales_at(scales, row + (lane.numbers() & (ROWS - 1)))
+
+    def finish(row, part, prepared):
         i = row // ROWS - block.first[GATE]
 
         @pl.when(block.wg == part)  # of two, in turns
@@ -53,9 +57,8 @@ def keep_masks(block, exchange_number, inverse):
                 token = first + j
                 is_there = token < batch
                 place = jnp.where(is_there, own * TOKENS + token, -1)
-                total = products.sum_of_warps(smem["parts"], part, place) * inverse(
-                    jnp.where(is_there, token, 0)
-                )
+                total = products.sum_of_warps(smem["parts"], part, place)
+                total *= factor(jnp.where(is_there, token, 0)) * prepared[0]
                 is_active = is_there & activation.is_active(total, rectifier)
                 gate = activation.rounded(activation.activated(total, rectifier))
                 is_first = is_there & (lane.numbers() < WARP)
@@ -69,13 +72,13 @@ def keep_masks(block, exchange_number, inverse):
             group = jnp.where(once, row // ROWS, -1)
             exchange.post(block.refs.words, exchange_number, group, mask)
 
-    return lambda row: (), finish
+    return prepare, finish
 
 
-def add(block, layer, exchange_number, inverse) -> None:
+def add(block, layer, exchange_number, factor) -> None:
     """Adds the products of the open rows; exchange `exchange_number + 2` gets the stream."""
     own = _list_own(block)
-    _post_hidden(block, layer, exchange_number + 1, own, inverse)
+    _post_hidden(block, layer, exchange_number + 1, own, factor)
     found = _list_all(block, exchange_number)
     columns = block.shape.width // ROWS
     blocks = block.shape.blocks
@@ -121,9 +124,11 @@ def _list_own(block):
     return memory.number_at(smem["counts"], BLOCK_WARPS)
 
 
-def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
+def _post_hidden(block, layer, exchange_number, own, factor) -> None:
     """Multiplies the block's open rows of `up`, 16 at once, and posts their activations."""
     shape, smem, parts = block.shape, block.smem, block.smem["parts"]
+    scales = block.refs.row_scales.up
+    scales = None if scales is None else scales.at[layer]
 
     @pl.loop(0, pl.cdiv(own, ROWS))
     def _(i):
@@ -139,34 +144,35 @@ def _post_hidden(block, layer, exchange_number, own, inverse) -> None:
             row, pair = number >> 2, number & 3
             is_there = (row < ROWS) & (i * ROWS + row < own) & (pair < shape.open_words)
             local = memory.gather(smem["own_rows"], jnp.where(is_there, i * ROWS + row, -1))
+            of_all = block.first[GATE] * ROWS + local
+            (scale,) = stream.scales_at(scales, jnp.where(is_there, of_all, -1))
             hidden = []
             for token in (2 * pair, 2 * pair + 1):
                 has = is_there & (token < shape.batch)
                 gate = memory.gather(smem["gates"], jnp.where(has, local * TOKENS + token, -1))
                 if block.refs.up is not None:
-                    u = products.sum_of_warps(
-                        parts, part, jnp.where(has, row * TOKENS + token, -1)
-                    ) * inverse(jnp.where(has, token, 0))
+                    at = jnp.where(has, row * TOKENS + token, -1)
+                    u = products.sum_of_warps(parts, part, at)
+                    u *= factor(jnp.where(has, token, 0)) * scale
                     gate *= activation.linear(u, shape.rectifier)
                 hidden.append(gate)
-            of_all = (block.first[GATE] * ROWS + local) * shape.open_words + pair
-            place = jnp.where(is_there, of_all, -1)
+            place = jnp.where(is_there, of_all * shape.open_words + pair, -1)
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*hidden))
 
 
 def _times_up(block, up, first, own):
     """Sums of each warp: of up to 16 open rows of `up`, from the one numbered `first` on, times the
-    tokens. A warp takes 32 of each 256 features; its lanes load them as the product wants them.
+    tokens. A warp takes 16 of each 128 words; its lanes load them as the product wants them.
     """
     shape, smem, lanes = block.shape, block.smem, lane.numbers()
     quad, token = lanes & 3, jnp.minimum((lanes >> 2) & 7, shape.batch - 1)
     numbers = [first + ((lanes >> 2) & 7) + half for half in (0, 8)]
     rows = [memory.gather(smem["own_rows"], jnp.where(n < own, n, -1)) for n in numbers]
     rows = [block.first[GATE] * ROWS + row for row in rows]
-    chunks = shape.width // 8  # of 16 bytes
+    chunks = shape.words_of_row(GATE) // 4  # of 16 bytes
 
     def add(start, sums):
-        """Of up to `_LOADED` times 256 features."""
+        """Of up to `_LOADED` times 128 words."""
         columns = [start + 32 * i + 4 * (block.thread() >> 5) + quad for i in range(_LOADED)]
         loaded = [
             memory.load(up, jnp.where((n < own) & (c < chunks), 4 * (row * chunks + c), -1), 4)
@@ -177,7 +183,8 @@ def _times_up(block, up, first, own):
             x = memory.gather_four(
                 smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1)
             )
-            sums = products.add_words(loaded[2 * i] + loaded[2 * i + 1], x, sums)
+            rows_of_warp = loaded[2 * i] + loaded[2 * i + 1]
+            sums = products.add_words(rows_of_warp, x, sums, dtype=up.dtype)
         return sums
 
     steps = pl.cdiv(chunks, 32 * _LOADED)

@@ -1,7 +1,8 @@
 """Products of up to eight tokens with 16 rows of a matrix, by `mma.sync`.
 
-The eight warps of a block share the features: of a stage `[16, 512]` each multiplies 64, and
-`parts` gets the sums of each warp. Rows are the rows of the product, tokens its columns.
+The eight warps of a block share the features: of a stage, `[16, 512]` bfloat16 or `[16, 1024]`
+8-bit floats, each multiplies an eighth, and `parts` gets the sums of each warp. Rows are the rows
+of the product, tokens its columns. Both are words in memory: two bfloat16, or four 8-bit floats.
 """
 
 import jax
@@ -16,24 +17,23 @@ from pallas_kernels.hopper.common import simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
-from pallas_kernels.hopper.common.tiles import TILED
+from pallas_kernels.hopper.common.tiles import TILED, tiled
 from pallas_kernels.hopper.decode.one_launch import lane, memory
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WORD, ptx
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 
 TOKENS = 8  # columns of a product
-FEATURES = 512  # of a stage
+STAGE_WORDS = 256  # of a row
 BLOCK_WARPS = 8
 LOG2_E = 1.4426950408889634
-_OF_WARP = FEATURES // BLOCK_WARPS
-_STEPS = _OF_WARP // 16
+_OF_WARP = STAGE_WORDS // BLOCK_WARPS
+_STEPS = _OF_WARP // 8
 SUMS = plgpu.Layout.WG_STRIDED((4 * LANES,), vec_size=1)  # four float32 of each lane
-_TILE = 1024  # bytes of 8 x 64 numbers in shared memory
-
-
-def stages_of(features: int) -> int:
-    """Stages of a group of rows with so many features."""
-    return -(-features // FEATURES)
+_TILE = 1024  # bytes of 8 rows of 128 bytes in shared memory
+_KINDS = {  # of products, by the bytes of a number
+    1: "m16n8k32.row.col.f32.e4m3.e4m3.f32",
+    2: "m16n8k16.row.col.f32.bf16.bf16.f32",
+}
 
 
 def zeros() -> jax.Array:
@@ -41,26 +41,26 @@ def zeros() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((4 * LANES,), jnp.float32), SUMS)
 
 
-def tokens_of_stage(x_smem, stage: int, wg: jax.Array, *, batch: int, features: int) -> list:
+def tokens_of_stage(x_smem, stage: int, wg: jax.Array, *, batch: int, words: int) -> list:
     """What `add_product` takes of the tokens for a stage.
 
     Args:
-      x_smem: int32 `[batch, words]`, two numbers in each word; a row has four words more than a
-        multiple of 32, so that lanes read different banks.
+      x_smem: int32 `[batch, words]`; a row has four words more than a multiple of 32, so that
+        lanes read different banks.
       stage: its number.
       wg: int32 scalar, the warpgroup.
       batch: tokens; the others are zeros.
-      features: of a token; further ones are zeros.
+      words: of a token; further ones are zeros.
     """
     number = lane.numbers()
     token, quad = (number >> 2) & 7, number & 3
     warp = (number >> 5) + 4 * wg
-    first = stage * (FEATURES // 2) + warp * (_OF_WARP // 2)
+    first = stage * STAGE_WORDS + warp * _OF_WARP
     found = []
     for step in range(_STEPS):
         for half in range(2):
             place = first + 8 * step + 4 * half + quad
-            is_there = (token < batch) & (place < features // 2)
+            is_there = (token < batch) & (place < words)
             places = jnp.where(is_there, token * x_smem.shape[1] + place, -1)
             found.append(memory.gather(x_smem, places))
     return found
@@ -71,22 +71,25 @@ def add_product(stage_ref, tokens: list[jax.Array], sums: jax.Array, wg: jax.Arr
     """Adds the products of the warps' features.
 
     Args:
-      stage_ref: SMEM, bfloat16 `[16, 512]`, with transforms `TILED`.
-      tokens: of `tokens_of_stage`.
+      stage_ref: SMEM, bfloat16 `[16, 512]` or float8_e4m3fn `[16, 1024]`, with the transforms
+        `tiled`.
+      tokens: of `tokens_of_stage`, of the same dtype.
       sums: float32 `[512]`, `SUMS`.
       wg: int32 scalar, the warpgroup.
     """
     result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
+    dtype = stage_ref.dtype
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(TILED), len(tokens) * [WORD], SUMS, SCALAR), return_type=result
+        arg_types=(plgpu.RefType(tiled(dtype)), len(tokens) * [WORD], SUMS, SCALAR),
+        return_type=result,
     )
     def step(_, ref, tokens, sums, wg):
         number, warp = simt.lane_and_warp()
         warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
         row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
         lower, chunk = arith.andi(part, const(1)), arith.shrui(part, const(1))
-        tile = arith.addi(arith.muli(lower, const(FEATURES // 64)), warp)
+        tile = arith.addi(arith.muli(lower, const(BLOCK_WARPS)), warp)
         base = arith.addi(simt.smem_address(ref), arith.muli(tile, const(_TILE)))
         base = arith.addi(base, arith.muli(row, const(128)))
         words, totals = [lane.word(one) for one in tokens], _values(sums)
@@ -94,7 +97,7 @@ def add_product(stage_ref, tokens: list[jax.Array], sums: jax.Array, wg: jax.Arr
             # The 16-byte chunk c of row r of a tile lies at place c XOR r.
             place = arith.xori(arith.addi(chunk, const(2 * i)), row)
             address = arith.addi(base, arith.muli(place, const(16)))
-            totals = _multiply(address, words[2 * i : 2 * i + 2], totals)
+            totals = _multiply(address, words[2 * i : 2 * i + 2], totals, dtype)
         return _of_values(totals)
 
     return step(stage_ref, tokens, sums, wg)
@@ -105,23 +108,26 @@ def _add_product(stage_ref, tokens, sums, wg):
     """Of each warp, 16 x 8 sums follow each other."""
     w = stage_ref[...].astype(jnp.float32)
     totals = sums.reshape(4, ROWS, TOKENS)
-    added = []
+    added, features = [], w.shape[1] // BLOCK_WARPS
     for warp in range(4):
-        of_warp = lax.dynamic_slice_in_dim(w, (warp + 4 * wg) * _OF_WARP, _OF_WARP, axis=1)
+        of_warp = lax.dynamic_slice_in_dim(w, (warp + 4 * wg) * features, features, axis=1)
         lanes = [one.reshape(4, 8, 4)[warp] for one in tokens]  # tokens, quads
-        pairs = jnp.stack([jnp.stack(lane.unpack(one), -1) for one in lanes], 1)
-        added.append(of_warp @ pairs.reshape(TOKENS, _OF_WARP).T)
+        x = jnp.stack([_numbers_of(one, stage_ref.dtype) for one in lanes], 1)
+        added.append(of_warp @ x.reshape(TOKENS, features).T)
     return (totals + jnp.stack(added)).reshape(-1)
 
 
 @primitive
-def add_words(rows: list[jax.Array], tokens: list[jax.Array], sums: jax.Array) -> jax.Array:
-    """Adds the products of 16 rows with eight tokens over 32 features that a warp has.
+def add_words(
+    rows: list[jax.Array], tokens: list[jax.Array], sums: jax.Array, *, dtype
+) -> jax.Array:
+    """Adds the products of 16 rows with eight tokens over 16 words that a warp has.
 
     Args:
-      rows: of lane 4 g + q, features 8 q ... 8 q + 7 of row g, and of row g + 8.
-      tokens: of lane 4 t + q, these features of token t.
+      rows: of lane 4 g + q, words 4 q ... 4 q + 3 of row g, and of row g + 8.
+      tokens: of lane 4 t + q, these words of token t.
       sums: as of `add_product`.
+      dtype: of what the words hold, bfloat16 or float8_e4m3fn.
     """
     result = plgpu.ShapeDtypeStruct((4 * LANES,), jnp.float32, layout=SUMS)
 
@@ -132,8 +138,8 @@ def add_words(rows: list[jax.Array], tokens: list[jax.Array], sums: jax.Array) -
         for i in (0, 2):  # Which features a step adds up is the same for rows and tokens.
             fragment = [rows[i], rows[4 + i], rows[i + 1], rows[5 + i]]
             totals = ptx(
-                """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-                {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};""",
+                f"""mma.sync.aligned.{_KINDS[jnp.dtype(dtype).itemsize]}
+                {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};""",
                 *fragment,
                 *tokens[i : i + 2],
                 *totals,
@@ -147,9 +153,9 @@ def add_words(rows: list[jax.Array], tokens: list[jax.Array], sums: jax.Array) -
 
 
 @add_words.in_jax
-def _add_words(rows, tokens, sums):
+def _add_words(rows, tokens, sums, *, dtype):
     upper, lower, x = (
-        jnp.stack([jnp.stack(lane.unpack(one), -1) for one in part], 1).reshape(4, 8, 32)
+        jnp.stack([_numbers_of(one, dtype) for one in part], 1).reshape(4, 8, -1)
         for part in (rows[:4], rows[4:], tokens)
     )
     w = jnp.concatenate([upper, lower], 1)  # warps, rows, features
@@ -257,7 +263,7 @@ def add_columns(
         for i, one in enumerate(sums):
             place = arith.xori(arith.addi(right, const(2 * i)), row)
             address = arith.addi(base, arith.muli(place, const(16)))
-            found.append(_of_values(_multiply(address, words, _values(one), ".trans")))
+            found.append(_of_values(_multiply(address, words, _values(one), order=".trans")))
         return found
 
     return step(stage_ref, tokens, sums, wg)
@@ -315,11 +321,18 @@ def sum_of_warps(parts_ref, which, places: jax.Array) -> jax.Array:
     return total
 
 
-def _multiply(address, tokens, totals, order=""):
+def _numbers_of(words: jax.Array, dtype) -> jax.Array:
+    """What words hold, float32, along a new last axis."""
+    if jnp.dtype(dtype).itemsize == 2:
+        return jnp.stack(lane.unpack(words), -1)
+    return lax.bitcast_convert_type(words, dtype).astype(jnp.float32)
+
+
+def _multiply(address, tokens, totals, dtype=jnp.bfloat16, order=""):
     return ptx(
         f"""{{.reg .b32 a<4>;
         ldmatrix.sync.aligned.m8n8.x4{order}.shared.b16 {{a0, a1, a2, a3}}, [$4];
-        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+        mma.sync.aligned.{_KINDS[jnp.dtype(dtype).itemsize]}
         {{$0, $1, $2, $3}}, {{a0, a1, a2, a3}}, {{$5, $6}}, {{$7, $8, $9, $10}};}}""",
         address,
         *tokens,

@@ -8,13 +8,14 @@ import numpy as np
 from pallas_kernels.hopper.decode.one_launch import plan
 from pallas_kernels.hopper.decode.one_launch.attention import keys_of_stage
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
-from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, FEATURES, TOKENS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
 from pallas_kernels.rectifiers import Rectifier
 
 _SMEM = 226 * 1024  # bytes of a block, without barriers
 _ALIGNED = 1024  # bytes: where references to shared memory begin
-STAGE_BYTES = ROWS * FEATURES * 2
+STAGE_BYTES = ROWS * STAGE_WORDS * 4
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
+UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
 
 
@@ -30,6 +31,8 @@ class Shape:
       gated: whether there is a gate projection.
       is_sparse: whether rows of neurons that are not open are left out.
       rectifier: the activation; None for SiLU.
+      itemsizes: bytes of a number of query, key and value, of `out`, and of gate and up: 2, or 1
+        for 8-bit floats.
     """
 
     blocks: int
@@ -44,6 +47,20 @@ class Shape:
     gated: bool
     is_sparse: bool
     rectifier: Rectifier | None
+    itemsizes: tuple[int, int, int] = (2, 2, 2)
+
+    def itemsize(self, which: int) -> int:
+        """Bytes of a number of the matrices `which`, QKV, OUT or GATE."""
+        return self.itemsizes[which - 1]
+
+    def words_of_row(self, which: int) -> int:
+        """Words of a row of these matrices."""
+        features = self.attended if which == OUT else self.width
+        return features * self.itemsize(which) // 4
+
+    def stages(self, which: int) -> int:
+        """Stages of a group of rows of these matrices."""
+        return -(-self.words_of_row(which) // STAGE_WORDS)
 
     @property
     def group(self) -> int:
@@ -66,7 +83,7 @@ class Shape:
         longest = max(self.width, self.attended)
         if not self.is_sparse:
             longest = max(longest, self.most_down_stages * DOWN_ROWS)
-        return -(-longest // FEATURES) * (FEATURES // 2) + 4
+        return -(-longest // (2 * STAGE_WORDS)) * STAGE_WORDS + 4
 
     @property
     def _down_stages(self) -> int:
@@ -97,18 +114,22 @@ class Shape:
         """The most words of an exchange."""
         most = self.batch * max(self.projected, self.attended, self.width) // 2
         if self.is_sparse:
-            return max(most, self.neurons * self.open_words)
-        return max(most, self.batch * self.neurons // 2, self.splits * self.batch * self.width)
+            most = max(most, self.neurons * self.open_words)
+        else:
+            parts = self.splits * self.batch * self.width
+            most = max(most, self.batch * self.neurons // 2, parts)
+        return most + most % 2  # two are taken at once
 
     @functools.cached_property
     def shares(self) -> list[Share]:
         """Of attention's units; of the rows of query, key and value, of `out`, and of what is
         activated; and of the parts of `down` in a dense block."""
         activated = 2 if self.gated and not self.is_sparse else 1
+        of_qkv, of_out, of_gate = (ROWS * size for size in self.itemsizes)
         matrices = [
-            Matrix(self.projected // ROWS, 2 * ROWS * self.width),
-            Matrix(self.width // ROWS, 2 * ROWS * self.attended),
-            Matrix(self.neurons // ROWS, 2 * ROWS * self.width * activated, least=1),
+            Matrix(self.projected // ROWS, of_qkv * self.width),
+            Matrix(self.width // ROWS, of_out * self.attended),
+            Matrix(self.neurons // ROWS, of_gate * self.width * activated, least=1),
         ]
         if not self.is_sparse:
             size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
@@ -135,6 +156,8 @@ class Shape:
             "x": ((self.batch, self.row_words), "int32"),
             "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
             "squares": ((TOKENS, BLOCK_WARPS), "float32"),
+            "largest": ((TOKENS, BLOCK_WARPS), "int32"),
+            "token_scales": ((TOKENS,), "float32"),
             "q": ((self.group + 2, self.size // 2 + 4), "int32"),
             "values": ((key_tiles, self.group, self.size), "float32"),
             "tops": ((key_tiles, self.group, 2), "float32"),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.quantised import rounded
 from pallas_kernels.rectifiers import RELU, Rectifier
 from pallas_kernels.weights import Weights
 from tests import seeds
@@ -20,6 +21,7 @@ class Case(NamedTuple):
       offset: by how many of its deviations a gate is below zero on average.
       is_sparse, rectifier, gated: of the feed-forward blocks.
       has_biases, has_head_norms: of attention.
+      in_8_bits: "mlp": gate and up are 8-bit floats; "all": attention's matrices, too.
     """
 
     layers: int
@@ -36,6 +38,7 @@ class Case(NamedTuple):
     gated: bool = True
     has_biases: bool = False
     has_head_norms: bool = False
+    in_8_bits: str | None = None
 
     @property
     def options(self) -> dict:
@@ -79,5 +82,10 @@ def operands(case: Case):
         biases = normal(layers, (heads + 2 * kv_heads) * size), normal(layers, d, scale=0.1)
     if case.has_head_norms:
         head_scales = tuple(normal(layers, size, scale=0.1, shift=1.0) for _ in range(2))
+    if case.in_8_bits:
+        mlp = Weights(None if mlp.gate is None else rounded(mlp.gate), rounded(mlp.up), mlp.down)
+    if case.in_8_bits == "all":
+        qkv = tuple(rounded(jnp.swapaxes(w, 1, 2)) for w in qkv)
+        out = rounded(jnp.swapaxes(out, 1, 2))
     of = Layers(qkv, biases[0], out, biases[1], mlp, scales, head_scales)
     return stream, of, k, v, lengths, rope

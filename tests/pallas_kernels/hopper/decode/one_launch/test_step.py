@@ -24,6 +24,10 @@ LARGE = {
         2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, rectifier=None, has_biases=True
     ),
     "2b, dense": Case(2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False),
+    "2b in 8 bits": Case(2, 3, 2048, 5632, 32, 32, 64, 1024, offset=2.87, in_8_bits="all"),
+    "2b, dense, in 8 bits": Case(
+        2, 1, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, in_8_bits="mlp"
+    ),
     "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
 }
 
@@ -69,6 +73,9 @@ def assert_matches(got, operands, case, bound):
             has_head_norms=True,
         ),
         SMALL._replace(is_sparse=False, gated=False),
+        SMALL._replace(layers=2, batch=3, in_8_bits="all"),
+        SMALL._replace(is_sparse=False, in_8_bits="mlp", gated=False),
+        SMALL._replace(is_sparse=False, rectifier=None, in_8_bits="all"),
     ],
 )
 def test_interpreted(interpreted, case):
