@@ -84,6 +84,7 @@ def explain_decoding(
       CannotServe: the config asks for kernels, and they cannot serve.
     """
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+    launches = "in one launch" if _may_be_one_launch(model.config, batch) else "by kernels"
     with on_device(device):
         kernels, why = _kernels(model, batch, capacity)
         if kernels is None:
@@ -91,7 +92,7 @@ def explain_decoding(
         passed_over = _selection(kernels, model.config, batch).passed_over
     dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
     blocks = f"dense: {dense[0]}" if dense else "sparse"
-    return f"decodes {sequences} by kernels, with feed-forward blocks that are {blocks}"
+    return f"decodes {sequences} {launches}, with feed-forward blocks that are {blocks}"
 
 
 def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | None, str]:
@@ -123,7 +124,8 @@ def _unsupported(
       capacity: tokens of the cache.
     """
     size, d_model, d_ff = config.head_dim, config.d_model, config.d_ff
-    in_one = _may_be_one_launch(config, quantised, batch)
+    in_one = _may_be_one_launch(config, batch)
+    inner = ("up",) if in_one and not config.gated else ("gate", "up")
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
         "biases of the feed-forward blocks": config.mlp_bias,
@@ -138,7 +140,7 @@ def _unsupported(
     unknown = [part for part, is_there in parts.items() if is_there]
     mixed = [
         together
-        for together in (("gate", "up"), ("query", "key", "value"))
+        for together in (inner, ("query", "key", "value"))
         if 0 < len({*together} & {*quantised}) < len(together)
     ]
     if auto_axes():
@@ -171,11 +173,10 @@ def _unsupported(
     return None
 
 
-def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: int) -> bool:
+def _may_be_one_launch(config: ModelConfig, batch: int) -> bool:
     """Whether the kernel for a whole step serves: it takes more shapes than the others."""
     return (
         batch <= 8
-        and not quantised
         and not config.live_width
         and config.d_model % 64 == config.d_ff % 64 == 0
         and config.d_ff >= _MOST_BLOCKS * 16
@@ -192,13 +193,13 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
       batch, capacity: sequences and tokens of the cache.
     """
     kernels, _ = _kernels(model, batch, capacity)
-    if kernels is None or not _may_be_one_launch(model.config, model.quantised(), batch):
+    if kernels is None or not _may_be_one_launch(model.config, batch):
         return model
     model = nnx.merge(*nnx.split(model))
     for name in ATTENTION:
-        kernel = getattr(model.blocks.attention, name).kernel
-        layout = Format(Layout((0, 2, 1)), kernel[...].sharding)
-        kernel.set_value(jax.device_put(kernel[...], layout))
+        if isinstance(layer := getattr(model.blocks.attention, name), nnx.Linear):
+            layout = Format(Layout((0, 2, 1)), layer.kernel[...].sharding)
+            layer.kernel.set_value(jax.device_put(layer.kernel[...], layout))
     return model
 
 

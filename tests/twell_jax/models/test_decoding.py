@@ -228,6 +228,7 @@ def of_shapes(**settings):
             8,
             "decodes 8 sequences by kernels, with feed-forward blocks that are dense: ",
         ),
+        ({"d_ff": 5632, "qk_norm": True}, 8, "decodes 8 sequences in one launch, with"),
         ({"qk_norm": True}, 1, "by XLA: it has no kernels for norms of queries and keys"),
         ({}, 65, "decodes 65 sequences by XLA: it serves up to 64 sequences in a cache"),
         ({"decode_implementation": "xla"}, 1, "by XLA: decode_implementation is 'xla'"),
