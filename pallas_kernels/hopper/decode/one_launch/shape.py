@@ -16,6 +16,7 @@ _ALIGNED = 1024  # bytes: where references to shared memory begin
 STAGE_BYTES = ROWS * FEATURES * 2
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
+_MERGED = 4096  # words that a block takes of the other splits: 16 of each thread, a stage's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +74,34 @@ class Shape:
         return -(-self.neurons // DOWN_ROWS)
 
     @property
-    def splits(self) -> int:
+    def down_splits(self) -> int:
         """Into how many parts the rows of `down` are split."""
         return max(1, min(self._down_stages, self.blocks // (self.width // DOWN_COLUMNS)))
 
     def rows_of_split(self, split) -> tuple:
         """The first of the stages of a part, and how many it has."""
-        first, last = (one * self._down_stages // self.splits for one in (split, split + 1))
-        return first, last - first
+        first, end = plan.part(split, self.down_splits, self._down_stages)
+        return first, end - first
 
     @property
     def most_down_stages(self) -> int:
         """The most stages that a part has."""
-        return -(-self._down_stages // self.splits)
+        return -(-self._down_stages // self.down_splits)
+
+    @property
+    def key_splits(self) -> int:
+        """Into how many splits the stored keys of a head are split, for blocks that had no unit.
+
+        With more than one, no block has more than one unit.
+        """
+        by_blocks = self.blocks // (self.batch * self.kv_heads)
+        by_memory = 1 + _MERGED // (self.group * (self.size + 2))
+        return max(1, min(by_blocks, by_memory, -(-self.capacity // self.keys)))
+
+    @property
+    def merged_words(self) -> int:
+        """Words that the splits of a head but the first post: values, tops and totals."""
+        return (self.key_splits - 1) * self.group * (self.size + 2)
 
     @property
     def open_words(self) -> int:
@@ -96,9 +112,10 @@ class Shape:
     def words(self) -> int:
         """The most words of an exchange."""
         most = self.batch * max(self.projected, self.attended, self.width) // 2
+        most = max(most, self.batch * self.kv_heads * self.merged_words)
         if self.is_sparse:
             return max(most, self.neurons * self.open_words)
-        return max(most, self.batch * self.neurons // 2, self.splits * self.batch * self.width)
+        return max(most, self.batch * self.neurons // 2, self.down_splits * self.batch * self.width)
 
     @functools.cached_property
     def shares(self) -> list[Share]:
@@ -112,9 +129,10 @@ class Shape:
         ]
         if not self.is_sparse:
             size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
-            matrices.append(Matrix(self.splits * self.width // DOWN_COLUMNS, size))
-        units, cached = self.batch * self.kv_heads, 4 * self.capacity * self.size
-        return plan.shares(self.blocks, units, cached, matrices)
+            matrices.append(Matrix(self.down_splits * self.width // DOWN_COLUMNS, size))
+        units = self.batch * self.kv_heads * self.key_splits
+        read = 4 * self.capacity * self.size // self.key_splits
+        return plan.shares(self.blocks, units, read, matrices)
 
     @property
     def table(self) -> np.ndarray:
@@ -130,14 +148,14 @@ class Shape:
     @property
     def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """What a block keeps in shared memory besides the ring: shapes and types."""
-        key_tiles = 512 // self.size
+        states = 512 // self.size + self.key_splits - 1  # of key tiles, and of the other splits
         found = {
             "x": ((self.batch, self.row_words), "int32"),
             "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
             "squares": ((TOKENS, BLOCK_WARPS), "float32"),
             "q": ((self.group + 2, self.size // 2 + 4), "int32"),
-            "values": ((key_tiles, self.group, self.size), "float32"),
-            "tops": ((key_tiles, self.group, 2), "float32"),
+            "values": ((states, self.group, self.size), "float32"),
+            "tops": ((states, self.group, 2), "float32"),
         }
         if not self.is_sparse:
             return found
