@@ -64,11 +64,11 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     )
 
     def copy():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         copy_all(block)
 
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         _compute(block, outs, eps)
 
     lax.cond(wg == 2, copy, compute)
