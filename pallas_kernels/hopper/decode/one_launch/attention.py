@@ -27,7 +27,7 @@ from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 
 _STAGE = 8192  # numbers
 _BLOCK = 64  # features of the values that a warp has
-_LEAST = -1e30  # of a score
+LEAST = -1e30  # of a score
 
 
 class State(NamedTuple):
@@ -47,7 +47,7 @@ class State(NamedTuple):
     def empty(cls) -> "State":
         """Before the first key."""
         zero = lane.full(0.0, jnp.float32)
-        return cls(lane.full(_LEAST, jnp.float32), zero, 16 * [zero])
+        return cls(lane.full(LEAST, jnp.float32), zero, 16 * [zero])
 
 
 def keys_of_stage(size: int) -> int:
@@ -103,7 +103,7 @@ def attend(
         quad = arith.andi(number, const(3))
         keys = [arith.addi(arith.muli(quad, const(2)), const(i)) for i in (0, 1, 8, 9)]
         is_key = [arith.cmpi(arith.CmpIPredicate.slt, key, left) for key in keys]
-        least = _constant(_LEAST * LOG2_E / size**0.5)
+        least = _constant(LEAST * LOG2_E / size**0.5)
         scores = [arith.mulf(s, _constant(LOG2_E / size**0.5)) for s in scores]
         scores = [arith.select(is_it, s, least) for is_it, s in zip(is_key, scores, strict=True)]
         top, total = lane.word(top), lane.word(total)
@@ -218,7 +218,7 @@ def _attend(k_ref, v_ref, q, state, left, wg, *, size):
         first, block = (number % key_tiles) * 16, number // key_tiles
         keys = lax.dynamic_slice_in_dim(k, first, 16)
         is_key = first + jnp.arange(16) < left
-        scores = jnp.where(is_key, queries @ keys.T * (LOG2_E / size**0.5), _LEAST)
+        scores = jnp.where(is_key, queries @ keys.T * (LOG2_E / size**0.5), LEAST)
         top, total = (one[of_lanes].reshape(8, 4) for one in state[:2])
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         shrink = jnp.exp2(top - new)

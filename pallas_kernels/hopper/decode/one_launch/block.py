@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common.scalars import read
-from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch import lane, plan
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
 
@@ -64,6 +64,24 @@ class Operands(NamedTuple):
     rope: tuple
 
 
+class Unit(NamedTuple):
+    """A unit of attention; int32 scalars.
+
+    Attributes:
+      sequence, head: whose keys and values, of a key/value head.
+      split: of them. The first one also has the new token, and merges all.
+      length: of the sequence before the new token.
+      first, end: of the stages of keys that the split has, maybe none.
+    """
+
+    sequence: jax.Array
+    head: jax.Array
+    split: jax.Array
+    length: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+
 class Block(NamedTuple):
     """What a thread block's functions share.
 
@@ -101,8 +119,11 @@ class Block(NamedTuple):
         """The number of each lane among the 256 that compute."""
         return lane.numbers() + LANES * self.wg
 
-    def unit(self, i) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sequence, key/value head and length of this block's i-th unit of attention."""
-        number, heads = self.first[UNITS] + i, self.shape.kv_heads
-        sequence, head = lax.div(number, heads), lax.rem(number, heads)
-        return sequence, head, read(self.refs.lengths.at[pl.ds(sequence, 1)])
+    def unit(self, i) -> Unit:
+        """This block's i-th unit of attention."""
+        shape, number = self.shape, self.first[UNITS] + i
+        of_all, split = lax.div(number, shape.key_splits), lax.rem(number, shape.key_splits)
+        sequence, head = lax.div(of_all, shape.kv_heads), lax.rem(of_all, shape.kv_heads)
+        length = read(self.refs.lengths.at[pl.ds(sequence, 1)])
+        stages = plan.part(split, shape.key_splits, pl.cdiv(length, shape.keys))
+        return Unit(sequence, head, split, length, *stages)

@@ -93,17 +93,17 @@ def copy_all(block: Block) -> None:
         return lax.fori_loop(0, stages, stage, number)
 
     def unit(layer, number, i):
-        sequence, head, length = block.unit(i)
+        of = block.unit(i)
 
         def pair(j, number):
             for cache in (refs.k, refs.v):
                 slot = room(number)
-                keys = cache.at[layer, sequence, pl.ds(j * shape.keys, shape.keys), head]
+                keys = cache.at[layer, of.sequence, pl.ds(j * shape.keys, shape.keys), of.head]
                 plgpu.copy_gmem_to_smem(keys, block.kv_ring.at[slot], block.full.at[slot])
                 number += 1
             return number
 
-        return lax.fori_loop(0, pl.cdiv(length, shape.keys), pair, number)
+        return lax.fori_loop(of.first, of.end, pair, number)
 
     def layer(layer, number):
         number = groups(QKV, layer, number, of_qkv)

@@ -138,12 +138,12 @@ def _add_up(block: Block, exchange_number, tile) -> None:
         number = lane.numbers()
         token, pair = number >> 3, number & 7
         places = []
-        for split in range(shape.splits):
+        for split in range(shape.down_splits):
             at = (split * shape.batch + token) * shape.width + tile * ROWS + 2 * pair
             places += [jnp.where(place < 0, -1, at + j) for j in (0, 1)]
         found = exchange.take(words, exchange_number + 1, places)
         found = [lax.bitcast_convert_type(one, jnp.float32) for one in found]
         low, high = lane.unpack(before)
-        for split in range(shape.splits):
+        for split in range(shape.down_splits):
             low, high = low + found[2 * split], high + found[2 * split + 1]
         exchange.post(words, exchange_number + 2, place, lane.pack(low, high))

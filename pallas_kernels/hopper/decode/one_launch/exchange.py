@@ -22,7 +22,7 @@ from pallas_kernels.hopper.decode import on_host
 from pallas_kernels.hopper.decode.one_launch import lane
 from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
 
-BUFFERS = 8
+BUFFERS = 16
 _MOST_POLLS = 1 << 22  # seconds, after which a fault ends the program
 
 

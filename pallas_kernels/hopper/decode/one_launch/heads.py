@@ -1,4 +1,7 @@
-"""Attention of a thread block's units, a key/value head of a sequence each."""
+"""Attention of a thread block's units, a split of a key/value head of a sequence each.
+
+The first split takes what the others attend to, and adds it to its own and to the new token.
+"""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane, memory
-from pallas_kernels.hopper.decode.one_launch.block import Block
+from pallas_kernels.hopper.decode.one_launch.block import Block, Unit
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 from pallas_kernels.hopper.decode.one_launch.shape import UNITS
@@ -17,8 +20,8 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
     shape, smem = block.shape, block.smem
 
     def unit(i, number):
-        sequence, head, length = block.unit(i)
-        place_new(block, layer, exchange_number, sequence, head, length, eps)
+        of = block.unit(i)
+        place_new(block, layer, exchange_number, of, eps)
         block.meet()
         q = attention.queries(smem["q"], shape.size)
 
@@ -29,43 +32,48 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
                 plgpu.barrier_wait(block.full.at[slot])
             state = attention.attend(
                 *(block.kv_ring.at[slot] for slot in slots),
-                q, attention.State(*state), length - j * shape.keys, block.wg, size=shape.size,
+                q, attention.State(*state), of.length - j * shape.keys, block.wg, size=shape.size,
             )  # fmt: skip
             for slot in slots:
                 plgpu.barrier_arrive(block.empty.at[slot])
             return number + 2, tuple(state)
 
         start = number, tuple(attention.State.empty())
-        steps = pl.cdiv(length, shape.keys)
-        number, state = lax.fori_loop(0, steps, stage, start)
+        number, state = lax.fori_loop(of.first, of.end, stage, start)
         put_state(block, attention.State(*state))
+        is_first = of.split == 0
+        if shape.key_splits > 1:
+            pl.when(is_first)(lambda: take_splits(block, exchange_number + 1, of))
         block.meet()
-        add_new(block, exchange_number + 1, sequence, head)
+        pl.when(is_first)(lambda: add_new(block, exchange_number + 2, of))
+        if shape.key_splits > 1:
+            pl.when(~is_first)(lambda: post_split(block, exchange_number + 1, of))
         block.meet()  # before the next unit's query comes
         return number
 
     return lax.fori_loop(0, block.many[UNITS], unit, number)
 
 
-def place_new(block: Block, layer, exchange_number, sequence, head, length, eps: float) -> None:
+def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> None:
     """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
 
-    A lane has two features of a vector and their partners in its second half.
+    All splits have the query, and the first one the others. A lane has two features of a vector and
+    their partners in its second half.
     """
     shape, refs, smem = block.shape, block.refs, block.smem
-    quarter = shape.size // 4
+    quarter, vectors = shape.size // 4, jnp.where(of.split == 0, shape.group + 2, shape.group)
     for start in range(0, (shape.group + 2) * quarter, 2 * LANES):
         index = block.thread() + start
         shift = quarter.bit_length() - 1
         vector, j = index >> shift, index & (quarter - 1)
-        is_there = vector < shape.group + 2
+        is_there = vector < vectors
         is_key, is_value = vector == shape.group, vector == shape.group + 1
-        of_query = head * shape.group + vector
-        stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + head
-        of = jnp.where(is_key | is_value, stored, of_query)
-        place = sequence * (shape.projected // 2) + of * (shape.size // 2) + j
+        of_query = of.head * shape.group + vector
+        stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + of.head
+        of_all = jnp.where(is_key | is_value, stored, of_query)
+        place = of.sequence * (shape.projected // 2) + of_all * (shape.size // 2) + j
         places = [jnp.where(is_there, place + k, -1) for k in (0, quarter)]
-        turn = jnp.where(is_there, sequence * (shape.size // 2) + 2 * j, -1)
+        turn = jnp.where(is_there, of.sequence * (shape.size // 2) + 2 * j, -1)
         cos, sin = (
             [lax.bitcast_convert_type(one, jnp.float32) for one in memory.load(table, turn, 2)]
             for table in refs.rope
@@ -81,7 +89,7 @@ def place_new(block: Block, layer, exchange_number, sequence, head, length, eps:
         for k, word in ((0, low), (quarter, high)):
             memory.scatter(smem["q"], jnp.where(is_there, row + k, -1), word)
             for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
-                slot = cache.at[layer, sequence, length, head]
+                slot = cache.at[layer, of.sequence, of.length, of.head]
                 memory.store(slot, jnp.where(is_its & is_there, j + k, -1), word)
 
 
@@ -125,10 +133,70 @@ def put_state(block: Block, state: attention.State) -> None:
         memory.scatter(smem["tops"], jnp.where(is_one, 2 * row + i, -1), value)
 
 
-def add_new(block: Block, exchange_number, sequence, head) -> None:
-    """Adds up what the warps have and the new token; a warp has a head."""
+def post_split(block: Block, exchange_number, of: Unit) -> None:
+    """Merges what the warps have, and posts it.
+
+    Of each key/value head of a sequence, the exchange has the values of all splits but the first,
+    `[splits - 1, group, size]`, and then their tops and totals, `[splits - 1, group, 2]`.
+    """
+    shape, smem = block.shape, block.smem
+    size, before = shape.size, (of.split - 1) * shape.group
+    values = _first_word(block, of)
+    tops = values + (shape.key_splits - 1) * shape.group * size
+    for start in range(0, shape.group * size, 2 * LANES):
+        index = block.thread() + start
+        is_there = index < shape.group * size
+        own, feature = index >> (size.bit_length() - 1), index & (size - 1)
+        rows = [jnp.where(is_there, i * shape.group + own, -1) for i in range(512 // size)]
+        top, total, factors = _merged(smem["tops"], rows, lane.full(attention.LEAST, jnp.float32))
+        value = lane.full(0.0, jnp.float32)
+        for f, row in zip(factors, rows, strict=True):
+            value += f * memory.gather(smem["values"], row * size + feature)
+        place = jnp.where(is_there, values + before * size + index, -1)
+        of_top = jnp.where(is_there & (feature < 2), tops + 2 * (before + own) + feature, -1)
+        for places, number in ((place, value), (of_top, jnp.where(feature == 0, top, total))):
+            bits = lax.bitcast_convert_type(number, jnp.int32)
+            exchange.post(block.refs.words, exchange_number, places, bits)
+
+
+def take_splits(block: Block, exchange_number, of: Unit) -> None:
+    """Takes what the other splits have, as further rows of what this block's warps have."""
+    shape, smem = block.shape, block.smem
+    first, many = _first_word(block, of), shape.merged_words
+    own = 512 // shape.size * shape.group  # rows
+    values = (shape.key_splits - 1) * shape.group * shape.size
+    indices = [block.thread() + start for start in range(0, many, 2 * LANES)]
+    places = [jnp.where(index < many, first + index, -1) for index in indices]
+    words = exchange.take(block.refs.words, exchange_number, places)
+    for index, word in zip(indices, words, strict=True):
+        number = lax.bitcast_convert_type(word, jnp.float32)
+        is_top = (index >= values) & (index < many)
+        place = jnp.where(index < values, own * shape.size + index, -1)
+        memory.scatter(smem["values"], place, number)
+        memory.scatter(smem["tops"], jnp.where(is_top, 2 * own + index - values, -1), number)
+
+
+def _first_word(block: Block, of: Unit):
+    """Where the words of the splits of a key/value head begin in their exchange."""
+    return (of.sequence * block.shape.kv_heads + of.head) * block.shape.merged_words
+
+
+def _merged(tops_ref, rows: list, top):
+    """Top and total of what rows of `tops` have, of at least `top`, and what to multiply each
+    row's values with; a row without keys has a total of 0."""
+    tops, totals = ([memory.gather(tops_ref, 2 * row + i) for row in rows] for i in (0, 1))
+    for one in tops:
+        top = jnp.maximum(top, one)
+    factors, total = [lane.exp2(one - top) for one in tops], lane.full(0.0, jnp.float32)
+    for f, one in zip(factors, totals, strict=True):
+        total += f * one
+    return top, total, factors
+
+
+def add_new(block: Block, exchange_number, of: Unit) -> None:
+    """Adds up what warps and other splits have and the new token; a warp has a head."""
     shape, smem, thread = block.shape, block.smem, block.thread()
-    key_tiles, words = 512 // shape.size, shape.size // 2 + 4
+    states, words = smem["tops"].shape[0], shape.size // 2 + 4
     own, number = thread >> 5, thread & 31
     is_there = own < shape.group
     mine = jnp.where(is_there, own, 0)
@@ -140,22 +208,17 @@ def add_new(block: Block, exchange_number, sequence, head) -> None:
         q, k = lane.unpack(memory.gather(smem["q"], mine * words + pair)), lane.unpack(word)
         score += q[0] * k[0] + q[1] * k[1]
     score = lane.sum_of(score) * (LOG2_E / shape.size**0.5)
-    rows = [i * shape.group + mine for i in range(key_tiles)]
-    tops, totals = ([memory.gather(smem["tops"], 2 * row + i) for row in rows] for i in (0, 1))
-    top = score
-    for one in tops:
-        top = jnp.maximum(top, one)
+    rows = [jnp.where(is_there, i * shape.group + own, -1) for i in range(states)]
+    top, total, factors = _merged(smem["tops"], rows, score)
     factor = lane.exp2(score - top)
-    factors = [lane.exp2(one - top) for one in tops]
-    total = factor
-    for f, one in zip(factors, totals, strict=True):
-        total += f * one
+    total += factor
     for pair, word in zip(pairs, value, strict=True):
         sums = [factor * half for half in lane.unpack(word)]
         for f, row in zip(factors, rows, strict=True):
             for i in (0, 1):
                 sums[i] += f * memory.gather(smem["values"], row * shape.size + 2 * pair + i)
-        place = sequence * (shape.attended // 2) + (head * shape.group + own) * (shape.size // 2)
+        head = of.head * shape.group + own
+        place = of.sequence * (shape.attended // 2) + head * (shape.size // 2)
         places = jnp.where(is_there, place + pair, -1)
         packed = lane.pack(sums[0] / total, sums[1] / total)
         exchange.post(block.refs.words, exchange_number, places, packed)

@@ -3,15 +3,17 @@
 A thread block runs on each SM from the first layer to the last. One warpgroup copies what the block
 reads, in the order in which it will be needed, through a ring in shared memory that runs ahead of
 the other two, across phases and layers: it waits for room alone, never for activations. The other
-two multiply, and exchange what all blocks need (`exchange`). A layer is six exchanges:
+two multiply, and exchange what all blocks need (`exchange`). A layer is seven exchanges:
 
-    1 query, key, value   2 what is attended to   3 the stream behind `out`
-    sparse: 4 which gates are open   5 the activations of these
-    dense: 4 all activations   5 parts of the product with `down`
-    6 the stream behind the feed-forward block
+    1 query, key, value   2 what splits of the keys attend to, if there are any
+    3 what is attended to   4 the stream behind `out`
+    sparse: 5 which gates are open   6 the activations of these
+    dense: 5 all activations   6 parts of the product with `down`
+    7 the stream behind the feed-forward block
 
-An exchange reuses the memory of the one eight before. Whoever posts number n has read all that it
-needs up to n - 3, and no block gets two ahead of one that has not posted exchange 4, which all do.
+An exchange reuses the memory of the one sixteen before, which is of two layers before or more. All
+blocks post exchange 5, and have then read all that they need of the layers before. No block gets
+to the next layer before that: the others' masks are missing, or parts of the stream.
 """
 
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from pallas_kernels.hopper.decode.one_launch.stream import (
     receive,
 )
 
-OF_LAYER = 6  # exchanges
+OF_LAYER = 7  # exchanges
 
 
 def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> None:
@@ -61,11 +63,11 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     )
 
     def copy():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         copy_all(block)
 
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         _compute(block, outs, eps)
 
     lax.cond(wg == 2, copy, compute)
@@ -91,22 +93,22 @@ def _compute(block: Block, outs, eps: float) -> None:
         )  # fmt: skip
         number = product(block, QKV, number, functions)
         number = attend(block, layer, before + 1, number, eps)
-        receive(block, before + 2, shape.attended, rounds=rounds[OUT])
+        receive(block, before + 3, shape.attended, rounds=rounds[OUT])
         functions = publish(
-            block, before + 3, shape.width,
+            block, before + 4, shape.width,
             factor=factor_of(block, OUT, None), scales=row_scales[1], bias=biases[1], stream=before,
         )  # fmt: skip
         number = product(block, OUT, number, functions)
-        receive(block, before + 3, shape.width, scales[0].at[layer], rounds=rounds[GATE])
+        receive(block, before + 4, shape.width, scales[0].at[layer], rounds=rounds[GATE])
         if shape.is_sparse:
-            functions = open_rows.keep_masks(block, layer, before + 4, of_gate)
+            functions = open_rows.keep_masks(block, layer, before + 5, of_gate)
             number = product(block, GATE, number, functions)
-            open_rows.add(block, layer, before + 4, of_gate)
+            open_rows.add(block, layer, before + 5, of_gate)
         else:
-            functions = dense_rows.post_hidden(block, layer, before + 4, of_gate)
+            functions = dense_rows.post_hidden(block, layer, before + 5, of_gate)
             number = product(block, GATE, number, functions, 2 if shape.gated else 1)
-            number = dense_rows.add(block, before + 4, number)
-        receive(block, before + 6, shape.width, scales[1].at[layer], rounds=rounds[QKV])
+            number = dense_rows.add(block, before + 5, number)
+        receive(block, before + 7, shape.width, scales[1].at[layer], rounds=rounds[QKV])
         return number
 
     lax.fori_loop(0, shape.layers, layer, jnp.int32(0))

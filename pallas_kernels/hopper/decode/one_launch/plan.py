@@ -43,6 +43,11 @@ class Matrix(NamedTuple):
     least: int = 0
 
 
+def part(which, parts: int, count) -> tuple:
+    """Where a part of `count` things begins and ends, which are split as evenly as possible."""
+    return which * count // parts, (which + 1) * count // parts
+
+
 def shares(blocks: int, units: int, bytes_of_unit: int, matrices: list[Matrix]) -> list[Share]:
     """The units of attention of each block, and of each matrix its groups of `ROWS` rows.
 
@@ -50,7 +55,7 @@ def shares(blocks: int, units: int, bytes_of_unit: int, matrices: list[Matrix]) 
 
     Args:
       blocks: their number.
-      units: of attention, a key/value head of a sequence each.
+      units: of attention, a split of a key/value head of a sequence each.
       bytes_of_unit: keys and values that one reads.
       matrices: whose groups are shared out.
 

@@ -17,6 +17,7 @@ STAGE_BYTES = ROWS * STAGE_WORDS * 4
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
+_MERGED = 4096  # words that a block takes of the other splits: 16 of each thread, a stage's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +91,34 @@ class Shape:
         return -(-self.neurons // DOWN_ROWS)
 
     @property
-    def splits(self) -> int:
+    def down_splits(self) -> int:
         """Into how many parts the rows of `down` are split."""
         return max(1, min(self._down_stages, self.blocks // (self.width // DOWN_COLUMNS)))
 
     def rows_of_split(self, split) -> tuple:
         """The first of the stages of a part, and how many it has."""
-        first, last = (one * self._down_stages // self.splits for one in (split, split + 1))
-        return first, last - first
+        first, end = plan.part(split, self.down_splits, self._down_stages)
+        return first, end - first
 
     @property
     def most_down_stages(self) -> int:
         """The most stages that a part has."""
-        return -(-self._down_stages // self.splits)
+        return -(-self._down_stages // self.down_splits)
+
+    @property
+    def key_splits(self) -> int:
+        """Into how many splits the stored keys of a head are split, for blocks that had no unit.
+
+        With more than one, no block has more than one unit.
+        """
+        by_blocks = self.blocks // (self.batch * self.kv_heads)
+        by_memory = 1 + _MERGED // (self.group * (self.size + 2))
+        return max(1, min(by_blocks, by_memory, -(-self.capacity // self.keys)))
+
+    @property
+    def merged_words(self) -> int:
+        """Words that the splits of a head but the first post: values, tops and totals."""
+        return (self.key_splits - 1) * self.group * (self.size + 2)
 
     @property
     def open_words(self) -> int:
@@ -113,10 +129,11 @@ class Shape:
     def words(self) -> int:
         """The most words of an exchange."""
         most = self.batch * max(self.projected, self.attended, self.width) // 2
+        most = max(most, self.batch * self.kv_heads * self.merged_words)
         if self.is_sparse:
             most = max(most, self.neurons * self.open_words)
         else:
-            parts = self.splits * self.batch * self.width
+            parts = self.down_splits * self.batch * self.width
             most = max(most, self.batch * self.neurons // 2, parts)
         return most + most % 2  # two are taken at once
 
@@ -133,9 +150,10 @@ class Shape:
         ]
         if not self.is_sparse:
             size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
-            matrices.append(Matrix(self.splits * self.width // DOWN_COLUMNS, size))
-        units, cached = self.batch * self.kv_heads, 4 * self.capacity * self.size
-        return plan.shares(self.blocks, units, cached, matrices)
+            matrices.append(Matrix(self.down_splits * self.width // DOWN_COLUMNS, size))
+        units = self.batch * self.kv_heads * self.key_splits
+        read = 4 * self.capacity * self.size // self.key_splits
+        return plan.shares(self.blocks, units, read, matrices)
 
     @property
     def table(self) -> np.ndarray:
@@ -151,7 +169,7 @@ class Shape:
     @property
     def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """What a block keeps in shared memory besides the ring: shapes and types."""
-        key_tiles = 512 // self.size
+        states = 512 // self.size + self.key_splits - 1  # of key tiles, and of the other splits
         found = {
             "x": ((self.batch, self.row_words), "int32"),
             "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
@@ -159,8 +177,8 @@ class Shape:
             "largest": ((TOKENS, BLOCK_WARPS), "int32"),
             "token_scales": ((TOKENS,), "float32"),
             "q": ((self.group + 2, self.size // 2 + 4), "int32"),
-            "values": ((key_tiles, self.group, self.size), "float32"),
-            "tops": ((key_tiles, self.group, 2), "float32"),
+            "values": ((states, self.group, self.size), "float32"),
+            "tops": ((states, self.group, 2), "float32"),
         }
         if not self.is_sparse:
             return found

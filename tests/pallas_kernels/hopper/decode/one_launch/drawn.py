@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.decode.one_launch.shape import Shape
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import rounded
@@ -22,6 +23,7 @@ class Case(NamedTuple):
       is_sparse, rectifier, gated: of the feed-forward blocks.
       has_biases, has_head_norms: of attention.
       in_8_bits: "mlp": gate and up are 8-bit floats; "all": attention's matrices, too.
+      lengths: of the sequences; none for about as many as the cache has room for.
     """
 
     layers: int
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     has_biases: bool = False
     has_head_norms: bool = False
     in_8_bits: str | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def options(self) -> dict:
@@ -51,6 +54,12 @@ class Case(NamedTuple):
             "is_sparse": self.is_sparse,
         }
 
+    def shape(self, blocks: int) -> Shape:
+        """Of the step on so many thread blocks."""
+        layers, batch, width, neurons, heads, kv_heads, size, capacity, *_ = self
+        of = self.gated, self.is_sparse, self.rectifier
+        return Shape(blocks, layers, batch, capacity, width, neurons, heads, kv_heads, size, *of)
+
 
 def operands(case: Case):
     """Stream, layers, keys, values, lengths and rope; free slots of the cache hold NaN."""
@@ -62,7 +71,7 @@ def operands(case: Case):
 
     x = jnp.zeros((8, d), jnp.bfloat16).at[:batch].set(normal(batch, d, scale=0.5, shift=1.0))
     qkv = tuple(normal(layers, d, n * size, scale=d**-0.5) for n in (heads, kv_heads, kv_heads))
-    out = normal(layers, heads * size, d, scale=0.1 * (heads * size) ** -0.5)
+    out = normal(layers, heads * size, d, scale=(heads * size) ** -0.5)
     activated, linear, down = (
         normal(layers, h, d, scale=d**-0.5, shift=-offset / d),
         normal(layers, h, d, scale=d**-0.5),
@@ -70,7 +79,8 @@ def operands(case: Case):
     )
     mlp = Weights(activated, linear, down) if case.gated else Weights(None, activated, down)
     scales = tuple(normal(layers, d, scale=0.05, shift=1.0) for _ in range(2))
-    lengths = jnp.array([max(capacity - 1 - 37 * b, 1) for b in range(batch)], jnp.int32)
+    full = [max(capacity - 1 - 37 * b, 1) for b in range(batch)]
+    lengths = jnp.array(case.lengths or full, jnp.int32)
     is_free = (jnp.arange(capacity) >= lengths[:, None])[None, :, :, None, None]
     cache = (normal(layers, batch, capacity, kv_heads, size) for _ in range(2))
     k, v = (jnp.where(is_free, jnp.nan, values) for values in cache)

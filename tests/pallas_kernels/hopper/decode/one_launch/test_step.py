@@ -29,6 +29,11 @@ LARGE = {
         2, 1, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, in_8_bits="mlp"
     ),
     "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
+    "2b, splits without keys": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87, lengths=(1,)),
+    "Qwen3-0.6B, splits without keys": Case(
+        2, 3, 1024, 3072, 16, 8, 128, 4096, lengths=(0, 65, 3000), has_head_norms=True
+    ),
+    "Qwen3-0.6B, most splits": Case(2, 1, 1024, 3072, 16, 8, 128, 4096, lengths=(1111,)),
 }
 
 
@@ -79,8 +84,26 @@ def assert_matches(got, operands, case, bound):
     ],
 )
 def test_interpreted(interpreted, case):
+    assert_matches_interpreted(interpreted, case, sms=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL._replace(layers=2, kv_heads=1, size=128, capacity=256, lengths=(150,)),
+        SMALL._replace(heads=5, kv_heads=1, capacity=256, lengths=(1,)),  # the first has no keys
+        SMALL._replace(is_sparse=False, kv_heads=1, capacity=256, lengths=(0,)),  # none has
+    ],
+)
+def test_splits_of_the_keys_interpreted(interpreted, case):
+    assert case.shape(2).key_splits == 2
+    assert_matches_interpreted(interpreted, case, sms=2)
+
+
+def assert_matches_interpreted(interpreted, case, sms):
     operands = drawn.operands(case)
-    with interpreted(sms=2, detect_races=False):
+    with interpreted(sms=sms, detect_races=False):
         got = jax.block_until_ready(run(lambda *of: decode_layers(*of, **case.options), *operands))
     assert_matches(got, operands, case, 0.01)
 
