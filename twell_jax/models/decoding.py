@@ -84,7 +84,11 @@ def explain_decoding(
       CannotServe: the config asks for kernels, and they cannot serve.
     """
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-    launches = "in one launch" if _may_be_one_launch(model.config, batch) else "by kernels"
+    launches = (
+        "in one launch"
+        if _may_be_one_launch(model.config, model.quantised(), batch)
+        else "by kernels"
+    )
     with on_device(device):
         kernels, why = _kernels(model, batch, capacity)
         if kernels is None:
@@ -124,7 +128,7 @@ def _unsupported(
       capacity: tokens of the cache.
     """
     size, d_model, d_ff = config.head_dim, config.d_model, config.d_ff
-    in_one = _may_be_one_launch(config, batch)
+    in_one = _may_be_one_launch(config, quantised, batch)
     inner = ("up",) if in_one and not config.gated else ("gate", "up")
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
@@ -173,13 +177,14 @@ def _unsupported(
     return None
 
 
-def _may_be_one_launch(config: ModelConfig, batch: int) -> bool:
+def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: int) -> bool:
     """Whether the kernel for a whole step serves: it takes more shapes than the others."""
     return (
         batch <= 8
         and not config.live_width
         and config.d_model % 64 == config.d_ff % 64 == 0
         and config.d_ff >= _MOST_BLOCKS * 16
+        and min(config.d_model, config.heads * config.head_dim) >= (1024 if quantised else 512)
     )
 
 
@@ -193,7 +198,7 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
       batch, capacity: sequences and tokens of the cache.
     """
     kernels, _ = _kernels(model, batch, capacity)
-    if kernels is None or not _may_be_one_launch(model.config, batch):
+    if kernels is None or not _may_be_one_launch(model.config, model.quantised(), batch):
         return model
     model = nnx.merge(*nnx.split(model))
     for name in ATTENTION:

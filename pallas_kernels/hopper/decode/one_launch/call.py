@@ -45,6 +45,9 @@ def unsupported(
         return "it serves all neurons"
     if size not in (64, 128) or heads > 8 * kv_heads:
         return f"heads have 64 or 128 features and at most 8 share one, got {size}, {heads}"
+    least = 2 * STAGE_WORDS * (2 if isinstance(mlp.up, Quantised) else 1)
+    if min(width, heads * size) < least:
+        return f"D and heads * head_size are at least {least}, got {width} and {heads * size}"
     if width % 64 or neurons % 64 or neurons < ROWS * sm_count():
         return f"D and H are multiples of 64, and H is not small, got {width} and {neurons}"
     return None
