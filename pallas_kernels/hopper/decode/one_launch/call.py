@@ -181,4 +181,6 @@ def _scratch(shape: Shape) -> dict:
     words = {
         name: smem(size, jnp.dtype(kind)) for name, (size, kind) in shape.scratch_words.items()
     }
+    if "columns" in words:
+        words["parts"] = plgpu.RefUnion(words["parts"], words.pop("columns"))
     return stages | words

@@ -46,6 +46,8 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
     place = [read(operands.table.at[number, pl.ds(i, 1)]) for i in range(2 * len(shape.shares))]
     *rings, kv_ring, down_ring = scratch.pop("ring")
+    if shape.is_sparse:
+        scratch["parts"], scratch["columns"] = scratch["parts"]
     full, empty, together = (scratch.pop(name) for name in ("full", "empty", "together"))
     block = Block(
         shape,

@@ -168,18 +168,22 @@ class Shape:
 
     @property
     def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What a block keeps in shared memory besides the ring: shapes and types."""
+        """What a block keeps in shared memory besides the ring: shapes and types.
+
+        "columns" lie where "parts" do: when they are there, nobody has or wants these.
+        """
         states = 512 // self.size + self.key_splits - 1  # of key tiles, and of the other splits
         found = {
             "x": ((self.batch, self.row_words), "int32"),
             "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
             "squares": ((TOKENS, BLOCK_WARPS), "float32"),
-            "largest": ((TOKENS, BLOCK_WARPS), "int32"),
-            "token_scales": ((TOKENS,), "float32"),
             "q": ((self.group + 2, self.size // 2 + 4), "int32"),
             "values": ((states, self.group, self.size), "float32"),
             "tops": ((states, self.group, 2), "float32"),
         }
+        if 1 in self.itemsizes:
+            found["largest"] = (TOKENS, BLOCK_WARPS), "int32"
+            found["token_scales"] = (TOKENS,), "float32"
         if not self.is_sparse:
             return found
         return found | {
@@ -196,7 +200,10 @@ class Shape:
     @property
     def slots(self) -> int:
         """Stages that the ring has room for."""
-        sizes = (4 * int(np.prod(shape)) for shape, _ in self.scratch_words.values())
+        words = {name: shape for name, (shape, _) in self.scratch_words.items()}
+        columns = words.pop("columns", ())
+        assert np.prod(columns) <= np.prod(words["parts"])
+        sizes = (4 * int(np.prod(shape)) for shape in words.values())
         taken = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
         return (_SMEM - taken) // STAGE_BYTES
 
