@@ -7,10 +7,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import read
 from pallas_kernels.hopper.decode.one_launch import lane, plan
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
+
+_MEETING = 8  # a named barrier that Mosaic GPU has no use for
+
+
+@primitive
+def meet(together) -> None:
+    """Two warpgroups wait for each other; `together` is a barrier of both, for the twin.
+
+    The instruction is a tenth of what waiting at such a barrier compiles to (`lane.keep_loop`).
+    """
+    del together
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        lane.ptx(f"bar.sync {_MEETING}, {2 * LANES};", has_side_effects=True, convergent=True)
+
+    step()
+
+
+@meet.in_jax
+def _meet(together):
+    plgpu.barrier_arrive(together)
+    plgpu.barrier_wait(together)
 
 
 class RowScales(NamedTuple):
@@ -95,6 +119,8 @@ class Block(NamedTuple):
       together: the barrier of the two warpgroups that compute.
       wg: int32 scalar, the warpgroup.
       first, many: of each of `Shape.shares`, int32 scalars: where it begins, and how many it has.
+      tokens: int32 scalar, the batch, which the compiler does not know: it unrolls loops whose end
+        it knows (`lane.keep_loop`).
     """
 
     shape: Shape
@@ -109,11 +135,11 @@ class Block(NamedTuple):
     wg: jax.Array
     first: list[jax.Array]
     many: list[jax.Array]
+    tokens: jax.Array
 
     def meet(self) -> None:
         """The warpgroups that compute wait for each other."""
-        plgpu.barrier_arrive(self.together)
-        plgpu.barrier_wait(self.together)
+        meet(self.together)
 
     def thread(self) -> jax.Array:
         """The number of each lane among the 256 that compute."""

@@ -38,45 +38,46 @@ def copy_all(block: Block) -> None:
 
         return slot
 
-    def copy(matrix, layer, row, stages, number):
-        itemsize = jnp.dtype(matrix.dtype).itemsize
-        ring, features = block.rings[itemsize], 4 * STAGE_WORDS // itemsize
+    def rows(which, layer, number, matrices, place):
+        """Copies this block's rows of some matrices, a stage in each turn of one loop, which is
+        short code; `place` says which matrix has the i-th group of rows, and where."""
+        stages = shape.stages(which)
 
-        @pl.loop(0, stages)
-        def _(stage):
-            slot = room(number + stage)
-            # Past the last feature, a copy fills in zeros.
-            part = matrix.at[layer, pl.ds(row, ROWS), pl.ds(stage * features, features)]
-            plgpu.copy_gmem_to_smem(part, ring.at[slot], block.full.at[slot])
+        def stage(i, number):
+            slot = room(number)
+            chosen, row = place(lax.div(i, stages))
+            for k, matrix in enumerate(matrices):
+                itemsize = jnp.dtype(matrix.dtype).itemsize
+                features = 4 * STAGE_WORDS // itemsize
+                first = lax.rem(i, stages) * features
+                # Past the last feature, a copy fills in zeros.
+                part = matrix.at[layer, pl.ds(row, ROWS), pl.ds(first, features)]
+                target = block.rings[itemsize].at[slot], block.full.at[slot]
+                pl.when(chosen == k)(
+                    lambda part=part, target=target: plgpu.copy_gmem_to_smem(part, *target)
+                )
+            return number + 1
 
-        return number + stages
+        turns = len(matrices) if which == GATE else 1
+        return lax.fori_loop(0, block.many[which] * turns * stages, stage, number)
 
-    def groups(which, layer, number, one):
-        def group(i, number):
-            return one(layer, (block.first[which] + i) * ROWS, number)
+    def of_qkv(group):
+        """Their rows lie behind each other."""
+        row = (block.first[QKV] + group) * ROWS
+        chosen, before = jnp.int32(0), jnp.int32(0)
+        for k, matrix in enumerate(refs.qkv[:2]):
+            is_past = (chosen == k) & (row - before >= matrix.shape[1])
+            chosen = chosen + jnp.where(is_past, 1, 0)
+            before = before + jnp.where(is_past, matrix.shape[1], 0)
+        return chosen, row - before
 
-        return lax.fori_loop(0, block.many[which], group, number)
+    def of_out(group):
+        return jnp.int32(0), (block.first[OUT] + group) * ROWS
 
-    def of_qkv(layer, row, number):
-        stages, before = shape.stages(QKV), 0
-        for matrix in refs.qkv:
-            rows = matrix.shape[1]
-            is_here = (row >= before) & (row < before + rows)
-
-            @pl.when(is_here)
-            def _(matrix=matrix, before=before):
-                copy(matrix, layer, row - before, stages, number)
-
-            before += rows
-        return number + stages
-
-    def of_out(layer, row, number):
-        return copy(refs.out, layer, row, shape.stages(OUT), number)
-
-    def of_gate(layer, row, number):
-        for matrix in refs.activated:
-            number = copy(matrix, layer, row, shape.stages(GATE), number)
-        return number
+    def of_gate(turn):
+        """They take turns."""
+        matrices = len(refs.activated)
+        return lax.rem(turn, matrices), (block.first[GATE] + lax.div(turn, matrices)) * ROWS
 
     def of_down(layer, number, i):
         blocks = shape.width // DOWN_COLUMNS
@@ -106,10 +107,10 @@ def copy_all(block: Block) -> None:
         return lax.fori_loop(of.first, of.end, pair, number)
 
     def layer(layer, number):
-        number = groups(QKV, layer, number, of_qkv)
+        number = rows(QKV, layer, number, refs.qkv, of_qkv)
         number = lax.fori_loop(0, block.many[UNITS], lambda i, n: unit(layer, n, i), number)
-        number = groups(OUT, layer, number, of_out)
-        number = groups(GATE, layer, number, of_gate)
+        number = rows(OUT, layer, number, (refs.out,), of_out)
+        number = rows(GATE, layer, number, refs.activated, of_gate)
         if shape.is_sparse:
             return number
         return lax.fori_loop(0, block.many[DOWN], lambda i, n: of_down(layer, n, i), number)

@@ -139,7 +139,7 @@ def post_split(block: Block, exchange_number, of: Unit) -> None:
     Of each key/value head of a sequence, the exchange has the values of all splits but the first,
     `[splits - 1, group, size]`, and then their tops and totals, `[splits - 1, group, 2]`.
     """
-    shape, smem = block.shape, block.smem
+    shape = block.shape
     size, before = shape.size, (of.split - 1) * shape.group
     values = _first_word(block, of)
     tops = values + (shape.key_splits - 1) * shape.group * size
@@ -147,11 +147,10 @@ def post_split(block: Block, exchange_number, of: Unit) -> None:
         index = block.thread() + start
         is_there = index < shape.group * size
         own, feature = index >> (size.bit_length() - 1), index & (size - 1)
-        rows = [jnp.where(is_there, i * shape.group + own, -1) for i in range(512 // size)]
-        top, total, factors = _merged(smem["tops"], rows, lane.full(attention.LEAST, jnp.float32))
-        value = lane.full(0.0, jnp.float32)
-        for f, row in zip(factors, rows, strict=True):
-            value += f * memory.gather(smem["values"], row * size + feature)
+        row, states = jnp.where(is_there, own, 0), 512 // size
+        least = lane.full(attention.LEAST, jnp.float32)
+        top, total, factors = _merged(block, row, states, least)
+        value = _sum_of_states(block, factors, row * size + feature)
         place = jnp.where(is_there, values + before * size + index, -1)
         of_top = jnp.where(is_there & (feature < 2), tops + 2 * (before + own) + feature, -1)
         for places, number in ((place, value), (of_top, jnp.where(feature == 0, top, total))):
@@ -181,16 +180,29 @@ def _first_word(block: Block, of: Unit):
     return (of.sequence * block.shape.kv_heads + of.head) * block.shape.merged_words
 
 
-def _merged(tops_ref, rows: list, top):
-    """Top and total of what rows of `tops` have, of at least `top`, and what to multiply each
-    row's values with; a row without keys has a total of 0."""
-    tops, totals = ([memory.gather(tops_ref, 2 * row + i) for row in rows] for i in (0, 1))
+def _merged(block: Block, row, states: int, top):
+    """Top and total of what so many states of a head have, of at least `top`, and what to multiply
+    the values of each with; a state without keys has a total of 0."""
+    tops, totals = (
+        memory.gather_each(block.smem["tops"], 2 * row + i, states, 2 * block.shape.group)
+        for i in (0, 1)
+    )
     for one in tops:
         top = jnp.maximum(top, one)
     factors, total = [lane.exp2(one - top) for one in tops], lane.full(0.0, jnp.float32)
     for f, one in zip(factors, totals, strict=True):
         total += f * one
     return top, total, factors
+
+
+def _sum_of_states(block: Block, factors, place):
+    """The sum of the values at `place` of the states, times their factors."""
+    of_state = block.shape.group * block.shape.size
+    values = memory.gather_each(block.smem["values"], place, len(factors), of_state)
+    total = lane.full(0.0, jnp.float32)
+    for factor, value in zip(factors, values, strict=True):
+        total += factor * value
+    return total
 
 
 def add_new(block: Block, exchange_number, of: Unit) -> None:
@@ -208,15 +220,15 @@ def add_new(block: Block, exchange_number, of: Unit) -> None:
         q, k = lane.unpack(memory.gather(smem["q"], mine * words + pair)), lane.unpack(word)
         score += q[0] * k[0] + q[1] * k[1]
     score = lane.sum_of(score) * (LOG2_E / shape.size**0.5)
-    rows = [jnp.where(is_there, i * shape.group + own, -1) for i in range(states)]
-    top, total, factors = _merged(smem["tops"], rows, score)
+    top, total, factors = _merged(block, mine, states, score)
     factor = lane.exp2(score - top)
     total += factor
     for pair, word in zip(pairs, value, strict=True):
-        sums = [factor * half for half in lane.unpack(word)]
-        for f, row in zip(factors, rows, strict=True):
-            for i in (0, 1):
-                sums[i] += f * memory.gather(smem["values"], row * shape.size + 2 * pair + i)
+        at = mine * shape.size + 2 * pair
+        sums = [
+            factor * half + _sum_of_states(block, factors, at + i)
+            for i, half in enumerate(lane.unpack(word))
+        ]
         head = of.head * shape.group + own
         place = of.sequence * (shape.attended // 2) + head * (shape.size // 2)
         places = jnp.where(is_there, place + pair, -1)

@@ -44,7 +44,8 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     """See the module; `outs` are x, scaled and squares of the stream behind the last layer."""
     await_previous()
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
-    place = [read(operands.table.at[number, pl.ds(i, 1)]) for i in range(2 * len(shape.shares))]
+    columns = operands.table.shape[1]
+    *place, tokens = (read(operands.table.at[number, pl.ds(i, 1)]) for i in range(columns))
     *rings, kv_ring, down_ring = scratch.pop("ring")
     if shape.is_sparse:
         scratch["parts"], scratch["columns"] = scratch["parts"]
@@ -62,6 +63,7 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
         wg,
         place[::2],
         place[1::2],
+        tokens,
     )
 
     def copy():

@@ -72,6 +72,25 @@ def _numbers():
     return jnp.arange(LANES, dtype=jnp.int32)
 
 
+@primitive
+def keep_loop() -> None:
+    """At the beginning of a loop's body: the compiler does not unroll it.
+
+    A kernel that does not fit into the instruction cache (128 KB) runs at half its speed.
+    """
+
+    @plgpu.inline_mgpu()
+    def step(_):
+        ptx('.pragma "nounroll";', has_side_effects=True)
+
+    step()
+
+
+@keep_loop.in_jax
+def _keep_loop():
+    pass
+
+
 def full(value, dtype=jnp.int32) -> jax.Array:
     """The same number in all lanes."""
     return plgpu.layout_cast(jnp.full((LANES,), value, dtype), WORD)

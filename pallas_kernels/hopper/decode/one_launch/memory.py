@@ -53,6 +53,34 @@ def _gather(ref, places):
 
 
 @primitive
+def gather_each(ref, places: jax.Array, count: int, stride: int) -> list[jax.Array]:
+    """`count` words of SMEM `ref`, `stride` words apart, the first at `places`, none negative."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=count * [struct(ref.dtype)])
+    def step(_, ref, places):
+        address = arith.addi(simt.smem_address(ref), arith.muli(word(places), const(4)))
+        is_float = isinstance(ir.MemRefType(ref.type).element_type, ir.F32Type)
+        return [
+            array(
+                ptx(
+                    f"ld.shared.b32 $0, [$1 + {4 * i * stride}];",
+                    address,
+                    result_types=ir.F32Type.get() if is_float else const(0).type,
+                    has_side_effects=True,
+                )
+            )
+            for i in range(count)
+        ]
+
+    return step(ref, places)
+
+
+@gather_each.in_jax
+def _gather_each(ref, places, count, stride):
+    return [_gather(ref, places + i * stride) for i in range(count)]
+
+
+@primitive
 def gather_four(ref, places: jax.Array) -> list[jax.Array]:
     """Four words of SMEM `ref` (int32) from each of `places` on, which are multiples of four."""
 

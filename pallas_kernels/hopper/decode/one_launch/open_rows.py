@@ -52,8 +52,9 @@ def keep_masks(block, layer, exchange_number, factor):
         def _():
             number = lane.numbers() & (WARP - 1)
             own, first = number & (ROWS - 1), (number >> 4) * half
-            is_open = lane.full(0)
-            for j in range(half):
+
+            def of_token(j, is_open):
+                lane.keep_loop()
                 token = first + j
                 is_there = token < batch
                 place = jnp.where(is_there, own * TOKENS + token, -1)
@@ -64,8 +65,9 @@ def keep_masks(block, layer, exchange_number, factor):
                 is_first = is_there & (lane.numbers() < WARP)
                 places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)
                 memory.scatter(smem["gates"], places, gate)
-                is_open = is_open | jnp.where(is_active, 1, 0)
-            bits = lane.ballot(is_open)
+                return is_open | jnp.where(is_active, 1, 0)
+
+            bits = lane.ballot(lax.fori_loop(0, pl.cdiv(block.tokens, 2), of_token, lane.full(0)))
             mask = (bits | (bits >> ROWS)) & 0xFFFF
             once = lane.numbers() == 0
             memory.scatter(smem["own_masks"], jnp.where(once, i, -1), mask)
@@ -211,11 +213,18 @@ def _list_all(block, exchange_number):
     for i in range(BLOCK_WARPS):
         at += jnp.where(i < warp, memory.gather(counts, lane.full(i)), 0)
     for place, mask in zip(places, masks, strict=True):
-        for bit in range(ROWS):
-            is_open = (mask >> bit) & 1
-            is_listed = (is_open != 0) & (at < LISTED)
-            memory.scatter(smem["listed"], jnp.where(is_listed, at, -1), place * ROWS + bit)
-            at += is_open
+
+        def list_bits(i, at, place=place, mask=mask):
+            lane.keep_loop()
+            for bit in range(4):
+                is_open = (mask >> (4 * i + bit)) & 1
+                is_listed = (is_open != 0) & (at < LISTED)
+                row = place * ROWS + 4 * i + bit
+                memory.scatter(smem["listed"], jnp.where(is_listed, at, -1), row)
+                at += is_open
+            return at
+
+        at = lax.fori_loop(0, ROWS // 4, list_bits, at)
     block.meet()
     return sum(memory.number_at(counts, i) for i in range(BLOCK_WARPS))
 

@@ -313,12 +313,10 @@ def _put(parts_ref, which, sums, wg):
 
 
 def sum_of_warps(parts_ref, which, places: jax.Array) -> jax.Array:
-    """What the warps have at `places` of a part, in a fixed order; 0 where they are negative."""
-    total = lane.full(0.0, jnp.float32)
-    for warp in range(BLOCK_WARPS):
-        first = (which * BLOCK_WARPS + warp) * ROWS * TOKENS
-        total += memory.gather(parts_ref, jnp.where(places < 0, -1, places + first))
-    return total
+    """What the warps have at `places` of a part, in a fixed order; anything where they are
+    negative."""
+    first = which * BLOCK_WARPS * ROWS * TOKENS + jnp.maximum(places, 0)
+    return sum(memory.gather_each(parts_ref, first, BLOCK_WARPS, ROWS * TOKENS), start=_zero())
 
 
 def _numbers_of(words: jax.Array, dtype) -> jax.Array:
@@ -341,6 +339,10 @@ def _multiply(address, tokens, totals, dtype=jnp.bfloat16, order=""):
         has_side_effects=True,
         convergent=True,
     )
+
+
+def _zero() -> jax.Array:
+    return lane.full(0.0, jnp.float32)
 
 
 def _values(sums: mgpu.FragmentedArray) -> list[ir.Value]:

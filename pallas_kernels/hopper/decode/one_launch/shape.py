@@ -79,6 +79,12 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.size
 
     @property
+    def tokens_at_once(self) -> int:
+        """Tokens that a block takes at once: as many as fit into registers, or fewer if that is
+        even."""
+        return -(-self.batch // -(-self.batch // 4))
+
+    @property
     def row_words(self) -> int:
         """Words of a token in shared memory; lanes that read eight tokens read different banks."""
         longest = max(self.width, self.attended)
@@ -157,9 +163,10 @@ class Shape:
 
     @property
     def table(self) -> np.ndarray:
-        """The shares of each block, int32 `[blocks, 2 * shares]`: where each begins, and how
-        many it has."""
-        return np.stack([part for share in self.shares for part in share], axis=1)
+        """The shares of each block, int32 `[blocks, 2 * shares + 1]`: where each begins, and how
+        many it has; and the number of tokens."""
+        tokens = np.full(self.blocks, self.batch, np.int32)
+        return np.stack([*(part for share in self.shares for part in share), tokens], axis=1)
 
     @property
     def most_gates(self) -> int:
@@ -183,7 +190,7 @@ class Shape:
         }
         if 1 in self.itemsizes:
             found["largest"] = (TOKENS, BLOCK_WARPS), "int32"
-            found["token_scales"] = (TOKENS,), "float32"
+            found["token_scales"] = (2, TOKENS), "float32"  # and their reciprocals
         if not self.is_sparse:
             return found
         return found | {

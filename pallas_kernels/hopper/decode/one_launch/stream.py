@@ -1,5 +1,7 @@
 """The residual stream: products with it, what they post, and how it comes to each thread block."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -144,30 +146,39 @@ def receive(block: Block, exchange_number, features: int, scale=None, *, rounds:
     shape = block.shape
     places = _places(block, features)
     scales = None if scale is None else _words(scale, places)
-    block.meet()  # nobody reads what was there
-    squares, found = [], []
-    # Words of the first token alone are waited for: whoever posts them posts the others beside.
-    # Those of four tokens fit into registers.
-    for first in (0, *range(1, shape.batch, 4)):
-        tokens = range(first, min(first + 4, shape.batch) if first else 1)
+
+    def take(first):
+        tokens = [first + i for i in range(shape.tokens_at_once)]
         wanted = [
-            jnp.where(place < 0, -1, token * (features // 2) + place)
+            jnp.where((place < 0) | (token >= shape.batch), -1, token * (features // 2) + place)
             for token in tokens
             for place in places
         ]
         words = exchange.take(block.refs.words, exchange_number, wanted, 2)
-        for token in tokens:
-            mine, words = words[: 2 * len(places)], words[2 * len(places) :]
-            if scales is not None:
-                squares.append(_sum_of_squares(mine))
-                mine = scaled(mine, scales)
-            found.append(mine)
-            if not rounds:
-                _put(block, token, places, mine)
-    if scales is not None:
-        _put_of_warps(block, "squares", lane.sums_of(squares))
+        each = [words[i * 2 * len(places) : (i + 1) * 2 * len(places)] for i in range(len(tokens))]
+        if scales is not None:
+            squares = [_sum_of_squares(mine) for mine in each]
+            _put_of_warps(block, "squares", tokens, lane.sums_of(squares))
+            each = [scaled(mine, scales) for mine in each]
+        _put(block, places, tokens, each, rounds=rounds)
+
+    block.meet()  # nobody reads what was there
+    _for_tokens(block, take)
     if rounds:
-        _put_rounded(block, places, found)
+        _round(block, places)
+
+
+def _for_tokens(block: Block, function) -> None:
+    """Calls a function of the first of `tokens_at_once` tokens, for all of them."""
+    at_once = block.shape.tokens_at_once
+    if at_once == block.shape.batch:
+        function(0)
+        return
+
+    @pl.loop(0, pl.cdiv(block.tokens, at_once))
+    def _(i):
+        lane.keep_loop()
+        function(i * at_once)
 
 
 def _places(block: Block, features: int) -> list[jax.Array]:
@@ -195,40 +206,58 @@ def scaled(words, scales) -> list[jax.Array]:
     return [lane.pack(low * by[0], high * by[1]) for (low, high), by in pairs]
 
 
-def _put(block: Block, token: int, places, words) -> None:
-    row = token * block.shape.row_words
-    for i, place in enumerate(places):
-        for j, word in enumerate(words[2 * i : 2 * i + 2]):
-            memory.scatter(block.smem["x"], jnp.where(place < 0, -1, row + place + j), word)
+def _put(block: Block, places, tokens, each, *, rounds: bool) -> None:
+    """Stores the words of each of some tokens, and what `_round` needs of them."""
+    for token, words in zip(tokens, each, strict=True):
+        for i, word in enumerate(words):
+            place = places[i // 2]
+            is_there = (place >= 0) & (token < block.shape.batch)
+            place = jnp.where(is_there, token * block.shape.row_words + place + i % 2, -1)
+            memory.scatter(block.smem["x"], place, word)
+    if rounds:
+        _put_of_warps(block, "largest", tokens, lane.largest_of(each))
 
 
-def _put_of_warps(block: Block, name: str, values) -> None:
-    """Stores what each warp has of each token."""
+def _round(block: Block, places) -> None:
+    """Makes 8-bit floats of the tokens in shared memory, with a scale for each; see
+    `quantised.rounded`."""
+    smem, shape, thread = block.smem, block.shape, block.thread()
+    block.meet()  # all of them are there
+    scale = _scale_of(smem["largest"], jnp.minimum(thread, TOKENS - 1))
+    for i, value in enumerate((scale, 1 / scale)):
+        place = jnp.where(thread < TOKENS, i * TOKENS + thread, -1)
+        memory.scatter(smem["token_scales"], place, value)
+    block.meet()
+
+    @pl.loop(0, block.tokens)
+    def _(token):
+        lane.keep_loop()
+        factor = memory.gather(smem["token_scales"], lane.full(TOKENS) + token)
+        row, fours = token * shape.row_words, []
+        for place in places:
+            words = memory.gather_each(smem["x"], row + jnp.maximum(place, 0), 2, 1)
+            halves = [half for word in words for half in lane.unpack(word)]
+            fours.append(lane.pack_four([half * factor for half in halves]))
+        block.meet()  # nobody reads what lies where these go
+        for place, four in zip(places, fours, strict=True):
+            memory.scatter(smem["x"], jnp.where(place < 0, -1, row + (place >> 1)), four)
+
+
+def _put_of_warps(block: Block, name: str, tokens, values) -> None:
+    """Stores what each warp has of each token; there is room for eight."""
     thread = block.thread()
-    for token, value in enumerate(values):
+    for token, value in zip(tokens, values, strict=True):
         place = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
         memory.scatter(block.smem[name], place, value)
 
 
-def _put_rounded(block: Block, places, tokens) -> None:
-    """Stores tokens as 8-bit floats, and their scales; see `quantised.rounded`."""
-    smem, thread = block.smem, block.thread()
-    _put_of_warps(block, "largest", lane.largest_of(tokens))
-    block.meet()
-    for token, words in enumerate(tokens):
-        top = memory.gather(smem["largest"], lane.full(token * BLOCK_WARPS))
-        for warp in range(1, BLOCK_WARPS):  # their bits are ordered as magnitudes are, NaN last
-            more = memory.gather(smem["largest"], lane.full(token * BLOCK_WARPS + warp))
-            top = jnp.maximum(top, more)
-        largest = lax.bitcast_convert_type(top, jnp.float32)
-        scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
-        scale = jnp.where(largest < jnp.inf, scale, jnp.nan)
-        memory.scatter(smem["token_scales"], jnp.where(thread == 0, token, -1), scale)
-        reciprocal, row = 1 / scale, token * block.shape.row_words
-        for i, place in enumerate(places):
-            pairs = [lane.unpack(word) for word in words[2 * i : 2 * i + 2]]
-            four = lane.pack_four([number * reciprocal for pair in pairs for number in pair])
-            memory.scatter(smem["x"], jnp.where(place < 0, -1, row + (place >> 1)), four)
+def _scale_of(largest_ref, token) -> jax.Array:
+    """The scale of each lane's token, from the bits of the largest magnitude that warps have."""
+    of_warps = memory.gather_each(largest_ref, token * BLOCK_WARPS, BLOCK_WARPS, 1)
+    top = functools.reduce(jnp.maximum, of_warps)  # bits are ordered as magnitudes are, NaN last
+    largest = lax.bitcast_convert_type(top, jnp.float32)
+    scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
+    return jnp.where(largest < jnp.inf, scale, jnp.nan)
 
 
 def factor_of(block: Block, which: int, eps: float | None):
@@ -245,10 +274,8 @@ def factor_of(block: Block, which: int, eps: float | None):
     def factor(token):
         found = lane.full(1.0, jnp.float32)
         if eps is not None:
-            total = memory.gather(block.smem["squares"], token * BLOCK_WARPS)
-            for warp in range(1, BLOCK_WARPS):
-                total += memory.gather(block.smem["squares"], token * BLOCK_WARPS + warp)
-            found = lax.rsqrt(total / block.shape.width + eps)
+            squares = memory.gather_each(block.smem["squares"], token * BLOCK_WARPS, BLOCK_WARPS, 1)
+            found = lax.rsqrt(sum(squares[1:], start=squares[0]) / block.shape.width + eps)
         if block.shape.itemsize(which) == 1:
             found *= memory.gather(block.smem["token_scales"], token)
         return found
@@ -259,19 +286,24 @@ def factor_of(block: Block, which: int, eps: float | None):
 def first_stream(block: Block, *, rounds: bool) -> None:
     """Puts the tokens in front of the first layer into shared memory."""
     shape, thread = block.shape, block.thread()
-    places, found = _places(block, shape.width), []
-    for token in range(shape.batch):
-        found.append(_words(block.refs.scaled.at[token], places))
-        if not rounds:
-            _put(block, token, places, found[-1])
-        place = jnp.where(thread == 0, 0, -1)
-        total = lax.bitcast_convert_type(
-            memory.load(block.refs.squares.at[token], place)[0], jnp.float32
-        )
-        place = jnp.where(thread < BLOCK_WARPS, token * BLOCK_WARPS + thread, -1)
-        memory.scatter(block.smem["squares"], place, total)
+    places = _places(block, shape.width)
+
+    def load(first):
+        tokens = [first + i for i in range(shape.tokens_at_once)]
+        each = []
+        for token in tokens:
+            known = jnp.minimum(token, shape.batch - 1)
+            each.append(_words(block.refs.scaled.at[known], places))
+            (total,) = memory.load(block.refs.squares.at[known], jnp.where(thread == 0, 0, -1))
+            # A load takes the first of eight sums; the others are of no warp.
+            place = jnp.where(thread < BLOCK_WARPS, token * BLOCK_WARPS + thread, -1)
+            total = lax.bitcast_convert_type(total, jnp.float32)
+            memory.scatter(block.smem["squares"], place, total)
+        _put(block, places, tokens, each, rounds=rounds)
+
+    _for_tokens(block, load)
     if rounds:
-        _put_rounded(block, places, found)
+        _round(block, places)
 
 
 def last_stream(block: Block, outs, exchange_number) -> None:
@@ -281,20 +313,23 @@ def last_stream(block: Block, outs, exchange_number) -> None:
     places = _places(block, shape.width)
     scales = _words(block.refs.scales[1].at[shape.layers - 1], places)
     block.meet()
-    for token in range(x.shape[0]):
+
+    @pl.loop(0, x.shape[0])
+    def _(token):
         is_there = token < shape.batch
-        words = len(scales) * [lane.full(0)]
-        if is_there:
-            of_all = [jnp.where(p < 0, -1, token * (shape.width // 2) + p + j)
-                      for p in places for j in (0, 1)]  # fmt: skip
-            words = [exchange.read(block.refs.words, exchange_number, at) for at in of_all]
+        words = []
+        for place in places:
+            of_all = token * (shape.width // 2) + place
+            known = is_there & (place >= 0)
+            words += [
+                exchange.read(block.refs.words, exchange_number, jnp.where(known, of_all + j, -1))
+                for j in (0, 1)
+            ]
         for out, values in ((x, words), (scaled_x, scaled(words, scales))):
             for i, value in enumerate(values):
                 place = places[i // 2]
                 memory.store(out.at[token], jnp.where(place < 0, -1, place + i % 2), value)
         place = jnp.where(thread < BLOCK_WARPS, thread, -1)
-        total = lane.full(0.0, jnp.float32)
-        if is_there:
-            mine = jnp.where(place < 0, -1, token * BLOCK_WARPS + place)
-            total = memory.gather(block.smem["squares"], mine)
+        mine = jnp.where(is_there & (place >= 0), token * BLOCK_WARPS + place, -1)
+        total = memory.gather(block.smem["squares"], mine)
         memory.store(squares.at[token], place, lax.bitcast_convert_type(total, jnp.int32))
