@@ -31,6 +31,7 @@ from twell_jax.ffn.explained import on_device
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.attention import Attention
 from twell_jax.models.cache import KVCache
+from twell_jax.models.layers import scaled
 from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
@@ -135,10 +136,9 @@ def _unsupported(
         "biases of the feed-forward blocks": config.mlp_bias,
         f"{config.norm} norms": config.norm != "rms",
         "norms of queries and keys": config.qk_norm and not in_one,
-        "a rotation of some features of a head alone": config.rotary_fraction != 1,
-        "a scale of the embedding": config.embed_scale != 1,
-        "a scale of the residual stream": config.residual_scale != 1,
-        "a scale of the logits": config.logit_scale != 1,
+        "a rotation of some features of a head alone": config.rotary_size != size
+        and not (in_one and config.rotary_size % 4 == 0),
+        "a scale of the residual stream": config.residual_scale != 1 and not in_one,
         "a w_down of 8-bit weights": "down" in quantised,
     }
     unknown = [part for part, is_there in parts.items() if is_there]
@@ -168,13 +168,19 @@ def _unsupported(
             "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
             f"{d_model}, {d_ff} and {config.heads * size}"
         )
-    if config.sliding_window is not None and config.sliding_window < capacity:
+    if _window(config, capacity) is not None and not in_one:
         return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
     if unknown:
         return f"it has no kernels for {' and '.join(unknown)}"
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
     return None
+
+
+def _window(config: ModelConfig, capacity: int) -> int | None:
+    """Tokens of a cache of `capacity` that a token attends to, itself included; None: all."""
+    window = config.sliding_window
+    return None if window is None or window >= capacity else window
 
 
 def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: int) -> bool:
@@ -235,7 +241,7 @@ def _step(
     is_sparse = _selection(kernels, config, batch).rule.algorithm == _SPARSE
     cos, sin = rope_table(cache.lengths[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
-    x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
+    x = scaled(model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS))), config.embed_scale)
     # The first layer reads the cache at once. A cache that is not donated has been copied by then:
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, first_scale)
@@ -252,6 +258,8 @@ def _step(
         eps=config.norm_eps,
         rectifier=act,
         is_sparse=is_sparse,
+        window=_window(config, cache.k.shape[2]),
+        residual_scale=config.residual_scale,
     )
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.lengths)
@@ -309,4 +317,5 @@ def _logits(kernels: DecodeKernels, model: Transformer, stream: Stream) -> jax.A
         return model.logits(model.norm(stream.x))
     only: Any = np.zeros(1, np.int32)  # a constant
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)
-    return project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)
+    logits = project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)
+    return scaled(logits, model.config.logit_scale)

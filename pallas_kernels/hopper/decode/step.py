@@ -35,6 +35,8 @@ def decode_layers(
     eps: float,
     rectifier: Rectifier | None,
     is_sparse: bool,
+    window: int | None = None,
+    residual_scale: float = 1.0,
 ) -> Stream:
     """All layers for one new token of each of B sequences.
 
@@ -47,6 +49,8 @@ def decode_layers(
       eps: of the norms.
       rectifier: the activation of the feed-forward blocks; None for SiLU.
       is_sparse: whether the blocks skip neurons that are not active; without, they are dense.
+      window, residual_scale: as of `DecodeKernels.decode_layers`; only a step in one launch has a
+        window shorter than the cache, or a scale but 1.
 
     Returns:
       The stream in front of the norm that follows the last layer.
@@ -55,8 +59,10 @@ def decode_layers(
     if call.unsupported(stream, layers, k_cache, **of_attention) is None:
         return call.decode_layers(
             stream, layers, k_cache, v_cache, lengths, rope,
-            eps=eps, rectifier=rectifier, is_sparse=is_sparse, **of_attention,
+            eps=eps, rectifier=rectifier, is_sparse=is_sparse, window=window,
+            residual_scale=residual_scale, **of_attention,
         )  # fmt: skip
+    assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))
     options = dict(

@@ -65,7 +65,15 @@ def queries(q_smem, size: int) -> list[jax.Array]:
 
 @primitive
 def attend(
-    k_ref, v_ref, q: list[jax.Array], state: State, left: jax.Array, wg: jax.Array, *, size: int
+    k_ref,
+    v_ref,
+    q: list[jax.Array],
+    state: State,
+    start: jax.Array,
+    left: jax.Array,
+    wg: jax.Array,
+    *,
+    size: int,
 ) -> State:
     """The state after a stage.
 
@@ -73,7 +81,8 @@ def attend(
       k_ref, v_ref: SMEM, bfloat16 `[keys, size]`, with transforms `TILED`.
       q: of `queries`.
       state: before.
-      left: int32 scalar, how many of the stage's keys are attended to; others may hold anything.
+      start, left: int32 scalars, the stage's first key that is attended to, and the one behind the
+        last; others may hold anything.
       wg: int32 scalar, the warpgroup.
       size: of a head, 64 or 128.
     """
@@ -88,21 +97,29 @@ def attend(
             *types,
             SCALAR,
             SCALAR,
+            SCALAR,
         ),
         return_type=(f32, f32, 16 * [f32]),
     )
-    def step(_, k, v, q, top, total, values, left, wg):
+    def step(_, k, v, q, top, total, values, start, left, wg):
         number, warp = simt.lane_and_warp()
         warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
         key_tiles = 512 // size
         first = arith.muli(arith.andi(warp, const(key_tiles - 1)), const(16))
         block = arith.divui(warp, const(key_tiles))
-        left = arith.subi(lane.scalar(left), first)  # of this warp's, or less than none
+        # Of this warp's; they may be less than none.
+        start, left = (arith.subi(lane.scalar(one), first) for one in (start, left))
         q = [lane.word(one) for one in q]
         scores = _scores(k, q, first, number, size)
         quad = arith.andi(number, const(3))
         keys = [arith.addi(arith.muli(quad, const(2)), const(i)) for i in (0, 1, 8, 9)]
-        is_key = [arith.cmpi(arith.CmpIPredicate.slt, key, left) for key in keys]
+        is_key = [
+            arith.andi(
+                arith.cmpi(arith.CmpIPredicate.slt, key, left),
+                arith.cmpi(arith.CmpIPredicate.sge, key, start),
+            )
+            for key in keys
+        ]
         least = _constant(LEAST * LOG2_E / size**0.5)
         scores = [arith.mulf(s, _constant(LOG2_E / size**0.5)) for s in scores]
         scores = [arith.select(is_it, s, least) for is_it, s in zip(is_key, scores, strict=True)]
@@ -123,7 +140,7 @@ def attend(
         values = _add_values(v, p, values, is_key, first, block, number, size)
         return lane.array(new), lane.array(total), [lane.array(one) for one in values]
 
-    return State(*step(k_ref, v_ref, q, *state, left, wg))
+    return State(*step(k_ref, v_ref, q, *state, start, left, wg))
 
 
 def _scores(k, q, first, number, size):
@@ -206,7 +223,7 @@ def _add_values(v, p, values, is_key, first, block, number, size):
 
 
 @attend.in_jax
-def _attend(k_ref, v_ref, q, state, left, wg, *, size):
+def _attend(k_ref, v_ref, q, state, start, left, wg, *, size):
     key_tiles = 512 // size
     k, v = k_ref[...].astype(jnp.float32), v_ref[...]
     found = []
@@ -217,7 +234,7 @@ def _attend(k_ref, v_ref, q, state, left, wg, *, size):
         number = warp + 4 * wg
         first, block = (number % key_tiles) * 16, number // key_tiles
         keys = lax.dynamic_slice_in_dim(k, first, 16)
-        is_key = first + jnp.arange(16) < left
+        is_key = (first + jnp.arange(16) < left) & (first + jnp.arange(16) >= start)
         scores = jnp.where(is_key, queries @ keys.T * (LOG2_E / size**0.5), LEAST)
         top, total = (one[of_lanes].reshape(8, 4) for one in state[:2])
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -66,7 +67,7 @@ class Operands(NamedTuple):
       scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
       k, v: the cache, `[L, B, capacity, kv_heads, size]`.
       lengths: int32 `[B]`.
-      rope: cosine and sine, float32 `[B, size / 2]` each.
+      rope: cosine and sine, float32 `[B, rotated / 2]` each.
     """
 
     words: Any
@@ -94,13 +95,15 @@ class Unit(NamedTuple):
     Attributes:
       sequence, head: whose keys and values, of a key/value head.
       split: of them. The first one also has the new token, and merges all.
-      length: of the sequence before the new token.
+      start, length: the first stored token that the new one attends to, and the length of the
+        sequence before it.
       first, end: of the stages of keys that the split has, maybe none.
     """
 
     sequence: jax.Array
     head: jax.Array
     split: jax.Array
+    start: jax.Array
     length: jax.Array
     first: jax.Array
     end: jax.Array
@@ -151,5 +154,9 @@ class Block(NamedTuple):
         of_all, split = lax.div(number, shape.key_splits), lax.rem(number, shape.key_splits)
         sequence, head = lax.div(of_all, shape.kv_heads), lax.rem(of_all, shape.kv_heads)
         length = read(self.refs.lengths.at[pl.ds(sequence, 1)])
-        stages = plan.part(split, shape.key_splits, pl.cdiv(length, shape.keys))
-        return Unit(sequence, head, split, length, *stages)
+        start = jnp.int32(0)
+        if shape.window is not None:
+            start = jnp.maximum(length + 1 - shape.window, 0)
+        skipped = lax.div(start, shape.keys)
+        first, end = plan.part(split, shape.key_splits, pl.cdiv(length, shape.keys) - skipped)
+        return Unit(sequence, head, split, start, length, skipped + first, skipped + end)

@@ -66,6 +66,8 @@ def decode_layers(
     eps: float,
     rectifier: Rectifier | None,
     is_sparse: bool,
+    window: int | None = None,
+    residual_scale: float = 1.0,
 ) -> Stream:
     """All layers for one new token of each of up to eight sequences.
 
@@ -76,11 +78,13 @@ def decode_layers(
         nothing if they lie so in memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them.
       k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values.
       lengths: int32 `[B]`, of the sequences before.
-      rope: cosine and sine, float32 `[B, size / 2]` each.
+      rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
+        i and i + n of a head are rotated.
       heads, kv_heads: of attention.
       eps: of the norms.
       rectifier: the activation; None for SiLU.
       is_sparse: whether rows of neurons that are not open are left out.
+      window, residual_scale: as of `DecodeKernels.decode_layers`.
 
     Returns:
       The stream in front of the norm that follows the last layer.
@@ -93,6 +97,7 @@ def decode_layers(
         min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
         size, gated, is_sparse, rectifier,
         (_itemsize(layers.qkv[0]), _itemsize(layers.out), _itemsize(mlp.up)),
+        2 * rope[0].shape[1], window, residual_scale,
     )  # fmt: skip
     qkv, out = tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out)
     x = stream.x[:batch]

@@ -143,7 +143,5 @@ def _add_up(block: Block, exchange_number, tile) -> None:
             places += [jnp.where(place < 0, -1, at + j) for j in (0, 1)]
         found = exchange.take(words, exchange_number + 1, places)
         found = [lax.bitcast_convert_type(one, jnp.float32) for one in found]
-        low, high = lane.unpack(before)
-        for split in range(shape.down_splits):
-            low, high = low + found[2 * split], high + found[2 * split + 1]
-        exchange.post(words, exchange_number + 2, place, lane.pack(low, high))
+        sums = stream.added(block, [sum(found[2::2], found[0]), sum(found[3::2], found[1])], before)
+        exchange.post(words, exchange_number + 2, place, lane.pack(*sums))

@@ -32,7 +32,8 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
                 plgpu.barrier_wait(block.full.at[slot])
             state = attention.attend(
                 *(block.kv_ring.at[slot] for slot in slots),
-                q, attention.State(*state), of.length - j * shape.keys, block.wg, size=shape.size,
+                q, attention.State(*state), of.start - j * shape.keys, of.length - j * shape.keys,
+                block.wg, size=shape.size,
             )  # fmt: skip
             for slot in slots:
                 plgpu.barrier_arrive(block.empty.at[slot])
@@ -58,7 +59,7 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
     """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
 
     All splits have the query, and the first one the others. A lane has two features of a vector and
-    their partners in its second half.
+    their partners, or four that are not rotated.
     """
     shape, refs, smem = block.shape, block.refs, block.smem
     quarter, vectors = shape.size // 4, jnp.where(of.split == 0, shape.group + 2, shape.group)
@@ -71,26 +72,31 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
         of_query = of.head * shape.group + vector
         stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + of.head
         of_all = jnp.where(is_key | is_value, stored, of_query)
-        place = of.sequence * (shape.projected // 2) + of_all * (shape.size // 2) + j
-        places = [jnp.where(is_there, place + k, -1) for k in (0, quarter)]
-        turn = jnp.where(is_there, of.sequence * (shape.size // 2) + 2 * j, -1)
+        place = of.sequence * (shape.projected // 2) + of_all * (shape.size // 2)
+        turned = shape.rotated // 4  # lanes
+        is_turned = j < turned
+        words = jnp.where(is_turned, j, j + turned), j + jnp.where(is_turned, turned, quarter)
+        places = [jnp.where(is_there, place + word, -1) for word in words]
+        turn = of.sequence * (shape.rotated // 2) + 2 * j
+        turn = jnp.where(is_there & is_turned, turn, -1)
         cos, sin = (
             [lax.bitcast_convert_type(one, jnp.float32) for one in memory.load(table, turn, 2)]
             for table in refs.rope
         )
-        scales = _scales_of_heads(block, layer, is_key, is_there, (j, j + quarter))
+        scales = _scales_of_heads(block, layer, is_key, is_there, words)
         a, b = exchange.take(refs.words, exchange_number, places)
         x, y = (a, b) if scales is None else _normed(a, b, scales, shape.size, eps)
         (a0, a1), (b0, b1) = lane.unpack(x), lane.unpack(y)
         low = lane.pack(a0 * cos[0] - b0 * sin[0], a1 * cos[1] - b1 * sin[1])
         high = lane.pack(b0 * cos[0] + a0 * sin[0], b1 * cos[1] + a1 * sin[1])
+        low, high = jnp.where(is_turned, low, x), jnp.where(is_turned, high, y)
         low, high = jnp.where(is_value, a, low), jnp.where(is_value, b, high)
-        row = vector * (shape.size // 2 + 4) + j
-        for k, word in ((0, low), (quarter, high)):
-            memory.scatter(smem["q"], jnp.where(is_there, row + k, -1), word)
+        row = vector * (shape.size // 2 + 4)
+        for at, word in zip(words, (low, high), strict=True):
+            memory.scatter(smem["q"], jnp.where(is_there, row + at, -1), word)
             for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
                 slot = cache.at[layer, of.sequence, of.length, of.head]
-                memory.store(slot, jnp.where(is_its & is_there, j + k, -1), word)
+                memory.store(slot, jnp.where(is_its & is_there, at, -1), word)
 
 
 def _scales_of_heads(block: Block, layer, is_key, is_there, places):

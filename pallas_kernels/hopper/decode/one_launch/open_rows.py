@@ -60,7 +60,9 @@ def keep_masks(block, layer, exchange_number, factor):
                 place = jnp.where(is_there, own * TOKENS + token, -1)
                 total = products.sum_of_warps(smem["parts"], part, place)
                 total *= factor(jnp.where(is_there, token, 0)) * prepared[0]
-                is_active = is_there & activation.is_active(total, rectifier)
+                # A gate of -inf is 0, but times an up of inf that is NaN.
+                is_active = activation.is_active(total, rectifier) | (total == -jnp.inf)
+                is_active = is_there & is_active
                 gate = activation.rounded(activation.activated(total, rectifier))
                 is_first = is_there & (lane.numbers() < WARP)
                 places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)

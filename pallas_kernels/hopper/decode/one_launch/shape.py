@@ -34,6 +34,9 @@ class Shape:
       rectifier: the activation; None for SiLU.
       itemsizes: bytes of a number of query, key and value, of `out`, and of gate and up: 2, or 1
         for 8-bit floats.
+      rotated: features of a head that have positions.
+      window: tokens that a token attends to, itself included; None: all.
+      residual_scale: what blocks add to the stream is multiplied with it.
     """
 
     blocks: int
@@ -48,7 +51,10 @@ class Shape:
     gated: bool
     is_sparse: bool
     rectifier: Rectifier | None
-    itemsizes: tuple[int, int, int] = (2, 2, 2)
+    itemsizes: tuple[int, int, int]
+    rotated: int
+    window: int | None
+    residual_scale: float
 
     def itemsize(self, which: int) -> int:
         """Bytes of a number of the matrices `which`, QKV, OUT or GATE."""

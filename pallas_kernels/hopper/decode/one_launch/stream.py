@@ -84,18 +84,19 @@ def publish(
     words, parts = block.refs.words, block.smem["parts"]
 
     def prepare(row):
-        pair, found = pair_of(block, row, features), []
+        pair = pair_of(block, row, features)
         of_row = jnp.where(pair < 0, -1, row + 2 * (lane.numbers() & 7))
+        of_bias, before = lane.full(0), lane.full(0)
         if bias is not None:
-            found += memory.load(bias, jnp.where(pair < 0, -1, of_row >> 1))
+            (of_bias,) = memory.load(bias, jnp.where(pair < 0, -1, of_row >> 1))
         if stream is not None:
-            found.append(exchange.read(words, stream, pair))
-        return scales_at(scales, of_row, 2), found
+            before = exchange.read(words, stream, pair)
+        return scales_at(scales, of_row, 2), of_bias, before
 
     def finish(row, part, prepared):
         @pl.when(block.wg == 0)
         def _():
-            of_rows, added = prepared
+            of_rows, of_bias, before = prepared
             number, place = lane.numbers(), pair_of(block, row, features)
             sums = [
                 products.sum_of_warps(parts, part, where_pair(number, place, j)) for j in (0, 1)
@@ -103,13 +104,20 @@ def publish(
             if factor is not None:
                 by = factor(jnp.where(place < 0, 0, number >> 3))
                 sums = [one * by for one in sums]
-            low, high = (one * by for one, by in zip(sums, of_rows, strict=True))
-            for word in added:
-                more = lane.unpack(word)
-                low, high = low + more[0], high + more[1]
-            exchange.post(words, exchange_number, place, lane.pack(low, high))
+            sums = [one * by for one, by in zip(sums, of_rows, strict=True)]
+            if bias is not None:
+                sums = [one + b for one, b in zip(sums, lane.unpack(of_bias), strict=True)]
+            if stream is not None:
+                sums = added(block, sums, before)
+            exchange.post(words, exchange_number, place, lane.pack(*sums))
 
     return prepare, finish
+
+
+def added(block: Block, sums, before) -> list[jax.Array]:
+    """The two numbers of a word of the stream with what a block adds to them."""
+    scale = block.shape.residual_scale
+    return [x + scale * y for x, y in zip(lane.unpack(before), sums, strict=True)]
 
 
 def scales_at(scales, rows, count: int = 1) -> list:

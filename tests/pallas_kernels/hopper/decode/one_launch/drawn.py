@@ -24,6 +24,8 @@ class Case(NamedTuple):
       has_biases, has_head_norms: of attention.
       in_8_bits: "mlp": gate and up are 8-bit floats; "all": attention's matrices, too.
       lengths: of the sequences; none for about as many as the cache has room for.
+      rotated: features of a head that have positions; none for all.
+      window, residual_scale: as of `decode_layers`.
     """
 
     layers: int
@@ -42,6 +44,9 @@ class Case(NamedTuple):
     has_head_norms: bool = False
     in_8_bits: str | None = None
     lengths: tuple[int, ...] = ()
+    rotated: int | None = None
+    window: int | None = None
+    residual_scale: float = 1.0
 
     @property
     def options(self) -> dict:
@@ -52,13 +57,18 @@ class Case(NamedTuple):
             "eps": 1e-5,
             "rectifier": self.rectifier,
             "is_sparse": self.is_sparse,
+            "window": self.window,
+            "residual_scale": self.residual_scale,
         }
 
     def shape(self, blocks: int) -> Shape:
         """Of the step on so many thread blocks."""
         layers, batch, width, neurons, heads, kv_heads, size, capacity, *_ = self
-        of = self.gated, self.is_sparse, self.rectifier
-        return Shape(blocks, layers, batch, capacity, width, neurons, heads, kv_heads, size, *of)
+        return Shape(
+            blocks, layers, batch, capacity, width, neurons, heads, kv_heads, size, self.gated,
+            self.is_sparse, self.rectifier, (2, 2, 2), self.rotated or size, self.window,
+            self.residual_scale,
+        )  # fmt: skip
 
 
 def operands(case: Case):
@@ -84,7 +94,7 @@ def operands(case: Case):
     is_free = (jnp.arange(capacity) >= lengths[:, None])[None, :, :, None, None]
     cache = (normal(layers, batch, capacity, kv_heads, size) for _ in range(2))
     k, v = (jnp.where(is_free, jnp.nan, values) for values in cache)
-    angles = jax.random.uniform(next(keys), (batch, size // 2), maxval=6.0)
+    angles = jax.random.uniform(next(keys), (batch, (case.rotated or size) // 2), maxval=6.0)
     stream = Stream.of(x, normal(d, scale=0.05, shift=1.0))
     rope = jnp.cos(angles), jnp.sin(angles)
     biases, head_scales = (None, None), None

@@ -44,7 +44,11 @@ def run(function, stream, layers, k, v, lengths, rope):
     return stream, k[...], v[...]
 
 
-def assert_matches(got, operands, case, bound):
+def assert_matches(got, operands, case):
+    """Where both round to 8 bits, a difference of 2^-9, as in bfloat16, takes one in 64 numbers to
+    its neighbour, which is up to 2^-3 away: 0.016 of each product on average."""
+    bound = 0.03 if case.in_8_bits else 0.01
+
     def definition(*of):
         return reference.decode_layers(*of, **case.options)
 
@@ -81,6 +85,20 @@ def assert_matches(got, operands, case, bound):
         SMALL._replace(layers=2, batch=3, in_8_bits="all"),
         SMALL._replace(is_sparse=False, in_8_bits="mlp", gated=False),
         SMALL._replace(is_sparse=False, rectifier=None, in_8_bits="all"),
+        SMALL._replace(capacity=384, lengths=(300,), window=150, residual_scale=0.22),
+        SMALL._replace(
+            is_sparse=False,
+            rectifier=None,
+            size=128,
+            rotated=96,
+            has_head_norms=True,
+            batch=2,
+            capacity=192,
+            lengths=(40, 150),
+            window=64,
+            residual_scale=0.22,
+        ),
+        SMALL._replace(rotated=16),
     ],
 )
 def test_interpreted(interpreted, case):
@@ -105,7 +123,7 @@ def assert_matches_interpreted(interpreted, case, sms):
     operands = drawn.operands(case)
     with interpreted(sms=sms, detect_races=False):
         got = jax.block_until_ready(run(lambda *of: decode_layers(*of, **case.options), *operands))
-    assert_matches(got, operands, case, 0.01)
+    assert_matches(got, operands, case)
 
 
 QUICK = "SmolLM2-360M", "narrow"
@@ -127,4 +145,4 @@ def test_on_the_gpu(name):
     case = LARGE[name]
     operands = drawn.operands(case)
     got = jax.jit(lambda *of: run(lambda *of: decode_layers(*of, **case.options), *of))(*operands)
-    assert_matches(got, operands, case, 0.01)
+    assert_matches(got, operands, case)
