@@ -17,6 +17,10 @@ from twell_jax.models.remat import ROTATED
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
 
+# Sequences whose cache XLA copies faster than it runs the kernels of `_attend_once`: a step of
+# Qwen3-0.6B took 2.1 and 2.4 ms with one sequence, 5.0 and 3.8 with 8, 11.8 and 5.7 with 32.
+_COPIED = 2
+
 
 class Attention(nnx.Module):
     """Multi-head attention, causal; several query heads may share a key/value head (GQA).
@@ -97,6 +101,8 @@ class Attention(nnx.Module):
 
 
 def _attend(q, k, v, mask):
+    if q.shape[1] == 1 and len(q) > _COPIED and mask is not None:
+        return _attend_once(q, k, v, mask)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -105,6 +111,21 @@ def _attend(q, k, v, mask):
         is_causal=mask is None,
         implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
     )
+
+
+def _attend_once(q, k, v, mask):
+    """Attention of one token of each sequence, written as sums.
+
+    For matrix products XLA would copy the whole cache into another layout.
+    """
+    batch, _, heads, size = q.shape
+    kv_heads = k.shape[2]
+    q = q.astype(jnp.float32).reshape(batch, 1, kv_heads, heads // kv_heads, size)
+    scores = jnp.sum(q * k.astype(jnp.float32)[:, :, :, None], axis=-1) * size**-0.5
+    scores = jnp.where(mask[:, 0, 0, :, None, None], scores, -jnp.inf)
+    p = jax.nn.softmax(scores, axis=1)
+    attended = jnp.sum(p[..., None] * v.astype(jnp.float32)[:, :, :, None], axis=1)
+    return attended.reshape(batch, 1, heads, size).astype(v.dtype)
 
 
 def _cudnn_can_serve(q: jax.Array, k: jax.Array, mask: jax.Array | None) -> bool:
