@@ -120,20 +120,8 @@ def attend(
             )
             for key in keys
         ]
-        least = _constant(LEAST * LOG2_E / size**0.5)
-        scores = [arith.mulf(s, _constant(LOG2_E / size**0.5)) for s in scores]
-        scores = [arith.select(is_it, s, least) for is_it, s in zip(is_key, scores, strict=True)]
-        top, total = lane.word(top), lane.word(total)
-        new = top
-        for score in scores:
-            new = arith.maximumf(new, score)
-        for distance in (1, 2):
-            new = arith.maximumf(new, _shuffled(new, distance))
-        shrink = _exp2(arith.subf(top, new))
-        p = [_exp2(arith.subf(score, new)) for score in scores]
-        zero = _constant(0.0)
-        p = [arith.select(is_it, one, zero) for is_it, one in zip(is_key, p, strict=True)]
-        total = arith.mulf(total, shrink)
+        p, new, shrink = _softmax(scores, is_key, lane.word(top), size)
+        total = arith.mulf(lane.word(total), shrink)
         for one in p:
             total = arith.addf(total, one)
         values = [arith.mulf(lane.word(one), shrink) for one in values]
@@ -176,6 +164,22 @@ def _scores(k, q, first, number, size):
                 convergent=True,
             )
     return [*totals[0], *totals[1]]
+
+
+def _softmax(scores, is_key, top, size):
+    """Exponentials of a lane's scores, with what is the largest now, and what to multiply earlier
+    sums with, as another was the largest when they were added up."""
+    least = _constant(LEAST * LOG2_E / size**0.5)
+    scores = [arith.mulf(s, _constant(LOG2_E / size**0.5)) for s in scores]
+    scores = [arith.select(is_it, s, least) for is_it, s in zip(is_key, scores, strict=True)]
+    new = top
+    for score in scores:
+        new = arith.maximumf(new, score)
+    for distance in (1, 2):
+        new = arith.maximumf(new, _shuffled(new, distance))
+    p, zero = [_exp2(arith.subf(score, new)) for score in scores], _constant(0.0)
+    p = [arith.select(is_it, one, zero) for is_it, one in zip(is_key, p, strict=True)]
+    return p, new, _exp2(arith.subf(top, new))
 
 
 def _add_values(v, p, values, is_key, first, block, number, size):

@@ -91,50 +91,24 @@ def decode_layers(
     """
     mlp = layers.mlp
     number, batch, capacity, _, size = k_cache.shape
-    gated = mlp.gate is not None
     _, neurons, width = mlp.down.shape
     shape = Shape(
         min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
-        size, gated, is_sparse, rectifier,
+        size, mlp.gate is not None, is_sparse, rectifier,
         (_itemsize(layers.qkv[0]), _itemsize(layers.out), _itemsize(mlp.up)),
         2 * rope[0].shape[1], window, residual_scale,
     )  # fmt: skip
-    qkv, out = tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out)
-    x = stream.x[:batch]
-    first = jax.lax.bitcast_convert_type(x.reshape(batch * width // 2, 2), jnp.int32)
-    words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(first), 0].set(first)
-    squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
-    # A load takes the first of eight sums; the others are of no warp.
-    squares = jnp.pad(squares, ((0, 0), (0, 3)))
-    both = (mlp.gate, mlp.up) if gated else (mlp.up,)
-    activated = both[:1] if is_sparse else both
-    up = mlp.up if gated and is_sparse else None
-    of_qkv = [scales for w in layers.qkv if (scales := _scales(w)) is not None]
-    row_scales = RowScales(
-        jnp.concatenate(of_qkv, axis=1) if of_qkv else None,
-        _scales(layers.out), tuple(map(_scales, activated)), _scales(up),
-    )  # fmt: skip
-    operands = Operands(
-        words, jnp.asarray(shape.table), stream.scaled[:batch], squares, qkv,
-        out, (layers.qkv_bias, layers.out_bias), layers.head_scales,
-        tuple(map(_values, activated)), _values(up), row_scales,
-        mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
-    )  # fmt: skip
-    rows = len(stream.x)
-    outs = (
-        jax.ShapeDtypeStruct((rows, width), x.dtype),
-        jax.ShapeDtypeStruct((rows, width), x.dtype),
-        jax.ShapeDtypeStruct((rows, BLOCK_WARPS), jnp.float32),
-    )
+    operands = _operands(shape, stream, layers, k_cache, v_cache, lengths, rope)
     flat, structure = jax.tree.flatten(operands)
 
     def body(*refs, **scratch):
         given = jax.tree.unflatten(structure, refs[: len(flat)])
         kernel(given, refs[len(flat) :], scratch, shape=shape, eps=eps)
 
+    outs = (*stream[:2], jax.ShapeDtypeStruct((len(stream.x), BLOCK_WARPS), jnp.float32))
     call = plgpu.kernel(
         body,
-        out_type=outs,
+        out_type=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outs),
         scratch_types=_scratch(shape),
         **_grid(shape.blocks),
         num_threads=3,
@@ -145,6 +119,30 @@ def decode_layers(
         ),
     )
     return Stream(*call(*flat))
+
+
+def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope) -> Operands:
+    batch, mlp = shape.batch, layers.mlp
+    first = stream.x[:batch].reshape(batch * shape.width // 2, 2)
+    first = jax.lax.bitcast_convert_type(first, jnp.int32)
+    words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(first), 0].set(first)
+    squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
+    # A load takes the first of eight sums; the others are of no warp.
+    squares = jnp.pad(squares, ((0, 0), (0, 3)))
+    activated = mlp.inner[:1] if shape.is_sparse else mlp.inner
+    up = mlp.up if shape.gated and shape.is_sparse else None
+    of_qkv = [scales for w in layers.qkv if (scales := _scales(w)) is not None]
+    row_scales = RowScales(
+        jnp.concatenate(of_qkv, axis=1) if of_qkv else None,
+        _scales(layers.out), tuple(map(_scales, activated)), _scales(up),
+    )  # fmt: skip
+    return Operands(
+        words, jnp.asarray(shape.table), stream.scaled[:batch], squares,
+        tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out),
+        (layers.qkv_bias, layers.out_bias), layers.head_scales,
+        tuple(map(_values, activated)), _values(up), row_scales,
+        mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
+    )  # fmt: skip
 
 
 def _by_rows(matrix: Operand) -> jax.Array:
