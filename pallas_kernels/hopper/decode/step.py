@@ -63,6 +63,7 @@ def decode_layers(
             residual_scale=residual_scale, **of_attention,
         )  # fmt: skip
     assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
+    assert layers.head_scales is None
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))
     options = dict(
