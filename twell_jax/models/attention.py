@@ -17,9 +17,9 @@ from twell_jax.models.remat import ROTATED
 from twell_jax.models.rope import rotate
 from twell_jax.models.sharding import on_shares
 
-# Sequences whose cache XLA copies faster than it runs the kernels of `_attend_once`: a step of
-# Qwen3-0.6B took 2.1 and 2.4 ms with one sequence, 5.0 and 3.8 with 8, 11.8 and 5.7 with 32.
-_COPIED = 2
+# Bytes of a layer's keys from which on XLA would copy them for longer than `_attend_one_query`
+# takes more kernels: on an H100, steps of Qwen3-0.6B lost with 2 MiB and gained with 16.
+_LARGE = 4 << 20
 
 
 class Attention(nnx.Module):
@@ -101,8 +101,8 @@ class Attention(nnx.Module):
 
 
 def _attend(q, k, v, mask):
-    if q.shape[1] == 1 and len(q) > _COPIED and mask is not None:
-        return _attend_once(q, k, v, mask)
+    if q.shape[1] == 1 and k.size * k.dtype.itemsize > _LARGE and mask is not None:
+        return _attend_one_query(q, k, v, mask)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -113,10 +113,9 @@ def _attend(q, k, v, mask):
     )
 
 
-def _attend_once(q, k, v, mask):
-    """Attention of one token of each sequence, written as sums.
-
-    For matrix products XLA would copy the whole cache into another layout.
+def _attend_one_query(q, k, v, mask):
+    """Attention of one query of each sequence, as sums: for matrix products, XLA copies the whole
+    cache into another layout.
     """
     batch, _, heads, size = q.shape
     kv_heads = k.shape[2]

@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 
+from tests import seeds
 from tests.devices import abstract_gpu
+from tests.errors import relative_error
 from twell_jax.config import ModelConfig
 from twell_jax.models import Transformer, attention
 from twell_jax.models.attention import in_window, split_documents
@@ -36,6 +38,33 @@ def test_a_window_ends_where_a_document_does():
     found = in_window(mask, 0, 1, 5, 2)
     expected = ["10000", "11000", "00100", "00110", "00011"]
     np.testing.assert_array_equal(found[0, 0], [[int(bit) for bit in row] for row in expected])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "is_copied"), [(1, True), (9, False)])
+def test_one_query_of_a_large_cache_is_attended_without_a_matrix_product(batch, is_copied, dtype):
+    slots, heads, kv_heads, size = 600, 6, 2, 256
+    rng = seeds.rng()
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((batch, *shape, size)), dtype)
+        for shape in ((1, heads), (slots, kv_heads), (slots, kv_heads))
+    )
+    lengths = rng.integers(1, slots, batch)
+    holds = np.arange(slots) < lengths[:, None]
+    expected = np.zeros((batch, 1, heads, size))
+    for b, h in np.ndindex(batch, heads):
+        of_head = [np.asarray(a[b, :, h // 3], np.float64)[: lengths[b]] for a in (k, v)]
+        scores = of_head[0] @ np.asarray(q[b, 0, h], np.float64) / size**0.5
+        p = np.exp(scores - scores.max())
+        expected[b, 0, h] = p / p.sum() @ of_head[1]
+    k = jnp.where(holds[:, :, None, None], k, jnp.nan)
+    v = jnp.where(holds[:, :, None, None], v, 0)  # as `KVCache.read` has it
+    program = jax.jit(attention._attend).lower(q, k, v, holds[:, None, None])
+    assert ("dot_general" in program.as_text()) == is_copied
+    found = program.compile()(q, k, v, holds[:, None, None])
+    assert found.dtype == dtype
+    # Products in bfloat16 round p, too.
+    assert relative_error(found, expected) < (1e-5 if dtype == "float32" else 2**-7)
 
 
 @pytest.fixture
