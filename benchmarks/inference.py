@@ -224,6 +224,8 @@ def decode(config: ModelConfig, params: nnx.State, tokens: np.ndarray) -> Iterat
         token = jnp.asarray(tokens[:batch, PROMPT])
 
         def prepare(graph, params=params, token=token):
+            model = models.laid_out(nnx.merge(graph, params), len(token), CAPACITY)
+            graph, params = nnx.split(model)
             cache = jax.tree.map(jnp.zeros_like, KVCache.empty(config, len(token), CAPACITY))
             cache = replace(cache, lengths=jnp.full(len(token), PROMPT, jnp.int32))
             step = partial(extend, graph)

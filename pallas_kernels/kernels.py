@@ -175,8 +175,14 @@ class DecodeKernels(Protocol):
         eps: float,
         rectifier: Rectifier | None,
         is_sparse: bool,
+        window: int | None = None,
+        residual_scale: float = 1.0,
     ) -> Stream:
-        """All layers for one new token of each sequence; the cache gets its keys and values."""
+        """All layers for one new token of each sequence; the cache gets its keys and values.
+
+        A token attends to `window` tokens, itself included, or to all. What a block adds to the
+        stream is multiplied with `residual_scale`.
+        """
 
     def project(
         self,

@@ -20,6 +20,7 @@ class Layers(NamedTuple):
       mlp: of the feed-forward blocks, each `[L, H, D]`, and their live neurons.
       scales: of the norms, `[L, D]` each: before the feed-forward block of a layer, and after it,
         which is the next layer's first or the last of the model.
+      head_scales: of the norms of each query's and each key's head, `[L, head_dim]` each, or None.
     """
 
     qkv: tuple[Operand, ...]
@@ -28,3 +29,4 @@ class Layers(NamedTuple):
     out_bias: jax.Array | None
     mlp: Weights
     scales: tuple[jax.Array, jax.Array]
+    head_scales: tuple[jax.Array, jax.Array] | None = None

@@ -70,11 +70,13 @@ def add_product(
     scale: jax.Array,
     *,
     bias: jax.Array | None = None,
+    residual_scale: float = 1.0,
 ) -> Stream:
-    """Rounds the sum of product and stream once."""
-    y = x.astype(jnp.float32) + product(h, weight, layer, 1)
+    """Rounds the sum of stream and product, which is scaled, once."""
+    y = product(h, weight, layer, 1)
     if bias is not None:
         y += bias[layer[0]].astype(jnp.float32)
+    y = x.astype(jnp.float32) + residual_scale * y
     # XLA drops a conversion that is taken back: `squares` would be of a sum that was not rounded.
     dtype = jnp.finfo(x.dtype)
     rounded_once = jax.lax.reduce_precision(y, dtype.nexp, dtype.nmant)
@@ -109,6 +111,7 @@ def decode_attention(
     *,
     heads: int,
     kv_heads: int,
+    window: int | None = None,
 ) -> jax.Array:
     """Attends to all slots of the layer with a mask; rows of the result from B on are zeros."""
     _, batch, capacity, _, size = k_cache.shape
@@ -120,6 +123,8 @@ def decode_attention(
 
     slots = jnp.arange(capacity)
     attends = slots <= lengths[:, None]
+    if window is not None:
+        attends &= slots > lengths[:, None] - window
     keys = jnp.where(attends[:, :, None, None], k_cache[layer[0]], 0).astype(jnp.float32)
     values = jnp.where(attends[:, :, None, None], v_cache[layer[0]], 0).astype(jnp.float32)
     q = _rotate(q, rope).reshape(batch, kv_heads, heads // kv_heads, size).astype(jnp.float32)
@@ -130,11 +135,25 @@ def decode_attention(
     return jnp.pad(attended, ((0, qkv.shape[0] - batch), (0, 0)))
 
 
+def _norm_heads(qkv, scales, heads, kv_heads, eps):
+    """The RMS norm of each query and each key in `qkv`."""
+    size = len(scales[0])
+    vectors = qkv.reshape(len(qkv), -1, size)
+    q, k, v = jnp.split(vectors, [heads, heads + kv_heads], axis=1)
+    normed = []
+    for x, scale in zip((q, k), scales, strict=True):
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        normed.append((wide * scale.astype(jnp.float32)).astype(qkv.dtype))
+    return jnp.concatenate([*normed, v], axis=1).reshape(qkv.shape)
+
+
 def _rotate(x, rope):
-    """Rotates features i and i + head_dim / 2 of `x: [B, heads, head_dim]`."""
+    """Rotates features i and i + n of `x: [B, heads, head_dim]` by n angles; others stay."""
     cos, sin = (table[:, None] for table in rope)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
 def gate(
@@ -155,6 +174,7 @@ def add_ffn(
     rectifier: Rectifier = RELU,
     *,
     eps: float,
+    residual_scale: float = 1.0,
 ) -> Stream:
     """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0."""
     h = gate
@@ -162,35 +182,50 @@ def add_ffn(
         up = project(stream, (mlp.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32)
         h = gate.astype(jnp.float32) * rectifier.linear(up)
         h = jnp.where((gate != 0) | jnp.signbit(gate), h, 0.0)
-    return add_product(h.astype(gate.dtype), mlp.down, layer, stream.x, scale)
+    h = h.astype(gate.dtype)
+    return add_product(h, mlp.down, layer, stream.x, scale, residual_scale=residual_scale)
 
 
 def decode_layers(
     stream, layers, k_cache, v_cache, lengths, rope,
-    *, heads, kv_heads, eps, rectifier, is_sparse,
+    *, heads, kv_heads, eps, rectifier, is_sparse, window=None, residual_scale=1.0,
 ):  # fmt: skip
     """One layer after the other."""
     options = dict(
-        heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
-    )
+        heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse,
+        window=window, residual_scale=residual_scale,
+    )  # fmt: skip
     for number in np.arange(len(layers.mlp.down), dtype=np.int32)[:, None]:
         stream = _layer(stream, layers, number, k_cache, v_cache, lengths, rope, **options)
     return stream
 
 
 # Traced once for all layers.
-@partial(jax.jit, static_argnames=("heads", "kv_heads", "eps", "rectifier", "is_sparse"))
+@partial(
+    jax.jit,
+    static_argnames=(
+        "heads", "kv_heads", "eps", "rectifier", "is_sparse", "window", "residual_scale",
+    ),
+)  # fmt: skip
 def _layer(
     stream, layers, number, k, v, lengths, rope,
-    *, heads, kv_heads, eps, rectifier, is_sparse,
+    *, heads, kv_heads, eps, rectifier, is_sparse, window, residual_scale,
 ):  # fmt: skip
     mlp, (before, after) = layers.mlp, layers.scales
     k_axis = 2 if isinstance(layers.qkv[0], Quantised) else 1
     qkv = project(stream, layers.qkv, number, k_axis=k_axis, eps=eps, bias=layers.qkv_bias)
-    attended = decode_attention(qkv, rope, k, v, number, lengths, heads=heads, kv_heads=kv_heads)
-    stream = add_product(attended, layers.out, number, stream.x, before, bias=layers.out_bias)
+    if layers.head_scales is not None:
+        scales = [scale[number[0]] for scale in layers.head_scales]
+        qkv = _norm_heads(qkv, scales, heads, kv_heads, eps)
+    attended = decode_attention(
+        qkv, rope, k, v, number, lengths, heads=heads, kv_heads=kv_heads, window=window
+    )
+    scaled = dict(residual_scale=residual_scale)
+    stream = add_product(
+        attended, layers.out, number, stream.x, before, bias=layers.out_bias, **scaled
+    )
     if is_sparse:
         g = gate(stream, mlp, number, rectifier, eps=eps)
-        return add_ffn(g, stream, mlp, number, after, rectifier, eps=eps)
+        return add_ffn(g, stream, mlp, number, after, rectifier, eps=eps, **scaled)
     h = hidden(stream, mlp.inner, number, eps=eps, rectifier=rectifier, live=mlp.live)
-    return add_product(h, mlp.down, number, stream.x, after)
+    return add_product(h, mlp.down, number, stream.x, after, **scaled)

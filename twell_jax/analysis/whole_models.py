@@ -78,8 +78,10 @@ def works(
       tokens: int32 `[B, T + 1]`.
       ffn_gradients: those of each layer, beside dense ones.
     """
-    dense = _programs(model, tokens, None)
-    default = _programs(model, tokens, ffn_gradients)
+    _, capacity = _of_cache(tokens)
+    decoders = {count: models.laid_out(model, count, capacity) for count in DECODED}
+    dense = _programs(model, decoders, tokens, None)
+    default = _programs(model, decoders, tokens, ffn_gradients)
     return {name: (dense[name], default[name]) for name in dense}
 
 
@@ -107,16 +109,28 @@ def _parts(model: Transformer, changes: dict[str, Any]) -> tuple[nnx.GraphDef, n
     return graphdef(config, model.quantised()), nnx.state(model)
 
 
+def _of_cache(tokens: np.ndarray) -> tuple[int, int]:
+    """Tokens of a prompt, and those that a cache has room for."""
+    length = min(PROMPT, tokens.shape[1] - 1)
+    return length, -(-length // 8) * 8 + 8
+
+
 def _programs(
-    model: Transformer, tokens: np.ndarray, ffn_gradients: tuple[LayerGradients, ...] | None
+    model: Transformer,
+    decoders: Mapping[int, Transformer],
+    tokens: np.ndarray,
+    ffn_gradients: tuple[LayerGradients, ...] | None,
 ) -> dict[str, Program]:
-    """What runs each work, those first that say most; blocks are dense without `ffn_gradients`."""
+    """What runs each work, those first that say most; blocks are dense without `ffn_gradients`.
+
+    `decoders` are the model as it lies in memory to decode so many sequences.
+    """
     dense = ffn_gradients is None
-    graph, params = _parts(model, DENSE if dense else DEFAULT)
+    changes = DENSE if dense else DEFAULT
+    graph, params = _parts(model, changes)
     batch, context = tokens.shape[0], tokens.shape[1] - 1
-    prompts = tokens[:8, : min(PROMPT, context)]
-    length = prompts.shape[1]
-    capacity = -(-length // 8) * 8 + 8
+    length, capacity = _of_cache(tokens)
+    prompts = tokens[:8, :length]
     found = {
         f"forward and backward of {batch} x {context}": Program(
             # The gradients of all calls that are timed together are in memory at once.
@@ -128,11 +142,12 @@ def _programs(
         ),
         f"score {batch} x {context}": Program(_score, (graph,), (params, tokens), dense, CALLS),
     }
-    for count in DECODED:
+    for count, decoder in decoders.items():
         token = np.resize(tokens[:, 0], (count, 1))
         cache = partial(_stored, model.config, count, length, capacity)
+        of_step, laid_out = _parts(decoder, changes)
         found[f"one more token of {count}"] = Program(
-            _extend, (graph,), (params, token), dense, CALLS, cache
+            _extend, (of_step,), (laid_out, token), dense, CALLS, cache
         )
     found[f"read {len(prompts)} x {length}"] = Program(
         _read, (graph, capacity), (params, prompts), dense, CALLS

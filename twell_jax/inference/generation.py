@@ -12,7 +12,7 @@ from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.ffn.numeric import is_integer
 from twell_jax.inference.flat import Structure, flattened
 from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
-from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode
+from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode, laid_out
 
 _MULTIPLE = 64
 # Steps of one program; they divide `_MULTIPLE`. For one sequence the host limits, and what a call
@@ -108,9 +108,10 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     The last one may go past `max_tokens`. The cache has room for that, as its capacity and the
     width of the padded prompts are multiples of `_TOGETHER`.
     """
-    params, structure = flattened(model)
+    capacity = cache_capacity(tokens.shape[1], max_tokens)
+    params, structure = flattened(laid_out(model, len(tokens), capacity))
     prefill, extend = _programs(structure, sampling)
-    key, capacity = jax.random.key(seed), cache_capacity(tokens.shape[1], max_tokens)
+    key = jax.random.key(seed)
     token, stored = prefill(params, tokens, lengths, key, capacity=capacity)
     yield token[None]
     for _ in range(1, max_tokens, _TOGETHER):

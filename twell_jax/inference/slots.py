@@ -15,7 +15,14 @@ import numpy as np
 from twell_jax.inference.flat import Structure, flattened
 from twell_jax.inference.generation import ENDED, checked_prompt, padded_length
 from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
-from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, KVCache, Transformer, decode
+from twell_jax.models import (
+    DECODE_OPTIONS,
+    PREFILL_OPTIONS,
+    KVCache,
+    Transformer,
+    decode,
+    laid_out,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +94,7 @@ class SlotDecoder:
             raise ValueError(f"prompt has {len(prompt)} tokens; a slot has room for {room - 1}")
         row = np.zeros((1, padded_length(len(prompt))), np.int32)
         row[0, : len(prompt)] = prompt
-        params, (begin, _) = self._compiled
+        params, (begin, _) = self._compiled(len(slots.tokens))
         return begin(params, slots, np.int32(slot), row, np.int32(len(prompt)), seed)
 
     def step(self, slots: Slots) -> tuple[jax.Array, Slots]:
@@ -95,14 +102,20 @@ class SlotDecoder:
 
         Free slots have `ENDED`, as has a sequence that has filled its slot, which then is free.
         """
-        params, (_, go_on) = self._compiled
+        params, (_, go_on) = self._compiled(len(slots.tokens))
         return go_on(params, slots)
 
     @cached_property
-    def _compiled(self) -> tuple[list[jax.Array], tuple[Callable, Callable]]:
-        """The parameters and the programs."""
-        params, structure = flattened(self.model)
-        return params, _programs(structure, self.sampling)
+    def _compiled(self) -> Callable[[int], tuple[list[jax.Array], tuple[Callable, Callable]]]:
+        """A function of the number of slots that returns the parameters and the programs."""
+
+        @cache
+        def compiled(count):
+            model = laid_out(self.model, count, padded_length(self.capacity))
+            params, structure = flattened(model)
+            return params, _programs(structure, self.sampling)
+
+        return compiled
 
 
 def free(slots: Slots, slot: int) -> Slots:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 
 from pallas_kernels import in_place
 from pallas_kernels.kernels import MAX_FEW_TOKENS, DecodeKernels, Kernels
@@ -28,8 +29,10 @@ from twell_jax.ffn.activations import rectifier
 from twell_jax.ffn.algorithms import Case, Request
 from twell_jax.ffn.explained import on_device
 from twell_jax.ffn.partition import auto_axes
+from twell_jax.models.attention import Attention
 from twell_jax.models.cache import KVCache
-from twell_jax.models.quantised import Part, QuantisedLinear
+from twell_jax.models.layers import scaled
+from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear
 from twell_jax.models.rope import rope_table
 from twell_jax.models.transformer import Transformer
 
@@ -37,6 +40,7 @@ from twell_jax.models.transformer import Transformer
 DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _SPARSE = "few_tokens"  # the algorithm of sparse blocks
+_MOST_BLOCKS = 132  # thread blocks of a launch
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
@@ -81,6 +85,11 @@ def explain_decoding(
       CannotServe: the config asks for kernels, and they cannot serve.
     """
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+    launches = (
+        "in one launch"
+        if _may_be_one_launch(model.config, model.quantised(), batch)
+        else "by kernels"
+    )
     with on_device(device):
         kernels, why = _kernels(model, batch, capacity)
         if kernels is None:
@@ -88,7 +97,7 @@ def explain_decoding(
         passed_over = _selection(kernels, model.config, batch).passed_over
     dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
     blocks = f"dense: {dense[0]}" if dense else "sparse"
-    return f"decodes {sequences} by kernels, with feed-forward blocks that are {blocks}"
+    return f"decodes {sequences} {launches}, with feed-forward blocks that are {blocks}"
 
 
 def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | None, str]:
@@ -120,21 +129,22 @@ def _unsupported(
       capacity: tokens of the cache.
     """
     size, d_model, d_ff = config.head_dim, config.d_model, config.d_ff
+    in_one = _may_be_one_launch(config, quantised, batch)
+    inner = ("up",) if in_one and not config.gated else ("gate", "up")
     # Every key of the model that changes what is computed must be known to a kernel or be here.
     parts = {
         "biases of the feed-forward blocks": config.mlp_bias,
         f"{config.norm} norms": config.norm != "rms",
-        "norms of queries and keys": config.qk_norm,
-        "a rotation of some features of a head alone": config.rotary_fraction != 1,
-        "a scale of the embedding": config.embed_scale != 1,
-        "a scale of the residual stream": config.residual_scale != 1,
-        "a scale of the logits": config.logit_scale != 1,
+        "norms of queries and keys": config.qk_norm and not in_one,
+        "a rotation of some features of a head alone": config.rotary_size != size
+        and not (in_one and config.rotary_size % 4 == 0),
+        "a scale of the residual stream": config.residual_scale != 1 and not in_one,
         "a w_down of 8-bit weights": "down" in quantised,
     }
     unknown = [part for part, is_there in parts.items() if is_there]
     mixed = [
         together
-        for together in (("gate", "up"), ("query", "key", "value"))
+        for together in (inner, ("query", "key", "value"))
         if 0 < len({*together} & {*quantised}) < len(together)
     ]
     if auto_axes():
@@ -153,18 +163,55 @@ def _unsupported(
             "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
             f"{size}, and {config.heads} heads for {config.num_kv_heads}"
         )
-    if d_model % 1024 or config.heads * size % 256 or d_ff % 256:
+    if not in_one and (d_model % 1024 or config.heads * size % 256 or d_ff % 256):
         return (
             "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
             f"{d_model}, {d_ff} and {config.heads * size}"
         )
-    if config.sliding_window is not None and config.sliding_window < capacity:
+    if _window(config, capacity) is not None and not in_one:
         return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
     if unknown:
         return f"it has no kernels for {' and '.join(unknown)}"
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
     return None
+
+
+def _window(config: ModelConfig, capacity: int) -> int | None:
+    """Tokens of a cache of `capacity` that a token attends to, itself included; None: all."""
+    window = config.sliding_window
+    return None if window is None or window >= capacity else window
+
+
+def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: int) -> bool:
+    """Whether the kernel for a whole step serves: it takes more shapes than the others."""
+    return (
+        batch <= 8
+        and not config.live_width
+        and config.d_model % 64 == config.d_ff % 64 == 0
+        and config.d_ff >= _MOST_BLOCKS * 16
+        and min(config.d_model, config.heads * config.head_dim) >= (1024 if quantised else 512)
+    )
+
+
+def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
+    """The model with attention's matrices as decoding reads them, so that no step transposes them.
+
+    What multiplies by XLA takes any layout. Without a kernel for a whole step it is the model.
+
+    Args:
+      model: the model.
+      batch, capacity: sequences and tokens of the cache.
+    """
+    kernels, _ = _kernels(model, batch, capacity)
+    if kernels is None or not _may_be_one_launch(model.config, model.quantised(), batch):
+        return model
+    model = nnx.merge(*nnx.split(model))
+    for name in ATTENTION:
+        if isinstance(layer := getattr(model.blocks.attention, name), nnx.Linear):
+            layout = Format(Layout((0, 2, 1)), layer.kernel[...].sharding)
+            layer.kernel.set_value(jax.device_put(layer.kernel[...], layout))
+    return model
 
 
 def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Selection:
@@ -194,7 +241,7 @@ def _step(
     is_sparse = _selection(kernels, config, batch).rule.algorithm == _SPARSE
     cos, sin = rope_table(cache.lengths[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
-    x = model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS)))
+    x = scaled(model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS))), config.embed_scale)
     # The first layer reads the cache at once. A cache that is not donated has been copied by then:
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
     stream = Stream.of(x, first_scale)
@@ -211,6 +258,8 @@ def _step(
         eps=config.norm_eps,
         rectifier=act,
         is_sparse=is_sparse,
+        window=_window(config, cache.k.shape[2]),
+        residual_scale=config.residual_scale,
     )
     logits = _logits(kernels, model, stream)[:batch]
     extended = KVCache(in_place.contents(k), in_place.contents(v), cache.lengths)
@@ -236,7 +285,14 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
             _array(mlp.live) if model.config.live_width else None,
         ),
         scales=(_array(model.blocks.mlp_norm.scale), following),
+        head_scales=_head_scales(attention),
     ), first[0]
+
+
+def _head_scales(attention: Attention) -> tuple[jax.Array, jax.Array] | None:
+    if attention.query_norm is None or attention.key_norm is None:
+        return None
+    return _array(attention.query_norm.scale), _array(attention.key_norm.scale)
 
 
 def _array(parameter: Any) -> Any:
@@ -257,8 +313,9 @@ def _logits(kernels: DecodeKernels, model: Transformer, stream: Stream) -> jax.A
     if model.unembed is not None:
         weight = _matrix(model.unembed)
         k_axis = _k_axis(weight)
-    if model.config.vocab_size % _COLUMNS:
+    if model.config.vocab_size % _COLUMNS or model.config.d_model % 1024:
         return model.logits(model.norm(stream.x))
     only: Any = np.zeros(1, np.int32)  # a constant
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)
-    return project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)
+    logits = project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)
+    return scaled(logits, model.config.logit_scale)

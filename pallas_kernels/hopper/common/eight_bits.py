@@ -58,13 +58,17 @@ def _literal(value: float) -> str:
 def rounded(words: list[ir.Value], reciprocal: ir.Value, dtype: jnp.dtype) -> ir.Value:
     """The four numbers in two words, times `reciprocal`, as the four bytes of a word."""
     numbers = [number for word in words for number in widened(word, dtype)]
-    products = [arith.mulf(number, reciprocal) for number in numbers]
+    return packed([arith.mulf(number, reciprocal) for number in numbers])
+
+
+def packed(numbers: list[ir.Value]) -> ir.Value:
+    """Four float32 as the four bytes of a word."""
     return ptx(
         """{.reg .b16 low, high;
             cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
             mov.b32 $0, {low, high};}""",
-        *products,
+        *numbers,
     )
 
 

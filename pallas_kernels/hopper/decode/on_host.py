@@ -40,7 +40,7 @@ def of_all(values: Any, rank: jax.Array, blocks: int) -> Any:
         and so on. The interpreter runs one cluster after the other.
       blocks: of a group.
     """
-    meetings: dict[tuple[int, int], _Meeting] = _shared("meetings", dict)
+    meetings: dict[tuple[int, int], _Meeting] = shared("meetings", dict)
 
     def exchange(values, rank):
         group, place = divmod(int(rank), blocks)
@@ -76,7 +76,7 @@ class Log:
 
 def log(name: str) -> Log:
     """The log of this name in what is interpreted."""
-    return _shared(name, Log)
+    return shared(name, Log)
 
 
 def in_order(call: Callable[..., bool | None], *operands: jax.Array) -> jax.Array:
@@ -97,7 +97,8 @@ def in_order(call: Callable[..., bool | None], *operands: jax.Array) -> jax.Arra
     return pl.run_scoped(through, plgpu.SMEM((1,), jnp.int32))
 
 
-def _shared[T](name: str, make: Callable[[], T]) -> T:
+def shared[T](name: str, make: Callable[[], T]) -> T:
+    """What twins of one interpretation share under this name; made by the first that asks."""
     current = interpretation()
     assert current is not None
     return current.shared.setdefault(name, make())

@@ -1,10 +1,11 @@
-"""The layers of a decoding step: a chain of launches, each made while the one before still runs.
+"""The layers of a decoding step: one launch for up to eight sequences, else a chain of launches,
+each made while the one before still runs.
 
-A layer has three: query, key and value projections with attention, which also rotates and appends
-(in many cases two launches, `token_pairs`); the output projection with the gate; and the rest of
-the feed-forward block. Norms and residuals are part of the products (`layouts.stream`). Kernels
-take the stacked weights of all layers and a layer's number, so nothing is copied. The layers are
-unrolled, as a loop's own kernels would come between.
+In the chain a layer has three: query, key and value projections with attention, which also rotates
+and appends (in many cases two launches, `token_pairs`); the output projection with the gate; and
+the rest of the feed-forward block. Norms and residuals are part of the products (`layouts.stream`).
+Kernels take the stacked weights of all layers and a layer's number, so nothing is copied. The
+layers are unrolled, as a loop's own kernels would come between.
 """
 
 from functools import partial
@@ -14,6 +15,7 @@ import numpy as np
 
 from pallas_kernels import in_place
 from pallas_kernels.hopper.decode import active_counts, token_ffn, token_pairs, token_product
+from pallas_kernels.hopper.decode.one_launch import call
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import Quantised
@@ -33,6 +35,8 @@ def decode_layers(
     eps: float,
     rectifier: Rectifier | None,
     is_sparse: bool,
+    window: int | None = None,
+    residual_scale: float = 1.0,
 ) -> Stream:
     """All layers for one new token of each of B sequences.
 
@@ -45,10 +49,21 @@ def decode_layers(
       eps: of the norms.
       rectifier: the activation of the feed-forward blocks; None for SiLU.
       is_sparse: whether the blocks skip neurons that are not active; without, they are dense.
+      window, residual_scale: as of `DecodeKernels.decode_layers`; only a step in one launch has a
+        window shorter than the cache, or a scale but 1.
 
     Returns:
       The stream in front of the norm that follows the last layer.
     """
+    of_attention = dict(heads=heads, kv_heads=kv_heads)
+    if call.unsupported(stream, layers, k_cache, **of_attention) is None:
+        return call.decode_layers(
+            stream, layers, k_cache, v_cache, lengths, rope,
+            eps=eps, rectifier=rectifier, is_sparse=is_sparse, window=window,
+            residual_scale=residual_scale, **of_attention,
+        )  # fmt: skip
+    assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
+    assert layers.head_scales is None
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))
     options = dict(

@@ -39,6 +39,14 @@ CASES = {
         "attention_bias": True, "sliding_window": CAPACITY,
     },
 }  # fmt: skip
+WIDER = {"d_ff": 2304, "heads": 8, "kv_heads": 2}
+ONE_LAUNCH = {  # what no other kernels serve
+    "windowed": WIDER | {
+        "ffn_implementation": "mosaic", "rotary_fraction": 0.5, "sliding_window": 12,
+        "embed_scale": 2.0, "residual_scale": 0.5, "logit_scale": 0.5,
+    },
+    "with norms": WIDER | {"activation": "silu", "qk_norm": True, "attention_bias": True},
+}  # fmt: skip
 IN_8_BITS = [  # a value of `quantise`, and the case
     pytest.param("fp8-all-but-down", "sparse", marks=pytest.mark.slow),
     pytest.param("fp8-all-but-down", "silu", marks=pytest.mark.slow),
@@ -107,6 +115,13 @@ def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, capacity):
         assert relative_error(*both) < 0.03
 
 
+@pytest.mark.parametrize("batch", [3, *(pytest.param(n, marks=pytest.mark.gpu) for n in (1, 8))])
+@pytest.mark.parametrize("case", ["windowed", pytest.param("with norms", marks=pytest.mark.slow)])
+def test_one_launch_is_as_exact_as_xla(back_end, case, batch):
+    errors, _ = errors_and_caches(ONE_LAUNCH[case], batch)
+    assert errors["mosaic"] < 1.5 * errors["xla"] < 0.15
+
+
 @pytest.mark.parametrize("batch", [3, pytest.param(64, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("quantise", "case"), IN_8_BITS)
 def test_as_exact_as_xla_with_8_bit_weights(back_end, quantise, case, batch):
@@ -167,8 +182,8 @@ def test_launches_of_a_layer(case, quantise, capacity, launches):
         ({"mlp_bias": True}, 1, 16, "no kernels for biases of the feed-forward blocks"),
         ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "layer norms and a rotation of some"),
         ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
-        ({"embed_scale": 2.0}, 1, 16, "no kernels for a scale of the embedding"),
-        ({"residual_scale": 2.0, "logit_scale": 2.0}, 1, 16, "residual stream and a scale"),
+        ({"residual_scale": 2.0}, 1, 16, "no kernels for a scale of the residual stream"),
+        (ONE_LAUNCH["windowed"], 9, 16, "it attends to all of a cache, which has 16 tokens"),
     ],
 )
 def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
@@ -228,6 +243,7 @@ def of_shapes(**settings):
             8,
             "decodes 8 sequences by kernels, with feed-forward blocks that are dense: ",
         ),
+        (ONE_LAUNCH["windowed"], 8, "decodes 8 sequences in one launch, with"),
         ({"qk_norm": True}, 1, "by XLA: it has no kernels for norms of queries and keys"),
         ({}, 65, "decodes 65 sequences by XLA: it serves up to 64 sequences in a cache"),
         ({"decode_implementation": "xla"}, 1, "by XLA: decode_implementation is 'xla'"),

@@ -1,0 +1,189 @@
+"""The launch."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common.primitives import interpretation
+from pallas_kernels.hopper.common.support import sm_count
+from pallas_kernels.hopper.common.tiles import TILED, tiled
+from pallas_kernels.hopper.decode.one_launch.block import Operands, RowScales
+from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
+from pallas_kernels.hopper.decode.one_launch.kernel import kernel
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
+from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
+from pallas_kernels.layers import Layers
+from pallas_kernels.layouts.stream import Stream
+from pallas_kernels.quantised import E4M3, Operand, Quantised
+from pallas_kernels.rectifiers import Rectifier
+
+
+def unsupported(
+    stream: Stream,
+    layers: Layers,
+    k_cache: jax.Ref,
+    *,
+    heads: int,
+    kv_heads: int,
+) -> str | None:
+    """Why a step cannot be one launch, in words; None if it can.
+
+    The operands are those of `decode_layers`.
+    """
+    _, batch, _, _, size = k_cache.shape
+    mlp = layers.mlp
+    _, neurons, width = mlp.down.shape
+    if batch > TOKENS:
+        return f"it serves up to {TOKENS} sequences, got {batch}"
+    for name, matrices in (("query, key and value", layers.qkv), ("gate and up", mlp.inner)):
+        if len({isinstance(w, Quantised) for w in matrices}) > 1:
+            return f"{name} are 8-bit floats together, or none is"
+    if stream.x.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, got {stream.x.dtype}"
+    if mlp.live is not None:
+        return "it serves all neurons"
+    if size not in (64, 128) or heads > 8 * kv_heads:
+        return f"heads have 64 or 128 features and at most 8 share one, got {size}, {heads}"
+    least = 2 * STAGE_WORDS * (2 if isinstance(mlp.up, Quantised) else 1)
+    if min(width, heads * size) < least:
+        return f"D and heads * head_size are at least {least}, got {width} and {heads * size}"
+    if width % 64 or neurons % 64 or neurons < ROWS * sm_count():
+        return f"D and H are multiples of 64, and H is not small, got {width} and {neurons}"
+    return None
+
+
+def decode_layers(
+    stream: Stream,
+    layers: Layers,
+    k_cache: jax.Ref,
+    v_cache: jax.Ref,
+    lengths: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    rectifier: Rectifier | None,
+    is_sparse: bool,
+    window: int | None = None,
+    residual_scale: float = 1.0,
+) -> Stream:
+    """All layers for one new token of each of up to eight sequences.
+
+    Args:
+      stream: of the tokens, bfloat16.
+      layers: their weights, bfloat16, or `Quantised` but for `down`. Query, key, value and `out`
+        are read by rows of what they give, so those in bfloat16 are transposed first. That copies
+        nothing if they lie so in memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them.
+      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values.
+      lengths: int32 `[B]`, of the sequences before.
+      rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
+        i and i + n of a head are rotated.
+      heads, kv_heads: of attention.
+      eps: of the norms.
+      rectifier: the activation; None for SiLU.
+      is_sparse: whether rows of neurons that are not open are left out.
+      window, residual_scale: as of `DecodeKernels.decode_layers`.
+
+    Returns:
+      The stream in front of the norm that follows the last layer.
+    """
+    mlp = layers.mlp
+    number, batch, capacity, _, size = k_cache.shape
+    _, neurons, width = mlp.down.shape
+    shape = Shape(
+        min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
+        size, mlp.gate is not None, is_sparse, rectifier,
+        (_itemsize(layers.qkv[0]), _itemsize(layers.out), _itemsize(mlp.up)),
+        2 * rope[0].shape[1], window, residual_scale,
+    )  # fmt: skip
+    operands = _operands(shape, stream, layers, k_cache, v_cache, lengths, rope)
+    flat, structure = jax.tree.flatten(operands)
+
+    def body(*refs, **scratch):
+        given = jax.tree.unflatten(structure, refs[: len(flat)])
+        kernel(given, refs[len(flat) :], scratch, shape=shape, eps=eps)
+
+    outs = (*stream[:2], jax.ShapeDtypeStruct((len(stream.x), BLOCK_WARPS), jnp.float32))
+    call = plgpu.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outs),
+        scratch_types=_scratch(shape),
+        **_grid(shape.blocks),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="decode_step",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    return Stream(*call(*flat))
+
+
+def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope) -> Operands:
+    batch, mlp = shape.batch, layers.mlp
+    first = stream.x[:batch].reshape(batch * shape.width // 2, 2)
+    first = jax.lax.bitcast_convert_type(first, jnp.int32)
+    words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(first), 0].set(first)
+    squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
+    # A load takes the first of eight sums; the others are of no warp.
+    squares = jnp.pad(squares, ((0, 0), (0, 3)))
+    activated = mlp.inner[:1] if shape.is_sparse else mlp.inner
+    up = mlp.up if shape.gated and shape.is_sparse else None
+    of_qkv = [scales for w in layers.qkv if (scales := _scales(w)) is not None]
+    row_scales = RowScales(
+        jnp.concatenate(of_qkv, axis=1) if of_qkv else None,
+        _scales(layers.out), tuple(map(_scales, activated)), _scales(up),
+    )  # fmt: skip
+    return Operands(
+        words, jnp.asarray(shape.table), stream.scaled[:batch], squares,
+        tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out),
+        (layers.qkv_bias, layers.out_bias), layers.head_scales,
+        tuple(map(_values, activated)), _values(up), row_scales,
+        mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
+    )  # fmt: skip
+
+
+def _by_rows(matrix: Operand) -> jax.Array:
+    return matrix.values if isinstance(matrix, Quantised) else jnp.swapaxes(matrix, 1, 2)
+
+
+def _itemsize(matrix: Operand) -> int:
+    return 1 if isinstance(matrix, Quantised) else 2
+
+
+def _values(matrix: Operand | None) -> jax.Array | None:
+    return matrix.values if isinstance(matrix, Quantised) else matrix
+
+
+def _scales(matrix: Operand | None) -> jax.Array | None:
+    return matrix.scale[..., 0] if isinstance(matrix, Quantised) else None
+
+
+def _grid(blocks: int) -> dict:
+    """The interpreter runs the blocks of a cluster side by side, and clusters one by one."""
+    if interpretation() is None:
+        return dict(grid=(blocks,), grid_names=("block",))
+    return dict(grid=(1,), grid_names=("all",), cluster=(blocks,), cluster_names=("block",))
+
+
+def _scratch(shape: Shape) -> dict:
+    smem = plgpu.SMEM
+    stages = {
+        "ring": plgpu.RefUnion(
+            smem((shape.slots, ROWS, 2 * STAGE_WORDS), jnp.bfloat16, transforms=TILED),
+            smem((shape.slots, ROWS, 4 * STAGE_WORDS), E4M3, transforms=tiled(E4M3)),
+            smem((shape.slots, shape.keys, shape.size), jnp.bfloat16, transforms=TILED),
+            smem((shape.slots, DOWN_ROWS, DOWN_COLUMNS), jnp.bfloat16, transforms=TILED),
+        ),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=shape.slots),
+        "empty": plgpu.Barrier(num_arrivals=2, num_barriers=shape.slots),
+        "together": plgpu.Barrier(num_arrivals=2),
+    }
+    words = {
+        name: smem(size, jnp.dtype(kind)) for name, (size, kind) in shape.scratch_words.items()
+    }
+    if "columns" in words:
+        words["parts"] = plgpu.RefUnion(words["parts"], words.pop("columns"))
+    return stages | words

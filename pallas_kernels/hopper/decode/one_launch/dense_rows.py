@@ -1,0 +1,147 @@
+"""The feed-forward block with all of its neurons.
+
+`down` is `[H, D]`, so a thread block multiplies some of its rows and 64 of its columns: parts of
+the product, which those that have the columns add up, in a fixed order.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.decode.one_launch import (
+    activation,
+    exchange,
+    lane,
+    memory,
+    products,
+    stream,
+)
+from pallas_kernels.hopper.decode.one_launch.block import Block
+from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS
+from pallas_kernels.hopper.decode.one_launch.products import TOKENS
+from pallas_kernels.hopper.decode.one_launch.shape import DOWN, DOWN_COLUMNS, DOWN_ROWS
+
+_TILES = DOWN_COLUMNS // ROWS
+_TOKENS_AT_ONCE = 4  # so that their words fit into registers
+
+
+def post_hidden(block: Block, layer, exchange_number, factor):
+    """`product`'s functions that post the activations of 16 neurons."""
+    shape, parts = block.shape, block.smem["parts"]
+    scales = [None if s is None else s.at[layer] for s in block.refs.row_scales.activated]
+
+    def prepare(row):
+        pair = row + 2 * (lane.numbers() & 7)
+        return [stream.scales_at(one, pair, 2) for one in scales]
+
+    def finish(row, part, prepared):
+        @pl.when(block.wg == 0)
+        def _():
+            number, place = lane.numbers(), stream.pair_of(block, row, shape.neurons)
+            by = factor(jnp.where(place < 0, 0, number >> 3))
+            halves = []
+            for j in (0, 1):
+                at = stream.where_pair(number, place, j)
+                z = products.sum_of_warps(parts, part, at) * by * prepared[0][j]
+                h = activation.activated(z, shape.rectifier)
+                if shape.gated:
+                    u = products.sum_of_warps(parts, part + 1, at) * by * prepared[1][j]
+                    h *= activation.linear(u, shape.rectifier)
+                halves.append(h)
+            exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
+
+    return prepare, finish
+
+
+def add(block: Block, exchange_number, number):
+    """Adds the product with `down`; exchange `exchange_number + 2` gets the stream.
+
+    Returns the number of the next stage.
+    """
+
+    def unit(i, number):
+        return _multiply(block, exchange_number, block.first[DOWN] + i, number)
+
+    number = lax.fori_loop(0, block.many[DOWN], unit, number)
+    columns, blocks = block.shape.width // ROWS, block.shape.blocks
+    for start in range(0, columns, blocks):
+        tile = lax.axis_index("block") + start
+        pl.when(tile < columns)(lambda tile=tile: _add_up(block, exchange_number, tile))
+    return number
+
+
+def _multiply(block: Block, exchange_number, unit, number):
+    """Posts the product of some rows and 64 columns of `down`, float32."""
+    shape, smem = block.shape, block.smem
+    blocks = shape.width // DOWN_COLUMNS
+    split, column = lax.div(unit, blocks), lax.rem(unit, blocks)
+    first, stages = shape.rows_of_split(split)
+    _receive(block, exchange_number, first, stages)
+    block.meet()
+
+    def stage(j, carry):
+        number, sums = carry
+        tokens = products.tokens_of_rows(smem["x"], j, block.wg, batch=shape.batch)
+        slot = lax.rem(number, shape.slots)
+        plgpu.barrier_wait(block.full.at[slot])
+        sums = products.add_columns(block.down_ring.at[slot], tokens, list(sums), block.wg)
+        plgpu.barrier_arrive(block.empty.at[slot])
+        return number + 1, tuple(sums)
+
+    start = number, _TILES * (products.zeros(),)
+    number, sums = lax.fori_loop(0, stages, stage, start)
+    for which, part in enumerate(sums):
+        products.put(smem["parts"], jnp.int32(which), part, block.wg)
+    block.meet()
+    index = lane.numbers()  # a column and a token
+    own, token = index >> 3, index & (TOKENS - 1)
+    for turn in range(_TILES // 2):
+        tile = 2 * turn + block.wg
+        total = products.sum_of_warps(smem["parts"], tile, index)
+        at = (split * shape.batch + token) * shape.width + column * DOWN_COLUMNS + tile * ROWS + own
+        place = jnp.where(token < shape.batch, at, -1)
+        bits = lax.bitcast_convert_type(total, jnp.int32)
+        exchange.post(block.refs.words, exchange_number + 1, place, bits)
+    block.meet()  # before the next unit's activations come
+    return number
+
+
+def _receive(block: Block, exchange_number, first, stages) -> None:
+    """Takes the activations of `stages` times 128 neurons into shared memory."""
+    shape, thread = block.shape, block.thread()
+    pairs, most = shape.neurons // 2, shape.most_down_stages * DOWN_ROWS // 2
+    numbers = [thread + start for start in range(0, most, 2 * LANES)]
+    block.meet()  # nobody reads what was there
+    for begin in range(0, shape.batch, _TOKENS_AT_ONCE):
+        inside, places = [], []
+        for token in range(begin, min(begin + _TOKENS_AT_ONCE, shape.batch)):
+            for number in numbers:
+                of_all = first * (DOWN_ROWS // 2) + number
+                is_there = (number < stages * (DOWN_ROWS // 2)) & (of_all < pairs)
+                places.append(jnp.where(is_there, token * pairs + of_all, -1))
+                inside.append(jnp.where(number < most, token * shape.row_words + number, -1))
+        words = exchange.take(block.refs.words, exchange_number, places)
+        for place, word in zip(inside, words, strict=True):
+            memory.scatter(block.smem["x"], place, word)  # zeros past the last neuron
+
+
+def _add_up(block: Block, exchange_number, tile) -> None:
+    """Adds the parts of 16 columns to the stream."""
+    shape, words = block.shape, block.refs.words
+
+    @pl.when(block.wg == 0)
+    def _():
+        place = stream.pair_of(block, tile * ROWS, shape.width)
+        before = exchange.read(words, exchange_number - 1, place)
+        number = lane.numbers()
+        token, pair = number >> 3, number & 7
+        places = []
+        for split in range(shape.down_splits):
+            at = (split * shape.batch + token) * shape.width + tile * ROWS + 2 * pair
+            places += [jnp.where(place < 0, -1, at + j) for j in (0, 1)]
+        found = exchange.take(words, exchange_number + 1, places)
+        found = [lax.bitcast_convert_type(one, jnp.float32) for one in found]
+        sums = stream.added(block, [sum(found[2::2], found[0]), sum(found[3::2], found[1])], before)
+        exchange.post(words, exchange_number + 2, place, lane.pack(*sums))

@@ -1,0 +1,199 @@
+"""Words that thread blocks post for all others, with the number of what they belong to.
+
+A word is 8 bytes: 32 bits and the number of its exchange, written and read at once, so that there
+is no flag to wait for and nothing to fence. Whoever takes a word polls until the number is there.
+Words of one exchange lie in one of `BUFFERS` parts of memory, which take turns; see `step`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
+from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.decode import on_host
+from pallas_kernels.hopper.decode.one_launch import lane
+from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
+
+BUFFERS = 16
+_MOST_POLLS = 1 << 22  # seconds, after which a fault ends the program
+
+
+@primitive
+def post(words_ref, exchange, places: jax.Array, values: jax.Array) -> None:
+    """Posts words.
+
+    Args:
+      words_ref: GMEM, int32 `[BUFFERS, words, 2]`.
+      exchange: int32 scalar, its number, above 0.
+      places: of the words among those of the exchange; lanes with a negative one post nothing.
+      values: int32, the words.
+    """
+    size = words_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WORD, WORD))
+    def step(_, ref, exchange, places, values):
+        number, place = lane.scalar(exchange), lane.word(places)
+        ptx(
+            "{.reg .pred p; .reg .b64 q; setp.ge.s32 p, $3, 0; mov.b64 q, {$1, $2}; "
+            "@p st.relaxed.gpu.global.b64 [$0], q;}",
+            _address(ref, number, place, size),
+            lane.word(values),
+            number,
+            place,
+            has_side_effects=True,
+        )
+
+    step(words_ref, exchange, places, values)
+
+
+@primitive
+def take(words_ref, exchange, places: list[jax.Array], count: int = 1) -> list[jax.Array]:
+    """Waits for words, and returns them: int32, 0 where places are negative.
+
+    Args:
+      words_ref: as of `post`.
+      exchange: int32 scalar, its number.
+      places: of the words. All are asked for at once, again and again until all are there.
+      count: how many words from each place on, 1 or 2; places are multiples of it.
+    """
+    size, n = words_ref.shape[1], len(places)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, n * [WORD]), return_type=count * n * [lane.struct()]
+    )
+    def step(_, ref, exchange, places):
+        number = lane.scalar(exchange)
+        places = [lane.word(one) for one in places]
+        addresses = [_address(ref, number, place, size) for place in places]
+        return [lane.array(found) for found in _poll(addresses, places, number, count)]
+
+    return step(words_ref, exchange, places)
+
+
+@primitive
+def read(words_ref, exchange, places: jax.Array) -> jax.Array:
+    """Words that this block has taken before; 0 where places are negative.
+
+    They are loaded without a test, so nothing waits before they are used.
+    """
+    size = words_ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WORD), return_type=lane.struct())
+    def step(_, ref, exchange, places):
+        place = lane.word(places)
+        found = ptx(
+            "{.reg .pred p; .reg .b32 w; mov.b32 w, 0; setp.ge.s32 p, $2, 0; "
+            "@p ld.relaxed.gpu.global.b32 w, [$1]; mov.b32 $0, w;}",
+            _address(ref, lane.scalar(exchange), place, size),
+            place,
+            result_types=const(0).type,
+            has_side_effects=True,
+        )
+        return lane.array(found)
+
+    return step(words_ref, exchange, places)
+
+
+def _address(ref, number: ir.Value, place: ir.Value, size: int) -> ir.Value:
+    buffer = arith.andi(number, const(BUFFERS - 1))
+    index = arith.addi(arith.muli(buffer, const(size)), place)
+    return simt.gmem_address(ref, arith.muli(index, const(8)))
+
+
+def _poll(
+    addresses: list[ir.Value], places: list[ir.Value], number: ir.Value, count: int
+) -> list[ir.Value]:
+    n, m = len(addresses), count * len(addresses)
+    wanted = f"${m + 2 * n}"
+    # Results are written last: they may lie in the registers of operands.
+    flags = " ".join(f"setp.ge.s32 p{i}, ${m + n + i}, 0;" for i in range(n))
+    none = " ".join(f"mov.b64 v{i}, none;" for i in range(m))
+    load = "ld.relaxed.gpu.global"
+    if count == 1:
+        loads = [f"@p{i} {load}.b64 v{i}, [${m + i}];" for i in range(n)]
+    else:
+        pairs = [f"{{v{2 * i}, v{2 * i + 1}}}" for i in range(n)]
+        loads = [f"@p{i} {load}.v2.b64 {pair}, [${m + i}];" for i, pair in enumerate(pairs)]
+    tests = " ".join(
+        f"mov.b64 {{w{i}, t}}, v{i}; xor.b32 t, t, {wanted}; or.b32 missing, missing, t;"
+        for i in range(m)
+    )
+    results = " ".join(f"mov.b32 ${i}, w{i};" for i in range(m))
+    found = ptx(
+        f"""{{.reg .pred p<{n}>, more; .reg .b64 v<{m}>, none;
+            .reg .b32 w<{m}>, t, missing, polls, zero;
+            mov.b32 polls, 0; mov.b32 zero, 0; mov.b64 none, {{zero, {wanted}}};
+            {flags} {none}
+            poll: {" ".join(loads)}
+            add.u32 polls, polls, 1; setp.gt.u32 more, polls, {_MOST_POLLS}; @more trap;
+            mov.b32 missing, 0; {tests} setp.ne.u32 more, missing, 0; @more bra poll;
+            {results}}}""",
+        *addresses,
+        *places,
+        number,
+        result_types=[const(0).type] * m,
+        has_side_effects=True,
+    )
+    return list(found)
+
+
+@post.in_jax
+def _post(words_ref, exchange, places, values):
+    board = on_host.log("exchange")
+
+    def note(exchange, places, values):
+        found = {int(p): v for p, v in zip(places, values, strict=True) if p >= 0}
+        board.note((int(exchange), found))
+        return np.int32(1)
+
+    _in_order(words_ref, note, jax.ShapeDtypeStruct((), jnp.int32), exchange, places, values)
+
+
+@take.in_jax
+def _take(words_ref, exchange, places, count=1):
+    """What the reference has is exchange 0."""
+    board = on_host.log("exchange")
+    stacked = jnp.stack([jnp.where(p < 0, p, p + i) for p in places for i in range(count)])
+
+    def find(exchange, places, first):
+        known = dict(enumerate(first.tolist())) if exchange == 0 else {}
+        wanted = {int(place) for place in places.reshape(-1) if place >= 0}
+
+        def is_there(entries):
+            for number, found in entries:
+                if number == exchange:
+                    known.update(found)
+            return wanted <= known.keys()
+
+        board.wait_until(is_there)
+        return np.array([known[p] if p >= 0 else 0 for p in places.reshape(-1)], np.int32)
+
+    result = jax.ShapeDtypeStruct((stacked.size,), jnp.int32)
+    found = _in_order(words_ref, find, result, exchange, stacked, words_ref[0, :, 0])
+    return list(found.reshape(stacked.shape))
+
+
+@read.in_jax
+def _read(words_ref, exchange, places):
+    return _take(words_ref, exchange, [places])[0]
+
+
+def _in_order(words_ref, call, result, *operands):
+    """What `call` returns on the host; the interpreter keeps the order of a thread's accesses."""
+    place = 2 * lax.axis_index("block") + lax.axis_index("wg")
+    before = words_ref[1, place, 0]
+
+    def call_now(_, *operands):
+        return call(*map(np.asarray, operands))
+
+    found = io_callback(call_now, result, before, *operands)
+    words_ref[1, place, 0] = before + jnp.sum(found) * 0
+    return found

@@ -1,0 +1,265 @@
+"""What the lanes of a warpgroup do with memory, a word or more each; see `lane`.
+
+Places count 32-bit words; a lane with a negative one takes no part.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.common import simt
+from pallas_kernels.hopper.common.primitives import primitive
+from pallas_kernels.hopper.common.scalars import INT32, int32
+from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.hopper.decode import on_host
+from pallas_kernels.hopper.decode.one_launch.lane import LANES, WORD, array, ptx, struct, word
+
+
+@primitive
+def gather(ref, places: jax.Array) -> jax.Array:
+    """Words of SMEM `ref` (int32 or float32, row-major), 0 where `places` are negative."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=struct(ref.dtype))
+    def step(_, ref, places):
+        place = word(places)
+        address = arith.addi(simt.smem_address(ref), arith.muli(place, const(4)))
+        is_float = isinstance(ir.MemRefType(ref.type).element_type, ir.F32Type)
+        result = ir.F32Type.get() if is_float else const(0).type
+        return array(
+            ptx(
+                "{.reg .pred p; .reg .b32 w; mov.b32 w, 0; setp.ge.s32 p, $2, 0; "
+                "@p ld.shared.b32 w, [$1]; mov.b32 $0, w;}",
+                address,
+                place,
+                result_types=result,
+                has_side_effects=True,
+            )
+        )
+
+    return step(ref, places)
+
+
+@gather.in_jax
+def _gather(ref, places):
+    found = _memory(ref, places, jnp.zeros((0,), jnp.int32))
+    return lax.bitcast_convert_type(found, ref.dtype)
+
+
+@primitive
+def gather_each(ref, places: jax.Array, count: int, stride: int) -> list[jax.Array]:
+    """`count` words of SMEM `ref`, `stride` words apart, the first at `places`, none negative."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=count * [struct(ref.dtype)])
+    def step(_, ref, places):
+        address = arith.addi(simt.smem_address(ref), arith.muli(word(places), const(4)))
+        is_float = isinstance(ir.MemRefType(ref.type).element_type, ir.F32Type)
+        return [
+            array(
+                ptx(
+                    f"ld.shared.b32 $0, [$1 + {4 * i * stride}];",
+                    address,
+                    result_types=ir.F32Type.get() if is_float else const(0).type,
+                    has_side_effects=True,
+                )
+            )
+            for i in range(count)
+        ]
+
+    return step(ref, places)
+
+
+@gather_each.in_jax
+def _gather_each(ref, places, count, stride):
+    return [_gather(ref, places + i * stride) for i in range(count)]
+
+
+@primitive
+def gather_four(ref, places: jax.Array) -> list[jax.Array]:
+    """Four words of SMEM `ref` (int32) from each of `places` on, which are multiples of four."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=4 * [struct()])
+    def step(_, ref, places):
+        address = arith.addi(simt.smem_address(ref), arith.muli(word(places), const(4)))
+        found = ptx(
+            "{.reg .b32 a<4>; ld.shared.v4.b32 {a0, a1, a2, a3}, [$4]; "
+            "mov.b32 $0, a0; mov.b32 $1, a1; mov.b32 $2, a2; mov.b32 $3, a3;}",
+            address,
+            result_types=[const(0).type] * 4,
+            has_side_effects=True,
+        )
+        return [array(value) for value in found]
+
+    return step(ref, places)
+
+
+@gather_four.in_jax
+def _gather_four(ref, places):
+    return [_gather(ref, places + i) for i in range(4)]
+
+
+@primitive
+def scatter(ref, places: jax.Array, values: jax.Array) -> None:
+    """Stores words to SMEM `ref` (int32 or float32, row-major)."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD, WORD))
+    def step(_, ref, places, values):
+        place = word(places)
+        ptx(
+            "{.reg .pred p; setp.ge.s32 p, $2, 0; @p st.shared.b32 [$0], $1;}",
+            arith.addi(simt.smem_address(ref), arith.muli(place, const(4))),
+            word(values),
+            place,
+            has_side_effects=True,
+        )
+
+    step(ref, places, values)
+
+
+@scatter.in_jax
+def _scatter(ref, places, values):
+    _memory(ref, places, lax.bitcast_convert_type(values, jnp.int32))
+
+
+@primitive
+def scatter_four(ref, places: jax.Array, values: list[jax.Array]) -> None:
+    """Stores four words to SMEM `ref` (int32) from each of `places` on, multiples of four."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD, 4 * [WORD]))
+    def step(_, ref, places, values):
+        place = word(places)
+        ptx(
+            "{.reg .pred p; setp.ge.s32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4};}",
+            arith.addi(simt.smem_address(ref), arith.muli(place, const(4))),
+            *map(word, values),
+            place,
+            has_side_effects=True,
+        )
+
+    step(ref, places, values)
+
+
+@scatter_four.in_jax
+def _scatter_four(ref, places, values):
+    for i, part in enumerate(values):
+        _scatter(ref, jnp.where(places >= 0, places + i, -1), part)
+
+
+@primitive
+def number_at(ref, place: int) -> jax.Array:
+    """The word of SMEM `ref` (int32, row-major) at a place, for all lanes, int32 scalar."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=INT32)
+    def step(_, ref):
+        return int32(simt.load_shared(simt.smem_address(ref), 4 * place))
+
+    return step(ref)
+
+
+@number_at.in_jax
+def _number_at(ref, place):
+    return _gather(ref, jnp.full((LANES,), place, jnp.int32))[0]
+
+
+def _memory(ref, places, values):
+    """For twins: the words of `ref` at `places`, behind what `values`, unless empty, puts there.
+
+    The host has the memory, as the interpreter could only store one lane's word after the other;
+    what `ref` itself has keeps the order of a warpgroup's accesses.
+    """
+    known: dict = on_host.shared("shared memory", dict)
+    block, wg = lax.axis_index("block"), lax.axis_index("wg")
+    size = int(np.prod(ref.shape))
+
+    def access(_, block, places, values):
+        places, values = np.asarray(places), np.asarray(values)
+        # NaN, and no likely place or count
+        words = known.setdefault((int(block), id(ref)), np.full(size, 0x7FC0BAD1, np.int32))
+        is_there = places >= 0
+        if np.any(places >= size):
+            raise IndexError(f"place {places.max()} of {ref.shape}")
+        if values.size:
+            words[places[is_there]] = values[is_there]
+        return np.where(is_there, words[np.maximum(places, 0)], 0)
+
+    first = (*(len(ref.shape) - 1) * (0,), wg)
+    before = ref[first]
+    found = io_callback(access, struct_of(places), before, block, places, values)
+    ref[first] = before + (found[0] * 0).astype(before.dtype)
+    return found
+
+
+def struct_of(places) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(places.shape, jnp.int32)
+
+
+@primitive
+def load(ref, places: jax.Array, count: int = 1) -> list[jax.Array]:
+    """`count` (1, 2 or 4) words of GMEM `ref` from each of `places` on, multiples of `count`.
+
+    Nothing may write them while the kernel runs. The loads are not waited for before the words are
+    used. Zeros where places are negative.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=count * [struct()])
+    def step(_, ref, places):
+        place = word(places)
+        active = arith.cmpi(arith.CmpIPredicate.sge, place, const(0))
+        wide = arith.extui(ir.IntegerType.get_signless(64), place)
+        base = simt.gmem_address(ref, const(0))
+        four = mgpu.c(4, ir.IntegerType.get_signless(64))
+        address = arith.addi(base, arith.muli(wide, four))
+        return [array(value) for value in simt.load_words(address, 0, active, count)]
+
+    return step(ref, places)
+
+
+@load.in_jax
+def _load(ref, places, count=1):
+    flat = _as_words(ref[...])
+    found = [flat[jnp.maximum(places, 0) + i] for i in range(count)]
+    return [jnp.where(places >= 0, value, 0) for value in found]
+
+
+def _as_words(values: jax.Array) -> jax.Array:
+    values = values.reshape(-1)
+    if (per_word := 4 // values.dtype.itemsize) > 1:
+        values = values.reshape(-1, per_word)
+    return lax.bitcast_convert_type(values, jnp.int32)
+
+
+@primitive
+def store(ref, places: jax.Array, values: jax.Array) -> None:
+    """Stores words to GMEM `ref`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD, WORD))
+    def step(_, ref, places, values):
+        place = word(places)
+        active = arith.cmpi(arith.CmpIPredicate.sge, place, const(0))
+        simt.store_words(ref, place, [word(values)], active)
+
+    step(ref, places, values)
+
+
+@store.in_jax
+def _store(ref, places, values):
+    halves = lax.bitcast_convert_type(values, ref.dtype).reshape(-1)
+    per_word = 4 // ref.dtype.itemsize
+
+    @pl.loop(0, LANES * per_word)
+    def _(i):
+        lane = i // per_word
+
+        @pl.when(places[lane] >= 0)
+        def _():
+            index, place = [], places[lane] * per_word + i % per_word
+            for extent in reversed(ref.shape):
+                index.append(place % extent)
+                place = place // extent
+            ref[tuple(reversed(index))] = halves[i]

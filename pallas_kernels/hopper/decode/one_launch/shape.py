@@ -1,0 +1,226 @@
+"""The numbers that decide what a step does, and what a thread block needs for it."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from pallas_kernels.hopper.decode.one_launch import plan
+from pallas_kernels.hopper.decode.one_launch.attention import keys_of_stage
+from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
+from pallas_kernels.rectifiers import Rectifier
+
+_SMEM = 226 * 1024  # bytes of a block, without barriers
+_ALIGNED = 1024  # bytes: where references to shared memory begin
+STAGE_BYTES = ROWS * STAGE_WORDS * 4
+DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
+UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
+LISTED = 512  # open rows that are listed; of more, all rows are looked at
+_MERGED = 4096  # words that a block takes of the other splits: 16 of each thread, a stage's memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a step.
+
+    Attributes:
+      blocks: thread blocks, one on each SM.
+      layers, batch, capacity: of the model and of the cache.
+      width, neurons: D and H.
+      heads, kv_heads, size: of attention.
+      gated: whether there is a gate projection.
+      is_sparse: whether rows of neurons that are not open are left out.
+      rectifier: the activation; None for SiLU.
+      itemsizes: bytes of a number of query, key and value, of `out`, and of gate and up: 2, or 1
+        for 8-bit floats.
+      rotated: features of a head that have positions.
+      window: tokens that a token attends to, itself included; None: all.
+      residual_scale: what blocks add to the stream is multiplied with it.
+    """
+
+    blocks: int
+    layers: int
+    batch: int
+    capacity: int
+    width: int
+    neurons: int
+    heads: int
+    kv_heads: int
+    size: int
+    gated: bool
+    is_sparse: bool
+    rectifier: Rectifier | None
+    itemsizes: tuple[int, int, int]
+    rotated: int
+    window: int | None
+    residual_scale: float
+
+    def itemsize(self, which: int) -> int:
+        """Bytes of a number of the matrices `which`, QKV, OUT or GATE."""
+        return self.itemsizes[which - 1]
+
+    def words_of_row(self, which: int) -> int:
+        """Words of a row of these matrices."""
+        features = self.attended if which == OUT else self.width
+        return features * self.itemsize(which) // 4
+
+    def stages(self, which: int) -> int:
+        """Stages of a group of rows of these matrices."""
+        return -(-self.words_of_row(which) // STAGE_WORDS)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def attended(self) -> int:
+        """Features of what attention returns for a token."""
+        return self.heads * self.size
+
+    @property
+    def projected(self) -> int:
+        """Features of query, key and value."""
+        return (self.heads + 2 * self.kv_heads) * self.size
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that a block takes at once: as many as fit into registers, or fewer if that is
+        even."""
+        return -(-self.batch // -(-self.batch // 4))
+
+    @property
+    def row_words(self) -> int:
+        """Words of a token in shared memory; lanes that read eight tokens read different banks."""
+        longest = max(self.width, self.attended)
+        if not self.is_sparse:
+            longest = max(longest, self.most_down_stages * DOWN_ROWS)
+        return -(-longest // (2 * STAGE_WORDS)) * STAGE_WORDS + 4
+
+    @property
+    def _down_stages(self) -> int:
+        return -(-self.neurons // DOWN_ROWS)
+
+    @property
+    def down_splits(self) -> int:
+        """Into how many parts the rows of `down` are split."""
+        return max(1, min(self._down_stages, self.blocks // (self.width // DOWN_COLUMNS)))
+
+    def rows_of_split(self, split) -> tuple:
+        """The first of the stages of a part, and how many it has."""
+        first, end = plan.part(split, self.down_splits, self._down_stages)
+        return first, end - first
+
+    @property
+    def most_down_stages(self) -> int:
+        """The most stages that a part has."""
+        return -(-self._down_stages // self.down_splits)
+
+    @property
+    def key_splits(self) -> int:
+        """Into how many splits the stored keys of a head are split, for blocks that had no unit.
+
+        With more than one, no block has more than one unit.
+        """
+        by_blocks = self.blocks // (self.batch * self.kv_heads)
+        by_memory = 1 + _MERGED // (self.group * (self.size + 2))
+        return max(1, min(by_blocks, by_memory, -(-self.capacity // self.keys)))
+
+    @property
+    def merged_words(self) -> int:
+        """Words that the splits of a head but the first post: values, tops and totals."""
+        return (self.key_splits - 1) * self.group * (self.size + 2)
+
+    @property
+    def open_words(self) -> int:
+        """Words that an open row's activations have."""
+        return -(-self.batch // 2)
+
+    @property
+    def words(self) -> int:
+        """The most words of an exchange."""
+        most = self.batch * max(self.projected, self.attended, self.width) // 2
+        most = max(most, self.batch * self.kv_heads * self.merged_words)
+        if self.is_sparse:
+            most = max(most, self.neurons * self.open_words)
+        else:
+            parts = self.down_splits * self.batch * self.width
+            most = max(most, self.batch * self.neurons // 2, parts)
+        return most + most % 2  # two are taken at once
+
+    @functools.cached_property
+    def shares(self) -> list[Share]:
+        """Of attention's units; of the rows of query, key and value, of `out`, and of what is
+        activated; and of the parts of `down` in a dense block."""
+        activated = 2 if self.gated and not self.is_sparse else 1
+        of_qkv, of_out, of_gate = (ROWS * size for size in self.itemsizes)
+        matrices = [
+            Matrix(self.projected // ROWS, of_qkv * self.width),
+            Matrix(self.width // ROWS, of_out * self.attended),
+            Matrix(self.neurons // ROWS, of_gate * self.width * activated, least=1),
+        ]
+        if not self.is_sparse:
+            size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
+            matrices.append(Matrix(self.down_splits * self.width // DOWN_COLUMNS, size))
+        units = self.batch * self.kv_heads * self.key_splits
+        read = 4 * self.capacity * self.size // self.key_splits
+        return plan.shares(self.blocks, units, read, matrices)
+
+    @property
+    def table(self) -> np.ndarray:
+        """The shares of each block, int32 `[blocks, 2 * shares + 1]`: where each begins, and how
+        many it has; and the number of tokens."""
+        tokens = np.full(self.blocks, self.batch, np.int32)
+        return np.stack([*(part for share in self.shares for part in share), tokens], axis=1)
+
+    @property
+    def most_gates(self) -> int:
+        """The most groups of gates that a block has."""
+        return self.shares[3].most
+
+    @property
+    def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What a block keeps in shared memory besides the ring: shapes and types.
+
+        "columns" lie where "parts" do: when they are there, nobody has or wants these.
+        """
+        states = 512 // self.size + self.key_splits - 1  # of key tiles, and of the other splits
+        found = {
+            "x": ((self.batch, self.row_words), "int32"),
+            "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
+            "squares": ((TOKENS, BLOCK_WARPS), "float32"),
+            "q": ((self.group + 2, self.size // 2 + 4), "int32"),
+            "values": ((states, self.group, self.size), "float32"),
+            "tops": ((states, self.group, 2), "float32"),
+        }
+        if 1 in self.itemsizes:
+            found["largest"] = (TOKENS, BLOCK_WARPS), "int32"
+            found["token_scales"] = (2, TOKENS), "float32"  # and their reciprocals
+        if not self.is_sparse:
+            return found
+        return found | {
+            "gates": ((self.most_gates, ROWS * TOKENS), "float32"),
+            "own_masks": ((self.most_gates + 1,), "int32"),
+            "own_rows": ((self.most_gates * ROWS,), "int32"),
+            "counts": ((BLOCK_WARPS + 1,), "int32"),
+            "masks": ((self.neurons // ROWS,), "int32"),
+            "listed": ((LISTED,), "int32"),
+            "columns": ((256, 8), "int32"),
+            "hidden": ((256, 4), "int32"),
+        }
+
+    @property
+    def slots(self) -> int:
+        """Stages that the ring has room for."""
+        words = {name: shape for name, (shape, _) in self.scratch_words.items()}
+        columns = words.pop("columns", ())
+        assert np.prod(columns) <= np.prod(words["parts"])
+        sizes = (4 * int(np.prod(shape)) for shape in words.values())
+        taken = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+        return (_SMEM - taken) // STAGE_BYTES
+
+    @property
+    def keys(self) -> int:
+        """Keys of a stage."""
+        return keys_of_stage(self.size)

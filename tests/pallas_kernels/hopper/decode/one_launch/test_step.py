@@ -1,0 +1,148 @@
+"""All layers of a decoding step in one launch, against the definition in plain JAX."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.hopper.decode.one_launch.call import decode_layers
+from pallas_kernels.rectifiers import Rectifier
+from pallas_kernels.reference import decode as reference
+from tests.errors import relative_error
+from tests.pallas_kernels.hopper.decode.one_launch import drawn
+from tests.pallas_kernels.hopper.decode.one_launch.drawn import Case
+
+SMALL = Case(1, 1, 512, 256, 4, 2, 64, 128)
+LARGE = {
+    "2b": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87),
+    "2b, half of the gates open": Case(2, 8, 2048, 5632, 32, 32, 64, 1024),
+    "Llama-3.1-8B": Case(2, 8, 4096, 14336, 32, 8, 128, 1024, offset=2.87),
+    "Qwen3-0.6B": Case(
+        2, 3, 1024, 3072, 16, 8, 128, 512, is_sparse=False, rectifier=None, has_head_norms=True
+    ),
+    "SmolLM2-360M": Case(2, 5, 960, 2560, 15, 5, 64, 256, is_sparse=False, rectifier=None),
+    "Qwen2.5-0.5B": Case(
+        2, 1, 896, 4864, 14, 2, 64, 1024, is_sparse=False, rectifier=None, has_biases=True
+    ),
+    "2b, dense": Case(2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False),
+    "2b in 8 bits": Case(2, 3, 2048, 5632, 32, 32, 64, 1024, offset=2.87, in_8_bits="all"),
+    "2b, dense, in 8 bits": Case(
+        2, 1, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, in_8_bits="mlp"
+    ),
+    "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
+    "2b, splits without keys": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87, lengths=(1,)),
+    "Qwen3-0.6B, splits without keys": Case(
+        2, 3, 1024, 3072, 16, 8, 128, 4096, lengths=(0, 65, 3000), has_head_norms=True
+    ),
+    "Qwen3-0.6B, most splits": Case(2, 1, 1024, 3072, 16, 8, 128, 4096, lengths=(1111,)),
+}
+
+
+def run(function, stream, layers, k, v, lengths, rope):
+    """The stream, keys and values after a step."""
+    k, v = jax.new_ref(k), jax.new_ref(v)
+    stream = function(stream, layers, k, v, lengths, rope)
+    return stream, k[...], v[...]
+
+
+def assert_matches(got, operands, case):
+    """Where both round to 8 bits, a difference of 2^-9, as in bfloat16, takes one in 64 numbers to
+    its neighbour, which is up to 2^-3 away: 0.016 of each product on average."""
+    bound = 0.03 if case.in_8_bits else 0.01
+
+    def definition(*of):
+        return reference.decode_layers(*of, **case.options)
+
+    expected = run(definition, *operands)
+    for found, wanted in zip(got[0][:2], expected[0][:2], strict=True):
+        assert relative_error(found[: case.batch], wanted[: case.batch]) < bound
+        assert not np.asarray(found[case.batch :], np.float32).any()
+    squares = [np.asarray(of.squares).sum(axis=1)[: case.batch] for of in (got[0], expected[0])]
+    assert relative_error(*squares) < bound
+    for found, wanted in zip(got[1:], expected[1:], strict=True):
+        found, wanted = (np.asarray(a, np.float32) for a in (found, wanted))
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+        assert relative_error(np.nan_to_num(found), np.nan_to_num(wanted)) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        SMALL._replace(layers=2, batch=3, kv_heads=1, size=128, capacity=192),
+        SMALL._replace(batch=2, neurons=1280),  # more open rows than are listed
+        SMALL._replace(gated=False, rectifier=Rectifier(squared=True)),
+        SMALL._replace(rectifier=Rectifier(threshold=0.1, both=True)),
+        SMALL._replace(
+            is_sparse=False,
+            rectifier=None,
+            batch=3,
+            neurons=640,
+            has_biases=True,
+            has_head_norms=True,
+        ),
+        SMALL._replace(is_sparse=False, gated=False),
+        SMALL._replace(layers=2, batch=3, in_8_bits="all"),
+        SMALL._replace(is_sparse=False, in_8_bits="mlp", gated=False),
+        SMALL._replace(is_sparse=False, rectifier=None, in_8_bits="all"),
+        SMALL._replace(capacity=384, lengths=(300,), window=150, residual_scale=0.22),
+        SMALL._replace(
+            is_sparse=False,
+            rectifier=None,
+            size=128,
+            rotated=96,
+            has_head_norms=True,
+            batch=2,
+            capacity=192,
+            lengths=(40, 150),
+            window=64,
+            residual_scale=0.22,
+        ),
+        SMALL._replace(rotated=16),
+    ],
+)
+def test_interpreted(interpreted, case):
+    assert_matches_interpreted(interpreted, case, sms=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL._replace(layers=2, kv_heads=1, size=128, capacity=256, lengths=(150,)),
+        SMALL._replace(heads=5, kv_heads=1, capacity=256, lengths=(1,)),  # the first has no keys
+        SMALL._replace(is_sparse=False, kv_heads=1, capacity=256, lengths=(0,)),  # none has
+    ],
+)
+def test_splits_of_the_keys_interpreted(interpreted, case):
+    assert case.shape(2).key_splits == 2
+    assert_matches_interpreted(interpreted, case, sms=2)
+
+
+def assert_matches_interpreted(interpreted, case, sms):
+    operands = drawn.operands(case)
+    with interpreted(sms=sms, detect_races=False):
+        got = jax.block_until_ready(run(lambda *of: decode_layers(*of, **case.options), *operands))
+    assert_matches(got, operands, case)
+
+
+QUICK = "SmolLM2-360M", "narrow"
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LARGE]
+)
+def test_lowers(lower, name):
+    case = LARGE[name]
+    operands = jax.eval_shape(lambda: drawn.operands(case))
+    text = lower(lambda *of: run(lambda *of: decode_layers(*of, **case.options), *of), *operands)
+    assert text.count("mosaic_gpu") > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_on_the_gpu(name):
+    case = LARGE[name]
+    operands = drawn.operands(case)
+    got = jax.jit(lambda *of: run(lambda *of: decode_layers(*of, **case.options), *of))(*operands)
+    assert_matches(got, operands, case)
