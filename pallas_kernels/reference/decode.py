@@ -188,9 +188,11 @@ def add_ffn(
 
 def decode_layers(
     stream, layers, k_cache, v_cache, lengths, rope,
-    *, heads, kv_heads, eps, rectifier, is_sparse, window=None, residual_scale=1.0,
+    *, heads, kv_heads, eps, rectifier, is_sparse, in_one_launch=False, window=None,
+    residual_scale=1.0,
 ):  # fmt: skip
     """One layer after the other."""
+    del in_one_launch
     options = dict(
         heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse,
         window=window, residual_scale=residual_scale,

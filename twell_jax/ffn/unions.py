@@ -261,7 +261,10 @@ def backward(
     slopes = None
     if residuals.window_sums is not None and lasso_grad is not None:
         slopes = residuals.window_sums.slopes(lasso_grad)
-    ways: list[Callable] = [functools.partial(_sparse_backward, kernels)]
+    # Both branches with kernels trace and lower them once.
+    of_unions = jax.jit(functools.partial(_from_unions, kernels, act))
+    of_lists = jax.jit(functools.partial(_from_lists, kernels))
+    ways: list[Callable] = [functools.partial(_sparse_backward, of_unions, of_lists)]
     if _may_be_dense(capacity):
         ways.append(_dense_backward)
     branches = [  # in the order of `Way`
@@ -271,7 +274,9 @@ def backward(
     return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad, slopes)
 
 
-def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
+def _sparse_backward(
+    of_unions, of_lists, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes
+):
     m, plan, lists = x.shape[0], residuals.plan, residuals.lists
     penalties = l1_grad, slopes
     if has_heavy:
@@ -282,22 +287,32 @@ def _sparse_backward(kernels, act, residuals, has_heavy, x, weights, dy, l1_grad
         dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
     extra = slopes and slopes.of_unions(residuals.hidden, plan)
-    h_ref = in_place.mutable(residuals.hidden)
-    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act, extra)
-    dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, m)
+    dx, entries = of_unions(residuals.hidden, weights, dy, l1_grad, plan, lists, extra)
     if has_heavy:
         dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
         slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
         slots = jnp.where(residuals.heavy < m, slots, lists.tokens.size)
-        entries = [
+        entries = tuple(
             entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
             for entry, a in zip(entries, heavy, strict=True)
-        ]
+        )
+    return dx[:m], of_lists(entries, x, dy, lists)
+
+
+def _from_unions(kernels, act, hidden, weights, dy, l1_grad, plan, lists, extra):
+    """The gradient for x, and the entries of the lists: h and the gradients for z and u."""
+    h_ref = in_place.mutable(hidden)
+    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act, extra)
+    dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, len(dy))
+    return dx, entries
+
+
+def _from_lists(kernels, entries, x, dy, lists):
+    """The gradients for the weights."""
     h, *grads = entries
     inner = kernels.weight_grads(tuple(grads), x, lists)
-    dx = dx[:m]
     (down,) = kernels.weight_grads((h,), dy, lists)
-    return dx, Weights.of(inner, down)
+    return Weights.of(inner, down)
 
 
 def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):

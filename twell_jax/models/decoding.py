@@ -1,13 +1,10 @@
-"""One more token of each of a few sequences, by kernels that read every weight once.
+"""One more token of each of a few sequences, by kernels: which of them, and with what.
 
-The program is a chain of three launches for each layer, each made while the one before still runs:
-query, key and value projections with attention, which also rotates and appends (in many cases two
-launches, `token_pairs`); the output projection with the gate; and the rest of the feed-forward
-block. Norms and residuals are part of the products (`layouts.stream`). The kernels take the stacked
-weights of all layers and a layer's number, so nothing is copied. The layers are unrolled, as a
-loop's own kernels would come between.
+`pallas_kernels.hopper.decode.step` has the layers. Its kernels take the stacked weights of all
+layers and a layer's number, so nothing is copied.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -41,6 +38,10 @@ DECODE_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
 _SPARSE = "few_tokens"  # the algorithm of sparse blocks
 _MOST_BLOCKS = 132  # thread blocks of a launch
+_TOGETHER = 8  # sequences of a launch for all layers
+# Up to so many sequences, and bytes of a layer that all such launches read, they are faster than
+# XLA: docs/design/0035-one-launch.md.
+_MOST_TOGETHER, _MOST_READ = 32, 2**30
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
@@ -85,11 +86,10 @@ def explain_decoding(
       CannotServe: the config asks for kernels, and they cannot serve.
     """
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-    launches = (
-        "in one launch"
-        if _may_be_one_launch(model.config, model.quantised(), batch)
-        else "by kernels"
-    )
+    launches = "by kernels"
+    if _in_one_launch(model.config, model.quantised(), batch, capacity):
+        count = -(-batch // _TOGETHER)
+        launches = "in one launch" if count == 1 else f"in {count} launches"
     with on_device(device):
         kernels, why = _kernels(model, batch, capacity)
         if kernels is None:
@@ -128,20 +128,17 @@ def _unsupported(
       batch: sequences of the cache, of which each gets one more token.
       capacity: tokens of the cache.
     """
-    size, d_model, d_ff = config.head_dim, config.d_model, config.d_ff
-    in_one = _may_be_one_launch(config, quantised, batch)
-    inner = ("up",) if in_one and not config.gated else ("gate", "up")
-    # Every key of the model that changes what is computed must be known to a kernel or be here.
-    parts = {
-        "biases of the feed-forward blocks": config.mlp_bias,
-        f"{config.norm} norms": config.norm != "rms",
-        "norms of queries and keys": config.qk_norm and not in_one,
-        "a rotation of some features of a head alone": config.rotary_size != size
-        and not (in_one and config.rotary_size % 4 == 0),
-        "a scale of the residual stream": config.residual_scale != 1 and not in_one,
-        "a w_down of 8-bit weights": "down" in quantised,
-    }
-    unknown = [part for part, is_there in parts.items() if is_there]
+    size = config.head_dim
+    # Every key of the model that changes what is computed must be known to a kernel or be here, or
+    # in `_unsupported_by_chain`.
+    unknown = _those_true(
+        {
+            "biases of the feed-forward blocks": config.mlp_bias,
+            f"{config.norm} norms": config.norm != "rms",
+            "a w_down of 8-bit weights": "down" in quantised,
+        }
+    )
+    inner = ("gate", "up") if config.gated else ("up",)
     mixed = [
         together
         for together in (inner, ("query", "key", "value"))
@@ -163,18 +160,40 @@ def _unsupported(
             "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
             f"{size}, and {config.heads} heads for {config.num_kv_heads}"
         )
-    if not in_one and (d_model % 1024 or config.heads * size % 256 or d_ff % 256):
-        return (
-            "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
-            f"{d_model}, {d_ff} and {config.heads * size}"
-        )
-    if _window(config, capacity) is not None and not in_one:
-        return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
     if unknown:
         return f"it has no kernels for {' and '.join(unknown)}"
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
-    return None
+    if _in_one_launch(config, quantised, batch, capacity):
+        return None
+    return _unsupported_by_chain(config, quantised, capacity)
+
+
+def _unsupported_by_chain(
+    config: ModelConfig, quantised: tuple[Part, ...], capacity: int
+) -> str | None:
+    """Why several launches for each layer cannot decode with a model; None if they can."""
+    d_model, d_ff, attended = config.d_model, config.d_ff, config.heads * config.head_dim
+    unknown = _those_true(
+        {
+            "norms of queries and keys": config.qk_norm,
+            "a rotation of some features of a head alone": config.rotary_size != config.head_dim,
+            "a scale of the residual stream": config.residual_scale != 1,
+            "8-bit weights without a gate": "up" in quantised and not config.gated,
+        }
+    )
+    if d_model % 1024 or attended % 256 or d_ff % 256:
+        return (
+            "d_model must be a multiple of 1024, d_ff and heads * head_size of 256, got "
+            f"{d_model}, {d_ff} and {attended}"
+        )
+    if _window(config, capacity) is not None:
+        return f"it attends to all of a cache, which has {capacity} tokens, not to a window of them"
+    return f"it has no kernels for {' and '.join(unknown)}" if unknown else None
+
+
+def _those_true(parts: Mapping[str, bool]) -> list[str]:
+    return [part for part, is_there in parts.items() if is_there]
 
 
 def _window(config: ModelConfig, capacity: int) -> int | None:
@@ -183,14 +202,26 @@ def _window(config: ModelConfig, capacity: int) -> int | None:
     return None if window is None or window >= capacity else window
 
 
-def _may_be_one_launch(config: ModelConfig, quantised: tuple[Part, ...], batch: int) -> bool:
-    """Whether the kernel for a whole step serves: it takes more shapes than the others."""
-    return (
-        batch <= 8
-        and not config.live_width
-        and config.d_model % 64 == config.d_ff % 64 == 0
+def _in_one_launch(
+    config: ModelConfig, quantised: tuple[Part, ...], batch: int, capacity: int
+) -> bool:
+    """Whether a launch computes all layers for eight sequences: it takes more models than a chain
+    of launches, which reads weights once for all sequences."""
+    attended, stored = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
+    serves = (
+        not config.live_width
+        and config.d_model % 64 == config.d_ff % 64 == config.rotary_size % 4 == 0
         and config.d_ff >= _MOST_BLOCKS * 16
-        and min(config.d_model, config.heads * config.head_dim) >= (1024 if quantised else 512)
+        and min(config.d_model, attended) >= (1024 if quantised else 512)
+    )
+    if not serves or batch <= _TOGETHER:
+        return serves
+    matrices = 3 if config.gated else 2
+    layer = 2 * config.d_model * (2 * attended + 2 * stored + matrices * config.d_ff)
+    return (
+        batch <= _MOST_TOGETHER
+        and -(-batch // _TOGETHER) * layer <= _MOST_READ
+        and _unsupported_by_chain(config, quantised, capacity) is not None
     )
 
 
@@ -204,9 +235,9 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
       batch, capacity: sequences and tokens of the cache.
     """
     kernels, _ = _kernels(model, batch, capacity)
-    if kernels is None or not _may_be_one_launch(model.config, model.quantised(), batch):
+    if kernels is None or not _in_one_launch(model.config, model.quantised(), batch, capacity):
         return model
-    model = nnx.merge(*nnx.split(model))
+    model = nnx.clone(model)  # whose variables are its own
     for name in ATTENTION:
         if isinstance(layer := getattr(model.blocks.attention, name), nnx.Linear):
             layout = Format(Layout((0, 2, 1)), layer.kernel[...].sharding)
@@ -258,6 +289,7 @@ def _step(
         eps=config.norm_eps,
         rectifier=act,
         is_sparse=is_sparse,
+        in_one_launch=_in_one_launch(config, model.quantised(), batch, cache.k.shape[2]),
         window=_window(config, cache.k.shape[2]),
         residual_scale=config.residual_scale,
     )

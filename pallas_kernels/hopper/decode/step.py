@@ -1,4 +1,4 @@
-"""The layers of a decoding step: one launch for up to eight sequences, else a chain of launches,
+"""The layers of a decoding step: a launch for each eight sequences, or a chain of launches for all,
 each made while the one before still runs.
 
 In the chain a layer has three: query, key and value projections with attention, which also rotates
@@ -35,6 +35,7 @@ def decode_layers(
     eps: float,
     rectifier: Rectifier | None,
     is_sparse: bool,
+    in_one_launch: bool,
     window: int | None = None,
     residual_scale: float = 1.0,
 ) -> Stream:
@@ -49,26 +50,23 @@ def decode_layers(
       eps: of the norms.
       rectifier: the activation of the feed-forward blocks; None for SiLU.
       is_sparse: whether the blocks skip neurons that are not active; without, they are dense.
-      window, residual_scale: as of `DecodeKernels.decode_layers`; only a step in one launch has a
-        window shorter than the cache, or a scale but 1.
+      in_one_launch, window, residual_scale: as of `DecodeKernels.decode_layers`; only a step in one
+        launch has norms of heads, a window shorter than the cache, or a scale but 1, and other
+        widths (`one_launch.call`).
 
     Returns:
       The stream in front of the norm that follows the last layer.
     """
-    of_attention = dict(heads=heads, kv_heads=kv_heads)
-    if call.unsupported(stream, layers, k_cache, **of_attention) is None:
-        return call.decode_layers(
-            stream, layers, k_cache, v_cache, lengths, rope,
-            eps=eps, rectifier=rectifier, is_sparse=is_sparse, window=window,
-            residual_scale=residual_scale, **of_attention,
-        )  # fmt: skip
+    options = dict(
+        heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
+    )
+    if in_one_launch:
+        options |= dict(window=window, residual_scale=residual_scale)
+        return call.decode_layers(stream, layers, k_cache, v_cache, lengths, rope, **options)
     assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
     assert layers.head_scales is None
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))
-    options = dict(
-        heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
-    )
     for number in np.arange(number_of_layers, dtype=np.int32)[:, None]:
         stream = _layer(stream, layers, number, k_cache, v_cache, counts, lengths, rope, **options)
     return stream

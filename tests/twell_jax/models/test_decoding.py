@@ -15,8 +15,8 @@ from tests.twell_jax import drawn
 from tests.twell_jax.models.decode_steps import abstract, made, one_step
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import CannotServe
-from twell_jax.models import DECODE_OPTIONS, decode, explain_decoding, graphdef
-from twell_jax.models.quantised import COVERED
+from twell_jax.models import DECODE_OPTIONS, decode, explain_decoding, graphdef, laid_out
+from twell_jax.models.quantised import ATTENTION, COVERED
 
 MODEL = {
     "vocab_size": 320, "context": 32, "d_model": 1024, "layers": 2, "heads": 4, "head_size": 64,
@@ -46,6 +46,9 @@ ONE_LAUNCH = {  # what no other kernels serve
         "embed_scale": 2.0, "residual_scale": 0.5, "logit_scale": 0.5,
     },
     "with norms": WIDER | {"activation": "silu", "qk_norm": True, "attention_bias": True},
+}  # fmt: skip
+WIDEST = {  # so that XLA is faster than four launches
+    "d_model": 4096, "d_ff": 12288, "heads": 32, "kv_heads": 8, "head_size": 128, "qk_norm": True,
 }  # fmt: skip
 IN_8_BITS = [  # a value of `quantise`, and the case
     pytest.param("fp8-all-but-down", "sparse", marks=pytest.mark.slow),
@@ -115,7 +118,10 @@ def test_as_exact_as_xla_in_the_same_dtype(back_end, case, batch, capacity):
         assert relative_error(*both) < 0.03
 
 
-@pytest.mark.parametrize("batch", [3, *(pytest.param(n, marks=pytest.mark.gpu) for n in (1, 8))])
+GPU = [pytest.param(batch, marks=pytest.mark.gpu) for batch in (1, 8, 21)]
+
+
+@pytest.mark.parametrize("batch", [3, *GPU])
 @pytest.mark.parametrize("case", ["windowed", pytest.param("with norms", marks=pytest.mark.slow)])
 def test_one_launch_is_as_exact_as_xla(back_end, case, batch):
     errors, _ = errors_and_caches(ONE_LAUNCH[case], batch)
@@ -180,10 +186,11 @@ def test_launches_of_a_layer(case, quantise, capacity, launches):
         ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
         ({"sliding_window": 15}, 1, 16, "has 16 tokens, not to a window"),
         ({"mlp_bias": True}, 1, 16, "no kernels for biases of the feed-forward blocks"),
-        ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "layer norms and a rotation of some"),
+        ({"norm": "layer", "rotary_fraction": 0.5}, 1, 16, "no kernels for layer norms"),
         ({"qk_norm": True}, 1, 16, "no kernels for norms of queries and keys"),
         ({"residual_scale": 2.0}, 1, 16, "no kernels for a scale of the residual stream"),
-        (ONE_LAUNCH["windowed"], 9, 16, "it attends to all of a cache, which has 16 tokens"),
+        (ONE_LAUNCH["windowed"], 33, 16, "it attends to all of a cache, which has 16 tokens"),
+        (WIDEST, 32, 16, "no kernels for norms of queries and keys"),
     ],
 )
 def test_what_kernels_cannot_serve_is_left_to_xla_or_named(
@@ -244,6 +251,9 @@ def of_shapes(**settings):
             "decodes 8 sequences by kernels, with feed-forward blocks that are dense: ",
         ),
         (ONE_LAUNCH["windowed"], 8, "decodes 8 sequences in one launch, with"),
+        (ONE_LAUNCH["windowed"], 25, "decodes 25 sequences in 4 launches, with"),
+        (WIDEST, 16, "decodes 16 sequences in 2 launches, with"),
+        (WIDER, 9, "decodes 9 sequences by kernels, with"),
         ({"qk_norm": True}, 1, "by XLA: it has no kernels for norms of queries and keys"),
         ({}, 65, "decodes 65 sequences by XLA: it serves up to 64 sequences in a cache"),
         ({"decode_implementation": "xla"}, 1, "by XLA: decode_implementation is 'xla'"),
@@ -255,6 +265,20 @@ def test_a_line_says_how_a_model_decodes(changes, batch, says):
     line = explain_decoding(model, batch, CAPACITY, device="NVIDIA H100 80GB HBM3")
     assert says in line
     assert "\n" not in line
+
+
+def test_what_is_laid_out_for_decoding_is_another_model(reference_kernels):
+    model = made(ModelConfig(**MODEL | ONE_LAUNCH["windowed"]), ())
+    before = {name: a.format.layout for name, a in arrays(model).items()}
+    after = {name: a.format.layout for name, a in arrays(laid_out(model, 8, CAPACITY)).items()}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {("blocks", "attention", part, "kernel") for part in ATTENTION}
+    assert before == {name: a.format.layout for name, a in arrays(model).items()}
+    assert laid_out(model, 33, CAPACITY) is model
+
+
+def arrays(model):
+    return {name: variable[...] for name, variable in nnx.to_flat_state(nnx.state(model))}
 
 
 def test_without_a_gpu_it_says_so():

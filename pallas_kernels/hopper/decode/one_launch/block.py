@@ -52,7 +52,7 @@ class Operands(NamedTuple):
 
     Attributes:
       words: int32 `[BUFFERS, words, 2]`, zeros but for exchange 0, the stream.
-      table: of `Shape.table`.
+      table: of `Shape.table`, with the first sequence.
       scaled, squares: of the stream in front of the first layer.
       qkv: three of `[L, N, D]`, bfloat16 or 8-bit floats.
       out: `[L, D, heads * size]`.
@@ -93,7 +93,8 @@ class Unit(NamedTuple):
     """A unit of attention; int32 scalars.
 
     Attributes:
-      sequence, head: whose keys and values, of a key/value head.
+      sequence, stored, head: whose keys and values, of a key/value head; the sequence among those
+        of the launch and of the cache.
       split: of them. The first one also has the new token, and merges all.
       start, length: the first stored token that the new one attends to, and the length of the
         sequence before it.
@@ -101,6 +102,7 @@ class Unit(NamedTuple):
     """
 
     sequence: jax.Array
+    stored: jax.Array
     head: jax.Array
     split: jax.Array
     start: jax.Array
@@ -124,6 +126,7 @@ class Block(NamedTuple):
       first, many: of each of `Shape.shares`, int32 scalars: where it begins, and how many it has.
       tokens: int32 scalar, the batch, which the compiler does not know: it unrolls loops whose end
         it knows (`lane.keep_loop`).
+      before: int32 scalar, the sequences that the cache has in front of these.
     """
 
     shape: Shape
@@ -139,6 +142,7 @@ class Block(NamedTuple):
     first: list[jax.Array]
     many: list[jax.Array]
     tokens: jax.Array
+    before: jax.Array
 
     def meet(self) -> None:
         """The warpgroups that compute wait for each other."""
@@ -159,4 +163,5 @@ class Block(NamedTuple):
             start = jnp.maximum(length + 1 - shape.window, 0)
         skipped = lax.div(start, shape.keys)
         first, end = plan.part(split, shape.key_splits, pl.cdiv(length, shape.keys) - skipped)
-        return Unit(sequence, head, split, start, length, skipped + first, skipped + end)
+        stored = self.before + sequence
+        return Unit(sequence, stored, head, split, start, length, skipped + first, skipped + end)

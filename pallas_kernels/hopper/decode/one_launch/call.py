@@ -1,5 +1,7 @@
 """The launch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,41 +18,6 @@ from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROW
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import E4M3, Operand, Quantised
-from pallas_kernels.rectifiers import Rectifier
-
-
-def unsupported(
-    stream: Stream,
-    layers: Layers,
-    k_cache: jax.Ref,
-    *,
-    heads: int,
-    kv_heads: int,
-) -> str | None:
-    """Why a step cannot be one launch, in words; None if it can.
-
-    The operands are those of `decode_layers`.
-    """
-    _, batch, _, _, size = k_cache.shape
-    mlp = layers.mlp
-    _, neurons, width = mlp.down.shape
-    if batch > TOKENS:
-        return f"it serves up to {TOKENS} sequences, got {batch}"
-    for name, matrices in (("query, key and value", layers.qkv), ("gate and up", mlp.inner)):
-        if len({isinstance(w, Quantised) for w in matrices}) > 1:
-            return f"{name} are 8-bit floats together, or none is"
-    if stream.x.dtype != jnp.bfloat16:
-        return f"it computes in bfloat16, got {stream.x.dtype}"
-    if mlp.live is not None:
-        return "it serves all neurons"
-    if size not in (64, 128) or heads > 8 * kv_heads:
-        return f"heads have 64 or 128 features and at most 8 share one, got {size}, {heads}"
-    least = 2 * STAGE_WORDS * (2 if isinstance(mlp.up, Quantised) else 1)
-    if min(width, heads * size) < least:
-        return f"D and heads * head_size are at least {least}, got {width} and {heads * size}"
-    if width % 64 or neurons % 64 or neurons < ROWS * sm_count():
-        return f"D and H are multiples of 64, and H is not small, got {width} and {neurons}"
-    return None
 
 
 def decode_layers(
@@ -60,45 +27,57 @@ def decode_layers(
     v_cache: jax.Ref,
     lengths: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    *,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    rectifier: Rectifier | None,
-    is_sparse: bool,
-    window: int | None = None,
-    residual_scale: float = 1.0,
+    **options,
 ) -> Stream:
-    """All layers for one new token of each of up to eight sequences.
+    """All layers for one new token of each of B sequences, of up to eight in each launch.
 
     Args:
-      stream: of the tokens, bfloat16.
-      layers: their weights, bfloat16, or `Quantised` but for `down`. Query, key, value and `out`
-        are read by rows of what they give, so those in bfloat16 are transposed first. That copies
-        nothing if they lie so in memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them.
-      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values.
+      stream: of the tokens, bfloat16, M of them: B rounded up to a multiple of 8. D is a multiple
+        of 64, at least 512, or 1024 with 8-bit weights.
+      layers: their weights, bfloat16, or `Quantised` but for `down`: those of query, key and value
+        together, and those of gate and up. Query, key, value and `out` are read by rows of what
+        they give, so those in bfloat16 are transposed first. That copies nothing if they lie so in
+        memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them. `heads * size` is at least
+        what D is, H a multiple of 64 and at least 16 times the number of SMs. All neurons are live.
+      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values. A head has 64
+        or 128 features.
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
         i and i + n of a head are rotated.
-      heads, kv_heads: of attention.
-      eps: of the norms.
-      rectifier: the activation; None for SiLU.
-      is_sparse: whether rows of neurons that are not open are left out.
-      window, residual_scale: as of `DecodeKernels.decode_layers`.
+      options: as of `DecodeKernels.decode_layers`; at most eight heads share a key/value head.
 
     Returns:
       The stream in front of the norm that follows the last layer.
     """
+    launch = jax.jit(partial(_launch, **options))  # traced once for all with eight sequences
+
+    def part(first):
+        these = slice(first, first + TOKENS)
+        cos, sin = rope
+        return launch(
+            Stream(*(rows[these] for rows in stream)), layers, k_cache, v_cache,
+            lengths[these], (cos[these], sin[these]), jnp.int32(first),
+        )  # fmt: skip
+
+    parts = [part(first) for first in range(0, len(lengths), TOKENS)]
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
+
+
+def _launch(
+    stream, layers, k_cache, v_cache, lengths, rope, first,
+    *, heads, kv_heads, eps, rectifier, is_sparse, window=None, residual_scale=1.0,
+):  # fmt: skip
+    """`decode_layers` for up to eight sequences, `first` of the cache and those behind it."""
     mlp = layers.mlp
-    number, batch, capacity, _, size = k_cache.shape
+    number, _, capacity, _, size = k_cache.shape
     _, neurons, width = mlp.down.shape
     shape = Shape(
-        min(sm_count(), neurons // ROWS), number, batch, capacity, width, neurons, heads, kv_heads,
-        size, mlp.gate is not None, is_sparse, rectifier,
+        min(sm_count(), neurons // ROWS), number, len(lengths), capacity, width, neurons, heads,
+        kv_heads, size, mlp.gate is not None, is_sparse, rectifier,
         (_itemsize(layers.qkv[0]), _itemsize(layers.out), _itemsize(mlp.up)),
         2 * rope[0].shape[1], window, residual_scale,
     )  # fmt: skip
-    operands = _operands(shape, stream, layers, k_cache, v_cache, lengths, rope)
+    operands = _operands(shape, stream, layers, k_cache, v_cache, lengths, rope, first)
     flat, structure = jax.tree.flatten(operands)
 
     def body(*refs, **scratch):
@@ -121,11 +100,11 @@ def decode_layers(
     return Stream(*call(*flat))
 
 
-def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope) -> Operands:
+def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, first) -> Operands:
     batch, mlp = shape.batch, layers.mlp
-    first = stream.x[:batch].reshape(batch * shape.width // 2, 2)
-    first = jax.lax.bitcast_convert_type(first, jnp.int32)
-    words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(first), 0].set(first)
+    x = stream.x[:batch].reshape(batch * shape.width // 2, 2)
+    x = jax.lax.bitcast_convert_type(x, jnp.int32)
+    words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(x), 0].set(x)
     squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
     # A load takes the first of eight sums; the others are of no warp.
     squares = jnp.pad(squares, ((0, 0), (0, 3)))
@@ -137,7 +116,7 @@ def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope) -> 
         _scales(layers.out), tuple(map(_scales, activated)), _scales(up),
     )  # fmt: skip
     return Operands(
-        words, jnp.asarray(shape.table), stream.scaled[:batch], squares,
+        words, jnp.asarray(shape.table).at[:, -1].set(first), stream.scaled[:batch], squares,
         tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out),
         (layers.qkv_bias, layers.out_bias), layers.head_scales,
         tuple(map(_values, activated)), _values(up), row_scales,

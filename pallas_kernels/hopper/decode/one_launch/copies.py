@@ -100,7 +100,7 @@ def _keys_and_values(block: Block, layer, number):
         def pair(j, number):
             for cache in (refs.k, refs.v):
                 slot = _room(block, number)
-                keys = cache.at[layer, of.sequence, pl.ds(j * shape.keys, shape.keys), of.head]
+                keys = cache.at[layer, of.stored, pl.ds(j * shape.keys, shape.keys), of.head]
                 plgpu.copy_gmem_to_smem(keys, block.kv_ring.at[slot], block.full.at[slot])
                 number += 1
             return number

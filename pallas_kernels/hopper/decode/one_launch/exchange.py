@@ -149,9 +149,9 @@ def _poll(
 def _post(words_ref, exchange, places, values):
     board = on_host.log("exchange")
 
-    def note(exchange, places, values):
+    def note(first, exchange, places, values):
         found = {int(p): v for p, v in zip(places, values, strict=True) if p >= 0}
-        board.note((int(exchange), found))
+        board.note((_launch(first), int(exchange), found))
         return np.int32(1)
 
     _in_order(words_ref, note, jax.ShapeDtypeStruct((), jnp.int32), exchange, places, values)
@@ -163,13 +163,13 @@ def _take(words_ref, exchange, places, count=1):
     board = on_host.log("exchange")
     stacked = jnp.stack([jnp.where(p < 0, p, p + i) for p in places for i in range(count)])
 
-    def find(exchange, places, first):
+    def find(first, exchange, places):
         known = dict(enumerate(first.tolist())) if exchange == 0 else {}
         wanted = {int(place) for place in places.reshape(-1) if place >= 0}
 
         def is_there(entries):
-            for number, found in entries:
-                if number == exchange:
+            for launch, number, found in entries:
+                if (launch, number) == (_launch(first), exchange):
                     known.update(found)
             return wanted <= known.keys()
 
@@ -177,7 +177,7 @@ def _take(words_ref, exchange, places, count=1):
         return np.array([known[p] if p >= 0 else 0 for p in places.reshape(-1)], np.int32)
 
     result = jax.ShapeDtypeStruct((stacked.size,), jnp.int32)
-    found = _in_order(words_ref, find, result, exchange, stacked, words_ref[0, :, 0])
+    found = _in_order(words_ref, find, result, exchange, stacked)
     return list(found.reshape(stacked.shape))
 
 
@@ -186,14 +186,20 @@ def _read(words_ref, exchange, places):
     return _take(words_ref, exchange, [places])[0]
 
 
+def _launch(first: np.ndarray) -> int:
+    """Tells the launches of a step apart: by the stream in front of their first layer."""
+    return hash(first.tobytes())
+
+
 def _in_order(words_ref, call, result, *operands):
-    """What `call` returns on the host; the interpreter keeps the order of a thread's accesses."""
+    """What `call` returns on the host for exchange 0 and the operands; the interpreter keeps the
+    order of a thread's accesses."""
     place = 2 * lax.axis_index("block") + lax.axis_index("wg")
     before = words_ref[1, place, 0]
 
     def call_now(_, *operands):
         return call(*map(np.asarray, operands))
 
-    found = io_callback(call_now, result, before, *operands)
+    found = io_callback(call_now, result, before, words_ref[0, :, 0], *operands)
     words_ref[1, place, 0] = before + jnp.sum(found) * 0
     return found

@@ -95,7 +95,7 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
         for at, word in zip(words, (low, high), strict=True):
             memory.scatter(smem["q"], jnp.where(is_there, row + at, -1), word)
             for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
-                slot = cache.at[layer, of.sequence, of.length, of.head]
+                slot = cache.at[layer, of.stored, of.length, of.head]
                 memory.store(slot, jnp.where(is_its & is_there, at, -1), word)
 
 

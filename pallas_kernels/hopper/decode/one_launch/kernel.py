@@ -45,7 +45,7 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     await_previous()
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
     columns = operands.table.shape[1]
-    *place, tokens = (read(operands.table.at[number, pl.ds(i, 1)]) for i in range(columns))
+    *place, tokens, before = (read(operands.table.at[number, pl.ds(i, 1)]) for i in range(columns))
     *rings, kv_ring, down_ring = scratch.pop("ring")
     if shape.is_sparse:
         scratch["parts"], scratch["columns"] = scratch["parts"]
@@ -64,6 +64,7 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
         place[::2],
         place[1::2],
         tokens,
+        before,
     )
 
     def copy():

@@ -169,10 +169,10 @@ class Shape:
 
     @property
     def table(self) -> np.ndarray:
-        """The shares of each block, int32 `[blocks, 2 * shares + 1]`: where each begins, and how
-        many it has; and the number of tokens."""
-        tokens = np.full(self.blocks, self.batch, np.int32)
-        return np.stack([*(part for share in self.shares for part in share), tokens], axis=1)
+        """The shares of each block, int32 `[blocks, 2 * shares + 2]`: where each begins, and how
+        many it has; the number of tokens; and a column for the first sequence of the cache."""
+        more = np.full(self.blocks, self.batch, np.int32), np.zeros(self.blocks, np.int32)
+        return np.stack([*(part for share in self.shares for part in share), *more], axis=1)
 
     @property
     def most_gates(self) -> int:

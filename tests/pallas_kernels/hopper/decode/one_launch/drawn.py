@@ -79,7 +79,8 @@ def operands(case: Case):
     def normal(*shape, scale=1.0, shift=0.0):
         return (jax.random.normal(next(keys), shape) * scale + shift).astype(jnp.bfloat16)
 
-    x = jnp.zeros((8, d), jnp.bfloat16).at[:batch].set(normal(batch, d, scale=0.5, shift=1.0))
+    x = normal(batch, d, scale=0.5, shift=1.0)
+    x = jnp.pad(x, ((0, -batch % 8), (0, 0)))
     qkv = tuple(normal(layers, d, n * size, scale=d**-0.5) for n in (heads, kv_heads, kv_heads))
     out = normal(layers, heads * size, d, scale=(heads * size) ** -0.5)
     activated, linear, down = (

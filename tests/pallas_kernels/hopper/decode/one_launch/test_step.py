@@ -29,6 +29,9 @@ LARGE = {
         2, 1, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, in_8_bits="mlp"
     ),
     "narrow": Case(2, 2, 960, 2560, 15, 5, 64, 256, offset=2.87),
+    "Qwen3-0.6B, 21 sequences": Case(
+        2, 21, 1024, 3072, 16, 8, 128, 1024, is_sparse=False, rectifier=None, has_head_norms=True
+    ),
     "2b, splits without keys": Case(2, 1, 2048, 5632, 32, 32, 64, 1024, offset=2.87, lengths=(1,)),
     "Qwen3-0.6B, splits without keys": Case(
         2, 3, 1024, 3072, 16, 8, 128, 4096, lengths=(0, 65, 3000), has_head_norms=True
@@ -99,6 +102,7 @@ def assert_matches(got, operands, case):
             residual_scale=0.22,
         ),
         SMALL._replace(rotated=16),
+        SMALL._replace(batch=9, kv_heads=1),  # two launches
     ],
 )
 def test_interpreted(interpreted, case):
