@@ -82,7 +82,7 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
         (count, "forward", name): Program(
             _stack, (kernels, name), (x[:count], layers), name == "dense", _calls(count)
         )
-        for count in tokens
+        for count in sorted(tokens, reverse=True)  # few tokens compile quickly
         for name in _CANDIDATES
         if _can(name, block, count, kernels)
     }
@@ -95,6 +95,7 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
     return [Times(n, found[n, "forward"], found.get((n, "both"), {})) for n in tokens]
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # one program; each operation alone would be compiled
 def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
     """x, and the weights of the layers that take turns."""
     d, h, dtype = block.width, block.neurons, jnp.dtype(block.dtype)
@@ -104,7 +105,7 @@ def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
     size = (3 if block.gated else 2) * h * d * dtype.itemsize
     for layer in range(min(LAYERS, -(-COLD // size))):
         up, down = jax.random.split(jax.random.fold_in(key, layer))
-        w_gate = gate[np.random.default_rng(layer).permutation(h)]  # JAX's takes 2 s to compile
+        w_gate = gate[np.random.default_rng(layer).permutation(h)]  # compiles at once
         w_up, w_down = (
             (jax.random.normal(k, (h, d)) / n**0.5).astype(dtype) for k, n in ((up, d), (down, h))
         )

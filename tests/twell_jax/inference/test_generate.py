@@ -65,7 +65,8 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(saved, capsys):
     assert first.out.startswith("def ") and len(first.out) > 5
     assert re.fullmatch(
         r"prefill: 4 tokens, [\d,]+ tokens/s; "
-        r"decode: \d+ tokens, [\d,]+ tokens/s, \d+\.\d{3} ms a step\n",
+        r"decode: \d+ tokens, [\d,]+ tokens/s, \d+\.\d{3} ms a step\n"
+        r"decodes one sequence by XLA: .*\n",
         first.err,
     )
     several = continued(paths.directory, "def ", "class")
