@@ -2,11 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.ffn.numeric import is_integer
@@ -110,14 +113,42 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     """
     capacity = cache_capacity(tokens.shape[1], max_tokens)
     params, structure = flattened(laid_out(model, len(tokens), capacity))
-    prefill, extend = _programs(structure, sampling)
-    key = jax.random.key(seed)
-    token, stored = prefill(params, tokens, lengths, key, capacity=capacity)
+    prefill, extend, known = _programs(structure, sampling)
+    reads = params, tokens, lengths, jax.random.key(seed)
+    compiled = None
+    if max_tokens > 1 and (tokens.shape, capacity) not in known:
+        known.add((tokens.shape, capacity))
+        compiled = _compile_both(prefill, extend, reads, capacity)
+    token, stored = prefill(*reads, capacity=capacity)
     yield token[None]
+    if compiled is not None:
+        compiled.result()
     for _ in range(1, max_tokens, _TOGETHER):
-        token, new, stored = extend(params, token, stored, key)
+        token, new, stored = extend(params, token, stored, reads[-1])
         new.copy_to_host_async()
         yield new
+
+
+def _compile_both(prefill: Any, extend: Any, reads: tuple, capacity: int) -> Future:
+    """Compiles both programs at the same time; the result says when `extend` is ready, too."""
+    params, *_, key = reads
+    of_prefill = prefill.eval_shape(*reads, capacity=capacity)
+    lowered = prefill.lower(*reads, capacity=capacity)  # first, as Python runs one thread at a time
+
+    def compile_extend():
+        place = next((param.sharding for param in params if param.committed), None)
+        if not isinstance(place, SingleDeviceSharding | None):
+            return  # the shardings of what `prefill` returns are XLA's choice
+        token, stored = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), of_prefill
+        )
+        extend.lower(params, token, stored, key).compile()
+
+    pool = ThreadPoolExecutor(1)
+    compiled = pool.submit(compile_extend)
+    pool.shutdown(wait=False)
+    lowered.compile()
+    return compiled
 
 
 def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:
@@ -136,8 +167,9 @@ def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:
 
 
 @cache  # a step would take longer to look for its program by a whole graph
-def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Callable]:
-    """The compiled calls of a model: what reads prompts, and what appends tokens."""
+def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Callable, set]:
+    """The jitted calls of a model: what reads prompts, and what appends tokens; and a set for the
+    shapes with which they have been compiled."""
 
     @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
     def prefill(params, tokens, lengths, key, *, capacity):
@@ -163,7 +195,7 @@ def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Calla
         (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)
         return token, new, stored
 
-    return prefill, extend
+    return prefill, extend, set()
 
 
 def stream_text(

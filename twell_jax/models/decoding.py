@@ -46,9 +46,9 @@ DECODE_OPTIONS = {
 _SPARSE = "few_tokens"  # the algorithm of sparse blocks
 _MOST_BLOCKS = 132  # thread blocks of a launch
 _TOGETHER = 8  # sequences of a launch for all layers
-# Up to so many sequences, and bytes of a layer that all such launches read, they are faster than
+# Up to so many sequences, and bytes of a layer that such launches read again, they are faster than
 # XLA: docs/design/0035-one-launch.md.
-_MOST_TOGETHER, _MOST_READ = 32, 2**30
+_MOST_TOGETHER, _MOST_AGAIN = 32, 320 * 2**20
 _ROWS = 8  # kernels take a multiple of so many tokens
 _COLUMNS = 64  # and matrices with a multiple of so many columns
 
@@ -227,7 +227,7 @@ def _in_one_launch(
     layer = 2 * config.d_model * (2 * attended + 2 * stored + matrices * config.d_ff)
     return (
         batch <= _MOST_TOGETHER
-        and -(-batch // _TOGETHER) * layer <= _MOST_READ
+        and (-(-batch // _TOGETHER) - 1) * layer <= _MOST_AGAIN
         and _unsupported_by_chain(config, quantised, capacity) is not None
     )
 

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tests import seeds
 from tests.twell_jax import drawn
 from tests.twell_jax.inference.token_kinds import TEXT, TOKENIZERS
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.inference import ENDED, GREEDY, generate, stream_text
+from twell_jax.inference import ENDED, GREEDY, Sampling, generate, stream_text
 
 make = functools.partial(drawn.small, vocab_size=257, context=32)
 
@@ -112,6 +114,22 @@ def test_what_cannot_be_continued(model, prompts, max_tokens, says):
 def test_a_seed_is_an_integer_of_32_bits(model, seed):
     with pytest.raises(ValueError, match=f"seed must be an integer from 0 to .*, got {seed}$"):
         generate(model, [[1]], max_tokens=1, seed=seed)
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_each_program_is_compiled_once(caplog, request, is_committed):
+    """Beside each other; one that the next call does not find would be compiled again."""
+    model = make()
+    if is_committed:
+        nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    before = jax.config.jax_log_compiles
+    request.addfinalizer(lambda: jax.config.update("jax_log_compiles", before))
+    jax.config.update("jax_log_compiles", True)
+    sampling = Sampling(temperature=0.5 + is_committed)  # programs of its own
+    for _ in range(2):
+        assert len(list(generate(model, [[1, 2, 3]], max_tokens=6, sampling=sampling))) == 6
+    compiled = re.findall(r"Finished XLA compilation of jit\((prefill|extend)\)", caplog.text)
+    assert sorted(compiled) == ["extend", "prefill"]
 
 
 def test_no_tokens_are_wanted(model):
