@@ -42,6 +42,8 @@ REMARKS = {
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261126": "16 processes ran tests on the other GPU "
     "and on 22 of the 32 cores.",
+    "inference-decode-nvidia-h100-80gb-hbm3-20261127": "The run ended before kernels decoded 32 "
+    "sequences. Other programs ran on the other three GPUs.",
     "inference-cached-nvidia-h200-20261126-3": "The last run with prompts of 32 sequences.",
     "inference-cached-nvidia-h200-20261127": "The run ended before 32 sequences. Other programs "
     "ran on the other GPU.",

@@ -40,8 +40,9 @@ BOTH = {"always": 0.108, "small": 0.101, "longest": 0.236, "union": 0.481, "list
 DECODE = {"always": 0.364, "small": 0.587, "active": 5.13}
 OUTSIDE = 1.49
 
-# At most, on other records; for whole models twice as much, as those have few shapes and patterns.
-ERRORS = {"forward": 0.15, "both": 0.16, "decode": 0.08, "model": 0.10}
+# At most, on other records. Of whole models, one that decodes in one launch is furthest off: it
+# gains more than its blocks do alone.
+ERRORS = {"forward": 0.15, "both": 0.16, "decode": 0.08, "model": 0.13}
 
 PASSES = {"forward": "forward", "both": "forward and backward", "decode": "one token"}  # in words
 MODEL = {"scoring": "forward", "training step": "both", "decoding one sequence": "decode"}
