@@ -38,7 +38,7 @@ from twell_jax.train.trainer import ModelGradients, Trainer
 VARIANTS = {
     "xla, silu": ["model.ffn_implementation=xla", "model.activation=silu", "l1_coefficient=0"],
     "xla, relu": ["model.ffn_implementation=xla"],
-    "sparse, relu": ["sparse_gradients_every=1"],
+    "sparse, relu": ["model.ffn_implementation=mosaic", "sparse_gradients_every=1"],
 }
 STEPS = 11  # that are timed
 
