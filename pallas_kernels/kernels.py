@@ -161,6 +161,22 @@ class BlockKernels(Protocol):
 class DecodeKernels(Protocol):
     """The kernels of a decoding step, for up to 64 tokens (`layouts.stream`)."""
 
+    def has_room(
+        self,
+        *,
+        batch: int,
+        capacity: int,
+        width: int,
+        neurons: int,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        gated: bool,
+        is_sparse: bool,
+        in_8_bits: tuple[bool, bool, bool],
+    ) -> bool:
+        """Whether a launch that computes all layers for so many sequences has enough memory."""
+
     def decode_layers(
         self,
         stream: Stream,

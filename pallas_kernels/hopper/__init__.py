@@ -7,6 +7,7 @@ packed formats; `common` is what they share. Rooms import `common` alone, never 
 from pallas_kernels.hopper.common.round_tokens import round_tokens
 from pallas_kernels.hopper.common.support import unsupported
 from pallas_kernels.hopper.decode.few_tokens import few_tokens_ffn
+from pallas_kernels.hopper.decode.one_launch.call import has_room
 from pallas_kernels.hopper.decode.step import decode_layers
 from pallas_kernels.hopper.decode.token_product import project
 from pallas_kernels.hopper.dense.dense_block import dense_block
@@ -30,6 +31,7 @@ __all__ = [
     "fused_ffn",
     "gate_pack",
     "gate_union",
+    "has_room",
     "hidden_grads",
     "name",
     "neuron_lists",

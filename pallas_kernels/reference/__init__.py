@@ -5,7 +5,7 @@ run everything around the kernels with them.
 """
 
 from pallas_kernels.quantised import rounded as round_tokens
-from pallas_kernels.reference.decode import decode_layers, few_tokens_ffn, project
+from pallas_kernels.reference.decode import decode_layers, few_tokens_ffn, has_room, project
 from pallas_kernels.reference.dense import dense_block, dense_rows, place_rows
 from pallas_kernels.reference.gradients import hidden_grads, neuron_lists, weight_grads
 from pallas_kernels.reference.support import unsupported
@@ -20,6 +20,7 @@ __all__ = [
     "fused_ffn",
     "gate_pack",
     "gate_union",
+    "has_room",
     "hidden_grads",
     "name",
     "neuron_lists",

@@ -69,6 +69,9 @@ def _command(block: Block) -> str:
     return f"python -m twell_jax.measure {block.width} {block.neurons}{gate}{dtype}"
 
 
+_CORES = 132  # of most Hopper GPUs; others are served by no kernels
+
+
 @contextlib.contextmanager
 def on_device(device: str | None) -> Iterator[None]:
     """The current mesh is one of such devices inside the block.
@@ -85,6 +88,6 @@ def on_device(device: str | None) -> Iterator[None]:
         )
     mesh = jax.sharding.get_abstract_mesh()
     # Names of GPUs have capitals.
-    kind = AbstractDevice(device_kind=device.upper(), num_cores=None, platform="gpu")
+    kind = AbstractDevice(device_kind=device.upper(), num_cores=_CORES, platform="gpu")
     with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=kind)):
         yield

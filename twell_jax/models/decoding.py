@@ -94,13 +94,13 @@ def explain_decoding(
     """
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
     launches = "by kernels"
-    if _in_one_launch(model.config, model.quantised(), batch, capacity):
-        count = -(-batch // _TOGETHER)
-        launches = "in one launch" if count == 1 else f"in {count} launches"
     with on_device(device):
         kernels, why = _kernels(model, batch, capacity)
         if kernels is None:
             return f"decodes {sequences} by XLA: {why}"
+        if _in_one_launch(kernels, model.config, model.quantised(), batch, capacity):
+            count = -(-batch // _TOGETHER)
+            launches = "in one launch" if count == 1 else f"in {count} launches"
         passed_over = _selection(kernels, model.config, batch).passed_over
     dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
     blocks = f"dense: {dense[0]}" if dense else "sparse"
@@ -118,18 +118,26 @@ def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | N
         return None, "decode_implementation is 'xla'"
     w_down = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], jnp.bfloat16)
     kernels, no_back_end = dispatch.back_end(w_down)
-    why = no_back_end or _unsupported(model.config, model.quantised(), batch, capacity)
+    if kernels is None:
+        why = no_back_end
+    else:
+        why = _unsupported(kernels, model.config, model.quantised(), batch, capacity)
     if why and wanted == "mosaic":
         raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
     return (None, why) if why else (kernels, "")
 
 
 def _unsupported(
-    config: ModelConfig, quantised: tuple[Part, ...], batch: int, capacity: int
+    kernels: Kernels,
+    config: ModelConfig,
+    quantised: tuple[Part, ...],
+    batch: int,
+    capacity: int,
 ) -> str | None:
     """Why kernels cannot decode with a model, in words; None if they can.
 
     Args:
+      kernels: the back end.
       config: the model's.
       quantised: its parts in 8 bits.
       batch: sequences of the cache, of which each gets one more token.
@@ -171,7 +179,7 @@ def _unsupported(
         return f"it has no kernels for {' and '.join(unknown)}"
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
-    if _in_one_launch(config, quantised, batch, capacity):
+    if _in_one_launch(kernels, config, quantised, batch, capacity):
         return None
     return _unsupported_by_chain(config, quantised, capacity)
 
@@ -210,7 +218,11 @@ def _window(config: ModelConfig, capacity: int) -> int | None:
 
 
 def _in_one_launch(
-    config: ModelConfig, quantised: tuple[Part, ...], batch: int, capacity: int
+    kernels: Kernels,
+    config: ModelConfig,
+    quantised: tuple[Part, ...],
+    batch: int,
+    capacity: int,
 ) -> bool:
     """Whether a launch computes all layers for eight sequences: it takes more models than a chain
     of launches, which reads weights once for all sequences."""
@@ -220,6 +232,18 @@ def _in_one_launch(
         and config.d_model % 64 == config.d_ff % 64 == config.rotary_size % 4 == 0
         and config.d_ff >= _MOST_BLOCKS * 16
         and min(config.d_model, attended) >= (1024 if quantised else 512)
+        and kernels.has_room(
+            batch=min(batch, _TOGETHER),
+            capacity=capacity,
+            width=config.d_model,
+            neurons=config.d_ff,
+            heads=config.heads,
+            kv_heads=config.num_kv_heads,
+            size=config.head_dim,
+            gated=config.gated,
+            is_sparse=_is_sparse(kernels, config, batch),
+            in_8_bits=("query" in quantised, "out" in quantised, "up" in quantised),
+        )
     )
     if not serves or batch <= _TOGETHER:
         return serves
@@ -242,7 +266,8 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
       batch, capacity: sequences and tokens of the cache.
     """
     kernels, _ = _kernels(model, batch, capacity)
-    if kernels is None or not _in_one_launch(model.config, model.quantised(), batch, capacity):
+    of_model = model.config, model.quantised(), batch, capacity
+    if kernels is None or not _in_one_launch(kernels, *of_model):
         return model
     model = nnx.clone(model)  # whose variables are its own
     for name in ATTENTION:
@@ -270,13 +295,17 @@ def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Se
     return dispatch.select(case, Request(config.ffn_implementation))
 
 
+def _is_sparse(kernels: Kernels, config: ModelConfig, batch: int) -> bool:
+    return _selection(kernels, config, batch).rule.algorithm == _SPARSE
+
+
 def _step(
     kernels: Kernels, model: Transformer, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     config, batch = model.config, len(tokens)
     layers, first_scale = _layers(model)
     act = rectifier(config.ffn_activation)
-    is_sparse = _selection(kernels, config, batch).rule.algorithm == _SPARSE
+    is_sparse = _is_sparse(kernels, config, batch)
     cos, sin = rope_table(cache.lengths[:, None], config)
     rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
     x = scaled(model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS))), config.embed_scale)
@@ -296,7 +325,7 @@ def _step(
         eps=config.norm_eps,
         rectifier=act,
         is_sparse=is_sparse,
-        in_one_launch=_in_one_launch(config, model.quantised(), batch, cache.k.shape[2]),
+        in_one_launch=_in_one_launch(kernels, config, model.quantised(), batch, cache.k.shape[2]),
         window=_window(config, cache.k.shape[2]),
         residual_scale=config.residual_scale,
     )

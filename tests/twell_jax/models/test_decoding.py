@@ -50,6 +50,9 @@ ONE_LAUNCH = {  # what no other kernels serve
 WIDEST = {  # so that XLA is faster than two launches
     "d_model": 4096, "d_ff": 12288, "heads": 32, "kv_heads": 8, "head_size": 128, "qk_norm": True,
 }  # fmt: skip
+LARGE = {  # activations of eight sequences leave no room for weights
+    "d_model": 5120, "d_ff": 13824, "heads": 40, "head_size": 128, "activation": "silu",
+}  # fmt: skip
 IN_8_BITS = [  # a value of `quantise`, and the case
     pytest.param("fp8-all-but-down", "sparse", marks=pytest.mark.slow),
     pytest.param("fp8-all-but-down", "silu", marks=pytest.mark.slow),
@@ -255,6 +258,8 @@ def of_shapes(**settings):
         (WIDEST, 8, "decodes 8 sequences in one launch, with"),
         (WIDEST, 9, "decodes 9 sequences by XLA: it has no kernels for norms of queries and keys"),
         (WIDER, 9, "decodes 9 sequences by kernels, with"),
+        (LARGE, 4, "decodes 4 sequences in one launch, with"),
+        (LARGE, 8, "decodes 8 sequences by kernels, with"),
         ({"qk_norm": True}, 1, "by XLA: it has no kernels for norms of queries and keys"),
         ({}, 65, "decodes 65 sequences by XLA: it serves up to 64 sequences in a cache"),
         ({"decode_implementation": "xla"}, 1, "by XLA: decode_implementation is 'xla'"),

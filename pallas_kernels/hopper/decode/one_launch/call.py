@@ -1,6 +1,6 @@
 """The launch."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,51 @@ from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
 from pallas_kernels.hopper.decode.one_launch.kernel import kernel
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
-from pallas_kernels.hopper.decode.one_launch.shape import DOWN_COLUMNS, DOWN_ROWS, Shape
+from pallas_kernels.hopper.decode.one_launch.shape import (
+    DOWN_COLUMNS,
+    DOWN_ROWS,
+    LEAST_SLOTS,
+    Shape,
+)
 from pallas_kernels.layers import Layers
 from pallas_kernels.layouts.stream import Stream
 from pallas_kernels.quantised import E4M3, Operand, Quantised
+
+
+def has_room(
+    *,
+    batch: int,
+    capacity: int,
+    width: int,
+    neurons: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    gated: bool,
+    is_sparse: bool,
+    in_8_bits: tuple[bool, bool, bool],
+) -> bool:
+    """Whether the shared memory of a block has room for a ring beside the activations.
+
+    Args:
+      batch: sequences of a launch.
+      capacity: of the cache.
+      width, neurons: D and H.
+      heads, kv_heads, size: of attention.
+      gated, is_sparse: of the feed-forward blocks.
+      in_8_bits: whether query, key and value are 8-bit floats, and `out`, and gate and up.
+    """
+    qkv, out, inner = (1 if is_8_bit else 2 for is_8_bit in in_8_bits)
+    shape = Shape(
+        min(sm_count(), neurons // ROWS), 1, batch, capacity, width, neurons, heads, kv_heads, size,
+        gated, is_sparse, None, (qkv, out, inner), size, None, 1.0,
+    )  # fmt: skip
+    return _slots(shape) >= LEAST_SLOTS
+
+
+@cache  # a model asks again and again
+def _slots(shape: Shape) -> int:
+    return shape.slots
 
 
 def decode_layers(

@@ -16,6 +16,7 @@ _ALIGNED = 1024  # bytes: where references to shared memory begin
 STAGE_BYTES = ROWS * STAGE_WORDS * 4
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
+LEAST_SLOTS = 4  # of the ring: keys with their values, and as many on their way
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
 _MERGED = 4096  # words that a block takes of the other splits: 16 of each thread, a stage's memory
 

@@ -270,7 +270,7 @@ def test_attention_interpreted(interpreted, splits, capacity, sms, is_8_bits):
     heads, kv_heads, batch = 4, 2, 2
     operands = operands_of_attention(heads, kv_heads, 64, batch, capacity, 130, 512, is_8_bits)
     function = functools.partial(attend_to_projection, heads, kv_heads)
-    counts, (layer, *_) = none_arrived(LAYERS, 8), operands[-3:]
+    counts, (*_, layer, _) = none_arrived(LAYERS, 8), operands
     with interpreted(sms=sms, detect_races=False) as current:
         first, second = phases_of_attention(heads, kv_heads, *operands)
         assert math.prod(second.cluster) == splits
