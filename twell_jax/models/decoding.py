@@ -31,17 +31,10 @@ from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import scaled
 from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear
 from twell_jax.models.rope import rope_table
-from twell_jax.models.transformer import Transformer
+from twell_jax.models.transformer import IN_PLACE_OPTIONS, Transformer
 
-# For programs that decode. A chain of kernels overlaps only if it is no part of a CUDA graph. XLA
-# copies the weights of each layer in front of its products, unless cuBLAS multiplies slices, each
-# matrix for itself.
-DECODE_OPTIONS = {
-    "xla_gpu_enable_command_buffer": "",
-    "xla_gpu_enable_dynamic_slice_fusion": True,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_dot_merger_threshold_mb": 0,
-}
+# For programs that decode. A chain of kernels overlaps only if it is no part of a CUDA graph.
+DECODE_OPTIONS = IN_PLACE_OPTIONS | {"xla_gpu_enable_command_buffer": ""}
 
 _SPARSE = "few_tokens"  # the algorithm of sparse blocks
 _MOST_BLOCKS = 132  # thread blocks of a launch

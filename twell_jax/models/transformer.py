@@ -29,15 +29,17 @@ from twell_jax.models.remat import MIDDLE, POLICIES
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
-# For `jax.jit` around `Transformer.prefill`, as `compiler_options`. Without them XLA copies most
-# weights of a layer out of the stacked arrays, and once more to multiply by several at a time. By
-# these, cuBLAS reads them in place. And what does not need each other runs at the same time: query,
-# key and value; the heavy tokens of a block beside the others. Of a block's kernels these alone do,
-# and they share no counter. Two layers in a turn of the loop leave x where the next turn wants it,
-# which saves a copy where kernels add to the residual.
-PREFILL_OPTIONS = {
+# Without these XLA copies most weights of a layer out of the stacked arrays, and once more to
+# multiply by several at a time. By these, cuBLAS reads them in place.
+IN_PLACE_OPTIONS = {
     "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_gpu_enable_triton_gemm": False,
+}
+# For `jax.jit` around `Transformer.prefill`, as `compiler_options`. What does not need each other
+# runs at the same time: query, key and value; the heavy tokens of a block beside the others. Of a
+# block's kernels these alone do, and they share no counter. Two layers in a turn of the loop leave
+# x where the next turn wants it, which saves a copy where kernels add to the residual.
+PREFILL_OPTIONS = IN_PLACE_OPTIONS | {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
 }
