@@ -28,7 +28,7 @@ _CANDIDATES = {
     "dense": (1, 2**30),
     "few_tokens": (1, 64),
     "dense_block": (65, 4096),
-    "unions": (256, 2**30),
+    "unions": (512, 2**30),
 }
 
 

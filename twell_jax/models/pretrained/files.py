@@ -5,9 +5,11 @@ import json
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
@@ -17,6 +19,12 @@ from twell_jax import untrusted
 from twell_jax.models.pretrained.json_file import PretrainedError, read_json
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES: dict[str, Any] = {
+    "F32": np.float32,
+    "BF16": jnp.bfloat16,
+    "F16": np.float16,
+    "F8_E4M3": E4M3,
+}
 FLOATS, EIGHT_BITS = ("F32", "BF16", "F16"), ("F8_E4M3",)
 _MOST_LAYERS = 10_000  # taken from config.json where there are no tensors yet to compare with
 
@@ -146,44 +154,36 @@ def opened(path: Path) -> Iterator[Any]:
         yield file
 
 
-def slices(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """The tensors of a file by name, to be read in parts; they are mapped until the stack closes.
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file; an index gives that part of it, memory-mapped.
+
+    Attributes:
+      dtype: as files name it, one of `FLOATS` or `EIGHT_BITS` where it is to be read.
+      shape: its shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    _bytes: np.ndarray
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._bytes.view(_DTYPES[self.dtype]).reshape(self.shape)[index]
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name. Reading them takes neither a copy nor Python's lock.
 
     Raises:
       PretrainedError: it cannot be read.
     """
-    file = stack.enter_context(opened(path))
-    found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    eight_bits = [name for name, part in found.items() if part.get_dtype() in EIGHT_BITS]
-    return found | _eight_bits(path, eight_bits)
-
-
-class _EightBits:
-    """A tensor of 8-bit floats, read as those of `safe_open` are; NumPy alone has no such dtype."""
-
-    def __init__(self, array: np.ndarray):
-        self._array = array
-
-    def get_dtype(self) -> str:
-        return EIGHT_BITS[0]
-
-    def get_shape(self) -> list[int]:
-        return list(self._array.shape)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self._array[index]
-
-
-def _eight_bits(path: Path, wanted: list[str]) -> dict[str, _EightBits]:
-    if not wanted:
-        return {}
-    with untrusted.open_file(
-        path
-    ) as file:  # the length of the header, the header, then the tensors
+    with opened(path), untrusted.open_file(path) as file:  # whose header is sound, then
+        # the length of the header, the header, then the tensors
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    found = {}
-    for name in wanted:
-        start, shape = 8 + length + header[name]["data_offsets"][0], tuple(header[name]["shape"])
-        found[name] = _EightBits(np.memmap(path, np.uint8, "r", start, shape).view(E4M3))
-    return found
+        content = np.memmap(file, np.uint8, "r")[8 + length :]
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(entry["dtype"], tuple(entry["shape"]), content[slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+    }

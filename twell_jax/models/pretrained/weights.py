@@ -6,12 +6,12 @@ gate and up and `[in, out]` for down. Both rotate pairs of features half a head 
 no permutation. Hugging Face stores a tensor per layer; ours are stacked along the first axis.
 """
 
-import contextlib
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from twell_jax.models import sharding
 from twell_jax.models.pretrained import files
 from twell_jax.models.pretrained.architectures import Architecture
 from twell_jax.models.pretrained.config import Stored
+from twell_jax.models.pretrained.files import Tensor
 from twell_jax.models.pretrained.json_file import PretrainedError
 from twell_jax.models.quantised import ATTENTION
 from twell_jax.models.transformer import Transformer
@@ -38,7 +39,7 @@ _SHUT = {
     gated: tuple(f"blocks.mlp.{kind}" for kind in (f"w_{name}", f"w_{name}.values", f"b_{name}"))
     for gated, name in ((True, "gate"), (False, "up"))
 }
-_ROWS = 4096  # of two matrices that are compared at a time, as all may be large
+_ROWS = 4096  # that are copied or compared at a time
 
 # For each of our parameters, the name of their tensor, and whether it is the transpose of ours.
 _NAMES = {
@@ -100,15 +101,27 @@ class _Layout:
     dtypes: tuple[str, ...] = files.FLOATS
 
     def part(
-        self, tensors: Mapping[str, Any], index: tuple[slice, ...], dtype: np.dtype
+        self, tensors: Mapping[str, Tensor], index: tuple[slice, ...], dtype: np.dtype
     ) -> np.ndarray:
-        """The slice of the parameter that one device holds, read from the tensors of the files."""
+        """The slice of the parameter that one device holds, read from the tensors of the files.
+
+        Blocks of rows are copied side by side: one at a time would take longer than the device.
+        """
         which, *rest = index if self.stacked else (slice(None), *index)
         rest = rest[::-1] if self.transposed else rest
-        parts = [tensors[name][tuple(rest)].astype(dtype) for name in self.names[which]]
+        parts = [tensors[name][tuple(rest)] for name in self.names[which]]
         parts = [part.T for part in parts] if self.transposed else parts
-        whole = np.stack(parts) if self.stacked else parts[0]
-        return (whole + self.offset).astype(dtype) if self.offset else whole
+        whole = np.empty((len(parts), *parts[0].shape), dtype)
+
+        def copy(block: tuple[int, slice]) -> None:
+            layer, rows = block
+            whole[layer, rows] = parts[layer][rows]
+            if self.offset:
+                whole[layer, rows] += dtype.type(self.offset)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(copy, itertools.product(range(len(parts)), _blocks(whole.shape[1]))))
+        return whole if self.stacked else whole[0]
 
 
 def load(
@@ -120,50 +133,49 @@ def load(
       PretrainedError: there are no safetensors, or their tensors do not fit the model.
     """
     files.require_layers(directory, config.layers)
-    with contextlib.ExitStack() as stack:
-        tensors = _with_prefix(_open(directory, stack, stored.passed_over))
-        abstract = jax.eval_shape(lambda: _parameters(config, stored))
-        leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
-        names = _NAMES
-        if stored.hybrid and _down_is_neuron_major(tensors, config):
-            names = _NAMES | {_DOWN: (_NAMES[_DOWN][0], False)}
-        layouts = {
-            name: _layout(name, leaf, names, stored.scale_offset)
-            for name, leaf in leaves.items()
-            if name not in (*stored.absent, _LIVE)
-        }
-        if not config.tie_embeddings and _HEAD not in tensors:
-            raise PretrainedError(
-                f"{directory}: has no {_HEAD}. Save the model with its head (LlamaForCausalLM, not "
-                "LlamaModel); if the embedding is its head, write tie_word_embeddings=true"
-            )
-        head = tensors.pop(_HEAD, None) if config.tie_embeddings else None
-        _check(directory, tensors, layouts.values())
-        if head is not None and not _same(head, tensors[_EMBED]):
-            # Versions of transformers disagree on which of the two they use.
-            raise PretrainedError(
-                f"{directory}: config.json says tie_word_embeddings=true, but {_HEAD} differs from "
-                f"{_EMBED}; write tie_word_embeddings=false to use both, or remove the former"
-            )
+    tensors = _with_prefix(_open(directory, stored.passed_over))
+    abstract = jax.eval_shape(lambda: _parameters(config, stored))
+    leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
+    names = _NAMES
+    if stored.hybrid and _down_is_neuron_major(tensors, config):
+        names = _NAMES | {_DOWN: (_NAMES[_DOWN][0], False)}
+    layouts = {
+        name: _layout(name, leaf, names, stored.scale_offset)
+        for name, leaf in leaves.items()
+        if name not in (*stored.absent, _LIVE)
+    }
+    if not config.tie_embeddings and _HEAD not in tensors:
+        raise PretrainedError(
+            f"{directory}: has no {_HEAD}. Save the model with its head (LlamaForCausalLM, not "
+            "LlamaModel); if the embedding is its head, write tie_word_embeddings=true"
+        )
+    head = tensors.pop(_HEAD, None) if config.tie_embeddings else None
+    _check(directory, tensors, layouts.values())
+    if head is not None and not _same(head, tensors[_EMBED]):
+        # Versions of transformers disagree on which of the two they use.
+        raise PretrainedError(
+            f"{directory}: config.json says tie_word_embeddings=true, but {_HEAD} differs from "
+            f"{_EMBED}; write tie_word_embeddings=false to use both, or remove the former"
+        )
 
-        def read(path, leaf, placement=None):
-            layout = layouts.get(_name(path))
-            if _name(path) == _LIVE:
-                return jnp.array(stored.live, leaf.dtype, device=placement)
-            if layout is None:
-                return jnp.zeros(leaf.shape, leaf.dtype, device=placement)
+    def read(path, leaf, placement=None):
+        layout = layouts.get(_name(path))
+        if _name(path) == _LIVE:
+            return jnp.array(stored.live, leaf.dtype, device=placement)
+        if layout is None:
+            return jnp.zeros(leaf.shape, leaf.dtype, device=placement)
 
-            def part(index):
-                return layout.part(tensors, index, leaf.dtype)
+        def part(index):
+            return layout.part(tensors, index, leaf.dtype)
 
-            if placement is None:
-                return jnp.array(part((slice(None),) * leaf.ndim))
-            return jax.make_array_from_callback(leaf.shape, placement, part)
+        if placement is None:
+            return jax.device_put(part((slice(None),) * leaf.ndim))
+        return jax.make_array_from_callback(leaf.shape, placement, part)
 
-        # Without a mesh, arrays are bound to no device, as those of a new model and of an optimizer
-        # are. Where these differ, the first step on both binds all, and the second compiles anew.
-        placements = () if mesh is None else (sharding.of_params(abstract, mesh),)
-        return jax.tree.map_with_path(read, abstract, *placements)
+    # Without a mesh, arrays are bound to no device, as those of a new model and of an optimizer
+    # are. Where these differ, the first step on both binds all, and the second compiles anew.
+    placements = () if mesh is None else (sharding.of_params(abstract, mesh),)
+    return jax.tree.map_with_path(read, abstract, *placements)
 
 
 def save(
@@ -239,35 +251,30 @@ def _layout(
     )
 
 
-def _open(
-    directory: Path, stack: contextlib.ExitStack, passed_over: tuple[str, ...]
-) -> dict[str, Any]:
-    """The tensors of all files by name; they are memory-mapped until the stack closes.
-
-    Those whose names contain one of `passed_over` are left out.
-    """
-    tensors: dict[str, Any] = {}
+def _open(directory: Path, passed_over: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of all files by name, but those whose names contain one of `passed_over`."""
+    tensors: dict[str, Tensor] = {}
     for file, names in files.tensors(directory).items():
         tensors |= {
             name: tensor
-            for name, tensor in files.slices(directory / file, stack).items()
+            for name, tensor in files.mapped(directory / file).items()
             if name in names
             and not (name.endswith(_DERIVED) or any(part in name for part in passed_over))
         }
     return tensors
 
 
-def _down_is_neuron_major(tensors: dict[str, Any], config: ModelConfig) -> bool:
+def _down_is_neuron_major(tensors: dict[str, Tensor], config: ModelConfig) -> bool:
     """Whether the files of a hybrid model hold its down projections as `[d_ff, d_model]`.
 
     The publication's model transposes them when it is made, so this is what it saves. Files that
     were only relabelled have them as usual, which their shape tells unless it is square.
     """
     first = tensors.get(f"{_BASE}layers.0.{_NAMES[_DOWN][0]}")
-    return first is not None and tuple(first.get_shape()) == (config.d_ff, config.d_model)
+    return first is not None and first.shape == (config.d_ff, config.d_model)
 
 
-def _with_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
+def _with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by the names of a whole model, also those of a base model (LlamaModel)."""
     if _EMBED.removeprefix(_BASE) not in tensors:
         return tensors
@@ -275,23 +282,23 @@ def _with_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name if name in of_head else _BASE + name: tensor for name, tensor in tensors.items()}
 
 
-def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout]) -> None:
+def _check(directory: Path, tensors: dict[str, Tensor], layouts: Iterable[_Layout]) -> None:
     expected = {name: layout for layout in layouts for name in layout.names}
     problems = {
         "missing": [name for name in expected if name not in tensors],
         "not of this model": [name for name in tensors if name not in expected],
         "of a wrong shape": [
-            f"{name} {tensors[name].get_shape()}, must be {list(layout.shape)}"
+            f"{name} {list(tensors[name].shape)}, must be {list(layout.shape)}"
             for name, layout in expected.items()
-            if name in tensors and tuple(tensors[name].get_shape()) != layout.shape
+            if name in tensors and tensors[name].shape != layout.shape
         ],
     }
     for dtypes in (files.FLOATS, files.EIGHT_BITS):
         problems[f"not {', '.join(dtypes)}"] = [
-            f"{name} {tensor.get_dtype()}"
+            f"{name} {tensor.dtype}"
             for name, tensor in tensors.items()
             if (expected[name].dtypes if name in expected else files.FLOATS) == dtypes
-            and tensor.get_dtype() not in dtypes
+            and tensor.dtype not in dtypes
         ]
     said = [
         f"{len(names)} {problem}: {'; '.join(names[:4])}{'; ...' * (len(names) > 4)}"
@@ -302,13 +309,16 @@ def _check(directory: Path, tensors: dict[str, Any], layouts: Iterable[_Layout])
         raise PretrainedError(f"{directory}: tensors do not fit config.json. {'. '.join(said)}")
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of files are equal; `b` is a matrix of floats."""
-    if a.get_shape() != b.get_shape() or a.get_dtype() not in files.FLOATS:
+    if a.shape != b.shape or a.dtype not in files.FLOATS:
         return False
-    rows = a.get_shape()[0]
-    parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
-    return all(np.array_equal(a[part], b[part]) for part in parts)
+    return all(np.array_equal(a[rows], b[rows]) for rows in _blocks(a.shape[0]))
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Blocks of rows of a matrix, which may be large."""
+    return (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
