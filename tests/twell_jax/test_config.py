@@ -124,6 +124,9 @@ def test_an_error_is_one_line_that_names_the_key(path, override, key, says):
         (["skip_dead_every=5", "dead_window_tokens=1000"],  # of 256 tokens a step
          r"skip_dead_every: .* dead_window_tokens=1000 is dead, and must be looked at in these "
          "4 steps, got 5; write a larger dead_window_tokens"),
+        *((["sparse_gradients_every=" + wrong],
+           "sparse_gradients_every: must be auto or a number of steps, 0 for never, got .*")
+          for wrong in ("-1", "on", "true", "1.5", "null")),
         (["sparse_gradients_every=5", "model.ffn_implementation=xla"],
          r"sparse_gradients_every: .*model.ffn_implementation must be mosaic or null, got xla"),
         (["sparse_gradients_every=5", "model.ffn_gradients=sparse"],
@@ -158,7 +161,7 @@ def test_a_union_target_needs_no_more_tokens_with_kernels_than_with_xla(path):
 )
 def test_gradients_are_planned_or_given(path, overrides):
     settings = config.load(path, overrides)
-    assert (settings.sparse_gradients_every > 0) == (settings.model.ffn_gradients is None)
+    assert settings.must_plan_gradients == (settings.model.ffn_gradients is None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from twell_jax import untrusted
 from twell_jax.config.data import DataConfig
 from twell_jax.config.model import ModelConfig
 from twell_jax.config.section import ConfigError, Section
@@ -140,12 +141,11 @@ class Config(Section):
         description="steps from one at full width to the next; in those between, neurons that "
         "were not active for so many steps are skipped, which kernels leave out; 0: never",
     )
-    sparse_gradients_every: int = Field(
-        0,
-        ge=0,
+    sparse_gradients_every: int | Literal["auto"] = Field(
+        "auto",
         description="steps after which the run plans anew which layers compute sparse gradients, "
         "and orders their neurons, from what they measured (on Hopper GPUs; elsewhere all "
-        "gradients are dense); 0: never, "
+        "gradients are dense); auto: where kernels serve, every 10 to 100 steps; 0: never, "
         "model.ffn_gradients holds for all layers",
     )
     eval_every: int = Field(500, gt=0, description="steps between held-out evaluations")
@@ -177,6 +177,16 @@ class Config(Section):
     def _null_is_no_rise(cls, value: Any) -> Any:
         return (0, 0) if value is None else value
 
+    @field_validator("sparse_gradients_every", mode="plain")
+    @classmethod
+    def _steps_or_auto(cls, value: Any) -> int | Literal["auto"]:
+        if value == "auto" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError(
+            f"sparse_gradients_every: must be auto or a number of steps, 0 for never, got "
+            f"{untrusted.short(value)}"
+        )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.batch_tokens % self.model.context:
@@ -194,12 +204,12 @@ class Config(Section):
                 f"mesh.fsdp: must divide model.d_model={self.model.d_model}, got {self.mesh.fsdp}"
             )
         sparse = Request(self.model.ffn_implementation, gradients="sparse")
-        if self.sparse_gradients_every and sparse.contradiction:
+        if self.must_plan_gradients and sparse.contradiction:
             raise ValueError(
                 "sparse_gradients_every: xla computes dense gradients only, so "
                 "model.ffn_implementation must be mosaic or null, got xla"
             )
-        if self.sparse_gradients_every and self.model.ffn_gradients is not None:
+        if self.must_plan_gradients and self.model.ffn_gradients is not None:
             raise ValueError(
                 "sparse_gradients_every: the run plans the gradients of each layer, so "
                 f"model.ffn_gradients must be null, got {self.model.ffn_gradients}"
@@ -277,7 +287,7 @@ class Config(Section):
 
     def _check_lasso(self) -> None:
         model, documents = self.model, self.data.mask_documents
-        is_sparse, plans = model.ffn_gradients == "sparse", self.sparse_gradients_every > 0
+        is_sparse, plans = model.ffn_gradients == "sparse", self.must_plan_gradients
         # Settings that ask kernels for the lasso, and whether gradients are sparse with them.
         asking = {
             "model.ffn_implementation=null": (model.ffn_implementation == "mosaic", is_sparse),
@@ -297,6 +307,11 @@ class Config(Section):
         raise ValueError(
             f"lasso_share: {why}; write {' and '.join(ways_out)}{or_}, or lasso_share=0"
         )
+
+    @property
+    def must_plan_gradients(self) -> bool:
+        """Whether the run was told to plan which layers compute sparse gradients."""
+        return self.sparse_gradients_every not in ("auto", 0)
 
     @property
     def targets(self) -> dict[str, float]:

@@ -15,10 +15,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twell_jax.ffn.algorithms import CAPACITY, MARGIN, LayerGradients
+import jax
+
+from twell_jax.config import Config
+from twell_jax.ffn import CannotServe, dispatch
+from twell_jax.ffn.algorithms import (
+    CAPACITY,
+    MARGIN,
+    Case,
+    LayerGradients,
+    Request,
+    lasso_problem,
+)
 
 _CLOSE = 1.03  # times the need of a layer must fit, for them to stay so
 _AFTER_OVERFLOW = 1.2  # times the margin
+# Where the run decides, so many tokens lie between two plans, and at least and at most so many
+# steps; a short run makes so many plans.
+_TOKENS, _FEWEST, _MOST, _PLANS = 10**7, 10, 100, 20
+
+
+def planned_every(config: Config) -> int:
+    """Steps from one plan of a run to the next on this machine; 0 if there are none.
+
+    "auto" plans wherever kernels serve sparse gradients and the configuration asks for no others.
+    """
+    every = config.sparse_gradients_every
+    if every != "auto":
+        return every
+    if not _may_be_sparse(config):
+        return 0
+    wanted = min(_TOKENS // config.batch_tokens, config.steps // _PLANS)
+    return max(_FEWEST, min(_MOST, wanted))
+
+
+def _may_be_sparse(config: Config) -> bool:
+    model = config.model
+    lasso = config.lasso_share and lasso_problem(True, config.data.mask_documents)
+    if model.ffn_gradients is not None or lasso:
+        return False
+    weight = jax.ShapeDtypeStruct((model.d_ff, model.d_model), model.dtype)
+    kernels, why = dispatch.back_end(weight)
+    case = Case(
+        tokens=config.micro_batch * model.context,
+        width=model.d_model,
+        neurons=model.d_ff,
+        gated=model.gated,
+        activation=model.ffn_activation,
+        back_end=kernels.name if kernels else None,
+        no_back_end=why,
+    )
+    try:
+        dispatch.select(case, Request(model.ffn_implementation, gradients="sparse"))
+    except CannotServe:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

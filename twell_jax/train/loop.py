@@ -222,7 +222,7 @@ def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
     Raises:
       CannotServe: they cannot, and the config asks for kernels.
     """
-    if not config.sparse_gradients_every:
+    if not trainer.plans_every:
         return None
     plan = GradientPlan.dense(config.model.layers)
     gradients = plan.all_sparse.ffn_gradients
@@ -349,13 +349,13 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     batch = trainer.put_batch(next(run.batches)["tokens"])
     step = trainer.steps.get(plan.ffn_gradients if plan else None)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
-    if plan and now.step + config.sparse_gradients_every < config.steps:
+    if plan and now.step + trainer.plans_every < config.steps:
         _prepare_others(trainer, plan)
     recorder.add(now.step + 1, replace(measured, tiles=None), plan)
     largest: Measured | None = None
     if plan:
         largest = measured.union, measured.listed, measured.overflow
-        if now.measured and (now.step + 1) % config.sparse_gradients_every == 0:
+        if now.measured and (now.step + 1) % trainer.plans_every == 0:
             # The steps before have ended, so the device need not wait for this.
             union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
             plan = plan.revised(union, listed, overflow)

@@ -62,7 +62,6 @@ def _of_length(steps: int) -> dict[str, Any]:
         "l1_warmup": [0, tenth],
         "l1_stages": min(4, tenth),
         "optimizer.warmup_steps": steps // 20,
-        "sparse_gradients_every": max(10, steps // 20),
         "eval_every": max(10, tenth),
         "checkpoint_every": max(10, steps // 4),
     }

@@ -23,6 +23,7 @@ from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entro
 from twell_jax.models.transformer import graphdef
 from twell_jax.train import neurons
 from twell_jax.train.compile_ahead import CompileAhead
+from twell_jax.train.gradient_plan import planned_every
 from twell_jax.train.optimizer import learning_rate, make_optimizer, trained
 from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import (
@@ -58,6 +59,7 @@ class Trainer:
       order_by_use: (state, `tiles` and `nnz` of the step that returned it) -> state, with the
         neurons of each layer in the order of `twell_jax.order_by_use`. It donates the given state.
       step: `step_with(None)`.
+      plans_every: steps from one `GradientPlan` to the next on this machine; 0 if there are none.
 
     Raises:
       ConfigError: the batch does not divide over the devices.
@@ -65,6 +67,7 @@ class Trainer:
 
     def __init__(self, config: Config, document_end: int, mesh: jax.sharding.Mesh) -> None:
         self.mesh = mesh
+        self.plans_every = planned_every(config)
         self._config = config
         self._accumulation = config.accumulation_steps(mesh.size)
         self._optimizer = make_optimizer(config.optimizer, config.steps)
@@ -281,7 +284,7 @@ class Trainer:
             live=live,
             lasso=None if stats.lasso is None else jnp.mean(stats.lasso),
         )
-        if self._config.sparse_gradients_every:
+        if self.plans_every:
             metrics = replace(metrics, union=stats.union, listed=stats.listed, tiles=stats.tiles)
         if skipping is not None:
             counted_in = stats.fired, state.idle_steps, state.step

@@ -2,10 +2,13 @@
 
 import json
 
+import jax
 import pytest
 
+from tests.devices import H100
+from twell_jax import config
 from twell_jax.ffn.algorithms import CAPACITY
-from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.gradient_plan import GradientPlan, planned_every
 
 USUAL = 1.0, 0.9  # union and listed of a layer that has just begun to train
 
@@ -110,3 +113,40 @@ def test_a_plan_survives_json_and_keeps_the_names_that_checkpoints_have():
     saved = json.loads(json.dumps(plan.saved()))
     assert saved.keys() == {"rooms", "announced", "margins"}
     assert GradientPlan.from_saved(saved) == plan
+
+
+@pytest.fixture
+def on_an_h100():
+    with jax.sharding.use_abstract_mesh(H100):
+        yield
+
+
+@pytest.mark.parametrize("name", ["0p5b", "1b", "1p5b", "2b", "sparsify"])
+def test_shipped_configurations_plan_sparse_gradients_where_kernels_serve(on_an_h100, name):
+    kept = {"sparsify": ["model.d_model=2048", "model.d_ff=5632", "model.heads=32"]}
+    more = ["model.vocab_size=257", "model.layers=2", "init_from=null"] if name in kept else []
+    assert 10 <= planned_every(config.load(name, [*kept.get(name, []), *more])) <= 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ([], 10),  # of a million tokens
+        (["batch_tokens=131072"], 76),
+        (["batch_tokens=16384", "steps=1000"], 50),
+        (["batch_tokens=16384"], 100),
+        (["sparse_gradients_every=7"], 7),
+        (["sparse_gradients_every=0"], 0),
+        (["model.activation=silu"], 0),
+        (["model.dtype=float32"], 0),
+        (["model.ffn_implementation=xla"], 0),
+        (["model.ffn_gradients=dense"], 0),
+        (["l1_coefficient=1", "lasso_share=1", "data.mask_documents=true"], 0),
+    ],
+)
+def test_auto_plans_where_the_configuration_leaves_gradients_to_it(on_an_h100, changes, steps):
+    assert planned_every(config.load("0p5b", changes)) == steps
+
+
+def test_auto_plans_nothing_without_kernels():
+    assert planned_every(config.load("0p5b", ["model.ffn_implementation=mosaic"])) == 0
