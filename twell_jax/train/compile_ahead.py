@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 
@@ -26,6 +26,7 @@ class CompileAhead[Key: Hashable]:
         self._compiled, self._at_its_call = compiled, at_its_call
         self._thread = ThreadPoolExecutor(1, "compiler")
         self._programs: dict[Key, Future[Callable] | None] = {}  # None: compiled at its call
+        self._calls: dict[str, Future] = {}
 
     def prepare(self, key: Key) -> None:
         """Begins to compile a program, unless it is prepared or has been asked for."""
@@ -46,6 +47,21 @@ class CompileAhead[Key: Hashable]:
             self._programs[key] = None
             return self._at_its_call(key)
 
+    def prepare_call(self, name: str, compile_it: Callable[[], object]) -> None:
+        """Has a jitted function compiled, as JAX then finds it compiled when it is called.
+
+        Args:
+          name: for `settle`.
+          compile_it: compiles it; called in the thread. If it fails, the call compiles.
+        """
+        self._calls[name] = self._thread.submit(compile_it)
+
+    def settle(self, name: str) -> None:
+        """Waits for what `prepare_call` compiles; what has not begun is left to its call."""
+        prepared = self._calls.pop(name, None)
+        if prepared is not None and not prepared.cancel():
+            wait([prepared])
+
     def stop(self) -> bool:
         """Drops the programs that wait to be compiled; no other can be prepared from now on.
 
@@ -53,6 +69,5 @@ class CompileAhead[Key: Hashable]:
           Whether one is being compiled. Nothing can stop that: the process ends only after it.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        return any(
-            prepared is not None and prepared.running() for prepared in self._programs.values()
-        )
+        prepared = (*self._programs.values(), *self._calls.values())
+        return any(one is not None and one.running() for one in prepared)

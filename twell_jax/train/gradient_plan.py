@@ -31,8 +31,8 @@ from twell_jax.ffn.algorithms import (
 _CLOSE = 1.03  # times the need of a layer must fit, for them to stay so
 _AFTER_OVERFLOW = 1.2  # times the margin
 # Where the run decides, so many tokens lie between two plans, and at least and at most so many
-# steps; a short run makes so many plans.
-_TOKENS, _FEWEST, _MOST, _PLANS = 10**7, 10, 100, 20
+# steps: time for the next program to be compiled.
+_TOKENS, _FEWEST, _MOST = 10**7, 10, 100
 
 
 def planned_every(config: Config) -> int:
@@ -45,8 +45,7 @@ def planned_every(config: Config) -> int:
         return every
     if not _may_be_sparse(config):
         return 0
-    wanted = min(_TOKENS // config.batch_tokens, config.steps // _PLANS)
-    return max(_FEWEST, min(_MOST, wanted))
+    return max(_FEWEST, min(_MOST, _TOKENS // config.batch_tokens))
 
 
 def _may_be_sparse(config: Config) -> bool:

@@ -3,19 +3,18 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 
 from twell_jax import data
 from twell_jax.analysis.estimate import Estimate
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import Data
-from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
 from twell_jax.train import distributed, gain, metrics, profile, sample, source
 from twell_jax.train.checkpoint import Checkpoints
@@ -24,7 +23,7 @@ from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient, moved_learning_rate
-from twell_jax.train.progress import Progress, patient_console, redraw, show_result
+from twell_jax.train.progress import Painter, Progress, patient_console, show_result
 from twell_jax.train.report import Score
 from twell_jax.train.run_directory import (
     AnotherRun,
@@ -33,11 +32,15 @@ from twell_jax.train.run_directory import (
     open_run,
     started_with,
 )
-from twell_jax.train.sample import Sample
+from twell_jax.train.sample import Writer
+from twell_jax.train.served_gradients import first_plan, with_gradients_served
 from twell_jax.train.state import TrainState
-from twell_jax.train.trainer import ModelGradients, Trainer
+from twell_jax.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+# What `CompileAhead` compiles beside steps.
+_EVALUATION, _SAMPLE, _ORDER = "evaluation", "sample", "order"
 
 type Measured = tuple[jax.Array | np.ndarray, ...]
 
@@ -66,7 +69,7 @@ class Run:
     batches: grain.DatasetIterator
     trainer: Trainer
     checkpoints: Checkpoints
-    write_sample: Callable[[nnx.State], Sample] | None
+    write_sample: Writer | None
     console: Console
     require_in_place: Callable[[], None]
     before: Config | None = None
@@ -214,58 +217,6 @@ def start(run: Run) -> Standing:
     return Standing(int(state.step), state, plan, measured)
 
 
-def first_plan(config: Config, trainer: Trainer) -> GradientPlan | None:
-    """The plan that a run begins with; None if it does not plan its gradients, or cannot.
-
-    It warns if sparse gradients cannot be computed here, such as without a GPU.
-
-    Raises:
-      CannotServe: they cannot, and the config asks for kernels.
-    """
-    if not trainer.plans_every:
-        return None
-    plan = GradientPlan.dense(config.model.layers)
-    gradients = plan.all_sparse.ffn_gradients
-    is_served = _is_served("sparse_gradients_every", config, trainer, gradients)
-    return plan if is_served else None
-
-
-def with_gradients_served(
-    config: Config, document_end: int, mesh: jax.sharding.Mesh
-) -> tuple[Config, Trainer]:
-    """The settings of a run on this machine, and their `Trainer`.
-
-    It warns if `model.ffn_gradients` asks for sparse gradients that cannot be computed here; they
-    are then dense.
-
-    Raises:
-      CannotServe: they cannot, and the config asks for kernels.
-    """
-    trainer, asked = Trainer(config, document_end, mesh), config.model.ffn_gradients
-    if asked in (None, "dense") or _is_served("model.ffn_gradients", config, trainer, None):
-        return config, trainer
-    model = config.model.model_copy(update={"ffn_gradients": None})
-    config = config.model_copy(update={"model": model})
-    return config, Trainer(config, document_end, mesh)
-
-
-def _is_served(
-    key: str, config: Config, trainer: Trainer, gradients: ModelGradients | None
-) -> bool:
-    """Whether a step with these gradients, for which `key` asks, can be computed here; warns if
-    not."""
-    step = trainer.step_with(gradients)
-    try:
-        jax.eval_shape(step, trainer.abstract_state, trainer.abstract_batch, 0.0)
-    except CannotServe as error:
-        if config.model.ffn_implementation == "mosaic":
-            raise
-        if jax.process_index() == 0:
-            log.warning("%s: %s; here all gradients are dense", key, error.why)
-        return False
-    return True
-
-
 def _first_state(run: Run) -> TrainState:
     config, state = run.config, run.trainer.init()
     if not config.init_from:
@@ -278,6 +229,7 @@ def _first_state(run: Run) -> TrainState:
 def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, Estimate | None]:
     """Starts or continues the run; returns the step at which it ended, and what was gained."""
     config, now = run.config, start(run)
+    begun = now.step
     wanted = [name for name in metrics.SINKS if getattr(config, name)]
     run.require_in_place()
     if jax.process_index() == 0:
@@ -288,6 +240,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         metrics.Log(run.paths.metrics, now.step, wanted) as log,
         Progress(run.console, now.step, config.steps, config.model.d_ff) as progress,
         profile.traced(run.paths.profile, config.profile_steps, run.console) as trace,
+        Painter(config, run.paths, run.console) as painter,
     ):
         recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
         if config.init_from and now.step == 0:
@@ -297,13 +250,15 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
             trace.before_step(now.step, now.state)
             now = _take_step(run, now, recorder)
             trace.after_step(now.step, now.state)
+            if now.step == begun + 1:
+                _compile_ahead(run, now.plan)
             last = now.step == config.steps
             if now.step % config.eval_every == 0 or last:
                 recorder.flush()
                 _evaluate(run, now, recorder, progress)
                 if not last:  # else show_result draws
                     run.require_in_place()
-                    redraw(config, run.paths, run.console)
+                    painter.redraw()
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()
@@ -317,8 +272,10 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
 def _evaluate(run: Run, now: Standing, recorder: metrics.Recorder, progress: Progress) -> None:
     """Measures the held-out text and has a sample written; records and shows both."""
     params, corpus = now.state.params, run.data
+    run.trainer.steps.settle(_EVALUATION)
     held_out_ce = run.trainer.evaluate(params, corpus.held_out)
     bits_per_byte = corpus.bits_per_byte(held_out_ce)
+    run.trainer.steps.settle(_SAMPLE)
     written = run.write_sample(params) if run.write_sample else None
     recorder.add_evaluation(
         now.step, held_out_ce, corpus.unigram_cross_entropy, bits_per_byte, written
@@ -361,12 +318,24 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
             plan = plan.revised(union, listed, overflow)
             _tell_overflow(run, now.step, overflow)
             # Before other sorting, as the step counted the tiles of neurons where they were.
+            trainer.steps.settle(_ORDER)
             state = trainer.order_by_use(state, measured.tiles, measured.nnz)
         elif now.measured:
             largest = tuple(map(jnp.maximum, now.measured, largest))
     if config.skip_dead_every and is_full_width(config, now.step):
         state = trainer.sort_neurons(state)
     return Standing(now.step + 1, state, plan, largest)
+
+
+def _compile_ahead(run: Run, plan: GradientPlan | None) -> None:
+    """Has compiled, while steps are taken, what evaluations and plans call beside steps."""
+    trainer, corpus = run.trainer, run.data
+    if plan:
+        of_plan = partial(trainer.compile_ordering, plan.ffn_gradients)
+        trainer.steps.prepare_call(_ORDER, of_plan)
+    trainer.steps.prepare_call(_EVALUATION, partial(trainer.compile_evaluation, corpus.held_out))
+    if run.write_sample:
+        trainer.steps.prepare_call(_SAMPLE, run.write_sample.compile)
 
 
 def _prepare_others(trainer: Trainer, plan: GradientPlan) -> None:

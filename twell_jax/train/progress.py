@@ -5,11 +5,12 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 import jax
 from rich import progress as rich_progress
@@ -251,6 +252,30 @@ def redraw(
         warning = f"warning: plots not drawn: {type(error).__name__}: {error}"
         console.out(warning, highlight=False)
         return []
+
+
+class Painter:
+    """Draws plots while a run goes on, in a thread; a context manager, which waits for the last.
+
+    Args:
+      config, paths, console: see `redraw`.
+    """
+
+    def __init__(self, config: Config, paths: RunPaths, console: Console) -> None:
+        self._draw = partial(redraw, config, paths, console)
+        self._thread = ThreadPoolExecutor(1, "painter")
+        self._last: Future | None = None
+
+    def redraw(self) -> None:
+        """Begins to draw what is logged, unless it is still drawing what was before."""
+        if self._last is None or self._last.done():
+            self._last = self._thread.submit(self._draw)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
 
 
 def layer_table(record: dict[str, Any], d_ff: int) -> Table:

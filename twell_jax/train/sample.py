@@ -1,6 +1,5 @@
 """A short text that the model of a run writes at each evaluation, from held-out text on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +9,7 @@ from flax import nnx
 
 from twell_jax.config import Config
 from twell_jax.data import Data, marks
+from twell_jax.data.tokenizers import Tokenizer
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 
@@ -27,9 +27,52 @@ class Sample:
     text: str
 
 
+@dataclass(frozen=True)
+class Writer:
+    """Has parameters write a text after the same prompt, with the same seed.
+
+    Attributes:
+      program: continues a row of tokens on each device.
+      abstract_params: shapes and shardings of the parameters.
+      tokens: int32 `[devices, T]`, the same row for each device.
+      prompt: the number of tokens that are given.
+      tokenizer: their tokenizer.
+      mesh: the devices.
+    """
+
+    program: jax.stages.Wrapped
+    abstract_params: nnx.State
+    tokens: np.ndarray
+    prompt: int
+    tokenizer: Tokenizer
+    mesh: jax.sharding.Mesh
+
+    def compile(self) -> None:
+        """Compiles what a call calls."""
+        placed = sharding.of_batch(self.mesh)
+        tokens = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype, sharding=placed)
+        with jax.set_mesh(self.mesh):  # which is a thread's own
+            self.program.lower(self.abstract_params, tokens).compile()
+
+    def __call__(self, params: nnx.State) -> Sample:
+        """What parameters write; all processes take part."""
+        batch = jax.make_array_from_callback(
+            self.tokens.shape, sharding.of_batch(self.mesh), self.tokens.__getitem__
+        )
+        prompt, end = self.tokens[0, : self.prompt], self.tokenizer.eot_id
+        new = np.asarray(self.program(params, batch))[0, self.prompt :]
+        new = new[: np.argmax(new == end)] if end in new else new
+        before = self.tokenizer.decode(prompt)
+        whole = self.tokenizer.decode(np.concatenate([prompt, new]))
+        # Decoded with what is before it, its first space stays.
+        whole_goes_on = whole.startswith(before)
+        text = whole.removeprefix(before) if whole_goes_on else self.tokenizer.decode(new)
+        return Sample(before, text)
+
+
 def writer(
     config: Config, data: Data, abstract_params: nnx.State, mesh: jax.sharding.Mesh
-) -> Callable[[nnx.State], Sample] | None:
+) -> Writer | None:
     """What has parameters write `config.sample_tokens`, or up to the end of the text or context.
 
     The prompt and the seed are always the same, so that evaluations show what was learnt. A program
@@ -49,8 +92,7 @@ def writer(
     length = min(len(prompt) + config.sample_tokens, config.model.context)
     if data.held_out_bytes is None or length == len(prompt):
         return None
-    end = data.tokenizer.eot_id
-    document_end = end if config.data.mask_documents else None
+    document_end = data.tokenizer.eot_id if config.data.mask_documents else None
     graph = graphdef(config.model.model_copy(update=_THROUGH_XLA))
     program = jax.jit(
         partial(_continued, graph, len(prompt), document_end, config.seed),
@@ -62,21 +104,7 @@ def writer(
     )
     tokens = np.zeros((mesh.size, length), np.int32)  # a row for each device
     tokens[:, : len(prompt)] = prompt
-
-    def write(params: nnx.State) -> Sample:
-        batch = jax.make_array_from_callback(
-            tokens.shape, sharding.of_batch(mesh), tokens.__getitem__
-        )
-        new = np.asarray(program(params, batch))[0, len(prompt) :]
-        new = new[: np.argmax(new == end)] if end in new else new
-        before = data.tokenizer.decode(prompt)
-        whole = data.tokenizer.decode(np.concatenate([prompt, new]))
-        # Decoded with what is before it, its first space stays.
-        whole_goes_on = whole.startswith(before)
-        text = whole.removeprefix(before) if whole_goes_on else data.tokenizer.decode(new)
-        return Sample(before, text)
-
-    return write
+    return Writer(program, abstract_params, tokens, len(prompt), data.tokenizer, mesh)
 
 
 def _prompt(held_out: np.ndarray, most: int) -> np.ndarray:

@@ -102,7 +102,7 @@ class Trainer:
         self.sort_neurons: Callable[[TrainState], TrainState] = jax.jit(
             self._sort_neurons, out_shardings=self._shardings, donate_argnums=0
         )
-        self.order_by_use: Callable[[TrainState, jax.Array, jax.Array], TrainState] = jax.jit(
+        self.order_by_use = jax.jit(
             lambda state, *used: self._reordered(state, jax.vmap(order_by_use)(*used)),
             out_shardings=self._shardings,
             donate_argnums=0,
@@ -157,9 +157,28 @@ class Trainer:
             batch = jax.make_array_from_callback(
                 padded.shape, sharding.of_batch(self.mesh), padded.__getitem__
             )
-            total += float(np.sum(self._sequence_ce(params, batch)[: len(chunk)]))
+            total += float(np.asarray(self._sequence_ce(params, batch))[: len(chunk)].sum())
         labels = tokens[:, 1:]
         return total / len(tokens) * (labels.size / int(np.sum(marks.counts(labels))))
+
+    def compile_evaluation(self, tokens: np.ndarray) -> None:
+        """Compiles what `evaluate` calls for such tokens."""
+        shape = self.abstract_batch.shape[1], tokens.shape[1]
+        placed = sharding.of_batch(self.mesh)
+        batch = jax.ShapeDtypeStruct(shape, tokens.dtype, sharding=placed)
+        with jax.set_mesh(self.mesh):  # which is a thread's own
+            self._sequence_ce.lower(self.abstract_state.params, batch).compile()
+
+    def compile_ordering(self, ffn_gradients: ModelGradients | None) -> None:
+        """Compiles `order_by_use` for what a step with these gradients measures."""
+        with jax.set_mesh(self.mesh):
+            given = self.abstract_state, self.abstract_batch, 0.0
+            _, measured = jax.eval_shape(self.step_with(ffn_gradients), *given)
+            used = [
+                jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=self._replicated)
+                for of in (measured.tiles, measured.nnz)
+            ]
+            self.order_by_use.lower(self.abstract_state, *used).compile()
 
     def _mean_by_sequence(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
         """The mean over all tokens of each sequence; marked ones have a cross-entropy of zero."""

@@ -65,3 +65,26 @@ def test_what_waits_is_dropped_at_the_end():
     with pytest.raises(CancelledError):
         programs.get("second")
     assert not programs.stop()
+
+
+def test_what_a_call_needs_is_compiled_before_it_unless_that_has_not_begun():
+    begun, may_end, compiled = threading.Event(), threading.Event(), []
+    programs = ahead_of(lambda key: key)
+
+    def first():
+        begun.set()
+        assert may_end.wait(60)
+        compiled.append("first")
+
+    programs.prepare_call("first", first)
+    programs.prepare_call("second", lambda: compiled.append("second"))
+    assert begun.wait(60)
+    programs.settle("second")  # is not waited for
+    may_end.set()
+    programs.settle("first")
+    assert compiled == ["first"]
+    programs.prepare_call("fails", lambda: {}["nothing"])
+    for name in ("fails", "unknown"):
+        programs.settle(name)
+    programs.stop()
+    assert compiled == ["first"]

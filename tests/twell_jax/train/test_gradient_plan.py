@@ -133,7 +133,6 @@ def test_shipped_configurations_plan_sparse_gradients_where_kernels_serve(on_an_
     [
         ([], 10),  # of a million tokens
         (["batch_tokens=131072"], 76),
-        (["batch_tokens=16384", "steps=1000"], 50),
         (["batch_tokens=16384"], 100),
         (["sparse_gradients_every=7"], 7),
         (["sparse_gradients_every=0"], 0),

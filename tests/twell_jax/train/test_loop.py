@@ -12,8 +12,9 @@ from twell_jax import config
 from twell_jax.ffn import CannotServe
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint_errors import CannotSave
-from twell_jax.train.loop import Run, Standing, first_plan, start, with_gradients_served
+from twell_jax.train.loop import Run, Standing, start
 from twell_jax.train.run_directory import AnotherRun
+from twell_jax.train.served_gradients import first_plan, with_gradients_served
 from twell_jax.train.trainer import Trainer
 
 
