@@ -33,6 +33,11 @@ class CompileAhead[Key: Hashable]:
         if key not in self._programs:
             self._programs[key] = self._thread.submit(self._compiled, key)
 
+    def is_ready(self, key: Key) -> bool:
+        """Whether `get` waits for nothing, and its program has been compiled, or called before."""
+        prepared = self._programs.get(key)
+        return key in self._programs and (prepared is None or prepared.done())
+
     def get(self, key: Key) -> Callable:
         """A program; waits for it if it is being prepared.
 

@@ -35,7 +35,7 @@ from twell_jax.train.run_directory import (
 from twell_jax.train.sample import Writer
 from twell_jax.train.served_gradients import first_plan, with_gradients_served
 from twell_jax.train.state import TrainState
-from twell_jax.train.trainer import Trainer
+from twell_jax.train.trainer import ModelGradients, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,11 @@ class Standing:
     state: TrainState
     plan: GradientPlan | None
     measured: Measured | None
+
+    @property
+    def ffn_gradients(self) -> ModelGradients | None:
+        """Those of the next step; None leaves them to the config."""
+        return self.plan.ffn_gradients if self.plan else None
 
     def save(self, run: Run, log: metrics.Log) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
@@ -248,6 +253,8 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         stopping = stop_requested(now.step)
         while now.step < config.steps and not stopping:
             trace.before_step(now.step, now.state)
+            if not run.trainer.steps.is_ready(now.ffn_gradients):
+                progress.show_compiling()
             now = _take_step(run, now, recorder)
             trace.after_step(now.step, now.state)
             if now.step == begun + 1:
@@ -304,7 +311,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     if config.reinit_every and now.step and now.step % config.reinit_every == 0:
         state = trainer.reinitialise(state)
     batch = trainer.put_batch(next(run.batches)["tokens"])
-    step = trainer.steps.get(plan.ffn_gradients if plan else None)
+    step = trainer.steps.get(now.ffn_gradients)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
     if plan and now.step + trainer.plans_every < config.steps:
         _prepare_others(trainer, plan)

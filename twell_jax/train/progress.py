@@ -26,6 +26,7 @@ from twell_jax.train.durable import write_atomically
 from twell_jax.train.run_directory import RunPaths
 from twell_jax.train.sample import Sample
 
+_COMPILING = "compiling"
 _SPEED_OVER = 3600  # seconds; of shorter ones, slow steps leave too few to estimate the ETA
 
 
@@ -88,7 +89,7 @@ class Progress:
             disable=not console.is_terminal,
             speed_estimate_period=_SPEED_OVER,
         )
-        self._task = self._bar.add_task("", completed=step, total=steps, measured=["compiling"])
+        self._task = self._bar.add_task("", completed=step, total=steps, measured=[_COMPILING])
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -96,6 +97,12 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+    def show_compiling(self) -> None:
+        """Says that the next step waits for a program."""
+        self._bar.update(self._task, measured=[_COMPILING])
+        if not self._console.is_terminal:
+            self._print([_COMPILING])
 
     def show(self, record: dict[str, Any], logged: bool) -> None:
         """Shows the record of a step; without a live bar, prints a line if it is logged."""

@@ -88,3 +88,15 @@ def test_what_a_call_needs_is_compiled_before_it_unless_that_has_not_begun():
         programs.settle(name)
     programs.stop()
     assert compiled == ["first"]
+
+
+def test_a_program_is_ready_once_it_is_compiled_or_was_called():
+    may_end = threading.Event()
+    programs = ahead_of(lambda key: may_end.wait(60))
+    assert not programs.is_ready("called")
+    programs.get("called")
+    programs.prepare("prepared")
+    assert programs.is_ready("called") and not programs.is_ready("prepared")
+    may_end.set()
+    programs.get("prepared")
+    assert programs.is_ready("prepared")
