@@ -1,8 +1,10 @@
 """Times a feed-forward block on this device, dense and by each algorithm that can serve it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,29 +72,44 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
     kernels, why = dispatch.back_end(like)
     if kernels is None:
         raise CannotServe.because("twell_jax.measure", str(why))
-    x, layers = draw(block, max(tokens))
+    arguments = draw.lower(block, max(tokens))
+    with ThreadPoolExecutor(1) as thread:  # as XLA compiles it for seconds
+        drawing = thread.submit(lambda: arguments.compile()())
+        programs = _programs(kernels, block, tokens, *arguments.out_info)
+        made = compiled(programs)
+        x, layers = drawing.result()
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for (count, passes, name), program in programs.items():
+        these = layers[:1] if passes == "both" else layers
+        run = replace(program, args=(x[:count], these)).caller(made[count, passes, name])
+        ms = timing.milliseconds(run, calls=program.calls, repeats=5)
+        found.setdefault((count, passes), {})[name] = ms / len(these)
+    return [Times(n, found[n, "forward"], found.get((n, "both"), {})) for n in tokens]
+
+
+def _programs(
+    kernels: Kernels, block: Block, tokens: Sequence[int], x: Any, layers: Any
+) -> dict[tuple[int, str, str], Program]:
+    """By tokens, passes and algorithm; `x` and `layers` are the shapes of what `draw` makes."""
+
+    def part(count: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
+
     # One layer's activations fill the cache, and more would take long to compile.
-    programs = {
+    return {
         (count, "both", kind): Program(
-            _gradients, (kind,), (x[:count], layers[:1]), kind == "dense", _calls(count)
+            _gradients, (kind,), (part(count), layers[:1]), kind == "dense", _calls(count)
         )
         for count in BACKWARD
         for kind in _GRADIENTS
     } | {
         (count, "forward", name): Program(
-            _stack, (kernels, name), (x[:count], layers), name == "dense", _calls(count)
+            _stack, (kernels, name), (part(count), layers), name == "dense", _calls(count)
         )
         for count in sorted(tokens, reverse=True)  # few tokens compile quickly
         for name in _CANDIDATES
         if _can(name, block, count, kernels)
     }
-    found: dict[tuple[int, str], dict[str, float]] = {}
-    for (count, passes, name), run in compiled(programs).items():
-        calls = programs[count, passes, name].calls
-        ms = timing.milliseconds(run, calls=calls, repeats=5)
-        of_layers = 1 if passes == "both" else len(layers)
-        found.setdefault((count, passes), {})[name] = ms / of_layers
-    return [Times(n, found[n, "forward"], found.get((n, "both"), {})) for n in tokens]
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # one program; each operation alone would be compiled

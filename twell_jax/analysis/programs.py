@@ -16,7 +16,7 @@ class Program:
 
     Attributes:
       jitted: takes `static`, its static arguments, and then `args`.
-      static, args: what it is called with.
+      static, args: what it is called with; to compile it, shapes suffice.
       dense: whether the others are compared with it.
       calls: how many are timed together.
       carried: makes one more argument for the first call, whose memory the function takes over; the
@@ -49,8 +49,8 @@ class Program:
         return call
 
 
-def compiled[Key](programs: Mapping[Key, Program]) -> dict[Key, Callable[[], Any]]:
-    """What calls each of the programs; those that take longest to compile should come first.
+def compiled[Key](programs: Mapping[Key, Program]) -> dict[Key, Compiled]:
+    """Each of the programs, for its `caller`; those that take longest to compile come first.
 
     XLA times its choices for matrix products on the GPU, so the dense programs are compiled before
     all others, and one after the other. Meanwhile Python, which runs one thread at a time, lowers
@@ -69,5 +69,4 @@ def compiled[Key](programs: Mapping[Key, Program]) -> dict[Key, Callable[[], Any
             for key, program in programs.items()
             if not program.dense
         }
-        done = dense.result() | {key: one.result() for key, one in others.items()}
-    return {key: program.caller(done[key]) for key, program in programs.items()}
+        return dense.result() | {key: one.result() for key, one in others.items()}

@@ -87,12 +87,12 @@ def works(
 
 def measure(works: Mapping[str, tuple[Program, Program]]) -> tuple[list[Work], list[str]]:
     """Compiles and times works; the second result names those for which memory did not suffice."""
-    run = compiled({(name, p.dense): p for name, pair in works.items() for p in pair})
+    made = compiled({(name, p.dense): p for name, pair in works.items() for p in pair})
     found, too_large = [], []
     for name, pair in works.items():
         try:
             ms = (
-                timing.milliseconds(run.pop((name, p.dense)), calls=p.calls, repeats=5)
+                timing.milliseconds(p.caller(made.pop((name, p.dense))), calls=p.calls, repeats=5)
                 for p in pair
             )
             found.append(Work(name, *ms))
