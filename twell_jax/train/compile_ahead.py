@@ -26,7 +26,7 @@ class CompileAhead[Key: Hashable]:
         self._compiled, self._at_its_call = compiled, at_its_call
         self._thread = ThreadPoolExecutor(1, "compiler")
         self._programs: dict[Key, Future[Callable] | None] = {}  # None: compiled at its call
-        self._calls: dict[str, Future] = {}
+        self._calls: dict[str, Future | None] = {}  # None: may have been called
 
     def prepare(self, key: Key) -> None:
         """Begins to compile a program, unless it is prepared or has been asked for."""
@@ -53,17 +53,20 @@ class CompileAhead[Key: Hashable]:
             return self._at_its_call(key)
 
     def prepare_call(self, name: str, compile_it: Callable[[], object]) -> None:
-        """Has a jitted function compiled, as JAX then finds it compiled when it is called.
+        """Begins to compile a jitted function, unless it is prepared or settled.
+
+        JAX then finds it compiled when it is called.
 
         Args:
           name: for `settle`.
           compile_it: compiles it; called in the thread. If it fails, the call compiles.
         """
-        self._calls[name] = self._thread.submit(compile_it)
+        if name not in self._calls:
+            self._calls[name] = self._thread.submit(compile_it)
 
     def settle(self, name: str) -> None:
         """Waits for what `prepare_call` compiles; what has not begun is left to its call."""
-        prepared = self._calls.pop(name, None)
+        prepared, self._calls[name] = self._calls.get(name), None
         if prepared is not None and not prepared.cancel():
             wait([prepared])
 

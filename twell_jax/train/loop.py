@@ -234,7 +234,6 @@ def _first_state(run: Run) -> TrainState:
 def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, Estimate | None]:
     """Starts or continues the run; returns the step at which it ended, and what was gained."""
     config, now = run.config, start(run)
-    begun = now.step
     wanted = [name for name in metrics.SINKS if getattr(config, name)]
     run.require_in_place()
     if jax.process_index() == 0:
@@ -257,8 +256,6 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
                 progress.show_compiling()
             now = _take_step(run, now, recorder)
             trace.after_step(now.step, now.state)
-            if now.step == begun + 1:
-                _compile_ahead(run, now.plan)
             last = now.step == config.steps
             if now.step % config.eval_every == 0 or last:
                 recorder.flush()
@@ -313,8 +310,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     batch = trainer.put_batch(next(run.batches)["tokens"])
     step = trainer.steps.get(now.ffn_gradients)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
-    if plan and now.step + trainer.plans_every < config.steps:
-        _prepare_others(trainer, plan)
+    _compile_ahead(run, now)
     recorder.add(now.step + 1, replace(measured, tiles=None), plan)
     largest: Measured | None = None
     if plan:
@@ -334,27 +330,22 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     return Standing(now.step + 1, state, plan, largest)
 
 
-def _compile_ahead(run: Run, plan: GradientPlan | None) -> None:
-    """Has compiled, while steps are taken, what evaluations and plans call beside steps."""
-    trainer, corpus = run.trainer, run.data
-    if plan:
-        of_plan = partial(trainer.compile_ordering, plan.ffn_gradients)
-        trainer.steps.prepare_call(_ORDER, of_plan)
-    trainer.steps.prepare_call(_EVALUATION, partial(trainer.compile_evaluation, corpus.held_out))
-    if run.write_sample:
-        trainer.steps.prepare_call(_SAMPLE, run.write_sample.compile)
+def _compile_ahead(run: Run, now: Standing) -> None:
+    """Has compiled what comes after a step: evaluations and samples, for seconds, and then plans.
 
-
-def _prepare_others(trainer: Trainer, plan: GradientPlan) -> None:
-    """Has two programs compiled: the announced one, and that with all layers sparse.
-
-    Most runs come to the latter. It does not wait for an announcement, because beside training the
-    first program with kernels takes minutes: it tunes products and compiles kernels that all others
-    have, too. Call this once a step has been dispatched: while a program is traced, all else in
-    Python is slow, such as the plots of an evaluation.
+    Of plans that is the announced one, and the one with all layers sparse. Most runs come to the
+    latter. It does not wait for an announcement, because beside training the first program with
+    kernels takes minutes: it tunes products and compiles kernels that all others have, too. Call
+    this once a step has been dispatched: while a program is traced, all else in Python is slow.
     """
-    trainer.steps.prepare(plan.next_ffn_gradients)
-    trainer.steps.prepare(plan.all_sparse.ffn_gradients)
+    ahead, plan = run.trainer.steps, now.plan
+    ahead.prepare_call(_EVALUATION, partial(run.trainer.compile_evaluation, run.data.held_out))
+    if run.write_sample:
+        ahead.prepare_call(_SAMPLE, run.write_sample.compile)
+    if plan and now.step + run.trainer.plans_every < run.config.steps:
+        ahead.prepare_call(_ORDER, partial(run.trainer.compile_ordering, now.ffn_gradients))
+        ahead.prepare(plan.next_ffn_gradients)
+        ahead.prepare(plan.all_sparse.ffn_gradients)
 
 
 def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:
