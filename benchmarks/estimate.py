@@ -26,7 +26,7 @@ _H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 
 # Fitted to, and checked on.
 STUDY, OLD_STUDY = f"study-{_H200}-20261124", f"study-{_H100}-20261121"
-GRADIENTS, OTHER_GRADIENTS = f"gradients-{_H200}-20261127", f"gradients-{_H100}-20261127"
+GRADIENTS, OTHER_GRADIENTS = f"gradients-{_H200}-20261127", f"gradients-{_H100}-20261128"
 GOALS = f"ffn-goals-{_H100}-20261127"
 FEW, OTHER_FEW = f"ffn-few-{_H100}-20261126", f"ffn-few-{_H200}-20261127"
 NARROW, WIDE = f"ffn-borders-896-{_H100}-20261127", f"ffn-borders-4096-{_H100}-20261127"
@@ -39,7 +39,7 @@ STEPS = tuple(
     for model in ("2b", "0p5b")
     for record in (f"{_H100}-20261127", f"{_H200}-20261125")
 )
-DECODING = (f"inference-decode-{_H100}-20261127", f"inference-cached-{_H200}-20261127")
+DECODING = (f"inference-decode-{_H100}-20261128", f"inference-cached-{_H200}-20261127")
 
 Samples = tuple[dict[str, np.ndarray], np.ndarray]  # features, and times over those of dense XLA
 

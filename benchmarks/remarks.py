@@ -11,8 +11,6 @@ REMARKS = {
     "and blocks without a gate. Other programs ran on the other three GPUs.",
     "ffn-borders-4096-nvidia-h200-20261127": "The run has fewer cases; those without a gate came "
     "first. Tests ran on the other GPU.",
-    f"gradients-{_LATER_H100}": "The run ended before the block without a gate by use and with a "
-    "capacity of 0.5. Other programs ran on the other GPU.",
     "gradients-nvidia-h200-20261127": "Dense products of what was kept took an eighth of the "
     "neurons at a time, today a half. Other programs ran on the other GPU.",
     f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
@@ -42,8 +40,10 @@ REMARKS = {
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
     "inference-decode-nvidia-h100-80gb-hbm3-20261126": "16 processes ran tests on the other GPU "
     "and on 22 of the 32 cores.",
-    "inference-decode-nvidia-h100-80gb-hbm3-20261127": "The run ended before kernels decoded 32 "
-    "sequences. Other programs ran on the other three GPUs.",
+    **{
+        f"{name}-nvidia-h100-80gb-hbm3-20261128": "Other programs ran on the other three GPUs."
+        for name in ("inference-decode", "gradients")
+    },
     "inference-cached-nvidia-h200-20261126-3": "The last run with prompts of 32 sequences.",
     "inference-cached-nvidia-h200-20261127": "The run ended before 32 sequences. Other programs "
     "ran on the other GPU.",

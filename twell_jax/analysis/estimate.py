@@ -42,7 +42,7 @@ OUTSIDE = 1.49
 
 # At most, on other records. Of whole models, one that decodes in one launch is furthest off: it
 # gains more than its blocks do alone.
-ERRORS = {"forward": 0.15, "both": 0.16, "decode": 0.08, "model": 0.13}
+ERRORS = {"forward": 0.15, "both": 0.16, "decode": 0.08, "model": 0.14}
 
 PASSES = {"forward": "forward", "both": "forward and backward", "decode": "one token"}  # in words
 MODEL = {"scoring": "forward", "training step": "both", "decoding one sequence": "decode"}
