@@ -2,8 +2,8 @@
 
     python -m twell_jax.measure D H [--no-gate]
         a feed-forward block with d_model D and d_ff H, for few tokens, prompts and many. Weights
-        are random; 0.5 % of the neurons are active for a token. It takes about a minute, most of
-        it to compile.
+        are random; 0.5 % of the neurons are active for a token. It takes about 40 seconds, most of
+        them to compile.
     python -m twell_jax.measure MODEL --text FILE
         a run, a directory with a config.json or a name on the hub, in bfloat16: it computes
         gradients, scores the text, decodes and reads prompts. After 70 s it begins nothing more.
@@ -47,7 +47,7 @@ def measure_block(block: Block, console: Console) -> None:
       OSError: the cache directory cannot be written.
     """
     device = jax.devices()[0].device_kind
-    with console.status("compiling, for about a minute"):
+    with console.status("compiling, for about 40 seconds"):
         times = measure(block)
     console.print(table(block, device, times))
     console.out(sentence(times), highlight=False)

@@ -44,6 +44,20 @@ def put(directory, name, place):
     (directory / files.INDEX).write_text(json.dumps(index))
 
 
+def test_tensors_may_lie_at_any_byte_of_a_file(tmp_path):
+    """Headers of old files have any length, so that what follows them is not aligned."""
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    header = json.dumps({"a": entry}).encode()
+    header += b" " * ((1 - len(header)) % 4)
+    path = tmp_path / files.FILE
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    assert (8 + len(header)) % 4 == 1
+    (found,) = files.mapped(path).values()
+    assert (found.dtype, found.shape) == ("F32", (2, 3))
+    np.testing.assert_array_equal(found[1:, ::2], values[1:, ::2])
+
+
 def test_of_two_shards_with_a_tensor_the_index_decides(sharded):
     model, directory, place, other = sharded
     assert_same_parameters(from_pretrained(directory), model)
