@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+import threading
 
 import jax
 import pytest
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from twell_jax import config
 from twell_jax.train import plots
-from twell_jax.train.progress import Progress, patient_console, redraw, verdict
+from twell_jax.train.progress import Painter, Progress, patient_console, redraw, verdict
 from twell_jax.train.run_directory import RunPaths
 from twell_jax.train.sample import Sample
 
@@ -112,6 +113,31 @@ def test_only_the_first_process_draws(process, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "plot_run", lambda settings, paths: [paths.directory / "x.png"])
     drawn = redraw(config.load("tiny"), RunPaths(tmp_path), Console(quiet=True))
     assert len(drawn) == 1 - process
+
+
+def test_plots_are_drawn_beside_the_run_one_at_a_time(tmp_path, monkeypatch):
+    begun, may_end, drawn = threading.Event(), threading.Event(), []
+
+    def plot_run(settings, paths):
+        begun.set()
+        assert may_end.wait(60)
+        drawn.append(threading.current_thread())
+        return []
+
+    monkeypatch.setattr(plots, "plot_run", plot_run)
+    with Painter(config.load("tiny"), RunPaths(tmp_path), Console(quiet=True)) as painter:
+        painter.redraw()
+        assert begun.wait(60)
+        painter.redraw()  # what is drawn at the end has it, too
+        may_end.set()
+    assert len(drawn) == 1 and drawn[0] is not threading.current_thread()
+
+
+def test_a_step_that_waits_for_its_program_says_so():
+    output = io.StringIO()
+    with Progress(Console(file=output), 7, 9, 512) as progress:
+        progress.show_compiling()
+    assert output.getvalue() == "step 7/9  ETA -:--:--  compiling\n"
 
 
 def closed_pipe():
