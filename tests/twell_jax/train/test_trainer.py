@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -21,7 +20,6 @@ from twell_jax.data import marks
 from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
-from twell_jax.train import sample
 from twell_jax.train.optimizer import l1_coefficient
 from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import init_state, over_micro_batches
@@ -354,58 +352,6 @@ def test_a_batch_that_does_not_divide_is_an_error():
     mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
     with pytest.raises(ConfigError, match=r"^micro_batch: 3 .* = 16$"):
         Trainer(run, END, mesh)
-
-
-@pytest.fixture
-def compilations():
-    """The programs that XLA has compiled, or found in JAX's cache on the disk, so far."""
-    found = []
-
-    def listen(event, *_, **__):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_what_is_compiled_ahead_is_not_compiled_at_its_call(batches, compilations):
-    run = settings(sparse_gradients_every=2)
-    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    dense = (None,) * run.model.layers
-    tokens, tokenizer = draw(3), SimpleNamespace(eot_id=END, decode=str)
-    data = SimpleNamespace(held_out=tokens, held_out_bytes=9, tokenizer=tokenizer)
-    write = sample.writer(run, data, trainer.abstract_state.params, trainer.mesh)
-    with jax.set_mesh(trainer.mesh):
-        step = trainer.steps.get(dense)
-        state, measured = step(trainer.init(), trainer.put_batch(batches[0]), L1)
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(trainer.compile_ordering, dense).result()
-        thread.submit(trainer.compile_evaluation, tokens).result()
-        thread.submit(write.compile).result()
-    assert len(compilations) >= 3
-    del compilations[:]
-    with jax.set_mesh(trainer.mesh):
-        trainer.evaluate(state.params, tokens)
-        write(state.params)
-        trainer.order_by_use(state, measured.tiles, measured.nnz)
-    assert not compilations
-
-
-@pytest.mark.slow
-def test_a_step_that_is_prepared_is_the_step_at_its_call(batches):
-    trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    gradients = (None, "dense")
-    trainer.steps.prepare(gradients)
-    prepared = trainer.steps.get(gradients)
-    assert isinstance(prepared, jax.stages.Compiled)
-    with jax.set_mesh(trainer.mesh):
-        operands = trainer.put_batch(batches[0]), L1
-        steps = prepared, trainer.step_with(gradients)
-        states, _ = zip(*(step(trainer.init(), *operands) for step in steps), strict=True)
-    for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.gpu
