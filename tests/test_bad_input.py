@@ -18,7 +18,7 @@ from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.inference import generation
 from twell_jax.models import Transformer
 from twell_jax.models.pretrained import save_pretrained
-from twell_jax.train import loop
+from twell_jax.train.trainer import Trainer
 
 DRAWS = 60
 SECONDS = 60  # for each; most take milliseconds
@@ -52,12 +52,16 @@ class Possible(BaseException):
     """Raised where the work would begin; not an `Exception`, so that no command handles it."""
 
 
+class TooLong(BaseException):
+    """Raised after so many seconds; not an `Exception` either."""
+
+
 def stop(*_, **__):
     raise Possible
 
 
 def take_too_long(*_):
-    raise TimeoutError(f"still running after {SECONDS} s")
+    raise TooLong(f"still running after {SECONDS} s")
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def keys(tree):
 
 
 def test_settings(folder, monkeypatch):
-    monkeypatch.setattr(loop, "Trainer", stop)
+    monkeypatch.setattr(Trainer, "__init__", stop)
     draw, done = seeds.rng(), []
     every = list(keys(yaml.safe_load(call("train.py", "tiny", "--print-config").stdout)))
     assert len(every) > len(Config.model_fields)
