@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend.mlir import ir
@@ -41,13 +40,17 @@ def launches(text: str) -> dict[str, Launch]:
     return found
 
 
-def operations(parent: ir.Operation) -> Iterator[ir.Operation]:
-    """All operations inside of one."""
-    for region in parent.regions:
-        for block in region:
-            for op in block:
-                yield op.operation
-                yield from operations(op.operation)
+def operations(parent: ir.Operation) -> list[ir.Operation]:
+    """An operation, and all inside of it; those of `for op in block` would each be looked for in
+    Python's modules."""
+    found = []
+
+    def keep(op: ir.Operation) -> ir.WalkResult:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    parent.walk(keep)
+    return found
 
 
 def _constant(value: ir.Value) -> int | None:
