@@ -1,7 +1,9 @@
 """One seed, eight virtual CPU devices, quick compilation, GPU tests only on Hopper."""
 
+import collections
 import gc
 import os
+import zlib
 
 import hypothesis
 import jax
@@ -127,11 +129,26 @@ def pytest_collection_finish():
     gc.set_threshold(50_000)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` asks for the marks
 def pytest_collection_modifyitems(items):
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _has_hopper():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 9.0"))
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("gpu"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_function in cases.values():
+        for item in _left_out(of_function):
+            item.add_marker(pytest.mark.slow)
+
+
+def _left_out(cases):
+    """Of a function's cases, those that its mark `sampled` leaves to `make test-all`."""
+    (number,) = cases[0].get_closest_marker("sampled").args
+    quick = [item for item in cases if not item.get_closest_marker("slow")]
+    return sorted(quick, key=lambda item: zlib.crc32(item.nodeid.encode()))[number:]
 
 
 def _has_hopper() -> bool:

@@ -53,6 +53,7 @@ def assert_exact(case, operands, y, stats):
     assert np.mean(stats.fired == (g != 0).any(axis=0)) > 0.99
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("algorithm", "case"),
     [

@@ -61,6 +61,7 @@ def assert_exact(operands, algorithm):
     return y, stats
 
 
+@pytest.mark.sampled(12)
 @every_algorithm
 @either_form
 @pytest.mark.parametrize(("last_feature", "heavy"), [(1, 0), (1, 7), (0, 0), (-1, 0)])
@@ -200,6 +201,7 @@ def test_the_other_kernels_do_not_measure_it(back_end, algorithm):
     np.testing.assert_array_equal(stats.tiles, stats.fired if few else NOT_MEASURED)
 
 
+@pytest.mark.sampled(6)
 @every_algorithm
 @pytest.mark.parametrize(
     ("poison", "feature"),  # with the last feature all gates are active (-inf) or zero (inf)

@@ -51,6 +51,7 @@ def _sparse_gradients(back_ends, capacity):
     return jax.jit(functools.partial(gradients, ffn))
 
 
+@pytest.mark.sampled(1)
 @every_packing
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_vmap_and_gradients_equal_the_dense_ones(back_end, algorithm, kind):
@@ -125,6 +126,7 @@ def unzip(out):
     return grads, y, stats
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("pattern", "gated"),
     [  # one form for each capacity, so that the quick cases share two compiled programs
@@ -311,6 +313,7 @@ def test_sparse_gradients_at_full_size(threshold, capacity, way):
     assert_exact_gradients(operands, capacity)
 
 
+@pytest.mark.sampled(1)
 @every_packing
 def test_layers_in_a_loop(back_end, algorithm):
     """There operands are slices, and results parts, of larger arrays."""

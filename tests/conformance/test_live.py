@@ -57,6 +57,7 @@ def truncated(operands, live):
     return h @ w_down, (gate != 0).sum(axis=1), np.abs(h).sum(axis=1).mean(), fired
 
 
+@pytest.mark.sampled(3)
 @SERVE
 @either_form
 def test_further_neurons_never_fire(back_end, algorithm, gated):
@@ -89,6 +90,7 @@ def grads(ffn, operands, dy, live):
     return gradients(functools.partial(ffn, live=live), operands, dy)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("gated", "capacity", "threshold", "some"),
     [

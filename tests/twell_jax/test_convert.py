@@ -14,6 +14,7 @@ from twell_jax import Rectifier, SparseMLP, capture_stats
 from twell_jax.convert import FORMS, replace_mlps
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
 def test_outputs_are_as_before(form):
     model, x = Model(MLP(form), MLP(form)), draw(3, 5, D)
@@ -98,6 +99,7 @@ def test_training_with_relu_and_l1_closes_gates():
         assert last[path] < 0.8 * first[path]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [("x", "y"), ("y",)], ids=str)
 def test_sharding_is_kept(axes):
     """`axes` of a kernel `[D, H]`, by name and in memory."""

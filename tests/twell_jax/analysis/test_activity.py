@@ -31,6 +31,7 @@ def draw_sequences(count=3):
     return seeds.rng().integers(0, END, (count, 19))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_pattern_holds_what_each_prefix_of_a_sequence_fires(gated):
     model, sequences = make(gated=gated), draw_sequences()

@@ -183,6 +183,7 @@ def test_a_pruned_model_can_be_pruned_again():
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("live", "multiple", "width"), [(9, 4, 12), (40, 128, 40), (0, 4, 4)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_module_of_its_own_gets_smaller(live, multiple, width, gated):

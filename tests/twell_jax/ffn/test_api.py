@@ -84,6 +84,7 @@ def eager(inputs, **options):
 call = jax.jit(eager, static_argnames=("activation", "implementation"))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("gated", [False, True])
@@ -97,6 +98,7 @@ def test_output_and_l1_match_float64(gated, activation, dtype):
     assert relative_error(stats.l1, expected["l1"]) < TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("lead", "dtype"),
     [((), "float32"), ((6,), "float32"), *(((2, 3, 4), dtype) for dtype in DTYPES)],
@@ -271,6 +273,7 @@ def first_column(values, dtype):
     return matrix
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("jit", "dtype"), [(True, "bfloat16"), (True, "float16"), (False, "bfloat16")]
 )

@@ -80,6 +80,7 @@ def matrices(draw, dtype):
     return tile, compression, values
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(st.data())
 def test_rows_round_trip_to_the_bit_or_are_reported(dtype, data):

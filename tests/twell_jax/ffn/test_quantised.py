@@ -47,6 +47,7 @@ def reference(x, weights, chosen, gated):
     return h, times(h, "down", -2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("chosen", SUBSETS, ids="+".join)
 def test_the_block_is_that_of_the_quantised_operands(chosen, gated):

@@ -19,6 +19,7 @@ def alone(model, prompt, count, sampling, seed):
     return [int(token) for (token,) in steps]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=20)])
 def test_a_sequence_is_as_if_alone_whenever_it_comes(model, sampling):
     """Two slots, five prompts: a free slot takes the next one while the other goes on."""

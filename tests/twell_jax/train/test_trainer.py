@@ -233,6 +233,7 @@ def test_a_controller_weighs_the_layers_and_follows_their_means_over_all_devices
         np.testing.assert_allclose(found, of_reference, rtol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("devices", "count"), [(1, 5), (1, 1), (8, 21), (8, 16)])
 def test_held_out_loss_is_the_mean_over_sequences(devices, count):
     trainer, tokens = trainer_on(devices), draw(count)

@@ -110,6 +110,7 @@ def test_reference(length, dtype):
     assert_matches(out, operands, 6, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "batch", "capacity", "length", "splits"),
     [

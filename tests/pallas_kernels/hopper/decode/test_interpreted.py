@@ -92,6 +92,7 @@ def test_products_in_8_bits(interpreted, m, k):
 # against it (of tiles 1, 3 and 4); those with some fill all of it afterwards (tile 2). Of two
 # layers the last tile is not live: it is there. Of one the kernel makes the counts, and on 5 SMs
 # the blocks behind the first cluster ask for one stage at first, as they may share an SM.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("m", "batch", "d", "layers"), [(8, 7, 256, 2), (64, 61, 1536, 1)])
 def test_gate(interpreted, monkeypatch, m, batch, d, layers):
     dropped, drop = [], Product.drop

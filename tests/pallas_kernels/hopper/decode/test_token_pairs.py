@@ -221,6 +221,7 @@ def assert_arrivals(current, blocks, waiting):
 
 # On few SMs there is room for one cluster less: the last of the first phase has one of the second,
 # too. More can't be interpreted, as clusters run one after the other.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("m", "k", "d", "h", "sms", "clusters"),
     [

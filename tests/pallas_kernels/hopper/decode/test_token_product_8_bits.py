@@ -56,6 +56,7 @@ def assert_close_by_token(y, exact, k, roundings=1):
             assert not mine.any(), token
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("m", "d", "n"), SHAPES)
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -135,6 +136,7 @@ def test_adds_to_the_stream(kernels, m, k, d):
     assert_consistent(stream, scale[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("counted", [1, 513])  # rows one by one, dense products
 @pytest.mark.parametrize(

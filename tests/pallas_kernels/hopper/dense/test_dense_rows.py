@@ -151,6 +151,7 @@ def test_reference_with_8_bits(case, names):
     assert_matches(run(REFERENCE, *operands), *operands)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "gated", "act"),
     [
@@ -223,6 +224,7 @@ def draw_live(case, live):
     return (heavy, given, y), (heavy, Weights(*cut, weights.down), y)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("live", [0, 65, pytest.param(128, marks=pytest.mark.slow)])
 def test_only_live_neurons_are_read_in_the_interpreter(interpreted, live):
     given, expected = draw_live(CASES[2], live)

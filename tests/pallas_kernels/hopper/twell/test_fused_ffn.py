@@ -113,6 +113,7 @@ def test_reference_lists_heavy_rows_and_skips_weights_without_entry():
     assert np.isfinite(y).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "form"), [(192, "gated"), (256, "8 bits"), (192, "plain")])
 def test_interpreted(interpreted, d, form):
     gated = form != "plain"

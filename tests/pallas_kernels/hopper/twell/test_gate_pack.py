@@ -98,6 +98,7 @@ def test_reference_packs_the_dense_gate(dtype):
     np.testing.assert_array_equal(unpack(packed, 384, g.dtype), g)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("m", "d", "h", "dtype"),
     [(1, 128, 128, jnp.bfloat16), (130, 320, 384, jnp.bfloat16), (70, 256, 384, E4M3)],

@@ -112,6 +112,7 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, act=RELU, ex
         assert_close(entry[:end], listed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "gated"), [*((case, True) for case in CASES), (CASES[1], False)])
 def test_reference(case, gated):
     operands, dense = draw(*case, gated, jnp.bfloat16)

@@ -76,6 +76,7 @@ def test_lists_are_who_uses_what(lister, groups, m, density, seed, excess):
     np.testing.assert_array_equal(lengths, used.sum(axis=1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lister", LISTERS)
 @pytest.mark.parametrize(
     ("groups", "m", "density"),

@@ -165,6 +165,7 @@ def test_many_tiles(planner):
     np.testing.assert_array_equal(heavy, [*leaving, *range(70 * TILE_TOKENS, m)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("m", "h", "density", "options", "expected"),
     [

@@ -22,6 +22,7 @@ from twell_jax.models.pretrained import config as pretrained_config
 forward = nnx.jit(lambda model, tokens: model(tokens))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_match_float64(tmp_path, name):
     config, mlp = MODELS[name]

@@ -51,6 +51,7 @@ VARIANTS = [  # the model_type that config.json names, and the changes to the mo
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 3000])
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, model_type, changes, max_shard_bytes):
