@@ -39,6 +39,7 @@ def colors_in(figure):
 STUDY = "study-nvidia-h200-20261124"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("draw", "name"),
     [

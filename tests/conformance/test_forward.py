@@ -91,6 +91,7 @@ def test_rows_of_any_number_and_dtype(algorithm, m, last_feature, gated, dtype):
     assert_exact(operands, algorithm)
 
 
+@pytest.mark.sampled(4)
 @every_algorithm
 @pytest.mark.parametrize("shape", [(192, 640), (128, 128)])
 def test_shapes(back_end, algorithm, shape):
@@ -179,6 +180,7 @@ def test_unions_and_dense_blocks_measure_the_capacity_that_a_pattern_needs(back_
         np.testing.assert_array_equal(stats.tiles, fired_tiles(active))
 
 
+@pytest.mark.sampled(2)
 @either_form
 @pytest.mark.parametrize(
     ("implementation", "served"), [("mosaic", "unions, by mosaic"), ("xla", "dense, by xla")]
@@ -249,6 +251,7 @@ def test_the_capacity_that_nobody_asks_for_is_not_computed():
     assert not computes("nnz", "fired", "l1")
 
 
+@pytest.mark.sampled(1)
 @either_form
 def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(reference_kernels, gated):
     operands = draw(8 * 100, 128, 256, gated=gated)
@@ -274,6 +277,7 @@ def test_over_a_mesh_weights_are_gathered_once_and_tokens_stay(reference_kernels
         np.testing.assert_allclose(ours, theirs, rtol=5e-3)
 
 
+@pytest.mark.sampled(1)
 @either_form
 def test_the_default_for_few_tokens_under_vmap_is_dense(reference_kernels, gated):
     models = [draw(5, 128, 256, gated=gated) for _ in range(3)]

@@ -70,6 +70,7 @@ def test_kernels_take_8_bit_weights(back_end, algorithm, m, chosen, gated):
     assert np.mean(stats.fired != of_dense.fired) < 0.01
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("algorithm", "m"), [("unions", 300), ("twell", 100), ("few_tokens", 23)])
 def test_what_is_not_finite_stays_in_its_token(back_end, algorithm, m):
     x, weights = draw_8_bits(m, 128, 256, ("gate", "up"))

@@ -31,6 +31,7 @@ def draw(m, h, density, heavy_every=None):
     return (active * rng.uniform(0.5, 2, (m, h))).astype(jnp.bfloat16)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("density", [0, 0.003, 0.05, 1e9])
 @pytest.mark.parametrize(("m", "h"), [(1, 128), (70, 384), (600, 1408), (512, 256)])
 def test_packed_and_dense_gates_agree_with_numpy(m, h, density):

@@ -35,6 +35,7 @@ def test_names_say_what_this_model_calls_its_layers():
     np.testing.assert_allclose(call(model, x), before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "param_dtype", "input_dtype"),
     [

@@ -166,6 +166,7 @@ UNSUITED = {  # what makes the model, and what is said
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", UNSUITED)
 def test_what_cannot_be_replaced_is_named_and_the_model_left_alone(name):
     make, message = UNSUITED[name]

@@ -28,6 +28,7 @@ def sparse_bits(m, h, density):
     return rng.integers(1, 1 << 16, (m, h), dtype=np.uint16) * kept
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("m", "h", "tile", "compression", "dtype"),
     [

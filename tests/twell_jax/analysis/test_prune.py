@@ -97,6 +97,7 @@ def test_outputs_stay_until_a_removed_neuron_fires(gated, dtype):
         assert error(fires) > 10 * rounding
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gated", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_pruned_model_is_bitwise_the_masked_and_sorted_one(gated, dtype):
     model = make(gated=gated, dtype=dtype)

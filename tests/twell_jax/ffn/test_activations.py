@@ -80,6 +80,7 @@ def loss(case, operands, dy, dl1):
 gradient = jax.jit(jax.grad(loss, argnums=1, has_aux=True), static_argnums=0)
 
 
+@pytest.mark.sampled(5)
 @every_case
 @pytest.mark.parametrize("integers", [False, True])  # of these some lie exactly on the threshold
 def test_outputs_statistics_and_gradients_match_float64(case, integers):

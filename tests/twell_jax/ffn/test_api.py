@@ -214,6 +214,7 @@ def test_shard_map_over_tokens_equals_one_device():
         assert relative_error({"x": dx, **dweights}[name], value) < 1e-5, name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("axis_type", "weight_spec"),
     [

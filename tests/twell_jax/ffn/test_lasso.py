@@ -97,6 +97,7 @@ def test_windows_without_and_with_all_activations(size, dtype):
     np.testing.assert_allclose(grad.astype(np.float32), (size > 1e-19) / 9, rtol=1e-2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
 def test_it_is_a_statistic_of_the_block_with_gradients_for_its_weights(gated):
     x, *weights = (draw(2, 9, 6), *(seeds.rng().standard_normal((8, 6), np.float32) for _ in "gud"))

@@ -134,6 +134,7 @@ def test_gradients_are_refused_in_one_line():
             jax.grad(loss, argument)(x, gate.scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chosen", SUBSETS, ids="+".join)
 def test_a_module_computes_with_quantised_weights(chosen):
     mlp = SparseMLP(D, H, use_bias=True, dtype=jnp.float32, rngs=nnx.Rngs(seeds.integer()))

@@ -108,6 +108,7 @@ def check(l1, grads, weights, x):
             assert np.any(grads[name][layer])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NNX_MODELS)
 def test_in_an_nnx_model(name, weights, x):
     model = NNX_MODELS[name]()
@@ -133,6 +134,7 @@ def linen_params(wrap, weights):
     return {f"layer{i}": layer for i, layer in enumerate(layers)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", ["nothing", "scan", "remat"])
 def test_in_a_linen_model(wrap, weights, x):
     model, params = LinenModel(wrap), linen_params(wrap, weights)

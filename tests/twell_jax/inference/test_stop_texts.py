@@ -20,6 +20,7 @@ def draw_ids(tokenizer):
     return ids
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["byte", "bpe", "metaspace"])
 @pytest.mark.parametrize("length", [1, 2, 7, 40])
 def test_a_string_is_found_when_the_whole_text_contains_it(name, length):

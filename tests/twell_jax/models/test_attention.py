@@ -40,6 +40,7 @@ def test_a_window_ends_where_a_document_does():
     np.testing.assert_array_equal(found[0, 0], [[int(bit) for bit in row] for row in expected])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("batch", "is_copied"), [(1, True), (9, False)])
 def test_one_query_of_a_large_cache_is_attended_without_a_matrix_product(batch, is_copied, dtype):
@@ -84,6 +85,7 @@ def test_cudnn_serves_16_bit_heads_of_up_to_128_features(on_a_gpu, lower, size, 
     assert ("__cudnn$fmha" in text) == served
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("block", 2)])
 def test_only_remat_of_whole_blocks_computes_cudnns_forward_twice(

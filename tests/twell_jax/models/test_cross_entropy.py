@@ -54,6 +54,7 @@ def split(request, monkeypatch):
     assert cross_entropy.chunks(B * T, VOCAB) == request.param
 
 
+@pytest.mark.sampled(2)
 def test_loss_and_gradients_are_those_of_whole_logits(split):
     operands = draw()
     loss, gradients = loss_and_gradients(mean_cross_entropy, *operands)
@@ -66,6 +67,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(split):
     np.testing.assert_allclose(by_token, of_whole_logits(*operands), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 def test_bfloat16_rounds_no_more_than_with_whole_logits(split):
     operands = draw(dtype=jnp.bfloat16)
     loss, gradients = loss_and_gradients(mean_cross_entropy, *operands)
@@ -129,6 +131,7 @@ def test_weights_multiply_the_loss_and_gradients_of_tokens(split):
         assert relative_error(ours, theirs) < 1e-6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4)], ids=["data 8", "data 2 x fsdp 4"])
 def test_devices_split_the_tokens_and_reduce_once(shape, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * VOCAB * T // 4)

@@ -179,6 +179,7 @@ def test_launches_of_a_layer(case, quantise, capacity, launches):
         assert kernel_calls(step, params, cache) == launches * config.layers + head
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("changes", "batch", "capacity", "message"),
     [

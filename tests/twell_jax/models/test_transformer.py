@@ -227,6 +227,7 @@ def test_slots_without_a_token_have_no_influence(lengths, poison):
         np.testing.assert_array_equal(logits, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 3])
 def test_sequences_of_their_own_length_are_as_if_alone(window):
     module, tokens = make(kv_heads=2, sliding_window=window), draw_tokens(2, 12)
@@ -292,6 +293,7 @@ def test_published_shapes(name, layers, billions):
     assert round(count / 1e9, 1) == billions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_layers_of_a_model_may_differ_in_their_gradients(remat, monkeypatch):
     module, tokens = make(layers=4, remat=remat), draw_tokens(2, 12)

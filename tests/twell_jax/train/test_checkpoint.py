@@ -135,6 +135,7 @@ def damages():
     yield lambda step: shutil.copy(step.parent / "3/digests/metadata", step / "digests")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("damage", list(damages()))
 def test_a_broken_newest_step_is_set_aside(directory, damage, caplog):
     damage(directory / "6")
@@ -318,6 +319,7 @@ def test_what_would_cancel_in_a_plain_sum_counts():
         assert digest_of(as_dtype(changed)) != expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
 def test_every_mesh_finds_the_same(dtype):
     bits, as_dtype = drawn(dtype, (16, 24))

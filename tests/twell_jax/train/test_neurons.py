@@ -110,6 +110,7 @@ def test_the_draw_follows_from_the_seed_and_the_step():
         assert (other != first).mean() > 0.9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gated", [True, False])
 def test_everything_that_belongs_to_a_neuron_moves_and_the_model_stays_the_same(gated):
     model = drawn.transformer(**MODEL | {"gated": gated, "mlp_bias": True})
@@ -217,6 +218,7 @@ def at_full_width(trainer, batches, dead):
     return train(trainer, batches, dead, sort=False)
 
 
+@pytest.mark.slow
 def test_losses_are_those_at_full_width_if_dead_neurons_stay_dead(skipped, at_full_width):
     for ours, reference in zip(skipped[1], at_full_width[1], strict=True):
         for name in ("ce", "l1", "grad_norm", "nnz", "dead"):

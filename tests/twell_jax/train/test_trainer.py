@@ -245,6 +245,7 @@ def test_held_out_loss_is_the_mean_over_sequences(devices, count):
     np.testing.assert_allclose(found, np.mean(one_by_one), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_the_tokens_of_answers_on_any_mesh():
     """Micro-batches and devices have unequal numbers of them."""
     ids = draw()

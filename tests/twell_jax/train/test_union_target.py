@@ -35,6 +35,7 @@ def tokens():
     return np.array([seeds.rng().choice(kind, CONTEXT + 1) for kind in kinds], np.int32)
 
 
+@pytest.mark.slow
 def test_it_follows_the_mean_over_all_tiles_of_all_devices(tokens):
     run, trainer = run_on_eight()
     with jax.set_mesh(trainer.mesh):

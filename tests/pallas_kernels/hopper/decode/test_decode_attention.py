@@ -67,6 +67,7 @@ def run(function, qkv, rope, k_cache, v_cache, layer, lengths, *, heads, kv_head
     return attended, refs[0][...], refs[1][...]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "batch"), [(jnp.bfloat16, 1), (jnp.float16, 3), (jnp.bfloat16, 64)]
 )

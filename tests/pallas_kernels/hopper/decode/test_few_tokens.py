@@ -26,6 +26,7 @@ def shapes(m, d, h, dtype, gated=True):
     return x, Weights(w if gated else None, w, w)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("m", "d", "h", "dtype", "gated"),
     [

@@ -93,6 +93,7 @@ def test_dense_hidden_activation(kernels, act):
 
 
 # In the second case the last tile is left out.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("live", [70, 64, 0])
 def test_dense_hidden_activation_in_the_interpreter(interpreted, live):
     stream, weights, hidden = draw_hidden(HOPPER, 8, 256, 128, RELU)

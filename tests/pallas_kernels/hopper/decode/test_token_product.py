@@ -39,6 +39,7 @@ from tests.poisoned import on_poisoned_memory
 SHAPES = [(8, 192, 64), (24, 512, 192), (64, 704, 320), (8, 5632, 2048)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("m", "d", "n"), SHAPES)
 @pytest.mark.parametrize("k_axis", [1, 2])
@@ -71,6 +72,7 @@ def test_logits_are_not_rounded(kernels):
     assert relative_error(y, normed(x, np.ones(256)) @ wide(w[0]).T) < 1e-5
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu", "drelu", "silu"])
 @pytest.mark.parametrize("gated", [True, False])
@@ -94,6 +96,7 @@ def test_dense_hidden_activation(kernels, m, d, h, activation, gated):
     assert relative_error(wide(out) * sure, h * sure) < 3 * ROUNDING
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(("m", "k", "d"), SHAPES)

@@ -52,6 +52,7 @@ def assert_matches(out, x, weights, act=RELU):
     np.testing.assert_array_equal(active | near, (gate != 0) | near)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("m", "d", "h", "dtype", "act"),
     [

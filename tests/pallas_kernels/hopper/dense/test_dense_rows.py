@@ -245,6 +245,7 @@ def test_a_number_of_live_neurons_lowers_without_a_gpu(lower):
     assert "hidden_kernel" in lower(jitted(HOPPER), *given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act"),
     [
@@ -272,6 +273,7 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act):
     assert "output_operand_alias" in lower(place, one, rows, y, y)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("names", [["gate", "up"], ["gate"]])
 def test_8_bits_lower_without_a_gpu(lower, names):
     operands = jax.tree.map(jnp.asarray, draw_8_bits(1, 128, 128, 1, names))

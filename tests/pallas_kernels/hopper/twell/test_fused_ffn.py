@@ -95,6 +95,7 @@ def test_8_bits_lower_without_a_gpu(lower):
     assert "cvt.rn.f16x2.e4m3x2" in lower(fused.fused_ffn, Tokens(None, x), packed, w_up, w_down)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reference_matches_dense(dtype):
     x, gate, w_up, w_down = draw(8, 192, 384, 9, dtype)

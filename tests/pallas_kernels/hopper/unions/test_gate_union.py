@@ -83,6 +83,7 @@ def test_8_bits_lower_without_a_gpu(lower):
     assert "m64n256k32.f32.e4m3.e4m3" in text and "cvt.rn.relu.f16x2" in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("m", "d", "h"), [(1, 128, 128), (300, 320, 384)])
 def test_pipeline_in_the_interpreter(m, d, h, interpreted):
     x, w = draw(m, d, h, 0.1, jnp.bfloat16)

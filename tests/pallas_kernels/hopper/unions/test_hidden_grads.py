@@ -148,6 +148,7 @@ def test_interpreted(case, gated, act, down, with_extra, interpreted):
     assert_matches(out, dense, *operands, act=act, extra=extra)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act", "with_extra"),
     [

@@ -128,12 +128,14 @@ def blocks_of(dense, plan):
     return blocks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "gated"), [*((case, True) for case in CASES), (CASES[1], False)])
 def test_reference(case, gated):
     operands, g = draw(*case, gated, jnp.bfloat16)
     assert_matches(run(REFERENCE.union_up, REFERENCE.union_down, *operands), g, *operands)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_reference_adds_to_a_residual(case):
     operands, residual = draw_added(*case, True, jnp.bfloat16)
@@ -158,6 +160,7 @@ def test_adds_to_a_residual_on_the_gpu(case, dtype):
         assert_adds_rounded_sums(union_down, operands, residual)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES_OF_8_BITS)
 def test_reference_with_8_bits(case):
     operands, g = draw_8_bits(*case)
@@ -188,6 +191,7 @@ def test_interpreted(case, gated, act, interpreted):
         assert_matches(out, g, *operands, act)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act"),
     [

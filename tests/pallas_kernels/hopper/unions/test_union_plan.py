@@ -85,6 +85,7 @@ def make(planner, z, **options):
     return plan, np.flatnonzero(heavy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize(
     ("m", "h", "density"),

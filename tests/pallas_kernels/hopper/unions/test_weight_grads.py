@@ -93,6 +93,7 @@ def shapes(m, d, h, capacity, n, dtype):
     return values, jax.ShapeDtypeStruct((m, d), dtype), list_shapes(m, h, capacity)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "n", "dtype"),
     [

@@ -59,6 +59,7 @@ def test_all_models_of_transformers_are_recorded():
     assert kinds == {name for name in ARCHITECTURES if not name.endswith(SPARSE)} - own_code
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_model_of_transformers_computes_what_was_recorded_and_is_written_as_it_was(
     tmp_path, name
@@ -87,6 +88,7 @@ def test_released_sparse_models_compute_what_was_recorded_of_a_relu(tmp_path, ki
     assert relative_error(forward(model, theirs.tokens(kind)), LOGITS[kind]) < theirs.TOLERANCE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_transformers_does_not_have_is_written_as_it_was(tmp_path, caplog, name):
     config, mlp = MODELS[name]

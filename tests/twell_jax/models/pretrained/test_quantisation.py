@@ -54,6 +54,7 @@ def stored(path):
     return tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("projections", SUBSETS, ids="+".join)
 def test_a_saved_model_is_read_bit_for_bit(tmp_path, projections):
     model = make(attention_bias=True)
@@ -66,6 +67,7 @@ def test_a_saved_model_is_read_bit_for_bit(tmp_path, projections):
     assert_same_parameters(from_pretrained(tmp_path, mesh=mesh), model)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("changes", "gate"), [({}, "gate"), ({"gated": False, "norm": "layer"}, "up")]
 )

@@ -133,6 +133,7 @@ def assert_matches_interpreted(interpreted, case, sms):
 QUICK = "SmolLM2-360M", "narrow"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LARGE]
 )
