@@ -129,6 +129,10 @@ class ModelConfig(Section):
     init_scale: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the compute")
     param_dtype: Literal["bfloat16", "float32"] = Field("float32", description="master weights")
+    matmul_dtype: Literal["float8"] | None = Field(
+        None,
+        description="dtype of the operands of attention's projections while training; null: dtype",
+    )
     remat: Literal["none", "dots", "block"] = Field(
         "none",
         description="recompute in the backward pass: nothing, all but matmuls and cuDNN's "

@@ -76,7 +76,8 @@ class Attention(nnx.Module):
             # Kept in place of the projection, it is not rotated again for the backward pass.
             return checkpoint_name(rotate(heads(projected), rope), ROTATED)
 
-        query, key, value = project(x, self.query, self.key, self.value)
+        in_8_bits = self.config.matmul_dtype == "float8" and cache is None
+        query, key, value = project(x, self.query, self.key, self.value, in_8_bits=in_8_bits)
         q, k, v = rotated(query, self.query_norm), rotated(key, self.key_norm), heads(value)
         if cache is not None:
             assert layer is not None
@@ -86,7 +87,8 @@ class Attention(nnx.Module):
             else:
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
-        return self.out(attended.reshape(*x.shape[:2], -1)), cache
+        attended = attended.reshape(*x.shape[:2], -1)
+        return project(attended, self.out, in_8_bits=in_8_bits)[0], cache
 
     def quantise(self, parts: Sequence[Part]) -> None:
         """Makes 8-bit floats of the weights of those projections that are among `parts`."""

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels.quantised import Quantised, rounded
+from twell_jax.ffn import float8
 from twell_jax.ffn.quantised import AXES, Projection, QuantisedParam
 
 type Part = Projection | Literal["query", "key", "value", "out", "head"]
@@ -76,8 +77,21 @@ def transposed(kernel: nnx.Variable) -> nnx.Variable:
     return nnx.Param.from_metadata(jnp.swapaxes(kernel[...], -1, -2), metadata)
 
 
-def project(x: jax.Array, *layers: nnx.Linear | QuantisedLinear) -> list[jax.Array]:
-    """`[layer(x) for layer in layers]`; x is quantised once for all that are."""
+def project(
+    x: jax.Array, *layers: nnx.Linear | QuantisedLinear, in_8_bits: bool = False
+) -> list[jax.Array]:
+    """`[layer(x) for layer in layers]`; x is quantised once for all that are.
+
+    Args:
+      x: `[..., in]`.
+      layers: whose inputs it is.
+      in_8_bits: whether the operands of layers that are not quantised get 8 bits for each product,
+        those of the gradients, too: `float8.products`.
+    """
+    linear = [layer for layer in layers if isinstance(layer, nnx.Linear)]
+    if in_8_bits and len(linear) == len(layers):
+        ys = float8.products(x, [layer.kernel[...].astype(x.dtype) for layer in linear])
+        return [_with_bias(y, layer.bias) for y, layer in zip(ys, linear, strict=True)]
     weights = [layer.weight[...] for layer in layers if isinstance(layer, QuantisedLinear)]
     found = iter(products(x, weights) if weights else ())
     return [

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.extend.core
 
-from twell_jax.ffn import RESIDUALS
+from twell_jax.ffn import RESIDUALS, float8
 
 # Names of arrays, for `jax.ad_checkpoint.checkpoint_name`.
 ROTATED = "rotated"  # queries and keys after RoPE
@@ -29,7 +29,7 @@ POLICIES = {
     "dots": _KEPT.save_from_both_policies(
         _KEPT.save_from_both_policies(
             _KEPT.dots_with_no_batch_dims_saveable,
-            _KEPT.save_only_these_names(RESIDUALS, ROTATED, MIDDLE),
+            _KEPT.save_only_these_names(RESIDUALS, ROTATED, MIDDLE, float8.KEPT),
         ),
         _keeps_results_of_cudnn,
     ),

@@ -34,7 +34,9 @@ _MAY_DIFFER = {
 }  # fmt: skip
 
 # Keys of `model` that say how a run computes; its source does not decide them.
-_NOT_TAKEN = {"remat", "ffn_implementation", "decode_implementation", "ffn_gradients"}
+_NOT_TAKEN = {
+    "remat", "matmul_dtype", "ffn_implementation", "decode_implementation", "ffn_gradients",
+}  # fmt: skip
 _DTYPES = {"dtype", "param_dtype"}  # nor do a model's files decide these
 
 _REQUIRED = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}

@@ -18,7 +18,7 @@ from twell_jax.data import marks
 from twell_jax.ffn import FFNStats, Windows, order_by_use
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.stats import UNION_TOKENS
-from twell_jax.models import sharding
+from twell_jax.models import QUANTISED_OPTIONS, sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
 from twell_jax.models.transformer import graphdef
 from twell_jax.train import neurons
@@ -107,10 +107,13 @@ class Trainer:
             out_shardings=self._shardings,
             donate_argnums=0,
         )
+        in_8_bits = config.model.matmul_dtype == "float8"
+        self._compiler_options = QUANTISED_OPTIONS if in_8_bits else None
         self._sequence_ce = jax.jit(
             self._mean_by_sequence,
             in_shardings=(self._shardings.params, sharding.of_batch(mesh)),
             out_shardings=self._replicated,
+            compiler_options=self._compiler_options,
         )
         self._steps: dict[ModelGradients | None, jax.stages.Wrapped] = {}
         self.steps = CompileAhead(self._compiled_step, self.step_with)
@@ -136,6 +139,7 @@ class Trainer:
                 in_shardings=(self._shardings, self.abstract_batch.sharding, self._replicated),
                 out_shardings=(self._shardings, self._replicated),
                 donate_argnums=0,
+                compiler_options=self._compiler_options,
             )
         return self._steps[ffn_gradients]
 
