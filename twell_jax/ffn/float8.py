@@ -31,8 +31,9 @@ class Scaled(NamedTuple):
 
 
 def scaled(a: jax.Array, dtype: jax.typing.DTypeLike) -> Scaled:
-    """`a` in 8 bits; the largest element comes to lie in the upper half of the range of `dtype`."""
-    largest = jnp.max(jnp.abs(a)).astype(jnp.float32) / float(jnp.finfo(dtype).max)
+    """`a` in 8 bits; its largest finite element lies in the upper half of the range of `dtype`."""
+    finite = jnp.where(jnp.isfinite(a), jnp.abs(a), 0)
+    largest = jnp.max(finite).astype(jnp.float32) / float(jnp.finfo(dtype).max)
     _, exponent = jnp.frexp(largest)
     exponent = jnp.clip(exponent, -126, 126)  # both 2^exponent and its inverse are normal numbers
     one = jnp.float32(1)
@@ -43,10 +44,11 @@ def scaled(a: jax.Array, dtype: jax.typing.DTypeLike) -> Scaled:
 def products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
     """`[x @ kernel for kernel in kernels]` with operands of 8 bits, as are those of the gradients.
 
-    Several kernels are multiplied as one, and share a scale.
+    Several kernels are multiplied as one, and share a scale. What is not finite in x makes NaN of
+    its own rows of the results, and of no others.
 
     Args:
-      x: `[..., K]`, usually tokens.
+      x: `[..., K]`, usually tokens; bfloat16 or float32.
       kernels: each `[K, N]` in the dtype of x.
 
     Returns:

@@ -120,11 +120,10 @@ def _require_ids(
 def in_compute_dtype(model: Transformer) -> Transformer:
     """The model with its parameters rounded to `config.dtype`, as computing rounds all but norms'.
 
-    So they are rounded once, not for every token. Weights in 8 bits stay. Products whose operands
-    had 8 bits in training have none here.
+    So they are rounded once, not for every token. Weights in 8 bits stay.
     """
     dtype = model.config.dtype
-    settings = model.config.model_copy(update={"param_dtype": dtype, "matmul_dtype": None})
+    settings = model.config.model_copy(update={"param_dtype": dtype})
     eight_bits, live, others = nnx.state(model, EightBits, LiveWidth, ...)
     others = jax.tree.map(lambda leaf: leaf.astype(dtype), others)
     graph = graphdef(settings, model.quantised())

@@ -172,7 +172,7 @@ def load_config(run_dir: str | Path) -> Config:
 def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
 
-    The model is for inference, so it never asks for sparse gradients.
+    The model is for inference, so it asks neither for sparse gradients nor for products in 8 bits.
 
     Raises:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
@@ -182,7 +182,8 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
     params = last_params(run_dir, config, abstract_state(config, mesh).params)
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
-    settings = config.model.model_copy(update={"ffn_gradients": None})
+    of_inference = {"ffn_gradients": None, "matmul_dtype": None}
+    settings = config.model.model_copy(update=of_inference)
     return config, tokenizer, nnx.merge(graphdef(settings), params)
 
 

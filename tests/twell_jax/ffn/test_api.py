@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tests import seeds
 from tests.errors import relative_error
 from tests.twell_jax import drawn
-from twell_jax import Biases, explain, sparse_ffn
+from twell_jax import Biases, sparse_ffn
 
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
@@ -383,16 +383,6 @@ W, X = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32)
 def test_errors_name_the_argument(changes, message):
     with pytest.raises(ValueError, match=message):
         sparse_ffn(**({"x": X, "w_gate": W, "w_up": W, "w_down": W} | changes))
-
-
-def test_explain_takes_what_sparse_ffn_takes():
-    lists, wide = [[1.0, 2.0]], np.ones((6, 2))  # of float64, which JAX makes float32 of
-    y, _ = sparse_ffn(lists, wide, wide, nnx.Param(jnp.ones((6, 2))), live=3)
-    np.testing.assert_array_equal(y, [[27, 27]])  # 3 of 6 neurons, each of 3 * 3
-    assert "dense, by xla" in explain(lists, wide, wide, nnx.Param(jnp.ones((6, 2))), live=3)
-    for function in (sparse_ffn, explain):
-        with pytest.raises(ValueError, match="live must be from 0 to 6, got 7"):
-            function(lists, wide, wide, wide, live=7)
 
 
 def test_operands_may_be_jax_arrays_and_params():

@@ -65,6 +65,16 @@ def test_explain_answers_for_a_card_that_is_not_here():
             explain(*shapes(4), device=name)
 
 
+def test_explain_takes_what_sparse_ffn_takes():
+    lists, wide = [[1.0, 2.0]], np.ones((6, 2))  # of float64, which JAX makes float32 of
+    y, _ = sparse_ffn(lists, wide, wide, nnx.Param(jnp.ones((6, 2))), live=3)
+    np.testing.assert_array_equal(y, [[27, 27]])  # 3 of 6 neurons, each of 3 * 3
+    assert "dense, by xla" in explain(lists, wide, wide, nnx.Param(jnp.ones((6, 2))), live=3)
+    for function in (sparse_ffn, explain):
+        with pytest.raises(ValueError, match="live must be from 0 to 6, got 7"):
+            function(lists, wide, wide, wide, live=7)
+
+
 def test_explain_takes_a_module():
     def make(**options):
         return nnx.eval_shape(lambda: SparseMLP(128, 256, rngs=nnx.Rngs(0), **options))

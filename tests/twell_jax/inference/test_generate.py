@@ -34,11 +34,12 @@ def saved(run_dir):
     return *run_dir, untrained.save(*run_dir)
 
 
-def test_a_run_with_sparse_gradients_writes_text_on_any_machine(saved):
+def test_a_run_with_sparse_gradients_in_8_bits_writes_text_on_any_machine(saved):
     config, paths, _ = saved
-    model = config.model.model_copy(update={"ffn_gradients": "sparse"})
+    model = config.model.model_copy(update={"ffn_gradients": "sparse", "matmul_dtype": "float8"})
     paths.config.write_text(config_lib.to_yaml(config.model_copy(update={"model": model})))
     lm = language_model.load(str(paths.directory))
+    assert (lm.model.config.ffn_gradients, lm.model.config.matmul_dtype) == (None, None)
     prompts = [[1] * 60, [2] * 3]  # more than 64 tokens, from which on gradients can be sparse
     sampling = Sampling(temperature=0.8, top_k=20)
     steps = inference.generate(lm.model, prompts, max_tokens=8, sampling=sampling)
