@@ -243,6 +243,21 @@ TABLES: dict[str, Table] = {
         },
         plots={"": plots.losses},
     ),
+    "precision": Table(
+        title="Training with products of 8-bit operands",
+        about="Pairs of runs from the same seed on the same text, which differ in "
+        "`model.matmul_dtype` alone. CE is held out, in nats per token; U is the share of the "
+        "neurons that 256 tokens use between them. Speed includes what train.py does beside steps.",
+        case={"seed": number("seed"), "variant": number("variant")},
+        results={
+            "held-out CE": number("held_out_ce", "{:.4f}"),
+            "increase": number("increase", "{:+.2%}"),
+            "nnz": number("nnz", "{:.1f}"),
+            "U": number("union", "{:.1%}"),
+            "tokens/s": number("tokens_per_second", "{:,.0f}"),
+        },
+        notes=_common_settings,
+    ),
     "lasso": Table(
         title="L1 and the tile lasso",
         about="The same data and one seed, so small differences mean nothing. CE is held out, in "

@@ -4,7 +4,8 @@
         [--only "xla, relu"] [--out DIRECTORY]
 
 Weights are random, with patterns as in benchmarks.inference. They keep that pattern: the
-learning rate is practically 0. "sparse" has the gradients that train.py plans for each layer.
+learning rate is practically 0. "sparse" has the gradients that train.py plans for each layer, and
+"float8" products of 8-bit operands, as `model.matmul_dtype` says.
 
 Every number of devices is measured twice: data parallel, and with FSDP over all of them. The work
 of a device stays the same: `batch_tokens` counts per device and is one micro-batch unless it is
@@ -35,10 +36,14 @@ from twell_jax.train.served_gradients import first_plan
 from twell_jax.train.state import StepMetrics
 from twell_jax.train.trainer import ModelGradients, Trainer
 
-VARIANTS = {
+_VARIANTS = {
     "xla, silu": ["model.ffn_implementation=xla", "model.activation=silu", "l1_coefficient=0"],
     "xla, relu": ["model.ffn_implementation=xla"],
     "sparse, relu": ["model.ffn_implementation=mosaic", "sparse_gradients_every=1"],
+}
+VARIANTS = _VARIANTS | {
+    f"{name}, float8": [*changes, "model.matmul_dtype=float8"]
+    for name, changes in _VARIANTS.items()
 }
 STEPS = 11  # that are timed
 

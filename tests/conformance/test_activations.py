@@ -53,7 +53,7 @@ def assert_exact(case, operands, y, stats):
     assert np.mean(stats.fired == (g != 0).any(axis=0)) > 0.99
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("algorithm", "case"),
     [
@@ -140,7 +140,7 @@ def test_sparse_gradients_on_the_gpu(case, dtype, m, every, shift):
     assert_exact_gradients(case, operands)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_case
 def test_lowers_for_an_h100_in_as_many_kernels_as_relu(lower, case):
     operands = operands_of(case, 5, 128, 256)

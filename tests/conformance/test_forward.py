@@ -64,7 +64,7 @@ def assert_exact(operands, algorithm):
     return y, stats
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @every_algorithm
 @either_form
 @pytest.mark.parametrize(("last_feature", "heavy"), [(1, 0), (1, 7), (0, 0), (-1, 0)])
@@ -171,6 +171,7 @@ def test_all_zero(back_end, algorithm):
     assert not np.any(y) and stats.nnz == 0 and stats.l1 == 0 and not np.any(stats.fired)
 
 
+@pytest.mark.sampled(1)
 @either_form
 # A union_target needs no more than one tile.
 @pytest.mark.parametrize("m", [pytest.param(256, marks=pytest.mark.slow), 700])

@@ -126,7 +126,7 @@ def unzip(out):
     return grads, y, stats
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pattern", "gated"),
     [  # one form for each capacity, so that the quick cases share two compiled programs

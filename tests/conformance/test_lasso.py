@@ -73,7 +73,7 @@ def assert_exact(operands, grid, capacity=1.0, *, with_y=True):
     return stats.overflow
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("pattern", "gated", "grid"),
     [  # with few pairs of a form and a grid, so that cases share compiled programs

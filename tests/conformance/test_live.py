@@ -57,7 +57,7 @@ def truncated(operands, live):
     return h @ w_down, (gate != 0).sum(axis=1), np.abs(h).sum(axis=1).mean(), fired
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @SERVE
 @either_form
 def test_further_neurons_never_fire(back_end, algorithm, gated):

@@ -43,7 +43,7 @@ def in_wide(x, weights):
     return h, h @ in_float64(down)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("chosen", "gated"),
     [

@@ -30,7 +30,7 @@ def residual_for(operands):
     return seeds.rng().permuted(operands[0], axis=1)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @every_algorithm
 @pytest.mark.parametrize("heavy", [0, 3, 700])
 def test_y_is_added_to_a_residual(back_end, algorithm, heavy):

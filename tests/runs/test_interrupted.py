@@ -90,7 +90,8 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("points", [POINTS[4:5], pytest.param(POINTS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("points", [POINTS[4:5], POINTS])
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     workspace, uninterrupted, tmp_path, points
 ):

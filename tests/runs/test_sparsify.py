@@ -36,6 +36,7 @@ def table(run_dir):
     return {name: cells for name, *cells in (line.split(" | ") for line in lines)}
 
 
+@pytest.mark.slow
 def test_a_dense_model_becomes_a_sparse_one_with_a_report_of_both(llama, corpus, tmp_path):
     process = run(llama, tmp_path, *corpus, *SHORT, "lasso_share=0", "sample_tokens=0")
     assert process.returncode == 0, process.stderr

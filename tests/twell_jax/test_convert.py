@@ -14,7 +14,7 @@ from twell_jax import Rectifier, SparseMLP, capture_stats
 from twell_jax.convert import FORMS, replace_mlps
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
 def test_outputs_are_as_before(form):
     model, x = Model(MLP(form), MLP(form)), draw(3, 5, D)

@@ -32,7 +32,7 @@ from twell_jax.ffn import (
 )  # fmt: skip
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import Case, Implementation, LayerGradients, Packing, Request
-from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
+from twell_jax.ffn.arguments import ALL_OLD_NAMES, MatmulDtype, refuses_old_names
 from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.stats import FFNStats
@@ -57,6 +57,7 @@ def sparse_ffn(
     gradients: LayerGradients = None,
     windows: Windows | None = None,
     residual: ArrayLike | None = None,
+    matmul_dtype: MatmulDtype | None = None,
 ) -> tuple[jax.Array, FFNStats]:
     """Feed-forward block whose activations are mostly zero (arXiv 2603.23198, section 3).
 
@@ -103,6 +104,9 @@ def sparse_ffn(
       residual: `[..., D]` in the dtype of x, to which the rounded y is added. Kernels of unions do
         it where they write y, if there are no gradients and the neurons are on one device; else it
         is as if the caller did.
+      matmul_dtype: "float8" rounds the operands of the products that XLA computes to 8 bits, in
+        both passes, with a scale for each array: e4m3, for gradients e5m2. It is for training; x
+        must be bfloat16 or float32. What kernels compute stays as it is. None: the dtype of x.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One
@@ -131,7 +135,7 @@ def sparse_ffn(
     """
     call: Call = checked(
         x, w_gate, w_up, w_down, biases, live, activation, implementation, packing, gradients,
-        windows, residual,
+        windows, residual, matmul_dtype,
     )  # fmt: skip
     request, weights = call.request, call.weights
     if live is not None:
@@ -149,8 +153,9 @@ def sparse_ffn(
         if algorithm == "dense":
             remedies.warn(selection.case, request, x.dtype)
             return xla.ffn(
-                x, weights, biases, activation=activation, windows=windows, residual=residual
-            )
+                x, weights, biases, activation=activation, windows=windows, residual=residual,
+                in_8_bits=call.in_8_bits,
+            )  # fmt: skip
         kernels, why = dispatch.back_end(_like_down(call))
         act = activations.rectifier(activation)
         assert kernels is not None and act is not None, why  # the rule would have been excluded
@@ -162,7 +167,9 @@ def sparse_ffn(
             y, stats = compute(rows, weights, residual_rows, *offset)
         else:
             few_under_vmap = None if request.wants_kernels else dispatch.MANY_TOKENS
-            compute = mosaic.dense_gradients(kernels, act, algorithm, few_under_vmap)
+            compute = mosaic.dense_gradients(
+                kernels, act, algorithm, few_under_vmap, call.in_8_bits
+            )
             y, stats = compute(rows, weights, residual_rows)
         return y.reshape(x.shape), stats
 
@@ -170,7 +177,10 @@ def sparse_ffn(
 
 
 class Call(NamedTuple):
-    """The arguments of `sparse_ffn`, checked; `weights.live` is as it was given."""
+    """The arguments of `sparse_ffn`, checked; `weights.live` is as it was given.
+
+    `in_8_bits` says whether `matmul_dtype` is "float8".
+    """
 
     x: jax.Array
     weights: Weights
@@ -179,11 +189,13 @@ class Call(NamedTuple):
     activation: Activation
     windows: Windows | None
     request: Request
+    in_8_bits: bool
 
 
 def checked(
     x: Any, w_gate: Any, w_up: Any, w_down: Any, biases: Any, live: Any, activation: Any,
     implementation: Any, packing: Any, gradients: Any, windows: Any, residual: Any,
+    matmul_dtype: Any,
 ) -> Call:  # fmt: skip
     """The `Call` of these arguments of `sparse_ffn`.
 
@@ -202,7 +214,9 @@ def checked(
     arguments.check_live(live, len(weights.down))
     arguments.check_windows(windows, x)
     arguments.check_activation(activation, weights.gate is not None)
-    return Call(x, weights, biases, residual, activation, windows, request)
+    arguments.check_matmul_dtype(matmul_dtype, x, weights)
+    in_8_bits = matmul_dtype is not None
+    return Call(x, weights, biases, residual, activation, windows, request, in_8_bits)
 
 
 def _request(implementation: Any, packing: Any, gradients: Any) -> Request:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from twell_jax.ffn import activations
 from twell_jax.ffn.algorithms import Gradients, Implementation, Packing
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.numeric import are_int32, is_integer, is_number
+
+MatmulDtype = Literal["float8"]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -152,6 +154,26 @@ def check_dtype(name: str, dtype: Any) -> None:
     if not is_known:
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         raise ValueError(f"{name} must be one of {names}, got {dtype}")
+
+
+def check_matmul_dtype(matmul_dtype: Any, x: Any, weights: Any) -> None:
+    """Raises ValueError unless operands can be rounded to this dtype.
+
+    Args: as of `sparse_ffn`, the weights as `Weights`.
+    """
+    if matmul_dtype is None:
+        return
+    if matmul_dtype not in get_args(MatmulDtype):
+        raise ValueError(f"matmul_dtype must be 'float8' or None, got {matmul_dtype!r}")
+    if x.dtype == jnp.float16:
+        raise ValueError(
+            "matmul_dtype='float8' needs x in bfloat16 or float32, as float16 holds no scale "
+            "below 2^-24; leave it out"
+        )
+    if any(isinstance(w, Quantised) for w in (*weights.inner, weights.down)):
+        raise ValueError(
+            "matmul_dtype='float8' rounds weights itself, but some are Quantised; leave it out"
+        )
 
 
 def check_operands(x: Any, weights: Any, biases: Any, residual: Any) -> None:

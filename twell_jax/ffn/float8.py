@@ -10,6 +10,7 @@ multiplies the rounded operands in the dtype of x.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,41 +42,47 @@ def scaled(a: jax.Array, dtype: jax.typing.DTypeLike) -> Scaled:
     return Scaled(divided.astype(dtype), jnp.ldexp(one, exponent))
 
 
-def products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
-    """`[x @ kernel for kernel in kernels]` with operands of 8 bits, as are those of the gradients.
+def products(x: jax.Array, weights: Sequence[jax.Array], axis: int = 0) -> list[jax.Array]:
+    """x times each of the weights, with operands of 8 bits, as are those of the gradients.
 
-    Several kernels are multiplied as one, and share a scale. What is not finite in x makes NaN of
+    Several weights are multiplied as one, and share a scale. What is not finite in x makes NaN of
     its own rows of the results, and of no others.
 
     Args:
       x: `[..., K]`, usually tokens; bfloat16 or float32.
-      kernels: each `[K, N]` in the dtype of x.
+      weights: each `[K, N]` in the dtype of x, or `[N, K]` where `axis` is 1.
+      axis: the one that is summed over.
 
     Returns:
-      `[..., N]` in the dtype of x for each kernel.
+      `[..., N]` in the dtype of x for each of the weights.
     """
-    stops = list(accumulate(kernel.shape[1] for kernel in kernels))
+    stops = list(accumulate(w.shape[1 - axis] for w in weights))
     rows = x.reshape(-1, x.shape[-1])
-    parts = jnp.split(_product(rows, jnp.concatenate(kernels, axis=1)), stops[:-1], axis=1)
-    return [part.reshape(*x.shape[:-1], -1) for part in parts]
+    joined = _product(rows, jnp.concatenate(weights, axis=1 - axis), axis)
+    return [y.reshape(*x.shape[:-1], -1) for y in jnp.split(joined, stops[:-1], axis=1)]
 
 
-@jax.custom_vjp
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _with_residuals(x, kernel)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
+    return _with_residuals(x, weight, axis)[0]
 
 
-def _with_residuals(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled]]:
-    rows, matrix = scaled(x, _FORWARD), scaled(kernel, _FORWARD)
+def _with_residuals(
+    x: jax.Array, weight: jax.Array, axis: int
+) -> tuple[jax.Array, tuple[Scaled, Scaled]]:
+    rows, matrix = scaled(x, _FORWARD), scaled(weight, _FORWARD)
     # As bytes: `jax.checkpoint` rounds floats that it keeps, and makes NaN of e4m3 above 240.
     kept = checkpoint_name(lax.bitcast_convert_type(rows.values, jnp.uint8), KEPT)
     rows = Scaled(lax.bitcast_convert_type(kept, _FORWARD), checkpoint_name(rows.scale, KEPT))
-    return _dot(rows, matrix, (1, 0), x.dtype), (rows, matrix)
+    return _dot(rows, matrix, (1, axis), x.dtype), (rows, matrix)
 
 
-def _gradients(kept: tuple[Scaled, Scaled], of_y: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gradients(
+    axis: int, kept: tuple[Scaled, Scaled], of_y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     (rows, matrix), grads = kept, scaled(of_y, _BACKWARD)
-    return _dot(grads, matrix, (1, 1), of_y.dtype), _dot(rows, grads, (0, 0), of_y.dtype)
+    factors = (rows, grads) if axis == 0 else (grads, rows)
+    return _dot(grads, matrix, (1, 1 - axis), of_y.dtype), _dot(*factors, (0, 0), of_y.dtype)
 
 
 _product.defvjp(_with_residuals, _gradients)

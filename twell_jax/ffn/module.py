@@ -13,7 +13,7 @@ from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import Implementation, LayerGradients, Packing
 from twell_jax.ffn.api import sparse_ffn
-from twell_jax.ffn.arguments import refuses_old_names
+from twell_jax.ffn.arguments import MatmulDtype, refuses_old_names
 from twell_jax.ffn.capture import SownStats
 from twell_jax.ffn.lasso import Windows
 from twell_jax.ffn.numeric import is_integer
@@ -136,6 +136,7 @@ class SparseMLP(nnx.Module):
         gradients: LayerGradients = ...,
         windows: Windows | None = ...,
         residual: ArrayLike | None = ...,
+        matmul_dtype: MatmulDtype | None = ...,
     ) -> jax.Array: ...
 
     @overload
@@ -147,6 +148,7 @@ class SparseMLP(nnx.Module):
         gradients: LayerGradients = ...,
         windows: Windows | None = ...,
         residual: ArrayLike | None = ...,
+        matmul_dtype: MatmulDtype | None = ...,
     ) -> tuple[jax.Array, FFNStats]: ...
 
     @refuses_old_names("gradient_capacity")
@@ -158,6 +160,7 @@ class SparseMLP(nnx.Module):
         gradients: LayerGradients = None,
         windows: Windows | None = None,
         residual: ArrayLike | None = None,
+        matmul_dtype: MatmulDtype | None = None,
     ) -> jax.Array | tuple[jax.Array, FFNStats]:
         """Applies the block.
 
@@ -168,6 +171,7 @@ class SparseMLP(nnx.Module):
           windows: those of `FFNStats.lasso`, if it is wanted; see `sparse_ffn`.
           residual: `[..., D]` in the dtype of the computation, to which y is added; see
             `sparse_ffn`.
+          matmul_dtype: see `sparse_ffn`.
 
         Returns:
           y: `[..., D]`, or the pair of y and the `FFNStats`.
@@ -175,9 +179,14 @@ class SparseMLP(nnx.Module):
         Raises:
           TypeError, ValueError, CannotServe: see `sparse_ffn`.
         """
-        y, stats = sparse_ffn(
-            **self.operands(x, gradients=gradients, windows=windows, residual=residual)
+        operands = self.operands(
+            x,
+            gradients=gradients,
+            windows=windows,
+            residual=residual,
+            matmul_dtype=matmul_dtype,
         )
+        y, stats = sparse_ffn(**operands)
         self.sow(SownStats, "stats", stats, capture_noop=True)
         if self.stats is not None:
             self.stats.set_value(stats)
@@ -190,6 +199,7 @@ class SparseMLP(nnx.Module):
         gradients: LayerGradients = None,
         windows: Windows | None = None,
         residual: ArrayLike | None = None,
+        matmul_dtype: MatmulDtype | None = None,
     ) -> dict[str, Any]:
         """The arguments of the `sparse_ffn` that a call of the module is, by their names.
 
@@ -220,6 +230,7 @@ class SparseMLP(nnx.Module):
             "gradients": self.gradients if gradients is None else gradients,
             "windows": windows,
             "residual": residual,
+            "matmul_dtype": matmul_dtype,
         }
 
 

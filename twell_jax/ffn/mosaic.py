@@ -55,7 +55,11 @@ _OPERANDS = (Share.TOKENS, Share.NEURONS)  # x, weights
 
 @functools.cache
 def dense_gradients(
-    kernels: BlockKernels, act: Rectifier, algorithm: str, few_under_vmap: int | None
+    kernels: BlockKernels,
+    act: Rectifier,
+    algorithm: str,
+    few_under_vmap: int | None,
+    in_8_bits: bool = False,
 ) -> Block:
     """The block by an algorithm of these kernels, with the gradients of `xla.ffn`.
 
@@ -65,11 +69,12 @@ def dense_gradients(
       algorithm: a key of `FORWARD`.
       few_under_vmap: None if the caller asks for kernels. Otherwise XLA computes on platforms other
         than CUDA, and under `vmap` the calls of fewer tokens than this.
+      in_8_bits: as of `xla.ffn`, which computes the gradients.
     """
     by_kernels = _forward(kernels, act, algorithm)
 
     def dense(x, weights, residual):
-        return xla.ffn(x, weights, activation=act, residual=residual)
+        return xla.ffn(x, weights, activation=act, residual=residual, in_8_bits=in_8_bits)
 
     if few_under_vmap is None:
         compute = by_kernels

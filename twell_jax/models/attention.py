@@ -52,6 +52,8 @@ class Attention(nnx.Module):
         mask: jax.Array | None,
         cache: KVCache | None = None,
         layer: jax.Array | None = None,
+        *,
+        in_8_bits: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
         """Attends from every token of `x` to those that `mask` allows.
 
@@ -62,6 +64,7 @@ class Attention(nnx.Module):
             or bool `[B, 1, T, S]` for attention to a cache with room for S > T tokens.
           cache: keys and values of earlier tokens, to which those of `x` are added; or None.
           layer: int32 [], the index of this layer in the cache; needed with a cache.
+          in_8_bits: as of `project`.
 
         Returns:
           `[B, T, D]`, and the cache with this layer's new keys and values.
@@ -76,7 +79,6 @@ class Attention(nnx.Module):
             # Kept in place of the projection, it is not rotated again for the backward pass.
             return checkpoint_name(rotate(heads(projected), rope), ROTATED)
 
-        in_8_bits = self.config.matmul_dtype == "float8" and cache is None
         query, key, value = project(x, self.query, self.key, self.value, in_8_bits=in_8_bits)
         q, k, v = rotated(query, self.query_norm), rotated(key, self.key_norm), heads(value)
         if cache is not None:

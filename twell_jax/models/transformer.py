@@ -12,13 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import (
-    FFNStats,
-    SownStats,
-    SparseMLP,
-    Windows,
-    quantise_mlps,
-)
+from twell_jax.ffn import FFNStats, SownStats, SparseMLP, Windows, quantise_mlps
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.quantised import AXES, EightBits, quantised_projections
 from twell_jax.models.attention import Attention, in_window, split_documents
@@ -317,6 +311,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.residual_scale = config.residual_scale
+        self.matmul_dtype = config.matmul_dtype
         self.attention_norm = norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm(config, rngs)
@@ -349,7 +344,11 @@ class Block(nnx.Module):
         windows: Windows | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
-        attended, cache = self.attention(self.attention_norm(x), rope, mask, cache, layer)
+        # Inference has a cache, and statistics of tokens belong to it.
+        matmul_dtype = self.matmul_dtype if cache is None and not per_token_stats else None
+        in_8_bits = matmul_dtype is not None
+        normed = self.attention_norm(x)
+        attended, cache = self.attention(normed, rope, mask, cache, layer, in_8_bits=in_8_bits)
         x = checkpoint_name(x + scaled(attended, self.residual_scale), MIDDLE)
 
         def mlp(normed: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, FFNStats]:
@@ -359,6 +358,7 @@ class Block(nnx.Module):
                 gradients=gradients,
                 windows=windows,
                 residual=residual,
+                matmul_dtype=matmul_dtype,
             )
 
         mlp = jax.vmap(jax.vmap(mlp)) if per_token_stats else mlp

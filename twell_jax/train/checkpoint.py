@@ -297,6 +297,12 @@ def digests_of_arrays(tree: Any) -> dict[str, jax.Array]:
     return digests
 
 
+def compile_digests(abstract_state: TrainState) -> None:
+    """Compiles what `Checkpoints.save` calls for such a state."""
+    for x in jax.tree.leaves(_fields(abstract_state)):
+        _digest.lower(x).compile()
+
+
 def digest_texts(digest: jax.Array) -> list[str]:
     """A digest in hexadecimal, as each device of this process has it.
 

@@ -17,7 +17,7 @@ from twell_jax.config import Config, ConfigError
 from twell_jax.data import Data
 from twell_jax.models import sharding
 from twell_jax.train import distributed, gain, metrics, profile, sample, source
-from twell_jax.train.checkpoint import Checkpoints
+from twell_jax.train.checkpoint import Checkpoints, compile_digests
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
@@ -40,7 +40,7 @@ from twell_jax.train.trainer import ModelGradients, Trainer
 log = logging.getLogger(__name__)
 
 # What `CompileAhead` compiles beside steps.
-_EVALUATION, _SAMPLE, _ORDER = "evaluation", "sample", "order"
+_EVALUATION, _SAMPLE, _ORDER, _DIGESTS = "evaluation", "sample", "order", "digests"
 
 type Measured = tuple[jax.Array | np.ndarray, ...]
 
@@ -101,6 +101,7 @@ class Standing:
     def save(self, run: Run, log: metrics.Log) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
         run.require_in_place()
+        run.trainer.steps.settle(_DIGESTS)
         log.sync()  # a checkpoint is never ahead of the metrics
         # In checkpoints the plan is called "choice", and its inputs "choose_from".
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
@@ -331,7 +332,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
 
 
 def _compile_ahead(run: Run, now: Standing) -> None:
-    """Has compiled what comes after a step: evaluations and samples, for seconds, and then plans.
+    """Has compiled what comes after a step: in seconds what evaluates and saves, and then plans.
 
     Of plans that is the announced one, and the one with all layers sparse. Most runs come to the
     latter. It does not wait for an announcement, because beside training the first program with
@@ -342,6 +343,7 @@ def _compile_ahead(run: Run, now: Standing) -> None:
     ahead.prepare_call(_EVALUATION, partial(run.trainer.compile_evaluation, run.data.held_out))
     if run.write_sample:
         ahead.prepare_call(_SAMPLE, run.write_sample.compile)
+    ahead.prepare_call(_DIGESTS, partial(compile_digests, run.trainer.abstract_state))
     if plan and now.step + run.trainer.plans_every < run.config.steps:
         ahead.prepare_call(_ORDER, partial(run.trainer.compile_ordering, now.ffn_gradients))
         ahead.prepare(plan.next_ffn_gradients)

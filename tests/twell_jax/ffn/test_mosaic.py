@@ -23,7 +23,7 @@ def lowered(function, *operands, platform="cuda"):
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("m", "gated", "packing"),
     [

@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("call", "form", "d", "h"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],

@@ -94,7 +94,7 @@ def decoded(model, tokens, cache):
 
 
 # Caches that get full, and those with room for so many tokens that attention shares a launch.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("batch", "capacity"),
     [
@@ -165,7 +165,7 @@ def errors_and_caches(changes, batch, capacity=CAPACITY, quantise=()):
 
 
 # A short cache leaves attention too few blocks to share a launch.
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("capacity", "launches"), [(16, 4), (512, 3)])
 @pytest.mark.parametrize(
     ("case", "quantise"), [*((case, ()) for case in CASES), ("sparse", COVERED["fp8-all-but-down"])]

@@ -23,6 +23,7 @@ def test_remat_changes_neither_loss_nor_gradients(remat):
     jax.tree.map(assert_close, other_grads, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_unrolled_layers_are_those_of_the_loop(remat):
     module, tokens = make(remat=remat), draw_tokens(2, 12)

@@ -84,6 +84,7 @@ def reference_logits(module, tokens):
     return norm(x, w["norm.scale"]) @ unembed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -178,7 +179,7 @@ def test_document_masking_keeps_a_whole_sequence_whole():
     assert_close(forward(module, tokens, END)[0], forward(module, tokens)[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("split", "changes"),
     [((5, 1, 1, 5), {}), ((1, 5, 5, 1), {}), ((1,) * 12, {"kv_heads": 2}), ((5, 1, 1, 5), QWEN)],
@@ -194,7 +195,7 @@ def test_decoding_in_any_pieces_equals_the_forward_pass(split, changes):
         assert_close(logits, expected[:, end - 1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("capacity", [5, 15])
 @pytest.mark.parametrize("lengths", [None, (5, 5)])
 def test_prompts_fill_a_cache_as_decoding_does(capacity, lengths):

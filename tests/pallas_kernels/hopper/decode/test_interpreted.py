@@ -75,6 +75,7 @@ def test_products(interpreted, m, k):
 
 
 # With 128 columns in a stage, the last block of the second case has none before K ends.
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "k"), [(8, 512), pytest.param(64, 640, marks=pytest.mark.slow)])
 def test_products_in_8_bits(interpreted, m, k):
     x, residual = normal(m, k).astype(jnp.bfloat16), normal(m, 64).astype(jnp.bfloat16)

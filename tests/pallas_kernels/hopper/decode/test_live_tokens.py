@@ -65,6 +65,7 @@ def test_gate_of_a_token_that_is_not_finite(kernels):
 
 
 # Half of the gates are active, in some cases too many for the kernels to take rows one by one.
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("m", "d"), [(8, 256), (64, 1024)])
 @pytest.mark.parametrize("live", [0, 64, 700, 1280, 1408])

@@ -115,7 +115,7 @@ def test_adds_to_the_stream(kernels, m, k, d, biased):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("gated", [True, False])
 # Rows one by one, as for the most that are few, and dense products.
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("counted", ["few", "most", "a token has many", "many together"])
 @pytest.mark.parametrize(
     ("m", "batch", "d", "h", "active"),

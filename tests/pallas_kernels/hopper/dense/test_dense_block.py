@@ -93,7 +93,7 @@ def test_reference(m, d, h, act):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("m", "d", "h"), [CASES[0], CASES[1], pytest.param(*CASES[2], marks=pytest.mark.slow)]
 )

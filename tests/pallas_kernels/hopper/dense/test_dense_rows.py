@@ -169,6 +169,7 @@ def test_interpreted(interpreted, case, gated, act):
         assert_matches(out, *operands, act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "names"), [pytest.param(*EIGHT_BITS[0], marks=pytest.mark.slow), EIGHT_BITS[1]]
 )
@@ -224,7 +225,7 @@ def draw_live(case, live):
     return (heavy, given, y), (heavy, Weights(*cut, weights.down), y)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [0, 65, pytest.param(128, marks=pytest.mark.slow)])
 def test_only_live_neurons_are_read_in_the_interpreter(interpreted, live):
     given, expected = draw_live(CASES[2], live)
@@ -245,7 +246,7 @@ def test_a_number_of_live_neurons_lowers_without_a_gpu(lower):
     assert "hidden_kernel" in lower(jitted(HOPPER), *given)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act"),
     [

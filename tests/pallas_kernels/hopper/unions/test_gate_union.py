@@ -103,7 +103,7 @@ def of_live(kernels, x, w, live):
     return kernels.gate_union(x, w, live=jnp.full(1, live, jnp.int32))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("live", [0, 1, 128, 129])
 def test_only_live_neurons_are_read_in_the_interpreter(live, interpreted):
     x, w = draw(300, 64 * 3, 384, 0.1, jnp.bfloat16)

@@ -112,7 +112,7 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, act=RELU, ex
         assert_close(entry[:end], listed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "gated"), [*((case, True) for case in CASES), (CASES[1], False)])
 def test_reference(case, gated):
     operands, dense = draw(*case, gated, jnp.bfloat16)
@@ -148,7 +148,7 @@ def test_interpreted(case, gated, act, down, with_extra, interpreted):
     assert_matches(out, dense, *operands, act=act, extra=extra)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act", "with_extra"),
     [

@@ -144,6 +144,7 @@ def test_reference_adds_to_a_residual(case):
     assert relative_error(y, expected) <= 2 * ROUNDING  # XLA may leave out the one of `alone`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [CASES[0], pytest.param(WHOLE_TILES, marks=pytest.mark.slow)])
 def test_interpreted_adds_to_a_residual(case, interpreted):
     operands, residual = draw_added(*case, True, jnp.bfloat16)
@@ -167,6 +168,7 @@ def test_reference_with_8_bits(case):
     assert_matches(run(REFERENCE.union_up, REFERENCE.union_down, *operands), g, *operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [CASES_OF_8_BITS[0], pytest.param(CASES_OF_8_BITS[1], marks=pytest.mark.slow)]
 )
@@ -191,7 +193,7 @@ def test_interpreted(case, gated, act, interpreted):
         assert_matches(out, g, *operands, act)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act"),
     [

@@ -150,6 +150,7 @@ def test_only_so_many_tokens_may_leave_and_later_ones_stay(planner):
         np.testing.assert_array_equal(heavy, few[:leave])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_many_tiles(planner):
     m, h = 70 * TILE_TOKENS + 9, 256
@@ -166,7 +167,7 @@ def test_many_tiles(planner):
     np.testing.assert_array_equal(heavy, [*leaving, *range(70 * TILE_TOKENS, m)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("m", "h", "density", "options", "expected"),
     [

@@ -59,7 +59,7 @@ def test_all_models_of_transformers_are_recorded():
     assert kinds == {name for name in ARCHITECTURES if not name.endswith(SPARSE)} - own_code
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_model_of_transformers_computes_what_was_recorded_and_is_written_as_it_was(
     tmp_path, name

@@ -51,7 +51,7 @@ VARIANTS = [  # the model_type that config.json names, and the changes to the mo
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 3000])
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, model_type, changes, max_shard_bytes):
@@ -71,6 +71,7 @@ def test_what_is_saved_is_loaded_as_the_same_model(tmp_path, model_type, changes
         assert sum(sizes) <= max_shard_bytes or len(sizes) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -54,7 +54,7 @@ def stored(path):
     return tensors
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("projections", SUBSETS, ids="+".join)
 def test_a_saved_model_is_read_bit_for_bit(tmp_path, projections):
     model = make(attention_bias=True)
@@ -179,6 +179,7 @@ def test_all_files_have_the_rights_that_the_umask_says(tmp_path, umask):
         assert modes == {0o666 & ~umask}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_embeddings": False}, {"gated": False, "norm": "layer"}]
 )
