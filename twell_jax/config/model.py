@@ -131,8 +131,8 @@ class ModelConfig(Section):
     param_dtype: Literal["bfloat16", "float32"] = Field("float32", description="master weights")
     matmul_dtype: Literal["float8"] | None = Field(
         None,
-        description="dtype of the operands of dense products while training: of attention's projections "
-        "and of feed-forward blocks without kernels; null: dtype",
+        description="dtype of the operands of dense products while training: of attention's "
+        "projections and of feed-forward blocks without kernels; null: dtype",
     )
     remat: Literal["none", "dots", "block"] = Field(
         "none",
