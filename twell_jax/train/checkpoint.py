@@ -297,10 +297,27 @@ def digests_of_arrays(tree: Any) -> dict[str, jax.Array]:
     return digests
 
 
-def compile_digests(abstract_state: TrainState) -> None:
-    """Compiles what `Checkpoints.save` calls for such a state."""
-    for x in jax.tree.leaves(_fields(abstract_state)):
-        _digest.lower(x).compile()
+def prepare_save(abstract_state: TrainState, mesh: jax.sharding.Mesh) -> None:
+    """Does what the first `Checkpoints.save` of such a state would wait for, in any thread.
+
+    It compiles the digests. On GPUs it also allocates the page-locked memory that Orbax copies to,
+    which takes 0.7 s for a GB; JAX keeps it for later.
+    """
+    leaves = jax.tree.leaves(_fields(abstract_state))
+    with jax.set_mesh(mesh):  # which is a thread's own
+        for x in leaves:
+            _digest.lower(x).compile()
+    if jax.default_backend() == "gpu":
+        jax.block_until_ready([_zeros_on_host(x) for x in leaves])
+
+
+def _zeros_on_host(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros in page-locked memory, sharded as x."""
+    sharding = x.sharding.with_memory_kind("pinned_host")
+    zero = np.zeros((), x.dtype)
+    return jax.make_array_from_callback(
+        x.shape, sharding, lambda index: np.broadcast_to(zero, x.shape)[index]
+    )
 
 
 def digest_texts(digest: jax.Array) -> list[str]:

@@ -17,7 +17,7 @@ from twell_jax.config import Config, ConfigError
 from twell_jax.data import Data
 from twell_jax.models import sharding
 from twell_jax.train import distributed, gain, metrics, profile, sample, source
-from twell_jax.train.checkpoint import Checkpoints, compile_digests
+from twell_jax.train.checkpoint import Checkpoints, prepare_save
 from twell_jax.train.durable import write_atomically
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
@@ -39,8 +39,8 @@ from twell_jax.train.trainer import ModelGradients, Trainer
 
 log = logging.getLogger(__name__)
 
-# What `CompileAhead` compiles beside steps.
-_EVALUATION, _SAMPLE, _ORDER, _DIGESTS = "evaluation", "sample", "order", "digests"
+# What `CompileAhead` prepares beside steps.
+_EVALUATION, _SAMPLE, _ORDER, _SAVE = "evaluation", "sample", "order", "save"
 
 type Measured = tuple[jax.Array | np.ndarray, ...]
 
@@ -101,7 +101,7 @@ class Standing:
     def save(self, run: Run, log: metrics.Log) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
         run.require_in_place()
-        run.trainer.steps.settle(_DIGESTS)
+        run.trainer.steps.settle(_SAVE)
         log.sync()  # a checkpoint is never ahead of the metrics
         # In checkpoints the plan is called "choice", and its inputs "choose_from".
         position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
@@ -250,10 +250,14 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
         if config.init_from and now.step == 0:
             _evaluate_source(run, now, recorder)
-        stopping = stop_requested(now.step)
+        trainer, stopping = run.trainer, stop_requested(now.step)
+        # While the first step is compiled here.
+        trainer.steps.prepare_call(
+            _SAVE, partial(prepare_save, trainer.abstract_state, trainer.mesh)
+        )
         while now.step < config.steps and not stopping:
             trace.before_step(now.step, now.state)
-            if not run.trainer.steps.is_ready(now.ffn_gradients):
+            if not trainer.steps.is_ready(now.ffn_gradients):
                 progress.show_compiling()
             now = _take_step(run, now, recorder)
             trace.after_step(now.step, now.state)
@@ -332,7 +336,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
 
 
 def _compile_ahead(run: Run, now: Standing) -> None:
-    """Has compiled what comes after a step: in seconds what evaluates and saves, and then plans.
+    """Has compiled what comes after a step: evaluations and samples, for seconds, and then plans.
 
     Of plans that is the announced one, and the one with all layers sparse. Most runs come to the
     latter. It does not wait for an announcement, because beside training the first program with
@@ -343,7 +347,6 @@ def _compile_ahead(run: Run, now: Standing) -> None:
     ahead.prepare_call(_EVALUATION, partial(run.trainer.compile_evaluation, run.data.held_out))
     if run.write_sample:
         ahead.prepare_call(_SAMPLE, run.write_sample.compile)
-    ahead.prepare_call(_DIGESTS, partial(compile_digests, run.trainer.abstract_state))
     if plan and now.step + run.trainer.plans_every < run.config.steps:
         ahead.prepare_call(_ORDER, partial(run.trainer.compile_ordering, now.ffn_gradients))
         ahead.prepare(plan.next_ffn_gradients)

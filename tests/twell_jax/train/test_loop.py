@@ -51,7 +51,9 @@ def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
         paths=SimpleNamespace(directory="runs/tiny"),
         data=SimpleNamespace(fingerprint=fingerprint),
         batches=Batches(),
-        trainer=SimpleNamespace(abstract_state=None, plans_every=0),
+        trainer=SimpleNamespace(
+            abstract_state=None, plans_every=0, steps=SimpleNamespace(settle=lambda _: None)
+        ),
         checkpoints=checkpoints,
         write_sample=None,
         console=Console(quiet=True),

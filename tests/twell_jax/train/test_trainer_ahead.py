@@ -46,7 +46,7 @@ def test_what_is_compiled_ahead_is_not_compiled_at_its_call(tokens, compilations
         thread.submit(trainer.compile_ordering, dense).result()
         thread.submit(trainer.compile_evaluation, held_out).result()
         thread.submit(write.compile).result()
-        thread.submit(checkpoint.compile_digests, trainer.abstract_state).result()
+        thread.submit(checkpoint.prepare_save, trainer.abstract_state, trainer.mesh).result()
     assert len(compilations) >= 4
     del compilations[:]
     with jax.set_mesh(trainer.mesh):
