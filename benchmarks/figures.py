@@ -86,6 +86,22 @@ def _over_silu(config: str) -> Number:
     return ratio(f"training-{config}-{_H100}", silu, ours, "ms")
 
 
+def _in_float8(record: str) -> dict[str, Figure]:
+    """How many times as fast sparse steps with products of 8-bit operands are as other steps."""
+    dense, dense_8_bits, sparse, sparse_8_bits = (
+        {"implementation": f"{name}{dtype}"}
+        for name in ("xla, relu", "sparse, relu")
+        for dtype in ("", ", float8")
+    )
+    pairs = {
+        "step-float8-gain": (sparse, sparse_8_bits),
+        "step-float8": (dense, sparse_8_bits),
+        "step-float8-over-dense": (dense_8_bits, sparse_8_bits),
+        "step-float8-silu": ({"implementation": "xla, silu"}, sparse_8_bits),
+    }
+    return {name: Figure(ratio(record, *pair, "ms")) for name, pair in pairs.items()}
+
+
 def _last_ce(row: Row) -> float:
     return row["evaluated"]["held_out_ce"][-1]
 
@@ -130,6 +146,7 @@ _MODELS = {
     ),
     "step-2b-silu": Figure(_over_silu("2b")),
     "step-0p5b-silu": Figure(_over_silu("0p5b")),
+    **_in_float8(f"training-float8-2b-{_H200}"),
     "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),
     "run-dense-seconds": Figure(value(LONG_RUN, _DENSE_RUN, "seconds"), "{:.0f}"),
     "run-rate": Figure(value(LONG_RUN, _RUN, _last_rate), "{:,.0f}"),

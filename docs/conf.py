@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from flax import nnx  # noqa: E402
+from sphinx.ext.autodoc.mock import mock  # noqa: E402
 from sphinx.util.inspect import stringify_signature  # noqa: E402
 
 import pallas_kernels  # noqa: E402
@@ -32,7 +33,9 @@ suppress_warnings = ["ref.python"]  # names of attributes, such as nnz, that sev
 exclude_patterns = ["_build", "api/keys.md"]  # which docs/training.md includes
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `x` for code, as Markdown does
-autodoc_mock_imports = ["datasets", "huggingface_hub", "lm_eval", "pynvml", "tensorboardX", "wandb"]
+autodoc_mock_imports = [
+    "datasets", "huggingface_hub", "lm_eval", "pynvml", "tensorboardX", "torch", "wandb",
+]  # fmt: skip
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -57,8 +60,9 @@ def write_api() -> None:
     API.mkdir(exist_ok=True)
     for page in API.glob("*.md"):
         page.unlink()
-    for root in (twell_jax, pallas_kernels):
-        for package in packages(root):
+    with mock(autodoc_mock_imports):
+        found = [*packages(twell_jax), *packages(pallas_kernels)]
+        for package in found:
             name, above = package.__name__, exported_above(package.__name__)
             lines = [f"# {name}", "", "```{eval-rst}", *automodule(name, above)]
             for module in pkgutil.iter_modules(package.__path__, f"{name}."):

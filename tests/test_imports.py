@@ -52,6 +52,7 @@ MAY_IMPORT = {
     + of_kernels("hopper.common weights"),  # a clock
     "twell_jax.train": "ffn config data models plotting analysis untrusted user_cache",
     "twell_jax.inference": "ffn config data models train untrusted",
+    "twell_jax.torch": "ffn",
     "twell_jax": "ffn",
 }
 # The commands stand above all rooms.

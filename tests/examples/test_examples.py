@@ -110,3 +110,22 @@ def test_every_example_is_tested():
 def test_wrong_arguments_are_one_line_that_says_the_right_ones(run, name, arguments):
     with pytest.raises(SystemExit, match=rf"^usage: python examples/{name}.py .*DIR"):
         run(name, *arguments)
+
+
+@pytest.mark.peers
+def test_a_model_of_torch_is_scored_and_its_neurons_counted(run):
+    needed("transformers")
+    first, *layers = run("torch_score").splitlines()
+    assert 5 < float(re.findall(r"[\d.]+", first)[0]) < 6  # ln 256 is 5.5
+    assert [line.split(":")[0] for line in layers] == [f"model.layers.{i}.mlp" for i in range(2)]
+
+
+@pytest.mark.peers
+def test_transformers_trainer_lowers_the_loss_and_closes_gates(run):
+    needed("transformers")
+    lines = [line for line in run("torch_finetune").splitlines() if "neurons per token" in line]
+    (ce_before, nnz_before), (ce, nnz) = (
+        map(float, re.findall(r"\d+\.?\d*", line)) for line in lines
+    )
+    assert ce < ce_before - 1
+    assert 0 < nnz < nnz_before / 2

@@ -1,0 +1,123 @@
+"""`SparseMLP` of torch, and models of transformers whose blocks it replaces."""
+
+import copy
+
+import pytest
+
+from tests.packages import needed
+from tests.twell_jax.torch.drawn import operands, reference
+
+torch = needed("torch")
+transformers = needed("transformers")
+
+from twell_jax.torch import SparseMLP, collect_l1, collect_stats, replace_mlps  # noqa: E402
+
+pytestmark = pytest.mark.peers
+
+SHAPE = dict(
+    vocab_size=61, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+)  # fmt: skip
+FAMILIES = {
+    "llama": {"hidden_act": "relu"},
+    "mistral": {"hidden_act": "relu"},
+    "qwen2": {"hidden_act": "relu"},
+    "qwen3": {"hidden_act": "relu"},
+    "arcee": {"hidden_act": "relu2"},
+    "nemotron": {"hidden_act": "relu2"},
+}
+
+
+def make(family="llama", **changes):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | changes)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+TOKENS = torch.arange(48).reshape(2, 24)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_names_stay(family):
+    model = make(family)
+    before, state = model(TOKENS).logits, model.state_dict()
+    replaced = replace_mlps(model)
+    assert [*replaced] == [f"model.layers.{i}.mlp" for i in range(2)]
+    assert {block.activation for block in replaced.values()} == {FAMILIES[family]["hidden_act"]}
+    torch.testing.assert_close(model(TOKENS).logits, before)
+    assert model.state_dict().keys() == state.keys()
+    assert all(a.data_ptr() == state[name].data_ptr() for name, a in model.state_dict().items())
+
+
+def test_another_activation_is_asked_for_by_name():
+    model = make(hidden_act="silu")
+    with pytest.raises(ValueError, match=r"layers.0.mlp computes silu, which is never zero: act"):
+        replace_mlps(model)
+    assert not any(isinstance(m, SparseMLP) for m in model.modules())
+    relu = make(hidden_act="relu")
+    replace_mlps(model, activation="relu")
+    torch.testing.assert_close(model(TOKENS).logits, relu(TOKENS).logits)
+
+
+class WithNorm(torch.nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.up_proj, self.down_proj = mlp.up_proj, mlp.down_proj
+
+    def forward(self, x):
+        h = torch.relu(self.up_proj(x))
+        return self.down_proj(h / (1 + h.norm(dim=-1, keepdim=True)))
+
+
+def test_what_is_no_such_block_is_refused():
+    with pytest.raises(ValueError, match="no module of the model has the layers"):
+        replace_mlps(torch.nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"mlp \(WithNorm\) computes something else than its lay"):
+        replace_mlps(torch.nn.ModuleDict({"mlp": WithNorm(SparseMLP(16, 32, gated=False))}))
+
+
+def test_l1_of_a_model_is_the_mean_over_its_blocks():
+    model = make()
+    replace_mlps(model)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp has no statistics: call the model"):
+        collect_l1(model)
+    model.train()(TOKENS)
+    terms = [stats.l1 for stats in collect_stats(model).values()]
+    assert torch.equal(collect_l1(model), torch.stack(terms).mean())
+    collect_l1(model).backward()
+    assert all(layer.mlp.up_proj.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+    with pytest.raises(ValueError, match="has no SparseMLP: replace_mlps"):
+        collect_l1(torch.nn.Linear(2, 2))
+
+
+def test_checkpointing_that_would_lose_the_l1_term_is_refused():
+    model = make().train()
+    replace_mlps(model)
+    plain = copy.deepcopy(model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    model(TOKENS)
+    with pytest.raises(ValueError, match=r"layers.0.mlp: its L1 term has no gradient"):
+        collect_l1(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for each in (model, plain):
+        each.zero_grad()
+        loss = each(TOKENS, labels=TOKENS).loss + collect_l1(each)
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_module_is_the_block_of_its_layers(reference_kernels, gated):
+    x, w_gate, w_up, w_down = operands(gated=gated)
+    mlp = SparseMLP(128, 512, gated=gated, implementation="mosaic", dtype=torch.bfloat16)
+    state = {"up_proj.weight": w_up, "down_proj.weight": w_down.t()}
+    mlp.load_state_dict(state | ({"gate_proj.weight": w_gate} if gated else {}))
+    y = mlp.eval()(x)
+    expected, _ = reference(x, w_gate, w_up, w_down)
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    assert mlp.stats is None
+    mlp.train()(x)
+    assert mlp.stats.nnz > 0
+    assert copy.deepcopy(mlp).stats is None

@@ -1,0 +1,220 @@
+"""`twell_jax.torch.sparse_ffn`: through JAX and by torch alone, against torch in float64."""
+
+import pytest
+
+from tests.errors import ROUNDING, relative_error
+from tests.packages import needed
+from tests.twell_jax.torch.drawn import gradients, operands, reference
+
+torch = needed("torch")
+
+from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
+from twell_jax.torch import operator, sparse_ffn  # noqa: E402
+
+pytestmark = pytest.mark.peers
+
+IMPLEMENTATIONS = ("torch", "mosaic")
+
+
+def by(implementation, **options):
+    """The block as a function of its operands, which returns y and l1."""
+
+    def function(*tensors):
+        options_of_call = {"implementation": implementation, "return_stats": True, **options}
+        y, stats = sparse_ffn(*tensors, **options_of_call)
+        return y, stats.l1
+
+    return function
+
+
+def assert_exact(ours, tensors, dy, **options):
+    theirs = gradients(
+        lambda *a: reference(*a, **options),
+        [a if a is None else a.double() for a in tensors],
+        dy.double(),
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        # Of g, u, h and the gradients of each, and of the result.
+        assert relative_error(found.double().cpu(), expected.cpu()) < 4 * ROUNDING
+
+
+@pytest.mark.parametrize("gradients_of", ["sparse", "dense", 0.3])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_outputs_and_gradients(reference_kernels, implementation, gated, gradients_of):
+    tensors = operands(gated=gated)
+    dy = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours = gradients(by(implementation, gradients=gradients_of), tensors, dy)
+    assert ours[0].dtype == ours[2].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
+    assert_exact(ours, tensors, dy)
+
+
+def test_the_activation_and_leading_axes(reference_kernels):
+    tensors, by_name = operands(512), sparse_ffn
+    x, *weights = tensors
+    y, stats = by_name(
+        x.reshape(2, 256, -1), *weights, activation="relu2", implementation="mosaic",
+        return_stats=True,
+    )  # fmt: skip
+    expected, l1 = reference(*(a.double() for a in tensors), activation="relu2")
+    assert relative_error(y.reshape(512, -1).double(), expected) < 4 * ROUNDING
+    assert relative_error(stats.l1.double(), l1) < 4 * ROUNDING
+    activation = Rectifier(threshold=0.1, squared=True)
+    ours, theirs = (
+        sparse_ffn(*tensors, activation=activation, implementation=implementation)
+        for implementation in IMPLEMENTATIONS
+    )
+    assert relative_error(ours.double(), theirs.double()) < 4 * ROUNDING
+
+
+def test_statistics_are_those_of_torch(reference_kernels):
+    tensors = operands()
+    tensors[0].requires_grad_()  # with sparse gradients kernels pack unions
+    (_, theirs), (_, ours) = (
+        sparse_ffn(*tensors, implementation=implementation, return_stats=True)
+        for implementation in IMPLEMENTATIONS
+    )
+    assert abs(ours.nnz - theirs.nnz) < 0.01 * theirs.nnz
+    assert (ours.fired != theirs.fired).float().mean() < 0.01
+    assert ours.fired.dtype == theirs.fired.dtype == torch.bool
+    assert 0 < ours.union <= 1 and theirs.union == -1  # which torch does not measure
+
+
+def test_weights_may_be_views_of_their_transpose(reference_kernels):
+    tensors = operands()
+    dy = torch.ones_like(tensors[0])
+    expected = gradients(by("mosaic"), tensors, dy)
+
+    def of_file(x, w_gate, w_up, down_proj):
+        return by("mosaic")(x, w_gate, w_up, down_proj.t())
+
+    *others, w_down = tensors
+    *ours, of_down = gradients(of_file, [*others, w_down.t().contiguous()], dy)
+    for found, same in zip([*ours, of_down.t()], expected, strict=True):
+        assert torch.equal(found, same)
+
+
+def test_nothing_that_torch_has_is_copied_for_the_backward(reference_kernels):
+    x, *weights = (a.requires_grad_() for a in operands())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda a: saved.append(a) or a, lambda a: a):
+        sparse_ffn(x, *weights, implementation="mosaic")
+    pointers = [a.data_ptr() for a in saved]
+    assert {a.data_ptr() for a in (x, *weights)} <= set(pointers)
+    shapes = [tuple(a.shape) for a in saved if a.data_ptr() not in {x.data_ptr()}]
+    assert tuple(x.shape) not in shapes
+    assert shapes.count(tuple(weights[0].shape)) == 3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(reference_kernels, reentrant):
+    tensors, block = operands(), by("mosaic")
+    dy = torch.ones_like(tensors[0])
+
+    def checkpointed(*leaves):
+        return torch.utils.checkpoint.checkpoint(block, *leaves, use_reentrant=reentrant)
+
+    for found, same in zip(
+        gradients(checkpointed, tensors, dy), gradients(block, tensors, dy), strict=True
+    ):
+        assert torch.equal(found, same)
+
+
+def test_activations_may_be_offloaded(reference_kernels):
+    tensors, dy = operands(), torch.ones(1024, 128, dtype=torch.bfloat16)
+    expected = gradients(by("mosaic"), tensors, dy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda a: [a.clone()], lambda a: a[0].clone()):
+        found = gradients(by("mosaic"), tensors, dy)
+    for ours, same in zip(found, expected, strict=True):
+        assert torch.equal(ours, same)
+
+
+def test_autocast_casts_operands(reference_kernels):
+    tensors = operands(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sparse_ffn(*tensors, implementation="mosaic")
+    expected = sparse_ffn(*(a.bfloat16() for a in tensors), implementation="mosaic")
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.slow
+def test_compiled_it_is_one_graph(reference_kernels):
+    tensors, dy = operands(), torch.ones(1024, 128, dtype=torch.bfloat16)
+
+    def block(*leaves):
+        y, l1 = by("mosaic")(*leaves)
+        return y * 2, l1
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for found, same in zip(
+        gradients(compiled, tensors, dy), gradients(block, tensors, dy), strict=True
+    ):
+        assert relative_error(found.double(), same.double()) < ROUNDING
+
+
+def test_operators_are_as_torch_wants_them(reference_kernels):
+    torch.library.opcheck(operator._infer, ("relu", "sparse", *operands(256)))
+    torch.library.opcheck(operator._forward, ("relu2", "0.5", *operands(256, gated=False)))
+
+
+def test_without_a_hopper_gpu_torch_computes(reference_kernels):
+    tensors = operands(16384, 64, 128)
+    assert torch.equal(sparse_ffn(*tensors), sparse_ffn(*tensors, implementation="torch"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "gated"), [(8192, True), (8192, False), (1001, True)])
+def test_kernels_on_a_gpu(m, gated, dtype):
+    tensors = [
+        a if a is None else a.cuda() for a in operands(m, 2048, 5632, gated=gated, dtype=dtype)
+    ]
+    dy = torch.randn_like(tensors[0])
+    ours = gradients(by("mosaic"), tensors, dy)
+    assert_exact(ours, tensors, dy)
+    if m >= operator.MIN_TOKENS:
+        for found, same in zip(gradients(by(None), tensors, dy), ours, strict=True):
+            assert relative_error(found.double().cpu(), same.double().cpu()) < 1e-6
+
+
+@pytest.mark.gpu
+def test_torch_and_jax_wait_for_each_other():
+    x, *weights = (a.cuda() for a in operands(8192, 2048, 5632))
+    expected = sparse_ffn(x, *weights, implementation="mosaic")
+    side = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side):
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                busy = x.clone()
+                for _ in range(20):
+                    busy = busy * 1  # x is made when JAX is asked to read it
+                y = sparse_ffn(busy, *weights, implementation="mosaic")
+                del busy
+                torch.full_like(x, 3.0)  # may take the memory of x
+                z = y + 0
+                del y
+                sparse_ffn(-x, *weights, implementation="mosaic")  # may take that of y
+                assert torch.equal(z, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w_up": torch.ones(16, 9)}, r"w_up must be \[H, D\], neuron-major, with D=8 as x has it"),
+        ({"w_gate": torch.ones(17, 8)}, r"w_gate must be \[H, D\].* H=16 as w_down has it"),
+        ({"w_down": torch.ones(16, 8).half()}, "w_down must be torch.float32 on cpu as x is"),
+        ({"w_up": None}, "w_up must be a torch.Tensor, got NoneType"),
+        ({"implementation": "xla"}, "implementation must be 'torch', 'mosaic' or None"),
+        ({"activation": "fatrelu"}, "activation 'fatrelu' has a threshold"),
+    ],
+)
+def test_errors_name_the_argument(changes, message):
+    w = torch.ones(16, 8)
+    given = {"x": torch.ones(4, 8), "w_gate": w, "w_up": w, "w_down": w} | changes
+    with pytest.raises(ValueError, match=message):
+        sparse_ffn(**given)
+
+
+def test_kernels_that_cannot_serve_say_why():
+    with pytest.raises(CannotServe, match="Hopper"):
+        sparse_ffn(*operands(1016), implementation="mosaic")

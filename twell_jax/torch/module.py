@@ -1,0 +1,141 @@
+"""`SparseMLP`: the sparse feed-forward block as a module of torch."""
+
+from __future__ import annotations  # the documentation is built without torch
+
+from typing import Any
+
+import torch
+
+from twell_jax.ffn import arguments
+from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.torch.operator import sparse_ffn
+from twell_jax.torch.stats import FFNStats
+
+
+class SparseMLP(torch.nn.Module):
+    """Feed-forward block with ReLU sparsity: `y = mlp(x)` for `x: [..., D]`.
+
+    Its layers are called as those of Llama, and a file of weights fits both: `gate_proj.weight` and
+    `up_proj.weight` are `[d_ff, d_model]`, `down_proj.weight` is `[d_model, d_ff]`.
+
+    While it trains it keeps the `FFNStats` of its last call as `stats`, for `collect_l1`.
+
+    Args:
+      d_model: width of the input and output, D.
+      d_ff: hidden units, H.
+      gated: whether there is a gate projection.
+      activation, gradients, implementation: see `sparse_ffn`.
+      keep_stats: keep the statistics in inference, too, where dense products take time for them.
+      device, dtype: of the parameters.
+
+    Raises:
+      ValueError: there is no block with this activation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        gated: bool = True,
+        activation: Activation = "relu",
+        gradients: LayerGradients = "sparse",
+        implementation: str | None = None,
+        keep_stats: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        arguments.check_activation(activation, gated)
+
+        def linear(*widths: int) -> torch.nn.Linear:
+            return torch.nn.Linear(*widths, bias=False, device=device, dtype=dtype)
+
+        self.gate_proj = linear(d_model, d_ff) if gated else None
+        self.up_proj = linear(d_model, d_ff)
+        self.down_proj = linear(d_ff, d_model)
+        self.activation, self.gradients = activation, gradients
+        self.implementation, self.keep_stats = implementation, keep_stats
+        self.stats: FFNStats | None = None
+
+    @classmethod
+    def of(
+        cls,
+        gate: torch.nn.Linear | None,
+        up: torch.nn.Linear,
+        down: torch.nn.Linear,
+        activation: Activation,
+    ) -> SparseMLP:
+        """A block that has these layers themselves."""
+        with torch.device("meta"):  # its own layers are replaced
+            made = cls(up.in_features, up.out_features, gated=False, activation="relu")
+        arguments.check_activation(activation, gate is not None)
+        made.gate_proj, made.up_proj, made.down_proj = gate, up, down
+        made.activation = activation
+        return made.train(up.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the block to `[..., D]`."""
+        gate = None if self.gate_proj is None else self.gate_proj.weight
+        keeps = self.training or self.keep_stats
+        results = sparse_ffn(
+            x,
+            gate,
+            self.up_proj.weight,
+            self.down_proj.weight.t(),
+            activation=self.activation,
+            gradients=self.gradients,
+            implementation=self.implementation,
+            return_stats=keeps,
+        )
+        y, self.stats = results if keeps else (results, None)
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"stats": None}  # which have a graph, that cannot be copied
+
+    def extra_repr(self) -> str:
+        """What `repr` says beside the layers."""
+        return f"activation={self.activation!r}, gradients={self.gradients!r}"
+
+
+def collect_stats(model: torch.nn.Module) -> dict[str, FFNStats]:
+    """The statistics of each block's last call, by its path in the model.
+
+    Raises:
+      ValueError: the model has no `SparseMLP`, or one was not called in a way that keeps them.
+    """
+    found = {}
+    for name, block in model.named_modules():
+        if not isinstance(block, SparseMLP):
+            continue
+        if block.stats is None:
+            raise ValueError(
+                f"{name or 'the block'} has no statistics: call the model after model.train(), or "
+                "set keep_stats"
+            )
+        found[name] = block.stats
+    if not found:
+        raise ValueError("the model has no SparseMLP: replace_mlps(model) makes them")
+    return found
+
+
+def collect_l1(model: torch.nn.Module) -> torch.Tensor:
+    """The L1 term of a model that was called: the mean over its blocks of `FFNStats.l1`.
+
+    Add it to the loss with a coefficient, such as 2e-5 (arXiv 2603.23198, recipe).
+
+    Raises:
+      ValueError: as `collect_stats`; or a term has no gradient, as with gradient checkpointing that
+        is reentrant.
+    """
+    terms = {name: stats.l1 for name, stats in collect_stats(model).items()}
+    if torch.is_grad_enabled():
+        for name, term in terms.items():
+            if not term.requires_grad:
+                raise ValueError(
+                    f"{name or 'the block'}: its L1 term has no gradient. If its weights are "
+                    "trained, gradient checkpointing hides it: use_reentrant=False keeps it"
+                )
+    return torch.stack(list(terms.values())).mean()

@@ -1,0 +1,208 @@
+"""`sparse_ffn` on torch tensors, as operators of torch that `torch.compile` does not look into."""
+
+from __future__ import annotations  # the documentation is built without torch
+
+import functools
+from typing import Any
+
+import torch
+
+from twell_jax.ffn import arguments
+from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.torch import bridge, dense
+from twell_jax.torch.bridge import RESULTS
+from twell_jax.torch.stats import FFNStats
+
+# With fewer tokens the time in which Python starts the kernels is longer than what they save.
+MIN_TOKENS = 8192
+
+
+def sparse_ffn(
+    x: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    activation: Activation = "relu",
+    gradients: LayerGradients = "sparse",
+    implementation: str | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """The block of `twell_jax.sparse_ffn` on torch tensors, differentiable.
+
+    Under autocast all operands are cast to its dtype. Weights may be views of their transpose: for
+    `w_down` that is `down_proj.weight.t()` of most models.
+
+    Args:
+      x: `[..., D]` tokens.
+      w_gate: `[H, D]`, or None for the non-gated block.
+      w_up, w_down: `[H, D]`.
+      activation, gradients: as of `twell_jax.sparse_ffn`.
+      implementation: "torch" (dense, on any device) or "mosaic" (kernels, on Hopper GPUs, in
+        bfloat16 or float16). None takes the kernels where they are known to be faster.
+      return_stats: return the statistics, too. Dense, that takes time; kernels have them anyway.
+
+    Returns:
+      y: `[..., D]` in the dtype of x; or y and the `FFNStats`, whose fields are tensors. Of these
+      `l1` is differentiable.
+
+    Raises:
+      ValueError: shapes, dtypes or devices do not agree, or an argument is out of its range.
+      CannotServe: kernels were asked for and cannot serve; the message says why.
+    """
+    if not torch.compiler.is_compiling():
+        _check(x, w_gate, w_up, w_down, activation, gradients, implementation)
+    rows, *weights = _autocast(x, w_gate, w_up, w_down)
+    rows = rows.reshape(-1, x.shape[-1])
+    named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
+    takes_kernels = implementation == "mosaic"
+    if implementation is None:
+        takes_kernels = _helps(named[0], rows, weights)
+    stats: FFNStats | None
+    if takes_kernels:
+        y, stats = _by_kernels(*named, rows, *weights)
+    else:
+        y, stats = dense.ffn(activation, rows, *weights, with_stats=return_stats)
+    y = y.reshape(x.shape)
+    return (y, stats) if return_stats else y
+
+
+def _by_kernels(
+    activation: str, gradients: str, *operands: torch.Tensor | None
+) -> tuple[torch.Tensor, FFNStats]:
+    needs_gradients = any(a is not None and a.requires_grad for a in operands)
+    call = _Differentiable.apply if torch.is_grad_enabled() and needs_gradients else _infer
+    y, *fields = call(activation, gradients, *operands)
+    return y, FFNStats(*fields)
+
+
+def _check(
+    x: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    activation: Any,
+    gradients: Any,
+    implementation: Any,
+) -> None:
+    """Raises ValueError as `sparse_ffn` does."""
+    if implementation not in (None, "torch", "mosaic"):
+        raise ValueError(
+            f"implementation must be 'torch', 'mosaic' or None, got {implementation!r}"
+        )
+    arguments.check_activation(activation, w_gate is not None)
+    arguments.check_gradients(gradients)
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    for name, a in {"x": x, **weights}.items():
+        if not isinstance(a, torch.Tensor) and not (a is None and name == "w_gate"):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(a).__name__}")
+    cast = torch.is_autocast_enabled(x.device.type)
+    for name, a in weights.items():
+        if a is None:
+            continue
+        if a.device != x.device or (a.dtype != x.dtype and not cast):
+            raise ValueError(
+                f"{name} must be {x.dtype} on {x.device} as x is, got {a.dtype} on {a.device}"
+            )
+        if a.ndim != 2 or a.shape != w_down.shape or a.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{name} must be [H, D], neuron-major, with D={x.shape[-1]} as x has it and "
+                f"H={w_down.shape[0]} as w_down has it, got {list(a.shape)}"
+            )
+
+
+def _autocast(x: torch.Tensor, *weights: torch.Tensor | None) -> list[Any]:
+    """The operands in the dtype of autocast, if it is on."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return [x, *weights]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [a if a is None else a.to(dtype) for a in (x, *weights)]
+
+
+def _helps(activation: str, rows: torch.Tensor, weights: list) -> bool:
+    """Whether kernels are known to be faster here."""
+    if rows.device.type != "cuda" or len(rows) < MIN_TOKENS:
+        return False
+    gated, (neurons, width) = weights[0] is not None, weights[1].shape
+    return _served(activation, len(rows), width, neurons, gated, str(rows.dtype))
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _served(
+    activation: str, tokens: int, width: int, neurons: int, gated: bool, dtype: str
+) -> bool:
+    """Whether the table names kernels for such a block."""
+    return bridge.served(activation, tokens, width, neurons, gated, dtype.removeprefix("torch."))
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operators below with their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: str, gradients: str, *operands: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        results = _forward(activation, gradients, *operands)
+        (y, l1, *others), kept = results[:RESULTS], results[RESULTS:]
+        ctx.named = activation, gradients
+        ctx.save_for_backward(*operands, *kept)
+        ctx.mark_non_differentiable(*others)
+        return y, l1, *others
+
+    @staticmethod
+    def backward(ctx: Any, of_y: torch.Tensor, of_l1: torch.Tensor, *_: Any) -> Any:
+        (x, w_gate, w_up, w_down, *kept) = ctx.saved_tensors
+        operands = x, w_gate, w_up, w_down
+        found = iter(_backward(*ctx.named, *operands, kept, of_y, of_l1))
+        return None, None, *(None if a is None else next(found) for a in operands)
+
+
+_OPERANDS = "str activation, str gradients, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
+_operator = functools.partial(torch.library.custom_op, mutates_args=())
+
+
+@_operator("twell_jax::infer", schema=f"({_OPERANDS}) -> Tensor[]")
+def _infer(activation, gradients, *given):
+    """y, and the fields of the statistics."""
+    programs, operands, _ = bridge.programs(activation, gradients, given)
+    return bridge.to_torch(programs.infer(bridge.to_jax(operands)))
+
+
+@_infer.register_fake
+def _(activation, gradients, *given):
+    programs, *_ = bridge.programs(activation, gradients, given)
+    return bridge.empty_like(programs.results[:RESULTS], given[0])
+
+
+@_operator("twell_jax::forward", schema=f"({_OPERANDS}) -> Tensor[]")
+def _forward(activation, gradients, *given):
+    """The same, and what the backward needs besides operands."""
+    programs, operands, _ = bridge.programs(activation, gradients, given)
+    return bridge.to_torch(programs.forward(bridge.to_jax(operands)))
+
+
+@_forward.register_fake
+def _(activation, gradients, *given):
+    programs, *_ = bridge.programs(activation, gradients, given)
+    return bridge.empty_like(programs.results, given[0])
+
+
+@_operator(
+    "twell_jax::backward",
+    schema=f"({_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor of_l1) -> Tensor[]",
+)
+def _backward(activation, gradients, x, w_gate, w_up, w_down, kept, of_y, of_l1):
+    """The gradients for x and the weights, those of None left out."""
+    given = x, w_gate, w_up, w_down
+    programs, operands, turned = bridge.programs(activation, gradients, given)
+    results = programs.backward(*bridge.to_jax((operands, kept, of_y.contiguous(), of_l1)))
+    present = [is_turned for a, is_turned in zip(given, turned, strict=True) if a is not None]
+    pairs = zip(bridge.to_torch(results), present, strict=True)
+    return [grad.t() if is_turned else grad for grad, is_turned in pairs]
+
+
+@_backward.register_fake
+def _(activation, gradients, x, w_gate, w_up, w_down, *_others):
+    return [torch.empty_like(a) for a in (x, w_gate, w_up, w_down) if a is not None]
