@@ -32,7 +32,7 @@ from twell_jax.config import Config
 from twell_jax.models import sharding
 from twell_jax.train import roofline
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.served_gradients import first_plan
+from twell_jax.train.served import first_plan
 from twell_jax.train.state import StepMetrics
 from twell_jax.train.trainer import ModelGradients, Trainer
 

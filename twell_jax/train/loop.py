@@ -33,7 +33,7 @@ from twell_jax.train.run_directory import (
     started_with,
 )
 from twell_jax.train.sample import Writer
-from twell_jax.train.served_gradients import first_plan, with_gradients_served
+from twell_jax.train.served import first_plan, warn_of_products, with_gradients_served
 from twell_jax.train.state import TrainState
 from twell_jax.train.trainer import ModelGradients, Trainer
 
@@ -149,6 +149,7 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
         corpus = data.load(config, tokenizer_of(config), process_index=index, process_count=count)
         mesh = sharding.make_mesh(config.mesh.shape(jax.device_count()))
         jax.set_mesh(mesh)
+        warn_of_products(config, mesh.devices.flat[0])
         config, trainer = with_gradients_served(config, corpus.tokenizer.eot_id, mesh)
         batches = iter(corpus.train)
         scored = _scored_source(config, score, console)  # while the memory is free

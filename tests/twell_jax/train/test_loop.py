@@ -14,7 +14,7 @@ from twell_jax.models import sharding
 from twell_jax.train.checkpoint_errors import CannotSave
 from twell_jax.train.loop import Run, Standing, start
 from twell_jax.train.run_directory import AnotherRun
-from twell_jax.train.served_gradients import first_plan, with_gradients_served
+from twell_jax.train.served import first_plan, warn_of_products, with_gradients_served
 from twell_jax.train.trainer import Trainer
 
 
@@ -119,6 +119,22 @@ def test_kernels_that_are_asked_for_are_never_left_out(asked):
     settings = config.load("tiny", [asked, "model.ffn_implementation=mosaic"])
     with pytest.raises(CannotServe, match="Hopper GPU"):
         first_plan(*with_gradients_served(settings, 0, ONE))
+
+
+def test_products_that_a_device_has_not_are_one_warning(caplog):
+    settings = config.load("tiny", ["model.matmul_dtype=float8"])
+    for capability in ("8.9", "9.0", "10.3", "12.0"):
+        device = SimpleNamespace(device_kind="a GPU", compute_capability=capability)
+        warn_of_products(settings, device)
+    warn_of_products(config.load("tiny", []), jax.devices("cpu")[0])
+    assert not caplog.messages
+    warn_of_products(settings, jax.devices("cpu")[0])
+    warn_of_products(settings, SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0"))
+    says = (
+        "does not multiply 8-bit floats; operands are rounded to them, but nothing becomes faster"
+    )
+    named = (f"model.matmul_dtype=float8: {device} {says}" for device in ("cpu", "NVIDIA A100"))
+    assert caplog.messages == [*named]
 
 
 def test_a_run_that_goes_on_with_more_steps_says_so(capsys):

@@ -1,4 +1,4 @@
-"""Whether this machine computes the gradients that a run asks for, and what it does if not."""
+"""Whether this machine serves what a run asks for, and what it does if not."""
 
 import logging
 
@@ -45,6 +45,19 @@ def with_gradients_served(
     model = config.model.model_copy(update={"ffn_gradients": None})
     config = config.model_copy(update={"model": model})
     return config, Trainer(config, document_end, mesh)
+
+
+def warn_of_products(config: Config, device: jax.Device) -> None:
+    """Warns if `model.matmul_dtype` asks for products of 8 bits that the device has none for."""
+    if config.model.matmul_dtype is None or jax.process_index() > 0:
+        return
+    # Ada's and all later ones have them.
+    if float(getattr(device, "compute_capability", 0)) < 8.9:
+        log.warning(
+            "model.matmul_dtype=float8: %s does not multiply 8-bit floats; operands are rounded to "
+            "them, but nothing becomes faster",
+            device.device_kind,
+        )
 
 
 def _is_served(
