@@ -173,6 +173,24 @@ TABLES: dict[str, Table] = {
             "error": lambda row: error("error")({"error": max(row["errors"])}),
         },
     ),
+    "torch_block": Table(
+        title="The block in PyTorch",
+        about="D = 2048, H = 5632, bfloat16; four layers one after the other, called from Python. "
+        "Milliseconds of a layer, in brackets the speed-up over torch's compiled dense block. "
+        '"kernels" are asked for, "default" is what serves if nothing is. "error" is the largest '
+        "of those of y and of the gradients.",
+        case={
+            "passes": number("direction"),
+            "M": number("m"),
+            "pattern": number("pattern"),
+            "mean nnz": number("nnz_mean", "{:.1f}"),
+        },
+        name=block,
+        results={
+            "ms": milliseconds,
+            "error": lambda row: error("error")({"error": max(row["errors"])}),
+        },
+    ),
     "inference": Table(
         title="Whole models at inference",
         about="Random weights with which, layer by layer, as many neurons are active as in a "
