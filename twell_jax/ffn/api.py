@@ -105,8 +105,10 @@ def sparse_ffn(
         it where they write y, if there are no gradients and the neurons are on one device; else it
         is as if the caller did.
       matmul_dtype: "float8" rounds the operands of the products that XLA computes to 8 bits, in
-        both passes, with a scale for each array: e4m3, for gradients e5m2. It is for training; x
-        must be bfloat16 or float32. What kernels compute stays as it is. None: the dtype of x.
+        both passes, with a scale for each array: e4m3, for gradients e5m2. Of kernels, those of
+        unions round the operands of the gate's product, with a scale for each token and neuron, if
+        D is a multiple of 128; its gradients are those of what is not rounded. It is for training;
+        x must be bfloat16 or float32. None: the dtype of x.
 
     On a mesh the kernels of each device take its share of the tokens. If an axis is named "tensor",
     they take its share of the neurons too: shard the first axis of the weights over it. One
@@ -162,7 +164,7 @@ def sparse_ffn(
         rows, residual_rows = (a if a is None else a.reshape(-1, a.shape[-1]) for a in tokens)
         if algorithm == "unions" and request.capacity is not None:
             grid = windows and WindowGrid(x.shape[-2], windows.length)
-            compute = mosaic.sparse_gradients(kernels, act, request.capacity, grid)
+            compute = mosaic.sparse_gradients(kernels, act, request.capacity, grid, call.in_8_bits)
             offset = () if windows is None else (windows.offset,)
             y, stats = compute(rows, weights, residual_rows, *offset)
         else:

@@ -6,11 +6,14 @@ none of a penalty below 2^-9.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import quantised
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights, only_live
 from twell_jax.ffn.union_lasso import Slopes, TokenWindows, sums_of_tokens
@@ -20,8 +23,21 @@ _TOKEN_PARTS = 8
 _NEURON_PARTS = 2  # more save little more memory (docs/design/0009)
 
 
+def with_gate_in_8_bits(weights: Weights) -> Weights:
+    """The weights with the projection that decides which neurons are active `Quantised`.
+
+    The kernels of unions then round x for its product, too. It needs D a multiple of 128: other
+    weights stay as they are.
+    """
+    if weights.down.shape[1] % 128:
+        return weights
+    rounded = quantised.rounded(weights.activated)
+    return replace(weights, **{"up" if weights.gate is None else "gate": rounded})
+
+
 def of_operands(
     act: Rectifier,
+    in_8_bits: bool,
     x: jax.Array,
     weights: Weights,
     dy: jax.Array,
@@ -33,6 +49,7 @@ def of_operands(
     Args: as of `unions.backward`.
     """
     m, d = x.shape
+    of_forward = with_gate_in_8_bits(weights) if in_8_bits else weights
     operands = [_in_parts(a) for a in (x, dy)]
     sums = [jnp.zeros(w.shape, jnp.float32) for w in (*weights.inner, weights.down)]
     dx = jnp.zeros_like(operands[0])
@@ -40,7 +57,7 @@ def of_operands(
     for i in range(_TOKEN_PARTS):
         operands, sums, dx = lax.optimization_barrier((operands, sums, dx))
         x, dy = (a[i] for a in operands)
-        kept = hidden(act, x, weights)
+        kept = hidden(act, x, of_forward)
         tokens = i * len(x) + jnp.arange(len(x))
         extra = None if slopes is None else slopes.of_tokens(kept[-1], tokens)
         grads = for_inner(act, kept, product(dy, weights.down.T), l1_grad, extra)
@@ -77,13 +94,14 @@ def _in_parts(a: jax.Array) -> jax.Array:
 def hidden(act: Rectifier, x: jax.Array, weights: Weights) -> list[jax.Array]:
     """g, rounded, and h, not rounded, `[tokens, H]`; h alone, rounded, in the non-gated form.
 
-    Args: as of `unions.backward`, for any of the tokens.
+    Args: as of `unions.backward`, for any of the tokens; weights may be `Quantised`.
     """
     # Without barriers XLA may leave out a product's rounding, and a gate next to the threshold
     # would not be active as in the forward. It may also copy all weights into one.
     products: list[jax.Array] = []
     for w in weights.inner:
-        x, products = lax.optimization_barrier((x, [*products, jnp.dot(x, w.T)]))
+        z = quantised.product(x, w, -1) if isinstance(w, Quantised) else jnp.dot(x, w.T)
+        x, products = lax.optimization_barrier((x, [*products, z]))
     z, *up = (a.astype(jnp.float32) for a in products)
     gate = act.gate(z, x.dtype).astype(x.dtype)
     return [only_live(a, weights.live) for a in (gate, *(gate * act.linear(u) for u in up))]

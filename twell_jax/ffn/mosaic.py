@@ -21,6 +21,7 @@ from pallas_kernels.kernels import BlockKernels
 from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import forwards, partition, unions, xla
+from twell_jax.ffn.dense_gradients import with_gate_in_8_bits
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
 from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid
@@ -69,9 +70,10 @@ def dense_gradients(
       algorithm: a key of `FORWARD`.
       few_under_vmap: None if the caller asks for kernels. Otherwise XLA computes on platforms other
         than CUDA, and under `vmap` the calls of fewer tokens than this.
-      in_8_bits: as of `xla.ffn`, which computes the gradients.
+      in_8_bits: as of `xla.ffn`, which computes the gradients. Kernels of unions then round the
+        operands of the gate's product.
     """
-    by_kernels = _forward(kernels, act, algorithm)
+    by_kernels = _forward(kernels, act, algorithm, in_8_bits)
 
     def dense(x, weights, residual):
         return xla.ffn(x, weights, activation=act, residual=residual, in_8_bits=in_8_bits)
@@ -94,24 +96,30 @@ def dense_gradients(
 
 @functools.cache
 def sparse_gradients(
-    kernels: BlockKernels, act: Rectifier, capacity: float, grid: WindowGrid | None = None
+    kernels: BlockKernels,
+    act: Rectifier,
+    capacity: float,
+    grid: WindowGrid | None = None,
+    in_8_bits: bool = False,
 ) -> Block:
     """The block on unions, with sparse gradients; forward-mode differentiation is not supported.
 
     If the pattern exceeds `capacity`, or if dense products are faster (`unions.dense_is_faster`),
     the gradients are computed densely.
 
+    With `in_8_bits` the gate's product has operands of 8 bits in the forward.
+
     With a grid, the block takes its offset, int32 [], and the statistics have the lasso over its
     windows. Each device must have whole sequences.
     """
     the_same = () if grid is None else (Share.MEAN,)  # offset and gradient, on all devices
     forward_on_device = _on_devices(
-        functools.partial(_forward_for_gradients, kernels, act, capacity, grid),
+        functools.partial(_forward_for_gradients, kernels, act, capacity, grid, in_8_bits),
         (*_OPERANDS, *the_same),
         (_OUTPUT, Share.MEAN, Share.OWN),
     )
     backward_on_device = _on_devices(
-        functools.partial(unions.backward, kernels, act, capacity=capacity),
+        functools.partial(unions.backward, kernels, act, capacity=capacity, in_8_bits=in_8_bits),
         (Share.OWN, *_OPERANDS, Share.TOKENS, Share.MEAN, *the_same),
         _OPERANDS,
     )
@@ -129,7 +137,7 @@ def sparse_gradients(
         grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
         return (*grads, *(None for _ in the_same))
 
-    without_gradients = _forward(kernels, act, "unions")
+    without_gradients = _forward(kernels, act, "unions", in_8_bits)
     compute = jax.custom_vjp(
         (lambda x, weights: without_gradients(x, weights, None))
         if grid is None
@@ -144,12 +152,14 @@ def sparse_gradients(
     return with_residual
 
 
-def _forward(kernels: BlockKernels, act: Rectifier, algorithm: str) -> Block:
+def _forward(kernels: BlockKernels, act: Rectifier, algorithm: str, in_8_bits: bool) -> Block:
     forward = functools.partial(FORWARD[algorithm], kernels, act)
     alone = _on_devices(forward, _OPERANDS, _OUTPUT)
     adding = _on_devices(forward, (*_OPERANDS, Share.TOKENS), _OUTPUT)
 
     def with_stats(x, weights, residual):
+        if in_8_bits and algorithm == "unions":
+            weights = with_gate_in_8_bits(weights)
         # Each part of the neurons would add the residual.
         adds = algorithm in _ADDING and partition.devices().neurons == 1
         if residual is not None and adds:
@@ -165,10 +175,10 @@ def _by_device(weights: Weights) -> Weights:
     return weights.live_in_parts(partition.devices().neurons)
 
 
-def _forward_for_gradients(kernels, act, capacity, grid, x, weights, *offset):
+def _forward_for_gradients(kernels, act, capacity, grid, in_8_bits, x, weights, *offset):
     windows = TokenWindows.of(grid, *offset, len(x)) if offset else None
     output, residuals = unions.forward_with_residuals(
-        kernels, act, x, weights, windows, capacity=capacity
+        kernels, act, x, weights, windows, capacity=capacity, in_8_bits=in_8_bits
     )
     overflow = residuals.way[0] == unions.Way.RECOMPUTE
     return output, overflow.astype(jnp.float32), residuals

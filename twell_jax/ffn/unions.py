@@ -91,6 +91,7 @@ def forward_with_residuals(
     windows: TokenWindows | None = None,
     *,
     capacity: float,
+    in_8_bits: bool = False,
 ) -> tuple[Output, Residuals]:
     """The block for `x: [M, D]`, and what `backward` needs.
 
@@ -102,7 +103,10 @@ def forward_with_residuals(
       windows: the windows over which the lasso is wanted; None: it is not.
       capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
         densely.
+      in_8_bits: whether the gate's product has operands of 8 bits.
     """
+    if in_8_bits:
+        weights = dense_gradients.with_gate_in_8_bits(weights)
     output, kept = _forward(kernels, act, x, weights, capacity=capacity)
     assert kept.lists is not None and kept.heavy_hidden is not None  # as there is a capacity
     rows, count = kept.heavy.rows[:MAX_HEAVY], kept.heavy.count
@@ -243,6 +247,7 @@ def backward(
     lasso_grad: jax.Array | None = None,
     *,
     capacity: float,
+    in_8_bits: bool = False,
 ) -> tuple[jax.Array, Weights]:
     """The gradients for x and the weights.
 
@@ -256,7 +261,7 @@ def backward(
       l1_grad: float32 [], the gradient for the sum of |h|.
       lasso_grad: float32 [], the gradient for the lasso times the number of tokens, if the forward
         had windows.
-      capacity: that of the forward.
+      capacity, in_8_bits: those of the forward. The products of gradients have operands as given.
     """
     slopes = None
     if residuals.window_sums is not None and lasso_grad is not None:
@@ -268,7 +273,7 @@ def backward(
     if _may_be_dense(capacity):
         ways.append(_dense_backward)
     branches = [  # in the order of `Way`
-        functools.partial(dense_gradients.of_operands, act),
+        functools.partial(dense_gradients.of_operands, act, in_8_bits),
         *(functools.partial(way, act, residuals, heavy) for way in ways for heavy in (False, True)),
     ]
     return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad, slopes)

@@ -27,7 +27,7 @@ def test_a_penalty_that_is_small_beside_the_gradient_is_not_rounded_away():
     up = np.abs(up).astype(jnp.bfloat16)  # all neurons are active, and pull dx the same way
     weights, l1_grad = Weights(None, up, down), jnp.float32(L1)
     # Not compiled as a whole, as XLA on a CPU leaves out roundings to bfloat16.
-    dx, _ = dense_gradients.of_operands(RELU, x, weights, dy, l1_grad, None)
+    dx, _ = dense_gradients.of_operands(RELU, False, x, weights, dy, l1_grad, None)
     dx, dy, up, down = (np.asarray(a, np.float64) for a in (dx, dy, up, down))
     from_penalty = np.mean(dx - dy @ down.T @ up, axis=0)
     np.testing.assert_allclose(from_penalty, L1 * up.sum(axis=0), rtol=0.3)
