@@ -16,6 +16,8 @@ from twell_jax.torch.stats import FFNStats
 
 # With fewer tokens the time in which Python starts the kernels is longer than what they save.
 MIN_TOKENS = 8192
+# JAX compiles a program for each number of tokens: more than so many are filled up to a multiple.
+STEP_TOKENS = 1024
 
 
 def sparse_ffn(
@@ -69,12 +71,21 @@ def sparse_ffn(
 
 
 def _by_kernels(
-    activation: str, gradients: str, *operands: torch.Tensor | None
+    activation: str, gradients: str, rows: torch.Tensor, *weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, FFNStats]:
+    count = len(rows)
+    missing = -count % STEP_TOKENS if count > STEP_TOKENS else 0
+    if missing:  # by tokens of zeros, for which nothing is active
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    operands = rows, *weights
     needs_gradients = any(a is not None and a.requires_grad for a in operands)
     call = _Differentiable.apply if torch.is_grad_enabled() and needs_gradients else _infer
     y, *fields = call(activation, gradients, *operands)
-    return y, FFNStats(*fields)
+    stats = FFNStats(*fields)
+    if missing:
+        share = len(rows) / count
+        y, stats = y[:count], stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
+    return y, stats
 
 
 def _check(

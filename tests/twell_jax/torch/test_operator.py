@@ -9,7 +9,7 @@ from tests.twell_jax.torch.drawn import gradients, operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
-from twell_jax.torch import operator, sparse_ffn  # noqa: E402
+from twell_jax.torch import bridge, operator, sparse_ffn  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
@@ -78,6 +78,23 @@ def test_statistics_are_those_of_torch(reference_kernels):
     assert (ours.fired != theirs.fired).float().mean() < 0.01
     assert ours.fired.dtype == theirs.fired.dtype == torch.bool
     assert 0 < ours.union <= 1 and theirs.union == -1  # which torch does not measure
+
+
+def test_few_programs_serve_all_numbers_of_tokens(reference_kernels, monkeypatch):
+    monkeypatch.setattr(operator, "STEP_TOKENS", 256)
+    tensors = operands(600)
+    dy = torch.ones_like(tensors[0])
+    ours = gradients(by("mosaic"), tensors, dy)
+    assert_exact(ours, tensors, dy)
+    _, expected = sparse_ffn(*tensors, implementation="torch", return_stats=True)
+    before = bridge._programs.cache_info().misses
+    for count in (513, 600, 768):
+        few = tensors[0][:count], *tensors[1:]
+        _, stats = sparse_ffn(*few, implementation="mosaic", return_stats=True)
+        if count == 600:
+            assert stats.nnz == pytest.approx(expected.nnz.item(), rel=0.01)
+            assert stats.max_nnz == pytest.approx(expected.max_nnz.item(), rel=0.01)
+    assert bridge._programs.cache_info().misses == before
 
 
 def test_weights_may_be_views_of_their_transpose(reference_kernels):
