@@ -7,6 +7,7 @@ none of a penalty below 2^-9.
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def with_gate_in_8_bits(weights: Weights) -> Weights:
     """
     if weights.down.shape[1] % 128:
         return weights
-    rounded = quantised.rounded(weights.activated)
+    rounded: Any = quantised.rounded(weights.activated)
     return replace(weights, **{"up" if weights.gate is None else "gate": rounded})
 
 
