@@ -177,8 +177,7 @@ TABLES: dict[str, Table] = {
         title="The block in PyTorch",
         about="D = 2048, H = 5632, bfloat16; four layers one after the other, called from Python. "
         "Milliseconds of a layer, in brackets the speed-up over torch's compiled dense block. "
-        '"kernels" are asked for, "default" is what serves if nothing is. "error" is the largest '
-        "of those of y and of the gradients.",
+        '"error" is the largest of those of y and of the gradients.',
         case={
             "passes": number("direction"),
             "M": number("m"),

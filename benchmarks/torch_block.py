@@ -3,8 +3,8 @@
     python -m benchmarks.torch_block [--out DIRECTORY]
 
 All are called from Python, one layer of `LAYERS` after the other, as a model calls them; so what
-the host takes for a call is part of the time. "kernels" are asked for, "default" is what serves if
-nothing is. The weights of w_down are a view of `[D, H]`, as models have them.
+the host takes for a call is part of the time. The weights of w_down are a view of `[D, H]`, as
+models have them.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,6 @@ def measure(direction: str, pattern: str, m: int) -> Iterator[dict[str, Any]]:
     blocks: dict[str, Callable] = {"torch": dense_block}
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
     blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
-    blocks["default"] = sparse_ffn
     times: dict[str, float] = {}
     rows = []
     for name, block in blocks.items():

@@ -1,8 +1,7 @@
 """Scores a text with a ReLU model of Hugging Face in PyTorch, its blocks replaced by sparse ones.
 
 `python examples/torch_score.py MODEL TEXT` reads a model, from a directory or the hub, and a file.
-Without arguments it scores its own source by a small random model. On a Hopper GPU kernels compute
-the blocks of a batch of 8,192 tokens or more.
+Without arguments it scores its own source by a small random model.
 """
 
 import sys

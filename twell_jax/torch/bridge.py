@@ -7,7 +7,6 @@ the memory of a tensor as soon as the call has returned, as with torch's own ope
 from __future__ import annotations  # the documentation is built without torch
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import ClosedJaxpr
 
-from twell_jax.ffn import Rectifier, api, sparse_ffn
+from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.torch.stats import FFNStats
@@ -157,16 +156,6 @@ def _activation_of(text: str) -> Activation:
 
 def _gradients_of(text: str) -> LayerGradients:
     return cast(LayerGradients, text if text in ("dense", "sparse") else float(text))
-
-
-def served(activation: str, tokens: int, width: int, neurons: int, gated: bool, dtype: str) -> bool:
-    """Whether the table of `twell_jax.ffn` names kernels for such a block."""
-    x, w = (jax.ShapeDtypeStruct((n, width), dtype) for n in (tokens, neurons))
-    given = inspect.signature(sparse_ffn).bind(
-        x, w if gated else None, w, w, activation=_activation_of(activation)
-    )
-    given.apply_defaults()
-    return api.select(api.checked(**given.arguments)).rule.algorithm != "dense"
 
 
 def to_jax(tree: Any) -> Any:

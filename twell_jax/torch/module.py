@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # the documentation is built without torch
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,7 +41,7 @@ class SparseMLP(torch.nn.Module):
         gated: bool = True,
         activation: Activation = "relu",
         gradients: LayerGradients = "sparse",
-        implementation: str | None = None,
+        implementation: Literal["torch", "mosaic"] = "torch",
         keep_stats: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,

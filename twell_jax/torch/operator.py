@@ -2,8 +2,7 @@
 
 from __future__ import annotations  # the documentation is built without torch
 
-import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,8 +13,6 @@ from twell_jax.torch import bridge, dense
 from twell_jax.torch.bridge import RESULTS
 from twell_jax.torch.stats import FFNStats
 
-# With fewer tokens the time in which Python starts the kernels is longer than what they save.
-MIN_TOKENS = 8192
 # JAX compiles a program for each number of tokens: more than so many are filled up to a multiple.
 STEP_TOKENS = 1024
 
@@ -28,7 +25,7 @@ def sparse_ffn(
     *,
     activation: Activation = "relu",
     gradients: LayerGradients = "sparse",
-    implementation: str | None = None,
+    implementation: Literal["torch", "mosaic"] = "torch",
     return_stats: bool = False,
 ) -> Any:
     """The block of `twell_jax.sparse_ffn` on torch tensors, differentiable.
@@ -42,7 +39,7 @@ def sparse_ffn(
       w_up, w_down: `[H, D]`.
       activation, gradients: as of `twell_jax.sparse_ffn`.
       implementation: "torch" (dense, on any device) or "mosaic" (kernels, on Hopper GPUs, in
-        bfloat16 or float16). None takes the kernels where they are known to be faster.
+        bfloat16 or float16).
       return_stats: return the statistics, too. Dense, that takes time; kernels have them anyway.
 
     Returns:
@@ -58,11 +55,8 @@ def sparse_ffn(
     rows, *weights = _autocast(x, w_gate, w_up, w_down)
     rows = rows.reshape(-1, x.shape[-1])
     named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
-    takes_kernels = implementation == "mosaic"
-    if implementation is None:
-        takes_kernels = _helps(named[0], rows, weights)
     stats: FFNStats | None
-    if takes_kernels:
+    if implementation == "mosaic":
         y, stats = _by_kernels(*named, rows, *weights)
     else:
         y, stats = dense.ffn(activation, rows, *weights, with_stats=return_stats)
@@ -98,10 +92,8 @@ def _check(
     implementation: Any,
 ) -> None:
     """Raises ValueError as `sparse_ffn` does."""
-    if implementation not in (None, "torch", "mosaic"):
-        raise ValueError(
-            f"implementation must be 'torch', 'mosaic' or None, got {implementation!r}"
-        )
+    if implementation not in ("torch", "mosaic"):
+        raise ValueError(f"implementation must be 'torch' or 'mosaic', got {implementation!r}")
     arguments.check_activation(activation, w_gate is not None)
     arguments.check_gradients(gradients)
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
@@ -131,23 +123,6 @@ def _autocast(x: torch.Tensor, *weights: torch.Tensor | None) -> list[Any]:
     return [a if a is None else a.to(dtype) for a in (x, *weights)]
 
 
-def _helps(activation: str, rows: torch.Tensor, weights: list) -> bool:
-    """Whether kernels are known to be faster here."""
-    if rows.device.type != "cuda" or len(rows) < MIN_TOKENS:
-        return False
-    gated, (neurons, width) = weights[0] is not None, weights[1].shape
-    return _served(activation, len(rows), width, neurons, gated, str(rows.dtype))
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def _served(
-    activation: str, tokens: int, width: int, neurons: int, gated: bool, dtype: str
-) -> bool:
-    """Whether the table names kernels for such a block."""
-    return bridge.served(activation, tokens, width, neurons, gated, dtype.removeprefix("torch."))
-
-
 class _Differentiable(torch.autograd.Function):
     """The operators below with their gradients."""
 
@@ -171,37 +146,32 @@ class _Differentiable(torch.autograd.Function):
 
 
 _OPERANDS = "str activation, str gradients, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
-_operator = functools.partial(torch.library.custom_op, mutates_args=())
 
 
-@_operator("twell_jax::infer", schema=f"({_OPERANDS}) -> Tensor[]")
-def _infer(activation, gradients, *given):
-    """y, and the fields of the statistics."""
-    programs, operands, _ = bridge.programs(activation, gradients, given)
-    return bridge.to_torch(programs.infer(bridge.to_jax(operands)))
+def _operator(name: str, results: int | None = None) -> Any:
+    """The operator of a program of `bridge.Programs`, which has so many results; None: all."""
+
+    @torch.library.custom_op(
+        f"twell_jax::{name}", mutates_args=(), schema=f"({_OPERANDS}) -> Tensor[]"
+    )
+    def compute(activation, gradients, *given):
+        programs, operands, _ = bridge.programs(activation, gradients, given)
+        return bridge.to_torch(getattr(programs, name)(bridge.to_jax(operands)))
+
+    @compute.register_fake
+    def _(activation, gradients, *given):
+        programs, *_ = bridge.programs(activation, gradients, given)
+        return bridge.empty_like(programs.results[:results], given[0])
+
+    return compute
 
 
-@_infer.register_fake
-def _(activation, gradients, *given):
-    programs, *_ = bridge.programs(activation, gradients, given)
-    return bridge.empty_like(programs.results[:RESULTS], given[0])
+_infer, _forward = _operator("infer", RESULTS), _operator("forward")
 
 
-@_operator("twell_jax::forward", schema=f"({_OPERANDS}) -> Tensor[]")
-def _forward(activation, gradients, *given):
-    """The same, and what the backward needs besides operands."""
-    programs, operands, _ = bridge.programs(activation, gradients, given)
-    return bridge.to_torch(programs.forward(bridge.to_jax(operands)))
-
-
-@_forward.register_fake
-def _(activation, gradients, *given):
-    programs, *_ = bridge.programs(activation, gradients, given)
-    return bridge.empty_like(programs.results, given[0])
-
-
-@_operator(
+@torch.library.custom_op(
     "twell_jax::backward",
+    mutates_args=(),
     schema=f"({_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor of_l1) -> Tensor[]",
 )
 def _backward(activation, gradients, x, w_gate, w_up, w_down, kept, of_y, of_l1):

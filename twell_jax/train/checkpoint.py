@@ -301,7 +301,7 @@ def prepare_save(abstract_state: TrainState, mesh: jax.sharding.Mesh) -> None:
     """Does what the first `Checkpoints.save` of such a state would wait for, in any thread.
 
     It compiles the digests. On GPUs it also allocates the page-locked memory that Orbax copies to,
-    which takes 0.7 s for a GB; JAX keeps it for later.
+    which takes seconds for billions of bytes; JAX keeps it for later.
     """
     leaves = jax.tree.leaves(_fields(abstract_state))
     with jax.set_mesh(mesh):  # which is a thread's own
