@@ -1,27 +1,26 @@
-"""The block of `twell_jax.ffn` on torch tensors: JAX reads and writes the same memory.
-
-Tensors pass by DLPack, which also has either side's stream wait for the other's. So torch may reuse
-the memory of a tensor as soon as the call has returned, as with torch's own operators.
-"""
+"""The programs by which JAX computes the block of `twell_jax.ffn` for torch."""
 
 from __future__ import annotations  # the documentation is built without torch
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
-from twell_jax.torch.stats import FFNStats
 
 type Shape = jax.ShapeDtypeStruct
+_SMALL = 1 << 16  # elements of what is packed
+
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 
 
@@ -43,19 +42,18 @@ class Programs(NamedTuple):
     """The compiled programs of a call with operands of some shapes.
 
     Attributes:
-      infer: operands -> y, and the fields of the statistics.
-      forward: operands -> the same, and what the backward needs besides operands.
-      backward: (operands, the latter, the gradients for y and l1) -> those for the operands.
+      infer: operands -> y alone.
+      forward: operands -> y, l1, the other statistics and what is small of what the backward needs
+        as one array (see `_packed`), and the rest of that.
+      backward: (operands, what `forward` returned but y and l1, the gradients for y and l1) ->
+        those for the operands.
       results: the shapes of what `forward` returns.
     """
 
-    infer: Callable[..., list[jax.Array]]
+    infer: Callable[..., jax.Array]
     forward: Callable[..., list[jax.Array]]
     backward: Callable[..., list[jax.Array]]
     results: list[Shape]
-
-
-RESULTS = 1 + len(FFNStats._fields)  # y and the statistics, of which l1 is the first
 
 
 @functools.cache
@@ -75,35 +73,66 @@ def _programs(call: Call, *shapes: Shape | None) -> Programs:
 
     def differentiable(*operands: jax.Array) -> Any:
         y, stats = block(call.gradients, *operands)
-        return (y, stats.l1), stats
+        return (y, stats.l1), jax.tree.leaves(stats)[1:]  # which l1 comes first of
 
     def whole(operands: Sequence) -> tuple:
-        (y, _), vjp, stats = jax.vjp(differentiable, *upright(operands), has_aux=True)
-        return y, stats, vjp
+        (y, l1), vjp, stats = jax.vjp(differentiable, *upright(operands), has_aux=True)
+        return y, l1, stats, vjp
 
-    jaxpr, (*results, vjp) = jax.make_jaxpr(whole, return_shape=True)(shapes)
+    jaxpr, (*_, stats, vjp) = jax.make_jaxpr(whole, return_shape=True)(shapes)
     leaves, structure = jax.tree.flatten(vjp)
     present = [n for n, shape in enumerate(shapes) if shape is not None]
     origins = _origins(jaxpr, [call.transposed[n] for n in present])[-len(leaves) :]
 
-    def without_operands(leaves: list) -> list:
-        return [leaf for leaf, origin in zip(leaves, origins, strict=True) if origin is None]
-
     def forward(operands: Sequence) -> list:
-        *results, vjp = whole(operands)
-        return jax.tree.leaves(results) + without_operands(jax.tree.leaves(vjp))
+        y, l1, stats, vjp = whole(operands)
+        pairs = zip(jax.tree.leaves(vjp), origins, strict=True)
+        small, large = _by_size([leaf for leaf, origin in pairs if origin is None])
+        return [y, l1, _packed([*stats, *small]), *large]
 
     def infer(operands: Sequence) -> list:
-        return jax.tree.leaves(block(None, *upright(operands)))
+        return [block(None, *upright(operands))[0]]
 
     def backward(operands: Sequence, kept: list, of_y: jax.Array, of_l1: jax.Array) -> list:
-        rest = iter(kept)
-        given = [next(rest) if n is None else upright(operands)[present[n]] for n in origins]
+        packed, *large = kept
+        pairs = zip(leaves, origins, strict=True)
+        small, _ = _by_size([leaf for leaf, origin in pairs if origin is None])
+        found = iter(_unpacked(packed, [*stats, *small])[len(stats) :]), iter(large)
+        given = [
+            next(found[not _is_small(leaf)]) if n is None else upright(operands)[present[n]]
+            for leaf, n in zip(leaves, origins, strict=True)
+        ]
         gradients = jax.tree.unflatten(structure, given)((of_y, of_l1))
         return jax.tree.leaves(upright(gradients))
 
-    all_results = jax.tree.leaves(results) + without_operands(leaves)
-    return Programs(jax.jit(infer), jax.jit(forward), jax.jit(backward), all_results)
+    results = jax.eval_shape(forward, shapes)
+    return Programs(jax.jit(infer), jax.jit(forward), jax.jit(backward), results)
+
+
+def _is_small(a: jax.Array | Shape) -> bool:
+    return a.size <= _SMALL and a.dtype in (jnp.int32, jnp.float32, jnp.bool_)
+
+
+def _by_size(arrays: Sequence) -> tuple[list, list]:
+    """Those that are small, and the others."""
+    return [a for a in arrays if _is_small(a)], [a for a in arrays if not _is_small(a)]
+
+
+def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Small arrays as one, int32 `[n]`: it costs time to pass an array to torch and back."""
+    integers = (a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays)
+    return jnp.concatenate([lax.bitcast_convert_type(a, jnp.int32).ravel() for a in integers])
+
+
+def _unpacked(packed: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+    stops = list(accumulate(shape.size for shape in shapes))
+    parts = zip(jnp.split(packed, stops[:-1]), shapes, strict=True)
+    return [
+        (part != 0 if a.dtype == jnp.bool_ else lax.bitcast_convert_type(part, a.dtype)).reshape(
+            a.shape
+        )
+        for part, a in parts
+    ]
 
 
 def _origins(jaxpr: ClosedJaxpr, transposed: Sequence[bool]) -> list[int | None]:
@@ -156,16 +185,6 @@ def _activation_of(text: str) -> Activation:
 
 def _gradients_of(text: str) -> LayerGradients:
     return cast(LayerGradients, text if text in ("dense", "sparse") else float(text))
-
-
-def to_jax(tree: Any) -> Any:
-    """Tensors of lists and tuples as arrays that share their memory."""
-    return jax.tree.map(lambda a: jax.dlpack.from_dlpack(a.detach()), tree)
-
-
-def to_torch(tree: Any) -> Any:
-    """The same the other way round."""
-    return jax.tree.map(torch.from_dlpack, tree)
 
 
 def empty_like(shapes: Any, like: torch.Tensor) -> Any:

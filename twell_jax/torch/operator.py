@@ -10,7 +10,8 @@ from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.torch import bridge, dense
-from twell_jax.torch.bridge import RESULTS
+from twell_jax.torch import stats as stats_of
+from twell_jax.torch.memory import to_jax, to_torch, weight_to_jax
 from twell_jax.torch.stats import FFNStats
 
 # JAX compiles a program for each number of tokens: more than so many are filled up to a multiple.
@@ -54,10 +55,9 @@ def sparse_ffn(
         _check(x, w_gate, w_up, w_down, activation, gradients, implementation)
     rows, *weights = _autocast(x, w_gate, w_up, w_down)
     rows = rows.reshape(-1, x.shape[-1])
-    named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
-    stats: FFNStats | None
     if implementation == "mosaic":
-        y, stats = _by_kernels(*named, rows, *weights)
+        named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
+        y, stats = _by_kernels(*named, rows, *weights, with_stats=return_stats)
     else:
         y, stats = dense.ffn(activation, rows, *weights, with_stats=return_stats)
     y = y.reshape(x.shape)
@@ -65,21 +65,27 @@ def sparse_ffn(
 
 
 def _by_kernels(
-    activation: str, gradients: str, rows: torch.Tensor, *weights: torch.Tensor | None
-) -> tuple[torch.Tensor, FFNStats]:
+    activation: str,
+    gradients: str,
+    rows: torch.Tensor,
+    *weights: Any,  # w_gate may be None
+    with_stats: bool,
+) -> tuple[torch.Tensor, FFNStats | None]:
     count = len(rows)
     missing = -count % STEP_TOKENS if count > STEP_TOKENS else 0
     if missing:  # by tokens of zeros, for which nothing is active
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     operands = rows, *weights
-    needs_gradients = any(a is not None and a.requires_grad for a in operands)
-    call = _Differentiable.apply if torch.is_grad_enabled() and needs_gradients else _infer
-    y, *fields = call(activation, gradients, *operands)
-    stats = FFNStats(*fields)
-    if missing:
-        share = len(rows) / count
-        y, stats = y[:count], stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
-    return y, stats
+    if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in operands):
+        results = _Differentiable.apply(activation, gradients, *operands)
+    else:
+        results = (_forward if with_stats else _infer)(activation, gradients, *operands)
+    y = results[0][:count] if missing else results[0]
+    if not with_stats:
+        return y, None
+    stats = stats_of.unpacked(results[1], results[2], len(weights[-1]))
+    share = len(rows) / count
+    return y, stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
 
 
 def _check(
@@ -130,15 +136,14 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, activation: str, gradients: str, *operands: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        results = _forward(activation, gradients, *operands)
-        (y, l1, *others), kept = results[:RESULTS], results[RESULTS:]
+        y, l1, *kept = _forward(activation, gradients, *operands)
         ctx.named = activation, gradients
         ctx.save_for_backward(*operands, *kept)
-        ctx.mark_non_differentiable(*others)
-        return y, l1, *others
+        ctx.mark_non_differentiable(kept[0])
+        return y, l1, kept[0]
 
     @staticmethod
-    def backward(ctx: Any, of_y: torch.Tensor, of_l1: torch.Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, of_y: torch.Tensor, of_l1: torch.Tensor, _: Any) -> Any:
         (x, w_gate, w_up, w_down, *kept) = ctx.saved_tensors
         operands = x, w_gate, w_up, w_down
         found = iter(_backward(*ctx.named, *operands, kept, of_y, of_l1))
@@ -156,7 +161,7 @@ def _operator(name: str, results: int | None = None) -> Any:
     )
     def compute(activation, gradients, *given):
         programs, operands, _ = bridge.programs(activation, gradients, given)
-        return bridge.to_torch(getattr(programs, name)(bridge.to_jax(operands)))
+        return to_torch(getattr(programs, name)(_in_jax(operands)))
 
     @compute.register_fake
     def _(activation, gradients, *given):
@@ -166,7 +171,12 @@ def _operator(name: str, results: int | None = None) -> Any:
     return compute
 
 
-_infer, _forward = _operator("infer", RESULTS), _operator("forward")
+def _in_jax(operands: bridge.Tensors) -> list[Any]:
+    x, *weights = operands
+    return [to_jax(x), *(None if w is None else weight_to_jax(w) for w in weights)]
+
+
+_infer, _forward = _operator("infer", 1), _operator("forward")
 
 
 @torch.library.custom_op(
@@ -178,9 +188,10 @@ def _backward(activation, gradients, x, w_gate, w_up, w_down, kept, of_y, of_l1)
     """The gradients for x and the weights, those of None left out."""
     given = x, w_gate, w_up, w_down
     programs, operands, turned = bridge.programs(activation, gradients, given)
-    results = programs.backward(*bridge.to_jax((operands, kept, of_y.contiguous(), of_l1)))
+    others = [to_jax(a) for a in (*kept, of_y.contiguous(), of_l1)]
+    results = programs.backward(_in_jax(operands), others[:-2], *others[-2:])
     present = [is_turned for a, is_turned in zip(given, turned, strict=True) if a is not None]
-    pairs = zip(bridge.to_torch(results), present, strict=True)
+    pairs = zip(to_torch(results), present, strict=True)
     return [grad.t() if is_turned else grad for grad, is_turned in pairs]
 
 

@@ -29,3 +29,19 @@ class FFNStats(NamedTuple):
     union: torch.Tensor
     listed: torch.Tensor
     tiles: torch.Tensor
+
+
+def unpacked(l1: torch.Tensor, packed: torch.Tensor, d_ff: int) -> FFNStats:
+    """The statistics of a program of JAX: all but l1 lie one after the other, int32 `[n]`."""
+    fields: dict[str, torch.Tensor] = {}
+    start = 0
+    for name in FFNStats._fields[1:]:
+        wide = name in ("fired", "tiles")
+        stop = start + (d_ff if wide else 1)
+        field = packed[start:stop] if wide else packed[start]
+        integer = name in ("max_nnz", "tiles")
+        fields[name] = (
+            field != 0 if name == "fired" else field if integer else field.view(torch.float32)
+        )
+        start = stop
+    return FFNStats(l1, **fields)
