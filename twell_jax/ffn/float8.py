@@ -10,7 +10,7 @@ multiplies the rounded operands in the dtype of x.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,15 +31,25 @@ class Scaled(NamedTuple):
     scale: jax.Array
 
 
-def scaled(a: jax.Array, dtype: jax.typing.DTypeLike) -> Scaled:
-    """`a` in 8 bits; its largest finite element lies in the upper half of the range of `dtype`."""
-    finite = jnp.where(jnp.isfinite(a), jnp.abs(a), 0)
-    largest = jnp.max(finite).astype(jnp.float32) / float(jnp.finfo(dtype).max)
-    _, exponent = jnp.frexp(largest)
+def scaled(parts: Sequence[jax.Array], dtype: jax.typing.DTypeLike, axis: int = 1) -> Scaled:
+    """Arrays side by side along an axis in 8 bits.
+
+    Their largest finite element lies in the upper half of the range of `dtype`.
+    """
+    # XLA would compute a part twice, as it cannot round it before it has its largest element; and
+    # from a concatenation that it computes at the same time it takes a maximum slowly.
+    pairs = [lax.optimization_barrier((a, _largest(a))) for a in parts]
+    largest = reduce(jnp.maximum, (largest for _, largest in pairs)).astype(jnp.float32)
+    _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     exponent = jnp.clip(exponent, -126, 126)  # both 2^exponent and its inverse are normal numbers
     one = jnp.float32(1)
-    divided = a.astype(jnp.float32) * jnp.ldexp(one, -exponent)
-    return Scaled(divided.astype(dtype), jnp.ldexp(one, exponent))
+    inverse = jnp.ldexp(one, -exponent)
+    rounded = [(a.astype(jnp.float32) * inverse).astype(dtype) for a, _ in pairs]
+    return Scaled(jnp.concatenate(rounded, axis=axis), jnp.ldexp(one, exponent))
+
+
+def _largest(a: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0))
 
 
 def products(x: jax.Array, weights: Sequence[jax.Array], axis: int = 0) -> list[jax.Array]:
@@ -56,36 +66,41 @@ def products(x: jax.Array, weights: Sequence[jax.Array], axis: int = 0) -> list[
     Returns:
       `[..., N]` in the dtype of x for each of the weights.
     """
-    stops = list(accumulate(w.shape[1 - axis] for w in weights))
-    rows = x.reshape(-1, x.shape[-1])
-    joined = _product(rows, jnp.concatenate(weights, axis=1 - axis), axis)
-    return [y.reshape(*x.shape[:-1], -1) for y in jnp.split(joined, stops[:-1], axis=1)]
+    ys = _products(x.reshape(-1, x.shape[-1]), tuple(weights), axis)
+    return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
-    return _with_residuals(x, weight, axis)[0]
+def _products(x: jax.Array, weights: tuple[jax.Array, ...], axis: int) -> list[jax.Array]:
+    return _with_residuals(x, weights, axis)[0]
 
 
 def _with_residuals(
-    x: jax.Array, weight: jax.Array, axis: int
-) -> tuple[jax.Array, tuple[Scaled, Scaled]]:
-    rows, matrix = scaled(x, _FORWARD), scaled(weight, _FORWARD)
+    x: jax.Array, weights: tuple[jax.Array, ...], axis: int
+) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
+    rows, matrix = scaled([x], _FORWARD), scaled(weights, _FORWARD, 1 - axis)
     # As bytes: `jax.checkpoint` rounds floats that it keeps, and makes NaN of e4m3 above 240.
     kept = checkpoint_name(lax.bitcast_convert_type(rows.values, jnp.uint8), KEPT)
     rows = Scaled(lax.bitcast_convert_type(kept, _FORWARD), checkpoint_name(rows.scale, KEPT))
-    return _dot(rows, matrix, (1, axis), x.dtype), (rows, matrix)
+    y = _dot(rows, matrix, (1, axis), x.dtype)
+    return _split(y, [w.shape[1 - axis] for w in weights], 1), (rows, matrix)
 
 
 def _gradients(
-    axis: int, kept: tuple[Scaled, Scaled], of_y: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    (rows, matrix), grads = kept, scaled(of_y, _BACKWARD)
+    axis: int, kept: tuple[Scaled, Scaled], of_ys: list[jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    (rows, matrix), grads = kept, scaled(of_ys, _BACKWARD)
+    dtype, widths = of_ys[0].dtype, [of_y.shape[1] for of_y in of_ys]
     factors = (rows, grads) if axis == 0 else (grads, rows)
-    return _dot(grads, matrix, (1, 1 - axis), of_y.dtype), _dot(*factors, (0, 0), of_y.dtype)
+    of_weights = _split(_dot(*factors, (0, 0), dtype), widths, 1 - axis)
+    return _dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights)
 
 
-_product.defvjp(_with_residuals, _gradients)
+_products.defvjp(_with_residuals, _gradients)
+
+
+def _split(a: jax.Array, widths: Sequence[int], axis: int) -> list[jax.Array]:
+    return jnp.split(a, list(accumulate(widths))[:-1], axis)
 
 
 def _dot(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

@@ -38,11 +38,15 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
     Where the table's n / 2 angles are fewer than head_dim / 2, features from n on stay.
     """
-    cos, sin = rope
-    half = cos.shape[-1]
-    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    cos, sin = (
+        jnp.concatenate(pair, axis=-1) for pair in ((rope[0], rope[0]), (-rope[1], rope[1]))
+    )
+    size = cos.shape[-1]
+    turned = x[..., :size].astype(jnp.float32)
+    # Not by halves that are concatenated: XLA cannot compute these along with their maximum.
+    others = jnp.flip(turned.reshape(*x.shape[:-1], 2, size // 2), axis=-2).reshape(turned.shape)
+    turned = (turned * cos + others * sin).astype(x.dtype)
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 def _share_of_scaled(size: int, theta: float, scaling: RopeScaling) -> np.ndarray:
