@@ -31,25 +31,29 @@ class Scaled(NamedTuple):
     scale: jax.Array
 
 
-def scaled(parts: Sequence[jax.Array], dtype: jax.typing.DTypeLike, axis: int = 1) -> Scaled:
-    """Arrays side by side along an axis in 8 bits.
+def scaled(
+    parts: Sequence[jax.Array], dtype: jax.typing.DTypeLike, *, joined: int = 1, reduced: int = 0
+) -> Scaled:
+    """Matrices side by side along the axis `joined`, in 8 bits.
 
-    Their largest finite element lies in the upper half of the range of `dtype`.
+    Their largest finite element lies in the upper half of the range of `dtype`. Its maxima along
+    the axis `reduced` come first: XLA takes them as it computes a part, along with sums over that
+    axis.
     """
-    # XLA would compute a part twice, as it cannot round it before it has its largest element; and
-    # from a concatenation that it computes at the same time it takes a maximum slowly.
-    pairs = [lax.optimization_barrier((a, _largest(a))) for a in parts]
-    largest = reduce(jnp.maximum, (largest for _, largest in pairs)).astype(jnp.float32)
+    # Without the barrier XLA computes a part twice, as it cannot round what has no scale yet, and
+    # takes both maxima at once.
+    pairs = [lax.optimization_barrier((a, _largest(a, reduced))) for a in parts]
+    largest = reduce(jnp.maximum, (jnp.max(maxima) for _, maxima in pairs)).astype(jnp.float32)
     _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     exponent = jnp.clip(exponent, -126, 126)  # both 2^exponent and its inverse are normal numbers
     one = jnp.float32(1)
     inverse = jnp.ldexp(one, -exponent)
     rounded = [(a.astype(jnp.float32) * inverse).astype(dtype) for a, _ in pairs]
-    return Scaled(jnp.concatenate(rounded, axis=axis), jnp.ldexp(one, exponent))
+    return Scaled(jnp.concatenate(rounded, axis=joined), jnp.ldexp(one, exponent))
 
 
-def _largest(a: jax.Array) -> jax.Array:
-    return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0))
+def _largest(a: jax.Array, axis: int) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0), axis=axis)
 
 
 def products(x: jax.Array, weights: Sequence[jax.Array], axis: int = 0) -> list[jax.Array]:
@@ -78,7 +82,7 @@ def _products(x: jax.Array, weights: tuple[jax.Array, ...], axis: int) -> list[j
 def _with_residuals(
     x: jax.Array, weights: tuple[jax.Array, ...], axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
-    rows, matrix = scaled([x], _FORWARD), scaled(weights, _FORWARD, 1 - axis)
+    rows, matrix = scaled([x], _FORWARD), scaled(weights, _FORWARD, joined=1 - axis, reduced=1)
     # As bytes: `jax.checkpoint` rounds floats that it keeps, and makes NaN of e4m3 above 240.
     kept = checkpoint_name(lax.bitcast_convert_type(rows.values, jnp.uint8), KEPT)
     rows = Scaled(lax.bitcast_convert_type(kept, _FORWARD), checkpoint_name(rows.scale, KEPT))
