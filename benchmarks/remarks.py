@@ -56,6 +56,10 @@ REMARKS = {
     "training-float8-2b-nvidia-h200-20261128": "The gates of sparse blocks had operands in "
     "bfloat16. Other programs ran on the other GPU. Programs came from the compilation cache, "
     "where most state no peak.",
+    "training-float8-2b-nvidia-h200-20261128-2": "Tests ran on the other GPU. Dense programs came "
+    "from the compilation cache, where they state no peak.",
+    "training-float8-0p5b-nvidia-h200-20261128": "Other programs ran on the other GPU.",
+    "torch_block-nvidia-h200-20261128": "The other GPU trained.",
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),
     f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "

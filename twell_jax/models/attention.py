@@ -60,8 +60,8 @@ class Attention(nnx.Module):
         Args:
           x: `[B, T, D]`.
           rope: `rope_table` of the tokens' positions.
-          mask: bool `[B, 1, T, T]` for attention within `x`, None if it is causal and nothing else;
-            or bool `[B, 1, T, S]` for attention to a cache with room for S > T tokens.
+          mask: bool `[B, 1, T, T]` for attention within `x`, without later tokens; None if that is
+            all; or bool `[B, 1, T, S]` for attention to a cache with room for S > T tokens.
           cache: keys and values of earlier tokens, to which those of `x` are added; or None.
           layer: int32 [], the index of this layer in the cache; needed with a cache.
           in_8_bits: as of `project`.
@@ -107,13 +107,15 @@ class Attention(nnx.Module):
 def _attend(q, k, v, mask):
     if q.shape[1] == 1 and k.size * k.dtype.itemsize > _LARGE and mask is not None:
         return _attend_one_query(q, k, v, mask)
+    by_cudnn = _cudnn_can_serve(q, k, mask)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
         mask=mask,
-        is_causal=mask is None,
-        implementation="cudnn" if _cudnn_can_serve(q, k, mask) else "xla",
+        # A mask within x hides later tokens, too: told that, cuDNN does not compute them.
+        is_causal=mask is None or by_cudnn,
+        implementation="cudnn" if by_cudnn else "xla",
     )
 
 

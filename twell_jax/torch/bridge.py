@@ -19,7 +19,7 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 
 type Shape = jax.ShapeDtypeStruct
-_SMALL = 1 << 16  # elements of what is packed
+_SMALL = 1 << 20  # elements of what is packed
 
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 

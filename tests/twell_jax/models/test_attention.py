@@ -85,6 +85,14 @@ def test_cudnn_serves_16_bit_heads_of_up_to_128_features(on_a_gpu, lower, size, 
     assert ("__cudnn$fmha" in text) == served
 
 
+def test_cudnn_leaves_out_later_tokens_with_a_mask_of_documents_too(on_a_gpu, lower):
+    heads = jax.ShapeDtypeStruct((2, 16, 2, 8), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((2, 1, 16, 16), jnp.bool_)
+    text = lower(lambda q, mask: attention._attend(q, q, q, mask), heads, mask)
+    assert "__cudnn$fmhaScaleBias" in text
+    assert re.search(r'"?mask_type"?\W+"?CAUSAL', text.replace("\\22", '"'))
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("block", 2)])
