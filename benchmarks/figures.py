@@ -143,6 +143,16 @@ _MODELS = {
     ),
     "step-2b-silu": Figure(_over_silu("2b")),
     "step-0p5b-silu": Figure(_over_silu("0p5b")),
+    **{
+        f"torch-{name}": Figure(
+            speedup(
+                f"torch_block-{_H200}",
+                {"direction": direction, "m": 16384, "pattern": "recorded"},
+                "kernels",
+            )
+        )
+        for name, direction in (("forward", "forward"), ("gradients", "forward and backward"))
+    },
     **_in_float8("2b"),
     **_in_float8("0p5b"),
     "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),

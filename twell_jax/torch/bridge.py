@@ -4,7 +4,6 @@ from __future__ import annotations  # the documentation is built without torch
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -24,20 +23,6 @@ _SMALL = 1 << 20  # elements of what is packed
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a program depends on besides shapes.
-
-    Attributes:
-      activation, gradients: as of `sparse_ffn`.
-      transposed: which of x, gate, up and down JAX gets as their transpose.
-    """
-
-    activation: Activation
-    gradients: LayerGradients
-    transposed: tuple[bool, ...]
-
-
 class Programs(NamedTuple):
     """The compiled programs of a call with operands of some shapes.
 
@@ -45,34 +30,55 @@ class Programs(NamedTuple):
       infer: operands -> y alone.
       forward: operands -> y, l1, the other statistics and what is small of what the backward needs
         as one array (see `_packed`), and the rest of that.
-      backward: (operands, what `forward` returned but y and l1, the gradients for y and l1) ->
-        those for the operands.
+      backward: (operands, what `forward` returned but y and l1, the gradients for y and l1, which
+        may be None) -> those for the operands.
       results: the shapes of what `forward` returns.
     """
 
-    infer: Callable[..., jax.Array]
+    infer: Callable[..., list[jax.Array]]
     forward: Callable[..., list[jax.Array]]
     backward: Callable[..., list[jax.Array]]
     results: list[Shape]
 
 
+def programs(
+    activation: str, gradients: str, transposed: Sequence[bool], operands: Tensors
+) -> Programs:
+    """The programs of a call with such operands.
+
+    Args:
+      activation, gradients: as `text_of` writes them.
+      transposed: which of x, gate, up and down are given as their transpose.
+      operands: contiguous; may be torch's fake tensors.
+    """
+    shapes = (a if a is None else (tuple(map(int, a.shape)), a.dtype) for a in operands)
+    return _programs(activation, gradients, tuple(transposed), *shapes)
+
+
 @functools.cache
-def _programs(call: Call, *shapes: Shape | None) -> Programs:
+def _programs(
+    activation: str,
+    gradients: str,
+    transposed: tuple[bool, ...],
+    *tensors: tuple[tuple[int, ...], torch.dtype] | None,
+) -> Programs:
+    shapes = [a if a is None else jax.ShapeDtypeStruct(a[0], _in_jax(a[1])) for a in tensors]
+
     def upright(operands: Sequence) -> list:
-        pairs = zip(operands, call.transposed, strict=True)
+        pairs = zip(operands, transposed, strict=True)
         return [a.T if is_transposed else a for a, is_transposed in pairs]
 
     def block(gradients: LayerGradients, x: jax.Array, *weights: jax.Array) -> Any:
         return sparse_ffn(
             x,
             *weights,
-            activation=call.activation,
+            activation=_activation_of(activation),
             implementation="mosaic",
             gradients=gradients,
         )
 
     def differentiable(*operands: jax.Array) -> Any:
-        y, stats = block(call.gradients, *operands)
+        y, stats = block(_gradients_of(gradients), *operands)
         return (y, stats.l1), jax.tree.leaves(stats)[1:]  # which l1 comes first of
 
     def whole(operands: Sequence) -> tuple:
@@ -82,7 +88,7 @@ def _programs(call: Call, *shapes: Shape | None) -> Programs:
     jaxpr, (*_, stats, vjp) = jax.make_jaxpr(whole, return_shape=True)(shapes)
     leaves, structure = jax.tree.flatten(vjp)
     present = [n for n, shape in enumerate(shapes) if shape is not None]
-    origins = _origins(jaxpr, [call.transposed[n] for n in present])[-len(leaves) :]
+    origins = _origins(jaxpr, [transposed[n] for n in present])[-len(leaves) :]
 
     def forward(operands: Sequence) -> list:
         y, l1, stats, vjp = whole(operands)
@@ -93,7 +99,7 @@ def _programs(call: Call, *shapes: Shape | None) -> Programs:
     def infer(operands: Sequence) -> list:
         return [block(None, *upright(operands))[0]]
 
-    def backward(operands: Sequence, kept: list, of_y: jax.Array, of_l1: jax.Array) -> list:
+    def backward(operands: Sequence, kept: list, of_y: jax.Array, of_l1: Any) -> list:
         packed, *large = kept
         pairs = zip(leaves, origins, strict=True)
         small, _ = _by_size([leaf for leaf, origin in pairs if origin is None])
@@ -102,8 +108,8 @@ def _programs(call: Call, *shapes: Shape | None) -> Programs:
             next(found[not _is_small(leaf)]) if n is None else upright(operands)[present[n]]
             for leaf, n in zip(leaves, origins, strict=True)
         ]
-        gradients = jax.tree.unflatten(structure, given)((of_y, of_l1))
-        return jax.tree.leaves(upright(gradients))
+        of_l1 = jnp.zeros((), jnp.float32) if of_l1 is None else of_l1
+        return jax.tree.leaves(upright(jax.tree.unflatten(structure, given)((of_y, of_l1))))
 
     results = jax.eval_shape(forward, shapes)
     return Programs(jax.jit(infer), jax.jit(forward), jax.jit(backward), results)
@@ -150,25 +156,6 @@ def _origins(jaxpr: ClosedJaxpr, transposed: Sequence[bool]) -> list[int | None]
     return [n if n is not None and turned == transposed[n] else None for n, turned in origins]
 
 
-def programs(activation: str, gradients: str, operands: Tensors) -> tuple[Programs, list, list]:
-    """The programs of a call with such operands.
-
-    Args:
-      activation, gradients: as `text_of` writes them.
-      operands: any strides; may be torch's fake tensors.
-
-    Returns:
-      The programs, the operands as these take them, contiguous, and which of them are transposed.
-    """
-    turned = [a is not None and not a.is_contiguous() and a.t().is_contiguous() for a in operands]
-    laid_out = [
-        a if a is None else a.t() if is_turned else a.contiguous()
-        for a, is_turned in zip(operands, turned, strict=True)
-    ]
-    call = Call(_activation_of(activation), _gradients_of(gradients), tuple(turned))
-    return _programs(call, *(shape_of(a) for a in laid_out)), laid_out, turned
-
-
 def text_of(argument: Activation | LayerGradients) -> str:
     """An argument of `sparse_ffn` as operators take it, whose arguments are no objects."""
     if isinstance(argument, Rectifier):
@@ -194,9 +181,5 @@ def empty_like(shapes: Any, like: torch.Tensor) -> Any:
     )
 
 
-def shape_of(a: torch.Tensor | None) -> Shape | None:
-    """The shape and dtype of a tensor, in JAX."""
-    if a is None:
-        return None
-    shape = tuple(int(n) for n in a.shape)  # also of symbols: each shape is another program
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(str(a.dtype).removeprefix("torch.")))
+def _in_jax(dtype: torch.dtype) -> jnp.dtype:
+    return jnp.dtype(str(dtype).removeprefix("torch."))

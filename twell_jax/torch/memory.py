@@ -12,9 +12,9 @@ import jax
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# For a parameter, where it lies, and arrays of it and of views of it. To make one takes longer than
-# to start a program. They go with the parameter.
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Of a tensor, where it lies, and its array: to make one takes longer than to start a program. They
+# go with the tensor.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def to_jax(a: torch.Tensor) -> jax.Array:
@@ -22,23 +22,22 @@ def to_jax(a: torch.Tensor) -> jax.Array:
     return jax.dlpack.from_dlpack(a.detach())
 
 
-def weight_to_jax(a: torch.Tensor) -> jax.Array:
-    """The same, made once for each place where a parameter, or the view of one, lies.
+def known_to_jax(a: torch.Tensor) -> jax.Array:
+    """The same, made once for a tensor that stays, such as a parameter, or comes from `to_torch`.
 
     JAX does not wait for what torch is computing of it, but does for an array of `to_jax` that the
     same program reads, and then for all that torch computed before.
     """
-    owner = a if a._base is None else a._base
-    start, arrays = _made.get(owner, (None, {}))
-    if start != owner.data_ptr():  # `owner.data` is another tensor now
-        start, arrays = owner.data_ptr(), {}
-    place = a.storage_offset(), a.shape, a.dtype
-    if place not in arrays:
-        arrays[place] = to_jax(a)
-        _made[owner] = start, arrays
-    return arrays[place]
+    place, array = _known.get(a, (None, None))
+    if place != a.data_ptr():  # new, or `a.data` is another tensor now
+        array = to_jax(a)
+        _known[a] = a.data_ptr(), array
+    return array
 
 
 def to_torch(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """Tensors that have the memory of arrays."""
-    return [torch.from_dlpack(a) for a in arrays]
+    tensors = [torch.from_dlpack(a) for a in arrays]
+    for tensor, array in zip(tensors, arrays, strict=True):
+        _known[tensor] = tensor.data_ptr(), array
+    return tensors

@@ -11,7 +11,7 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.torch import bridge, dense
 from twell_jax.torch import stats as stats_of
-from twell_jax.torch.memory import to_jax, to_torch, weight_to_jax
+from twell_jax.torch.memory import known_to_jax, to_jax, to_torch
 from twell_jax.torch.stats import FFNStats
 
 # JAX compiles a program for each number of tokens: more than so many are filled up to a multiple.
@@ -68,24 +68,40 @@ def _by_kernels(
     activation: str,
     gradients: str,
     rows: torch.Tensor,
-    *weights: Any,  # w_gate may be None
+    *weights: torch.Tensor | None,
     with_stats: bool,
 ) -> tuple[torch.Tensor, FFNStats | None]:
     count = len(rows)
     missing = -count % STEP_TOKENS if count > STEP_TOKENS else 0
     if missing:  # by tokens of zeros, for which nothing is active
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    operands = rows, *weights
+    operands, transposed = zip(*map(_laid_out, (rows, *weights)), strict=True)
+    named = activation, gradients, transposed
     if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in operands):
-        results = _Differentiable.apply(activation, gradients, *operands)
+        results = _Differentiable.apply(*named, *operands)
     else:
-        results = (_forward if with_stats else _infer)(activation, gradients, *operands)
+        results = (_forward if with_stats else _infer)(*named, *operands)
     y = results[0][:count] if missing else results[0]
     if not with_stats:
         return y, None
-    stats = stats_of.unpacked(results[1], results[2], len(weights[-1]))
+    d_ff = operands[-1].shape[transposed[-1]]
+    stats = stats_of.unpacked(results[1], results[2], d_ff)
     share = len(rows) / count
     return y, stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
+
+
+def _laid_out(a: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    """The operand or its transpose, contiguous, and whether it is the transpose.
+
+    Of the transpose of a parameter that is the parameter itself, of which JAX has an array.
+    """
+    if a is None or a.is_contiguous():
+        return a, False
+    if not a.t().is_contiguous():
+        return a.contiguous(), False
+    base = None if torch.compiler.is_compiling() else a._base
+    is_whole = base is not None and base.shape == a.t().shape and base.is_contiguous()
+    return base if is_whole else a.t(), True
 
 
 def _check(
@@ -134,23 +150,32 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, activation: str, gradients: str, *operands: torch.Tensor | None
+        ctx: Any,
+        activation: str,
+        gradients: str,
+        transposed: tuple[bool, ...],
+        *operands: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        y, l1, *kept = _forward(activation, gradients, *operands)
-        ctx.named = activation, gradients
+        ctx.named = activation, gradients, transposed
+        y, l1, *kept = _forward(*ctx.named, *operands)
         ctx.save_for_backward(*operands, *kept)
         ctx.mark_non_differentiable(kept[0])
+        ctx.set_materialize_grads(False)
         return y, l1, kept[0]
 
     @staticmethod
-    def backward(ctx: Any, of_y: torch.Tensor, of_l1: torch.Tensor, _: Any) -> Any:
+    def backward(ctx: Any, of_y: torch.Tensor | None, of_l1: torch.Tensor | None, _: Any) -> Any:
         (x, w_gate, w_up, w_down, *kept) = ctx.saved_tensors
         operands = x, w_gate, w_up, w_down
+        of_y = torch.zeros_like(x) if of_y is None else of_y.contiguous()
         found = iter(_backward(*ctx.named, *operands, kept, of_y, of_l1))
-        return None, None, *(None if a is None else next(found) for a in operands)
+        return *(None for _ in ctx.named), *(None if a is None else next(found) for a in operands)
 
 
-_OPERANDS = "str activation, str gradients, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
+_OPERANDS = (
+    "str activation, str gradients, bool[] transposed, "
+    "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
+)
 
 
 def _operator(name: str, results: int | None = None) -> Any:
@@ -159,21 +184,20 @@ def _operator(name: str, results: int | None = None) -> Any:
     @torch.library.custom_op(
         f"twell_jax::{name}", mutates_args=(), schema=f"({_OPERANDS}) -> Tensor[]"
     )
-    def compute(activation, gradients, *given):
-        programs, operands, _ = bridge.programs(activation, gradients, given)
-        return to_torch(getattr(programs, name)(_in_jax(operands)))
+    def compute(activation, gradients, transposed, *operands):
+        programs = bridge.programs(activation, gradients, transposed, operands)
+        return to_torch(getattr(programs, name)(_in_jax(*operands)))
 
     @compute.register_fake
-    def _(activation, gradients, *given):
-        programs, *_ = bridge.programs(activation, gradients, given)
-        return bridge.empty_like(programs.results[:results], given[0])
+    def _(activation, gradients, transposed, *operands):
+        programs = bridge.programs(activation, gradients, transposed, operands)
+        return bridge.empty_like(programs.results[:results], operands[0])
 
     return compute
 
 
-def _in_jax(operands: bridge.Tensors) -> list[Any]:
-    x, *weights = operands
-    return [to_jax(x), *(None if w is None else weight_to_jax(w) for w in weights)]
+def _in_jax(x: torch.Tensor, *weights: torch.Tensor | None) -> list[Any]:
+    return [to_jax(x), *(None if w is None else known_to_jax(w) for w in weights)]
 
 
 _infer, _forward = _operator("infer", 1), _operator("forward")
@@ -182,19 +206,17 @@ _infer, _forward = _operator("infer", 1), _operator("forward")
 @torch.library.custom_op(
     "twell_jax::backward",
     mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor of_l1) -> Tensor[]",
+    schema=f"({_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor? of_l1) -> Tensor[]",
 )
-def _backward(activation, gradients, x, w_gate, w_up, w_down, kept, of_y, of_l1):
+def _backward(activation, gradients, transposed, x, w_gate, w_up, w_down, kept, of_y, of_l1):
     """The gradients for x and the weights, those of None left out."""
-    given = x, w_gate, w_up, w_down
-    programs, operands, turned = bridge.programs(activation, gradients, given)
-    others = [to_jax(a) for a in (*kept, of_y.contiguous(), of_l1)]
-    results = programs.backward(_in_jax(operands), others[:-2], *others[-2:])
-    present = [is_turned for a, is_turned in zip(given, turned, strict=True) if a is not None]
-    pairs = zip(to_torch(results), present, strict=True)
-    return [grad.t() if is_turned else grad for grad, is_turned in pairs]
+    operands = x, w_gate, w_up, w_down
+    programs = bridge.programs(activation, gradients, transposed, operands)
+    of_results = to_jax(of_y), None if of_l1 is None else to_jax(of_l1)
+    results = programs.backward(_in_jax(*operands), [*map(known_to_jax, kept)], *of_results)
+    return to_torch(results)
 
 
 @_backward.register_fake
-def _(activation, gradients, x, w_gate, w_up, w_down, *_others):
+def _(activation, gradients, transposed, x, w_gate, w_up, w_down, *_others):
     return [torch.empty_like(a) for a in (x, w_gate, w_up, w_down) if a is not None]

@@ -9,7 +9,7 @@ from tests.twell_jax.torch.drawn import gradients, operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
-from twell_jax.torch import bridge, operator, sparse_ffn  # noqa: E402
+from twell_jax.torch import SparseMLP, bridge, memory, operator, sparse_ffn  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
@@ -169,8 +169,37 @@ def test_compiled_it_is_one_graph(reference_kernels):
 
 
 def test_operators_are_as_torch_wants_them(reference_kernels):
-    torch.library.opcheck(operator._infer, ("relu", "sparse", *operands(256)))
-    torch.library.opcheck(operator._forward, ("relu2", "0.5", *operands(256, gated=False)))
+    upright = [False] * 4
+    torch.library.opcheck(operator._infer, ("relu", "sparse", upright, *operands(256)))
+    without_gate = operands(256, gated=False)
+    torch.library.opcheck(operator._forward, ("relu2", "0.5", upright, *without_gate))
+
+
+def test_arrays_of_parameters_and_of_what_is_kept_are_made_once(reference_kernels, monkeypatch):
+    mlp, made = SparseMLP(128, 512, implementation="mosaic", dtype=torch.bfloat16), []
+
+    def step():
+        x = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
+        made.clear()
+        mlp(x).sum().backward()
+        return [a.data_ptr() for a in made]
+
+    def to_jax(a):
+        made.append(a)
+        return original(a)
+
+    original = memory.to_jax
+    monkeypatch.setattr(memory, "to_jax", to_jax)
+    monkeypatch.setattr(operator, "to_jax", to_jax)
+    weights = {p.data_ptr() for p in mlp.parameters()}
+    assert weights < set(step())
+    assert len(step()) == 3 and not weights & set(step())  # x in both passes, and the gradient
+    # A parameter that has other memory, as after `model.to`.
+    with torch.no_grad():
+        mlp.up_proj.weight.data = 2 * mlp.up_proj.weight
+    x, *given = (a.detach() for a in (torch.ones(64, 128).bfloat16(), *mlp.parameters()))
+    expected, _ = reference(*(a.double() for a in (x, *given[:2], given[2].t())))
+    assert relative_error(mlp(x).detach().double(), expected) < 4 * ROUNDING
 
 
 def test_torch_computes_unless_kernels_are_asked_for(reference_kernels):
