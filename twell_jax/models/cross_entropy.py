@@ -7,11 +7,13 @@ twice: as in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989). See d
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from twell_jax.ffn import float8
 from twell_jax.models.sharding import on_shares
 
 # Each chunk reads and writes the whole sum of the unembedding's gradients. With the logits of 1 GiB
@@ -33,28 +35,37 @@ def token_cross_entropy(hidden: jax.Array, unembedding: jax.Array, labels: jax.A
     return on_shares(_of_tokens, hidden, labels, whole=unembedding.astype(hidden.dtype))
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def mean_cross_entropy(
-    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, weights: jax.Array | None = None
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None = None,
+    in_8_bits: bool = False,
 ) -> jax.Array:
     """The mean of `token_cross_entropy` over all tokens, float32 [].
 
     With `weights`, float32 `[B, T]` and without gradients, that of each token is multiplied by its
-    weight before.
+    weight before. With `in_8_bits` the products for logits and for the gradient of `hidden` have
+    operands of 8 bits, as those of `float8.products`; that for the gradient of `unembedding` has
+    not.
 
     The mean's gradients, in reverse mode alone, are computed with it. That of `unembedding` is
     summed over the chunks and the devices in float32, and has the dtype of `unembedding`.
     """
-    ce = token_cross_entropy(hidden, unembedding, labels)
-    return jnp.mean(ce if weights is None else ce * weights)
+    return _with_gradients(hidden, unembedding, labels, weights, in_8_bits)[0]
 
 
 def _with_gradients(
-    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, weights: jax.Array | None
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    in_8_bits: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     def of_share(hidden, labels, weights, unembedding):
         ce, of_hidden, of_unembedding = _gradients_of_tokens(
-            hidden, labels, weights, unembedding, share
+            hidden, labels, weights, unembedding, share, in_8_bits
         )
         return ce, of_hidden, of_unembedding[None]
 
@@ -67,7 +78,7 @@ def _with_gradients(
 
 
 def _scale_gradients(
-    gradients: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    in_8_bits: bool, gradients: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
     of_hidden, of_unembedding = ((g * cotangent).astype(g.dtype) for g in gradients)
     return of_hidden, of_unembedding, None, None
@@ -90,23 +101,37 @@ def _gradients_of_tokens(
     weights: jax.Array | None,
     unembedding: jax.Array,
     share: float,
+    in_8_bits: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The cross-entropy of tokens, weighted, and the gradients of their sum times `share`.
 
     Returns:
       float32 `[B, T]`; the gradient of `hidden`, in its dtype; that of `unembedding`, in float32.
     """
+    matrix = None
+    if in_8_bits:
+        matrix = float8.scaled([unembedding], float8.FORWARD, joined=0, reduced=1)
 
     def of_chunk(total, operands):
         x, labels, weights = operands
-        logits = x @ unembedding.T
+        if matrix is None:
+            logits = x @ unembedding.T
+        else:
+            logits = float8.dot(float8.scaled([x], float8.FORWARD), matrix, (1, 1), x.dtype)
         ce, log_sum = _of_logits(logits, labels)
         wanted = labels[:, None] == jnp.arange(len(unembedding))
+        error = jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted
         factor = share if weights is None else share * weights[:, None]
-        of_logits = (jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted) * factor
-        of_logits = of_logits.astype(x.dtype)
+        of_logits = (error * factor).astype(x.dtype)
         total += jnp.matmul(of_logits.T, x, preferred_element_type=jnp.float32)
-        return total, (ce if weights is None else ce * weights, of_logits @ unembedding)
+        if matrix is None:
+            of_x = of_logits @ unembedding
+        else:
+            # An error is at most one: its scale needs no maximum.
+            rounded = (error * 2.0**15).astype(float8.BACKWARD)
+            errors = float8.Scaled(rounded, jnp.float32(2.0**-15))
+            of_x = (float8.dot(errors, matrix, (1, 0), x.dtype) * factor).astype(x.dtype)
+        return total, (ce if weights is None else ce * weights, of_x)
 
     zeros = jnp.zeros(unembedding.shape, jnp.float32)
     vocab = len(unembedding)
