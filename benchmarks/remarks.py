@@ -53,9 +53,6 @@ REMARKS = {
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
-    "training-float8-2b-nvidia-h200-20261128": "The gates of sparse blocks had operands in "
-    "bfloat16. Other programs ran on the other GPU. Programs came from the compilation cache, "
-    "where most state no peak.",
     "training-float8-2b-nvidia-h200-20261128-2": "Tests ran on the other GPU. Dense programs came "
     "from the compilation cache, where they state no peak.",
     "training-float8-0p5b-nvidia-h200-20261128": "Other programs ran on the other GPU.",

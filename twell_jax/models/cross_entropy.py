@@ -21,18 +21,22 @@ from twell_jax.models.sharding import on_shares
 CHUNK_BYTES = 2**30
 
 
-def token_cross_entropy(hidden: jax.Array, unembedding: jax.Array, labels: jax.Array) -> jax.Array:
+def token_cross_entropy(
+    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, in_8_bits: bool = False
+) -> jax.Array:
     """The cross-entropy of each token, in nats. `mean_cross_entropy` is for gradients.
 
     Args:
       hidden: `[B, T, D]` in the compute dtype, to which matmuls round the logits.
       unembedding: `[vocab, D]` in any dtype, not split over "vocab".
       labels: int `[B, T]`.
+      in_8_bits: whether the product for logits has operands of 8 bits, as `float8.products`.
 
     Returns:
       float32 `[B, T]`, B split over the devices as in `split_batch`.
     """
-    return on_shares(_of_tokens, hidden, labels, whole=unembedding.astype(hidden.dtype))
+    of_share = partial(_of_tokens, in_8_bits=in_8_bits)
+    return on_shares(of_share, hidden, labels, whole=unembedding.astype(hidden.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -46,14 +50,14 @@ def mean_cross_entropy(
     """The mean of `token_cross_entropy` over all tokens, float32 [].
 
     With `weights`, float32 `[B, T]` and without gradients, that of each token is multiplied by its
-    weight before. With `in_8_bits` the products for logits and for the gradient of `hidden` have
-    operands of 8 bits, as those of `float8.products`; that for the gradient of `unembedding` has
-    not.
+    weight before. With `in_8_bits` the product for the gradient of `hidden` has operands of 8 bits,
+    too; that for the gradient of `unembedding` has not.
 
     The mean's gradients, in reverse mode alone, are computed with it. That of `unembedding` is
     summed over the chunks and the devices in float32, and has the dtype of `unembedding`.
     """
-    return _with_gradients(hidden, unembedding, labels, weights, in_8_bits)[0]
+    ce = token_cross_entropy(hidden, unembedding, labels, in_8_bits)
+    return jnp.mean(ce if weights is None else ce * weights)
 
 
 def _with_gradients(
@@ -87,9 +91,13 @@ def _scale_gradients(
 mean_cross_entropy.defvjp(_with_gradients, _scale_gradients)
 
 
-def _of_tokens(hidden: jax.Array, labels: jax.Array, unembedding: jax.Array) -> jax.Array:
+def _of_tokens(
+    hidden: jax.Array, labels: jax.Array, unembedding: jax.Array, in_8_bits: bool
+) -> jax.Array:
+    matrix = _rounded(unembedding) if in_8_bits else None
+
     def of_chunk(_, operands):
-        return None, _of_logits(operands[0] @ unembedding.T, operands[1])[0]
+        return None, _of_logits(_logits(operands[0], unembedding, matrix), operands[1])[0]
 
     _, ce = _over_chunks(of_chunk, None, hidden, labels, len(unembedding))
     return ce
@@ -108,16 +116,11 @@ def _gradients_of_tokens(
     Returns:
       float32 `[B, T]`; the gradient of `hidden`, in its dtype; that of `unembedding`, in float32.
     """
-    matrix = None
-    if in_8_bits:
-        matrix = float8.scaled([unembedding], float8.FORWARD, joined=0, reduced=1)
+    matrix = _rounded(unembedding) if in_8_bits else None
 
     def of_chunk(total, operands):
         x, labels, weights = operands
-        if matrix is None:
-            logits = x @ unembedding.T
-        else:
-            logits = float8.dot(float8.scaled([x], float8.FORWARD), matrix, (1, 1), x.dtype)
+        logits = _logits(x, unembedding, matrix)
         ce, log_sum = _of_logits(logits, labels)
         wanted = labels[:, None] == jnp.arange(len(unembedding))
         error = jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted
@@ -137,6 +140,17 @@ def _gradients_of_tokens(
     vocab = len(unembedding)
     total, (ce, of_hidden) = _over_chunks(of_chunk, zeros, hidden, labels, vocab, weights)
     return ce, of_hidden, total
+
+
+def _rounded(unembedding: jax.Array) -> float8.Scaled:
+    return float8.scaled([unembedding], float8.FORWARD, joined=0, reduced=1)
+
+
+def _logits(x: jax.Array, unembedding: jax.Array, matrix: float8.Scaled | None) -> jax.Array:
+    """Those of `x: [C, D]`; `matrix` is the unembedding in 8 bits, and x is then rounded, too."""
+    if matrix is None:
+        return x @ unembedding.T
+    return float8.dot(float8.scaled([x], float8.FORWARD), matrix, (1, 1), x.dtype)
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,9 +18,9 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 
 type Shape = jax.ShapeDtypeStruct
-_SMALL = 1 << 20  # elements of what is packed
-
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
+
+_SMALL = 1 << 20  # elements of what is packed
 
 
 class Programs(NamedTuple):

@@ -12,8 +12,8 @@ import jax
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Of a tensor, where it lies, and its array: to make one takes longer than to start a program. They
-# go with the tensor.
+# Of a tensor, where it lies, and arrays of it and of its views: to make one takes longer than to
+# start a program. They go with the tensor.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -23,21 +23,29 @@ def to_jax(a: torch.Tensor) -> jax.Array:
 
 
 def known_to_jax(a: torch.Tensor) -> jax.Array:
-    """The same, made once for a tensor that stays, such as a parameter, or comes from `to_torch`.
+    """The same, made once for a tensor that stays, such as a parameter or the view of one, or that
+    comes from `to_torch`.
 
     JAX does not wait for what torch is computing of it, but does for an array of `to_jax` that the
     same program reads, and then for all that torch computed before.
     """
-    place, array = _known.get(a, (None, None))
-    if place != a.data_ptr():  # new, or `a.data` is another tensor now
-        array = to_jax(a)
-        _known[a] = a.data_ptr(), array
-    return array
+    owner = a if a._base is None else a._base
+    start, arrays = _known.get(owner, (None, {}))
+    if start != owner.data_ptr():  # new, or `owner.data` is another tensor now
+        start, arrays = owner.data_ptr(), {}
+    if _place(a) not in arrays:
+        arrays[_place(a)] = to_jax(a)
+        _known[owner] = start, arrays
+    return arrays[_place(a)]
 
 
 def to_torch(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """Tensors that have the memory of arrays."""
     tensors = [torch.from_dlpack(a) for a in arrays]
     for tensor, array in zip(tensors, arrays, strict=True):
-        _known[tensor] = tensor.data_ptr(), array
+        _known[tensor] = tensor.data_ptr(), {_place(tensor): array}
     return tensors
+
+
+def _place(a: torch.Tensor) -> tuple:
+    return a.data_ptr(), a.shape, a.dtype

@@ -86,22 +86,17 @@ def _by_kernels(
         return y, None
     d_ff = operands[-1].shape[transposed[-1]]
     stats = stats_of.unpacked(results[1], results[2], d_ff)
-    share = len(rows) / count
-    return y, stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
+    if missing:
+        share = len(rows) / count
+        stats = stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
+    return y, stats
 
 
 def _laid_out(a: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
-    """The operand or its transpose, contiguous, and whether it is the transpose.
-
-    Of the transpose of a parameter that is the parameter itself, of which JAX has an array.
-    """
-    if a is None or a.is_contiguous():
-        return a, False
-    if not a.t().is_contiguous():
-        return a.contiguous(), False
-    base = None if torch.compiler.is_compiling() else a._base
-    is_whole = base is not None and base.shape == a.t().shape and base.is_contiguous()
-    return base if is_whole else a.t(), True
+    """The operand or its transpose, contiguous, and whether it is the transpose."""
+    if a is not None and not a.is_contiguous() and a.t().is_contiguous():
+        return a.t(), True
+    return a if a is None else a.contiguous(), False
 
 
 def _check(

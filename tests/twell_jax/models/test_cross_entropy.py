@@ -102,8 +102,10 @@ def test_operands_of_8_bits_are_those_of_logits_and_of_the_gradient_of_hidden(sp
     # An operand next to the middle of two numbers may become the other one, an eighth away.
     assert relative_error(gradients[0], of_x.reshape(hidden.shape)) < 2.0**-7
     assert relative_error(gradients[1], of_matrix) < 2.0**-7
-    exact = loss_and_gradients(mean_of_whole_logits, hidden, unembedding, labels)[0]
-    assert loss != exact
+    np.testing.assert_allclose(jax.jit(mean)(hidden, unembedding, labels), loss, rtol=1e-6)
+    if not weighted:  # rounding is seen
+        exact = mean_of_whole_logits(hidden, unembedding, labels)
+        assert abs(loss - exact) > 10 * abs(loss - expected)
 
 
 def test_matmuls_take_bfloat16_and_gradients_are_summed_in_float32():

@@ -110,6 +110,18 @@ def test_weights_may_be_views_of_their_transpose(reference_kernels):
         assert torch.equal(found, same)
 
 
+def test_gradients_are_those_for_the_views_that_were_given(reference_kernels):
+    x, w_gate, w_up, w_down = operands()
+    parameter = w_down.t().contiguous().requires_grad_()
+    view = parameter.t()
+    (of_view,) = torch.autograd.grad(by("mosaic")(x, w_gate, w_up, view)[0].sum(), view)
+    with torch.no_grad():
+        frozen = parameter.t()
+    y, _ = by("mosaic")(x.requires_grad_(), w_gate, w_up, frozen)
+    y.sum().backward()
+    assert parameter.grad is None and of_view.abs().sum() > 0
+
+
 def test_nothing_that_torch_has_is_copied_for_the_backward(reference_kernels):
     x, *weights = (a.requires_grad_() for a in operands())
     saved = []
