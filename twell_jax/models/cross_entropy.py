@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from twell_jax.ffn import float8
 from twell_jax.models.sharding import on_shares
@@ -133,7 +134,9 @@ def _gradients_of_tokens(
             # An error is at most one: its scale needs no maximum.
             rounded = (error * 2.0**15).astype(float8.BACKWARD)
             errors = float8.Scaled(rounded, jnp.float32(2.0**-15))
-            of_x = (float8.dot(errors, matrix, (1, 0), x.dtype) * factor).astype(x.dtype)
+            # The label's error is as large as all others together, of which none may be lost.
+            of_x = float8.dot(errors, matrix, (1, 0), x.dtype, lax.Precision.HIGHEST)
+            of_x = (of_x * factor).astype(x.dtype)
         return total, (ce if weights is None else ce * weights, of_x)
 
     zeros = jnp.zeros(unembedding.shape, jnp.float32)
@@ -188,7 +191,7 @@ def _over_chunks(
         return flat.reshape(*labels.shape, *a.shape[2:])
 
     operands = jax.tree.map(split, (hidden, labels, weights))
-    carry, results = jax.lax.scan(of_chunk, carry, operands)
+    carry, results = lax.scan(of_chunk, carry, operands)
     return carry, jax.tree.map(join, results)
 
 

@@ -112,7 +112,9 @@ def _programs(
         return jax.tree.leaves(upright(jax.tree.unflatten(structure, given)((of_y, of_l1))))
 
     results = jax.eval_shape(forward, shapes)
-    return Programs(jax.jit(infer), jax.jit(forward), jax.jit(backward), results)
+    # A graph of the GPU's would be written anew at each call, as addresses change.
+    compiled = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    return Programs(compiled(infer), compiled(forward), compiled(backward), results)
 
 
 def _is_small(a: jax.Array | Shape) -> bool:

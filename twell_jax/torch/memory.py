@@ -1,51 +1,64 @@
-"""Tensors of torch and arrays of JAX that share their memory, by DLPack.
+"""Programs of JAX on the memory of torch's tensors, in the order of torch's stream.
 
-DLPack also has either side's stream wait for the other's. So torch may reuse the memory of a tensor
-as soon as the call has returned, as with torch's own operators.
+On a GPU an array is a name for memory: it keeps nothing, and is made once for the places at which
+tensors lie again and again. An array for each call, which JAX then has to wait for, takes the host
+longer than the program. Torch's stream waits for the results. So torch may reuse the memory of a
+tensor as soon as the call has returned, as with torch's own operators.
 """
 
 from __future__ import annotations  # the documentation is built without torch
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-# Of a tensor, where it lies, and arrays of it and of its views: to make one takes longer than to
-# start a program. They go with the tensor.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+from twell_jax.torch import streams
+
+
+def run(program: Callable[..., Sequence[jax.Array]], *operands: Any) -> list[torch.Tensor]:
+    """The results of a program on contiguous tensors, one in the first of which is not None.
+
+    Args:
+      program: takes arrays where `operands` have tensors.
+      operands: trees.
+
+    Returns:
+      Tensors that have the memory of the program's results.
+    """
+    arrays = jax.tree.map(to_jax, operands)
+    device = jax.tree.leaves(operands)[0].device
+    if device.type == "cpu":
+        return [torch.from_dlpack(a) for a in program(*arrays)]
+    stream = torch.cuda.current_stream(device)
+    _computing(device).wait_stream(stream)
+    handle = stream.cuda_stream or 1  # which is the default stream's number in DLPack
+    results: Sequence[Any] = program(*arrays)
+    return [torch.from_dlpack(a.__dlpack__(stream=handle)) for a in results]
 
 
 def to_jax(a: torch.Tensor) -> jax.Array:
     """An array that has the memory of a contiguous tensor; what torch writes later, it has too."""
-    return jax.dlpack.from_dlpack(a.detach())
+    if a.device.type == "cpu" or not a.numel():
+        return jax.dlpack.from_dlpack(a.detach())
+    return _array_at(a.data_ptr(), a.shape, a.dtype, a.device)
 
 
-def known_to_jax(a: torch.Tensor) -> jax.Array:
-    """The same, made once for a tensor that stays, such as a parameter or the view of one, or that
-    comes from `to_torch`.
-
-    JAX does not wait for what torch is computing of it, but does for an array of `to_jax` that the
-    same program reads, and then for all that torch computed before.
-    """
-    owner = a if a._base is None else a._base
-    start, arrays = _known.get(owner, (None, {}))
-    if start != owner.data_ptr():  # new, or `owner.data` is another tensor now
-        start, arrays = owner.data_ptr(), {}
-    if _place(a) not in arrays:
-        arrays[_place(a)] = to_jax(a)
-        _known[owner] = start, arrays
-    return arrays[_place(a)]
+@functools.lru_cache(maxsize=4096)
+def _array_at(
+    address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> jax.Array:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    # Of bytes, as this interface has no bfloat16.
+    interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+    memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
+    return jax.dlpack.from_dlpack(memory.view(dtype).view(shape))
 
 
-def to_torch(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
-    """Tensors that have the memory of arrays."""
-    tensors = [torch.from_dlpack(a) for a in arrays]
-    for tensor, array in zip(tensors, arrays, strict=True):
-        _known[tensor] = tensor.data_ptr(), {_place(tensor): array}
-    return tensors
-
-
-def _place(a: torch.Tensor) -> tuple:
-    return a.data_ptr(), a.shape, a.dtype
+@functools.cache
+def _computing(device: torch.device) -> torch.cuda.Stream:
+    (of_jax,) = (d for d in jax.local_devices(backend="gpu") if d.local_hardware_id == device.index)
+    return torch.cuda.ExternalStream(streams.computing(of_jax), device)

@@ -9,9 +9,8 @@ import torch
 from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
-from twell_jax.torch import bridge, dense
+from twell_jax.torch import bridge, dense, memory
 from twell_jax.torch import stats as stats_of
-from twell_jax.torch.memory import known_to_jax, to_jax, to_torch
 from twell_jax.torch.stats import FFNStats
 
 # JAX compiles a program for each number of tokens: more than so many are filled up to a multiple.
@@ -181,7 +180,7 @@ def _operator(name: str, results: int | None = None) -> Any:
     )
     def compute(activation, gradients, transposed, *operands):
         programs = bridge.programs(activation, gradients, transposed, operands)
-        return to_torch(getattr(programs, name)(_in_jax(*operands)))
+        return memory.run(getattr(programs, name), [*operands])
 
     @compute.register_fake
     def _(activation, gradients, transposed, *operands):
@@ -189,10 +188,6 @@ def _operator(name: str, results: int | None = None) -> Any:
         return bridge.empty_like(programs.results[:results], operands[0])
 
     return compute
-
-
-def _in_jax(x: torch.Tensor, *weights: torch.Tensor | None) -> list[Any]:
-    return [to_jax(x), *(None if w is None else known_to_jax(w) for w in weights)]
 
 
 _infer, _forward = _operator("infer", 1), _operator("forward")
@@ -207,9 +202,7 @@ def _backward(activation, gradients, transposed, x, w_gate, w_up, w_down, kept, 
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
-    of_results = to_jax(of_y), None if of_l1 is None else to_jax(of_l1)
-    results = programs.backward(_in_jax(*operands), [*map(known_to_jax, kept)], *of_results)
-    return to_torch(results)
+    return memory.run(programs.backward, [*operands], [*kept], of_y, of_l1)
 
 
 @_backward.register_fake

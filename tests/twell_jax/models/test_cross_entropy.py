@@ -15,7 +15,7 @@ from tests.equations import equations
 from tests.errors import relative_error
 from tests.float8 import E4M3, E5M2, rounded
 from tests.twell_jax import drawn
-from twell_jax.models import cross_entropy, sharding
+from twell_jax.models import QUANTISED_OPTIONS, cross_entropy, sharding
 from twell_jax.models.cross_entropy import chunks, mean_cross_entropy, token_cross_entropy
 
 B, T, D, VOCAB = 8, 12, 16, 61
@@ -106,6 +106,26 @@ def test_operands_of_8_bits_are_those_of_logits_and_of_the_gradient_of_hidden(sp
     if not weighted:  # rounding is seen
         exact = mean_of_whole_logits(hidden, unembedding, labels)
         assert abs(loss - exact) > 10 * abs(loss - expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "vocab"),
+    [
+        ("cpu", 65536),
+        *(pytest.param("gpu", vocab, marks=pytest.mark.gpu) for vocab in (65536, 50257)),
+    ],
+)
+def test_small_errors_count_beside_that_of_the_label(device, vocab):
+    """The gradient for a token is a sum of one large term and of as much in small ones."""
+    with jax.default_device(jax.devices(device)[0]):
+        hidden, unembedding = jnp.zeros((1, 64, 64), jnp.bfloat16), jnp.ones((vocab, 64))
+        labels = jnp.arange(64, dtype=jnp.int32)[None]
+        loss = jax.jit(partial(mean_cross_entropy, in_8_bits=True))
+        of_hidden = jax.jit(jax.grad(loss), compiler_options=QUANTISED_OPTIONS)(
+            hidden, unembedding, labels
+        )
+    # Rounding to e5m2 leaves 1/8 of each.
+    assert jnp.abs(64 * of_hidden.astype(jnp.float32)).max() < 2 / 8
 
 
 def test_matmuls_take_bfloat16_and_gradients_are_summed_in_float32():

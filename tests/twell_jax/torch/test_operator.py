@@ -1,5 +1,6 @@
 """`twell_jax.torch.sparse_ffn`: through JAX and by torch alone, against torch in float64."""
 
+import jax
 import pytest
 
 from tests.errors import ROUNDING, relative_error
@@ -9,7 +10,7 @@ from tests.twell_jax.torch.drawn import gradients, operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
-from twell_jax.torch import SparseMLP, bridge, memory, operator, sparse_ffn  # noqa: E402
+from twell_jax.torch import SparseMLP, bridge, operator, sparse_ffn, streams  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
@@ -187,31 +188,18 @@ def test_operators_are_as_torch_wants_them(reference_kernels):
     torch.library.opcheck(operator._forward, ("relu2", "0.5", upright, *without_gate))
 
 
-def test_arrays_of_parameters_and_of_what_is_kept_are_made_once(reference_kernels, monkeypatch):
-    mlp, made = SparseMLP(128, 512, implementation="mosaic", dtype=torch.bfloat16), []
-
-    def step():
-        x = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
-        made.clear()
-        mlp(x).sum().backward()
-        return [a.data_ptr() for a in made]
-
-    def to_jax(a):
-        made.append(a)
-        return original(a)
-
-    original = memory.to_jax
-    monkeypatch.setattr(memory, "to_jax", to_jax)
-    monkeypatch.setattr(operator, "to_jax", to_jax)
-    weights = {p.data_ptr() for p in mlp.parameters()}
-    assert weights < set(step())
-    assert len(step()) == 3 and not weights & set(step())  # x in both passes, and the gradient
-    # A parameter that has other memory, as after `model.to`.
-    with torch.no_grad():
+def test_a_parameter_may_get_other_memory(reference_kernels):
+    mlp = SparseMLP(128, 512, implementation="mosaic", dtype=torch.bfloat16)
+    mlp(torch.ones(64, 128).bfloat16())
+    with torch.no_grad():  # as `model.to` does
         mlp.up_proj.weight.data = 2 * mlp.up_proj.weight
     x, *given = (a.detach() for a in (torch.ones(64, 128).bfloat16(), *mlp.parameters()))
     expected, _ = reference(*(a.double() for a in (x, *given[:2], given[2].t())))
     assert relative_error(mlp(x).detach().double(), expected) < 4 * ROUNDING
+
+
+def test_jax_tells_its_stream_and_has_none_on_cpus():
+    assert streams.computing(jax.devices("cpu")[0]) is None
 
 
 def test_torch_computes_unless_kernels_are_asked_for(reference_kernels):
@@ -229,6 +217,19 @@ def test_kernels_on_a_gpu(m, gated, dtype):
     dy = torch.randn_like(tensors[0])
     ours = gradients(by("mosaic"), tensors, dy)
     assert_exact(ours, tensors, dy)
+
+
+@pytest.mark.gpu
+def test_memory_is_not_kept_and_may_have_other_contents():
+    x, *weights = (a.cuda() for a in operands(8192, 2048, 5632))
+    expected = sparse_ffn(x, *weights, implementation="mosaic")
+    before = torch.cuda.memory_allocated()
+    for sign in (-1, 1):
+        y = sparse_ffn(sign * x, *weights, implementation="mosaic")  # at the same place each time
+        assert torch.cuda.memory_allocated() == before
+        assert torch.equal(y, expected) == (sign == 1)
+    weights[1].mul_(2)
+    assert torch.equal(sparse_ffn(x, *weights, implementation="mosaic"), 2 * expected)
 
 
 @pytest.mark.gpu
