@@ -3,8 +3,8 @@
     python -m benchmarks.precision [CONFIG [key=value ...]] [--seeds 0 1 2] [--out DIRECTORY]
 
 Trains CONFIG (default: precision.yaml) for each seed in both ways, by the command that a user has.
-An interrupted run continues, and one that has ended is shown again. So several processes can divide
-the seeds, and a last one with all seeds writes the record.
+An interrupted run continues, and one that has ended is not repeated. So several processes can
+divide the seeds, and a last one with all seeds writes the record.
 """
 
 import argparse

@@ -109,7 +109,7 @@ def train(
     *,
     seconds: float | None = None,
 ) -> tuple[Path, list[str]]:
-    """Trains a variant in a directory of its own, or continues it there.
+    """Trains a variant in a directory of its own, or continues it there, unless it has ended.
 
     Args:
       config: the configuration of all variants.
@@ -122,15 +122,21 @@ def train(
     Returns:
       The directory, which is inside the configuration's `run_dir`, and all overrides.
     """
-    directory = Path(config_lib.load(config, overrides).run_dir)
-    run_dir = directory / variant.replace(", ", "-").replace(" ", "-")
+    loaded = config_lib.load(config, [*overrides, *changes])
+    run_dir = Path(loaded.run_dir) / variant.replace(", ", "-").replace(" ", "-")
     given = [*overrides, *changes, f"run_dir={run_dir}"]
     command = "-m", "twell_jax.train", str(config), *given
-    if seconds is None:
-        run(*command, run_dir=run_dir)
-    else:
+    if seconds is not None:
         _run_for(seconds, *command, run_dir=run_dir)
+    elif not _has_ended(run_dir, loaded.steps):
+        run(*command, run_dir=run_dir)
     return run_dir, given
+
+
+def _has_ended(run_dir: Path, steps: int) -> bool:
+    """Whether a run has done all its steps and the evaluation after them."""
+    records = metrics.read(RunPaths(run_dir).metrics)
+    return bool(records) and records[-1]["step"] == steps and "held_out_ce" in records[-1]
 
 
 def run(*command: str, run_dir: Path) -> None:
