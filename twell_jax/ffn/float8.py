@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "float8 operands"  # for policies of `jax.checkpoint`: what the gradients of weights read
 
-FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+_FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Scaled(NamedTuple):
@@ -82,22 +82,22 @@ def _products(x: jax.Array, weights: tuple[jax.Array, ...], axis: int) -> list[j
 def _with_residuals(
     x: jax.Array, weights: tuple[jax.Array, ...], axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
-    rows, matrix = scaled([x], FORWARD), scaled(weights, FORWARD, joined=1 - axis, reduced=1)
+    rows, matrix = scaled([x], _FORWARD), scaled(weights, _FORWARD, joined=1 - axis, reduced=1)
     # As bytes: `jax.checkpoint` rounds floats that it keeps, and makes NaN of e4m3 above 240.
     kept = checkpoint_name(lax.bitcast_convert_type(rows.values, jnp.uint8), KEPT)
-    rows = Scaled(lax.bitcast_convert_type(kept, FORWARD), checkpoint_name(rows.scale, KEPT))
-    y = dot(rows, matrix, (1, axis), x.dtype)
+    rows = Scaled(lax.bitcast_convert_type(kept, _FORWARD), checkpoint_name(rows.scale, KEPT))
+    y = _dot(rows, matrix, (1, axis), x.dtype)
     return _split(y, [w.shape[1 - axis] for w in weights], 1), (rows, matrix)
 
 
 def _gradients(
     axis: int, kept: tuple[Scaled, Scaled], of_ys: list[jax.Array]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    (rows, matrix), grads = kept, scaled(of_ys, BACKWARD)
+    (rows, matrix), grads = kept, scaled(of_ys, _BACKWARD)
     dtype, widths = of_ys[0].dtype, [of_y.shape[1] for of_y in of_ys]
     factors = (rows, grads) if axis == 0 else (grads, rows)
-    of_weights = _split(dot(*factors, (0, 0), dtype), widths, 1 - axis)
-    return dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights)
+    of_weights = _split(_dot(*factors, (0, 0), dtype), widths, 1 - axis)
+    return _dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights)
 
 
 _products.defvjp(_with_residuals, _gradients)
@@ -107,20 +107,8 @@ def _split(a: jax.Array, widths: Sequence[int], axis: int) -> list[jax.Array]:
     return jnp.split(a, list(accumulate(widths))[:-1], axis)
 
 
-def dot(
-    a: Scaled,
-    b: Scaled,
-    axes: tuple[int, int],
-    dtype: jnp.dtype,
-    precision: lax.Precision = lax.Precision.DEFAULT,
-) -> jax.Array:
-    """The product of matrices over an axis of each, rounded once to `dtype`.
-
-    By default a Hopper GPU sums 14 bits: of a sum with one large term, small ones are lost.
-    `Precision.HIGHEST` has it move its sums to float32 in time, at some cost.
-    """
+def _dot(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+    """The product over an axis of each, rounded once to `dtype`."""
     left, right = (m.values.astype(dtype) * m.scale.astype(dtype) for m in (a, b))
     dimensions = (axes[:1], axes[1:]), ((), ())
-    return lax.dot_general(
-        left, right, dimensions, precision=precision, preferred_element_type=dtype
-    )
+    return lax.dot_general(left, right, dimensions, preferred_element_type=dtype)

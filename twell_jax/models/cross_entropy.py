@@ -7,14 +7,11 @@ twice: as in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989). See d
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from twell_jax.ffn import float8
 from twell_jax.models.sharding import on_shares
 
 # Each chunk reads and writes the whole sum of the unembedding's gradients. With the logits of 1 GiB
@@ -22,55 +19,42 @@ from twell_jax.models.sharding import on_shares
 CHUNK_BYTES = 2**30
 
 
-def token_cross_entropy(
-    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, in_8_bits: bool = False
-) -> jax.Array:
+def token_cross_entropy(hidden: jax.Array, unembedding: jax.Array, labels: jax.Array) -> jax.Array:
     """The cross-entropy of each token, in nats. `mean_cross_entropy` is for gradients.
 
     Args:
       hidden: `[B, T, D]` in the compute dtype, to which matmuls round the logits.
       unembedding: `[vocab, D]` in any dtype, not split over "vocab".
       labels: int `[B, T]`.
-      in_8_bits: whether the product for logits has operands of 8 bits, as `float8.products`.
 
     Returns:
       float32 `[B, T]`, B split over the devices as in `split_batch`.
     """
-    of_share = partial(_of_tokens, in_8_bits=in_8_bits)
-    return on_shares(of_share, hidden, labels, whole=unembedding.astype(hidden.dtype))
+    return on_shares(_of_tokens, hidden, labels, whole=unembedding.astype(hidden.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@jax.custom_vjp
 def mean_cross_entropy(
-    hidden: jax.Array,
-    unembedding: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None = None,
-    in_8_bits: bool = False,
+    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, weights: jax.Array | None = None
 ) -> jax.Array:
     """The mean of `token_cross_entropy` over all tokens, float32 [].
 
     With `weights`, float32 `[B, T]` and without gradients, that of each token is multiplied by its
-    weight before. With `in_8_bits` the product for the gradient of `hidden` has operands of 8 bits,
-    too; that for the gradient of `unembedding` has not.
+    weight before.
 
     The mean's gradients, in reverse mode alone, are computed with it. That of `unembedding` is
     summed over the chunks and the devices in float32, and has the dtype of `unembedding`.
     """
-    ce = token_cross_entropy(hidden, unembedding, labels, in_8_bits)
+    ce = token_cross_entropy(hidden, unembedding, labels)
     return jnp.mean(ce if weights is None else ce * weights)
 
 
 def _with_gradients(
-    hidden: jax.Array,
-    unembedding: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None,
-    in_8_bits: bool,
+    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     def of_share(hidden, labels, weights, unembedding):
         ce, of_hidden, of_unembedding = _gradients_of_tokens(
-            hidden, labels, weights, unembedding, share, in_8_bits
+            hidden, labels, weights, unembedding, share
         )
         return ce, of_hidden, of_unembedding[None]
 
@@ -83,7 +67,7 @@ def _with_gradients(
 
 
 def _scale_gradients(
-    in_8_bits: bool, gradients: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    gradients: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
     of_hidden, of_unembedding = ((g * cotangent).astype(g.dtype) for g in gradients)
     return of_hidden, of_unembedding, None, None
@@ -92,13 +76,9 @@ def _scale_gradients(
 mean_cross_entropy.defvjp(_with_gradients, _scale_gradients)
 
 
-def _of_tokens(
-    hidden: jax.Array, labels: jax.Array, unembedding: jax.Array, in_8_bits: bool
-) -> jax.Array:
-    matrix = _rounded(unembedding) if in_8_bits else None
-
+def _of_tokens(hidden: jax.Array, labels: jax.Array, unembedding: jax.Array) -> jax.Array:
     def of_chunk(_, operands):
-        return None, _of_logits(_logits(operands[0], unembedding, matrix), operands[1])[0]
+        return None, _of_logits(operands[0] @ unembedding.T, operands[1])[0]
 
     _, ce = _over_chunks(of_chunk, None, hidden, labels, len(unembedding))
     return ce
@@ -110,50 +90,28 @@ def _gradients_of_tokens(
     weights: jax.Array | None,
     unembedding: jax.Array,
     share: float,
-    in_8_bits: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The cross-entropy of tokens, weighted, and the gradients of their sum times `share`.
 
     Returns:
       float32 `[B, T]`; the gradient of `hidden`, in its dtype; that of `unembedding`, in float32.
     """
-    matrix = _rounded(unembedding) if in_8_bits else None
 
     def of_chunk(total, operands):
         x, labels, weights = operands
-        logits = _logits(x, unembedding, matrix)
+        logits = x @ unembedding.T
         ce, log_sum = _of_logits(logits, labels)
         wanted = labels[:, None] == jnp.arange(len(unembedding))
-        error = jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted
         factor = share if weights is None else share * weights[:, None]
-        of_logits = (error * factor).astype(x.dtype)
+        of_logits = (jnp.exp(logits.astype(jnp.float32) - log_sum[:, None]) - wanted) * factor
+        of_logits = of_logits.astype(x.dtype)
         total += jnp.matmul(of_logits.T, x, preferred_element_type=jnp.float32)
-        if matrix is None:
-            of_x = of_logits @ unembedding
-        else:
-            # An error is at most one: its scale needs no maximum.
-            rounded = (error * 2.0**15).astype(float8.BACKWARD)
-            errors = float8.Scaled(rounded, jnp.float32(2.0**-15))
-            # The label's error is as large as all others together, of which none may be lost.
-            of_x = float8.dot(errors, matrix, (1, 0), x.dtype, lax.Precision.HIGHEST)
-            of_x = (of_x * factor).astype(x.dtype)
-        return total, (ce if weights is None else ce * weights, of_x)
+        return total, (ce if weights is None else ce * weights, of_logits @ unembedding)
 
     zeros = jnp.zeros(unembedding.shape, jnp.float32)
     vocab = len(unembedding)
     total, (ce, of_hidden) = _over_chunks(of_chunk, zeros, hidden, labels, vocab, weights)
     return ce, of_hidden, total
-
-
-def _rounded(unembedding: jax.Array) -> float8.Scaled:
-    return float8.scaled([unembedding], float8.FORWARD, joined=0, reduced=1)
-
-
-def _logits(x: jax.Array, unembedding: jax.Array, matrix: float8.Scaled | None) -> jax.Array:
-    """Those of `x: [C, D]`; `matrix` is the unembedding in 8 bits, and x is then rounded, too."""
-    if matrix is None:
-        return x @ unembedding.T
-    return float8.dot(float8.scaled([x], float8.FORWARD), matrix, (1, 1), x.dtype)
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -191,7 +149,7 @@ def _over_chunks(
         return flat.reshape(*labels.shape, *a.shape[2:])
 
     operands = jax.tree.map(split, (hidden, labels, weights))
-    carry, results = lax.scan(of_chunk, carry, operands)
+    carry, results = jax.lax.scan(of_chunk, carry, operands)
     return carry, jax.tree.map(join, results)
 
 

@@ -1,7 +1,6 @@
 """Cross-entropy in chunks: that of whole logits, in a fraction of their memory, on any mesh."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ from flax import nnx
 from tests import seeds
 from tests.equations import equations
 from tests.errors import relative_error
-from tests.float8 import E4M3, E5M2, rounded
 from tests.twell_jax import drawn
-from twell_jax.models import QUANTISED_OPTIONS, cross_entropy, sharding
+from twell_jax.models import cross_entropy, sharding
 from twell_jax.models.cross_entropy import chunks, mean_cross_entropy, token_cross_entropy
 
 B, T, D, VOCAB = 8, 12, 16, 61
@@ -80,52 +78,6 @@ def test_bfloat16_rounds_no_more_than_with_whole_logits(split):
     for ours, theirs, true in zip(gradients, reference, exact, strict=True):
         assert ours.dtype == theirs.dtype
         assert relative_error(ours, true) < 1.1 * relative_error(theirs, true) < 2e-2
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_operands_of_8_bits_are_those_of_logits_and_of_the_gradient_of_hidden(split, weighted):
-    hidden, unembedding, labels = draw()
-    weights = jnp.asarray(seeds.rng().integers(0, 3, (B, T)), jnp.float32) if weighted else None
-    mean = partial(mean_cross_entropy, weights=weights, in_8_bits=True)
-    loss, gradients = jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))(hidden, unembedding, labels)
-    x, exact_x = rounded(hidden, E4M3).reshape(-1, D), np.asarray(hidden, np.float64).reshape(-1, D)
-    matrix = rounded(unembedding, E4M3)
-    logits = x @ matrix.T
-    log_p = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
-    factor = np.ones((B * T, 1)) if weights is None else np.asarray(weights, float).reshape(-1, 1)
-    wanted = np.eye(VOCAB)[np.asarray(labels).ravel()]
-    error = np.exp(log_p) - wanted
-    expected = -np.mean(factor * np.sum(wanted * log_p, axis=1, keepdims=True))
-    of_x = error.astype(np.float32).astype(E5M2).astype(np.float64) @ matrix * factor / (B * T)
-    of_matrix = (error * factor).T @ exact_x / (B * T)
-    np.testing.assert_allclose(loss, expected, rtol=1e-3)
-    # An operand next to the middle of two numbers may become the other one, an eighth away.
-    assert relative_error(gradients[0], of_x.reshape(hidden.shape)) < 2.0**-7
-    assert relative_error(gradients[1], of_matrix) < 2.0**-7
-    np.testing.assert_allclose(jax.jit(mean)(hidden, unembedding, labels), loss, rtol=1e-6)
-    if not weighted:  # rounding is seen
-        exact = mean_of_whole_logits(hidden, unembedding, labels)
-        assert abs(loss - exact) > 10 * abs(loss - expected)
-
-
-@pytest.mark.parametrize(
-    ("device", "vocab"),
-    [
-        ("cpu", 65536),
-        *(pytest.param("gpu", vocab, marks=pytest.mark.gpu) for vocab in (65536, 50257)),
-    ],
-)
-def test_small_errors_count_beside_that_of_the_label(device, vocab):
-    """The gradient for a token is a sum of one large term and of as much in small ones."""
-    with jax.default_device(jax.devices(device)[0]):
-        hidden, unembedding = jnp.zeros((1, 64, 64), jnp.bfloat16), jnp.ones((vocab, 64))
-        labels = jnp.arange(64, dtype=jnp.int32)[None]
-        loss = jax.jit(partial(mean_cross_entropy, in_8_bits=True))
-        of_hidden = jax.jit(jax.grad(loss), compiler_options=QUANTISED_OPTIONS)(
-            hidden, unembedding, labels
-        )
-    # Rounding to e5m2 leaves 1/8 of each.
-    assert jnp.abs(64 * of_hidden.astype(jnp.float32)).max() < 2 / 8
 
 
 def test_matmuls_take_bfloat16_and_gradients_are_summed_in_float32():
