@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice
 from twell_jax.ffn import api, dispatch, partition, remedies
 from twell_jax.ffn.api import sparse_ffn
 from twell_jax.ffn.arguments import ALL_OLD_NAMES, refuses_old_names
+from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.measured import Block
 from twell_jax.ffn.module import SparseMLP
 
@@ -47,12 +48,8 @@ def explain(*operands: Any, device: str | None = None, **options: Any) -> str:
                 f"{type(module).__name__}; pass one of its blocks"
             )
         operands, options = (), module.operands(*rest, **options)
-    given = inspect.signature(sparse_ffn).bind(*operands, **options)
-    given.apply_defaults()
-    call = api.checked(**given.arguments)
-    partition.check_shardings(call.weights, call.biases, call.windows)
     with on_device(device):
-        selection = api.select(call)
+        call, selection = select(*operands, **options)
         lines = str(selection).splitlines()
         if block := dispatch.to_measure(selection.case, call.request, call.x.dtype):
             lines.insert(-1, f"  not measured: {_command(block)} would decide by measurement")
@@ -60,6 +57,19 @@ def explain(*operands: Any, device: str | None = None, **options: Any) -> str:
             remedy = remedies.find(selection.case, call.request, call.x.dtype)
             lines += [f"  {remedy}"] if remedy else []
     return "\n".join(lines)
+
+
+def select(*operands: Any, **options: Any) -> tuple[api.Call, Selection]:
+    """A call of `sparse_ffn` with such operands and options, and the rule that serves it.
+
+    Raises:
+      TypeError, ValueError, CannotServe: as `sparse_ffn` does.
+    """
+    given = inspect.signature(sparse_ffn).bind(*operands, **options)
+    given.apply_defaults()
+    call = api.checked(**given.arguments)
+    partition.check_shardings(call.weights, call.biases, call.windows)
+    return call, api.select(call)
 
 
 def _command(block: Block) -> str:

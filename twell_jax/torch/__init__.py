@@ -5,9 +5,9 @@
     replace_mlps(model, activation="relu")  # a Llama of transformers, say
     loss = model(**batch).loss + 2e-5 * collect_l1(model)
 
-It needs the extra "torch". Torch computes the block densely. With `implementation="mosaic"` the
-kernels of `pallas_kernels` do, on a Hopper GPU, started by JAX on the memory of torch's tensors.
-JAX then takes memory as it needs it: it would take most of the GPU's at first otherwise.
+It needs the extra "torch". On a Hopper GPU the kernels of `pallas_kernels` compute the block where
+they were measured to win, started by JAX on the memory of torch's tensors; anywhere else torch
+does, densely. JAX takes memory as it needs it: it would take most of the GPU's at first otherwise.
 """
 
 import os

@@ -41,7 +41,7 @@ class SparseMLP(torch.nn.Module):
         gated: bool = True,
         activation: Activation = "relu",
         gradients: LayerGradients = "sparse",
-        implementation: Literal["torch", "mosaic"] = "torch",
+        implementation: Literal["torch", "mosaic"] | None = None,
         keep_stats: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,

@@ -9,7 +9,7 @@ import torch
 from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
-from twell_jax.torch import bridge, dense, memory
+from twell_jax.torch import bridge, choice, dense, memory
 from twell_jax.torch import stats as stats_of
 from twell_jax.torch.stats import FFNStats
 
@@ -25,7 +25,7 @@ def sparse_ffn(
     *,
     activation: Activation = "relu",
     gradients: LayerGradients = "sparse",
-    implementation: Literal["torch", "mosaic"] = "torch",
+    implementation: Literal["torch", "mosaic"] | None = None,
     return_stats: bool = False,
 ) -> Any:
     """The block of `twell_jax.sparse_ffn` on torch tensors, differentiable.
@@ -39,7 +39,7 @@ def sparse_ffn(
       w_up, w_down: `[H, D]`.
       activation, gradients: as of `twell_jax.sparse_ffn`.
       implementation: "torch" (dense, on any device) or "mosaic" (kernels, on Hopper GPUs, in
-        bfloat16 or float16).
+        bfloat16 or float16). None: kernels where they were measured to win.
       return_stats: return the statistics, too. Dense, that takes time; kernels have them anyway.
 
     Returns:
@@ -54,6 +54,12 @@ def sparse_ffn(
         _check(x, w_gate, w_up, w_down, activation, gradients, implementation)
     rows, *weights = _autocast(x, w_gate, w_up, w_down)
     rows = rows.reshape(-1, x.shape[-1])
+    if implementation is None:
+        dtype, (tokens, width) = str(rows.dtype).removeprefix("torch."), rows.shape
+        is_gated = w_gate is not None
+        implementation = choice.implementation(
+            x.device.type, dtype, tokens, width, len(w_down), is_gated
+        )
     if implementation == "mosaic":
         named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
         y, stats = _by_kernels(*named, rows, *weights, with_stats=return_stats)
@@ -108,8 +114,10 @@ def _check(
     implementation: Any,
 ) -> None:
     """Raises ValueError as `sparse_ffn` does."""
-    if implementation not in ("torch", "mosaic"):
-        raise ValueError(f"implementation must be 'torch' or 'mosaic', got {implementation!r}")
+    if implementation not in (None, "torch", "mosaic"):
+        raise ValueError(
+            f"implementation must be 'torch', 'mosaic' or None, got {implementation!r}"
+        )
     arguments.check_activation(activation, w_gate is not None)
     arguments.check_gradients(gradients)
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}

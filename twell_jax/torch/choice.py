@@ -1,0 +1,51 @@
+"""Who computes a block of torch's tensors, if the caller leaves the choice."""
+
+from __future__ import annotations  # the documentation is built without torch
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from twell_jax.ffn import explained
+from twell_jax.ffn.dispatch import MANY_TOKENS
+
+# Tokens x D x H. With less work torch's dense block has ended before the host has started what
+# kernels need, in one pass or in both: record torch_block-nvidia-h200-20261128, both patterns.
+TOKENS = 8192
+LEAST_WORK = TOKENS * 2048 * 5632
+
+
+def implementation(
+    device: str, dtype: str, tokens: int, width: int, neurons: int, gated: bool
+) -> Literal["torch", "mosaic"]:
+    """Kernels where they win, whatever the pattern; torch anywhere else.
+
+    Args:
+      device: the type of torch's device.
+      dtype: that of all operands, as JAX calls it.
+      tokens: their number.
+      width, neurons: D and H.
+      gated: whether there is a gate.
+    """
+    if device != "cuda" or tokens < MANY_TOKENS or tokens * width * neurons < LEAST_WORK:
+        return "torch"
+    # As text, for torch.compile to take widths as constants even where it was told not to.
+    return "mosaic" if _is_for_unions(f"{dtype} {width} {neurons} {gated}") else "torch"
+
+
+@torch.compiler.assume_constant_result
+def _is_for_unions(block: str) -> bool:
+    return _algorithm(block) == "unions"
+
+
+@functools.cache
+def _algorithm(block: str) -> str:
+    """The one that JAX's rules have for many tokens on this machine's device."""
+    dtype, width, neurons, gated = block.split()
+    shapes = ((n, int(width)) for n in (TOKENS, int(neurons)))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
+    _, selection = explained.select(x, w if gated == "True" else None, w, w)
+    return selection.rule.algorithm
