@@ -60,15 +60,21 @@ def assert_added(call, operands, algorithm):
     assert_same_stats(algorithm, operands, stats, stats_alone)
 
 
-def test_where_the_neurons_are_split_a_residual_is_added_once(reference_kernels):
+@pytest.mark.parametrize("options", [{"packing": "unions"}, sparse()], ids=["alone", "gradients"])
+def test_where_the_neurons_are_split_a_residual_is_added_once(reference_kernels, options):
+    def block(x, *weights, residual):
+        y, vjp = jax.vjp(lambda a: sparse_ffn(x, *weights, residual=a, **options)[0], residual)
+        return y, vjp(y)[0]
+
     operands = draw(4 * 100, 128, 512)
     residual = residual_for(operands)
     mesh, specs = make_mesh((2, 2), ("data", "tensor")), [P("data"), *3 * [P("tensor")], P("data")]
     with jax.set_mesh(mesh):
         x, *weights, placed = place(mesh, [*operands, residual], specs)
-        y, _ = jax.jit(by("unions"))(x, *weights, residual=placed)
+        y, of_residual = jax.jit(block)(x, *weights, residual=placed)
     expected, _ = xla(*in_float32(operands), residual=residual.astype(np.float32))
     assert relative_error(y, expected) < 5e-3
+    np.testing.assert_array_equal(of_residual, y)
 
 
 @pytest.mark.slow

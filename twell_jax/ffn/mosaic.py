@@ -115,7 +115,7 @@ def sparse_gradients(
     the_same = () if grid is None else (Share.MEAN,)  # offset and gradient, on all devices
     forward_on_device = _on_devices(
         functools.partial(_forward_for_gradients, kernels, act, capacity, grid, in_8_bits),
-        (*_OPERANDS, *the_same),
+        (*_OPERANDS, Share.TOKENS, *the_same),
         (_OUTPUT, Share.MEAN, Share.OWN),
     )
     backward_on_device = _on_devices(
@@ -124,32 +124,30 @@ def sparse_gradients(
         _OPERANDS,
     )
 
-    def forward(x, weights, *offset):
-        output, overflow, residuals = forward_on_device(x, _by_device(weights), *offset)
+    def forward(x, weights, residual, *offset):
+        # Each part of the neurons would add the residual.
+        added = residual if partition.devices().neurons == 1 else None
+        output, overflow, residuals = forward_on_device(x, _by_device(weights), added, *offset)
         # x too: a policy that keeps what matmuls make would compute it again, for this block alone.
         kept = jax.tree.map(lambda a: checkpoint_name(a, RESIDUALS), (residuals, x))
-        return output.with_stats(overflow), (*kept, weights)
+        y, stats = output.with_stats(overflow)
+        is_there = None if residual is None else ()
+        return (y if added is residual else xla.add(residual, y), stats), (*kept, weights, is_there)
 
     def backward(kept, cotangent):
-        (residuals, x, weights), (dy, stats) = kept, cotangent
+        (residuals, x, weights, is_there), (dy, stats) = kept, cotangent
         # Both are means over tokens.
         penalties = [a / dy.shape[0] for a in (stats.l1, stats.lasso) if a is not None]
         grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
-        return (*grads, *(None for _ in the_same))
+        return *grads, None if is_there is None else dy, *(None for _ in the_same)
 
-    without_gradients = _forward(kernels, act, "unions", in_8_bits)
     compute = jax.custom_vjp(
-        (lambda x, weights: without_gradients(x, weights, None))
+        _forward(kernels, act, "unions", in_8_bits)
         if grid is None
         else lambda *operands: forward(*operands)[0]
     )
     compute.defvjp(forward, backward)
-
-    def with_residual(x, weights, residual, *offset):
-        y, stats = compute(x, weights, *offset)
-        return xla.add(residual, y), stats
-
-    return with_residual
+    return compute
 
 
 def _forward(kernels: BlockKernels, act: Rectifier, algorithm: str, in_8_bits: bool) -> Block:
@@ -175,10 +173,10 @@ def _by_device(weights: Weights) -> Weights:
     return weights.live_in_parts(partition.devices().neurons)
 
 
-def _forward_for_gradients(kernels, act, capacity, grid, in_8_bits, x, weights, *offset):
+def _forward_for_gradients(kernels, act, capacity, grid, in_8_bits, x, weights, residual, *offset):
     windows = TokenWindows.of(grid, *offset, len(x)) if offset else None
     output, residuals = unions.forward_with_residuals(
-        kernels, act, x, weights, windows, capacity=capacity, in_8_bits=in_8_bits
+        kernels, act, x, weights, residual, windows, capacity=capacity, in_8_bits=in_8_bits
     )
     overflow = residuals.way[0] == unions.Way.RECOMPUTE
     return output, overflow.astype(jnp.float32), residuals

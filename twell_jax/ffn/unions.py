@@ -88,18 +88,20 @@ def forward_with_residuals(
     act: Rectifier,
     x: jax.Array,
     weights: Weights,
+    residual: jax.Array | None = None,
     windows: TokenWindows | None = None,
     *,
     capacity: float,
     in_8_bits: bool = False,
 ) -> tuple[Output, Residuals]:
-    """The block for `x: [M, D]`, and what `backward` needs.
+    """The block as by `forward`, and what `backward` needs.
 
     Args:
       kernels: the back end.
       act: the activation.
       x: `[M, D]`.
       weights: `[H, D]` each.
+      residual: `[M, D]`, or None.
       windows: the windows over which the lasso is wanted; None: it is not.
       capacity: memory for the residuals, above 0 and at most 1, as a fraction of what they take
         densely.
@@ -107,7 +109,7 @@ def forward_with_residuals(
     """
     if in_8_bits:
         weights = dense_gradients.with_gate_in_8_bits(weights)
-    output, kept = _forward(kernels, act, x, weights, capacity=capacity)
+    output, kept = _forward(kernels, act, x, weights, residual, capacity=capacity)
     assert kept.lists is not None and kept.heavy_hidden is not None  # as there is a capacity
     rows, count = kept.heavy.rows[:MAX_HEAVY], kept.heavy.count
     rows = jnp.where(jnp.arange(rows.size) < count, rows, x.shape[0])
