@@ -32,23 +32,31 @@ class Scaled(NamedTuple):
 
 
 def scaled(
-    parts: Sequence[jax.Array], dtype: jax.typing.DTypeLike, *, joined: int = 1, reduced: int = 0
+    parts: Sequence[jax.Array],
+    dtype: jax.typing.DTypeLike,
+    *,
+    joined: int = 1,
+    reduced: int = 0,
+    most: jax.Array | None = None,
 ) -> Scaled:
     """Matrices side by side along the axis `joined`, in 8 bits.
 
     Their largest finite element lies in the upper half of the range of `dtype`. Its maxima along
     the axis `reduced` come first: XLA takes them as it computes a part, along with sums over that
-    axis.
+    axis. With `most`, float32 [], which no element exceeds, this one lies there, and XLA rounds
+    where it computes. Floats lose nothing by a scale that is too large, down to 2^-14 of `most`.
     """
-    # Without the barrier XLA computes a part twice, as it cannot round what has no scale yet, and
-    # takes both maxima at once.
-    pairs = [lax.optimization_barrier((a, _largest(a, reduced))) for a in parts]
-    largest = reduce(jnp.maximum, (jnp.max(maxima) for _, maxima in pairs)).astype(jnp.float32)
-    _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
+    if most is None:
+        # Without the barrier XLA computes a part twice, as it cannot round what has no scale yet,
+        # and takes both maxima at once.
+        pairs = [lax.optimization_barrier((a, _largest(a, reduced))) for a in parts]
+        parts = [a for a, _ in pairs]
+        most = reduce(jnp.maximum, (jnp.max(maxima) for _, maxima in pairs)).astype(jnp.float32)
+    _, exponent = jnp.frexp(most / float(jnp.finfo(dtype).max))
     exponent = jnp.clip(exponent, -126, 126)  # both 2^exponent and its inverse are normal numbers
     one = jnp.float32(1)
     inverse = jnp.ldexp(one, -exponent)
-    rounded = [(a.astype(jnp.float32) * inverse).astype(dtype) for a, _ in pairs]
+    rounded = [(a.astype(jnp.float32) * inverse).astype(dtype) for a in parts]
     return Scaled(jnp.concatenate(rounded, axis=joined), jnp.ldexp(one, exponent))
 
 
@@ -56,48 +64,56 @@ def _largest(a: jax.Array, axis: int) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0), axis=axis)
 
 
-def products(x: jax.Array, weights: Sequence[jax.Array], axis: int = 0) -> list[jax.Array]:
+def products(
+    x: jax.Array, weights: Sequence[jax.Array], axis: int = 0, most: jax.Array | None = None
+) -> list[jax.Array]:
     """x times each of the weights, with operands of 8 bits, as are those of the gradients.
 
-    Several weights are multiplied as one, and share a scale. What is not finite in x makes NaN of
-    its own rows of the results, and of no others.
+    Several weights share a scale. What is not finite in x makes NaN of its own rows of the results,
+    and of no others.
 
     Args:
       x: `[..., K]`, usually tokens; bfloat16 or float32.
       weights: each `[K, N]` in the dtype of x, or `[N, K]` where `axis` is 1.
       axis: the one that is summed over.
+      most: float32 [], which no finite element of x exceeds; None: it is looked for.
 
     Returns:
       `[..., N]` in the dtype of x for each of the weights.
     """
-    ys = _products(x.reshape(-1, x.shape[-1]), tuple(weights), axis)
+    ys = _products(x.reshape(-1, x.shape[-1]), tuple(weights), most, axis)
     return [y.reshape(*x.shape[:-1], -1) for y in ys]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(x: jax.Array, weights: tuple[jax.Array, ...], axis: int) -> list[jax.Array]:
-    return _with_residuals(x, weights, axis)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _products(
+    x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
+) -> list[jax.Array]:
+    return _with_residuals(x, weights, most, axis)[0]
 
 
 def _with_residuals(
-    x: jax.Array, weights: tuple[jax.Array, ...], axis: int
+    x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
-    rows, matrix = scaled([x], _FORWARD), scaled(weights, _FORWARD, joined=1 - axis, reduced=1)
+    rows = scaled([x], _FORWARD, most=most)
+    matrix = scaled(weights, _FORWARD, joined=1 - axis, reduced=1)
     # As bytes: `jax.checkpoint` rounds floats that it keeps, and makes NaN of e4m3 above 240.
     kept = checkpoint_name(lax.bitcast_convert_type(rows.values, jnp.uint8), KEPT)
     rows = Scaled(lax.bitcast_convert_type(kept, _FORWARD), checkpoint_name(rows.scale, KEPT))
-    y = _dot(rows, matrix, (1, axis), x.dtype)
-    return _split(y, [w.shape[1 - axis] for w in weights], 1), (rows, matrix)
+    widths = [w.shape[1 - axis] for w in weights]
+    matrices = _split(matrix.values, widths, 1 - axis)
+    ys = [_dot(rows, Scaled(m, matrix.scale), (1, axis), x.dtype) for m in matrices]
+    return ys, (rows, matrix)
 
 
 def _gradients(
     axis: int, kept: tuple[Scaled, Scaled], of_ys: list[jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[jax.Array, ...], None]:
     (rows, matrix), grads = kept, scaled(of_ys, _BACKWARD)
     dtype, widths = of_ys[0].dtype, [of_y.shape[1] for of_y in of_ys]
     factors = (rows, grads) if axis == 0 else (grads, rows)
     of_weights = _split(_dot(*factors, (0, 0), dtype), widths, 1 - axis)
-    return _dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights)
+    return _dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights), None
 
 
 _products.defvjp(_with_residuals, _gradients)

@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         cache: KVCache | None = None,
         layer: jax.Array | None = None,
         *,
-        in_8_bits: bool = False,
+        longest: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Attends from every token of `x` to those that `mask` allows.
 
@@ -64,7 +64,8 @@ class Attention(nnx.Module):
             all; or bool `[B, 1, T, S]` for attention to a cache with room for S > T tokens.
           cache: keys and values of earlier tokens, to which those of `x` are added; or None.
           layer: int32 [], the index of this layer in the cache; needed with a cache.
-          in_8_bits: as of `project`.
+          longest: for projections with operands of 8 bits (`project`), a length that no token of x
+            exceeds; None: they have not.
 
         Returns:
           `[B, T, D]`, and the cache with this layer's new keys and values.
@@ -79,7 +80,7 @@ class Attention(nnx.Module):
             # Kept in place of the projection, it is not rotated again for the backward pass.
             return checkpoint_name(rotate(heads(projected), rope), ROTATED)
 
-        query, key, value = project(x, self.query, self.key, self.value, in_8_bits=in_8_bits)
+        query, key, value = project(x, self.query, self.key, self.value, most=longest)
         q, k, v = rotated(query, self.query_norm), rotated(key, self.key_norm), heads(value)
         if cache is not None:
             assert layer is not None
@@ -90,7 +91,8 @@ class Attention(nnx.Module):
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         attended = attended.reshape(*x.shape[:2], -1)
-        return project(attended, self.out, in_8_bits=in_8_bits)[0], cache
+        most = None if longest is None else _most_of_averages(self.value, longest)
+        return project(attended, self.out, most=most)[0], cache
 
     def quantise(self, parts: Sequence[Part]) -> None:
         """Makes 8-bit floats of the weights of those projections that are among `parts`."""
@@ -102,6 +104,16 @@ class Attention(nnx.Module):
     def quantised(self) -> list[Part]:
         """The projections whose weights are 8-bit floats."""
         return [name for name in ATTENTION if isinstance(getattr(self, name), QuantisedLinear)]
+
+
+def _most_of_averages(layer: nnx.Linear, longest: jax.Array) -> jax.Array:
+    """What no element of an average of the layer's results exceeds, for inputs of that length."""
+    columns = jnp.linalg.norm(layer.kernel[...].astype(jnp.float32), axis=0)
+    most = longest * columns.max()
+    if layer.bias is not None:
+        most += jnp.abs(layer.bias[...].astype(jnp.float32)).max()
+    # A quarter more, as operands of 8 bits and the weights of an average may be rounded up.
+    return jax.lax.stop_gradient(1.25 * most)
 
 
 def _attend(q, k, v, mask):

@@ -46,6 +46,16 @@ def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
     )
 
 
+def longest(norm: nnx.RMSNorm | nnx.LayerNorm) -> jax.Array:
+    """A length that no token exceeds after a norm, and so no element of one; float32 []."""
+    assert norm.scale is not None
+    scale = norm.scale[...].astype(jnp.float32)
+    length = scale.size**0.5 * jnp.abs(scale).max()
+    if isinstance(norm, nnx.LayerNorm) and norm.bias is not None:
+        length += jnp.linalg.norm(norm.bias[...].astype(jnp.float32))
+    return jax.lax.stop_gradient(length)
+
+
 def head_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """The norm of each head's queries or keys."""
     return _rms_norm(nnx.RMSNorm, config, config.head_dim, "heads", rngs)

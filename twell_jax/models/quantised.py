@@ -78,19 +78,20 @@ def transposed(kernel: nnx.Variable) -> nnx.Variable:
 
 
 def project(
-    x: jax.Array, *layers: nnx.Linear | QuantisedLinear, in_8_bits: bool = False
+    x: jax.Array, *layers: nnx.Linear | QuantisedLinear, most: jax.Array | None = None
 ) -> list[jax.Array]:
     """`[layer(x) for layer in layers]`; x is quantised once for all that are.
 
     Args:
       x: `[..., in]`.
       layers: whose inputs it is.
-      in_8_bits: whether the operands of layers that are not quantised get 8 bits for each product,
-        those of the gradients, too: `float8.products`.
+      most: of layers that are not quantised the operands get 8 bits for each product, those of the
+        gradients, too, by `float8.products`; no element of x exceeds this. None: they stay.
     """
     linear = [layer for layer in layers if isinstance(layer, nnx.Linear)]
-    if in_8_bits and len(linear) == len(layers):
-        ys = float8.products(x, [layer.kernel[...].astype(x.dtype) for layer in linear])
+    if most is not None and len(linear) == len(layers):
+        kernels = [layer.kernel[...].astype(x.dtype) for layer in linear]
+        ys = float8.products(x, kernels, most=most)
         return [_with_bias(y, layer.bias) for y, layer in zip(ys, linear, strict=True)]
     weights = [layer.weight[...] for layer in layers if isinstance(layer, QuantisedLinear)]
     found = iter(products(x, weights) if weights else ())

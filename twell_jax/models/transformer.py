@@ -17,7 +17,7 @@ from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.quantised import AXES, EightBits, quantised_projections
 from twell_jax.models.attention import Attention, in_window, split_documents
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import linear, logical_axes, norm, residual_init, scaled
+from twell_jax.models.layers import linear, logical_axes, longest, norm, residual_init, scaled
 from twell_jax.models.quantised import PARTS, Part, QuantisedLinear, transposed
 from twell_jax.models.remat import MIDDLE, POLICIES
 from twell_jax.models.rope import rope_table
@@ -346,9 +346,9 @@ class Block(nnx.Module):
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         # Inference has a cache, and statistics of tokens belong to it.
         matmul_dtype = self.matmul_dtype if cache is None and not per_token_stats else None
-        in_8_bits = matmul_dtype is not None
+        length = None if matmul_dtype is None else longest(self.attention_norm)
         normed = self.attention_norm(x)
-        attended, cache = self.attention(normed, rope, mask, cache, layer, in_8_bits=in_8_bits)
+        attended, cache = self.attention(normed, rope, mask, cache, layer, longest=length)
         x = checkpoint_name(x + scaled(attended, self.residual_scale), MIDDLE)
 
         def mlp(normed: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, FFNStats]:

@@ -12,9 +12,11 @@ from jax._src.cudnn import fused_attention_stablehlo
 from tests import seeds
 from tests.devices import abstract_gpu
 from tests.errors import relative_error
+from tests.twell_jax.drawn import SMALL
 from twell_jax.config import ModelConfig
 from twell_jax.models import Transformer, attention
 from twell_jax.models.attention import in_window, split_documents
+from twell_jax.models.rope import rope_table
 
 
 @pytest.mark.parametrize("window", [1, 3, 7])
@@ -38,6 +40,21 @@ def test_a_window_ends_where_a_document_does():
     found = in_window(mask, 0, 1, 5, 2)
     expected = ["10000", "11000", "00100", "00110", "00011"]
     np.testing.assert_array_equal(found[0, 0], [[int(bit) for bit in row] for row in expected])
+
+
+def test_what_tokens_as_long_as_can_be_attend_to_fits_8_bits():
+    module = attention.Attention(ModelConfig(**SMALL, attention_bias=True), rngs=nnx.Rngs(0))
+    kernel = module.value.kernel[...]
+    column = kernel[:, jnp.argmax(jnp.linalg.norm(kernel, axis=0))]
+    longest = jnp.float32(40)
+    # Equal tokens, so that averages are of equal values, along the longest column.
+    x = jnp.tile(longest * column / jnp.linalg.norm(column), (1, 5, 1))
+    most = attention._most_of_averages(module.value, longest)
+    assert 1 <= most / jnp.abs(module.value(x)).max() < 1.3
+    rope = rope_table(jnp.arange(5)[None], module.config)
+    y, _ = module(x, rope, None, longest=longest)
+    expected, _ = module(x, rope, None)
+    assert relative_error(y, expected) < 2.0**-4
 
 
 @pytest.mark.sampled(2)

@@ -10,12 +10,12 @@ from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.twell_jax.drawn import SMALL
 from twell_jax.config import ModelConfig
-from twell_jax.models.layers import norm
+from twell_jax.models.layers import longest, norm
 from twell_jax.models.rope import rope_table, rotate
 
 
-def norm_of(width, dtype):
-    settings = SMALL | {"d_model": width, "dtype": dtype, "norm_eps": 1e-5}
+def norm_of(width, dtype, kind="rms"):
+    settings = SMALL | {"d_model": width, "dtype": dtype, "norm_eps": 1e-5, "norm": kind}
     return norm(ModelConfig(**settings), nnx.Rngs(0))
 
 
@@ -30,6 +30,20 @@ def test_rms_norm(dtype, size):
     expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * scale
     assert y.dtype == dtype
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_no_token_is_longer_after_a_norm(kind):
+    module, rng = norm_of(32, "float32", kind), seeds.rng()
+    module.scale[...] = jnp.asarray(rng.standard_normal(32), jnp.float32)
+    largest = np.argmax(np.abs(module.scale[...]))
+    if kind == "layer":
+        module.bias[...] = jnp.asarray(rng.standard_normal(32), jnp.float32)
+    tokens = np.concatenate([1e3 * np.eye(32)[[largest]], rng.standard_normal((99, 32))])
+    lengths = np.linalg.norm(module(jnp.asarray(tokens, jnp.float32)), axis=1)
+    assert lengths.max() <= longest(module) * (1 + 1e-6)
+    if kind == "rms":
+        assert lengths[0] == pytest.approx(float(longest(module)), rel=1e-5)
 
 
 def test_rotary_scores_depend_on_distance_only():
