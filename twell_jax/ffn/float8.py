@@ -95,15 +95,18 @@ def _products(
 def _with_residuals(
     x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
-    rows = scaled([x], _FORWARD, most=most)
-    matrix = scaled(weights, _FORWARD, joined=1 - axis, reduced=1)
-    # As bytes: `jax.checkpoint` rounds floats that it keeps, and makes NaN of e4m3 above 240.
-    kept = checkpoint_name(lax.bitcast_convert_type(rows.values, jnp.uint8), KEPT)
-    rows = Scaled(lax.bitcast_convert_type(kept, _FORWARD), checkpoint_name(rows.scale, KEPT))
-    widths = [w.shape[1 - axis] for w in weights]
-    matrices = _split(matrix.values, widths, 1 - axis)
+    rows = _kept(scaled([x], _FORWARD, most=most))
+    matrix = _kept(scaled(weights, _FORWARD, joined=1 - axis, reduced=1))
+    matrices = _split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
     ys = [_dot(rows, Scaled(m, matrix.scale), (1, axis), x.dtype) for m in matrices]
     return ys, (rows, matrix)
+
+
+def _kept(a: Scaled) -> Scaled:
+    """The same, by a name for policies of `jax.checkpoint`."""
+    # As bytes: it rounds floats that it keeps, and makes NaN of e4m3 above 240.
+    kept = checkpoint_name(lax.bitcast_convert_type(a.values, jnp.uint8), KEPT)
+    return Scaled(lax.bitcast_convert_type(kept, a.values.dtype), checkpoint_name(a.scale, KEPT))
 
 
 def _gradients(
