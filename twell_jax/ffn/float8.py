@@ -47,9 +47,11 @@ def scaled(
     where it computes. Floats lose nothing by a scale that is too large, down to 2^-14 of `most`.
     """
     if most is None:
-        # Without the barrier XLA computes a part twice, as it cannot round what has no scale yet,
-        # and takes both maxima at once.
-        pairs = [lax.optimization_barrier((a, _largest(a, reduced))) for a in parts]
+        pairs = [(a, _largest(a, reduced)) for a in parts]
+        if len(parts) == 1:
+            # XLA would compute it twice, as it cannot round what has no scale yet. To write several
+            # takes longer: gradients of rotated queries and keys, or of gate and up.
+            pairs = lax.optimization_barrier(pairs)
         parts = [a for a, _ in pairs]
         most = reduce(jnp.maximum, (jnp.max(maxima) for _, maxima in pairs)).astype(jnp.float32)
     _, exponent = jnp.frexp(most / float(jnp.finfo(dtype).max))
