@@ -58,8 +58,8 @@ REMARKS = {
     "training-float8-0p5b-nvidia-h200-20261128": "Other programs ran on the other GPU.",
     "torch_block-nvidia-h200-20261128": "The other GPU trained. Each call made arrays of JAX from "
     "torch's tensors, which it no longer does.",
-    "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 bits, "
-    "too, which is why they no longer have. Several runs shared a GPU.",
+    "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 "
+    "bits, too, which is why they no longer have. Several runs shared a GPU.",
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),
     f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "

@@ -1,20 +1,23 @@
 """The block of `twell_jax.torch` on a GPU, beside torch's dense block, eager and compiled.
 
-    python -m benchmarks.torch_block [--out DIRECTORY]
+    python -m benchmarks.torch_block [--published CHECKOUT] [--out DIRECTORY]
 
 All are called from Python, one layer of `LAYERS` after the other, as a model calls them; so what
 the host takes for a call is part of the time. The weights of w_down are a view of `[D, H]`, as
-models have them.
+models have them. With a checkout of the published kernels there are rows of these, too, whose
+w_down is `[H, D]` in memory.
 """
 
+import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 
-from benchmarks import record, torch_decoder
+from benchmarks import published, record, torch_decoder
 from benchmarks.ffn import LAYERS, describe, draw
 from benchmarks.torch_ffn import compiled, dense_block
 from twell_jax import sparse_ffn as in_jax
@@ -22,25 +25,39 @@ from twell_jax.torch import sparse_ffn
 
 FORWARD, BOTH = "forward", "forward and backward"
 PATTERNS = {"recorded": 0, "skewed": 29}  # mean non-zeros, where they are drawn
-CASES = [
-    *((FORWARD, pattern, m) for m in (1024, 2048, 4096, 8192, 16384) for pattern in PATTERNS),
-    *((BOTH, pattern, m) for m in (4096, 8192, 16384) for pattern in PATTERNS),
+CASES = [  # direction, pattern, tokens, and that each so many-th token is dense
+    *((FORWARD, pattern, m, 0) for m in (1024, 2048, 4096, 8192, 16384) for pattern in PATTERNS),
+    *((BOTH, pattern, m, 0) for m in (4096, 8192, 16384) for pattern in PATTERNS),
+    *((direction, "recorded", 16384, 512) for direction in (FORWARD, BOTH)),
 ]
 BASELINE = "torch, compiled"
+WRONG = 0.1  # relative error of a token's y
 
 type Operands = list[torch.Tensor]
 
 
 def main() -> None:
-    rows = (row for case in CASES for row in measure(*case))
-    record.command("torch_block", __doc__, rows)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--published", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    args = parser.parse_args()
+    rows = (row for case in CASES for row in measure(*case, checkout=args.published))
+    record.write_as_they_come("torch_block", rows, args.out)
 
 
-def measure(direction: str, pattern: str, m: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for each implementation; "errors" are those of y and of the gradients."""
-    x, layers = draw(m, pattern, PATTERNS[pattern], 1, 0, True)
+def measure(
+    direction: str, pattern: str, m: int, dense_every: int, *, checkout: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each implementation.
+
+    "errors" are those of y and of the gradients, "wrong_rows" the tokens whose y is further off
+    than `WRONG`.
+    """
+    x, layers = draw(m, pattern, PATTERNS[pattern], 1, dense_every, True)
     _, stats = jax.jit(in_jax)(x, *layers[0])
-    case = describe(direction, x, layers[0], pattern, 0, stats)
+    case = describe(direction, x, layers[0], pattern, dense_every, stats)
     tokens = torch.from_dlpack(x).clone()
     triples = [_as_in_models(*map(torch.from_dlpack, layer)) for layer in layers]
     dy = torch.randn_like(tokens)
@@ -49,24 +66,40 @@ def measure(direction: str, pattern: str, m: int) -> Iterator[dict[str, Any]]:
     blocks: dict[str, Callable] = {"torch": dense_block}
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
     blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
-    times: dict[str, float] = {}
+    if checkout is not None:
+        form = published.differentiable if direction == BOTH else published.forward
+        blocks["published"] = form(checkout)
     rows = []
     for name, block in blocks.items():
-        leaves = [_leaves(tokens, triple, direction) for triple in triples]
-        out = function(block, *leaves[0])
-        pairs = zip(out, reference, strict=True)
-        run = partial(_in_turn, function, block, leaves)
-        times[name] = torch_decoder.milliseconds(run, calls=8) / LAYERS
-        row = {"implementation": name, "ms": times[name]}
-        errors = {"errors": [_error(ours, theirs) for ours, theirs in pairs]}
-        rows.append(case | row | errors | ({"compiled": worked} if name == BASELINE else {}))
+        given = triples if name != "published" else [_contiguous(*triple) for triple in triples]
+        leaves = [_leaves(tokens, triple, direction) for triple in given]
+        row = _timed(partial(function, block), leaves, reference)
+        rows.append(case | {"implementation": name} | row)
+    (baseline,) = (row for row in rows if row["implementation"] == BASELINE)
+    baseline["compiled"] = worked
     for row in rows:
-        yield row | {"baseline": BASELINE, "speedup": times[BASELINE] / row["ms"]}
+        yield row | {"baseline": BASELINE, "speedup": baseline["ms"] / row["ms"]}
+
+
+def _timed(function: Callable, leaves: list[Operands], reference: Operands) -> dict[str, Any]:
+    out = function(*leaves[0])
+    run = partial(_in_turn, function, leaves)
+    ms = torch_decoder.milliseconds(run, calls=8) / LAYERS
+    off = (out[0].float() - reference[0]).norm(dim=1) / reference[0].norm(dim=1)
+    return {
+        "ms": ms,
+        "errors": [_error(*pair) for pair in zip(out, reference, strict=True)],
+        "wrong_rows": int((~(off < WRONG)).sum()),
+    }
 
 
 def _as_in_models(w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) -> Operands:
     """Copies, of w_down a view of its transpose."""
     return [w_gate.clone(), w_up.clone(), w_down.t().contiguous().t()]
+
+
+def _contiguous(w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) -> Operands:
+    return [w_gate, w_up, w_down.contiguous()]
 
 
 def _leaves(tokens: torch.Tensor, triple: Operands, direction: str) -> Operands:
@@ -85,9 +118,9 @@ def _both(dy: torch.Tensor, block: Callable, *operands: torch.Tensor) -> Operand
     return [y, *torch.autograd.grad(y, operands, dy.to(y.dtype))]
 
 
-def _in_turn(function: Callable, block: Callable, leaves: list[Operands]) -> None:
+def _in_turn(function: Callable, leaves: list[Operands]) -> None:
     for operands in leaves:
-        function(block, *operands)
+        function(*operands)
 
 
 def _error(out: torch.Tensor, reference: torch.Tensor) -> float:
