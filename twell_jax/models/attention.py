@@ -91,8 +91,7 @@ class Attention(nnx.Module):
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         attended = attended.reshape(*x.shape[:2], -1)
-        most = None if longest is None else _most_of_averages(self.value, longest)
-        return project(attended, self.out, most=most)[0], cache
+        return project(attended, self.out, most=_most_of_averages(self.value, longest))[0], cache
 
     def quantise(self, parts: Sequence[Part]) -> None:
         """Makes 8-bit floats of the weights of those projections that are among `parts`."""
@@ -106,8 +105,14 @@ class Attention(nnx.Module):
         return [name for name in ATTENTION if isinstance(getattr(self, name), QuantisedLinear)]
 
 
-def _most_of_averages(layer: nnx.Linear, longest: jax.Array) -> jax.Array:
-    """What no element of an average of the layer's results exceeds, for inputs of that length."""
+def _most_of_averages(
+    layer: nnx.Linear | QuantisedLinear, longest: jax.Array | None
+) -> jax.Array | None:
+    """What no element of an average of the layer's results exceeds, for inputs of that length; None
+    of a quantised layer.
+    """
+    if longest is None or isinstance(layer, QuantisedLinear):
+        return None
     columns = jnp.linalg.norm(layer.kernel[...].astype(jnp.float32), axis=0)
     most = longest * columns.max()
     if layer.bias is not None:

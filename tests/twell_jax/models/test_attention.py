@@ -57,6 +57,15 @@ def test_what_tokens_as_long_as_can_be_attend_to_fits_8_bits():
     assert relative_error(y, expected) < 2.0**-4
 
 
+def test_quantised_projections_need_no_bound():
+    module = attention.Attention(ModelConfig(**SMALL), rngs=nnx.Rngs(0))
+    module.quantise(("query", "key", "value", "out"))
+    x = jnp.asarray(seeds.rng().standard_normal((1, 5, module.config.d_model)), jnp.float32)
+    rope = rope_table(jnp.arange(5)[None], module.config)
+    y, _ = module(x, rope, None, longest=jnp.float32(40))
+    np.testing.assert_array_equal(y, module(x, rope, None)[0])
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("batch", "is_copied"), [(1, True), (9, False)])
