@@ -174,45 +174,52 @@ class _Differentiable(torch.autograd.Function):
         return *(None for _ in ctx.named), *(None if a is None else next(found) for a in operands)
 
 
+_LIBRARY = torch.library.Library("twell_jax", "DEF")
 _OPERANDS = (
     "str activation, str gradients, bool[] transposed, "
     "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down"
 )
 
 
-def _operator(name: str, results: int | None = None) -> Any:
+def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
+    """An operator of torch. `torch.library.custom_op` would double what the host takes for it."""
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"twell_jax::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.twell_jax, name).default
+
+
+def _of_program(name: str, results: int | None = None) -> Any:
     """The operator of a program of `bridge.Programs`, which has so many results; None: all."""
 
-    @torch.library.custom_op(
-        f"twell_jax::{name}", mutates_args=(), schema=f"({_OPERANDS}) -> Tensor[]"
-    )
     def compute(activation, gradients, transposed, *operands):
         programs = bridge.programs(activation, gradients, transposed, operands)
         return memory.run(getattr(programs, name), [*operands])
 
-    @compute.register_fake
-    def _(activation, gradients, transposed, *operands):
+    def fake(activation, gradients, transposed, *operands):
         programs = bridge.programs(activation, gradients, transposed, operands)
         return bridge.empty_like(programs.results[:results], operands[0])
 
-    return compute
+    return _operator(name, _OPERANDS, compute, fake)
 
 
-_infer, _forward = _operator("infer", 1), _operator("forward")
-
-
-@torch.library.custom_op(
-    "twell_jax::backward",
-    mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor? of_l1) -> Tensor[]",
-)
-def _backward(activation, gradients, transposed, x, w_gate, w_up, w_down, kept, of_y, of_l1):
+def _compute_backward(
+    activation, gradients, transposed, x, w_gate, w_up, w_down, kept, of_y, of_l1
+):
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
     return memory.run(programs.backward, [*operands], [*kept], of_y, of_l1)
 
 
-@_backward.register_fake
-def _(activation, gradients, transposed, x, w_gate, w_up, w_down, *_others):
+def _fake_backward(activation, gradients, transposed, x, w_gate, w_up, w_down, *_others):
     return [torch.empty_like(a) for a in (x, w_gate, w_up, w_down) if a is not None]
+
+
+_infer, _forward = _of_program("infer", 1), _of_program("forward")
+_backward = _operator(
+    "backward",
+    f"{_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor? of_l1",
+    _compute_backward,
+    _fake_backward,
+)
