@@ -9,6 +9,7 @@ says what computes the latter, and why.
 """
 
 import argparse
+import gc
 import itertools
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="of the FFN (default: the faster one)",
     )
     args = parser.parse_args(argv)
+    gc.freeze()  # collections then need not look at all that is imported
     try:
         with interrupt.at_once():
             compilation_cache.enable()
