@@ -147,11 +147,18 @@ _MODELS = {
         f"torch-{name}": Figure(
             speedup(
                 f"torch_block-{_H200}",
-                {"direction": direction, "m": 16384, "pattern": "recorded"},
+                {"direction": direction, "m": m, "pattern": "recorded"},
                 "kernels",
             )
         )
-        for name, direction in (("forward", "forward"), ("gradients", "forward and backward"))
+        for name, direction, m in (
+            ("forward", "forward", 16384),
+            ("forward-8192", "forward", 8192),
+            ("forward-4096", "forward", 4096),
+            ("gradients", "forward and backward", 16384),
+            ("gradients-8192", "forward and backward", 8192),
+            ("gradients-4096", "forward and backward", 4096),
+        )
     },
     **_in_float8("2b"),
     **_in_float8("0p5b"),

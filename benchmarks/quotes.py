@@ -19,7 +19,9 @@ Records = Mapping[Path, Mapping[str, Any]]  # by their path, the newest first
 Number = Callable[[Records], float]
 Of = str | Callable[[Row], float]  # a key, or what is made of a row
 
-BASELINES = ("xla", "xla, relu", "xla, silu", "tokamax", "torch", "torch, silu")
+BASELINES = (
+    "xla", "xla, relu", "xla, silu", "tokamax", "torch", "torch, compiled", "torch, silu"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ REMARKS = {
     "training-float8-0p5b-nvidia-h200-20261128": "Other programs ran on the other GPU.",
     "torch_block-nvidia-h200-20261128": "The other GPU trained. Each call made arrays of JAX from "
     "torch's tensors, which it no longer does.",
+    "torch_block-nvidia-h200-20261128-2": "The run ended before both passes of 8,192 tokens. The "
+    "other GPU trained four models.",
     "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 "
     "bits, too, which is why they no longer have. Several runs shared a GPU.",
     f"training-1p5b-{_H100}": _LARGEST.format(2),

@@ -15,6 +15,8 @@ torch = needed("torch")
 
 from torch import nn  # noqa: E402
 
+from twell_jax.torch import choice  # noqa: E402
+
 pytestmark = pytest.mark.peers
 
 DIRECTORY = Path(__file__).parents[2] / "examples" / "vllm_plugin"
@@ -139,17 +141,12 @@ def test_a_registered_model_computes_with_weights_of_a_file(vllm, monkeypatch, c
 
 def test_graphs_of_cuda_hold_the_products_of_torch(vllm, monkeypatch):
     registered_class(vllm)
-    model, asked = sys.modules["twell_vllm.model"], []
-
-    def sparse_ffn(x, *_, implementation, **__):
-        asked.append(implementation)
-        return x + 0
-
-    monkeypatch.setattr(model, "sparse_ffn", sparse_ffn)
+    block, asked = sys.modules["twell_vllm.model"].block, []
+    monkeypatch.setattr(choice, "implementation", lambda *_: asked.append(captures) or "torch")
     for captures in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captures: now)
-        model.block(torch.ones(3, D), torch.ones(2 * H, D), torch.ones(D, H), "relu")
-    assert asked == ["torch", None]
+        block(torch.ones(3, D), torch.ones(2 * H, D), torch.ones(D, H), "relu")
+    assert asked == [False]  # there is a choice outside graphs alone
 
 
 @pytest.mark.parametrize(

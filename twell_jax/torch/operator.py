@@ -56,10 +56,8 @@ def sparse_ffn(
     rows = rows.reshape(-1, x.shape[-1])
     if implementation is None:
         dtype, (tokens, width) = str(rows.dtype).removeprefix("torch."), rows.shape
-        is_gated = w_gate is not None
-        implementation = choice.implementation(
-            x.device.type, dtype, tokens, width, len(w_down), is_gated
-        )
+        facts = tokens, width, len(w_down), w_gate is not None, _is_trained(rows, *weights)
+        implementation = choice.implementation(x.device.type, dtype, *facts)
     if implementation == "mosaic":
         named = bridge.text_of(activation), bridge.text_of(gradients or "dense")
         y, stats = _by_kernels(*named, rows, *weights, with_stats=return_stats)
@@ -82,7 +80,7 @@ def _by_kernels(
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     operands, transposed = zip(*map(_laid_out, (rows, *weights)), strict=True)
     named = activation, gradients, transposed
-    if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in operands):
+    if _is_trained(*operands):
         results = _Differentiable.apply(*named, *operands)
     else:
         results = (_forward if with_stats else _infer)(*named, *operands)
@@ -95,6 +93,10 @@ def _by_kernels(
         share = len(rows) / count
         stats = stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
     return y, stats
+
+
+def _is_trained(*operands: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in operands)
 
 
 def _laid_out(a: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:

@@ -55,8 +55,8 @@ def cost(flops: int, arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> dict
 def ask_ptxas_once() -> None:
     """Has JAX ask ptxas for its version once.
 
-    Up to 0.12 it starts a process at each conversion of a bool or to 8 bits, 700 of them to lower a
-    step of decoding: half of the time of that.
+    Up to 0.12 it starts a process at each conversion of a bool or to 8 bits, 700 to lower a step of
+    decoding, which takes half of the time.
     """
     library = getattr(fragmented_array, "mgpu_lib", None)
     extension: Any = getattr(library, "_mosaic_gpu_ext", None)

@@ -14,8 +14,3 @@ def test_ptxas_is_asked_for_its_version_once(monkeypatch):
     versions.ask_ptxas_once()
     assert [extension._get_ptxas_isa_version() for _ in range(3)] == [90] * 3
     assert len(asked) == 1
-
-
-def test_where_jax_has_no_kernels_for_gpus_nothing_changes(monkeypatch):
-    monkeypatch.setattr(versions.fragmented_array, "mgpu_lib", None)
-    versions.ask_ptxas_once()
