@@ -104,7 +104,7 @@ def _common_settings(rows: list[Row]) -> str:
 
 def _equal_ce(rows: list[Row]) -> str:
     if "equal_ce" not in rows[0]:
-        return "Not all three runs are there, so nothing is compared at equal time or CE."
+        return "Not all runs are there, so nothing is compared at equal time or CE."
     first = rows[0]
     at = f"{first['equal_seconds']:.0f} s"
     if "equal_joules" in first:
@@ -297,12 +297,12 @@ TABLES: dict[str, Table] = {
         title="Training over time",
         about="One model on the same text, in the same order, as a sparse run and as its dense "
         'twins by XLA, through train.py: "sparse" has L1 and sparse gradients, "relu" and "silu" '
-        "have neither. Every run starts with nothing compiled and is stopped at about the same "
-        "time. Seconds and the GPU's own count of energy include all pauses, to compile and to "
-        "evaluate, but not loading the text. The last columns compare the runs at the time at "
-        "which the first of them was last evaluated, and say when each reached the lowest "
-        "held-out CE that all reached; in brackets how many times sooner, or with how many times "
-        "less energy, than the first row.",
+        'have neither, "float8" has products of 8-bit operands. Every run starts with nothing '
+        "compiled and is stopped at about the same time. Seconds and the GPU's own count of energy "
+        "include all pauses, to compile and to evaluate, but not loading the text. The last "
+        "columns compare the runs at the time at which the first of them was last evaluated, and "
+        "say when each reached the lowest held-out CE that all reached; in brackets how many times "
+        "sooner, or with how many times less energy, than the first row.",
         case={"run": number("variant")},
         results={
             "seconds": number("seconds", "{:.0f}"),

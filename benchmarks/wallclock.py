@@ -1,28 +1,30 @@
 """What sparse training gains over time: held-out cross-entropy over seconds and over joules.
 
-    python -m benchmarks.wallclock [key=value ...] [--run silu|relu|sparse ...] [--seconds 480]
+    python -m benchmarks.wallclock [key=value ...] [--run "silu, float8" ...] [--seconds 600]
                                    [--resume FILE] [--out DIRECTORY]
     python -m benchmarks.render DIRECTORY/wallclock-....json --out DIRECTORY
 
-Trains wallclock.yaml on one GPU three times, by the command that a user has: as it is, with sparse
-gradients and L1 ("sparse"), and as its dense twins by XLA, without L1 ("relu", "silu"). Every run
-is stopped once it has trained for `--seconds`. The record of the day in DIRECTORY starts with the
-rows of FILE, a record of another day. A run that the record has already is skipped, so one call may
-do one of the three. The record is complete, and compares them, once all three are there.
+Trains wallclock.yaml on one GPU, by the command that a user has: as it is, with sparse gradients
+and L1 ("sparse"), and as its dense twins by XLA, without L1 ("relu", "silu"); and with products of
+8-bit operands ("float8"). Every run is stopped once it has trained for `--seconds`. The record of
+the day in DIRECTORY starts with the rows of FILE, a record of another day. A run that the record
+has already is skipped, and one in `run_dir` that has trained for so long is not trained again. So
+each may have a call of its own, on a GPU of its own, and a last call writes the record. It is
+complete, and compares the runs, once all are there.
 
 Held equal: the tokens of each step and their order, the seed, the learning rate of each step (it
 rises, then stays; with so few `steps` that a run gets to the last of them, it decays), the held-out
 sequences and the steps after which they are evaluated, the time. Not equal: the number of steps
-that fit into the time; the function that SiLU and ReLU compute; the L1 term, which only the sparse
-run has; the pauses to compile, of which the sparse run has more, as its plans of gradients change.
+that fit into the time; the function that SiLU and ReLU compute; the L1 term, which only sparse runs
+have; the pauses to compile, of which these have more, as their plans of gradients change.
 
 The clock starts before the first step, with nothing compiled, and counts all pauses: to compile,
 evaluate, draw plots. It leaves out what comes before: loading modules and tokenising the text,
 which only the first run does, and initial weights. Energy is the GPU's own counter.
 
-Overrides hold for all three runs, but those of L1 and sparse gradients (`l1_coefficient`,
+Overrides hold for all runs, but those of L1 and sparse gradients (`l1_coefficient`,
 `sparsity_target`, `union_target`, `lasso_share`, `sparse_gradients_every`, `skip_dead_every`) for
-the sparse one alone. The text of wallclock.yaml is Python's standard library, of which such a run
+sparse ones alone. The text of wallclock.yaml is Python's standard library, of which such a run
 reads every token many times: name more with data.source=files and data.paths=[...].
 """
 
@@ -51,7 +53,14 @@ _DENSE = [
     "model.ffn_implementation=xla",
 ]
 # The others are compared with the first.
-RUNS = {"silu": [*_DENSE, "model.activation=silu"], "relu": _DENSE, "sparse": []}
+_SILU, _FLOAT8 = "model.activation=silu", "model.matmul_dtype=float8"
+RUNS = {
+    "silu": [*_DENSE, _SILU],
+    "relu": _DENSE,
+    "silu, float8": [*_DENSE, _SILU, _FLOAT8],
+    "sparse": [],
+    "sparse, float8": [_FLOAT8],
+}
 
 
 def main() -> None:
@@ -60,7 +69,7 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--seconds", type=float, default=480, help="of training, for each run")
+    parser.add_argument("--seconds", type=float, default=600, help="of training, for each run")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="record to continue")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
