@@ -41,7 +41,11 @@ def differentiable(checkout: Path) -> Callable[..., torch.Tensor]:
       FileNotFoundError: it is no checkout of that repository.
     """
     _module(checkout / _TRAINING).load_sparse_ops()
-    return lambda *operands: torch.ops.sparse_ops.ff_forward_gated(*operands)[0]
+
+    def block(x, *weights):
+        return torch.ops.sparse_ops.ff_forward_gated(x[None], *weights)[0][0]
+
+    return block
 
 
 @functools.cache

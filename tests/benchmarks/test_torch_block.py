@@ -44,6 +44,7 @@ def load_sparse_ops():
 
 
 def block(x, gate, up, down):
+    batch, tokens, width = x.shape
     return [(torch.relu(x @ gate.T) * (x @ up.T)) @ down, x.sum()]
 """,
 }
