@@ -132,7 +132,7 @@ class ModelConfig(Section):
     matmul_dtype: Literal["float8"] | None = Field(
         None,
         description="dtype of the operands of dense products while training: of attention's "
-        "projections, feed-forward blocks without kernels, the gate of unions; null: dtype",
+        "projections, feed-forward blocks without kernels, the gate of unions, logits; null: dtype",
     )
     remat: Literal["none", "dots", "block"] = Field(
         "none",

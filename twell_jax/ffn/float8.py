@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "float8 operands"  # for policies of `jax.checkpoint`: what the gradients of weights read
 
-_FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Scaled(NamedTuple):
@@ -97,10 +97,10 @@ def _products(
 def _with_residuals(
     x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
-    rows = _kept(scaled([x], _FORWARD, most=most))
-    matrix = _kept(scaled(weights, _FORWARD, joined=1 - axis, reduced=1))
+    rows = _kept(scaled([x], FORWARD, most=most))
+    matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1))
     matrices = _split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
-    ys = [_dot(rows, Scaled(m, matrix.scale), (1, axis), x.dtype) for m in matrices]
+    ys = [dot(rows, Scaled(m, matrix.scale), (1, axis), x.dtype) for m in matrices]
     return ys, (rows, matrix)
 
 
@@ -117,8 +117,8 @@ def _gradients(
     (rows, matrix), grads = kept, scaled(of_ys, _BACKWARD)
     dtype, widths = of_ys[0].dtype, [of_y.shape[1] for of_y in of_ys]
     factors = (rows, grads) if axis == 0 else (grads, rows)
-    of_weights = _split(_dot(*factors, (0, 0), dtype), widths, 1 - axis)
-    return _dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights), None
+    of_weights = _split(dot(*factors, (0, 0), dtype), widths, 1 - axis)
+    return dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights), None
 
 
 _products.defvjp(_with_residuals, _gradients)
@@ -128,8 +128,8 @@ def _split(a: jax.Array, widths: Sequence[int], axis: int) -> list[jax.Array]:
     return jnp.split(a, list(accumulate(widths))[:-1], axis)
 
 
-def _dot(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
-    """The product over an axis of each, rounded once to `dtype`."""
+def dot(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+    """The product of matrices over an axis of each, rounded once to `dtype`."""
     left, right = (m.values.astype(dtype) * m.scale.astype(dtype) for m in (a, b))
     dimensions = (axes[:1], axes[1:]), ((), ())
     return lax.dot_general(left, right, dimensions, preferred_element_type=dtype)

@@ -223,9 +223,10 @@ class Trainer:
         weight: jax.Array | None,
         ffn_gradients: ModelGradients | None,
     ) -> tuple[jax.Array, tuple[jax.Array, FFNStats]]:
-        kind: Callable = mean_cross_entropy
+        in_8_bits = self._config.model.matmul_dtype == "float8"
+        kind = partial(mean_cross_entropy, in_8_bits=in_8_bits)
         if weight is not None:
-            kind = partial(mean_cross_entropy, weights=weight * marks.counts(tokens[:, 1:]))
+            kind = partial(kind, weights=weight * marks.counts(tokens[:, 1:]))
         ce, stats = self._cross_entropy(
             kind, params, tokens, ffn_gradients, windows, unrolls_layers(self.mesh)
         )

@@ -1,6 +1,7 @@
 """Cross-entropy in chunks: that of whole logits, in a fraction of their memory, on any mesh."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from tests import seeds
 from tests.equations import equations
 from tests.errors import relative_error
+from tests.float8 import E4M3, rounded
 from tests.twell_jax import drawn
 from twell_jax.models import cross_entropy, sharding
 from twell_jax.models.cross_entropy import chunks, mean_cross_entropy, token_cross_entropy
@@ -78,6 +80,30 @@ def test_bfloat16_rounds_no_more_than_with_whole_logits(split):
     for ours, theirs, true in zip(gradients, reference, exact, strict=True):
         assert ours.dtype == theirs.dtype
         assert relative_error(ours, true) < 1.1 * relative_error(theirs, true) < 2e-2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_operands_of_8_bits_are_those_of_logits(split, weighted):
+    hidden, unembedding, labels = draw()
+    weights = jnp.asarray(seeds.rng().integers(0, 3, (B, T)), jnp.float32) if weighted else None
+    mean = partial(mean_cross_entropy, weights=weights, in_8_bits=True)
+    loss, gradients = jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))(hidden, unembedding, labels)
+    x, matrix = (np.asarray(a, np.float64) for a in (hidden.reshape(-1, D), unembedding))
+    logits = rounded(x, E4M3) @ rounded(matrix, E4M3).T
+    log_p = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+    factor = np.ones((B * T, 1)) if weights is None else np.asarray(weights, float).reshape(-1, 1)
+    wanted = np.eye(VOCAB)[np.asarray(labels).ravel()]
+    error = np.exp(log_p) - wanted
+    expected = -np.mean(factor * np.sum(wanted * log_p, axis=1, keepdims=True))
+    of_logits = error * factor / (B * T)
+    np.testing.assert_allclose(loss, expected, rtol=1e-3)
+    # An operand next to the middle of two numbers may become the other one, an eighth away.
+    assert relative_error(gradients[0], (of_logits @ matrix).reshape(hidden.shape)) < 2.0**-7
+    assert relative_error(gradients[1], of_logits.T @ x) < 2.0**-7
+    np.testing.assert_allclose(jax.jit(mean)(hidden, unembedding, labels), loss, rtol=1e-6)
+    if not weighted:  # rounding is seen
+        exact = mean_of_whole_logits(hidden, unembedding, labels)
+        assert abs(loss - exact) > 10 * abs(loss - expected)
 
 
 def test_matmuls_take_bfloat16_and_gradients_are_summed_in_float32():
