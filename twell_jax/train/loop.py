@@ -256,6 +256,9 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         trainer.steps.prepare_call(
             _SAVE, partial(prepare_save, trainer.abstract_state, trainer.mesh)
         )
+        if now.plan and _plans_again(run, now):
+            # Takes a minute or more, as it compiles kernels that all others have, too.
+            trainer.steps.prepare(now.plan.all_sparse.ffn_gradients)
         while now.step < config.steps and not stopping:
             trace.before_step(now.step, now.state)
             if not trainer.steps.is_ready(now.ffn_gradients):
@@ -337,21 +340,23 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
 
 
 def _compile_ahead(run: Run, now: Standing) -> None:
-    """Has compiled what comes after a step: evaluations and samples, for seconds, and then plans.
+    """Has compiled what comes after a step: evaluations, samples, the order of neurons, a plan.
 
-    Of plans that is the announced one, and the one with all layers sparse. Most runs come to the
-    latter. It does not wait for an announcement, because beside training the first program with
-    kernels takes minutes: it tunes products and compiles kernels that all others have, too. Call
-    this once a step has been dispatched: while a program is traced, all else in Python is slow.
+    The plan with all layers sparse, to which most runs come, is compiled from the start. Call this
+    once a step has been dispatched: while a program is traced, all else in Python is slow.
     """
     ahead, plan = run.trainer.steps, now.plan
     ahead.prepare_call(_EVALUATION, partial(run.trainer.compile_evaluation, run.data.held_out))
     if run.write_sample:
         ahead.prepare_call(_SAMPLE, run.write_sample.compile)
-    if plan and now.step + run.trainer.plans_every < run.config.steps:
+    if plan and _plans_again(run, now):
         ahead.prepare_call(_ORDER, partial(run.trainer.compile_ordering, now.ffn_gradients))
         ahead.prepare(plan.next_ffn_gradients)
-        ahead.prepare(plan.all_sparse.ffn_gradients)
+
+
+def _plans_again(run: Run, now: Standing) -> bool:
+    """Whether a run with plans makes another one."""
+    return now.step + run.trainer.plans_every < run.config.steps
 
 
 def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:

@@ -91,6 +91,19 @@ def test_what_a_call_needs_is_compiled_before_it_unless_that_has_not_begun():
     assert compiled == ["first"]
 
 
+def test_calls_do_not_wait_for_programs():
+    may_end, compiled = threading.Event(), []
+    programs = ahead_of(lambda key: may_end.wait(60))
+    programs.prepare("long")
+    begun = threading.Event()
+    programs.prepare_call("short", lambda: (begun.set(), compiled.append("short")))
+    assert begun.wait(60)
+    programs.settle("short")
+    assert compiled == ["short"] and not programs.is_ready("long")
+    may_end.set()
+    programs.stop()
+
+
 def test_a_program_is_ready_once_it_is_compiled_or_was_called():
     may_end = threading.Event()
     programs = ahead_of(lambda key: may_end.wait(60))
