@@ -116,10 +116,15 @@ def random(name: str) -> tuple[ModelConfig, nnx.State, np.ndarray]:
     config = config_lib.load(CONFIGS / f"{name}.yaml").model
     config = config.model_copy(update={"param_dtype": "bfloat16", "remat": "none"})
     params = with_pattern(config, profile(config.layers, NNZ[name]), jax.random.key(0))
-    shape = (BATCH, CONTEXT + 1)
-    tokens = np.random.default_rng(0).integers(1, config.vocab_size, shape, dtype=np.int32)
+    return config, params, draw_tokens(config.vocab_size, BATCH, CONTEXT)
+
+
+def draw_tokens(vocab_size: int, batch: int, context: int) -> np.ndarray:
+    """Random tokens, int32 `[batch, context + 1]`; rows begin with 0, which uses most neurons."""
+    shape = (batch, context + 1)
+    tokens = np.random.default_rng(0).integers(1, vocab_size, shape, dtype=np.int32)
     tokens[:, 0] = 0
-    return config, params, tokens
+    return tokens
 
 
 def profile(layers: int, nnz: float) -> np.ndarray:

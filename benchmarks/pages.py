@@ -193,6 +193,28 @@ TABLES: dict[str, Table] = {
             "wrong rows": lambda row: str(row.get("wrong_rows", "")),
         },
     ),
+    "torch_scoring": Table(
+        title="Whole models in PyTorch",
+        about="A Llama of transformers in bfloat16 scores text, called from Python: as it is, and "
+        "after `replace_mlps`. Random weights with which, layer by layer, as many neurons are "
+        "active as in a trained model. In brackets is the speed-up over the faster dense model. "
+        "Errors are those of the cross-entropies of all tokens and of the logits after each "
+        "sequence, against the same model whose feed-forward modules compute in float32.",
+        case={
+            "model": number("model"),
+            "mean nnz": number("nnz_mean", "{:.1f}"),
+            "sequences": lambda row: f"{row['batch']} x {row['context']}",
+            "at a time": number("micro_batch"),
+        },
+        name=block,
+        results={
+            "ms": milliseconds,
+            "tokens/s": number("tokens_per_second", "{:,.0f}"),
+            "error": error("error"),
+            "logits": error("logits_error"),
+            "computed by": number("computed_by"),
+        },
+    ),
     "inference": Table(
         title="Whole models at inference",
         about="Random weights with which, layer by layer, as many neurons are active as in a "

@@ -35,7 +35,7 @@ def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any
 
     "kernels" says which version of the kernels was measured, also where the commit is unknown.
     """
-    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax", "torch")
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "tokamax", "torch", "transformers")
     content = {
         "benchmark": benchmark,
         "device": device(),

@@ -122,7 +122,8 @@ def measure(
         # The trainer's own parameters are freed first, so that these can take their memory.
         state = dataclasses.replace(trainer.init(), params=None)
         state = dataclasses.replace(state, params=jax.device_put(params, shardings))
-        batch = trainer.put_batch(draw_tokens(config))
+        drawn = config.model.vocab_size, config.batch_sequences, config.model.context
+        batch = trainer.put_batch(inference.draw_tokens(*drawn))
         plan = plan or first_plan(config, trainer)
         while True:
             compiled = compile_step(trainer, plan.ffn_gradients if plan else None)
@@ -156,14 +157,6 @@ def measure(
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
         row |= collectives.measure(step, mesh.size)
     return plan
-
-
-def draw_tokens(config: Config) -> np.ndarray:
-    """The sequences of a step; each begins with token 0, for which most neurons are active."""
-    shape = (config.batch_sequences, config.model.context + 1)
-    tokens = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)
-    tokens[:, 0] = 0
-    return tokens
 
 
 def compile_step(trainer: Trainer, gradients: ModelGradients | None) -> jax.stages.Compiled:
