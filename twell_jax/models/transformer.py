@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
         mask = in_window(mask, first, batch, count, self.config.sliding_window)
         graph, *params = nnx.split(self.blocks, EightBits, nnx.Param, ...)
         # Here and not where they are used, as the backward pass would convert them once more there.
-        params[1] = jax.tree.map(partial(_matrices_in, self.config.dtype), params[1])
+        params[1] = jax.tree.map(partial(matrices_in, self.config.dtype), params[1])
 
         def block(gradients, carry, layer):
             x, cache = carry
@@ -384,7 +384,7 @@ def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDe
         return nnx.graphdef(nnx.eval_shape(make))
 
 
-def _matrices_in(dtype: jax.typing.DTypeLike, weight: jax.Array) -> jax.Array:
+def matrices_in(dtype: jax.typing.DTypeLike, weight: jax.Array) -> jax.Array:
     """A weight of all layers, in `dtype` if it is a matrix of each: scales and biases stay."""
     return weight.astype(dtype) if weight.ndim > 2 else weight
 
