@@ -13,7 +13,6 @@ import gc
 import itertools
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import get_args
 
@@ -22,13 +21,7 @@ import numpy as np
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
 from twell_jax.inference.arguments import DIRECTORY, at_least
-from twell_jax.inference.generation import (
-    ENDED,
-    cache_capacity,
-    compile_ahead,
-    generate,
-    stream_text,
-)
+from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer, explain_decoding
@@ -108,18 +101,17 @@ def _check_length(model: Transformer, prompt: int, max_tokens: int, sequences: i
 
 def _print_continuations(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    unread = language_model.find(args.directory, args.implementation)
-    lm = unread.abstract
+    lm = language_model.load(args.directory, args.implementation)
     prompts = [lm.encode(prompt, special_tokens=args.special_tokens) for prompt in args.prompt]
     _check_length(lm.model, max(map(len, prompts)), args.max_tokens, len(prompts))
-    of_programs = {"max_tokens": args.max_tokens, "sampling": sampling}
-    pool = ThreadPoolExecutor(1)
-    compiled = pool.submit(compile_ahead, lm.model, prompts, **of_programs)
-    pool.shutdown(wait=False)
-    lm = unread.read()
-    wait([compiled])  # if that failed, the first call compiles, or says why not
     steps = partial(
-        generate, lm.model, prompts, **of_programs, stop_ids=lm.stop_ids, seed=args.seed
+        generate,
+        lm.model,
+        prompts,
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        stop_ids=lm.stop_ids,
+        seed=args.seed,
     )
     for _ in itertools.islice(steps(), 2):  # compiles, so that the rates do not include it
         pass

@@ -52,7 +52,7 @@ def test_ctrl_c_ends_at_once_where_nothing_is_to_be_saved_and_when_repeated(work
         [("twell_jax.train.trainer:Trainer:put_batch", 0, 1), *train],  # before the first step
         [("twell_jax.train.trainer:Trainer:put_batch", 11, 2), *train],  # after a checkpoint
         [("twell_jax.analyze:load_run", 0, 1), "twell_jax.analyze", str(run_dir)],
-        [(f"{model}:find", 0, 1), "twell_jax.generate", str(run_dir), "--prompt", "a"],
+        [(f"{model}:load", 0, 1), "twell_jax.generate", str(run_dir), "--prompt", "a"],
     ]
     process = subprocess.run(
         [sys.executable, "-c", PRESS, json.dumps(commands)],

@@ -66,27 +66,6 @@ def generate(
     return _generate(model, prompts, max_tokens, sampling, stop_ids, seed)
 
 
-def compile_ahead(
-    model: Transformer, prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: Sampling
-) -> None:
-    """Compiles what `generate` calls for such arguments, which then finds it.
-
-    Args:
-      model: that of `generate`, also with `jax.ShapeDtypeStruct`s as parameters, so that it can be
-        called while these are read. Those that will be bound to a device must say so.
-      prompts: or as many others that are padded to the same length.
-      max_tokens, sampling: as of `generate`.
-    """
-    tokens, lengths = _padded(prompts)
-    capacity = cache_capacity(tokens.shape[1], max_tokens)
-    params, structure = flattened(laid_out(model, len(tokens), capacity))
-    prefill, extend, known = _programs(structure, sampling)
-    if max_tokens > 1:
-        reads = params, tokens, lengths, jax.random.key(0)
-        _compile_both(prefill, extend, reads, capacity).result()
-        known.add((tokens.shape, capacity))
-
-
 def checked_prompt(model: Transformer, prompt: Sequence[int], name: str) -> None:
     """Raises a `ValueError` that names a prompt unless it holds tokens of the vocabulary alone.
 
@@ -113,7 +92,10 @@ def cache_capacity(prompt: int, max_tokens: int) -> int:
 
 
 def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
-    tokens, lengths = _padded(prompts)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), padded_length(lengths.max())), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
     ended = np.zeros(len(prompts), bool)
     calls = _calls(model, tokens, lengths, max_tokens, sampling, seed)
     for ids in islice(_ahead(calls), max_tokens):
@@ -121,15 +103,6 @@ def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
         if ended.all():
             return
         yield np.where(ended, ENDED, ids)
-
-
-def _padded(prompts):
-    """The prompts as one array, int32 [B, T], and their lengths."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), padded_length(lengths.max())), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens, lengths
 
 
 def _calls(model, tokens, lengths, max_tokens, sampling, seed):
@@ -163,7 +136,7 @@ def _compile_both(prefill: Any, extend: Any, reads: tuple, capacity: int) -> Fut
     lowered = prefill.lower(*reads, capacity=capacity)  # first, as Python runs one thread at a time
 
     def compile_extend():
-        place = next((param.sharding for param in params if _is_bound(param)), None)
+        place = next((param.sharding for param in params if param.committed), None)
         if not isinstance(place, SingleDeviceSharding | None):
             return  # the shardings of what `prefill` returns are XLA's choice
         token, stored = jax.tree.map(
@@ -176,11 +149,6 @@ def _compile_both(prefill: Any, extend: Any, reads: tuple, capacity: int) -> Fut
     pool.shutdown(wait=False)
     lowered.compile()
     return compiled
-
-
-def _is_bound(param: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether a call with this parameter computes where it is."""
-    return param.committed if isinstance(param, jax.Array) else param.sharding is not None
 
 
 def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:

@@ -1,8 +1,6 @@
 """A model with its tokenizer, loaded from a run, a Hugging Face directory or the hub."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -14,9 +12,9 @@ from twell_jax.ffn import Implementation, LiveWidth
 from twell_jax.ffn.quantised import EightBits
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import config as pretrained_config
-from twell_jax.models.pretrained import files, from_pretrained, hub, weights
+from twell_jax.models.pretrained import from_pretrained, hub
 from twell_jax.models.pretrained import tokenizer as pretrained_tokenizer
-from twell_jax.train.run_directory import RunPaths, find_run, load_run
+from twell_jax.train.run_directory import RunPaths, load_run
 
 
 @dataclass(frozen=True)
@@ -63,25 +61,6 @@ class LanguageModel:
         return [*prefix, *encoded.tolist()] or [self.first_id]
 
 
-@dataclass(frozen=True)
-class Unread:
-    """A language model whose parameters are still to be read.
-
-    Attributes:
-      abstract: the language model, with `jax.ShapeDtypeStruct`s as parameters: it encodes texts,
-        and programs can be compiled for it.
-    """
-
-    abstract: LanguageModel
-    _read: Callable[[], Transformer]
-
-    def read(self) -> LanguageModel:
-        """The language model; raises what `load` raises about its parameters."""
-        params = nnx.state(in_compute_dtype(self._read()))
-        # With the same graph, so that it finds programs compiled for the abstract one.
-        return replace(self.abstract, model=nnx.merge(nnx.graphdef(self.abstract.model), params))
-
-
 def load(name: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
     """The model of a run's last checkpoint or in Hugging Face's format, on the first device.
 
@@ -96,35 +75,28 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
       CheckpointError: no checkpoint of the run is whole.
       PretrainedError: see `from_pretrained`.
     """
-    return find(name, ffn_implementation).read()
-
-
-def find(name: str, ffn_implementation: Implementation | None = None) -> Unread:
-    """Does what `load` does before it reads parameters; see there."""
     source = hub.find(name)
     directory = source.directory
     if (directory / "config.json").exists():
         subwords = pretrained_tokenizer.load(directory)
         prefix = tuple(pretrained_tokenizer.prefix(subwords))
         bos_id = pretrained_tokenizer.bos_id(directory, subwords)
-        settings, stored = pretrained_config.read(directory, None, None)
+        settings, _ = pretrained_config.read(directory, None, None)
         # before weights are fetched and read
         _require_ids(settings.vocab_size, subwords, prefix, directory / "tokenizer.json")
-        hub.fetch_weights(source)
-        files.tensors(directory)  # what is missing is missed at once, not beside a compilation
-        settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
-        graph = graphdef(settings, stored.quantised)
-        model = in_compute_dtype(nnx.merge(graph, weights.abstract_parameters(settings, stored)))
-        stop_ids = pretrained_config.ends(directory)[1] or (subwords.eot_id,)
-        lm = LanguageModel(model, subwords, prefix, stop_ids, bos_id)
-        return Unread(lm, partial(from_pretrained, source))
+        return LanguageModel(
+            in_compute_dtype(from_pretrained(source, ffn_implementation=ffn_implementation)),
+            subwords,
+            prefix,
+            pretrained_config.ends(directory)[1] or (subwords.eot_id,),
+            bos_id,
+        )
     if not RunPaths(directory).config.exists():
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
-    _, tokenizer, model = find_run(name)
+    _, tokenizer, model = load_run(name)
     settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
     model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
-    lm = LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
-    return Unread(lm, lambda: load_run(name)[2])
+    return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
 
 
 def _require_ids(
@@ -148,18 +120,11 @@ def _require_ids(
 def in_compute_dtype(model: Transformer) -> Transformer:
     """The model with its parameters rounded to `config.dtype`, as computing rounds all but norms'.
 
-    So they are rounded once, not for every token. Weights in 8 bits stay. Parameters that are
-    `jax.ShapeDtypeStruct`s remain such.
+    So they are rounded once, not for every token. Weights in 8 bits stay.
     """
     dtype = model.config.dtype
     settings = model.config.model_copy(update={"param_dtype": dtype})
     eight_bits, live, others = nnx.state(model, EightBits, LiveWidth, ...)
-    others = jax.tree.map(partial(_rounded, dtype), others)
+    others = jax.tree.map(lambda leaf: leaf.astype(dtype), others)
     graph = graphdef(settings, model.quantised())
     return nnx.merge(graph, eight_bits, live, others)
-
-
-def _rounded(
-    dtype: str, leaf: jax.Array | jax.ShapeDtypeStruct
-) -> jax.Array | jax.ShapeDtypeStruct:
-    return leaf.astype(dtype) if isinstance(leaf, jax.Array) else leaf.update(dtype=dtype)

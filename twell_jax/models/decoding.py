@@ -255,7 +255,7 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
     What multiplies by XLA takes any layout. Without a kernel for a whole step it is the model.
 
     Args:
-      model: the model; its parameters may be `jax.ShapeDtypeStruct`s, and then remain such.
+      model: the model.
       batch, capacity: sequences and tokens of the cache.
     """
     kernels, _ = _kernels(model, batch, capacity)
@@ -265,17 +265,9 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
     model = nnx.clone(model)  # whose variables are its own
     for name in ATTENTION:
         if isinstance(layer := getattr(model.blocks.attention, name), nnx.Linear):
-            layer.kernel.set_value(_transposed(layer.kernel.get_value()))
+            layout = Format(Layout((0, 2, 1)), layer.kernel[...].sharding)
+            layer.kernel.set_value(jax.device_put(layer.kernel[...], layout))
     return model
-
-
-def _transposed(kernel: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-    """Matrices of which the memory holds the transposes, on the device that has them."""
-    if isinstance(kernel, jax.Array):
-        return jax.device_put(kernel, Format(Layout((0, 2, 1)), kernel.sharding))
-    # An array says of its layout that it has no tiles; what says nothing is another one to JAX.
-    layout = Layout((0, 2, 1), tiling=())
-    return kernel.update(sharding=Format(layout, kernel.sharding or jnp.zeros(()).sharding))
 
 
 def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Selection:

@@ -5,22 +5,21 @@ import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from twell_jax import config as config_lib
 from twell_jax.config import Config, ConfigError
 from twell_jax.data import tokenizers
 from twell_jax.data.tokenizers import Tokenizer
+from twell_jax.models import sharding
 from twell_jax.models.transformer import Transformer, graphdef
 from twell_jax.train.checkpoint_errors import CannotSave
 from twell_jax.train.durable import TEMPORARY, write_atomically
-from twell_jax.train.state import init_state
+from twell_jax.train.state import abstract_state
 
 if TYPE_CHECKING:
     from twell_jax.train.checkpoint import Checkpoints
@@ -179,22 +178,10 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
       CheckpointError: no checkpoint is whole.
     """
-    config, tokenizer, model = find_run(run_dir)
-    nnx.update(model, last_params(run_dir, config, nnx.state(model)))
-    return config, tokenizer, model
-
-
-def find_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
-    """What `load_run` returns, but with `jax.ShapeDtypeStruct`s as parameters: none is read.
-
-    Raises:
-      ConfigError: there is no run in `run_dir`.
-    """
     config = load_config(run_dir)
+    mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
+    params = last_params(run_dir, config, abstract_state(config, mesh).params)
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
-    place = SingleDeviceSharding(jax.devices()[0])
-    params = jax.eval_shape(partial(init_state, config)).params
-    params = jax.tree.map(partial(jax.ShapeDtypeStruct.update, sharding=place), params)
     of_inference = {"ffn_gradients": None, "matmul_dtype": None}
     settings = config.model.model_copy(update=of_inference)
     return config, tokenizer, nnx.merge(graphdef(settings), params)

@@ -82,32 +82,6 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(saved, capsys):
     assert continued(exported, "def ").out == first.out
 
 
-@pytest.mark.parametrize("is_exported", [False, True])
-def test_programs_are_compiled_once_while_weights_are_read(
-    saved, capsys, compiled, monkeypatch, is_exported
-):
-    directory = saved[1].directory
-    if is_exported:
-        export.main([str(directory), str(directory / "exported")])
-        directory = directory / "exported"
-
-    def written(*sampling):
-        capsys.readouterr()
-        generate.main([str(directory), "--prompt", "a", "--max-tokens", "8", *sampling])
-        return capsys.readouterr().out
-
-    # the likeliest tokens, by programs of this test alone
-    text = written("--top-k", "1", "--temperature", "0.75" if is_exported else "0.5")
-    assert compiled() == ["extend", "prefill"]
-
-    def fail(*_, **__):
-        raise RuntimeError("not beside the weights")
-
-    monkeypatch.setattr(generate, "compile_ahead", fail)  # the first call then compiles
-    assert written("--top-k", "1", "--temperature", "0.875" if is_exported else "0.625") == text
-    assert compiled() == ["extend", "extend", "prefill", "prefill"]
-
-
 def test_special_tokens_of_a_prompt_are_read_on_purpose(saved, capsys):
     run, exported = saved[1].directory, saved[1].directory / "exported"
     export.main([str(run), str(exported)])
@@ -185,14 +159,6 @@ def test_a_template_with_a_token_that_the_model_lacks_is_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()  # it is refused before these are read
     says = f"^error: {path}: post_processor puts id 128000 before a text, but .* 0 to 256; .*"
     with pytest.raises(SystemExit, match=says):
-        generate.main([str(tmp_path), "--prompt", "x"])
-
-
-def test_missing_weights_are_missed_before_anything_is_compiled(tmp_path, monkeypatch):
-    save_pretrained(tmp_path, drawn.transformer(**MODEL), ByteTokenizer())
-    (tmp_path / "model.safetensors").unlink()
-    monkeypatch.setattr(generate, "compile_ahead", lambda *_, **__: pytest.fail("it compiles"))
-    with pytest.raises(SystemExit, match=r"^error: .* holds neither model.safetensors nor .*\Z"):
         generate.main([str(tmp_path), "--prompt", "x"])
 
 

@@ -134,7 +134,7 @@ def load(
     """
     files.require_layers(directory, config.layers)
     tensors = _with_prefix(_open(directory, stored.passed_over))
-    abstract = abstract_parameters(config, stored)
+    abstract = jax.eval_shape(lambda: _parameters(config, stored))
     leaves = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract)}
     names = _NAMES
     if stored.hybrid and _down_is_neuron_major(tensors, config):
@@ -221,15 +221,11 @@ def save(
         files.write_index(directory, places, sum(sizes.values()))
 
 
-def abstract_parameters(config: ModelConfig, stored: Stored) -> nnx.State:
-    """What `load` gives without a mesh, as `jax.ShapeDtypeStruct`s."""
-
-    def make() -> nnx.State:
-        model = Transformer(config, rngs=nnx.Rngs(0))
-        model.quantise(stored.quantised)
-        return nnx.state(model)
-
-    return jax.eval_shape(make)
+def _parameters(config: ModelConfig, stored: Stored) -> nnx.State:
+    """Initial parameters of a model that is quantised as the files are."""
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    model.quantise(stored.quantised)
+    return nnx.state(model)
 
 
 def _name(path: tuple) -> str:
