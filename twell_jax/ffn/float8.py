@@ -100,7 +100,13 @@ def _with_residuals(
     rows = _kept(scaled([x], FORWARD, most=most))
     matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1))
     matrices = _split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
-    ys = [dot(rows, Scaled(m, matrix.scale), (1, axis), x.dtype) for m in matrices]
+    values = rows.values
+    ys: list[jax.Array] = []
+    for m in matrices:
+        # Else XLA merges small products, and leaves the merged one in the dtype of x.
+        values, ys = lax.optimization_barrier((values, ys))
+        factors = Scaled(values, rows.scale), Scaled(m, matrix.scale)
+        ys.append(dot(*factors, (1, axis), x.dtype))
     return ys, (rows, matrix)
 
 

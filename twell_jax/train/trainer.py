@@ -254,10 +254,8 @@ class Trainer:
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
             operands = tokens, l1_coefficient, l1_multipliers, windows, weight, ffn_gradients
             grads, aux = jax.grad(loss, has_aux=True)(in_compute_dtype, *operands)
-            if self._accumulation == 1:
-                # XLA would concatenate layers where it computes a moment, one at a time: 36 bytes
-                # for each parameter. So it concatenates once, and computes all in one pass: 30.
-                grads = jax.tree.map(jax.lax.optimization_barrier, grads)
+            if self._accumulation == 1 and unrolls_layers(self.mesh):
+                grads = jax.tree.map(_one_after_the_other, grads)
             return jax.tree.map(jnp.add, total, grads), aux
 
         dtype = self._config.model.dtype  # once for all micro-batches
@@ -362,6 +360,20 @@ class Trainer:
             opt_state=neurons.reorder_moments(*moments),
             idle_steps=jnp.take_along_axis(state.idle_steps, order, axis=1),
         )
+
+
+def _one_after_the_other(of_layers: jax.Array) -> jax.Array:
+    """The same gradients, but those of matrices are copied to their places layer by layer.
+
+    XLA does that beside the backward pass. It would concatenate unrolled layers, where it computes
+    parameters and moments, element by element: of many layers, slower than memory is.
+    """
+    if of_layers.ndim < 3:
+        return of_layers
+    written = jax.lax.empty(of_layers.shape, of_layers.dtype)
+    for layer, of_layer in enumerate(of_layers):
+        written = jax.lax.optimization_barrier(written.at[layer].set(of_layer))
+    return written
 
 
 def unrolls_layers(mesh: jax.sharding.Mesh) -> bool:

@@ -265,7 +265,7 @@ def test_many_tokens_take_kernels_on_a_gpu():
                 y, stats = block(x[:tokens], *weights, return_stats=True)
             assert (stats.union >= 0) == by_kernels
             expected = sparse_ffn(x[:tokens], *weights, implementation="torch")
-            assert relative_error(y.double(), expected.double()) < 4 * ROUNDING
+            assert relative_error(y.double().cpu(), expected.double().cpu()) < 4 * ROUNDING
 
 
 @pytest.mark.gpu

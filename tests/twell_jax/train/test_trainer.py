@@ -85,9 +85,14 @@ def test_every_mesh_trains_the_same_model(batches, one_device, devices, fsdp):
 
 
 @pytest.mark.slow
-def test_unrolled_layers_train_the_same_model_on_every_device(batches, one_device, monkeypatch):
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_unrolled_layers_train_the_same_model_on_every_device(
+    batches, one_device, monkeypatch, micro_batch
+):
     monkeypatch.setattr("twell_jax.train.trainer.unrolls_layers", lambda mesh: True)
-    assert_same_run(train(trainer_on.__wrapped__(8), batches), one_device)
+    run = settings(micro_batch=micro_batch)  # two to a step, or one
+    mesh = sharding.make_mesh(run.mesh.shape(8), jax.devices("cpu")[:8])
+    assert_same_run(train(Trainer(run, END, mesh), batches), one_device)
 
 
 def test_layers_are_unrolled_on_gpus_that_gather_no_weights():
