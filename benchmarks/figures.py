@@ -35,6 +35,7 @@ BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-pro
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
 GRADIENTS, LONG_RUN = f"gradients-{_H100}", f"wallclock-{_H200}"
+PRECISION, TORCH = f"precision-{_H200}", f"torch_block-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
 
@@ -88,15 +89,23 @@ def _over_silu(config: str) -> Number:
 
 def _in_float8(config: str) -> dict[str, Figure]:
     """How many times as fast sparse steps with products of 8-bit operands are as dense ReLU ones,
-    in bfloat16 and in 8 bits.
+    in bfloat16 and in 8 bits, and as sparse ones in bfloat16.
     """
     record, sparse = f"training-float8-{config}-{_H200}", {"implementation": "sparse, relu, float8"}
+    others = {"": "xla, relu", "-over-dense": "xla, relu, float8"}
+    if config == "2b":
+        others |= {"-over-silu": "xla, silu", "-over-bfloat16": "sparse, relu"}
     return {
         f"step-float8-{config}{name}": Figure(
-            ratio(record, {"implementation": dense}, sparse, "ms")
+            ratio(record, {"implementation": other}, sparse, "ms")
         )
-        for name, dense in (("", "xla, relu"), ("-over-dense", "xla, relu, float8"))
+        for name, other in others.items()
     }
+
+
+def _in_torch(direction: str, m: int, pattern: str = "recorded") -> dict[str, Any]:
+    """The rows of a block of torch without dense tokens."""
+    return {"direction": direction, "m": m, "pattern": pattern, "heavy_rows": 0}
 
 
 def _last_ce(row: Row) -> float:
@@ -144,13 +153,7 @@ _MODELS = {
     "step-2b-silu": Figure(_over_silu("2b")),
     "step-0p5b-silu": Figure(_over_silu("0p5b")),
     **{
-        f"torch-{name}": Figure(
-            speedup(
-                f"torch_block-{_H200}",
-                {"direction": direction, "m": m, "pattern": "recorded"},
-                "kernels",
-            )
-        )
+        f"torch-{name}": Figure(speedup(TORCH, _in_torch(direction, m), "kernels"))
         for name, direction, m in (
             ("forward", "forward", 16384),
             ("forward-8192", "forward", 8192),
@@ -160,8 +163,26 @@ _MODELS = {
             ("gradients-4096", "forward and backward", 4096),
         )
     },
+    **{
+        f"torch-{name}-published-{pattern}": Figure(
+            ratio(
+                TORCH,
+                _in_torch(direction, 16384, pattern) | {"implementation": "published"},
+                _in_torch(direction, 16384, pattern) | {"implementation": "kernels"},
+                "ms",
+            )
+        )
+        for name, direction in (("forward", "forward"), ("gradients", "forward and backward"))
+        for pattern in ("recorded", "skewed")
+    },
     **_in_float8("2b"),
     **_in_float8("0p5b"),
+    **{
+        f"float8-{which}": Figure(
+            percent(of(PRECISION, {"variant": "float8"}, "increase")), "{:+.1f}"
+        )
+        for which, of in (("least", least), ("most", most))
+    },
     "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),
     "run-dense-seconds": Figure(value(LONG_RUN, _DENSE_RUN, "seconds"), "{:.0f}"),
     "run-rate": Figure(value(LONG_RUN, _RUN, _last_rate), "{:,.0f}"),

@@ -53,15 +53,14 @@ REMARKS = {
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
-    "training-float8-2b-nvidia-h200-20261128-2": "Tests ran on the other GPU. Dense programs came "
-    "from the compilation cache, where they state no peak.",
-    "training-float8-0p5b-nvidia-h200-20261128": "Other programs ran on the other GPU.",
-    "torch_block-nvidia-h200-20261128": "The other GPU trained. Each call made arrays of JAX from "
-    "torch's tensors, which it no longer does.",
-    "torch_block-nvidia-h200-20261128-2": "The run ended before both passes of 8,192 tokens. The "
-    "other GPU trained four models.",
+    "training-float8-2b-nvidia-h200-20261128-3": "Other programs ran on the other GPU. XLA "
+    "concatenated the gradients of 38 layers in 9 ms of each step, which it no longer does.",
+    "training-float8-0p5b-nvidia-h200-20261128-2": "Other programs ran on the other GPU.",
+    "torch_block-nvidia-h200-20261128-3": "Ten trainings ran on the other three GPUs.",
     "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 "
-    "bits, too, which is why they no longer have. Several runs shared a GPU.",
+    "bits, of which the gradient no longer has. Several runs shared a GPU.",
+    "precision-nvidia-h200-20261128-2": "Several runs shared a GPU. Without logits in 8 bits, but "
+    "with all else, the increase was -0.14, 0.27 and 0.39 %.",
     f"training-1p5b-{_H100}": _LARGEST.format(2),
     f"training-0p5b-{_H200}": _LARGEST.format(8),
     f"training-1p5b-{_H200}": _LARGEST.format(4) + " The record names commit 92c900d, but ran on "

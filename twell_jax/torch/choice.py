@@ -12,7 +12,7 @@ import torch
 from twell_jax.ffn import explained
 from twell_jax.ffn.dispatch import MANY_TOKENS
 
-# Tokens of a block of 2048 x 5632 from which no row of torch_block-nvidia-h200-20261128 and -2
+# Tokens of a block of 2048 x 5632 from which no row of torch_block-nvidia-h200-20261128-3
 # loses, in inference and with gradients; of other widths as much work. With less, torch's dense
 # block has ended before the host has started the kernels.
 INFERENCE, TRAINING = 8192, 16384
