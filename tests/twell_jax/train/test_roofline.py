@@ -45,7 +45,8 @@ def counted_flops(model):
 def test_flops_are_those_that_xla_counts():
     # One layer: XLA counts the body of a scan once. Without remat nothing is computed twice.
     changes = ["model.layers=1", "model.d_model=256", "model.d_ff=1024", "model.heads=2",
-               "model.vocab_size=512", "model.dtype=float32", "model.remat=none"]  # fmt: skip
+               "model.vocab_size=512", "model.dtype=float32", "model.remat=none",
+               "union_target=null"]  # fmt: skip
     short, long = (
         config.load(FILE, [*changes, f"model.context={context}"]).model for context in (64, 512)
     )
@@ -65,7 +66,8 @@ def test_costs_are_those_computed_by_hand():
     run = config.load(
         FILE,
         ["model.layers=3", "model.d_model=8", "model.heads=2", "model.d_ff=32", "mesh.fsdp=2",
-         "model.vocab_size=100", "model.context=16", "batch_tokens=512", "micro_batch=2"],
+         "model.vocab_size=100", "model.context=16", "batch_tokens=512", "micro_batch=2",
+         "union_target=null"],
     )  # fmt: skip
     assert roofline.parameters(run.model) == 3 * (256 + 768 + 16) + 808 == 3928
     # Forward and backward: 2 + 4 for each weight and token; 3 layers x 8 features x 8 tokens on
