@@ -41,7 +41,7 @@ _VARIANTS = {
     "xla, relu": ["model.ffn_implementation=xla"],
     "sparse, relu": ["model.ffn_implementation=mosaic", "sparse_gradients_every=1"],
 }
-# The L1 term of all that have one: patterns stay as they were drawn, so there is nothing to control.
+# Patterns stay as they were drawn, so that there is nothing to control.
 _PUBLISHED = ["l1_coefficient=2e-5", "union_target=null", "lasso_share=0"]
 VARIANTS = _VARIANTS | {
     f"{name}, float8": [*changes, "model.matmul_dtype=float8"]
