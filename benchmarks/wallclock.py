@@ -52,8 +52,8 @@ _DENSE = [
     "skip_dead_every=0",
     "model.ffn_implementation=xla",
 ]
-# The others are compared with the first.
 _SILU, _FLOAT8 = "model.activation=silu", "model.matmul_dtype=float8"
+# The others are compared with the first.
 RUNS = {
     "silu": [*_DENSE, _SILU],
     "relu": _DENSE,
