@@ -5,7 +5,8 @@
 
 Weights are random, with patterns as in benchmarks.inference. They keep that pattern: the
 learning rate is practically 0. "sparse" has the gradients that train.py plans for each layer, and
-"float8" products of 8-bit operands, as `model.matmul_dtype` says.
+"float8" products of 8-bit operands, as `model.matmul_dtype` says. "qwix" is "xla" with such
+products by Qwix, a package that the others do without.
 
 Every number of devices is measured twice: data parallel, and with FSDP over all of them. The work
 of a device stays the same: `batch_tokens` counts per device and is one micro-batch unless it is
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from benchmarks import collectives, inference, record
 from twell_jax import config as config_lib
-from twell_jax.config import Config
-from twell_jax.models import sharding
+from twell_jax.config import Config, ModelConfig
+from twell_jax.models import Transformer, sharding
 from twell_jax.train import roofline
 from twell_jax.train.gradient_plan import GradientPlan
 from twell_jax.train.served import first_plan
@@ -44,8 +46,12 @@ _VARIANTS = {
 # Patterns stay as they were drawn, so that there is nothing to control.
 _PUBLISHED = ["l1_coefficient=2e-5", "union_target=null", "lasso_share=0"]
 VARIANTS = _VARIANTS | {
-    f"{name}, float8": [*changes, "model.matmul_dtype=float8"]
-    for name, changes in _VARIANTS.items()
+    **{
+        f"{name}, float8": [*changes, "model.matmul_dtype=float8"]
+        for name, changes in _VARIANTS.items()
+    },
+    "qwix, silu": _VARIANTS["xla, silu"],
+    "qwix, relu": _VARIANTS["xla, relu"],
 }
 STEPS = 11  # that are timed
 
@@ -120,6 +126,8 @@ def measure(
     mesh = sharding.make_mesh(config.mesh.shape(len(devices)), devices)
     with jax.set_mesh(mesh):
         trainer = Trainer(config, document_end=0, mesh=mesh)
+        if row["implementation"].startswith("qwix"):
+            trainer._graph = by_qwix(config.model)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
         # The trainer's own parameters are freed first, so that these can take their memory.
         state = dataclasses.replace(trainer.init(), params=None)
@@ -159,6 +167,25 @@ def measure(
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
         row |= collectives.measure(step, mesh.size)
     return plan
+
+
+def by_qwix(config: ModelConfig) -> nnx.GraphDef:
+    """The graph of a model whose layers multiply operands of 8 bits by Qwix, with its own scales.
+
+    The head is none of them.
+    """
+    import qwix
+
+    dtypes = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn"}
+    rule = qwix.QtRule(module_path=".*", bwd_qtype="float8_e5m2", **dtypes)
+
+    def make() -> Transformer:
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        tokens = jnp.zeros((1, config.context), jnp.int32)
+        return qwix.quantize_model(model, qwix.QtProvider([rule]), tokens, methods=["hidden"])
+
+    with nnx.logical_axis_rules(sharding.LOGICAL_AXES):
+        return nnx.graphdef(nnx.eval_shape(make))
 
 
 def compile_step(trainer: Trainer, gradients: ModelGradients | None) -> jax.stages.Compiled:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import inference, training
 from benchmarks.pages import TABLES
+from tests.packages import needed
 from twell_jax.train import roofline
 
 SMALL = """
@@ -66,6 +67,18 @@ def test_a_record_of_several_meshes(small, measured):
     assert len(lines) == 2 + len(rows)
     assert lines[2].startswith("| 1 x 1 | 128 | ") and "%" not in lines[2]
     assert f" ({data['efficiency']:.0%}) | " in lines[3]
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_a_row_of_qwix_multiplies_in_8_bits(small, measured):
+    needed("qwix")
+    by_xla, by_qwix = measured(small, "--devices", "1", "--only", "xla, relu", "qwix, relu")
+    assert "failed" not in by_qwix
+    # The same weights and tokens, and rounding is seen.
+    assert by_qwix["ce"] == pytest.approx(by_xla["ce"], rel=0.05)
+    assert by_qwix["grad_norm"] == pytest.approx(by_xla["grad_norm"], rel=0.2)
+    assert by_qwix["ce"] != pytest.approx(by_xla["ce"], rel=1e-5)
 
 
 @pytest.mark.slow
