@@ -371,8 +371,8 @@ def _one_after_the_other(of_layers: jax.Array) -> jax.Array:
     if of_layers.ndim < 3:
         return of_layers
     written = jax.lax.empty(of_layers.shape, of_layers.dtype)
-    for layer, of_layer in enumerate(of_layers):
-        written = jax.lax.optimization_barrier(written.at[layer].set(of_layer))
+    for layer in reversed(range(len(of_layers))):  # as they come
+        written = jax.lax.optimization_barrier(written.at[layer].set(of_layers[layer]))
     return written
 
 
