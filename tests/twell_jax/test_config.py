@@ -313,8 +313,11 @@ def test_shipped_configs_load_and_divide(path):
     assert settings.run_dir == f"runs/{path.stem}"
 
 
-@pytest.mark.parametrize(("name", "layers"), [("0p5b", 8), ("1b", 18), ("1p5b", 28), ("2b", 38)])
-def test_published_recipe(name, layers):
+@pytest.mark.parametrize(
+    ("name", "layers", "coefficient"),
+    [("0p5b", 8, 1e-4), ("1b", 18, 2e-5), ("1p5b", 28, 2e-5), ("2b", 38, 2e-5)],
+)
+def test_published_recipe_with_the_target_of_the_study(name, layers, coefficient):
     settings = config.load(CONFIGS / f"{name}.yaml")
     shape = settings.model
     assert (shape.layers, shape.d_model, shape.heads, shape.d_ff) == (layers, 2048, 32, 5632)
@@ -322,7 +325,8 @@ def test_published_recipe(name, layers):
     assert (shape.rope_theta, shape.norm_eps, shape.tie_embeddings) == (1e5, 1e-5, True)
     assert (shape.gated, shape.activation) == (True, "relu")
     assert (settings.batch_sequences, settings.steps) == (512, 30_000)
-    assert (settings.l1_coefficient, settings.l1_warmup) == (2e-5, (0, 0))
+    assert (settings.l1_coefficient, settings.l1_warmup) == (coefficient, (0, 0))
+    assert (settings.union_target, settings.lasso_share) == (0.07, 0.5)
     optimizer = settings.optimizer
     assert (optimizer.lr, optimizer.warmup_steps, optimizer.schedule) == (1e-3, 600, "cosine")
     assert (optimizer.b2, optimizer.weight_decay, optimizer.clip_norm) == (0.95, 0.1, 1.0)

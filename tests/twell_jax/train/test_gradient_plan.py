@@ -136,7 +136,7 @@ def test_shipped_configurations_plan_sparse_gradients_where_kernels_serve(on_an_
         (["batch_tokens=16384"], 100),
         (["sparse_gradients_every=7"], 7),
         (["sparse_gradients_every=0"], 0),
-        (["model.activation=silu"], 0),
+        (["model.activation=silu", "l1_coefficient=0", "union_target=null", "lasso_share=0"], 0),
         (["model.dtype=float32"], 0),
         (["model.ffn_implementation=xla"], 0),
         (["model.ffn_gradients=dense"], 0),
@@ -148,4 +148,5 @@ def test_auto_plans_where_the_configuration_leaves_gradients_to_it(on_an_h100, c
 
 
 def test_auto_plans_nothing_without_kernels():
-    assert planned_every(config.load("0p5b", ["model.ffn_implementation=mosaic"])) == 0
+    changes = ["model.ffn_implementation=mosaic", "lasso_share=0"]
+    assert planned_every(config.load("0p5b", changes)) == 0

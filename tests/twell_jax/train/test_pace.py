@@ -33,7 +33,7 @@ def devices(monkeypatch, kind, count, local=None, platform="gpu"):
 def test_utilisation_is_the_dense_models_share_of_the_peak(monkeypatch):
     # 3928 parameters and attention to 8 tokens on average, as in test_roofline: 25872 FLOPs a token
     changes = ["model.layers=3", "model.d_model=8", "model.heads=2", "model.d_ff=32",
-               "model.vocab_size=100", "model.context=16"]  # fmt: skip
+               "model.vocab_size=100", "model.context=16", "union_target=null"]  # fmt: skip
     model = config.load("configs/2b.yaml", changes).model
     devices(monkeypatch, "NVIDIA H200", 8, local=range(4))  # the rate is that of all processes
     expected = 1e9 * 25872 / (8 * 989e12)
