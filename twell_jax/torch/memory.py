@@ -18,19 +18,24 @@ import torch
 
 from twell_jax.torch import streams
 
+type Operands = Any  # a tensor, None, or a list of them
 
-def run(program: Callable[..., Sequence[jax.Array]], *operands: Any) -> list[torch.Tensor]:
-    """The results of a program on contiguous tensors, one in the first of which is not None.
+
+def run(
+    program: Callable[..., Sequence[jax.Array]], operands: Operands, *others: Operands
+) -> list[torch.Tensor]:
+    """The results of a program on contiguous tensors.
 
     Args:
-      program: takes arrays where `operands` have tensors.
-      operands: trees.
+      program: takes arrays where there are tensors.
+      operands: a list, whose first tensor is not None.
+      others: further operands of the program, tensors or lists of them.
 
     Returns:
       Tensors that have the memory of the program's results.
     """
-    arrays = jax.tree.map(to_jax, operands)
-    device = jax.tree.leaves(operands)[0].device
+    arrays = _in_jax(operands), *map(_in_jax, others)
+    device = operands[0].device
     if device.type == "cpu":
         return [torch.from_dlpack(a) for a in program(*arrays)]
     stream = torch.cuda.current_stream(device)
@@ -38,6 +43,13 @@ def run(program: Callable[..., Sequence[jax.Array]], *operands: Any) -> list[tor
     handle = stream.cuda_stream or 1  # which is the default stream's number in DLPack
     results: Sequence[Any] = program(*arrays)
     return [torch.from_dlpack(a.__dlpack__(stream=handle)) for a in results]
+
+
+def _in_jax(operands: Operands) -> Any:
+    """Arrays for tensors. `jax.tree.map` would take the host as long as all of them."""
+    if isinstance(operands, list):
+        return [a if a is None else to_jax(a) for a in operands]
+    return operands if operands is None else to_jax(operands)
 
 
 def to_jax(a: torch.Tensor) -> jax.Array:

@@ -101,9 +101,10 @@ def _is_trained(*operands: torch.Tensor | None) -> bool:
 
 def _laid_out(a: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
     """The operand or its transpose, contiguous, and whether it is the transpose."""
-    if a is not None and not a.is_contiguous() and a.t().is_contiguous():
-        return a.t(), True
-    return a if a is None else a.contiguous(), False
+    if a is None or a.is_contiguous():
+        return a, False
+    upright = a.t()
+    return (upright, True) if upright.is_contiguous() else (a.contiguous(), False)
 
 
 def _check(
@@ -126,18 +127,19 @@ def _check(
     for name, a in {"x": x, **weights}.items():
         if not isinstance(a, torch.Tensor) and not (a is None and name == "w_gate"):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(a).__name__}")
-    cast = torch.is_autocast_enabled(x.device.type)
+    dtype, device, shape = x.dtype, x.device, w_down.shape
+    cast = torch.is_autocast_enabled(device.type)
     for name, a in weights.items():
         if a is None:
             continue
-        if a.device != x.device or (a.dtype != x.dtype and not cast):
+        if a.device != device or (a.dtype != dtype and not cast):
             raise ValueError(
-                f"{name} must be {x.dtype} on {x.device} as x is, got {a.dtype} on {a.device}"
+                f"{name} must be {dtype} on {device} as x is, got {a.dtype} on {a.device}"
             )
-        if a.ndim != 2 or a.shape != w_down.shape or a.shape[1] != x.shape[-1]:
+        if a.shape != shape or len(shape) != 2 or shape[1] != x.shape[-1]:
             raise ValueError(
                 f"{name} must be [H, D], neuron-major, with D={x.shape[-1]} as x has it and "
-                f"H={w_down.shape[0]} as w_down has it, got {list(a.shape)}"
+                f"H={shape[0]} as w_down has it, got {list(a.shape)}"
             )
 
 
