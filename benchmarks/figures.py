@@ -183,6 +183,9 @@ _MODELS = {
         )
         for which, of in (("least", least), ("most", most))
     },
+    "float8-nnz": Figure(
+        percent(most(PRECISION, {}, lambda row: abs(row["nnz_ratio"] - 1))), "{:.0f}"
+    ),
     "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),
     "run-dense-seconds": Figure(value(LONG_RUN, _DENSE_RUN, "seconds"), "{:.0f}"),
     "run-rate": Figure(value(LONG_RUN, _RUN, _last_rate), "{:,.0f}"),

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import TABLES, mesh
+from benchmarks.pages import TABLES
 from benchmarks.study import report
 from benchmarks.tables import UNKNOWN, Cell, Row, number, text_of, yes
+from benchmarks.training_tables import mesh
 
 
 @dataclass(frozen=True)

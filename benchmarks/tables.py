@@ -95,6 +95,11 @@ def markdown(titles: list[str], lines: list[list[str]]) -> str:
     return "\n".join([text[0], "|---" * sum(known) + "|", *text[1:]])
 
 
+def gib(key: str) -> Cell:
+    """Bytes in GiB; a program that comes from the compilation cache states 0."""
+    return lambda row: f"{row[key] / 2**30:.1f}" if row[key] else UNKNOWN
+
+
 def number(key: str, form: str = "{}") -> Cell:
     """A cell with the formatted value of a key."""
     return lambda row: form.format(row[key])

@@ -30,7 +30,7 @@ from flax import nnx
 
 from benchmarks import collectives, inference, record
 from twell_jax import config as config_lib
-from twell_jax.config import Config, ModelConfig
+from twell_jax.config import Config
 from twell_jax.models import Transformer, sharding
 from twell_jax.train import roofline
 from twell_jax.train.gradient_plan import GradientPlan
@@ -54,6 +54,28 @@ VARIANTS = _VARIANTS | {
     "qwix, relu": _VARIANTS["xla, relu"],
 }
 STEPS = 11  # that are timed
+
+
+class QwixTrainer(Trainer):
+    """A trainer whose model's layers multiply operands of 8 bits by Qwix, with Qwix's own scales.
+
+    The head is none of them.
+    """
+
+    def __init__(self, config: Config, document_end: int, mesh: jax.sharding.Mesh) -> None:
+        super().__init__(config, document_end, mesh)
+        import qwix
+
+        dtypes = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn"}
+        rule = qwix.QtRule(module_path=".*", bwd_qtype="float8_e5m2", **dtypes)
+
+        def make() -> Transformer:
+            model = Transformer(config.model, rngs=nnx.Rngs(0))
+            tokens = jnp.zeros((1, config.model.context), jnp.int32)
+            return qwix.quantize_model(model, qwix.QtProvider([rule]), tokens, methods=["hidden"])
+
+        with nnx.logical_axis_rules(sharding.LOGICAL_AXES):
+            self._graph = nnx.graphdef(nnx.eval_shape(make))
 
 
 def main() -> None:
@@ -125,9 +147,8 @@ def measure(
     devices = jax.devices()[: row["devices"]]
     mesh = sharding.make_mesh(config.mesh.shape(len(devices)), devices)
     with jax.set_mesh(mesh):
-        trainer = Trainer(config, document_end=0, mesh=mesh)
-        if row["implementation"].startswith("qwix"):
-            trainer._graph = by_qwix(config.model)
+        kind = QwixTrainer if row["implementation"].startswith("qwix") else Trainer
+        trainer = kind(config, document_end=0, mesh=mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
         # The trainer's own parameters are freed first, so that these can take their memory.
         state = dataclasses.replace(trainer.init(), params=None)
@@ -167,25 +188,6 @@ def measure(
         row["tokens_per_second"] = config.batch_tokens / row["ms"] * 1e3
         row |= collectives.measure(step, mesh.size)
     return plan
-
-
-def by_qwix(config: ModelConfig) -> nnx.GraphDef:
-    """The graph of a model whose layers multiply operands of 8 bits by Qwix, with its own scales.
-
-    The head is none of them.
-    """
-    import qwix
-
-    dtypes = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn"}
-    rule = qwix.QtRule(module_path=".*", bwd_qtype="float8_e5m2", **dtypes)
-
-    def make() -> Transformer:
-        model = Transformer(config, rngs=nnx.Rngs(0))
-        tokens = jnp.zeros((1, config.context), jnp.int32)
-        return qwix.quantize_model(model, qwix.QtProvider([rule]), tokens, methods=["hidden"])
-
-    with nnx.logical_axis_rules(sharding.LOGICAL_AXES):
-        return nnx.graphdef(nnx.eval_shape(make))
 
 
 def compile_step(trainer: Trainer, gradients: ModelGradients | None) -> jax.stages.Compiled:

@@ -21,22 +21,18 @@ from twell_jax.models.sharding import on_shares
 CHUNK_BYTES = 2**30
 
 
-def token_cross_entropy(
-    hidden: jax.Array, unembedding: jax.Array, labels: jax.Array, in_8_bits: bool = False
-) -> jax.Array:
+def token_cross_entropy(hidden: jax.Array, unembedding: jax.Array, labels: jax.Array) -> jax.Array:
     """The cross-entropy of each token, in nats. `mean_cross_entropy` is for gradients.
 
     Args:
       hidden: `[B, T, D]` in the compute dtype, to which matmuls round the logits.
       unembedding: `[vocab, D]` in any dtype, not split over "vocab".
       labels: int `[B, T]`.
-      in_8_bits: whether the product for logits has operands of 8 bits, as `float8.products`.
 
     Returns:
       float32 `[B, T]`, B split over the devices as in `split_batch`.
     """
-    of_share = partial(_of_tokens, in_8_bits=in_8_bits)
-    return on_shares(of_share, hidden, labels, whole=unembedding.astype(hidden.dtype))
+    return on_shares(_of_tokens, hidden, labels, whole=unembedding.astype(hidden.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -56,8 +52,8 @@ def mean_cross_entropy(
     The mean's gradients, in reverse mode alone, are computed with it. That of `unembedding` is
     summed over the chunks and the devices in float32, and has the dtype of `unembedding`.
     """
-    ce = token_cross_entropy(hidden, unembedding, labels, in_8_bits)
-    return jnp.mean(ce if weights is None else ce * weights)
+    # Without the gradients, which JAX does not compute where nothing asks for them.
+    return _with_gradients(hidden, unembedding, labels, weights, in_8_bits)[0]
 
 
 def _with_gradients(
@@ -91,13 +87,9 @@ def _scale_gradients(
 mean_cross_entropy.defvjp(_with_gradients, _scale_gradients)
 
 
-def _of_tokens(
-    hidden: jax.Array, labels: jax.Array, unembedding: jax.Array, in_8_bits: bool
-) -> jax.Array:
-    matrix = _matrix(unembedding, in_8_bits)
-
+def _of_tokens(hidden: jax.Array, labels: jax.Array, unembedding: jax.Array) -> jax.Array:
     def of_chunk(_, operands):
-        return None, _of_logits(_logits(operands[0], matrix), operands[1])[0]
+        return None, _of_logits(operands[0] @ unembedding.T, operands[1])[0]
 
     _, ce = _over_chunks(of_chunk, None, hidden, labels, len(unembedding))
     return ce
@@ -116,11 +108,16 @@ def _gradients_of_tokens(
     Returns:
       float32 `[B, T]`; the gradient of `hidden`, in its dtype; that of `unembedding`, in float32.
     """
-    matrix = _matrix(unembedding, in_8_bits)
+    matrix = None
+    if in_8_bits:  # rounded once for all chunks
+        matrix = float8.scaled([unembedding], float8.FORWARD, joined=0, reduced=1)
 
     def of_chunk(total, operands):
         x, labels, weights = operands
-        logits = _logits(x, matrix)
+        if matrix is None:
+            logits = x @ unembedding.T
+        else:
+            logits = float8.dot(float8.scaled([x], float8.FORWARD), matrix, (1, 1), x.dtype)
         ce, log_sum = _of_logits(logits, labels)
         wanted = labels[:, None] == jnp.arange(len(unembedding))
         factor = share if weights is None else share * weights[:, None]
@@ -133,20 +130,6 @@ def _gradients_of_tokens(
     vocab = len(unembedding)
     total, (ce, of_hidden) = _over_chunks(of_chunk, zeros, hidden, labels, vocab, weights)
     return ce, of_hidden, total
-
-
-def _matrix(unembedding: jax.Array, in_8_bits: bool) -> jax.Array | float8.Scaled:
-    """What tokens are multiplied by for their logits, rounded once for all chunks."""
-    if not in_8_bits:
-        return unembedding
-    return float8.scaled([unembedding], float8.FORWARD, joined=0, reduced=1)
-
-
-def _logits(x: jax.Array, matrix: jax.Array | float8.Scaled) -> jax.Array:
-    """Those of `x: [C, D]`, which is rounded as the matrix is."""
-    if not isinstance(matrix, float8.Scaled):
-        return x @ matrix.T
-    return float8.dot(float8.scaled([x], float8.FORWARD), matrix, (1, 1), x.dtype)
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

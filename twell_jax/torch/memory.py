@@ -18,23 +18,26 @@ import torch
 
 from twell_jax.torch import streams
 
-type Operands = Any  # a tensor, None, or a list of them
+type Operand = torch.Tensor | None
 
 
 def run(
-    program: Callable[..., Sequence[jax.Array]], operands: Operands, *others: Operands
+    program: Callable[..., Sequence[jax.Array]],
+    operands: list[Operand],
+    *others: Operand | list[Operand],
 ) -> list[torch.Tensor]:
     """The results of a program on contiguous tensors.
 
     Args:
       program: takes arrays where there are tensors.
-      operands: a list, whose first tensor is not None.
-      others: further operands of the program, tensors or lists of them.
+      operands: the first is not None.
+      others: further arguments of the program.
 
     Returns:
       Tensors that have the memory of the program's results.
     """
     arrays = _in_jax(operands), *map(_in_jax, others)
+    assert operands[0] is not None
     device = operands[0].device
     if device.type == "cpu":
         return [torch.from_dlpack(a) for a in program(*arrays)]
@@ -45,11 +48,11 @@ def run(
     return [torch.from_dlpack(a.__dlpack__(stream=handle)) for a in results]
 
 
-def _in_jax(operands: Operands) -> Any:
+def _in_jax(given: Operand | list[Operand]) -> Any:
     """Arrays for tensors. `jax.tree.map` would take the host as long as all of them."""
-    if isinstance(operands, list):
-        return [a if a is None else to_jax(a) for a in operands]
-    return operands if operands is None else to_jax(operands)
+    if isinstance(given, list):
+        return [a if a is None else to_jax(a) for a in given]
+    return given if given is None else to_jax(given)
 
 
 def to_jax(a: torch.Tensor) -> jax.Array:

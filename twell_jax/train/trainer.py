@@ -254,7 +254,7 @@ class Trainer:
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
             operands = tokens, l1_coefficient, l1_multipliers, windows, weight, ffn_gradients
             grads, aux = jax.grad(loss, has_aux=True)(in_compute_dtype, *operands)
-            if self._accumulation == 1 and unrolls_layers(self.mesh):
+            if unrolls_layers(self.mesh):
                 grads = jax.tree.map(_one_after_the_other, grads)
             return jax.tree.map(jnp.add, total, grads), aux
 
@@ -365,8 +365,8 @@ class Trainer:
 def _one_after_the_other(of_layers: jax.Array) -> jax.Array:
     """The same gradients, but those of matrices are copied to their places layer by layer.
 
-    XLA does that beside the backward pass. It would concatenate unrolled layers, where it computes
-    parameters and moments, element by element: of many layers, slower than memory is.
+    XLA does that beside the backward pass. It would concatenate unrolled layers where it adds their
+    gradients or computes moments, element by element, which is slower than memory.
     """
     if of_layers.ndim < 3:
         return of_layers
