@@ -82,14 +82,10 @@ def test_bfloat16_rounds_no_more_than_with_whole_logits(split):
         assert relative_error(ours, true) < 1.1 * relative_error(theirs, true) < 2e-2
 
 
-def test_a_mean_alone_costs_no_more_than_that_of_its_tokens(split):
-    def mean_of_tokens(*operands):
-        return jnp.mean(token_cross_entropy(*operands))
-
-    operands, means = draw(), (mean_cross_entropy, mean_of_tokens)
-    ours, theirs = (jax.jit(mean).lower(*operands).compile() for mean in means)
-    assert ours.cost_analysis()["flops"] == theirs.cost_analysis()["flops"]
-    np.testing.assert_allclose(ours(*operands), theirs(*operands), rtol=1e-6)
+def test_a_mean_without_gradients_is_that_of_its_tokens(split):
+    operands = draw()
+    by_token = jax.jit(token_cross_entropy)(*operands)
+    np.testing.assert_allclose(jax.jit(mean_cross_entropy)(*operands), by_token.mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
