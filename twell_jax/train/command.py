@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,10 @@ from twell_jax.train.report import Score
 from twell_jax.train.run_directory import AnotherRun, RunPaths, in_todays_terms, lock_run
 
 type SourceOf = Callable[[argparse.Namespace], tuple[str | Path, list[str]]]
+
+# In seconds. Steps wait so long for Python, at several places, while a thread traces a program: at
+# the 5 ms that Python begins with, a step of 50 ms took 87.
+_SWITCH_INTERVAL = 0.0002
 
 CANNOT_CONTINUE = 3  # exit status: another run is in run_dir, or one that cannot be read
 
@@ -73,6 +78,7 @@ def run(
             distributed.initialize(config.mesh.heartbeat_seconds)
             compilation_cache.enable()
             memory.require_for_training(config, jax.device_count(), memory.of_device())
+            sys.setswitchinterval(_SWITCH_INTERVAL)
             first = jax.process_index() == 0
             lock = lock_run(config.run_dir) if first else contextlib.nullcontext(lambda: None)
             with lock as require_in_place:

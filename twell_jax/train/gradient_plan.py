@@ -8,7 +8,8 @@ exact, and from the next plan on it has a wider margin.
 Each plan has to be compiled, so plans should change rarely: all layers have the same capacity, and
 keep it until it becomes too small. A change is announced one plan ahead, unless a layer overflows:
 the program can be compiled while the old one trains on, and the step at which it takes over does
-not depend on how long that takes.
+not depend on how long that takes. What the newest step needs says before which plan is likely to be
+announced next.
 """
 
 from collections.abc import Sequence
@@ -120,6 +121,13 @@ class GradientPlan:
     def next_ffn_gradients(self) -> tuple[LayerGradients, ...]:
         """`ffn_gradients` of the announced plan."""
         return _arguments(self.announced)
+
+    def likely(self, union: Sequence[float], listed: Sequence[float]) -> "GradientPlan":
+        """The plan to come if all steps from now on measure this, as `revised` takes it."""
+        settled = self
+        for _ in range(2):  # one to announce it, one to follow
+            settled = settled.revised(union, listed, [0.0] * len(self.capacities))
+        return settled
 
     def revised(
         self, union: Sequence[float], listed: Sequence[float], overflow: Sequence[float]

@@ -342,8 +342,9 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
 def _compile_ahead(run: Run, now: Standing) -> None:
     """Has compiled what comes after a step: evaluations, samples, the order of neurons, a plan.
 
-    The plan with all layers sparse, to which most runs come, is compiled from the start. Call this
-    once a step has been dispatched: while a program is traced, all else in Python is slow.
+    The plan with all layers sparse, to which most runs come, is compiled from the start, and a plan
+    that is likely to be announced before it is. Call this once a step has been dispatched: it may
+    wait for the one before.
     """
     ahead, plan = run.trainer.steps, now.plan
     ahead.prepare_call(_EVALUATION, partial(run.trainer.compile_evaluation, run.data.held_out))
@@ -352,6 +353,9 @@ def _compile_ahead(run: Run, now: Standing) -> None:
     if plan and _plans_again(run, now):
         ahead.prepare_call(_ORDER, partial(run.trainer.compile_ordering, now.ffn_gradients))
         ahead.prepare(plan.next_ffn_gradients)
+        if now.measured and now.step % run.trainer.plans_every == 0:  # of the newest step alone
+            union, listed, _ = (of_layers.tolist() for of_layers in now.measured)
+            ahead.prepare(plan.likely(union, listed).ffn_gradients)
 
 
 def _plans_again(run: Run, now: Standing) -> bool:

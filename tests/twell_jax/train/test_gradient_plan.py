@@ -95,6 +95,15 @@ def test_an_overflow_is_corrected_at_once_and_widens_the_margin_for_good():
     assert corrected.capacities == (0, CAPACITY)
 
 
+def test_the_newest_step_says_before_the_largest_need_which_plan_is_likely():
+    falling, plan = [(0.2, 0.1), (0.9, 0.8)], GradientPlan.dense(2)
+    assert revised(plan, USUAL, USUAL).announced == (0, 0)
+    likely = plan.likely(*zip(*falling, strict=True))
+    assert likely.ffn_gradients == (CAPACITY, None)
+    announced = revised(revised(plan, USUAL, USUAL), *falling)
+    assert revised(announced, *falling).ffn_gradients == likely.ffn_gradients
+
+
 def test_a_saved_plan_keeps_its_capacities_until_it_changes():
     plan = GradientPlan(capacities=(1 / 4, 0.0), announced=(1 / 4, 0.0), margins=(1.1, 1.1))
     assert plan.ffn_gradients == (1 / 4, None)

@@ -1,4 +1,4 @@
-"""How a run starts: on its own text alone, and with gradients that can be computed."""
+"""A run starts on its own text alone, with gradients that can be computed; what it prepares."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,9 +10,11 @@ from rich.console import Console
 
 from twell_jax import config
 from twell_jax.ffn import CannotServe
+from twell_jax.ffn.algorithms import CAPACITY
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint_errors import CannotSave
-from twell_jax.train.loop import Run, Standing, start
+from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.loop import Run, Standing, _compile_ahead, start
 from twell_jax.train.run_directory import AnotherRun
 from twell_jax.train.served import first_plan, warn_of_products, with_gradients_served
 from twell_jax.train.trainer import Trainer
@@ -40,6 +42,15 @@ class OneCheckpoint:
 
     def restore(self, abstract_state):
         return self.saved
+
+
+class Prepared(list):
+    """The programs that a run has compiled ahead."""
+
+    prepare = list.append
+
+    def prepare_call(self, name, compile_it):
+        pass
 
 
 NO_LOG = SimpleNamespace(sync=lambda: None)
@@ -94,6 +105,19 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
     checkpoints = SimpleNamespace(save=lambda *_: done.append("checkpoint"))
     Standing(7, None, None, None).save(run_on("its text", checkpoints), log)
     assert done == ["metrics", "checkpoint"]
+
+
+def test_what_the_newest_step_needs_is_compiled_before_it_is_announced():
+    ahead, every, small = Prepared(), 10, jnp.array([0.2, 0.9])
+    run = run_on("its text", None)
+    run.trainer.steps, run.trainer.plans_every, run.data.held_out = ahead, every, None
+    run.trainer.compile_evaluation = run.trainer.compile_ordering = print
+    plan, measured = GradientPlan.dense(2), (small, small, jnp.zeros(2))
+    for step in (every - 1, every + 1):  # of many steps: they say what is announced
+        _compile_ahead(run, Standing(step, None, plan, measured))
+    assert set(ahead) == {(None, None)}
+    _compile_ahead(run, Standing(every, None, plan, measured))
+    assert set(ahead) == {(None, None), (CAPACITY, None)}
 
 
 ONE = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
