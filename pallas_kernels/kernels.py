@@ -1,4 +1,4 @@
-"""What a back end offers: two protocols, for the feed-forward block and for decoding.
+"""What a back end offers: protocols for the feed-forward block, for decoding, and for training.
 
 A back end is a package that has each of these functions, such as `pallas_kernels.hopper`; its
 `__init__` imports them. `pallas_kernels.reference` says in pure JAX what each computes, the
@@ -218,8 +218,17 @@ class DecodeKernels(Protocol):
         """Products of the normed stream with matrices, side by side, `[M, N]`: for the logits."""
 
 
-class Kernels(BlockKernels, DecodeKernels, Protocol):
-    """A back end that decodes, too."""
+class TransformerKernels(Protocol):
+    """The kernels for training what lies around the block."""
+
+    def norm_grads(
+        self, x: Array, of_normed: Array, of_x: Array, scale: Array, *, eps: float
+    ) -> tuple[Array, Array]:
+        """The gradients for x, which an RMSNorm and a residual use, and for the norm's scale."""
+
+
+class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):
+    """A whole back end."""
 
 
 HOPPER: Kernels = hopper

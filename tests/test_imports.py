@@ -37,7 +37,9 @@ MAY_IMPORT = {
     "pallas_kernels.hopper.unions": "hopper.common in_place layouts quantised rectifiers",
     "pallas_kernels.hopper.decode": "hopper.common in_place layers layouts quantised rectifiers "
     "weights",
-    "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode",
+    "pallas_kernels.hopper.transformer": "hopper.common weights",
+    "pallas_kernels.hopper": "hopper.common hopper.dense hopper.twell hopper.unions hopper.decode "
+    "hopper.transformer",
     "pallas_kernels": "hopper layers layouts quantised rectifiers reference weights",
     "twell_jax.ffn": "untrusted user_cache "
     + of_kernels("device in_place layouts pattern_shares quantised rectifiers weights"),

@@ -1,7 +1,8 @@
 """Pallas (Mosaic GPU) kernels for Hopper GPUs: a back end, in rooms by what they are for.
 
 `decode` serves few tokens, `dense` whole prompts and heavy rows, `twell` and `unions` the two
-packed formats; `common` is what they share. Rooms import `common` alone, never each other.
+packed formats, `transformer` what lies around the block; `common` is what they share. Rooms import
+`common` alone, never each other.
 """
 
 from pallas_kernels.hopper.common.round_tokens import round_tokens
@@ -13,6 +14,7 @@ from pallas_kernels.hopper.decode.token_product import project
 from pallas_kernels.hopper.dense.dense_block import dense_block
 from pallas_kernels.hopper.dense.dense_rows import dense_rows
 from pallas_kernels.hopper.dense.place_rows import place_rows
+from pallas_kernels.hopper.transformer.norm_grads import norm_grads
 from pallas_kernels.hopper.twell.fused_ffn import fused_ffn
 from pallas_kernels.hopper.twell.gate_pack import gate_pack
 from pallas_kernels.hopper.unions.gate_union import gate_union
@@ -35,6 +37,7 @@ __all__ = [
     "hidden_grads",
     "name",
     "neuron_lists",
+    "norm_grads",
     "place_rows",
     "project",
     "round_tokens",

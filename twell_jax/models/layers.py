@@ -1,12 +1,17 @@
 """Norms and linear layers with the dtypes, initial scales and logical axes of a `ModelConfig`."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_batching import sequential_vmap
 
+from pallas_kernels.kernels import TransformerKernels
+from pallas_kernels.weights import DTYPES
 from twell_jax.config import ModelConfig
+from twell_jax.models.sharding import has_shares, on_shares
 
 
 def logical_axes(*names: str) -> dict[str, Any]:
@@ -25,9 +30,65 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]  # without a mask
         """`x / sqrt(mean(x^2) + epsilon) * scale` for `x: [..., features]`, in float32."""
         assert self.scale is not None
-        x = x.astype(jnp.float32)
-        x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (x * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+        return _rms_normed(x, self.scale[...].astype(jnp.float32), self.epsilon).astype(self.dtype)
+
+
+def _rms_normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    x = x.astype(jnp.float32)
+    x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * scale
+
+
+def branch(
+    norm: nnx.RMSNorm | nnx.LayerNorm, x: jax.Array, kernels: TransformerKernels | None
+) -> tuple[jax.Array, jax.Array]:
+    """The norm of `x: [B, T, D]`, and x, to which is added what a layer makes of the norm.
+
+    Args:
+      norm: of `norm`.
+      x: the residual stream.
+      kernels: compute the gradients of both where they can; None: XLA does.
+    """
+    is_16_bit = x.dtype == norm.dtype and x.dtype in DTYPES
+    if kernels is None or not isinstance(norm, RMSNorm) or not (is_16_bit and has_shares(x)):
+        return norm(x), x
+    assert norm.scale is not None
+    return _branch(kernels, norm.epsilon, x, norm.scale[...].astype(jnp.float32))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _branch(
+    kernels: TransformerKernels, eps: float, x: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _rms_normed(x, scale, eps).astype(x.dtype), x
+
+
+def _branch_with_residuals(
+    kernels: TransformerKernels, eps: float, x: jax.Array, scale: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    return _branch(kernels, eps, x, scale), (x, scale)
+
+
+def _branch_gradients(
+    kernels: TransformerKernels,
+    eps: float,
+    kept: tuple[jax.Array, jax.Array],
+    gradients: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    norm_grads = sequential_vmap(partial(kernels.norm_grads, eps=eps))
+
+    def of_share(*operands):
+        *streams, scale = operands
+        rows = [a.reshape(-1, a.shape[-1]) for a in streams]
+        of_x, of_scale = norm_grads(*rows, scale)
+        return of_x.reshape(streams[0].shape), of_scale[None]
+
+    x, scale = kept
+    of_x, of_scales = on_shares(of_share, x, *gradients, whole=scale)
+    return of_x, of_scales.sum(axis=0)
+
+
+_branch.defvjp(_branch_with_residuals, _branch_gradients)
 
 
 def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:

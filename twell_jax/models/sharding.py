@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from twell_jax.ffn.partition import auto_axes
+from twell_jax.ffn.partition import ONE_DEVICE, auto_axes, devices
 
 _AXES = ("data", "fsdp")
 BATCH = P(_AXES)
@@ -79,7 +79,12 @@ def on_shares(
     return function(x, *operands, *last)
 
 
+def has_shares(x: jax.Array) -> bool:
+    """Whether all that `on_shares` calls a function with lies on one device."""
+    return _is_split(x) or devices() == ONE_DEVICE
+
+
 def _is_split(x: jax.Array) -> bool:
     mesh, axes = jax.sharding.get_abstract_mesh(), auto_axes()
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-    return bool(axes) and mesh.axis_names == _AXES and len(x) % devices == 0
+    shares = math.prod(mesh.shape[axis] for axis in axes)
+    return bool(axes) and mesh.axis_names == _AXES and len(x) % shares == 0

@@ -11,13 +11,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.kernels import TransformerKernels
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import FFNStats, SownStats, SparseMLP, Windows, quantise_mlps
+from twell_jax.ffn import FFNStats, SownStats, SparseMLP, Windows, dispatch, quantise_mlps
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.quantised import AXES, EightBits, quantised_projections
 from twell_jax.models.attention import Attention, in_window, split_documents
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import linear, logical_axes, longest, norm, residual_init, scaled
+from twell_jax.models.layers import (
+    branch,
+    linear,
+    logical_axes,
+    longest,
+    norm,
+    residual_init,
+    scaled,
+)
 from twell_jax.models.quantised import PARTS, Part, QuantisedLinear, transposed
 from twell_jax.models.remat import MIDDLE, POLICIES
 from twell_jax.models.rope import rope_table
@@ -310,8 +319,7 @@ class Block(nnx.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.residual_scale = config.residual_scale
-        self.matmul_dtype = config.matmul_dtype
+        self.config = config
         self.attention_norm = norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm(config, rngs)
@@ -345,11 +353,13 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         # Inference has a cache, and statistics of tokens belong to it.
-        matmul_dtype = self.matmul_dtype if cache is None and not per_token_stats else None
+        kernels = _kernels(self.config)
+        matmul_dtype = self.config.matmul_dtype if cache is None and not per_token_stats else None
         length = None if matmul_dtype is None else longest(self.attention_norm)
-        normed = self.attention_norm(x)
+        normed, x = branch(self.attention_norm, x, kernels)
         attended, cache = self.attention(normed, rope, mask, cache, layer, longest=length)
-        x = checkpoint_name(x + scaled(attended, self.residual_scale), MIDDLE)
+        residual_scale = self.config.residual_scale
+        x = checkpoint_name(x + scaled(attended, residual_scale), MIDDLE)
 
         def mlp(normed: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, FFNStats]:
             return self.mlp(
@@ -362,9 +372,17 @@ class Block(nnx.Module):
             )
 
         mlp = jax.vmap(jax.vmap(mlp)) if per_token_stats else mlp
-        is_plain = self.residual_scale == 1  # the block adds y as it is
-        y, stats = mlp(self.mlp_norm(x), x if is_plain else None)
-        return y if is_plain else x + scaled(y, self.residual_scale), stats, cache
+        normed, x = branch(self.mlp_norm, x, kernels)
+        is_plain = residual_scale == 1  # the block adds y as it is
+        y, stats = mlp(normed, x if is_plain else None)
+        return y if is_plain else x + scaled(y, residual_scale), stats, cache
+
+
+def _kernels(config: ModelConfig) -> TransformerKernels | None:
+    """Those that may differentiate what lies around a layer's parts; None if XLA does."""
+    if config.ffn_implementation == "xla":
+        return None
+    return dispatch.back_end(jax.ShapeDtypeStruct((config.d_ff, config.d_model), config.dtype))[0]
 
 
 def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDef:

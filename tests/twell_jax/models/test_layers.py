@@ -1,16 +1,20 @@
 """Norms, against float64, and rotary positions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels.kernels import REFERENCE
 from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from tests.twell_jax.drawn import SMALL
 from twell_jax.config import ModelConfig
-from twell_jax.models.layers import longest, norm
+from twell_jax.models import sharding
+from twell_jax.models.layers import branch, longest, norm
 from twell_jax.models.rope import rope_table, rotate
 
 
@@ -66,3 +70,41 @@ def test_rms_norm_is_one_kernel_on_the_gpu(dtype):
     x = jax.ShapeDtypeStruct((8, 512, 2048), dtype)
     text = jax.jit(lambda x: module(x)).lower(x).compile().as_text()
     assert text[text.index("ENTRY") :].count(" fusion(") == 1
+
+
+MESHES = {"one device": ((1, 1), 1), "eight": ((4, 2), 8), "a batch that none splits": ((3, 1), 3)}
+
+
+@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_branch_has_the_gradients_of_its_norm_and_of_the_residual(kind, case):
+    module, rng = norm_of(64, "bfloat16", kind), seeds.rng()
+    module.scale[...] = jnp.asarray(rng.standard_normal(64), jnp.float32)
+    x, of_normed, of_x = jnp.asarray(rng.standard_normal((3, 8, 5, 64)), jnp.bfloat16)
+    graphdef, state = nnx.split(module)
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(kernels, state, x):
+        def both(state, x):
+            norm = nnx.merge(graphdef, state)
+            return branch(norm, x, kernels) if kernels else (norm(x), x)
+
+        return jax.vjp(both, state, x)[1]((of_normed, of_x))
+
+    shape, count = MESHES[case]
+    with jax.set_mesh(sharding.make_mesh(shape, jax.devices()[:count])):
+        found, expected = (gradients(kernels, state, x) for kernels in (REFERENCE, None))
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # Theirs rounds the gradient of the norm before it adds.
+        assert relative_error(ours, theirs) < 3 * ROUNDING
+
+
+def test_kernels_differentiate_mapped_branches_one_after_the_other():
+    module, rng = norm_of(64, "bfloat16"), seeds.rng()
+    x = jnp.asarray(rng.standard_normal((3, 2, 5, 64)), jnp.bfloat16)
+
+    def loss(x, kernels):
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in branch(module, x, kernels))
+
+    found, expected = (jax.vmap(partial(jax.grad(loss), kernels=k))(x) for k in (REFERENCE, None))
+    assert relative_error(found, expected) < 3 * ROUNDING
