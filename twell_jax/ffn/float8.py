@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "float8 operands"  # for policies of `jax.checkpoint`: what the gradients of weights read
 
-FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Scaled(NamedTuple):
@@ -47,22 +47,29 @@ def scaled(
     where it computes. Floats lose nothing by a scale that is too large, down to 2^-14 of `most`.
     """
     if most is None:
-        pairs = [(a, _largest(a, reduced)) for a in parts]
+        pairs = [(a, largest(a, reduced)) for a in parts]
         if len(parts) == 1:
             # XLA would compute it twice, as it cannot round what has no scale yet. To write several
             # takes longer: gradients of rotated queries and keys, or of gate and up.
             pairs = lax.optimization_barrier(pairs)
         parts = [a for a, _ in pairs]
         most = reduce(jnp.maximum, (jnp.max(maxima) for _, maxima in pairs)).astype(jnp.float32)
+    scale, inverse = scale_and_inverse(most, dtype)
+    rounded = [(a.astype(jnp.float32) * inverse).astype(dtype) for a in parts]
+    return Scaled(jnp.concatenate(rounded, axis=joined), scale)
+
+
+def scale_and_inverse(most: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """The scale of an array of `dtype` without larger elements than `most`, and what it is
+    multiplied with; float32 `[]` each."""
     _, exponent = jnp.frexp(most / float(jnp.finfo(dtype).max))
     exponent = jnp.clip(exponent, -126, 126)  # both 2^exponent and its inverse are normal numbers
     one = jnp.float32(1)
-    inverse = jnp.ldexp(one, -exponent)
-    rounded = [(a.astype(jnp.float32) * inverse).astype(dtype) for a in parts]
-    return Scaled(jnp.concatenate(rounded, axis=joined), jnp.ldexp(one, exponent))
+    return jnp.ldexp(one, exponent), jnp.ldexp(one, -exponent)
 
 
-def _largest(a: jax.Array, axis: int) -> jax.Array:
+def largest(a: jax.Array, axis: int | None = None) -> jax.Array:
+    """The largest finite magnitudes of `a` along an axis, or of all."""
     return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0), axis=axis)
 
 
@@ -91,15 +98,16 @@ def products(
 def _products(
     x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
 ) -> list[jax.Array]:
-    return _with_residuals(x, weights, most, axis)[0]
+    return with_residuals(x, weights, most, axis)[0]
 
 
-def _with_residuals(
+def with_residuals(
     x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
+    """`products` of `x: [M, K]`, and what `gradients` needs of the operands."""
     rows = _kept(scaled([x], FORWARD, most=most))
     matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1))
-    matrices = _split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
+    matrices = split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
     values = rows.values
     ys: list[jax.Array] = []
     for m in matrices:
@@ -120,17 +128,18 @@ def _kept(a: Scaled) -> Scaled:
 def _gradients(
     axis: int, kept: tuple[Scaled, Scaled], of_ys: list[jax.Array]
 ) -> tuple[jax.Array, tuple[jax.Array, ...], None]:
-    (rows, matrix), grads = kept, scaled(of_ys, _BACKWARD)
+    (rows, matrix), grads = kept, scaled(of_ys, BACKWARD)
     dtype, widths = of_ys[0].dtype, [of_y.shape[1] for of_y in of_ys]
     factors = (rows, grads) if axis == 0 else (grads, rows)
-    of_weights = _split(dot(*factors, (0, 0), dtype), widths, 1 - axis)
+    of_weights = split(dot(*factors, (0, 0), dtype), widths, 1 - axis)
     return dot(grads, matrix, (1, 1 - axis), dtype), tuple(of_weights), None
 
 
-_products.defvjp(_with_residuals, _gradients)
+_products.defvjp(with_residuals, _gradients)
 
 
-def _split(a: jax.Array, widths: Sequence[int], axis: int) -> list[jax.Array]:
+def split(a: jax.Array, widths: Sequence[int], axis: int) -> list[jax.Array]:
+    """The inverse of `jnp.concatenate`."""
     return jnp.split(a, list(accumulate(widths))[:-1], axis)
 
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.kernels import TransformerKernels
 from twell_jax.config import ModelConfig
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import head_norm, linear, residual_init
 from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear, project, transposed
 from twell_jax.models.remat import ROTATED
-from twell_jax.models.rope import rotate
+from twell_jax.models.rope import Rotation, rotate
 from twell_jax.models.sharding import on_shares
 
 # Bytes of a layer's keys from which on XLA would copy them for longer than `_attend_one_query`
@@ -54,6 +55,7 @@ class Attention(nnx.Module):
         layer: jax.Array | None = None,
         *,
         longest: jax.Array | None = None,
+        kernels: TransformerKernels | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Attends from every token of `x` to those that `mask` allows.
 
@@ -66,6 +68,7 @@ class Attention(nnx.Module):
           layer: int32 [], the index of this layer in the cache; needed with a cache.
           longest: for projections with operands of 8 bits (`project`), a length that no token of x
             exceeds; None: they have not.
+          kernels: of `project`.
 
         Returns:
           `[B, T, D]`, and the cache with this layer's new keys and values.
@@ -74,14 +77,16 @@ class Attention(nnx.Module):
         def heads(projected):
             return projected.reshape(*x.shape[:2], -1, self.config.head_dim)
 
-        def rotated(projected, norm):
+        def normed(projected, norm):
             if norm is not None:  # whose backward pass needs the projection
                 return rotate(norm(heads(projected)), rope)
             # Kept in place of the projection, it is not rotated again for the backward pass.
-            return checkpoint_name(rotate(heads(projected), rope), ROTATED)
+            return checkpoint_name(heads(projected), ROTATED)
 
-        query, key, value = project(x, self.query, self.key, self.value, most=longest)
-        q, k, v = rotated(query, self.query_norm), rotated(key, self.key_norm), heads(value)
+        rotation = Rotation(rope, self.config.head_dim, 2 if self.query_norm is None else 0)
+        inner = self.query, self.key, self.value
+        query, key, value = project(x, *inner, most=longest, rotation=rotation, kernels=kernels)
+        q, k, v = normed(query, self.query_norm), normed(key, self.key_norm), heads(value)
         if cache is not None:
             assert layer is not None
             if mask is not None and mask.shape[3] > x.shape[1]:
@@ -91,7 +96,8 @@ class Attention(nnx.Module):
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         attended = attended.reshape(*x.shape[:2], -1)
-        return project(attended, self.out, most=_most_of_averages(self.value, longest))[0], cache
+        most = _most_of_averages(self.value, longest)
+        return project(attended, self.out, most=most, kernels=kernels)[0], cache
 
     def quantise(self, parts: Sequence[Part]) -> None:
         """Makes 8-bit floats of the weights of those projections that are among `parts`."""

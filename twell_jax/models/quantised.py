@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from pallas_kernels.kernels import TransformerKernels
 from pallas_kernels.quantised import Quantised, rounded
 from twell_jax.ffn import float8
 from twell_jax.ffn.quantised import AXES, Projection, QuantisedParam
+from twell_jax.models import float8_linear
+from twell_jax.models.rope import Rotation
 
 type Part = Projection | Literal["query", "key", "value", "out", "head"]
 type Quantise = Literal["fp8", "fp8-all-but-down"]
@@ -78,21 +81,39 @@ def transposed(kernel: nnx.Variable) -> nnx.Variable:
 
 
 def project(
-    x: jax.Array, *layers: nnx.Linear | QuantisedLinear, most: jax.Array | None = None
+    x: jax.Array,
+    *layers: nnx.Linear | QuantisedLinear,
+    most: jax.Array | None = None,
+    rotation: Rotation | None = None,
+    kernels: TransformerKernels | None = None,
 ) -> list[jax.Array]:
     """`[layer(x) for layer in layers]`; x is quantised once for all that are.
 
     Args:
-      x: `[..., in]`.
+      x: `[..., in]`; with a rotation `[B, T, in]`.
       layers: whose inputs it is.
       most: of layers that are not quantised the operands get 8 bits for each product, those of the
         gradients, too, by `float8.products`; no element of x exceeds this. None: they stay.
+      rotation: of some of the results; None: of none.
+      kernels: round gradients where they can; None: XLA does.
     """
     linear = [layer for layer in layers if isinstance(layer, nnx.Linear)]
-    if most is not None and len(linear) == len(layers):
-        kernels = [layer.kernel[...].astype(x.dtype) for layer in linear]
-        ys = float8.products(x, kernels, most=most)
-        return [_with_bias(y, layer.bias) for y, layer in zip(ys, linear, strict=True)]
+    if most is None or len(linear) < len(layers):
+        ys = _products_by_layers(x, layers)
+    else:
+        weights = [layer.kernel[...].astype(x.dtype) for layer in linear]
+        columns, biases = [w.shape[1] for w in weights], [layer.bias for layer in linear]
+        no_biases = all(bias is None for bias in biases)
+        if kernels and no_biases and float8_linear.serves(x, columns, rotation):
+            return float8_linear.products(x, weights, most, rotation, kernels)
+        ys = float8.products(x, weights, most=most)
+        ys = [_with_bias(y, bias) for y, bias in zip(ys, biases, strict=True)]
+    return rotation.of(ys) if rotation else ys
+
+
+def _products_by_layers(
+    x: jax.Array, layers: Sequence[nnx.Linear | QuantisedLinear]
+) -> list[jax.Array]:
     weights = [layer.weight[...] for layer in layers if isinstance(layer, QuantisedLinear)]
     found = iter(products(x, weights) if weights else ())
     return [

@@ -1,6 +1,8 @@
 """Rotary positions: the angle of each pair of a head's features, and their rotation."""
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,37 @@ import numpy as np
 
 from twell_jax.config import ModelConfig, RopeScaling
 
+type Table = tuple[jax.Array, jax.Array]  # of `rope_table`
 
-def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+
+class Rotation(NamedTuple):
+    """Some projections of tokens are rotated, in heads.
+
+    Attributes:
+      table: the angles.
+      head_dim: columns of a head.
+      rotated: so many projections, the first ones, are rotated.
+    """
+
+    table: Table
+    head_dim: int
+    rotated: int
+
+    @property
+    def size(self) -> int:
+        """Features of a head that are rotated."""
+        return 2 * self.table[0].shape[-1]
+
+    def of(self, projections: Sequence[jax.Array]) -> list[jax.Array]:
+        """The projections, each `[B, T, heads * head_dim]`, after the rotation."""
+        done = []
+        for y in projections[: self.rotated]:
+            heads = y.reshape(*y.shape[:-1], -1, self.head_dim)
+            done.append(rotate(heads, self.table).reshape(y.shape))
+        return [*done, *projections[self.rotated :]]
+
+
+def rope_table(positions: jax.Array, config: ModelConfig) -> Table:
     """Cosine and sine of the rotary angles (RoFormer, arXiv 2104.09864, section 3.2.2).
 
     Args:
@@ -33,7 +64,7 @@ def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, ja
     return factor * jnp.cos(angle), factor * jnp.sin(angle)
 
 
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rope: Table) -> jax.Array:
     """Rotates features i and i + n / 2 of `x: [B, T, heads, head_dim]` by their angle.
 
     Where the table's n / 2 angles are fewer than head_dim / 2, features from n on stay.

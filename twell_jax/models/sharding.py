@@ -58,13 +58,18 @@ def split_batch(x: jax.Array) -> jax.Array:
 
 
 def on_shares(
-    function: Callable, x: jax.Array, *operands: jax.Array | None, whole: jax.Array | None = None
+    function: Callable,
+    x: jax.Array,
+    *operands: jax.Array | None,
+    whole: Any = None,
+    joined: tuple[int, ...] | None = None,
 ) -> Any:
     """Calls `function(x, *operands)` on each device with its share of the leading axis, the batch.
 
-    Results are joined along their leading axes. Use it for operations that XLA cannot partition, or
-    not well. Where `split_batch` leaves the sharding to XLA, so does this. An array `whole`, which
-    each device gets as it is, becomes the last argument.
+    Results are joined along their leading axes, or those that `joined` names, one for each. Use it
+    for operations that XLA cannot partition, or not well. Where `split_batch` leaves the sharding
+    to XLA, so does this. `whole`, arrays which each device gets as they are, becomes the last
+    argument.
     """
     last = () if whole is None else (whole,)
     if _is_split(x):
@@ -72,7 +77,9 @@ def on_shares(
         function = jax.shard_map(
             function,
             in_specs=(batch,) * (1 + len(operands)) + (P(),) * len(last),
-            out_specs=batch,
+            out_specs=batch
+            if joined is None
+            else tuple(P(*axis * [None], auto_axes()) for axis in joined),
             axis_names=axes,
             check_vma=False,
         )

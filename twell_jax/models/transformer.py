@@ -9,26 +9,17 @@ from operator import itemgetter
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.kernels import TransformerKernels
 from twell_jax.config import ModelConfig
-from twell_jax.ffn import FFNStats, SownStats, SparseMLP, Windows, dispatch, quantise_mlps
+from twell_jax.ffn import FFNStats, SownStats, Windows, quantise_mlps
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.quantised import AXES, EightBits, quantised_projections
-from twell_jax.models.attention import Attention, in_window, split_documents
+from twell_jax.models.attention import in_window, split_documents
+from twell_jax.models.block import Block
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import (
-    branch,
-    linear,
-    logical_axes,
-    longest,
-    norm,
-    residual_init,
-    scaled,
-)
+from twell_jax.models.layers import linear, logical_axes, norm, scaled
 from twell_jax.models.quantised import PARTS, Part, QuantisedLinear, transposed
-from twell_jax.models.remat import MIDDLE, POLICIES
+from twell_jax.models.remat import POLICIES
 from twell_jax.models.rope import rope_table
 from twell_jax.models.sharding import LOGICAL_AXES, split_batch
 
@@ -313,76 +304,6 @@ class Transformer(nnx.Module):
         """The parts whose weights are 8-bit floats."""
         of_blocks = *quantised_projections(self.blocks.mlp), *self.blocks.attention.quantised()
         return (*of_blocks, "head") if isinstance(self.unembed, QuantisedLinear) else of_blocks
-
-
-class Block(nnx.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.attention_norm = norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = norm(config, rngs)
-        self.mlp = SparseMLP(
-            config.d_model,
-            config.d_ff,
-            gated=config.gated,
-            activation=config.ffn_activation,
-            use_bias=config.mlp_bias,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            up_init=nnx.initializers.normal(config.init_scale),
-            down_init=residual_init(config),
-            implementation=config.ffn_implementation,
-            gradients=config.ffn_gradients,
-            live=config.d_ff if config.live_width else None,
-            rngs=rngs,
-        )
-
-    def __call__(
-        self,
-        x: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        mask: jax.Array | None,
-        cache: KVCache | None = None,
-        layer: jax.Array | None = None,
-        *,
-        gradients: LayerGradients = None,
-        per_token_stats: bool = False,
-        windows: Windows | None = None,
-    ) -> tuple[jax.Array, FFNStats, KVCache | None]:
-        """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
-        # Inference has a cache, and statistics of tokens belong to it.
-        kernels = _kernels(self.config)
-        matmul_dtype = self.config.matmul_dtype if cache is None and not per_token_stats else None
-        length = None if matmul_dtype is None else longest(self.attention_norm)
-        normed, x = branch(self.attention_norm, x, kernels)
-        attended, cache = self.attention(normed, rope, mask, cache, layer, longest=length)
-        residual_scale = self.config.residual_scale
-        x = checkpoint_name(x + scaled(attended, residual_scale), MIDDLE)
-
-        def mlp(normed: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, FFNStats]:
-            return self.mlp(
-                normed,
-                return_stats=True,
-                gradients=gradients,
-                windows=windows,
-                residual=residual,
-                matmul_dtype=matmul_dtype,
-            )
-
-        mlp = jax.vmap(jax.vmap(mlp)) if per_token_stats else mlp
-        normed, x = branch(self.mlp_norm, x, kernels)
-        is_plain = residual_scale == 1  # the block adds y as it is
-        y, stats = mlp(normed, x if is_plain else None)
-        return y if is_plain else x + scaled(y, residual_scale), stats, cache
-
-
-def _kernels(config: ModelConfig) -> TransformerKernels | None:
-    """Those that may differentiate what lies around a layer's parts; None if XLA does."""
-    if config.ffn_implementation == "xla":
-        return None
-    return dispatch.back_end(jax.ShapeDtypeStruct((config.d_ff, config.d_model), config.dtype))[0]
 
 
 def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDef:

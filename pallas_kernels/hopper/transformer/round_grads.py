@@ -1,0 +1,290 @@
+"""Gradients in 8 bits, by rows and by columns, in one pass, and turned back on the way.
+
+Products with 8-bit operands on Hopper want both operands along the sum: the gradient of a layer's
+input sums over columns, that of its weight over tokens. XLA rounds, and then transposes bytes.
+
+A warp rounds 64 tokens times 64 columns, of which a lane has 16 tokens and twice four columns: two
+features that were rotated together are in one lane. Bytes of a column's tokens become words as
+numbers are rounded in pairs; those of a row follow by permutations of bytes.
+"""
+
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.hopper.common import eight_bits, simt, support
+from pallas_kernels.hopper.common.primitives import primitive
+from pallas_kernels.hopper.common.scalars import SCALAR
+from pallas_kernels.hopper.common.simt import const
+from pallas_kernels.weights import DTYPES
+
+TILE = 64  # tokens and columns of a warp
+_WARPS = 4
+_TOKENS, _COLUMNS = 16, 4  # of a lane, the columns twice
+_HALF = TILE // 2
+E5M2 = jnp.float8_e5m2
+
+
+def round_grads(
+    parts: tuple[jax.Array, ...],
+    inverse: jax.Array,
+    angles: tuple[jax.Array, jax.Array] | None = None,
+    turned: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients side by side, times `inverse`, in e5m2; with their transpose.
+
+    Args:
+      parts: each `[M, N]`, bfloat16 or float16, M and N multiples of 64, M times all columns less
+        than 2^32.
+      inverse: float32 `[]`, by which no finite element exceeds what e5m2 holds. What is not finite
+        becomes NaN.
+      angles: cosines and sines, float32 `[T, n / 2]`, T a multiple of 64 that divides M, n a
+        multiple of 64: those of token t are in row t mod T. None: nothing was rotated.
+      turned: so many parts, the first ones, are gradients of what `angles` rotated, in heads of n
+        columns: features i and i + n / 2 by an angle. They are rotated back.
+
+    Returns:
+      e5m2 `[M, all N]` and `[all N, M]`.
+
+    Raises:
+      ValueError: if a shape or dtype is not as above.
+    """
+    m, widths = _checked(parts, angles, turned)
+    columns = sum(widths)
+    kernel = plgpu.kernel(
+        _kernel(turned),
+        out_type=(
+            jax.ShapeDtypeStruct((m, columns), E5M2),
+            jax.ShapeDtypeStruct((columns, m), E5M2),
+        ),
+        grid=(m // TILE, len(parts)),
+        grid_names=("tile", "part"),
+        kernel_name="round_grads",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    return kernel(parts, inverse.reshape(1), angles)
+
+
+def _checked(parts, angles, turned) -> tuple[int, list[int]]:
+    first = parts[0]
+    if first.ndim != 2 or first.dtype not in DTYPES or not len(first) or len(first) % TILE:
+        raise ValueError(
+            "parts must be bfloat16 or float16 [M, N], M a multiple of 64, got "
+            f"{first.dtype} {list(first.shape)}"
+        )
+    m, widths = len(first), [part.shape[-1] for part in parts]
+    size = 0
+    if angles is not None:
+        cos, sin = angles
+        length, size = cos.shape[0], 2 * cos.shape[1]
+        if length % TILE or m % length or not size or size % TILE:
+            raise ValueError(
+                "angles must be [T, n / 2], T a multiple of 64 that divides M, n a multiple of 64, "
+                f"got {list(cos.shape)} for M = {m}"
+            )
+        for name, table in (("cosines", cos), ("sines", sin)):
+            support.check_array(name, table, (length, size // 2), jnp.float32)
+    elif turned:
+        raise ValueError(f"turned is {turned}, but there are no angles; give them")
+    for i, (part, width) in enumerate(zip(parts, widths, strict=True)):
+        support.check_array(f"parts[{i}]", part, (m, width), first.dtype)
+        unit = size if i < turned else TILE
+        if not width or width % unit:
+            raise ValueError(f"parts[{i}] must have a multiple of {unit} columns, got {width}")
+    return m, widths
+
+
+def _kernel(turned: int):
+    def kernel(parts, inverse, angles, values, transposed):
+        rows = pl.ds(lax.axis_index("tile") * TILE, TILE)
+        widths = [part.shape[1] for part in parts]
+        starts = [0, *accumulate(widths)][:-1]
+        for i, (part, start, width) in enumerate(zip(parts, starts, widths, strict=True)):
+            columns = pl.ds(start, width)
+
+            @pl.when(lax.axis_index("part") == i)
+            def _(part=part, columns=columns, is_turned=i < turned):
+                tables = None
+                if is_turned:
+                    length = angles[0].shape[0]
+                    first = lax.rem(lax.axis_index("tile") * TILE, length)
+                    tables = tuple(table.at[pl.ds(first, TILE)] for table in angles)
+                scale = inverse[0]
+
+                @pl.loop(0, pl.cdiv(part.shape[1] // TILE, _WARPS))
+                def _(group):
+                    _round_columns(
+                        part.at[rows],
+                        values.at[rows, columns],
+                        transposed.at[columns, rows],
+                        tables,
+                        scale,
+                        group,
+                    )
+
+    return kernel
+
+
+@primitive
+def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group) -> None:
+    """Each warp rounds 64 columns: `4 group` plus its number says which.
+
+    Args:
+      part_ref: GMEM `[64, N]`, 16-bit.
+      values_ref, transposed_ref: GMEM, e5m2 `[64, N]` and `[N, 64]`, parts of larger arrays.
+      angles: cosines and sines of these tokens, GMEM `[64, n / 2]`, float32; or None.
+      inverse: float32 scalar.
+      group: int32 scalar.
+    """
+    dtype, width = jnp.dtype(part_ref.dtype), part_ref.shape[1]
+    size = TILE if angles is None else 2 * angles[0].shape[1]
+    refs = [part_ref, values_ref, transposed_ref, *(angles or ())]
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), SCALAR, SCALAR))
+    def step(_, *operands):
+        part, values, transposed, *tables, inverse, group = operands
+        inverse, group = inverse.registers.item(), group.registers.item()
+        lane, warp = simt.lane_and_warp()
+        unit = arith.addi(arith.muli(group, const(_WARPS)), warp)
+        active = simt.less(unit, const(width // TILE))
+        # A unit is 32 columns of the first half of a head, and those of the second half with them.
+        head, piece = (op(unit, const(size // TILE)) for op in (arith.divui, arith.remui))
+        angle = arith.addi(
+            arith.muli(piece, const(_HALF)),
+            arith.muli(arith.andi(lane, const(7)), const(_COLUMNS)),
+        )
+        column = arith.addi(arith.muli(head, const(size)), angle)
+        token = arith.muli(arith.shrui(lane, const(3)), const(_TOKENS))
+        halves = 0, size // 2
+
+        def address(ref, row, place, element):
+            stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+            place = arith.addi(arith.muli(row, const(stride)), place)
+            return simt.gmem_address(ref, arith.muli(place, const(element))), stride * element
+
+        source, step = address(part, token, column, 2)
+        loaded = [
+            [simt.load_words(source, row * step + 2 * half, active, 2) for half in halves]
+            for row in range(_TOKENS)
+        ]
+        places = [address(table, token, angle, 4) for table in tables]
+
+        def numbers(row):
+            """The eight of a lane in a row, times `inverse`."""
+            first, second = (
+                [n for word in words for n in eight_bits.widened(word, dtype)]
+                for words in loaded[row]
+            )
+            if places:
+                f32 = ir.F32Type.get()
+                cos, sin = (
+                    [
+                        mgpu.utils.bitcast(word, f32)
+                        for word in simt.load_words(place, row * step, active)
+                    ]
+                    for place, step in places
+                )
+                first, second = _turned_back(first, second, cos, sin)
+            return [_scaled(n, inverse) for n in (*first, *second)]
+
+        target, stride = address(values, token, column, 1)
+        by_columns = []  # of each four tokens, the eight columns
+        for first in range(0, _TOKENS, 4):
+            four = [numbers(first + i) for i in range(4)]
+            words = [_packed([row[c] for row in four]) for c in range(2 * _COLUMNS)]
+            by_columns.append(words)
+            for half, quarter in zip(halves, (words[:4], words[4:]), strict=True):
+                for row, word in enumerate(_by_rows(quarter), first):
+                    _store(target, row * stride + half, [word], active)
+        for c in range(2 * _COLUMNS):
+            half, place = halves[c // _COLUMNS], c % _COLUMNS
+            row = arith.addi(column, const(half + place))
+            target, _ = address(transposed, row, token, 1)
+            _store(target, 0, [words[c] for words in by_columns], active)
+
+    step(*refs, inverse, group)
+
+
+@_round_columns.in_jax
+def _round_columns_in_jax(part_ref, values_ref, transposed_ref, angles, inverse, group):
+    x = part_ref[...].astype(jnp.float32)
+    if angles is not None:
+        cos, sin = (table[...] for table in angles)
+        heads = x.reshape(TILE, -1, 2, cos.shape[1])
+        first, second = heads[:, :, 0], heads[:, :, 1]
+        cos, sin = cos[:, None], sin[:, None]
+        x = jnp.stack([first * cos + second * sin, second * cos - first * sin], axis=2)
+        x = x.reshape(TILE, -1)
+
+    @pl.when(group == 0)  # all columns at once
+    def _():
+        values = (x * inverse).astype(E5M2)
+        values_ref[...] = values
+        transposed_ref[...] = values.T
+
+
+def _turned_back(first, second, cos, sin):
+    """The features of the two halves, rotated by the negative angles."""
+    back = [
+        (
+            arith.addf(arith.mulf(a, c), arith.mulf(b, s)),
+            arith.subf(arith.mulf(b, c), arith.mulf(a, s)),
+        )
+        for a, b, c, s in zip(first, second, cos, sin, strict=True)
+    ]
+    return [a for a, _ in back], [b for _, b in back]
+
+
+def _scaled(number: ir.Value, inverse: ir.Value) -> ir.Value:
+    """The product; NaN if it is not finite, of which rounding would make the largest number."""
+    return mgpu.utils.inline_ptx(
+        "mul.rn.f32 $0, $1, $2; fma.rn.f32 $0, $0, 0f00000000, $0;",
+        number,
+        inverse,
+        result_types=ir.F32Type.get(),
+    )
+
+
+def _packed(numbers: list[ir.Value]) -> ir.Value:
+    """Four float32 as e5m2 in the bytes of a word."""
+    return _word(
+        """{.reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};}""",
+        *numbers,
+    )
+
+
+def _by_rows(columns: list[ir.Value]) -> list[ir.Value]:
+    """Of four words, their first bytes, their second, third and fourth."""
+
+    def permuted(a, b, order):
+        return _word(f"prmt.b32 $0, $1, $2, {order};", a, b)
+
+    (a, b, c, d), rows = columns, []
+    for halves in ("0x5140", "0x7362"):
+        left, right = permuted(a, b, halves), permuted(c, d, halves)
+        rows += [permuted(left, right, order) for order in ("0x5410", "0x7632")]
+    return rows
+
+
+def _word(code: str, *operands: ir.Value) -> ir.Value:
+    return mgpu.utils.inline_ptx(code, *operands, result_types=const(0).type)
+
+
+def _store(address: ir.Value, offset: int, words: list[ir.Value], active: ir.Value) -> None:
+    operands = ", ".join(f"${i + 1}" for i in range(len(words)))
+    width = "" if len(words) == 1 else f".v{len(words)}"
+    mgpu.utils.inline_ptx(
+        f"st.global{width}.b32 [$0 + {offset}], {{{operands}}};", address, *words, predicate=active
+    )

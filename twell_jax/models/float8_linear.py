@@ -1,0 +1,126 @@
+"""Linear layers in training with operands of 8 bits, whose gradients a kernel rounds.
+
+`ffn.float8` says what has which scale. By XLA a gradient is rotated back for its maximum, then for
+its rounding, and its bytes are transposed, as products on Hopper want operands along the sum. Here
+a bound takes the place of that maximum: rotation lengthens no pair of features, and no feature
+exceeds the length of its pair. The kernel does the rest in one pass.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kernels import TransformerKernels
+from pallas_kernels.weights import DTYPES
+from twell_jax.ffn import float8
+from twell_jax.models.rope import Rotation, Table
+from twell_jax.models.sharding import has_shares, on_shares
+
+_TILE = 64  # tokens and columns of which the kernel takes a multiple
+_MOST = 2**32  # bytes of an operand that it addresses
+
+type _Kept = tuple[tuple[float8.Scaled, float8.Scaled], Table | None]
+
+
+def serves(x: jax.Array, columns: list[int], rotation: Rotation | None) -> bool:
+    """Whether `products` takes `x: [B, T, K]` and weights of so many columns."""
+    if x.ndim != 3 or x.dtype not in DTYPES or not has_shares(x):
+        return False
+    sizes = [x.shape[1], *columns]
+    if rotation is not None and rotation.rotated:
+        if rotation.size != rotation.head_dim:
+            return False
+        sizes.append(rotation.head_dim)
+    return not any(size % _TILE for size in sizes) and x.size // x.shape[2] * sum(columns) < _MOST
+
+
+def products(
+    x: jax.Array,
+    weights: list[jax.Array],
+    most: jax.Array,
+    rotation: Rotation | None,
+    kernels: TransformerKernels,
+) -> list[jax.Array]:
+    """`float8.products`, of which the first ones are rotated; see `serves`.
+
+    Args:
+      x: `[B, T, K]`, bfloat16 or float16.
+      weights: each `[K, N]` in the dtype of x.
+      most: float32 [], which no finite element of x exceeds.
+      rotation: of which results, by which angles; or None.
+      kernels: round the gradients.
+    """
+    rotated, table = (rotation.rotated, rotation.table) if rotation else (0, None)
+    return _products(kernels, rotated, x, tuple(weights), most, table if rotated else None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _products(
+    kernels: TransformerKernels,
+    rotated: int,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    most: jax.Array,
+    table: Table | None,
+) -> list[jax.Array]:
+    return _with_residuals(kernels, rotated, x, weights, most, table)[0]
+
+
+def _with_residuals(
+    kernels: TransformerKernels,
+    rotated: int,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    most: jax.Array,
+    table: Table | None,
+) -> tuple[list[jax.Array], _Kept]:
+    ys, kept = float8.with_residuals(x.reshape(-1, x.shape[-1]), weights, most, 0)
+    ys = [y.reshape(*x.shape[:-1], -1) for y in ys]
+    if table is not None:
+        ys = Rotation(table, 2 * table[0].shape[-1], rotated).of(ys)
+    return ys, (kept, table)
+
+
+def _gradients(
+    kernels: TransformerKernels, rotated: int, kept: _Kept, of_ys: list[jax.Array]
+) -> tuple[jax.Array, tuple[jax.Array, ...], None, None]:
+    ((rows, matrix), table), dtype = kept, of_ys[0].dtype
+    most = jnp.max(jnp.stack([float8.largest(of_y) for of_y in of_ys])).astype(jnp.float32)
+    if table is not None:
+        cos, sin = (angles[0, 0, 0, 0] for angles in table)  # all pairs have one length
+        most *= 1.4143 * jnp.maximum(1, jnp.hypot(cos, sin))
+    scale, inverse = float8.scale_and_inverse(most, float8.BACKWARD)
+    by_rows, by_columns = _rounded(kernels, rotated, of_ys, inverse, table)
+    grads = float8.Scaled(by_rows, scale)
+    of_x = float8.dot(grads, matrix, (1, 1), dtype)
+    of_weights = float8.dot(rows, float8.Scaled(by_columns, scale), (0, 1), dtype)
+    widths = [of_y.shape[-1] for of_y in of_ys]
+    shape = *of_ys[0].shape[:-1], of_x.shape[-1]
+    return of_x.reshape(shape), tuple(float8.split(of_weights, widths, 1)), None, None
+
+
+def _rounded(
+    kernels: TransformerKernels,
+    rotated: int,
+    of_ys: list[jax.Array],
+    inverse: jax.Array,
+    table: Table | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients `[B, T, N]` side by side in 8 bits, `[B T, all N]`, and their transpose."""
+    parts = len(of_ys)
+    is_split = table is not None and len(table[0]) > 1  # a row of angles for each sequence
+
+    def of_share(*operands):
+        *split, (table, inverse) = operands
+        rows = tuple(a.reshape(-1, a.shape[-1]) for a in split[:parts])
+        table = tuple(split[parts:]) if is_split else table
+        angles = table and tuple(a.reshape(-1, a.shape[-1]) for a in table)
+        return kernels.round_grads(rows, inverse, angles, rotated)
+
+    split = (*of_ys, *(table or ())) if is_split else of_ys
+    whole = (None if is_split else table), inverse
+    return on_shares(of_share, *split, whole=whole, joined=(0, 1))
+
+
+_products.defvjp(_with_residuals, _gradients)
