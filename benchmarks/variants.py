@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +62,21 @@ def settings(config: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def rows_so_far(
-    today: Path, resume: Path | None, base: dict[str, Any], defaults: dict[str, Any]
+    today: Path, resume: Sequence[Path], base: dict[str, Any], defaults: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The rows with which a record starts: those of another record, then its own.
+    """The rows with which a record starts: those of other records, then its own.
 
     Args:
       today: the record, if it is there already.
-      resume: a record of another day.
+      resume: records of other days or directories.
       base: the settings of now, to compare with those of the records.
       defaults: the same without overrides, for keys that are newer than a record.
 
     Raises:
       ConfigError: a record was measured on another device, or with other settings.
-      OSError: `resume` cannot be read.
+      OSError: one of `resume` cannot be read.
     """
-    paths = [resume] if resume else []
-    paths += [today] if today.exists() else []
+    paths = [*resume, *([today] if today.exists() else [])]
     return [row for path in paths for row in rows_of(path, record.device(), base, defaults)]
 
 

@@ -1,16 +1,16 @@
 """What sparse training gains over time: held-out cross-entropy over seconds and over joules.
 
     python -m benchmarks.wallclock [key=value ...] [--run "silu, float8" ...] [--seconds 600]
-                                   [--resume FILE] [--out DIRECTORY]
+                                   [--resume FILE] ... [--out DIRECTORY]
     python -m benchmarks.render DIRECTORY/wallclock-....json --out DIRECTORY
 
 Trains wallclock.yaml on one GPU, by the command that a user has: as it is, with sparse gradients
 and L1 ("sparse"), and as its dense twins by XLA, without L1 ("relu", "silu"); and with products of
 8-bit operands ("float8"). Every run is stopped once it has trained for `--seconds`. The record of
-the day in DIRECTORY starts with the rows of FILE, a record of another day. A run that the record
-has already is skipped, and one in `run_dir` that has trained for so long is not trained again. So
-each may have a call of its own, on a GPU of its own, and a last call writes the record. It is
-complete, and compares the runs, once all are there.
+the day in DIRECTORY starts with the rows of each FILE, a record of another day or directory. A run
+that the record has already is skipped, and one in `run_dir` that has trained for so long is not
+trained again. So each may have a call of its own, on a GPU of its own, and a last call writes the
+record. It is complete, and compares the runs, once all are there.
 
 Held equal: the tokens of each step and their order, the seed, the learning rate of each step (it
 rises, then stays; with so few `steps` that a run gets to the last of them, it decays), the held-out
@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seconds", type=float, default=600, help="of training, for each run")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="record to continue")
+    parser.add_argument(
+        "--resume", type=Path, action="append", default=[], metavar="FILE", help="to continue"
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     variants.leave_memory()

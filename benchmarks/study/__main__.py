@@ -1,7 +1,7 @@
 """What sparsity costs a language model, and what the kernels make of it: docs/study.md.
 
     python -m benchmarks.study [key=value ...] [--only NAME ...] [--seeds N ...] [--minutes N]
-        [--resume RECORD] [--out DIRECTORY]
+        [--resume RECORD] ... [--out DIRECTORY]
 
 Trains variants of base.yaml by train.py, each from several seeds, and measures each run as soon as
 it has ended; then its checkpoint is removed. The record of the day in DIRECTORY is written after
@@ -85,7 +85,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=SEEDS)
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N")
-    parser.add_argument("--resume", type=Path, metavar="RECORD", help="record to continue")
+    parser.add_argument(
+        "--resume", type=Path, action="append", default=[], metavar="RECORD", help="to continue"
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     return parser.parse_intermixed_args()
 
