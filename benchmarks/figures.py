@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import estimate
+from benchmarks import estimate, figures_of_runs
 from benchmarks.quotes import (
     Figure,
     Number,
@@ -17,7 +17,6 @@ from benchmarks.quotes import (
     least,
     most,
     percent,
-    printed,
     ratio,
     speedup,
     total,
@@ -34,7 +33,7 @@ GENERATION, DECODING = f"inference-cached-{_H200}", f"inference-decode-{_H100}"
 BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-prompts-{_H200}"
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
-GRADIENTS, LONG_RUN = f"gradients-{_H100}", f"wallclock-{_H200}"
+GRADIENTS = f"gradients-{_H100}"
 PRECISION, TORCH = f"precision-{_H200}", f"torch_block-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
@@ -88,13 +87,11 @@ def _over_silu(config: str) -> Number:
 
 
 def _in_float8(config: str) -> dict[str, Figure]:
-    """How many times as fast sparse steps with products of 8-bit operands are as dense ReLU ones,
-    in bfloat16 and in 8 bits, and as sparse ones in bfloat16.
-    """
+    """How many times as fast sparse steps with products of 8-bit operands are as dense ones."""
     record, sparse = f"training-float8-{config}-{_H200}", {"implementation": "sparse, relu, float8"}
     others = {"": "xla, relu", "-over-dense": "xla, relu, float8"}
     if config == "2b":
-        others |= {"-over-silu": "xla, silu", "-over-bfloat16": "sparse, relu"}
+        others["-over-silu"] = "xla, silu"
     return {
         f"step-float8-{config}{name}": Figure(
             ratio(record, {"implementation": other}, sparse, "ms")
@@ -107,23 +104,6 @@ def _in_torch(direction: str, m: int, pattern: str = "recorded") -> dict[str, An
     """The rows of a block of torch without dense tokens."""
     return {"direction": direction, "m": m, "pattern": pattern, "heavy_rows": 0}
 
-
-def _last_ce(row: Row) -> float:
-    return row["evaluated"]["held_out_ce"][-1]
-
-
-def _last_rate(row: Row) -> float:
-    return row["logged"]["tokens_per_second"][-1]
-
-
-# What `analyze` prints for each layer of that run: times by XLA and by the kernels and the
-# speed-up; mean non-zeros and the share that is dead; the share that 256 tokens use.
-LAYERS = f"analyze-0p4b-{_H200}"
-_LAYER = r"│ +\d │ +[\d.]+ │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +[\d.]+e"
-_USED = r"│ +\d │ +([\d.]+) │.*%.*\(([\d.]+)%\) │"
-_SHARED = r"│ +\d │(?: +[\d.]+% │){6} +([\d.]+)% │"
-
-_RUN, _DENSE_RUN = {"variant": "sparse"}, {"variant": "relu"}
 
 _MODELS = {
     "scoring-2b": Figure(speedup(SCORING, {"model": "2b", "direction": "forward"}, "mosaic, relu")),
@@ -186,20 +166,6 @@ _MODELS = {
     "float8-nnz": Figure(
         percent(most(PRECISION, {}, lambda row: abs(row["nnz_ratio"] - 1))), "{:.0f}"
     ),
-    "run-seconds": Figure(value(LONG_RUN, _RUN, "seconds"), "{:.0f}"),
-    "run-dense-seconds": Figure(value(LONG_RUN, _DENSE_RUN, "seconds"), "{:.0f}"),
-    "run-rate": Figure(value(LONG_RUN, _RUN, _last_rate), "{:,.0f}"),
-    "run-dense-rate": Figure(value(LONG_RUN, _DENSE_RUN, _last_rate), "{:,.0f}"),
-    "run-speedup": Figure(ratio(LONG_RUN, _RUN, _DENSE_RUN, _last_rate)),
-    "run-layers-least": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 2].min())),
-    "run-layers-most": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 2].max())),
-    "run-layers": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 0].sum() / rows[:, 1].sum())),
-    "run-nnz": Figure(printed(LAYERS, _USED, lambda rows: rows[:, 0].mean()), "{:.1f}"),
-    "run-dead": Figure(printed(LAYERS, _USED, lambda rows: rows[:, 1].mean()), "{:.0f}"),
-    "run-union": Figure(printed(LAYERS, _SHARED, lambda rows: rows.mean()), "{:.1f}"),
-    "run-energy": Figure(ratio(LONG_RUN, _RUN, _DENSE_RUN, "joules")),
-    "run-ce": Figure(value(LONG_RUN, _RUN, _last_ce), "{:.3f}"),
-    "run-dense-ce": Figure(value(LONG_RUN, _DENSE_RUN, _last_ce), "{:.3f}"),
 }
 
 
@@ -395,4 +361,11 @@ _ESTIMATES = {
     "estimate-models": _off(estimate.errors, "model", np.max),
 }
 
-FIGURES: dict[str, Figure] = {**_MODELS, **_MESHES, **_BLOCKS, **_ESTIMATES, **study.FIGURES}
+FIGURES: dict[str, Figure] = {
+    **_MODELS,
+    **_MESHES,
+    **_BLOCKS,
+    **_ESTIMATES,
+    **figures_of_runs.FIGURES,
+    **study.FIGURES,
+}

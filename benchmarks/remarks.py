@@ -53,8 +53,6 @@ REMARKS = {
     "quantised-cpu-20261123": "The model of `make demo` after its 300 steps.",
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
-    "training-float8-2b-nvidia-h200-20261128-3": "Other programs ran on the other GPU. XLA "
-    "concatenated the gradients of 38 layers in 9 ms of each step, which it no longer does.",
     "training-float8-0p5b-nvidia-h200-20261128-2": "Other programs ran on the other GPU.",
     "torch_block-nvidia-h200-20261128-3": "Ten trainings ran on the other three GPUs.",
     "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 "
@@ -70,4 +68,7 @@ REMARKS = {
     "skipped dead neurons ([the study](../study.md#a-longer-run) compares them). Other processes "
     "had the second GPU. The ReLU run was stopped at step 233 and continued; its steps "
     "201 to 250 and 301 to 350 took 9 and 10 s longer than others.",
+    "wallclock-nvidia-h200-20261128": "Each run had a GPU of its own, on a host with four; the "
+    "dense ReLU run is to come. The longest pauses were 19 s in the sparse run with float8, 4 s "
+    "in the other sparse one, for a plan whose program was not ready, and 1.4 s in dense ones.",
 }

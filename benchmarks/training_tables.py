@@ -37,7 +37,7 @@ def _common_settings(rows: list[Row]) -> str:
 
 def _equal_ce(rows: list[Row]) -> str:
     if "equal_ce" not in rows[0]:
-        return "Not all runs are there, so nothing is compared at equal time or CE."
+        return "There is no dense SiLU run, so nothing is compared at equal time or CE."
     first = rows[0]
     at = f"{first['equal_seconds']:.0f} s"
     if "equal_joules" in first:

@@ -1,0 +1,55 @@
+"""The figures of runs over time in the prose of pages; see `benchmarks.figures`."""
+
+from benchmarks.quotes import Figure, printed, ratio, value
+from benchmarks.tables import Row
+
+# The records, up to the date.
+RUNS, LAYERS = "wallclock-nvidia-h200", "analyze-0p4b-nvidia-h200"
+
+
+def _last_ce(row: Row) -> float:
+    return row["evaluated"]["held_out_ce"][-1]
+
+
+def _last_rate(row: Row) -> float:
+    return row["logged"]["tokens_per_second"][-1]
+
+
+# What `analyze` prints for each layer of that run: times by XLA and by the kernels and the
+# speed-up; mean non-zeros and the share that is dead; the share that 256 tokens use.
+_LAYER = r"│ +\d │ +[\d.]+ │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +[\d.]+e"
+_USED = r"│ +\d │ +([\d.]+) │.*%.*\(([\d.]+)%\) │"
+_SHARED = r"│ +\d │(?: +[\d.]+% │){6} +([\d.]+)% │"
+
+# The runs that the study tells of.
+_RUN, _DENSE_RUN = ({"variant": name, "steps": 800} for name in ("sparse", "relu"))
+
+_OF_THE_STUDY = {
+    "run-seconds": Figure(value(RUNS, _RUN, "seconds"), "{:.0f}"),
+    "run-dense-seconds": Figure(value(RUNS, _DENSE_RUN, "seconds"), "{:.0f}"),
+    "run-rate": Figure(value(RUNS, _RUN, _last_rate), "{:,.0f}"),
+    "run-dense-rate": Figure(value(RUNS, _DENSE_RUN, _last_rate), "{:,.0f}"),
+    "run-speedup": Figure(ratio(RUNS, _RUN, _DENSE_RUN, _last_rate)),
+    "run-layers-least": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 2].min())),
+    "run-layers-most": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 2].max())),
+    "run-layers": Figure(printed(LAYERS, _LAYER, lambda rows: rows[:, 0].sum() / rows[:, 1].sum())),
+    "run-nnz": Figure(printed(LAYERS, _USED, lambda rows: rows[:, 0].mean()), "{:.1f}"),
+    "run-dead": Figure(printed(LAYERS, _USED, lambda rows: rows[:, 1].mean()), "{:.0f}"),
+    "run-union": Figure(printed(LAYERS, _SHARED, lambda rows: rows.mean()), "{:.1f}"),
+    "run-energy": Figure(ratio(RUNS, _RUN, _DENSE_RUN, "joules")),
+    "run-ce": Figure(value(RUNS, _RUN, _last_ce), "{:.3f}"),
+    "run-dense-ce": Figure(value(RUNS, _DENSE_RUN, _last_ce), "{:.3f}"),
+}
+
+# Against dense SiLU in bfloat16.
+_SOONER = {
+    f"sooner-{clock}{name}": Figure(value(RUNS, {"variant": run}, f"{clock}_gain"))
+    for clock in ("seconds", "joules")
+    for name, run in (
+        ("", "sparse"),
+        ("-float8", "sparse, float8"),
+        ("-dense-float8", "silu, float8"),
+    )
+}
+
+FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER}
