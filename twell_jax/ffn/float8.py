@@ -73,8 +73,13 @@ def largest(a: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0), axis=axis)
 
 
+type Most = tuple[
+    jax.Array, jax.Array
+]  # float32 []: no finite element of x, and no weight, is more
+
+
 def products(
-    x: jax.Array, weights: Sequence[jax.Array], axis: int = 0, most: jax.Array | None = None
+    x: jax.Array, weights: Sequence[jax.Array], axis: int = 0, most: Most | None = None
 ) -> list[jax.Array]:
     """x times each of the weights, with operands of 8 bits, as are those of the gradients.
 
@@ -85,7 +90,7 @@ def products(
       x: `[..., K]`, usually tokens; bfloat16 or float32.
       weights: each `[K, N]` in the dtype of x, or `[N, K]` where `axis` is 1.
       axis: the one that is summed over.
-      most: float32 [], which no finite element of x exceeds; None: it is looked for.
+      most: of x and of the weights; None: they are looked for.
 
     Returns:
       `[..., N]` in the dtype of x for each of the weights.
@@ -96,17 +101,18 @@ def products(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _products(
-    x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
+    x: jax.Array, weights: tuple[jax.Array, ...], most: Most | None, axis: int
 ) -> list[jax.Array]:
     return with_residuals(x, weights, most, axis)[0]
 
 
 def with_residuals(
-    x: jax.Array, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
+    x: jax.Array, weights: tuple[jax.Array, ...], most: Most | None, axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
     """`products` of `x: [M, K]`, and what `gradients` needs of the operands."""
-    rows = _kept(scaled([x], FORWARD, most=most))
-    matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1))
+    of_x, of_weights = most or (None, None)
+    rows = _kept(scaled([x], FORWARD, most=of_x))
+    matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1, most=of_weights))
     matrices = split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
     values = rows.values
     ys: list[jax.Array] = []

@@ -1,7 +1,8 @@
 """Causal attention with rotary positions and grouped key/value heads."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.kernels import TransformerKernels
 from twell_jax.config import ModelConfig
+from twell_jax.ffn.float8 import largest
 from twell_jax.ffn.partition import auto_axes
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import head_norm, linear, residual_init
@@ -21,6 +23,22 @@ from twell_jax.models.sharding import on_shares
 # Bytes of a layer's keys from which on XLA would copy them for longer than `_attend_one_query`
 # takes more kernels: on an H100, steps of Qwen3-0.6B lost with 2 MiB and gained with 16.
 _LARGE = 4 << 20
+
+
+class Bounds(NamedTuple):
+    """What no magnitude exceeds, for the scales of products with operands of 8 bits; float32 [].
+
+    Attributes:
+      x: elements of tokens after their norm.
+      inner: weights of queries, keys and values.
+      attended: elements of averages of values.
+      out: weights of the output projection.
+    """
+
+    x: jax.Array
+    inner: jax.Array
+    attended: jax.Array
+    out: jax.Array
 
 
 class Attention(nnx.Module):
@@ -54,7 +72,7 @@ class Attention(nnx.Module):
         cache: KVCache | None = None,
         layer: jax.Array | None = None,
         *,
-        longest: jax.Array | None = None,
+        bounds: Bounds | None = None,
         kernels: TransformerKernels | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Attends from every token of `x` to those that `mask` allows.
@@ -66,8 +84,7 @@ class Attention(nnx.Module):
             all; or bool `[B, 1, T, S]` for attention to a cache with room for S > T tokens.
           cache: keys and values of earlier tokens, to which those of `x` are added; or None.
           layer: int32 [], the index of this layer in the cache; needed with a cache.
-          longest: for projections with operands of 8 bits (`project`), a length that no token of x
-            exceeds; None: they have not.
+          bounds: for projections with operands of 8 bits (`project`); None: they have not.
           kernels: of `project`.
 
         Returns:
@@ -84,8 +101,9 @@ class Attention(nnx.Module):
             return checkpoint_name(heads(projected), ROTATED)
 
         rotation = Rotation(rope, self.config.head_dim, 2 if self.query_norm is None else 0)
+        of_inner, of_out = (bounds[:2], bounds[2:]) if bounds else (None, None)
         inner = self.query, self.key, self.value
-        query, key, value = project(x, *inner, most=longest, rotation=rotation, kernels=kernels)
+        query, key, value = project(x, *inner, most=of_inner, rotation=rotation, kernels=kernels)
         q, k, v = normed(query, self.query_norm), normed(key, self.key_norm), heads(value)
         if cache is not None:
             assert layer is not None
@@ -96,8 +114,17 @@ class Attention(nnx.Module):
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         attended = attended.reshape(*x.shape[:2], -1)
-        most = _most_of_averages(self.value, longest)
-        return project(attended, self.out, most=most, kernels=kernels)[0], cache
+        return project(attended, self.out, most=of_out, kernels=kernels)[0], cache
+
+    def bounds(self, longest: jax.Array) -> Bounds | None:
+        """The bounds for tokens of at most this length; None if a projection is quantised."""
+        if self.quantised():
+            return None
+        inner = (self.query, self.key, self.value)
+        of_inner = reduce(jnp.maximum, (_largest_weight(layer) for layer in inner))
+        attended = _most_of_averages(self.value, longest)
+        found = Bounds(longest, of_inner, attended, _largest_weight(self.out))
+        return jax.lax.stop_gradient(found)
 
     def quantise(self, parts: Sequence[Part]) -> None:
         """Makes 8-bit floats of the weights of those projections that are among `parts`."""
@@ -111,20 +138,18 @@ class Attention(nnx.Module):
         return [name for name in ATTENTION if isinstance(getattr(self, name), QuantisedLinear)]
 
 
-def _most_of_averages(
-    layer: nnx.Linear | QuantisedLinear, longest: jax.Array | None
-) -> jax.Array | None:
-    """What no element of an average of the layer's results exceeds, for inputs of that length; None
-    of a quantised layer.
-    """
-    if longest is None or isinstance(layer, QuantisedLinear):
-        return None
+def _largest_weight(layer: nnx.Linear) -> jax.Array:
+    return largest(layer.kernel[...]).astype(jnp.float32)
+
+
+def _most_of_averages(layer: nnx.Linear, longest: jax.Array) -> jax.Array:
+    """What no element of an average of the layer's results exceeds, for inputs of that length."""
     columns = jnp.linalg.norm(layer.kernel[...].astype(jnp.float32), axis=0)
     most = longest * columns.max()
     if layer.bias is not None:
         most += jnp.abs(layer.bias[...].astype(jnp.float32)).max()
     # A quarter more, as operands of 8 bits and the weights of an average may be rounded up.
-    return jax.lax.stop_gradient(1.25 * most)
+    return 1.25 * most
 
 
 def _attend(q, k, v, mask):

@@ -8,7 +8,7 @@ from pallas_kernels.kernels import TransformerKernels
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import FFNStats, SparseMLP, Windows, dispatch
 from twell_jax.ffn.algorithms import LayerGradients
-from twell_jax.models.attention import Attention
+from twell_jax.models.attention import Attention, Bounds
 from twell_jax.models.cache import KVCache
 from twell_jax.models.layers import branch, longest, norm, residual_init, scaled
 from twell_jax.models.remat import MIDDLE
@@ -50,15 +50,15 @@ class Block(nnx.Module):
         gradients: LayerGradients = None,
         per_token_stats: bool = False,
         windows: Windows | None = None,
+        bounds: Bounds | None = None,
     ) -> tuple[jax.Array, FFNStats, KVCache | None]:
         """Maps `x: [B, T, D]` to the same shape; for the rest see `Attention` and `Transformer`."""
         # Inference has a cache, and statistics of tokens belong to it.
         kernels = _kernels(self.config)
         matmul_dtype = self.config.matmul_dtype if cache is None and not per_token_stats else None
-        length = None if matmul_dtype is None else longest(self.attention_norm)
         normed, x = branch(self.attention_norm, x, kernels)
         attended, cache = self.attention(
-            normed, rope, mask, cache, layer, longest=length, kernels=kernels
+            normed, rope, mask, cache, layer, bounds=bounds, kernels=kernels
         )
         residual_scale = self.config.residual_scale
         x = checkpoint_name(x + scaled(attended, residual_scale), MIDDLE)
@@ -78,6 +78,10 @@ class Block(nnx.Module):
         is_plain = residual_scale == 1  # the block adds y as it is
         y, stats = mlp(normed, x if is_plain else None)
         return y if is_plain else x + scaled(y, residual_scale), stats, cache
+
+    def bounds(self) -> Bounds | None:
+        """Those of attention, for products with operands of 8 bits."""
+        return self.attention.bounds(longest(self.attention_norm))
 
 
 def _kernels(config: ModelConfig) -> TransformerKernels | None:

@@ -38,7 +38,7 @@ def serves(x: jax.Array, columns: list[int], rotation: Rotation | None) -> bool:
 def products(
     x: jax.Array,
     weights: list[jax.Array],
-    most: jax.Array,
+    most: float8.Most,
     rotation: Rotation | None,
     kernels: TransformerKernels,
 ) -> list[jax.Array]:
@@ -47,7 +47,7 @@ def products(
     Args:
       x: `[B, T, K]`, bfloat16 or float16.
       weights: each `[K, N]` in the dtype of x.
-      most: float32 [], which no finite element of x exceeds.
+      most: float32 [] each, which no finite element of x, and no weight, exceeds.
       rotation: of which results, by which angles; or None.
       kernels: round the gradients.
     """
@@ -61,7 +61,7 @@ def _products(
     rotated: int,
     x: jax.Array,
     weights: tuple[jax.Array, ...],
-    most: jax.Array,
+    most: float8.Most,
     table: Table | None,
 ) -> list[jax.Array]:
     return _with_residuals(kernels, rotated, x, weights, most, table)[0]
@@ -72,7 +72,7 @@ def _with_residuals(
     rotated: int,
     x: jax.Array,
     weights: tuple[jax.Array, ...],
-    most: jax.Array,
+    most: float8.Most,
     table: Table | None,
 ) -> tuple[list[jax.Array], _Kept]:
     ys, kept = float8.with_residuals(x.reshape(-1, x.shape[-1]), weights, most, 0)

@@ -83,7 +83,7 @@ def transposed(kernel: nnx.Variable) -> nnx.Variable:
 def project(
     x: jax.Array,
     *layers: nnx.Linear | QuantisedLinear,
-    most: jax.Array | None = None,
+    most: float8.Most | None = None,
     rotation: Rotation | None = None,
     kernels: TransformerKernels | None = None,
 ) -> list[jax.Array]:
@@ -93,7 +93,8 @@ def project(
       x: `[..., in]`; with a rotation `[B, T, in]`.
       layers: whose inputs it is.
       most: of layers that are not quantised the operands get 8 bits for each product, those of the
-        gradients, too, by `float8.products`; no element of x exceeds this. None: they stay.
+        gradients, too, by `float8.products`; no element of x, and no weight, exceeds these. None:
+        they stay.
       rotation: of some of the results; None: of none.
       kernels: round gradients where they can; None: XLA does.
     """

@@ -230,14 +230,21 @@ class Transformer(nnx.Module):
         # Here and not where they are used, as the backward pass would convert them once more there.
         params[1] = jax.tree.map(partial(matrices_in, self.config.dtype), params[1])
 
+        bounds = None
+        if self.config.matmul_dtype is not None and cache is None and not per_token_stats:
+            # Of all layers in a few kernels, which for each would be many small ones.
+            bounds = jax.vmap(lambda params: nnx.merge(graph, *params).bounds())(params)
+
         def block(gradients, carry, layer):
             x, cache = carry
-            index, params = layer
+            index, params, bounds = layer
             options = dict(gradients=gradients, per_token_stats=per_token_stats, windows=windows)
-            x, stats, cache = nnx.merge(graph, *params)(x, rope, mask, cache, index, **options)
+            x, stats, cache = nnx.merge(graph, *params)(
+                x, rope, mask, cache, index, bounds=bounds, **options
+            )
             return (split_batch(x), cache), stats
 
-        every = jnp.arange(layers), params
+        every = jnp.arange(layers), params, bounds
         carry = split_batch(scaled(self.embed(tokens), self.config.embed_scale)), cache
         parts = []
         for gradients, which in _runs(ffn_gradients):

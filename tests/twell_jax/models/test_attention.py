@@ -49,21 +49,21 @@ def test_what_tokens_as_long_as_can_be_attend_to_fits_8_bits():
     longest = jnp.float32(40)
     # Equal tokens, so that averages are of equal values, along the longest column.
     x = jnp.tile(longest * column / jnp.linalg.norm(column), (1, 5, 1))
-    most = attention._most_of_averages(module.value, longest)
-    assert 1 <= most / jnp.abs(module.value(x)).max() < 1.3
+    bounds = module.bounds(longest)
+    assert 1 <= bounds.attended / jnp.abs(module.value(x)).max() < 1.3
+    inner = [layer.kernel[...] for layer in (module.query, module.key, module.value)]
+    assert bounds.inner == jnp.abs(jnp.stack(inner)).max()
+    assert bounds.out == jnp.abs(module.out.kernel[...]).max()
     rope = rope_table(jnp.arange(5)[None], module.config)
-    y, _ = module(x, rope, None, longest=longest)
+    y, _ = module(x, rope, None, bounds=bounds)
     expected, _ = module(x, rope, None)
     assert relative_error(y, expected) < 2.0**-4
 
 
-def test_quantised_projections_need_no_bound():
+def test_quantised_projections_have_no_bounds():
     module = attention.Attention(ModelConfig(**SMALL), rngs=nnx.Rngs(0))
-    module.quantise(("query", "key", "value", "out"))
-    x = jnp.asarray(seeds.rng().standard_normal((1, 5, module.config.d_model)), jnp.float32)
-    rope = rope_table(jnp.arange(5)[None], module.config)
-    y, _ = module(x, rope, None, longest=jnp.float32(40))
-    np.testing.assert_array_equal(y, module(x, rope, None)[0])
+    module.quantise(("query", "out"))
+    assert module.bounds(jnp.float32(40)) is None
 
 
 @pytest.mark.sampled(2)

@@ -42,13 +42,18 @@ def turned(a, table, sign):
     return np.concatenate(both, axis=-1).reshape(a.shape)
 
 
+def bounds(x, weights):
+    arrays = x, jnp.concatenate(weights, axis=1)
+    return tuple(jnp.abs(a).max().astype(jnp.float32) for a in arrays)
+
+
 def ours(rotation):
     """The function that trains, on the kernels' reference functions."""
 
     @jax.jit
     def gradients(x, weights, grads):
         def products(x, weights):
-            most = jnp.abs(x).max().astype(jnp.float32)
+            most = bounds(x, weights)
             columns = [w.shape[1] for w in weights]
             if not float8_linear.serves(x, columns, rotation):
                 return None
@@ -99,7 +104,7 @@ def test_products_are_rotated_and_gradients_rotated_back(settings, sequences, ca
 
 def test_without_a_rotation_they_are_the_products_of_float8_to_the_bit():
     x, weights, grads = draw()
-    most = jnp.abs(x).max().astype(jnp.float32)
+    most = bounds(x, weights)
     theirs, vjp = jax.vjp(lambda x, w: float8.products(x, w, most=most), x, weights)
     expected = theirs, *vjp(grads)
     jax.tree.map(np.testing.assert_array_equal, list(ours(None)(x, weights, grads)), list(expected))
