@@ -8,7 +8,9 @@ features that were rotated together are in one lane. Bytes of a column's tokens 
 numbers are rounded in pairs; those of a row follow by permutations of bytes.
 """
 
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +61,7 @@ def round_grads(
     m, widths = _checked(parts, angles, turned)
     columns = sum(widths)
     kernel = plgpu.kernel(
-        _kernel(turned),
+        partial(_kernel, turned=turned),
         out_type=(
             jax.ShapeDtypeStruct((m, columns), E5M2),
             jax.ShapeDtypeStruct((columns, m), E5M2),
@@ -82,6 +84,8 @@ def _checked(parts, angles, turned) -> tuple[int, list[int]]:
             f"{first.dtype} {list(first.shape)}"
         )
     m, widths = len(first), [part.shape[-1] for part in parts]
+    if m * sum(widths) >= 2**32:
+        raise ValueError(f"parts must have less than 2^32 elements, got {m} x {sum(widths)}")
     size = 0
     if angles is not None:
         cos, sin = angles
@@ -103,35 +107,40 @@ def _checked(parts, angles, turned) -> tuple[int, list[int]]:
     return m, widths
 
 
-def _kernel(turned: int):
-    def kernel(parts, inverse, angles, values, transposed):
-        rows = pl.ds(lax.axis_index("tile") * TILE, TILE)
-        widths = [part.shape[1] for part in parts]
-        starts = [0, *accumulate(widths)][:-1]
-        for i, (part, start, width) in enumerate(zip(parts, starts, widths, strict=True)):
-            columns = pl.ds(start, width)
+def _kernel(parts, inverse, angles, values, transposed, *, turned):
+    first = lax.axis_index("tile") * TILE
+    rows, scale = pl.ds(first, TILE), inverse[0]
+    widths = [part.shape[1] for part in parts]
+    starts = [0, *accumulate(widths)][:-1]
+    for i, (part, start, width) in enumerate(zip(parts, starts, widths, strict=True)):
+        tables, columns = None, pl.ds(start, width)
+        if i < turned:
+            angle_rows = pl.ds(lax.rem(first, angles[0].shape[0]), TILE)
+            tables = tuple(table.at[angle_rows] for table in angles)
 
-            @pl.when(lax.axis_index("part") == i)
-            def _(part=part, columns=columns, is_turned=i < turned):
-                tables = None
-                if is_turned:
-                    length = angles[0].shape[0]
-                    first = lax.rem(lax.axis_index("tile") * TILE, length)
-                    tables = tuple(table.at[pl.ds(first, TILE)] for table in angles)
-                scale = inverse[0]
+        refs = part.at[rows], values.at[rows, columns], transposed.at[columns, rows], tables
 
-                @pl.loop(0, pl.cdiv(part.shape[1] // TILE, _WARPS))
-                def _(group):
-                    _round_columns(
-                        part.at[rows],
-                        values.at[rows, columns],
-                        transposed.at[columns, rows],
-                        tables,
-                        scale,
-                        group,
-                    )
+        @pl.when(lax.axis_index("part") == i)
+        def _(refs=refs, width=width):
+            @pl.loop(0, pl.cdiv(width // TILE, _WARPS))
+            def _(group):
+                _round_columns(*refs, scale, group)
 
-    return kernel
+
+class _Share(NamedTuple):
+    """A lane's share of 64 tokens and 64 columns, inside `plgpu.inline_mgpu`.
+
+    Attributes:
+      token, column, angle: the first of them, i32; the angle is that of the column.
+      halves: offsets of its columns, four each from `column` on.
+      active: whether there are such columns, i1.
+    """
+
+    token: ir.Value
+    column: ir.Value
+    angle: ir.Value
+    halves: tuple[int, int]
+    active: ir.Value
 
 
 @primitive
@@ -150,68 +159,83 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
     refs = [part_ref, values_ref, transposed_ref, *(angles or ())]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), SCALAR, SCALAR))
-    def step(_, *operands):
-        part, values, transposed, *tables, inverse, group = operands
-        inverse, group = inverse.registers.item(), group.registers.item()
-        lane, warp = simt.lane_and_warp()
-        unit = arith.addi(arith.muli(group, const(_WARPS)), warp)
-        active = simt.less(unit, const(width // TILE))
-        # A unit is 32 columns of the first half of a head, and those of the second half with them.
-        head, piece = (op(unit, const(size // TILE)) for op in (arith.divui, arith.remui))
-        angle = arith.addi(
-            arith.muli(piece, const(_HALF)),
-            arith.muli(arith.andi(lane, const(7)), const(_COLUMNS)),
-        )
-        column = arith.addi(arith.muli(head, const(size)), angle)
-        token = arith.muli(arith.shrui(lane, const(3)), const(_TOKENS))
-        halves = 0, size // 2
-
-        def address(ref, row, place, element):
-            stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-            place = arith.addi(arith.muli(row, const(stride)), place)
-            return simt.gmem_address(ref, arith.muli(place, const(element))), stride * element
-
-        source, step = address(part, token, column, 2)
-        loaded = [
-            [simt.load_words(source, row * step + 2 * half, active, 2) for half in halves]
-            for row in range(_TOKENS)
-        ]
-        places = [address(table, token, angle, 4) for table in tables]
-
-        def numbers(row):
-            """The eight of a lane in a row, times `inverse`."""
-            first, second = (
-                [n for word in words for n in eight_bits.widened(word, dtype)]
-                for words in loaded[row]
-            )
-            if places:
-                f32 = ir.F32Type.get()
-                cos, sin = (
-                    [
-                        mgpu.utils.bitcast(word, f32)
-                        for word in simt.load_words(place, row * step, active)
-                    ]
-                    for place, step in places
-                )
-                first, second = _turned_back(first, second, cos, sin)
-            return [_scaled(n, inverse) for n in (*first, *second)]
-
-        target, stride = address(values, token, column, 1)
+    def step(_, part, values, transposed, *operands):
+        *tables, inverse, group = operands
+        share = _share(group.registers.item(), width, size)
+        words = _loaded(part, share)
+        places = [_address(table, share.token, share.angle, 4) for table in tables]
+        target, stride = _address(values, share.token, share.column, 1)
         by_columns = []  # of each four tokens, the eight columns
         for first in range(0, _TOKENS, 4):
-            four = [numbers(first + i) for i in range(4)]
-            words = [_packed([row[c] for row in four]) for c in range(2 * _COLUMNS)]
-            by_columns.append(words)
-            for half, quarter in zip(halves, (words[:4], words[4:]), strict=True):
-                for row, word in enumerate(_by_rows(quarter), first):
-                    _store(target, row * stride + half, [word], active)
-        for c in range(2 * _COLUMNS):
-            half, place = halves[c // _COLUMNS], c % _COLUMNS
-            row = arith.addi(column, const(half + place))
-            target, _ = address(transposed, row, token, 1)
-            _store(target, 0, [words[c] for words in by_columns], active)
+            rows = [
+                _numbers(words[row], _angles(places, row, share.active), inverse, dtype)
+                for row in range(first, first + 4)
+            ]
+            packed = [_packed(list(column)) for column in zip(*rows, strict=True)]
+            by_columns.append(packed)
+            for half, columns in zip(share.halves, (packed[:4], packed[4:]), strict=True):
+                for row, word in enumerate(_by_rows(columns), first):
+                    _store(target, row * stride + half, [word], share.active)
+        for c, tokens in enumerate(zip(*by_columns, strict=True)):
+            offset = share.halves[c // _COLUMNS] + c % _COLUMNS
+            row = arith.addi(share.column, const(offset))
+            _store(_address(transposed, row, share.token, 1)[0], 0, list(tokens), share.active)
 
     step(*refs, inverse, group)
+
+
+def _share(group: ir.Value, width: int, size: int) -> _Share:
+    """That of this lane, of an array of so many columns in heads of `size` columns."""
+    lane, warp = simt.lane_and_warp()
+    unit = arith.addi(arith.muli(group, const(_WARPS)), warp)
+    # A unit is 32 columns of the first half of a head, and those of the second half with them.
+    head, piece = (op(unit, const(size // TILE)) for op in (arith.divui, arith.remui))
+    column = arith.muli(arith.andi(lane, const(7)), const(_COLUMNS))
+    angle = arith.addi(arith.muli(piece, const(_HALF)), column)
+    return _Share(
+        token=arith.muli(arith.shrui(lane, const(3)), const(_TOKENS)),
+        column=arith.addi(arith.muli(head, const(size)), angle),
+        angle=angle,
+        halves=(0, size // 2),
+        active=simt.less(unit, const(width // TILE)),
+    )
+
+
+def _address(ref: ir.Value, row: ir.Value, column: ir.Value, size: int) -> tuple[ir.Value, int]:
+    """The address of an element of so many bytes in GMEM, and the bytes from a row to the next."""
+    stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+    place = arith.addi(arith.muli(row, const(stride)), column)
+    return simt.gmem_address(ref, arith.muli(place, const(size))), stride * size
+
+
+def _loaded(part: ir.Value, share: _Share) -> list[list[list[ir.Value]]]:
+    """For each token the words of both halves."""
+    source, stride = _address(part, share.token, share.column, 2)
+    return [
+        [simt.load_words(source, row * stride + 2 * half, share.active, 2) for half in share.halves]
+        for row in range(_TOKENS)
+    ]
+
+
+def _angles(places, row: int, active: ir.Value) -> list[list[ir.Value]]:
+    """Cosines and sines of a lane's four angles of a token; nothing without tables."""
+    return [
+        [
+            mgpu.utils.bitcast(word, ir.F32Type.get())
+            for word in simt.load_words(place, row * stride, active)
+        ]
+        for place, stride in places
+    ]
+
+
+def _numbers(words, angles, inverse: mgpu.FragmentedArray, dtype: jnp.dtype) -> list[ir.Value]:
+    """A lane's eight numbers of a token, rotated back and times `inverse`."""
+    first, second = (
+        [n for word in half for n in eight_bits.widened(word, dtype)] for half in words
+    )
+    if angles:
+        first, second = _turned_back(first, second, *angles)
+    return [_scaled(number, inverse.registers.item()) for number in (*first, *second)]
 
 
 @_round_columns.in_jax

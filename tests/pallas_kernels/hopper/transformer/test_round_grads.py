@@ -146,3 +146,9 @@ def test_bad_operands_are_named(operands, message):
     parts, inverse, *angles = [*operands, 1] if len(operands) == 1 else operands
     with pytest.raises(ValueError, match=message):
         round_grads(parts, jnp.float32(inverse), *angles)
+
+
+def test_too_many_elements_are_refused():
+    part = jax.ShapeDtypeStruct((2**16, 2**16), BF16)
+    with pytest.raises(ValueError, match=r"less than 2\^32 elements, got 65536 x 65536"):
+        jax.eval_shape(lambda part: round_grads((part,), jnp.float32(1)), part)
