@@ -226,14 +226,15 @@ class TransformerKernels(Protocol):
     ) -> tuple[Array, Array]:
         """The gradients for x, which an RMSNorm and a residual use, and for the norm's scale."""
 
-    def round_grads(
+    def round_both(
         self,
         parts: tuple[Array, ...],
         inverse: Array,
+        dtype: DTypeLike,
         angles: tuple[Array, Array] | None = None,
         turned: int = 0,
     ) -> tuple[Array, Array]:
-        """Gradients in e5m2, side by side, some rotated back; and their transpose."""
+        """Arrays in 8 bits, side by side, some rotated back; and their transpose."""
 
 
 class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):

@@ -15,7 +15,7 @@ from pallas_kernels.hopper.dense.dense_block import dense_block
 from pallas_kernels.hopper.dense.dense_rows import dense_rows
 from pallas_kernels.hopper.dense.place_rows import place_rows
 from pallas_kernels.hopper.transformer.norm_grads import norm_grads
-from pallas_kernels.hopper.transformer.round_grads import round_grads
+from pallas_kernels.hopper.transformer.round_both import round_both
 from pallas_kernels.hopper.twell.fused_ffn import fused_ffn
 from pallas_kernels.hopper.twell.gate_pack import gate_pack
 from pallas_kernels.hopper.unions.gate_union import gate_union
@@ -41,7 +41,7 @@ __all__ = [
     "norm_grads",
     "place_rows",
     "project",
-    "round_grads",
+    "round_both",
     "round_tokens",
     "union_down",
     "union_plan",

@@ -109,32 +109,40 @@ def _products(
 def with_residuals(
     x: jax.Array, weights: tuple[jax.Array, ...], most: Most | None, axis: int
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
-    """`products` of `x: [M, K]`, and what `gradients` needs of the operands."""
+    """`products` of `x: [M, K]`, and its operands, for the gradients."""
     of_x, of_weights = most or (None, None)
-    rows = _kept(scaled([x], FORWARD, most=of_x))
-    matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1, most=of_weights))
-    matrices = split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
-    values = rows.values
-    ys: list[jax.Array] = []
-    for m in matrices:
-        # Else XLA merges small products, and leaves the merged one in the dtype of x.
-        values, ys = lax.optimization_barrier((values, ys))
-        factors = Scaled(values, rows.scale), Scaled(m, matrix.scale)
-        ys.append(dot(*factors, (1, axis), x.dtype))
+    rows = kept(scaled([x], FORWARD, most=of_x))
+    ys, matrix = multiplied(rows, weights, of_weights, axis)
     return ys, (rows, matrix)
 
 
-def _kept(a: Scaled) -> Scaled:
+def multiplied(
+    rows: Scaled, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
+) -> tuple[list[jax.Array], Scaled]:
+    """The products of rounded tokens with weights that are not, and the rounded weights."""
+    matrix = kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1, most=most))
+    matrices = split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
+    values = rows.values
+    ys: list[jax.Array] = []
+    for w, m in zip(weights, matrices, strict=True):
+        # Else XLA merges small products, and leaves the merged one in the dtype of x.
+        values, ys = lax.optimization_barrier((values, ys))
+        factors = Scaled(values, rows.scale), Scaled(m, matrix.scale)
+        ys.append(dot(*factors, (1, axis), w.dtype))
+    return ys, matrix
+
+
+def kept(a: Scaled) -> Scaled:
     """The same, by a name for policies of `jax.checkpoint`."""
     # As bytes: it rounds floats that it keeps, and makes NaN of e4m3 above 240.
-    kept = checkpoint_name(lax.bitcast_convert_type(a.values, jnp.uint8), KEPT)
-    return Scaled(lax.bitcast_convert_type(kept, a.values.dtype), checkpoint_name(a.scale, KEPT))
+    values = checkpoint_name(lax.bitcast_convert_type(a.values, jnp.uint8), KEPT)
+    return Scaled(lax.bitcast_convert_type(values, a.values.dtype), checkpoint_name(a.scale, KEPT))
 
 
 def _gradients(
-    axis: int, kept: tuple[Scaled, Scaled], of_ys: list[jax.Array]
+    axis: int, operands: tuple[Scaled, Scaled], of_ys: list[jax.Array]
 ) -> tuple[jax.Array, tuple[jax.Array, ...], None]:
-    (rows, matrix), grads = kept, scaled(of_ys, BACKWARD)
+    (rows, matrix), grads = operands, scaled(of_ys, BACKWARD)
     dtype, widths = of_ys[0].dtype, [of_y.shape[1] for of_y in of_ys]
     factors = (rows, grads) if axis == 0 else (grads, rows)
     of_weights = split(dot(*factors, (0, 0), dtype), widths, 1 - axis)

@@ -69,7 +69,7 @@ def test_kernels_are_in_the_program_where_the_table_says_so():
         assert default(2048) == dense_block and default(8192) == unions
 
 
-def test_a_whole_model_has_the_kernels_where_it_is_not_differentiated():
+def test_a_whole_model_has_the_kernels_of_blocks_where_it_is_not_differentiated():
     config = ModelConfig(
         vocab_size=257, context=128, d_model=128, layers=2, heads=2, d_ff=256, dtype="bfloat16"
     )
@@ -86,7 +86,7 @@ def test_a_whole_model_has_the_kernels_where_it_is_not_differentiated():
     with jax.sharding.use_abstract_mesh(H100):
         assert kernel_calls(loss, params, tokens) > 0
         assert kernel_calls(lambda p, t, c: model(p).decode(t, c), params, one, cache) > 0
-        assert kernel_calls(jax.grad(loss), params, tokens) == 0
+        assert kernel_calls(jax.grad(loss), params, tokens) == 2  # those of a layer's norms
     with jax.sharding.use_abstract_mesh(abstract_gpu("NVIDIA H200")):
         assert kernel_calls(loss, params, tokens) > 0
 

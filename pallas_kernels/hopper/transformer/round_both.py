@@ -1,13 +1,14 @@
-"""Gradients in 8 bits, by rows and by columns, in one pass, and turned back on the way.
+"""Tokens or their gradients in 8 bits, by rows and by columns, rotated back on the way.
 
-Products with 8-bit operands on Hopper want both operands along the sum: the gradient of a layer's
-input sums over columns, that of its weight over tokens. XLA rounds, and then transposes bytes.
+Products with 8-bit operands on Hopper want both operands along the sum: those of tokens sum over
+columns, gradients of weights over tokens. XLA rounds, and then transposes bytes.
 
 A warp rounds 64 tokens times 64 columns, of which a lane has 16 tokens and twice four columns: two
 features that were rotated together are in one lane. Bytes of a column's tokens become words as
 numbers are rounded in pairs; those of a row follow by permutations of bytes.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
+from jax.typing import DTypeLike
 
 from pallas_kernels.hopper.common import eight_bits, simt, support
 from pallas_kernels.hopper.common.primitives import primitive
@@ -31,44 +33,49 @@ TILE = 64  # tokens and columns of a warp
 _WARPS = 4
 _TOKENS, _COLUMNS = 16, 4  # of a lane, the columns twice
 _HALF = TILE // 2
-E5M2 = jnp.float8_e5m2
+# The formats by the instruction that rounds to them.
+_FORMATS = {jnp.dtype(jnp.float8_e4m3fn): "e4m3x2", jnp.dtype(jnp.float8_e5m2): "e5m2x2"}
 
 
-def round_grads(
+def round_both(
     parts: tuple[jax.Array, ...],
     inverse: jax.Array,
+    dtype: DTypeLike,
     angles: tuple[jax.Array, jax.Array] | None = None,
     turned: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients side by side, times `inverse`, in e5m2; with their transpose.
+    """Arrays side by side, times `inverse`, in 8 bits; with their transpose.
 
     Args:
       parts: each `[M, N]`, bfloat16 or float16, M and N multiples of 64, M times all columns less
         than 2^32.
-      inverse: float32 `[]`, by which no finite element exceeds what e5m2 holds. What is not finite
-        becomes NaN.
+      inverse: float32 `[]`, by which no finite element exceeds what `dtype` holds. What is not
+        finite becomes NaN.
+      dtype: float8_e4m3fn or float8_e5m2.
       angles: cosines and sines, float32 `[T, n / 2]`, T a multiple of 64 that divides M, n a
         multiple of 64: those of token t are in row t mod T. None: nothing was rotated.
       turned: so many parts, the first ones, are gradients of what `angles` rotated, in heads of n
         columns: features i and i + n / 2 by an angle. They are rotated back.
 
     Returns:
-      e5m2 `[M, all N]` and `[all N, M]`.
+      `[M, all N]` and `[all N, M]` in `dtype`.
 
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
+    if jnp.dtype(dtype) not in _FORMATS:
+        raise ValueError(f"dtype must be float8_e4m3fn or float8_e5m2, got {jnp.dtype(dtype)}")
     m, widths = _checked(parts, angles, turned)
     columns = sum(widths)
     kernel = plgpu.kernel(
         partial(_kernel, turned=turned),
         out_type=(
-            jax.ShapeDtypeStruct((m, columns), E5M2),
-            jax.ShapeDtypeStruct((columns, m), E5M2),
+            jax.ShapeDtypeStruct((m, columns), dtype),
+            jax.ShapeDtypeStruct((columns, m), dtype),
         ),
         grid=(m // TILE, len(parts)),
         grid_names=("tile", "part"),
-        kernel_name="round_grads",
+        kernel_name="round_both",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
@@ -149,12 +156,13 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
 
     Args:
       part_ref: GMEM `[64, N]`, 16-bit.
-      values_ref, transposed_ref: GMEM, e5m2 `[64, N]` and `[N, 64]`, parts of larger arrays.
+      values_ref, transposed_ref: GMEM, 8-bit `[64, N]` and `[N, 64]`, parts of larger arrays.
       angles: cosines and sines of these tokens, GMEM `[64, n / 2]`, float32; or None.
       inverse: float32 scalar.
       group: int32 scalar.
     """
     dtype, width = jnp.dtype(part_ref.dtype), part_ref.shape[1]
+    rounded = _FORMATS[jnp.dtype(values_ref.dtype)]
     size = TILE if angles is None else 2 * angles[0].shape[1]
     refs = [part_ref, values_ref, transposed_ref, *(angles or ())]
 
@@ -171,7 +179,7 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
                 _numbers(words[row], _angles(places, row, share.active), inverse, dtype)
                 for row in range(first, first + 4)
             ]
-            packed = [_packed(list(column)) for column in zip(*rows, strict=True)]
+            packed = [_packed(rounded, column) for column in zip(*rows, strict=True)]
             by_columns.append(packed)
             for half, columns in zip(share.halves, (packed[:4], packed[4:]), strict=True):
                 for row, word in enumerate(_by_rows(columns), first):
@@ -251,7 +259,7 @@ def _round_columns_in_jax(part_ref, values_ref, transposed_ref, angles, inverse,
 
     @pl.when(group == 0)  # all columns at once
     def _():
-        values = (x * inverse).astype(E5M2)
+        values = (x * inverse).astype(values_ref.dtype)
         values_ref[...] = values
         transposed_ref[...] = values.T
 
@@ -278,13 +286,13 @@ def _scaled(number: ir.Value, inverse: ir.Value) -> ir.Value:
     )
 
 
-def _packed(numbers: list[ir.Value]) -> ir.Value:
-    """Four float32 as e5m2 in the bytes of a word."""
+def _packed(rounded: str, numbers: Sequence[ir.Value]) -> ir.Value:
+    """Four float32 in the bytes of a word."""
     return _word(
-        """{.reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};}""",
+        f"""{{.reg .b16 low, high;
+            cvt.rn.satfinite.{rounded}.f32 low, $2, $1;
+            cvt.rn.satfinite.{rounded}.f32 high, $4, $3;
+            mov.b32 $0, {{low, high}};}}""",
         *numbers,
     )
 
