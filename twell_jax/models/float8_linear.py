@@ -25,16 +25,22 @@ _MOST = 2**32  # bytes of an operand that it addresses
 type _Kept = tuple[float8.Scaled, float8.Scaled, Table | None]
 
 
-def serves(x: jax.Array, columns: list[int], rotation: Rotation | None) -> bool:
+def serves(
+    x: jax.Array, columns: list[int], rotation: Rotation | None, *, is_written: bool
+) -> bool:
     """Whether `products` takes `x: [B, T, K]` and weights of so many columns."""
     if x.ndim != 3 or x.dtype not in DTYPES or not has_shares(x):
         return False
-    sizes = [x.shape[1], *columns]
+    batch, tokens, width = x.shape
+    sizes = [tokens, *columns]
+    if is_written:
+        sizes.append(width)
     if rotation is not None and rotation.rotated:
         if rotation.size != rotation.head_dim:
             return False
         sizes.append(rotation.head_dim)
-    return not any(size % _TILE for size in sizes) and x.size // x.shape[2] * sum(columns) < _MOST
+    widest = max(width, sum(columns))
+    return not any(size % _TILE for size in sizes) and batch * tokens * widest < _MOST
 
 
 def products(

@@ -106,11 +106,9 @@ def project(
     else:
         weights = [layer.kernel[...].astype(x.dtype) for layer in linear]
         columns, biases = [w.shape[1] for w in weights], [layer.bias for layer in linear]
-        no_biases = all(bias is None for bias in biases)
-        if kernels and no_biases and float8_linear.serves(x, columns, rotation):
-            return float8_linear.products(
-                x, weights, most, rotation, kernels, is_written=is_written
-            )
+        no_biases, how = all(bias is None for bias in biases), {"is_written": is_written}
+        if kernels and no_biases and float8_linear.serves(x, columns, rotation, **how):
+            return float8_linear.products(x, weights, most, rotation, kernels, **how)
         ys = float8.products(x, weights, most=most)
         ys = [_with_bias(y, bias) for y, bias in zip(ys, biases, strict=True)]
     return rotation.of(ys) if rotation else ys

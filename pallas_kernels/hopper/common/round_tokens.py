@@ -11,11 +11,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.hopper.common import eight_bits, simt
+from pallas_kernels.hopper.common import eight_bits, simt, support
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
 from pallas_kernels.quantised import E4M3, Quantised
-from pallas_kernels.weights import DTYPES
 
 _ROWS = 4  # of a warpgroup
 _CHUNK = 16  # bytes that a lane loads at a time, of 8 numbers
@@ -31,11 +30,7 @@ def round_tokens(x: jax.Array) -> Quantised:
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    if x.ndim != 2 or x.dtype not in DTYPES or not len(x) or x.shape[1] % 8 or x.shape[1] > 8192:
-        raise ValueError(
-            "x must be a bfloat16 or float16 [M, D] with at least one row and D a multiple of 8 up "
-            f"to 8192, got {x.dtype} {list(x.shape)}"
-        )
+    support.check_tokens(x)
     m, d = x.shape
     kernel = plgpu.kernel(
         _kernel,

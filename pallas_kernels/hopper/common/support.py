@@ -118,6 +118,15 @@ def check_array(
         )
 
 
+def check_tokens(x: jax.Array) -> None:
+    """Raises ValueError unless x is `[M, D]` as kernels take it that have a token in registers."""
+    if x.ndim != 2 or x.dtype not in DTYPES or not len(x) or x.shape[1] % 8 or x.shape[1] > 8192:
+        raise ValueError(
+            "x must be a bfloat16 or float16 [M, D] with at least one row and D a multiple of 8 up "
+            f"to 8192, got {x.dtype} {list(x.shape)}"
+        )
+
+
 def _device() -> tuple[str, bool]:
     """The name of the device that is run on, or lowered for, and whether it is a Hopper GPU."""
     device = current()

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import register_rows, support
-from pallas_kernels.weights import DTYPES
 
 _RESIDENT = {1: 5, 2: 3}  # blocks that an SM's registers hold, by accesses to a row; else 2
 
@@ -39,11 +38,7 @@ def norm_grads(
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
-    if x.ndim != 2 or x.dtype not in DTYPES or not len(x) or x.shape[1] % 8 or x.shape[1] > 8192:
-        raise ValueError(
-            "x must be a bfloat16 or float16 [M, D] with at least one row and D a multiple of 8 up "
-            f"to 8192, got {x.dtype} {list(x.shape)}"
-        )
+    support.check_tokens(x)
     m, d = x.shape
     for name, a in (("of_normed", of_normed), ("of_x", of_x)):
         support.check_array(name, a, (m, d), x.dtype)

@@ -55,7 +55,7 @@ def ours(rotation, *, is_written):
         def products(x, weights):
             most = bounds(x, weights)
             columns = [w.shape[1] for w in weights]
-            if not float8_linear.serves(x, columns, rotation):
+            if not float8_linear.serves(x, columns, rotation, is_written=is_written):
                 return None
             return float8_linear.products(
                 x, weights, most, rotation, REFERENCE, is_written=is_written
@@ -85,7 +85,7 @@ def test_products_are_rotated_and_gradients_rotated_back(settings, sequences, ca
     shape, count = MESHES[case]
     with jax.set_mesh(sharding.make_mesh(shape, jax.devices()[:count])):
         if BATCH % count:
-            assert not float8_linear.serves(x, list(WIDTHS), rotation)
+            assert not float8_linear.serves(x, list(WIDTHS), rotation, is_written=is_written)
             return
         ys, of_x, of_weights = ours(rotation, is_written=is_written)(x, weights, grads)
     most = jnp.abs(x).max()
@@ -147,7 +147,7 @@ def test_what_is_not_finite_in_tokens_reaches_their_results_alone():
 def test_what_the_kernel_does_not_take_is_left_to_xla():
     config = ModelConfig(**SMALL | {"d_model": 128, "heads": 2})
     rotation, x = rotation_of(config, 1), jnp.zeros((2, 128, 96), jnp.bfloat16)
-    assert float8_linear.serves(x, [128, 64], rotation)
+    assert float8_linear.serves(x, [128, 64], rotation, is_written=False)
     for operands in (
         (x[:, :100], [128], None),  # tokens
         (x.astype(jnp.float32), [128], None),
@@ -155,4 +155,5 @@ def test_what_the_kernel_does_not_take_is_left_to_xla():
         (x, [128], rotation._replace(head_dim=128)),  # features that are not rotated
         (jax.eval_shape(lambda: jnp.zeros((2**14, 2**13, 96), jnp.bfloat16)), [64], None),
     ):
-        assert not float8_linear.serves(*operands)
+        assert not float8_linear.serves(*operands, is_written=False)
+    assert not float8_linear.serves(x, [128], None, is_written=True)  # columns of x

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from tests import seeds
+from tests.back_ends import changed
+from tests.errors import ROUNDING, relative_error
 from tests.twell_jax.drawn import SMALL
 from tests.twell_jax.drawn import small as make
 from tests.twell_jax.models.small import END, assert_close, draw_tokens, loss_and_gradients
@@ -353,3 +355,38 @@ def test_kernels_serve_a_model(back_end):
         assert_close(ours, ref, tolerance=3e-2)
     np.testing.assert_allclose(stats.nnz, expected.nnz, rtol=2e-2)
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=2e-2)
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "dots"])
+@pytest.mark.parametrize("matmul_dtype", [None, "float8"])
+def test_kernels_differentiate_what_lies_around_blocks(matmul_dtype, remat, back_end, serve):
+    called = []
+
+    def recorded(name):
+        def call(*args, **options):
+            called.append(name)
+            return getattr(back_end, name)(*args, **options)
+
+        return call
+
+    names = "norm_grads", "round_both"
+    serve(changed(back_end, **{name: recorded(name) for name in names}))
+    common = {"vocab_size": 512, "context": 128, "d_model": 128, "d_ff": 256, "heads": 2}
+    options = {"dtype": "bfloat16", "init_scale": 0.1, "remat": remat, "matmul_dtype": matmul_dtype}
+    by_xla = make(**common, **options, ffn_implementation="xla")
+
+    def gradients(**changes):
+        settings = by_xla.config.model_copy(update=changes)
+        _, found, _ = loss_and_gradients(nnx.merge(graphdef(settings), nnx.state(by_xla)), tokens)
+        return jax.tree.leaves(found)
+
+    tokens = seeds.rng().integers(0, 512, (4, 128))
+    theirs, exact = gradients(), gradients(dtype="float32", matmul_dtype=None)
+    assert not called
+    ours = gradients(ffn_implementation=None)
+    assert set(called) == set(names[: 2 if matmul_dtype else 1])
+    for found, of_xla, expected in zip(ours, theirs, exact, strict=True):
+        # They round less often, but a few numbers the other way.
+        bound = 1.1 * relative_error(of_xla, expected) + ROUNDING
+        assert relative_error(found, expected) < bound
+        assert relative_error(found, of_xla) < bound
