@@ -123,7 +123,12 @@ class GradientPlan:
         return _arguments(self.announced)
 
     def likely(self, union: Sequence[float], listed: Sequence[float]) -> "GradientPlan":
-        """The plan to come if all steps from now on measure this, as `revised` takes it."""
+        """The plan to come if needs, which the newest step measured, do not rise much again.
+
+        Args:
+          union, listed: as `revised` takes them.
+        """
+        union, listed = ([MARGIN * share for share in shares] for shares in (union, listed))
         settled = self
         for _ in range(2):  # one to announce it, one to follow
             settled = settled.revised(union, listed, [0.0] * len(self.capacities))

@@ -102,6 +102,9 @@ def test_the_newest_step_says_before_the_largest_need_which_plan_is_likely():
     assert likely.ffn_gradients == (CAPACITY, None)
     announced = revised(revised(plan, USUAL, USUAL), *falling)
     assert revised(announced, *falling).ffn_gradients == likely.ffn_gradients
+    # What fits barely may be a small step between larger ones.
+    assert plan.likely((0.64, 0.9), (0.1, 0.8)).ffn_gradients == (None, None)
+    assert revised(plan, (0.64, 0.1), USUAL).announced == (CAPACITY, 0)
 
 
 def test_a_saved_plan_keeps_its_capacities_until_it_changes():
