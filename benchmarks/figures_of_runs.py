@@ -1,5 +1,7 @@
 """The figures of runs over time in the prose of pages; see `benchmarks.figures`."""
 
+import numpy as np
+
 from benchmarks.quotes import Figure, printed, ratio, value
 from benchmarks.tables import Row
 
@@ -13,6 +15,11 @@ def _last_ce(row: Row) -> float:
 
 def _last_rate(row: Row) -> float:
     return row["logged"]["tokens_per_second"][-1]
+
+
+def _longest(row: Row) -> float:
+    """The longest time from one logged step to the next, in seconds."""
+    return float(np.diff(row["logged"]["seconds"]).max())
 
 
 # What `analyze` prints for each layer of that run: times by XLA and by the kernels and the
@@ -52,4 +59,9 @@ _SOONER = {
     )
 }
 
-FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER}
+_PAUSES = {
+    f"longest{name}": Figure(value(RUNS, {"variant": run}, _longest), "{:.0f}")
+    for name, run in (("", "sparse"), ("-float8", "sparse, float8"), ("-dense", "silu"))
+}
+
+FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER, **_PAUSES}
