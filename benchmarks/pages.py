@@ -229,6 +229,26 @@ TABLES: dict[str, Table] = {
             "error": error("error"),
         },
     ),
+    "around": Table(
+        title="Kernels around the block",
+        about="Passes of a layer that bytes limit, in bfloat16: the gradients of an RMSNorm and "
+        "its residual; gradients in 8 bits by rows and by columns, all parts but the last rotated "
+        "back if there are heads. In brackets the speed-up over XLA on what defines the kernel. "
+        "GB/s are the bytes that must be read and written, over the time. Errors are against "
+        "float32, so those of 8 bits are of rounding.",
+        case={
+            "operation": number("operation"),
+            "M": number("m"),
+            "widths": lambda row: ", ".join(map(str, row["widths"])),
+            "head": lambda row: str(row["head_dim"] or UNKNOWN),
+        },
+        name=block,
+        results={
+            "ms": milliseconds,
+            "GB/s": number("gb_per_s", "{:,.0f}"),
+            "error": error("error"),
+        },
+    ),
     "tune": Table(
         title="Tile sizes and pipelines of the kernels",
         about="The fastest configuration of each kernel alone, of those that were tried, and the "
