@@ -230,11 +230,10 @@ class TransformerKernels(Protocol):
         self,
         parts: tuple[Array, ...],
         inverse: Array,
-        dtype: DTypeLike,
         angles: tuple[Array, Array] | None = None,
-        turned: int = 0,
+        rotated: int = 0,
     ) -> tuple[Array, Array]:
-        """Arrays in 8 bits, side by side, some rotated back; and their transpose."""
+        """Gradients in e5m2, side by side, some rotated back; and their transpose."""
 
 
 class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):

@@ -15,10 +15,10 @@ def norm_grads(x, of_normed, of_x, scale, *, eps):
     return (of_x + dx).astype(x.dtype), of_scale
 
 
-def round_both(parts, inverse, dtype, angles=None, turned=0):
+def round_both(parts, inverse, angles=None, rotated=0):
     """What is not finite becomes NaN, as infinity times zero is."""
 
-    def turned_back(part):
+    def rotated_back(part):
         cos, sin = (jnp.tile(table, (len(part) // len(table), 1))[:, None] for table in angles)
         heads = part.reshape(len(part), -1, 2, cos.shape[-1])
         first, second = heads[:, :, 0], heads[:, :, 1]
@@ -26,7 +26,7 @@ def round_both(parts, inverse, dtype, angles=None, turned=0):
         return jnp.stack(back, axis=2).reshape(part.shape)
 
     parts = [part.astype(jnp.float32) for part in parts]
-    parts = [turned_back(part) if i < turned else part for i, part in enumerate(parts)]
+    parts = [rotated_back(part) if i < rotated else part for i, part in enumerate(parts)]
     numbers = jnp.concatenate(parts, axis=1) * inverse
-    values = (numbers + 0 * numbers).astype(dtype)
+    values = (numbers + 0 * numbers).astype(jnp.float8_e5m2)
     return values, values.T
