@@ -89,6 +89,15 @@ def test_runs_are_compared_at_equal_ce_and_at_equal_cost():
     assert again == rows
 
 
+def test_a_run_that_falls_behind_is_compared_where_it_got_to_and_changes_no_other():
+    rows = all_rows()
+    rows["relu"]["evaluated"]["held_out_ce"] = [4.0, 2.0, 1.75]
+    compared = wallclock.compare(rows)
+    assert [row["equal_ce"] for row in compared] == [1.5, 1.75, 1.5, 1.5, 1.5]
+    assert [row["seconds_gain"] for row in compared] == pytest.approx([1, 40 / 60, 1, 2, 1])
+    assert "1.5000 (with relu 1.7500), the equal time" in TABLES["wallclock"].notes(compared)
+
+
 def test_what_is_missing_is_not_compared():
     rows = all_rows()
     for row in rows.values():
@@ -107,6 +116,7 @@ def test_what_is_missing_is_not_compared():
 def test_runs_on_different_text_are_refused():
     with pytest.raises(wallclock.ConfigError, match=r"different text.*silu 6.500000, .*sparse 6.4"):
         wallclock.compare(all_rows(unigram_ce=6.4))
+    wallclock.compare(all_rows(unigram_ce=6.5 + 1e-14))  # a sum in another order
 
 
 def test_the_page_shows_clocks_and_gains(tmp_path, monkeypatch):
