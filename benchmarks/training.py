@@ -141,8 +141,9 @@ def measure(
 ) -> GradientPlan | None:
     """Adds to `row` the metrics of the steps, their speed and the time of collectives.
 
-    What was measured before a failure stays in `row`. `plan` is what to begin with, None for the
-    first one. Returns the plan at which the layers come to rest; None if the config plans none.
+    What was measured before a failure stays in `row`. `plan` is what to begin with, None for one
+    with all layers sparse. Returns the plan at which the layers come to rest; None if the config
+    plans none.
     """
     devices = jax.devices()[: row["devices"]]
     mesh = sharding.make_mesh(config.mesh.shape(len(devices)), devices)
@@ -155,7 +156,8 @@ def measure(
         state = dataclasses.replace(state, params=jax.device_put(params, shardings))
         drawn = config.model.vocab_size, config.batch_sequences, config.model.context
         batch = trainer.put_batch(inference.draw_tokens(*drawn))
-        plan = plan or first_plan(config, trainer)
+        if plan is None and (first := first_plan(config, trainer)):
+            plan = first.all_sparse  # most come to rest there, and each plan has to be compiled
         while True:
             compiled = compile_step(trainer, plan.ffn_gradients if plan else None)
             state, metrics = compiled(state, batch, config.l1_coefficient)

@@ -1,4 +1,4 @@
-"""Compiles programs in threads, while others run."""
+"""Compiles programs in a thread, while others run."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -10,11 +10,10 @@ log = logging.getLogger(__name__)
 
 
 class CompileAhead[Key: Hashable]:
-    """Programs by key, of which some are compiled ahead of their first call, one after the other.
+    """Programs by key, of which some are compiled ahead of their first call, and so are functions.
 
-    So are functions that are needed sooner and compiled faster, in a thread of their own.
-    Autotuning then measures on busy devices. Its results for products that programs before have,
-    too, are known.
+    They are compiled one after the other, in the order in which they are prepared. Autotuning then
+    measures on busy devices. Its results for products that programs before have, too, are known.
 
     Args:
       compiled: compiles a program; it is called in a thread.
@@ -25,16 +24,14 @@ class CompileAhead[Key: Hashable]:
         self, compiled: Callable[[Key], Callable], at_its_call: Callable[[Key], Callable]
     ) -> None:
         self._compiled, self._at_its_call = compiled, at_its_call
-        self._of_programs, self._of_calls = (
-            ThreadPoolExecutor(1, name) for name in ("compiler of programs", "compiler of calls")
-        )
+        self._thread = ThreadPoolExecutor(1, "compiler")
         self._programs: dict[Key, Future[Callable] | None] = {}  # None: compiled at its call
         self._calls: dict[str, Future | None] = {}  # None: may have been called
 
     def prepare(self, key: Key) -> None:
         """Begins to compile a program, unless it is prepared or has been asked for."""
         if key not in self._programs:
-            self._programs[key] = self._of_programs.submit(self._compiled, key)
+            self._programs[key] = self._thread.submit(self._compiled, key)
 
     def is_ready(self, key: Key) -> bool:
         """Whether `get` waits for nothing, and its program has been compiled, or called before."""
@@ -65,7 +62,7 @@ class CompileAhead[Key: Hashable]:
           compile_it: compiles it; called in the thread. If it fails, the call compiles.
         """
         if name not in self._calls:
-            self._calls[name] = self._of_calls.submit(compile_it)
+            self._calls[name] = self._thread.submit(compile_it)
 
     def settle(self, name: str) -> None:
         """Waits for what `prepare_call` compiles; what has not begun is left to its call."""
@@ -79,7 +76,6 @@ class CompileAhead[Key: Hashable]:
         Returns:
           Whether one is being compiled. Nothing can stop that: the process ends only after it.
         """
-        for thread in (self._of_programs, self._of_calls):
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         prepared = (*self._programs.values(), *self._calls.values())
         return any(one is not None and one.running() for one in prepared)

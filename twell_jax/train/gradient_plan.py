@@ -6,10 +6,11 @@ a margin, and nothing has to be tried. If it exceeds the capacity all the same, 
 exact, and from the next plan on it has a wider margin.
 
 Each plan has to be compiled, so plans should change rarely: all layers have the same capacity, and
-keep it until it becomes too small. A change is announced one plan ahead, unless a layer overflows:
-the program can be compiled while the old one trains on, and the step at which it takes over does
-not depend on how long that takes. What the newest step needs says before which plan is likely to be
-announced next.
+keep it until it becomes too small. A change is announced one plan ahead: its program is compiled
+while the old one trains on, and the step at which it takes over does not depend on how long that
+takes. Only the plan with all layers sparse, to which most runs come, takes over at once: it is
+compiled from the start. What the newest step needs says before which plan is likely to be announced
+next.
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class GradientPlan:
     Attributes:
       capacities: for each layer, the capacity of its sparse gradients, 0 if they are dense. Saved
         plans may have others than `CAPACITY`, which they keep until the next change.
-      announced: the capacities of the next plan, unless a layer overflows or they become too small.
+      announced: the capacities of the next plan, unless they become too small, or all layers fit.
       margins: for each layer, its capacity over what it needs, at least, when it becomes sparse.
         They never fall, so plans come to rest.
     """
@@ -137,11 +138,11 @@ class GradientPlan:
     def revised(
         self, union: Sequence[float], listed: Sequence[float], overflow: Sequence[float]
     ) -> "GradientPlan":
-        """The next plan, from the largest of what steps measured since this one was made.
+        """The next plan, from what steps measured since this one was made.
 
         Args:
-          union, listed: for each layer, as in `FFNStats`.
-          overflow: for each layer, the share of a step's calls that overflowed, from 0 to 1.
+          union, listed: for each layer, as in `FFNStats`, the largest of the newest steps.
+          overflow: for each layer, the largest share of a step's calls that overflowed, 0 to 1.
         """
         needs = [max(shares) for shares in zip(union, listed, strict=True)]
         margins = tuple(
@@ -155,8 +156,8 @@ class GradientPlan:
         capacities = self.announced if announced_fits else self.capacities
         of_layers = zip(capacities, needs, margins, overflow, strict=True)
         wanted = tuple(_capacity(*of_layer) for of_layer in of_layers)
-        if any(overflow):
-            return GradientPlan(wanted, wanted, margins)
+        if wanted == self.all_sparse.capacities:
+            capacities = wanted
         return GradientPlan(capacities, wanted, margins)
 
 

@@ -84,8 +84,8 @@ class Standing:
       state: the training state; the next step consumes it.
       plan: which layers have sparse gradients; None if the config decides for all of them.
       measured: `union`, `listed` and `overflow` of `StepMetrics`, float [layers] each, the largest
-        of all steps since the plan was made, for the next one; None before the first step, or
-        without a plan.
+        of all steps since the plan was made, for the next one; once half of them are done, the
+        first two are those of the second half. None before the first step, or without a plan.
     """
 
     step: int
@@ -252,13 +252,8 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         if config.init_from and now.step == 0:
             _evaluate_source(run, now, recorder)
         trainer, stopping = run.trainer, stop_requested(now.step)
-        # While the first step is compiled here.
-        trainer.steps.prepare_call(
-            _SAVE, partial(prepare_save, trainer.abstract_state, trainer.mesh)
-        )
-        if now.plan and _plans_again(run, now):
-            # Takes a minute or more, as it compiles kernels that all others have, too.
-            trainer.steps.prepare(now.plan.all_sparse.ffn_gradients)
+        if now.step < config.steps and not stopping:
+            _compile_ahead(run, now)
         while now.step < config.steps and not stopping:
             trace.before_step(now.step, now.state)
             if not trainer.steps.is_ready(now.ffn_gradients):
@@ -319,7 +314,7 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     batch = trainer.put_batch(next(run.batches)["tokens"])
     step = trainer.steps.get(now.ffn_gradients)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
-    _compile_ahead(run, now)
+    _foresee_plan(run, now)
     recorder.add(now.step + 1, replace(measured, tiles=None), plan)
     largest: Measured | None = None
     if plan:
@@ -333,29 +328,47 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
             trainer.steps.settle(_ORDER)
             state = trainer.order_by_use(state, measured.tiles, measured.nnz)
         elif now.measured:
-            largest = tuple(map(jnp.maximum, now.measured, largest))
+            largest = _largest(now.measured, largest, now.step + 1, trainer.plans_every)
     if config.skip_dead_every and is_full_width(config, now.step):
         state = trainer.sort_neurons(state)
     return Standing(now.step + 1, state, plan, largest)
 
 
-def _compile_ahead(run: Run, now: Standing) -> None:
-    """Has compiled what comes after a step: evaluations, samples, the order of neurons, a plan.
+def _largest(before: Measured, of_step: Measured, step: int, every: int) -> Measured:
+    """`Standing.measured` after a step, which is not one with a plan, from that before it."""
+    *needs, overflow = map(jnp.maximum, before, of_step)
+    # Needs fall at first, so that older ones say too much.
+    union, listed = of_step[:2] if step % every == every // 2 else needs
+    return union, listed, overflow
 
-    The plan with all layers sparse, to which most runs come, is compiled from the start, and a plan
-    that is likely to be announced before it is. Call this once a step has been dispatched: it may
-    wait for the one before.
+
+def _compile_ahead(run: Run, now: Standing) -> None:
+    """Has compiled what is called between steps, and then the plan with all layers sparse.
+
+    Call this before the first step, which is compiled at the same time, so that no later one waits.
     """
-    ahead, plan = run.trainer.steps, now.plan
-    ahead.prepare_call(_EVALUATION, partial(run.trainer.compile_evaluation, run.data.held_out))
+    trainer, ahead = run.trainer, run.trainer.steps
+    ahead.prepare_call(_SAVE, partial(prepare_save, trainer.abstract_state, trainer.mesh))
+    ahead.prepare_call(_EVALUATION, partial(trainer.compile_evaluation, run.data.held_out))
     if run.write_sample:
         ahead.prepare_call(_SAMPLE, run.write_sample.compile)
-    if plan and _plans_again(run, now):
-        ahead.prepare_call(_ORDER, partial(run.trainer.compile_ordering, now.ffn_gradients))
-        ahead.prepare(plan.next_ffn_gradients)
-        if now.measured and now.step % run.trainer.plans_every == 0:  # of the newest step alone
-            union, listed, _ = (of_layers.tolist() for of_layers in now.measured)
-            ahead.prepare(plan.likely(union, listed).ffn_gradients)
+    if now.plan and _plans_again(run, now):
+        ahead.prepare_call(_ORDER, partial(trainer.compile_ordering, now.ffn_gradients))
+        ahead.prepare(now.plan.all_sparse.ffn_gradients)
+
+
+def _foresee_plan(run: Run, now: Standing) -> None:
+    """Has the announced plan compiled, and one that is likely to be announced, before it is.
+
+    Call this once a step has been dispatched: it may wait for the one before.
+    """
+    ahead, plan = run.trainer.steps, now.plan
+    if plan is None or not _plans_again(run, now):
+        return
+    ahead.prepare(plan.next_ffn_gradients)
+    if now.measured and now.step % run.trainer.plans_every == 0:  # of the newest step alone
+        union, listed, _ = (of_layers.tolist() for of_layers in now.measured)
+        ahead.prepare(plan.likely(union, listed).ffn_gradients)
 
 
 def _plans_again(run: Run, now: Standing) -> bool:

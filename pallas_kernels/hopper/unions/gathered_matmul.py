@@ -156,11 +156,14 @@ def _kernel(
     lax.cond(warpgroup == CONSUMERS, be_producer, be_consumer)
 
 
-def write(arrays, buffers, part: int, targets, *, transposed: bool = False) -> None:
+def write(arrays, buffers, part: int, targets, *, transposed: bool = False) -> list[jax.Ref]:
     """Starts to copy one or two arrays `[64, 64]`, or their transposes, to GMEM.
 
     A consumer writes as many in each part of its product. A single array takes the two buffers in
     turn, so that the copy of the part before may still read the other one.
+
+    Returns:
+      The buffers, which hold them until the next part is written.
     """
     plgpu.wait_smem_to_gmem(_BUFFERS - len(arrays), wait_read_only=True)
     used = [buffers.at[(part + k) % _BUFFERS] for k in range(len(arrays))]
@@ -169,3 +172,4 @@ def write(arrays, buffers, part: int, targets, *, transposed: bool = False) -> N
     plgpu.commit_smem()
     for buffer, target in zip(used, targets, strict=True):
         plgpu.copy_smem_to_gmem(buffer, target)
+    return used

@@ -91,16 +91,14 @@ def test_what_a_call_needs_is_compiled_before_it_unless_that_has_not_begun():
     assert compiled == ["first"]
 
 
-def test_calls_do_not_wait_for_programs():
-    may_end, compiled = threading.Event(), []
-    programs = ahead_of(lambda key: may_end.wait(60))
-    programs.prepare("long")
-    begun = threading.Event()
-    programs.prepare_call("short", lambda: (begun.set(), compiled.append("short")))
-    assert begun.wait(60)
-    programs.settle("short")
-    assert compiled == ["short"] and not programs.is_ready("long")
-    may_end.set()
+def test_one_thing_is_compiled_at_a_time_in_the_order_of_the_preparations():
+    compiled = []
+    programs = ahead_of(lambda key: compiled.append(key))
+    programs.prepare_call("call", lambda: compiled.append("call"))
+    for key in ("first", "second"):
+        programs.prepare(key)
+    programs.get("second")
+    assert compiled == ["call", "first", "second"]
     programs.stop()
 
 

@@ -51,25 +51,31 @@ def test_a_layer_that_outgrows_the_capacity_becomes_dense():
 
 
 def test_a_change_is_announced_one_plan_ahead():
-    plan = GradientPlan.dense(2)
-    plan = revised(plan, (0.2, 0.1), USUAL)
-    assert plan.capacities == (0, 0) and plan.announced == (CAPACITY, 0)
-    plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-    assert plan.capacities == (CAPACITY, 0) and plan.announced == (CAPACITY, CAPACITY)
-    plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-    assert plan.capacities == plan.announced == (CAPACITY, CAPACITY)
+    plan = GradientPlan.dense(3)
+    plan = revised(plan, (0.2, 0.1), USUAL, USUAL)
+    assert plan.capacities == (0, 0, 0) and plan.announced == (CAPACITY, 0, 0)
+    plan = revised(plan, (0.2, 0.1), (0.3, 0.1), USUAL)
+    assert plan.capacities == (CAPACITY, 0, 0) and plan.announced == (CAPACITY, CAPACITY, 0)
+    plan = revised(plan, (0.2, 0.1), (0.3, 0.1), USUAL)
+    assert plan.capacities == plan.announced == (CAPACITY, CAPACITY, 0)
+
+
+def test_all_layers_become_sparse_at_once_as_that_is_compiled_from_the_start():
+    for plan in (GradientPlan.dense(2), revised(GradientPlan.dense(2), (0.2, 0.1), USUAL)):
+        plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
+        assert plan.capacities == plan.announced == (CAPACITY, CAPACITY)
 
 
 def test_what_is_announced_stays_with_the_margin_of_a_sparse_layer():
-    plan = revised(GradientPlan.dense(1), (0.67, 0.1))
-    plan = revised(plan, (0.70, 0.1))  # with which no dense layer becomes sparse
-    assert plan.capacities == plan.announced == (CAPACITY,)
+    plan = revised(GradientPlan.dense(2), (0.67, 0.1), USUAL)
+    plan = revised(plan, (0.70, 0.1), USUAL)  # with which no dense layer becomes sparse
+    assert plan.capacities == plan.announced == (CAPACITY, 0)
 
 
 def test_what_no_longer_fits_when_its_time_comes_is_taken_back():
-    plan = revised(GradientPlan.dense(1), (0.2, 0.1))
-    plan = revised(plan, (0.8, 0.1))
-    assert plan.capacities == plan.announced == (0,)
+    plan = revised(GradientPlan.dense(2), (0.2, 0.1), USUAL)
+    plan = revised(plan, (0.8, 0.1), USUAL)
+    assert plan.capacities == plan.announced == (0, 0)
 
 
 def test_a_plan_rests_while_its_capacity_holds():
@@ -79,11 +85,13 @@ def test_a_plan_rests_while_its_capacity_holds():
         assert revised(plan, (union, 0.1), (0.3, 0.1), (0.3, 0.1)) == plan
 
 
-def test_an_overflow_is_corrected_at_once_and_widens_the_margin_for_good():
+def test_an_overflow_is_corrected_with_the_next_plan_and_widens_the_margin_for_good():
     plan = planned((0.6, 0.1), (0.2, 0.1))
-    corrected = revised(plan, (0.8, 0.1), (0.2, 0.1), overflow=[0.5, 0])
+    told = revised(plan, (0.8, 0.1), (0.2, 0.1), overflow=[0.5, 0])
+    assert told.capacities == (CAPACITY, CAPACITY) and told.announced == (0, CAPACITY)
+    assert told.margins == pytest.approx((1.32, 1.1))
+    corrected = revised(told, (0.8, 0.1), (0.2, 0.1))
     assert corrected.capacities == corrected.announced == (0, CAPACITY)
-    assert corrected.margins == pytest.approx((1.32, 1.1))
     for need, capacities in ((0.57, (0, CAPACITY)), (0.56, (CAPACITY, CAPACITY))):
         assert revised(corrected, (need, 0.1), (0.2, 0.1)).announced == capacities
     # Other devices needed more than the mean over devices says, but the margin still holds it.

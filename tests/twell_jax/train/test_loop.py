@@ -14,7 +14,7 @@ from twell_jax.ffn.algorithms import CAPACITY
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint_errors import CannotSave
 from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.loop import Run, Standing, _compile_ahead, start
+from twell_jax.train.loop import Run, Standing, _compile_ahead, _foresee_plan, _largest, start
 from twell_jax.train.run_directory import AnotherRun
 from twell_jax.train.served import first_plan, warn_of_products, with_gradients_served
 from twell_jax.train.trainer import Trainer
@@ -45,12 +45,12 @@ class OneCheckpoint:
 
 
 class Prepared(list):
-    """The programs that a run has compiled ahead."""
+    """What a run has compiled ahead, in its order: names of calls, and programs."""
 
     prepare = list.append
 
     def prepare_call(self, name, compile_it):
-        pass
+        self.append(name)
 
 
 NO_LOG = SimpleNamespace(sync=lambda: None)
@@ -107,17 +107,30 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
     assert done == ["metrics", "checkpoint"]
 
 
-def test_what_the_newest_step_needs_is_compiled_before_it_is_announced():
+def test_what_is_called_between_steps_is_compiled_first_and_plans_as_they_come():
     ahead, every, small = Prepared(), 10, jnp.array([0.2, 0.9])
     run = run_on("its text", None)
     run.trainer.steps, run.trainer.plans_every, run.data.held_out = ahead, every, None
-    run.trainer.compile_evaluation = run.trainer.compile_ordering = print
+    run.trainer.mesh, run.trainer.compile_evaluation, run.trainer.compile_ordering = None, id, id
     plan, measured = GradientPlan.dense(2), (small, small, jnp.zeros(2))
+    _compile_ahead(run, Standing(0, None, plan, None))
+    assert ahead == ["save", "evaluation", "order", (CAPACITY, CAPACITY)]
+    ahead.clear()
     for step in (every - 1, every + 1):  # of many steps: they say what is announced
-        _compile_ahead(run, Standing(step, None, plan, measured))
+        _foresee_plan(run, Standing(step, None, plan, measured))
     assert set(ahead) == {(None, None)}
-    _compile_ahead(run, Standing(every, None, plan, measured))
+    _foresee_plan(run, Standing(every, None, plan, measured))
     assert set(ahead) == {(None, None), (CAPACITY, None)}
+
+
+def test_a_plan_follows_from_the_newest_half_of_the_steps_and_from_every_overflow():
+    falling, every = [0.9, 0.8, 0.7, 0.6, 0.5, 0.55], 6
+    overflows = [0, 0.25, 0, 0, 0, 0]
+    measured = None
+    for step, (need, overflow) in enumerate(zip(falling, overflows, strict=True), start=every):
+        of_step = tuple(jnp.array([x]) for x in (need, need / 2, overflow))
+        measured = _largest(measured, of_step, step, every) if measured else of_step
+    assert [float(a[0]) for a in measured] == pytest.approx([0.6, 0.3, 0.25])
 
 
 ONE = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])

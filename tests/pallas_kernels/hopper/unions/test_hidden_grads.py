@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.unions import hidden_grads as module
 from pallas_kernels.hopper.unions.hidden_grads import hidden_grads
 from pallas_kernels.hopper.unions.union_down import union_down
 from pallas_kernels.kernels import REFERENCE
@@ -189,52 +186,6 @@ def test_with_an_extra_gradient_on_the_gpu(case, gated, dtype):
     blocks, extra = draw_extra(plan, len(dy), dtype)
     out = run(functools.partial(hidden_grads, extra=blocks), union_down, *operands)
     assert_matches(out, dense, *operands, extra=extra)
-
-
-CAPACITY = 100
-
-
-def scatter(values, lists):
-    """Slots in which the values of the second list are stored, with a capacity of CAPACITY."""
-
-    def body(neurons, words, values, entries):
-        mine = module._load_neurons(neurons)
-        list_words = module._load_list_words(words, mine, jnp.int32(0))
-        array = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
-        module._scatter([entries.at[pl.ds(0, CAPACITY)]], mine, list_words, [array])
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        grid=(1,),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )
-    entries = jax.new_ref(jnp.zeros((lists.tokens.size, GROUP_NEURONS), values.dtype))
-    neurons = jnp.arange(GROUP_NEURONS, 2 * GROUP_NEURONS, dtype=jnp.int32)
-    kernel(neurons, lists.words, values, entries)
-    return entries[...]
-
-
-def draw_for_scatter():
-    """Values of 64 neurons and tokens, and lists whose second one goes past slot CAPACITY."""
-    values = seeds.rng().standard_normal((GROUP_NEURONS, 64))
-    counts = np.zeros((2, TILE_TOKENS), np.uint8)
-    counts[:, :64] = 1
-    lists, _ = make_lists(counts, 64, 192)
-    return jnp.asarray(values, jnp.bfloat16), lists
-
-
-def test_scatter_lowers_without_a_gpu(lower):
-    assert "mosaic_gpu" in lower(scatter, *draw_for_scatter())
-
-
-@pytest.mark.gpu
-def test_nothing_is_stored_past_the_capacity_on_the_gpu():
-    values, lists = draw_for_scatter()
-    expected = np.zeros((lists.tokens.size, GROUP_NEURONS))
-    expected[64:CAPACITY] = np.asarray(values, np.float32).T[: CAPACITY - 64]
-    np.testing.assert_array_equal(jax.jit(scatter)(values, lists).astype(jnp.float32), expected)
 
 
 def test_bad_operands_are_named():
