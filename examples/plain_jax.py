@@ -1,6 +1,7 @@
 """`sparse_ffn` on plain arrays, with Optax: learns 256 key-value pairs with few neurons each.
 
-Run it with `python examples/plain_jax.py`; it takes a few seconds on a CPU.
+Run it with `python examples/plain_jax.py`; it takes a few seconds on a CPU. Biases help so narrow a
+block to close its gates. Kernels serve blocks without them, in bfloat16, with a WIDTH from 128 on.
 """
 
 import jax

@@ -42,7 +42,9 @@ def neurons_per_token(model, windows):
 if len(sys.argv) == 4:
     name, text, out = sys.argv[1], Path(sys.argv[2]).read_text(), sys.argv[3]
     model = AutoModelForCausalLM.from_pretrained(name)
-    ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.save_pretrained(out)
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
 elif len(sys.argv) == 1:
     out = tempfile.mkdtemp()
     torch.manual_seed(0)
