@@ -55,19 +55,19 @@ def train_until(stop, settings, monkeypatch):
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch, capsys):
     train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
-    # Planned after every second step, from those before it: announced, sparse, found not to fit.
+    # Planned after every second step: all sparse at once, then found not to fit, dense as announced.
     planned = [line["sparse_gradients"][0] for line in whole]
-    assert planned == [False, False, False, False, True, True, False, False]
+    assert planned == [False, False, True, True, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned
     assert [line["union"][0] for line in whole] == [1 if s else pytest.approx(0.1) for s in planned]
-    told = "up to step 5 layers 0, 1 exceeded the capacity of their sparse gradients"
+    told = "up to step 3 layers 0, 1 exceeded the capacity of their sparse gradients"
     assert told in " ".join(capsys.readouterr().out.split())
 
-    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # sparse layers are announced
+    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # layers are sparse
     with Checkpoints(tmp_path / "parts/checkpoints", keep=1) as checkpoints:
         saved = checkpoints.restore_position()
     assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
-    train_until(6, settings(tmp_path / "parts"), monkeypatch)  # both have just overflowed
+    train_until(5, settings(tmp_path / "parts"), monkeypatch)  # dense layers are announced
     train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
@@ -86,7 +86,7 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
 @pytest.mark.slow
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch, caplog):
     run_dir = tmp_path / "run"
-    train_until(3, settings(run_dir), monkeypatch)  # sparse layers are announced
+    train_until(3, settings(run_dir), monkeypatch)  # layers are sparse
     monkeypatch.setattr(dispatch, "BACK_ENDS", (HOPPER,))
     train(settings(run_dir))
     assert [message for message in caplog.messages if "all gradients are dense" in message] == [
