@@ -75,7 +75,10 @@ def _evaluate(args: argparse.Namespace) -> None:
         sys.exit(f"error: {error}")
     print(harness.table(results))
     if args.out:
-        args.out.write_text(json.dumps(results["results"], indent=1) + "\n")
+        try:
+            args.out.write_text(json.dumps(results["results"], indent=1) + "\n")
+        except OSError as error:
+            sys.exit(f"error: --out: {error}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def export(
     tokenizer = pretrained_tokenizer.load(source.directory)  # before the large files
     save_pretrained(
         directory,
-        from_pretrained(source),
+        from_pretrained(source, param_dtype=dtype),
         tokenizer,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,

@@ -68,6 +68,11 @@ def measure_model(name: str, text: Path, console: Console, *, everything: bool =
     start = time.monotonic()
     words = text.read_text(encoding="utf-8")
     lm = language_model.load(name)
+    if lm.model.quantised():
+        raise ConfigError(
+            f"{name}: its weights are 8-bit floats, whose training cannot be timed; name the model "
+            "that was quantised"
+        )
     model = whole_models.in_bfloat16(lm.model)
     like = jax.ShapeDtypeStruct(model.blocks.mlp.w_down.shape[1:], "bfloat16")
     _, why = dispatch.back_end(like)

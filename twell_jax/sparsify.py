@@ -88,7 +88,7 @@ def _settings(args: argparse.Namespace) -> tuple[Path, list[str]]:
     if isinstance(run_dir, str) and has_started(RunPaths(run_dir)):
         return RunPaths(run_dir).config, [f"run_dir={run_dir}", *own]
     with_data = given | config_lib.parse(_data(args.data))
-    if not (is_run(args.name) or any(key.startswith("data.") for key in with_data)):
+    if not (is_run(args.name) or "data.source" in with_data):
         raise ConfigError(
             "--data: names the text to train on, which only a run has: --data FILE [FILE ...], or "
             "--data hf:NAME"

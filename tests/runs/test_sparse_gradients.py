@@ -55,7 +55,7 @@ def train_until(stop, settings, monkeypatch):
 def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch, capsys):
     train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
-    # Planned after every second step: all sparse at once, then found not to fit, dense as announced.
+    # Planned after every second step: all sparse at once, found not to fit, dense as announced.
     planned = [line["sparse_gradients"][0] for line in whole]
     assert planned == [False, False, True, True, True, True, False, False]
     assert [line["overflow"][0] for line in whole] == planned

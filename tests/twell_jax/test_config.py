@@ -332,3 +332,10 @@ def test_published_recipe_with_the_target_of_the_study(name, layers, coefficient
     assert (optimizer.b2, optimizer.weight_decay, optimizer.clip_norm) == (0.95, 0.1, 1.0)
     for devices in (1, 2, 4, 8):
         settings.accumulation_steps(devices)
+
+
+def test_keys_of_a_section_that_a_file_has_as_null(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(config.load("tiny")))  # model.rope_scaling: null
+    changes = ["model.rope_scaling.type=linear", "model.rope_scaling.factor=2"]
+    assert config.load(path, changes).model.rope_scaling.factor == 2

@@ -11,7 +11,7 @@ from flax import nnx
 
 from twell_jax.analysis import timing
 from twell_jax.analysis.activity import THROUGH_XLA
-from twell_jax.ffn import Biases, SparseMLP, order_by_use, sparse_ffn
+from twell_jax.ffn import Biases, CannotServe, SparseMLP, order_by_use, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.models import Transformer, graphdef
 
@@ -82,6 +82,8 @@ def measure_speedup(
     Raises:
       CannotServe: the kernels cannot serve this model here.
     """
+    if model.quantised():
+        raise CannotServe.because("measure_speedup", "its weights are 8-bit floats")
     config, mlp = model.config, model.blocks.mlp
     block = _Block(config.ffn_activation, backward)
 

@@ -227,7 +227,9 @@ def _ending_in(name: str) -> list[str]:
 def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
     *parents, leaf = keys
     for parent in parents:
-        tree = tree.setdefault(parent, {})
+        if tree.get(parent) is None:  # as in a file that --print-config wrote
+            tree[parent] = {}
+        tree = tree[parent]
         if not isinstance(tree, dict):
             raise ConfigError(
                 f"{'.'.join(keys)}: {parent} is a single value and has no keys of its own"

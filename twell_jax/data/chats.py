@@ -10,6 +10,7 @@ from typing import Any
 
 from twell_jax import untrusted
 from twell_jax.config import ConfigError, DataConfig
+from twell_jax.data import tokenizers
 from twell_jax.data.documents import Answered
 from twell_jax.data.tokenizers import END_OF_TEXT
 
@@ -54,9 +55,20 @@ def template(data: DataConfig) -> Template:
     if source is None:
         raise ConfigError(_NO_TEMPLATE.format(f"data.tokenizer={data.tokenizer}"))
     bos, eos = (_text(settings.get(name)) for name in ("bos_token", "eos_token"))
-    found = Template(source, bos, eos or ("" if settings else END_OF_TEXT[0]))
+    found = Template(source, bos, eos or ("" if settings else _end_of_text(data.tokenizer)))
     _compiled(found)  # an error of the template comes before any of a record
     return found
+
+
+def _end_of_text(name: str) -> str:
+    """What ends a text by a tokenizer of this name, which may be a run's."""
+    if name in ("byte", "bpe"):
+        return END_OF_TEXT[0]
+    try:
+        tokenizer = tokenizers.load(Path(name) / "tokenizer.json")
+    except ConfigError:
+        tokenizer = tokenizers.named(name)
+    return getattr(tokenizer, "eot", END_OF_TEXT[0])
 
 
 def _settings(name: str) -> dict[str, Any]:
@@ -73,13 +85,15 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 def _file_of(name: str, file: str) -> str | None:
-    """The text of a file of a tokenizer: beside its tokenizer.json, or on the hub."""
+    """The text of a file of a tokenizer: beside its tokenizer.json, of its run, or on the hub."""
     local = Path(name)
     directory = local if local.is_dir() else local.parent
     try:
         if local.exists():
-            path = directory / file
-            return untrusted.read(path, _MOST_BYTES).decode() if path.exists() else None
+            for path in (directory / file, directory / "source" / file):
+                if path.exists():
+                    return untrusted.read(path, _MOST_BYTES).decode()
+            return None
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 

@@ -74,6 +74,8 @@ def _cached(config: Config, tokenizer: Tokenizer | None) -> Corpus:
         "text_field": data.text_field,
         "held_out_fraction": data.held_out_fraction,
     }
+    if any(text_files.holds_lines(path) and path.suffix != ".jsonl" for path in files):
+        content["lines"] = "records"  # up to version 0.2 only .jsonl was
     if any(path.suffix == ".json" for path in files):
         content["json"] = "records"  # up to version 0.2 each was a text
     if data.format != "text":
@@ -150,12 +152,18 @@ def _both_have(split: Iterable[tuple[Document, bool]], tokens: int) -> bool:
 def _given(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     data = config.data
     key = "data.paths"
-    stream = shards.open_shards(sources.expand(data.paths, key=key), key=key)
+    paths = sources.expand(data.paths, key=key)
+    stream = shards.open_shards(paths, key=key)
     if not data.held_out_paths:
         train, held_out = stream.split(int(len(stream) * (1 - data.held_out_fraction)))
     else:
         key = "data.held_out_paths"
-        held_out = shards.open_shards(sources.expand(data.held_out_paths, key=key), key=key)
+        held_out_paths = sources.expand(data.held_out_paths, key=key)
+        if both := sorted({*paths} & {*held_out_paths}):
+            raise ConfigError(
+                f"{key}: {both[0]} is in data.paths, too; leave it out of one of them"
+            )
+        held_out = shards.open_shards(held_out_paths, key=key)
         train = stream
     return Corpus(_fitting(config, tokenizer), train, held_out)
 

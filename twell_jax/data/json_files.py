@@ -40,7 +40,7 @@ def documents(path: Path, reader: Reader) -> Iterator[Document] | None:
         return lines(path, reader) if _is_object(raw.split(b"\n", 1)[0]) else None
     if isinstance(tree, dict):
         tree = [tree] if set(reader.fields) <= tree.keys() else []
-    if not tree or not all(isinstance(record, dict) for record in tree):
+    if not tree:
         return None
     return (
         _document(record, reader, f"{path}: object {number}")

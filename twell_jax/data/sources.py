@@ -17,6 +17,7 @@ from typing import Any
 from twell_jax.config import ConfigError, DataConfig
 from twell_jax.data import json_files, records
 from twell_jax.data.documents import Document, divided, text_of
+from twell_jax.data.text_files import holds_lines
 from twell_jax.data.text_files import read as read_document
 
 log = logging.getLogger(__name__)
@@ -100,11 +101,11 @@ def expand(patterns: Sequence[str], *, key: str) -> list[Path]:
 def documents(paths: Sequence[Path], data: DataConfig) -> Iterator[Document]:
     """Reads the documents of files from `text_files`, one at a time.
 
-    A .jsonl file holds a document per line, apart from blank lines, and a .json file one per object
-    if it is an array of objects or JSON Lines (`json_files`); any other file is one document.
-    User files must be UTF-8 (`text_files.digests` finds those that are not). Files of the standard
-    library have the encoding that they declare. A few violate it on purpose, as input of the
-    parser's tests; they are read as UTF-8 with U+FFFD for every undecodable byte.
+    A .jsonl or .ndjson file holds a document per line, apart from blank lines, and a .json file one
+    per object if it is an array of objects or JSON Lines (`json_files`); any other file is one
+    document. User files must be UTF-8 (`text_files.digests` finds those that are not). Files of the
+    standard library have the encoding that they declare. A few violate it on purpose, as input of
+    the parser's tests; they are read as UTF-8 with U+FFFD for every undecodable byte.
 
     Raises:
       ConfigError: a document cannot be read; the message names the file and the line or byte.
@@ -113,7 +114,7 @@ def documents(paths: Sequence[Path], data: DataConfig) -> Iterator[Document]:
     for path in paths:
         if data.source == "stdlib":
             yield _decode_python(read_document(path))
-        elif path.suffix == ".jsonl":
+        elif holds_lines(path):
             yield from json_files.lines(path, reader)
         elif path.suffix == ".json" and (found := json_files.documents(path, reader)) is not None:
             yield from found

@@ -19,8 +19,8 @@ def digests(paths: Sequence[Path], data: DataConfig) -> dict[Path, str]:
     """The BLAKE2b digest of each file that can be read as text, in the given order.
 
     Files of source `files` that are not UTF-8 are left out; a warning counts and names them. A
-    second one counts files with null characters, which are probably not text. A .jsonl file is
-    judged later, line by line.
+    second one counts files with null characters, which are probably not text. Files of JSON Lines
+    are judged later, line by line.
 
     Raises:
       ConfigError: a file is not UTF-8 although `data.strict` is set, or none is.
@@ -28,7 +28,7 @@ def digests(paths: Sequence[Path], data: DataConfig) -> dict[Path, str]:
     found: dict[Path, str] = {}
     broken, binary = [], []
     for path in paths:
-        if data.source != "files" or path.suffix == ".jsonl":
+        if data.source != "files" or holds_lines(path):
             with untrusted.open_file(path) as file:
                 found[path] = hashlib.file_digest(file, "blake2b").hexdigest()
             continue
@@ -57,6 +57,11 @@ def digests(paths: Sequence[Path], data: DataConfig) -> dict[Path, str]:
             _first(binary),
         )
     return found
+
+
+def holds_lines(path: Path) -> bool:
+    """Whether a file holds JSON Lines, by its name."""
+    return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
 def read(path: Path) -> bytes:

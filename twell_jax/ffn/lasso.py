@@ -60,12 +60,12 @@ def tile_lasso(h: jax.Array, windows: Windows) -> jax.Array:
         return placed.reshape(*leading, count, length, *a.shape[axis + 1 :])
 
     squares = in_grid(jnp.square(h.astype(jnp.float32)), 0)
-    documents = windows.documents
-    if documents is None:
+    if windows.documents is None:
         is_token = in_grid(jnp.ones((*leading, tokens), jnp.int32), 0)
         member = is_token[..., None, :]
     else:  # the part of a grid's window that each token lies in; it has at most `length`
-        found = in_grid(documents, -1)
+        documents = jnp.asarray(windows.documents, jnp.int32)  # of unsigned ones, -1 is a document
+        found = in_grid(jnp.broadcast_to(documents, h.shape[:-1]), -1)
         changes = found[..., 1:] != found[..., :-1]
         part = jnp.cumsum(jnp.pad(changes, (*(axis + 1) * [(0, 0)], (1, 0))), axis=-1)
         member = (part[..., None, :] == jnp.arange(length)[:, None]) & (found >= 0)[..., None, :]

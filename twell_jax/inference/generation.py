@@ -52,8 +52,7 @@ def generate(
       ValueError: there is no prompt, a prompt is empty or holds a token outside the vocabulary,
         max_tokens < 0 or no integer, or the seed no integer of 32 bits.
     """
-    if not is_integer(seed) or not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {seed!r}")
+    check_seed(seed)
     if not is_integer(max_tokens):
         raise ValueError(f"max_tokens must be an integer, got {max_tokens!r}")
     if not len(prompts) or not all(map(len, prompts)) or max_tokens < 0:
@@ -63,7 +62,13 @@ def generate(
         )
     for number, prompt in enumerate(prompts):
         checked_prompt(model, prompt, f"prompts[{number}]")
-    return _generate(model, prompts, max_tokens, sampling, stop_ids, seed)
+    return _generate(model, prompts, max_tokens, sampling, [*stop_ids], seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises a `ValueError` unless the seed is an integer of 32 bits."""
+    if not is_integer(seed) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {seed!r}")
 
 
 def checked_prompt(model: Transformer, prompt: Sequence[int], name: str) -> None:

@@ -1,6 +1,7 @@
 """Scores a `LanguageModel` by EleutherAI's lm-evaluation-harness (extra "eval")."""
 
 import difflib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,12 +122,13 @@ class HarnessModel(TemplateLM):
     Args:
       lm: the model.
       batch: sequences at a time.
-      seed: seed of generation with a temperature.
+      seed: of the first batch that is generated with a temperature; others have those after it.
     """
 
     def __init__(self, lm: LanguageModel, *, batch: int = 16, seed: int = 0):
         super().__init__()
-        self.lm, self.batch, self.seed = lm, batch, seed
+        self.lm, self.batch = lm, batch
+        self._seeds = itertools.count(seed)  # of batches: a task may repeat its requests
         self.max_length = lm.model.config.context
 
     # The documentation of `TemplateLM` says what the following methods must do.
@@ -212,12 +214,14 @@ class HarnessModel(TemplateLM):
             max_tokens=max_tokens,
             sampling=Sampling(**options),
             stop_ids=self.lm.stop_ids,
-            seed=self.seed,
+            seed=next(self._seeds) % 2**32,
         ):
-            for row, token in zip(ids, step.tolist(), strict=True):
+            tokens = step.tolist()
+            for row, token in zip(ids, tokens, strict=True):
                 if token != ENDED:
                     row.append(token)
-            if all(stop.found_in(row) for stop, row in zip(stops, ids, strict=True)):
+            rows = zip(tokens, stops, ids, strict=True)
+            if all(token == ENDED or stop.found_in(row) for token, stop, row in rows):
                 break
         return [_before(self.lm.tokenizer.decode(row), until) for row in ids]
 

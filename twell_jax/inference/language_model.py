@@ -96,7 +96,9 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
     _, tokenizer, model = load_run(name)
     settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
     model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
-    return LanguageModel(model, tokenizer, (), (tokenizer.eot_id,))
+    kept = RunPaths(directory).source  # of the model that it began with, as its export has it
+    ends = pretrained_config.ends(kept)[1] if pretrained_tokenizer.is_in(kept) else ()
+    return LanguageModel(model, tokenizer, (), ends or (tokenizer.eot_id,))
 
 
 def _require_ids(

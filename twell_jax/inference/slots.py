@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from twell_jax.inference.flat import Structure, flattened
-from twell_jax.inference.generation import ENDED, checked_prompt, padded_length
+from twell_jax.inference.generation import ENDED, check_seed, checked_prompt, padded_length
 from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
 from twell_jax.models import (
     DECODE_OPTIONS,
@@ -86,8 +86,9 @@ class SlotDecoder:
 
         Raises:
           ValueError: there is no such slot, or the prompt is empty, too long or holds a token
-            outside the vocabulary.
+            outside the vocabulary, or the seed is no integer of 32 bits.
         """
+        check_seed(seed)
         room = _checked(slots, slot).cache.k.shape[2]
         checked_prompt(self.model, prompt, "prompt")
         if len(prompt) >= room:
@@ -95,7 +96,8 @@ class SlotDecoder:
         row = np.zeros((1, padded_length(len(prompt))), np.int32)
         row[0, : len(prompt)] = prompt
         params, (begin, _) = self._compiled(len(slots.tokens))
-        return begin(params, slots, np.int32(slot), row, np.int32(len(prompt)), seed)
+        key = jax.random.key(seed)
+        return begin(params, slots, np.int32(slot), row, np.int32(len(prompt)), key)
 
     def step(self, slots: Slots) -> tuple[jax.Array, Slots]:
         """The next token of each sequence, int32 `[B]`, and the slots; `slots` are consumed.
@@ -136,9 +138,9 @@ def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Calla
     """The compiled `SlotDecoder.insert` and `SlotDecoder.step` of a model."""
 
     @partial(jax.jit, donate_argnames="slots", compiler_options=PREFILL_OPTIONS)
-    def insert(params, slots, slot, row, length, seed):
+    def insert(params, slots, slot, row, length, key):
         logits, prompt = structure.merged(params).prefill(row, row.shape[1], length[None])
-        (key,) = keys = keys_of_sequences(jax.random.key(seed), 1)
+        (key,) = keys = keys_of_sequences(key, 1)
         (token,) = sample_each(logits, keys, prompt.lengths, sampling)
         return token, Slots(
             slots.cache.insert(slot, prompt),

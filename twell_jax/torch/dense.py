@@ -44,7 +44,7 @@ def _stats(h: torch.Tensor, active: torch.Tensor) -> FFNStats:
     return FFNStats(
         l1=h.abs().sum(dim=-1, dtype=torch.float32).mean(),
         nnz=nnz.float().mean(),
-        max_nnz=nnz.max(),
+        max_nnz=nnz.max() if len(nnz) else nnz.new_zeros(()),
         fired=nonzero.any(dim=0),
         overflow=torch.zeros((), device=h.device),
         union=unknown,

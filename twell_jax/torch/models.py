@@ -37,8 +37,8 @@ def replace_mlps(
 
     A feed-forward module is one that holds `torch.nn.Linear`s without bias by the names of a row of
     `FORMS`, and no other parameters. Each is called on drawn tokens: it must compute what its
-    layers alone give with a usual activation. The layers themselves stay, with their names,
-    parameters and hooks; so do `state_dict` and optimizers.
+    layers alone give with a usual activation. The layers themselves stay, with their names and
+    parameters; so do `state_dict` and optimizers. Adapters and hooks of layers are refused.
 
     Args:
       model: the model, which is changed.
@@ -53,10 +53,12 @@ def replace_mlps(
         activation is never zero, and none is given. The line names the module, and the model is as
         it was.
     """
-    found = {name: form for name, module in model.named_modules() if (form := _form_of(module))}
+    modules = model.named_modules(remove_duplicate=False)  # a module may have several places
+    found = {name: form for name, module in modules if (form := _form_of(module))}
     if not found:
         known = "; ".join(", ".join(form) for form in FORMS)
         raise ValueError(f"no module of the model has the layers of a feed-forward block: {known}")
+    made: dict[torch.nn.Module, SparseMLP] = {}
     replaced = {}
     for name, form in found.items():
         module = model.get_submodule(name)
@@ -73,7 +75,9 @@ def replace_mlps(
                 f"{name} computes {own}, which is never zero: activation='relu' replaces it, and "
                 "the model must then be trained further"
             )
-        replaced[name] = SparseMLP.of(gate, up, down, activation or own)
+        if module not in made:
+            made[module] = SparseMLP.of(gate, up, down, activation or own)
+        replaced[name] = made[module]
     for name, block in replaced.items():
         model.set_submodule(name, block.train(model.get_submodule(name).training))
     return replaced
@@ -99,7 +103,12 @@ def _activation_of(
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_TOKENS, up.in_features, generator=generator).to(up.weight)
     tokens = torch.cat([scale * drawn for scale in _SCALES])
-    expected = module(tokens).float()
+    if any(isinstance(child, torch.nn.Dropout) and child.p for child in module.children()):
+        return None
+    expected = module(tokens)
+    if not isinstance(expected, torch.Tensor):
+        return None
+    expected = expected.float()
     errors = {}
     for name, function in (_SERVED | _OTHERS).items():
         h = function(up(tokens)) if gate is None else function(gate(tokens)) * up(tokens)

@@ -69,27 +69,39 @@ class SparseMLP(torch.nn.Module):
     ) -> SparseMLP:
         """A block that has these layers themselves."""
         with torch.device("meta"):  # its own layers are replaced
-            made = cls(up.in_features, up.out_features, gated=False, activation="relu")
-        arguments.check_activation(activation, gate is not None)
+            gated = gate is not None
+            made = cls(up.in_features, up.out_features, gated=gated, activation=activation)
         made.gate_proj, made.up_proj, made.down_proj = gate, up, down
-        made.activation = activation
         return made.train(up.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the block to `[..., D]`."""
-        gate = None if self.gate_proj is None else self.gate_proj.weight
+        """Applies the block to `[..., D]`.
+
+        Raises:
+          ValueError: one of the layers does more than multiply with its weight.
+        """
+        layers = (
+            ("gate_proj", self.gate_proj),
+            ("up_proj", self.up_proj),
+            ("down_proj", self.down_proj),
+        )
+        gate, up, down = (_weight(*layer) for layer in layers)
+        assert up is not None and down is not None
         keeps = self.training or self.keep_stats
         results = sparse_ffn(
             x,
             gate,
-            self.up_proj.weight,
-            self.down_proj.weight.t(),
+            up,
+            down.t(),
             activation=self.activation,
             gradients=self.gradients,
             implementation=self.implementation,
             return_stats=keeps,
         )
-        y, self.stats = results if keeps else (results, None)
+        y, stats = results if keeps else (results, None)
+        # Not what gradient checkpointing computes again, whose graph the statistics would keep.
+        if torch._C._current_graph_task_id() == -1:
+            self.stats = stats
         return y
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +110,20 @@ class SparseMLP(torch.nn.Module):
     def extra_repr(self) -> str:
         """What `repr` says beside the layers."""
         return f"activation={self.activation!r}, gradients={self.gradients!r}"
+
+
+def _weight(name: str, layer: torch.nn.Module | None) -> torch.Tensor | None:
+    """That of a layer, which the block multiplies with itself; None if there is no layer."""
+    if layer is None:
+        return None
+    is_plain = isinstance(layer, torch.nn.Linear) and layer.bias is None
+    if not is_plain or layer._forward_hooks or layer._forward_pre_hooks:
+        raise ValueError(
+            f"{name} does more than multiply with its weight (an adapter, a hook or a bias), which "
+            "the block would leave out: merge or remove that"
+        )
+    assert isinstance(layer.weight, torch.Tensor)
+    return layer.weight
 
 
 def collect_stats(model: torch.nn.Module) -> dict[str, FFNStats]:
@@ -133,7 +159,8 @@ def collect_l1(model: torch.nn.Module) -> torch.Tensor:
     terms = {name: stats.l1 for name, stats in collect_stats(model).items()}
     if torch.is_grad_enabled():
         for name, term in terms.items():
-            if not term.requires_grad:
+            is_trained = any(p.requires_grad for p in model.get_submodule(name).parameters())
+            if is_trained and not term.requires_grad:
                 raise ValueError(
                     f"{name or 'the block'}: its L1 term has no gradient. If its weights are "
                     "trained, gradient checkpointing hides it: use_reentrant=False keeps it"

@@ -9,6 +9,7 @@ import torch
 from twell_jax.ffn import arguments
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.stats import UNION_TOKENS
 from twell_jax.torch import bridge, choice, dense, memory
 from twell_jax.torch import stats as stats_of
 from twell_jax.torch.stats import FFNStats
@@ -90,8 +91,13 @@ def _by_kernels(
     d_ff = operands[-1].shape[transposed[-1]]
     stats = stats_of.unpacked(results[1], results[2], d_ff)
     if missing:
-        share = len(rows) / count
-        stats = stats._replace(l1=stats.l1 * share, nnz=stats.nnz * share)
+        share, tiles = len(rows) / count, len(rows) / (-(-count // UNION_TOKENS) * UNION_TOKENS)
+        stats = stats._replace(
+            l1=stats.l1 * share,
+            nnz=stats.nnz * share,
+            union=stats.union * tiles,
+            listed=stats.listed * tiles,
+        )
     return y, stats
 
 
@@ -171,9 +177,14 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_y: torch.Tensor | None, of_l1: torch.Tensor | None, _: Any) -> Any:
+        if torch.is_grad_enabled():  # by create_graph
+            raise ValueError("kernels have no second derivatives; implementation='torch' has them")
         (x, w_gate, w_up, w_down, *kept) = ctx.saved_tensors
         operands = x, w_gate, w_up, w_down
-        of_y = torch.zeros_like(x) if of_y is None else of_y.contiguous()
+        if of_y is None:
+            _, _, (x_is_transposed, *_) = ctx.named
+            of_y = torch.zeros_like(x.t() if x_is_transposed else x)
+        of_y = of_y.contiguous()
         found = iter(_backward(*ctx.named, *operands, kept, of_y, of_l1))
         return *(None for _ in ctx.named), *(None if a is None else next(found) for a in operands)
 

@@ -28,6 +28,7 @@ from twell_jax.train.report import Score
 from twell_jax.train.run_directory import (
     AnotherRun,
     RunPaths,
+    keep_settings,
     open_checkpoints,
     open_run,
     started_with,
@@ -60,6 +61,7 @@ class Run:
         tokenizer is not known.
       console: where it prints; silent in all processes but the first.
       require_in_place: raises `CannotSave` if its directory is no longer where it was.
+      given: its settings as the user gave them, which its directory keeps.
       before: its settings when it was last started; None if it begins.
     """
 
@@ -72,6 +74,7 @@ class Run:
     write_sample: Writer | None
     console: Console
     require_in_place: Callable[[], None]
+    given: Config
     before: Config | None = None
 
 
@@ -143,7 +146,7 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
             f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
             highlight=False,
         )
-    before = started_with(config.run_dir)
+    before, given = started_with(config.run_dir), config
     paths = open_run(config)
     with distributed.stop_request() as stop_requested:
         corpus = data.load(config, tokenizer_of(config), process_index=index, process_count=count)
@@ -165,6 +168,7 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
                 write_sample=sample.writer(config, corpus, trainer.abstract_state.params, mesh),
                 console=console,
                 require_in_place=require_in_place,
+                given=given,
                 before=before,
             )
             step, gained = _take_steps(run, stop_requested)
@@ -200,7 +204,12 @@ def start(run: Run) -> Standing:
       ConfigError: what `init_from` names does not fit.
     """
     restored = run.checkpoints.restore(run.trainer.abstract_state)
-    finished = restored is not None and restored[0].step >= run.config.steps
+    if restored is not None and restored[0].step > run.config.steps:
+        raise ConfigError(
+            f"steps: the run in {run.paths.directory} has taken {restored[0].step}, got "
+            f"{run.config.steps}; give so many or more, or choose another run_dir"
+        )
+    finished = restored is not None and restored[0].step == run.config.steps
     plan = None if finished else first_plan(run.config, run.trainer)
     if restored is None:
         return Standing(0, _first_state(run), plan, None)
@@ -239,6 +248,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
     wanted = [name for name in metrics.SINKS if getattr(config, name)]
     run.require_in_place()
     if jax.process_index() == 0:
+        keep_settings(run.paths, run.given)
         write_atomically(run.paths.tokenizer, run.data.tokenizer.to_json())
         if now.step == 0:
             source.keep(config, run.data.tokenizer, run.paths.source)

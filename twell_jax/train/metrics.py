@@ -68,7 +68,8 @@ class Log:
         if jax.process_index() > 0:
             return
         self._sinks = [_opened(name, path.parent, step) for name in sinks]
-        kept = [record for record in read(path) if record["step"] <= step]
+        # Before its first step nothing is kept: a run that starts anew may have other settings.
+        kept = [record for record in read(path) if record["step"] <= step] if step else []
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
         self.last = kept[-1] if kept else None

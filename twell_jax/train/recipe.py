@@ -45,7 +45,7 @@ def overrides(name: str, given: Mapping[str, Any]) -> list[str]:
     found["model.activation"] = "relu" if model.activation == "silu" else model.activation
     if source:
         found["optimizer.lr"] = float(f"{source.optimizer.lr / 3:.2g}")
-        if not any(key.startswith("data.") for key in given):
+        if "data.source" not in given:  # else the run's other keys belong to another text
             data = source.data.model_dump(mode="json", exclude={"tokenizer"})
             found |= {f"data.{key}": value for key, value in data.items()}
     if {**found, **given}.get("data.mask_documents"):

@@ -103,7 +103,8 @@ def lock_run(run_dir: str | Path) -> Iterator[Callable[[], None]]:
 def open_run(config: Config) -> RunPaths:
     """Creates the run's directory, or opens it to continue the run that it holds.
 
-    A run that has no checkpoint yet starts anew, with any settings and another id.
+    A run that has no checkpoint yet starts anew, with any settings and another id. One that has
+    keeps the settings that it had, until `keep_settings`: what comes next may refuse the new ones.
 
     Raises:
       ConfigError: the directory holds something other than a run, or cannot be written.
@@ -122,12 +123,17 @@ def open_run(config: Config) -> RunPaths:
     if jax.process_index() == 0:
         try:
             paths.directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(paths.config, config_lib.to_yaml(config))
             if not has_started(paths):
+                keep_settings(paths, config)
                 write_atomically(paths.id, f"{uuid.uuid4().hex}\n")
         except OSError as error:
             raise _cannot("written", paths.directory, error) from None
     return paths
+
+
+def keep_settings(paths: RunPaths, config: Config) -> None:
+    """Writes the settings with which a run begins or goes on."""
+    write_atomically(paths.config, config_lib.to_yaml(config))
 
 
 def has_started(paths: RunPaths) -> bool:
@@ -225,7 +231,7 @@ def differences(
         key, old = f"{prefix}{name}", before[name]
         if key in _MAY_CHANGE or old == new:
             continue
-        if isinstance(new, dict):
+        if isinstance(new, dict) and isinstance(old, dict):
             yield from differences(old, new, f"{key}.")
         else:
             yield key, old, new

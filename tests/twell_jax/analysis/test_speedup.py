@@ -62,6 +62,13 @@ def test_a_model_with_biases_is_refused():
         speedup.measure_speedup(model, np.zeros((1, 33), np.int32))
 
 
+def test_a_model_with_8_bit_weights_is_refused():
+    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    model.quantise(["gate"])
+    with pytest.raises(CannotServe, match="8-bit floats"):
+        speedup.measure_speedup(model, np.zeros((1, 33), np.int32))
+
+
 @pytest.mark.gpu
 def test_kernels_compute_both_passes_of_a_models_layers():
     shapes = {"d_model": 256, "d_ff": 512, "context": 1024, "dtype": "bfloat16"}

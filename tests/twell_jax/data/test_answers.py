@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+import tokenizers as hf
 
 from tests.packages import needed
 from twell_jax import data
@@ -369,3 +370,20 @@ def test_a_conversation_may_begin_with_an_answer():
     template = chats.Template(source, "", "")
     found = chats.conversation(template, [{"role": "assistant", "content": "hi"}])
     assert found == Answered("[hi]", ((0, 4),), special_tokens=True)
+
+
+def test_the_end_token_is_the_tokenizers_own_and_a_run_keeps_its_template(tmp_path, template):
+    words = {"a": 0, "</s>": 1}
+    backend = hf.Tokenizer(hf.models.WordLevel(words, unk_token="a"))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    run, of_chats = tmp_path / "run", {"source": "files", "paths": ["a"], "format": "messages"}
+    (run / "source").mkdir(parents=True)
+    tokenizers.save(tokenizers.SubwordTokenizer(backend, "</s>"), run / "tokenizer.json")
+    for name in (tmp_path / "tokenizer.json", run):
+        named = DataConfig(**of_chats, tokenizer=str(name), chat_template=template)
+        assert chats.template(named).eos_token == "</s>"
+    (run / "source" / "chat_template.jinja").write_text("{{ eos_token }}")
+    (run / "source" / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    found = chats.template(DataConfig(**of_chats, tokenizer=str(run)))
+    assert (found.source, found.eos_token) == ("{{ eos_token }}", "<end>")

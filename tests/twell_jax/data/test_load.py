@@ -260,6 +260,15 @@ def test_tokens_with_held_out_shards(make_config, tmp_path):
     assert loaded.unigram_cross_entropy == pytest.approx(np.log(300 + 6 * CONTEXT))
 
 
+def test_a_shard_is_not_trained_on_and_held_out(make_config, tmp_path):
+    settings = save_shards(tmp_path, np.full(100, 1, np.uint32))
+    settings["held_out_paths"] = settings["paths"]
+    with pytest.raises(
+        ConfigError, match=r"^data\.held_out_paths: .*\.npy is in data\.paths, too; "
+    ):
+        data.load(make_config(settings))
+
+
 def test_held_out_shards_must_hold_a_window(make_config, tmp_path):
     settings = save_shards(tmp_path, np.full(100, 1, np.uint32))
     np.save(tmp_path / "held_out.npy", np.full(CONTEXT, 2, np.uint16))

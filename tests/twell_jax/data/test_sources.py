@@ -108,6 +108,7 @@ def test_other_files_named_json_are_texts(tmp_path, text):
         ('[{"body": "x"}]', r"object 1: no field 'text' \(data\.text_field\); there are: body"),
         ('[{"text": "x"},\n {"text"', "begins as an array of objects, but is no JSON .*; mend it"),
         ('{"text": "x"}\n{"body": "y"}', "a.json:2: no field 'text'"),
+        ('[{"text": "x"}, null]', "object 2: .*must be an object"),
     ],
 )
 def test_broken_records_in_a_file_named_json_are_refused(tmp_path, text, message):
@@ -125,3 +126,10 @@ def test_split_takes_the_given_share_and_grows_with_it():
     assert small < large
     assert abs(len(small) - 400) < 100  # five standard deviations
     assert abs(len(large) - 800) < 130
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL"])
+def test_json_lines_have_several_names(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(sources.documents([path], files(path))) == ["one", "two"]

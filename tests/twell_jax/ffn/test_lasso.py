@@ -77,6 +77,15 @@ def test_documents_and_padding(documents, length, offset):
     assert_lasso(draw(2, 13, 5), documents, offset, length, jnp.asarray(documents))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_documents_of_any_integers_for_each_or_all_sequences(dtype):
+    h, documents = draw(2, 24, 5), np.repeat(np.arange(4), 6)
+    expected = tile_lasso(h, Windows(3, np.stack(2 * [documents]).astype(np.int32), 8))
+    for given in (documents, np.stack(2 * [documents])):
+        found = tile_lasso(h, Windows(3, given.astype(dtype), 8))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_it_is_l1_for_neurons_that_fire_evenly():
     signs = seeds.rng().choice([-1, 1], (1, 24, 5))
     size = np.repeat(seeds.rng().random((1, 4, 5)), 6, axis=1)  # of a neuron in a window

@@ -1,6 +1,8 @@
 """python -m twell_jax.generate and export as a person runs them; evaluate without the harness."""
 
+import json
 import re
+import shutil
 import sys
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers as hf
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.twell_jax import drawn, untrained
 from twell_jax import config as config_lib
@@ -105,6 +107,24 @@ def test_all_ends_of_text_of_the_files_stop_a_text(saved):
     assert language_model.load(str(exported)).stop_ids == (256,)
     (exported / "generation_config.json").write_text('{"eos_token_id": [256, 10]}')
     assert language_model.load(str(exported)).stop_ids == (256, 10)
+    assert language_model.load(str(run)).stop_ids == (256,)
+    shutil.copytree(exported, run / "source")  # as of a run that began with it
+    assert language_model.load(str(run)).stop_ids == (256, 10)
+
+
+def test_float16_is_exported_as_float32_exactly(saved, tmp_path):
+    half, out = tmp_path / "half", tmp_path / "out"
+    export.main([str(saved[1].directory), str(half)])
+    path = half / "model.safetensors"
+    tensors = {name: a.astype(np.float16) for name, a in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    settings = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(settings | {"dtype": "float16"}))
+    export.main([str(half), str(out), "--dtype", "float32"])
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, a in written.items():
+        np.testing.assert_array_equal(a, tensors[name].astype(np.float32))
 
 
 def test_a_tilde_is_the_home_directory(saved, monkeypatch):

@@ -86,7 +86,7 @@ def test_stop_tokens_end_each_sequence_by_itself(model):
     free = continued(model, seed=3)
     stops = free[[7, 4, 5, 2], range(4)]
     ends = [np.isin(free[:, row], stops).argmax() for row in range(4)]
-    stopped = continued(model, seed=3, stop_ids=stops)
+    stopped = continued(model, seed=3, stop_ids={*stops.tolist()})
     assert len(stopped) == max(ends)
     for row, end in enumerate(ends):
         np.testing.assert_array_equal(stopped[:end, row], free[:end, row])

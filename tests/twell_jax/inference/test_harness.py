@@ -200,6 +200,9 @@ def test_generation_ends_before_a_stop_text(lm):
     spanning = max(free, key=len)[4:7]  # three tokens
     assert run(until=["absent", spanning]) == [text.split(spanning)[0] for text in free]
     assert run(do_sample=True, temperature=5.0) != free
+    repeated = [("one", options | {"do_sample": True, "temperature": 5.0})] * (2 * BATCH)
+    drawn = HarnessModel(lm, batch=BATCH).generate_until(instances("generate_until", *repeated))
+    assert len(set(drawn)) == len(drawn)  # every batch has draws of its own
     with pytest.raises(ValueError, match="cannot serve num_beams"):
         run(num_beams=3)
     with pytest.raises(ValueError, match=f"less than the context of {CONTEXT}"):

@@ -47,6 +47,15 @@ def test_a_sequence_is_as_if_alone_whenever_it_comes(model, sampling):
         assert texts[number] == alone(model, prompt, wanted[number], sampling, number)
 
 
+def test_seeds_are_those_of_generate(model):
+    decoder = SlotDecoder(model, capacity=64, sampling=Sampling(temperature=0.8))
+    token, _ = decoder.insert(decoder.empty(1), 0, [1, 2], seed=2**32 - 1)
+    assert [int(token)] == alone(model, [1, 2], 1, Sampling(temperature=0.8), 2**32 - 1)
+    for seed in (-1, 2**32, 1.5):
+        with pytest.raises(ValueError, match="seed must be an integer from 0 to"):
+            decoder.insert(decoder.empty(1), 0, [1, 2], seed=seed)
+
+
 def test_free_slots_do_not_fill_up(model):
     decoder = SlotDecoder(model, capacity=64, sampling=GREEDY)
     slots = decoder.empty(2)

@@ -121,3 +121,72 @@ def test_a_module_is_the_block_of_its_layers(reference_kernels, gated):
     mlp.train()(x)
     assert mlp.stats.nnz > 0
     assert copy.deepcopy(mlp).stats is None
+
+
+class Pair(torch.nn.Module):
+    """A block in two places, behind a dropout or not."""
+
+    def __init__(self, dropout=0.0, output=lambda y: y):
+        super().__init__()
+        self.mlp, self.output = SparseMLP(16, 32), output
+        layers = {name: getattr(self.mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}
+        self.mlp = torch.nn.Module()
+        for name, layer in layers.items():
+            setattr(self.mlp, name, layer)
+        self.mlp.dropout = torch.nn.Dropout(dropout)
+        self.mlp.forward = self._compute
+        self.again = self.mlp
+
+    def _compute(self, x):
+        m = self.mlp
+        y = m.down_proj(torch.relu(m.gate_proj(x)) * m.up_proj(x))
+        return self.output(m.dropout(y))
+
+
+def test_a_block_in_two_places_is_replaced_in_both_and_keeps_its_order():
+    model = Pair()
+    names = [name for name, _ in model.named_parameters()]
+    replaced = replace_mlps(model)
+    assert replaced["mlp"] is replaced["again"] is model.mlp is model.again
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_what_a_block_would_leave_out_is_refused():
+    with pytest.raises(ValueError, match="computes something else than its layers"):
+        replace_mlps(Pair(dropout=0.5).eval())
+    with pytest.raises(ValueError, match="computes something else than its layers"):
+        replace_mlps(Pair(output=lambda y: (y, None)))
+    mlp, x = SparseMLP(16, 32), torch.randn(4, 16)
+    hook = mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"^up_proj does more than multiply with its weight"):
+        mlp(x)
+    hook.remove()
+    mlp(x)
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj)
+    with pytest.raises(ValueError, match=r"^down_proj does more than multiply with its weight"):
+        mlp(x)
+
+
+def test_frozen_blocks_have_no_gradient_of_l1_and_are_no_error():
+    model = make().train()
+    replace_mlps(model)
+    for parameter in (*model.model.embed_tokens.parameters(), *model.model.layers[0].parameters()):
+        parameter.requires_grad_(False)
+    model(TOKENS)
+    collect_l1(model).backward()
+    first, second = (layer.mlp.up_proj.weight.grad for layer in model.model.layers)
+    assert first is None and second.abs().sum() > 0
+
+
+def test_checkpointing_keeps_the_statistics_of_the_call():
+    mlp, x = SparseMLP(16, 32), torch.randn(4, 16, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: mlp(x).sin(), x, use_reentrant=False)
+    stats = mlp.stats
+    y.sum().backward()
+    assert mlp.stats is stats
+
+
+def test_no_tokens_are_no_error():
+    mlp = SparseMLP(16, 32).train()
+    assert mlp(torch.zeros(0, 16)).shape == (0, 16)
+    assert mlp.stats.max_nnz == 0

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+import twell_jax
 from tests.errors import ROUNDING, relative_error
 from tests.packages import needed
 from tests.twell_jax.torch.drawn import gradients, operands, reference
@@ -334,3 +335,29 @@ def test_errors_name_the_argument(changes, message):
 def test_kernels_that_cannot_serve_say_why():
     with pytest.raises(CannotServe, match="Hopper"):
         sparse_ffn(*operands(1016), implementation="mosaic")
+
+
+def test_second_derivatives_of_kernels_are_refused(reference_kernels):
+    tensors = [a.requires_grad_() for a in operands()]
+    y = sparse_ffn(*tensors, implementation="mosaic").float()
+    with pytest.raises(ValueError, match="kernels have no second derivatives"):
+        torch.autograd.grad(y.sum(), tensors[0], create_graph=True)
+
+
+def test_l1_alone_has_gradients_for_tokens_by_columns(reference_kernels):
+    x, *weights = operands()
+    by_columns = x.t().contiguous().t().requires_grad_()
+    for each in (x.requires_grad_(), by_columns):
+        _, stats = sparse_ffn(each, *weights, implementation="mosaic", return_stats=True)
+        stats.l1.backward()
+    torch.testing.assert_close(by_columns.grad, x.grad)
+
+
+def test_statistics_are_those_of_the_tokens_without_padding(reference_kernels):
+    x, *weights = operands(m=1025)
+    options = {"implementation": "mosaic", "return_stats": True}
+    _, stats = sparse_ffn(x.requires_grad_(), *weights, **options)
+    _, expected = twell_jax.sparse_ffn(*(jax.dlpack.from_dlpack(a.detach()) for a in (x, *weights)))
+    for name in ("union", "listed", "nnz", "l1"):
+        found = getattr(stats, name).item()
+        assert found == pytest.approx(float(getattr(expected, name)), rel=0.02), name

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from twell_jax import config
+from twell_jax.config import ConfigError
 from twell_jax.ffn import CannotServe
 from twell_jax.ffn.algorithms import CAPACITY
 from twell_jax.models import sharding
@@ -72,6 +73,7 @@ def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
         write_sample=None,
         console=Console(quiet=True),
         require_in_place=require_in_place,
+        given=config.load("tiny"),
     )
 
 
@@ -187,3 +189,11 @@ def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "continuing runs/tiny at step 300"
     assert told[1].startswith("steps: 300 -> 600, so by its schedule the learning rate at step 300")
+
+
+def test_fewer_steps_than_a_run_has_taken_are_refused():
+    checkpoints = OneCheckpoint()
+    state = SimpleNamespace(step=jnp.int32(301))
+    Standing(301, state, None, None).save(run_on("a", checkpoints), NO_LOG)
+    with pytest.raises(ConfigError, match=r"^steps: the run in runs/tiny has taken 301, got 300; "):
+        start(run_on("a", checkpoints))

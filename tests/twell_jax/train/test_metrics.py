@@ -325,3 +325,11 @@ def test_an_evaluation_has_bits_per_byte_and_a_text_which_sinks_do_not_get(tmp_p
     texts = {"prompt": "def ", "sample": "f():\n"}
     assert record.items() >= ({"held_out_ce": 1.0, "bits_per_byte": 0.25} | texts).items()
     assert added[0]["bits_per_byte/all"] == 0.25 and not added[0].keys() & {"sample/all", "sample"}
+
+
+def test_a_run_that_starts_anew_keeps_no_record_of_an_earlier_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "source_ce": 5.3}\n{"step": 1, "ce": 2.0}\n')
+    with metrics.Log(path, step=0) as log:
+        assert log.last is None
+    assert path.read_text() == ""

@@ -87,3 +87,18 @@ def test_what_is_no_number_is_left_to_the_check_of_the_configuration(of):
 def test_there_must_be_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"^init_from: .* is not the directory of a run and hol"):
         recipe.overrides(str(tmp_path), {})
+
+
+def test_the_text_of_a_run_stays_unless_another_source_is_named(monkeypatch):
+    source = config_lib.load("tiny", ["data.source=files", "data.paths=[a.txt]"])
+    monkeypatch.setattr(recipe, "is_run", lambda _: True)
+    monkeypatch.setattr(recipe, "load_config", lambda _: source)
+    monkeypatch.setattr(recipe, "settings_of", lambda _: source.model)
+
+    def found(*given):
+        return config_lib.parse(recipe.overrides("runs/a", config_lib.parse(given)))
+
+    for given in ([], ["data.strict=true"]):
+        assert found(*given)["data.source"] == "files"
+        assert found(*given)["data.paths"] == ["a.txt"]
+    assert "data.paths" not in found("data.source=stdlib")

@@ -14,6 +14,8 @@ from twell_jax.train import run_directory
 from twell_jax.train.checkpoint_errors import CannotSave, CheckpointError
 from twell_jax.train.run_directory import (
     RunPaths,
+    differences,
+    keep_settings,
     load_config,
     lock_run,
     open_checkpoints,
@@ -51,7 +53,10 @@ def test_a_new_directory_gets_the_configuration(tmp_path):
 def test_what_does_not_change_the_result_may_change(tmp_path):
     begin(tmp_path)
     changed = settings(tmp_path, steps=200, micro_batch=1, mesh={"fsdp": 2}, log_every=1)
-    open_run(changed)
+    before = load_config(tmp_path)
+    paths = open_run(changed)
+    assert load_config(tmp_path) == before  # what comes next may refuse what has changed
+    keep_settings(paths, changed)
     assert load_config(tmp_path) == changed
 
 
@@ -208,3 +213,8 @@ def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "write_atomically", refuse)
     with pytest.raises(ConfigError, match=r"^run_dir: .*run cannot be written \(Permission denied"):
         open_run(settings(tmp_path / "run"))
+
+
+def test_a_section_that_was_null_is_a_difference():
+    found = differences({"rope_scaling": None}, {"rope_scaling": {"type": "linear"}})
+    assert [*found] == [("rope_scaling", None, {"type": "linear"})]
