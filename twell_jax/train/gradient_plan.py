@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from twell_jax.config import Config
 from twell_jax.ffn import CannotServe, dispatch
@@ -29,6 +31,8 @@ from twell_jax.ffn.algorithms import (
     Request,
     lasso_problem,
 )
+
+type Measured = tuple[jax.Array | np.ndarray, ...]
 
 _CLOSE = 1.03  # times the need of a layer must fit, for them to stay so
 _AFTER_OVERFLOW = 1.2  # times the margin
@@ -71,6 +75,21 @@ def _may_be_sparse(config: Config) -> bool:
     except CannotServe:
         return False
     return True
+
+
+def largest_measured(before: Measured, of_step: Measured, step: int, every: int) -> Measured:
+    """What the next plan follows from, after one more step.
+
+    Args:
+      before: `union`, `listed` and `overflow` (`StepMetrics`), the largest since the last plan.
+      of_step: those of the step.
+      step: its number, from 1 on.
+      every: steps from one plan to the next.
+    """
+    *needs, overflow = map(jnp.maximum, before, of_step)
+    # Needs fall at first, so that older ones say too much.
+    union, listed = of_step[:2] if step % every == every // 2 else needs
+    return union, listed, overflow
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from functools import partial
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -19,10 +18,11 @@ from twell_jax.models import sharding
 from twell_jax.train import distributed, gain, metrics, profile, sample, source
 from twell_jax.train.checkpoint import Checkpoints, prepare_save
 from twell_jax.train.durable import write_atomically
-from twell_jax.train.gradient_plan import GradientPlan
+from twell_jax.train.gradient_plan import GradientPlan, Measured, largest_measured
 from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient, moved_learning_rate
+from twell_jax.train.pace import Totals
 from twell_jax.train.progress import Painter, Progress, patient_console, show_result
 from twell_jax.train.report import Score
 from twell_jax.train.run_directory import (
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 # What `CompileAhead` prepares beside steps.
 _EVALUATION, _SAMPLE, _ORDER, _SAVE = "evaluation", "sample", "order", "save"
-
-type Measured = tuple[jax.Array | np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -89,25 +87,28 @@ class Standing:
       measured: `union`, `listed` and `overflow` of `StepMetrics`, float [layers] each, the largest
         of all steps since the plan was made, for the next one; once half of them are done, the
         first two are those of the second half. None before the first step, or without a plan.
+      totals: what the run had taken at the checkpoint from which it goes on (`pace.Meter.totals`).
     """
 
     step: int
     state: TrainState
     plan: GradientPlan | None
     measured: Measured | None
+    totals: Totals | None = None
 
     @property
     def ffn_gradients(self) -> ModelGradients | None:
         """Those of the next step; None leaves them to the config."""
         return self.plan.ffn_gradients if self.plan else None
 
-    def save(self, run: Run, log: metrics.Log) -> None:
+    def save(self, run: Run, log: metrics.Log, totals: Totals) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
         run.require_in_place()
         run.trainer.steps.settle(_SAVE)
         log.sync()  # a checkpoint is never ahead of the metrics
         # In checkpoints the plan is called "choice", and its inputs "choose_from".
-        position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
+        iterator, corpus = run.batches.get_state(), run.data.fingerprint
+        position = {"corpus": corpus, "iterator": iterator, "totals": totals}
         if self.plan:
             position["choice"] = self.plan.saved()
             position["choose_from"] = [of_layers.tolist() for of_layers in self.measured or ()]
@@ -230,7 +231,8 @@ def start(run: Run) -> Standing:
     run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
     if moved := run.before and moved_learning_rate(run.before, run.config, int(state.step)):
         run.console.out(moved, highlight=False)
-    return Standing(int(state.step), run.trainer.with_rounded(state), plan, measured)
+    state = run.trainer.with_rounded(state)
+    return Standing(int(state.step), state, plan, measured, position.get("totals"))
 
 
 def _first_state(run: Run) -> TrainState:
@@ -258,7 +260,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         profile.traced(run.paths.profile, config.profile_steps, run.console) as trace,
         Painter(config, run.paths, run.console) as painter,
     ):
-        recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
+        recorder = metrics.Recorder(config, log, progress.show, run.checkpoints, now.totals)
         if config.init_from and now.step == 0:
             _evaluate_source(run, now, recorder)
         trainer, stopping = run.trainer, stop_requested(now.step)
@@ -280,7 +282,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()
-                now.save(run, log)
+                now.save(run, log, recorder.totals())
         recorder.flush()
     if now.step < config.steps:
         return now.step, None
@@ -338,18 +340,10 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
             trainer.steps.settle(_ORDER)
             state = trainer.order_by_use(state, measured.tiles, measured.nnz)
         elif now.measured:
-            largest = _largest(now.measured, largest, now.step + 1, trainer.plans_every)
+            largest = largest_measured(now.measured, largest, now.step + 1, trainer.plans_every)
     if config.skip_dead_every and is_full_width(config, now.step):
         state = trainer.sort_neurons(state)
     return Standing(now.step + 1, state, plan, largest)
-
-
-def _largest(before: Measured, of_step: Measured, step: int, every: int) -> Measured:
-    """`Standing.measured` after a step, which is not one with a plan, from that before it."""
-    *needs, overflow = map(jnp.maximum, before, of_step)
-    # Needs fall at first, so that older ones say too much.
-    union, listed = of_step[:2] if step % every == every // 2 else needs
-    return union, listed, overflow
 
 
 def _compile_ahead(run: Run, now: Standing) -> None:

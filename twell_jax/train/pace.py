@@ -18,6 +18,7 @@ except ImportError:
     pynvml = None
 
 type Record = Mapping[str, Any]  # a line of metrics.jsonl
+type Totals = dict[str, float | None]  # of `Meter.totals`
 
 # FLOP/s of dense bfloat16 matmuls, by JAX's name of the device. From NVIDIA's data sheets, where
 # those of Hopper count structured sparsity, which doubles them.
@@ -81,8 +82,8 @@ class Meter:
     count. What starting a process takes does not.
 
     Args:
-      last: the last record of `metrics.jsonl` that stays, from whose totals it goes on; None for a
-        new run. What came after that record is repeated, and only the repetition counts.
+      last: the totals from which it goes on, as a checkpoint has them, or a record of
+        `metrics.jsonl`; None for a new run.
     """
 
     def __init__(self, last: Mapping[str, Any] | None) -> None:
@@ -90,7 +91,7 @@ class Meter:
         self._before = before.get("seconds"), before.get("joules")
         self._start = time.monotonic(), joules()
 
-    def totals(self) -> dict[str, float | None]:
+    def totals(self) -> Totals:
         """`seconds`, and `joules` of the devices of all processes; None for what is not known."""
         (began, counted), (seconds, used), now = self._start, self._before, joules()
         if seconds is not None:

@@ -14,8 +14,8 @@ from twell_jax.ffn import CannotServe
 from twell_jax.ffn.algorithms import CAPACITY
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint_errors import CannotSave
-from twell_jax.train.gradient_plan import GradientPlan
-from twell_jax.train.loop import Run, Standing, _compile_ahead, _foresee_plan, _largest, start
+from twell_jax.train.gradient_plan import GradientPlan, largest_measured
+from twell_jax.train.loop import Run, Standing, _compile_ahead, _foresee_plan, start
 from twell_jax.train.run_directory import AnotherRun
 from twell_jax.train.served import first_plan, warn_of_products, with_gradients_served
 from twell_jax.train.trainer import Trainer
@@ -55,6 +55,7 @@ class Prepared(list):
 
 
 NO_LOG = SimpleNamespace(sync=lambda: None)
+TOTALS = {"seconds": 12.5, "joules": None}
 
 
 def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
@@ -82,10 +83,11 @@ def test_a_run_continues_on_its_own_text_alone():
     run = run_on("its text", checkpoints)
     run.batches.position = 7
     state = SimpleNamespace(step=jnp.int32(7))
-    Standing(7, state, None, None).save(run, NO_LOG)
+    Standing(7, state, None, None).save(run, NO_LOG, TOTALS)
 
     again = run_on("its text", checkpoints)
-    assert start(again).step == 7
+    now = start(again)
+    assert (now.step, now.totals) == (7, TOTALS)
     assert again.batches.position == 7
 
     other = run_on("another text", checkpoints)
@@ -100,7 +102,7 @@ def test_nothing_is_saved_where_the_directory_was_moved():
 
     checkpoints = OneCheckpoint()
     with pytest.raises(CannotSave, match="moved"):
-        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved), NO_LOG)
+        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved), NO_LOG, TOTALS)
     assert checkpoints.saved is None
 
 
@@ -108,7 +110,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
     done = []
     log = SimpleNamespace(sync=lambda: done.append("metrics"))
     checkpoints = SimpleNamespace(save=lambda *_: done.append("checkpoint"))
-    Standing(7, None, None, None).save(run_on("its text", checkpoints), log)
+    Standing(7, None, None, None).save(run_on("its text", checkpoints), log, TOTALS)
     assert done == ["metrics", "checkpoint"]
 
 
@@ -134,7 +136,7 @@ def test_a_plan_follows_from_the_newest_half_of_the_steps_and_from_every_overflo
     measured = None
     for step, (need, overflow) in enumerate(zip(falling, overflows, strict=True), start=every):
         of_step = tuple(jnp.array([x]) for x in (need, need / 2, overflow))
-        measured = _largest(measured, of_step, step, every) if measured else of_step
+        measured = largest_measured(measured, of_step, step, every) if measured else of_step
     assert [float(a[0]) for a in measured] == pytest.approx([0.6, 0.3, 0.25])
 
 
@@ -182,7 +184,7 @@ def test_products_that_a_device_has_not_are_one_warning(caplog):
 def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
     checkpoints = OneCheckpoint()
     state = SimpleNamespace(step=jnp.int32(300))
-    Standing(300, state, None, None).save(run_on("a", checkpoints), NO_LOG)
+    Standing(300, state, None, None).save(run_on("a", checkpoints), NO_LOG, TOTALS)
     before, now = config.load("tiny"), config.load("tiny", ["steps=600"])
     run = replace(run_on("a", checkpoints), config=now, before=before, console=Console(width=200))
     assert start(run).step == 300
@@ -194,6 +196,6 @@ def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
 def test_fewer_steps_than_a_run_has_taken_are_refused():
     checkpoints = OneCheckpoint()
     state = SimpleNamespace(step=jnp.int32(301))
-    Standing(301, state, None, None).save(run_on("a", checkpoints), NO_LOG)
+    Standing(301, state, None, None).save(run_on("a", checkpoints), NO_LOG, TOTALS)
     with pytest.raises(ConfigError, match=r"^steps: the run in runs/tiny has taken 301, got 300; "):
         start(run_on("a", checkpoints))
