@@ -22,7 +22,6 @@ from twell_jax.train.gradient_plan import GradientPlan, Measured, largest_measur
 from twell_jax.train.init_from import initial_params, source_model, tokenizer_of
 from twell_jax.train.neurons import is_full_width
 from twell_jax.train.optimizer import l1_coefficient, moved_learning_rate
-from twell_jax.train.pace import Totals
 from twell_jax.train.progress import Painter, Progress, patient_console, show_result
 from twell_jax.train.report import Score
 from twell_jax.train.run_directory import (
@@ -87,28 +86,25 @@ class Standing:
       measured: `union`, `listed` and `overflow` of `StepMetrics`, float [layers] each, the largest
         of all steps since the plan was made, for the next one; once half of them are done, the
         first two are those of the second half. None before the first step, or without a plan.
-      totals: what the run had taken at the checkpoint from which it goes on (`pace.Meter.totals`).
     """
 
     step: int
     state: TrainState
     plan: GradientPlan | None
     measured: Measured | None
-    totals: Totals | None = None
 
     @property
     def ffn_gradients(self) -> ModelGradients | None:
         """Those of the next step; None leaves them to the config."""
         return self.plan.ffn_gradients if self.plan else None
 
-    def save(self, run: Run, log: metrics.Log, totals: Totals) -> None:
+    def save(self, run: Run, log: metrics.Log) -> None:
         """Starts writing a checkpoint from which `start` continues exactly here."""
         run.require_in_place()
         run.trainer.steps.settle(_SAVE)
         log.sync()  # a checkpoint is never ahead of the metrics
         # In checkpoints the plan is called "choice", and its inputs "choose_from".
-        iterator, corpus = run.batches.get_state(), run.data.fingerprint
-        position = {"corpus": corpus, "iterator": iterator, "totals": totals}
+        position = {"corpus": run.data.fingerprint, "iterator": run.batches.get_state()}
         if self.plan:
             position["choice"] = self.plan.saved()
             position["choose_from"] = [of_layers.tolist() for of_layers in self.measured or ()]
@@ -231,8 +227,7 @@ def start(run: Run) -> Standing:
     run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
     if moved := run.before and moved_learning_rate(run.before, run.config, int(state.step)):
         run.console.out(moved, highlight=False)
-    state = run.trainer.with_rounded(state)
-    return Standing(int(state.step), state, plan, measured, position.get("totals"))
+    return Standing(int(state.step), run.trainer.with_rounded(state), plan, measured)
 
 
 def _first_state(run: Run) -> TrainState:
@@ -260,7 +255,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
         profile.traced(run.paths.profile, config.profile_steps, run.console) as trace,
         Painter(config, run.paths, run.console) as painter,
     ):
-        recorder = metrics.Recorder(config, log, progress.show, run.checkpoints, now.totals)
+        recorder = metrics.Recorder(config, log, progress.show, run.checkpoints)
         if config.init_from and now.step == 0:
             _evaluate_source(run, now, recorder)
         trainer, stopping = run.trainer, stop_requested(now.step)
@@ -282,7 +277,7 @@ def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, E
             stopping = stop_requested(now.step)  # once a step, so that a stop also saves
             if now.step % config.checkpoint_every == 0 or last or stopping:
                 recorder.flush()
-                now.save(run, log, recorder.totals())
+                now.save(run, log)
         recorder.flush()
     if now.step < config.steps:
         return now.step, None

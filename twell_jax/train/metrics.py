@@ -231,7 +231,6 @@ class Recorder:
         evaluations, with the run's totals of seconds and joules (`pace.Meter`).
       show: called with each record and whether it is logged.
       checkpoints: for the error message, which names the last good one.
-      totals: what the run has taken; None: what the last record says, if there is one.
     """
 
     def __init__(
@@ -240,7 +239,6 @@ class Recorder:
         log: Log,
         show: Callable[[dict[str, Any], bool], None],
         checkpoints: Checkpoints,
-        totals: pace.Totals | None = None,
     ) -> None:
         self._config, self._log, self._show, self._checkpoints = config, log, show, checkpoints
         self._pending: tuple[int, StepMetrics] | None = None
@@ -248,12 +246,8 @@ class Recorder:
         self._clock: tuple[int, float, float | None] | None = None  # a step, when it ended, joules
         self._tokens_per_second = 0.0
         self._joules_per_token: float | None = None
-        self._meter = pace.Meter(totals or log.last)
+        self._meter = pace.Meter(log.last)
         self._has_warned = False
-
-    def totals(self) -> pace.Totals:
-        """What the run has taken up to now."""
-        return self._meter.totals()
 
     def add(self, step: int, measured: StepMetrics, plan: GradientPlan | None = None) -> None:
         """Takes the metrics of `step`, which may still be running, and handles the step before.

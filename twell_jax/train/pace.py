@@ -18,7 +18,6 @@ except ImportError:
     pynvml = None
 
 type Record = Mapping[str, Any]  # a line of metrics.jsonl
-type Totals = dict[str, float | None]  # of `Meter.totals`
 
 # FLOP/s of dense bfloat16 matmuls, by JAX's name of the device. From NVIDIA's data sheets, where
 # those of Hopper count structured sparsity, which doubles them.
@@ -82,8 +81,8 @@ class Meter:
     count. What starting a process takes does not.
 
     Args:
-      last: the totals from which it goes on, as a checkpoint has them, or a record of
-        `metrics.jsonl`; None for a new run.
+      last: the last record of `metrics.jsonl` that stays, from whose totals it goes on; None for a
+        new run. Of what came after that record only what is repeated counts.
     """
 
     def __init__(self, last: Mapping[str, Any] | None) -> None:
@@ -91,7 +90,7 @@ class Meter:
         self._before = before.get("seconds"), before.get("joules")
         self._start = time.monotonic(), joules()
 
-    def totals(self) -> Totals:
+    def totals(self) -> dict[str, float | None]:
         """`seconds`, and `joules` of the devices of all processes; None for what is not known."""
         (began, counted), (seconds, used), now = self._start, self._before, joules()
         if seconds is not None:

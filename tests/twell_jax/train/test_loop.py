@@ -55,7 +55,6 @@ class Prepared(list):
 
 
 NO_LOG = SimpleNamespace(sync=lambda: None)
-TOTALS = {"seconds": 12.5, "joules": None}
 
 
 def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
@@ -83,11 +82,10 @@ def test_a_run_continues_on_its_own_text_alone():
     run = run_on("its text", checkpoints)
     run.batches.position = 7
     state = SimpleNamespace(step=jnp.int32(7))
-    Standing(7, state, None, None).save(run, NO_LOG, TOTALS)
+    Standing(7, state, None, None).save(run, NO_LOG)
 
     again = run_on("its text", checkpoints)
-    now = start(again)
-    assert (now.step, now.totals) == (7, TOTALS)
+    assert start(again).step == 7
     assert again.batches.position == 7
 
     other = run_on("another text", checkpoints)
@@ -102,7 +100,7 @@ def test_nothing_is_saved_where_the_directory_was_moved():
 
     checkpoints = OneCheckpoint()
     with pytest.raises(CannotSave, match="moved"):
-        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved), NO_LOG, TOTALS)
+        Standing(7, None, None, None).save(run_on("its text", checkpoints, moved), NO_LOG)
     assert checkpoints.saved is None
 
 
@@ -110,7 +108,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
     done = []
     log = SimpleNamespace(sync=lambda: done.append("metrics"))
     checkpoints = SimpleNamespace(save=lambda *_: done.append("checkpoint"))
-    Standing(7, None, None, None).save(run_on("its text", checkpoints), log, TOTALS)
+    Standing(7, None, None, None).save(run_on("its text", checkpoints), log)
     assert done == ["metrics", "checkpoint"]
 
 
@@ -184,7 +182,7 @@ def test_products_that_a_device_has_not_are_one_warning(caplog):
 def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
     checkpoints = OneCheckpoint()
     state = SimpleNamespace(step=jnp.int32(300))
-    Standing(300, state, None, None).save(run_on("a", checkpoints), NO_LOG, TOTALS)
+    Standing(300, state, None, None).save(run_on("a", checkpoints), NO_LOG)
     before, now = config.load("tiny"), config.load("tiny", ["steps=600"])
     run = replace(run_on("a", checkpoints), config=now, before=before, console=Console(width=200))
     assert start(run).step == 300
@@ -196,6 +194,6 @@ def test_a_run_that_goes_on_with_more_steps_says_so(capsys):
 def test_fewer_steps_than_a_run_has_taken_are_refused():
     checkpoints = OneCheckpoint()
     state = SimpleNamespace(step=jnp.int32(301))
-    Standing(301, state, None, None).save(run_on("a", checkpoints), NO_LOG, TOTALS)
+    Standing(301, state, None, None).save(run_on("a", checkpoints), NO_LOG)
     with pytest.raises(ConfigError, match=r"^steps: the run in runs/tiny has taken 301, got 300; "):
         start(run_on("a", checkpoints))

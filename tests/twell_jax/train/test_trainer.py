@@ -361,14 +361,20 @@ def test_state_is_float32_under_bfloat16_compute_but_for_rounded_matrices():
     assert init_state(settings()).rounded is None
 
 
-def test_matrices_are_rounded_whenever_parameters_change():
-    trainer = Trainer(in_bfloat16(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+def test_matrices_are_rounded_whenever_parameters_change(mesh):
+    mesh = sharding.make_mesh(mesh, jax.devices("cpu")[: math.prod(mesh)])
+    trainer = Trainer(in_bfloat16(), END, mesh)
 
     def assert_rounded(state):
         rounded, params = named(state.rounded), named(state.params)
         assert len(rounded) == 7  # attention has four matrices, the block three
         for path, matrices in rounded.items():
             np.testing.assert_array_equal(matrices, params[path].astype(jnp.bfloat16), err_msg=path)
+        placed = [
+            {leaf.sharding for leaf in jax.tree.leaves(of)} for of in (state.rounded, state.params)
+        ]
+        assert placed[0] <= placed[1]
 
     with jax.set_mesh(trainer.mesh):
         state = trainer.init()
