@@ -154,7 +154,7 @@ def _most_used(usage: np.ndarray, multiple: int, before: Any) -> PruneReport:
     rounded = np.minimum(-(-live // multiple) * multiple, d_ff)
     kept = np.minimum(rounded, np.asarray(before))
     width = max(rounded.max(), min(multiple, d_ff))
-    neurons = np.argsort(-usage.astype(np.int64), axis=1, kind="stable")[:, :width]
+    neurons = np.argsort(-usage.astype(np.float64), axis=1, kind="stable")[:, :width]
     return PruneReport(live, kept, neurons)
 
 

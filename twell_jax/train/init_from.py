@@ -152,7 +152,10 @@ def source_model(config: Config) -> ModelConfig:
     assert config.init_from is not None
     source = settings_of(config.init_from)
     computed = ("activation", "activation_threshold", "rope_theta", "norm_eps")
-    return config.model.model_copy(update={key: getattr(source, key) for key in computed})
+    update = {key: getattr(source, key) for key in computed}
+    if source.activation == "silu":  # which no kernel serves
+        update |= {"ffn_implementation": None, "ffn_gradients": None}
+    return config.model.model_copy(update=update)
 
 
 def settings_of(name: str) -> ModelConfig:

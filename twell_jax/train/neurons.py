@@ -203,6 +203,7 @@ def counted(
       config: a run with `skip_dead_every`.
     """
     was_skipped = jnp.arange(active.shape[1]) >= skipping.live[:, None]
+    was_skipped &= jnp.logical_not(is_full_width(config, step - 1))
     # All that are skipped have been idle; those whose gates were just drawn anew count from 0.
     missed = jnp.sum(active & was_skipped & (idle_steps > 0), axis=1, dtype=jnp.int32)
     missed = jnp.where(is_full_width(config, step), missed, skipping.missed)

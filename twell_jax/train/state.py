@@ -30,7 +30,7 @@ class TrainState:
       control: of the L1 coefficient; None, which checkpoints do not hold, without a target.
       skipping: which neurons steps leave out; None likewise without `skip_dead_every`.
       rounded: the matrices of all layers in the compute dtype (`with_rounded`), which the
-        optimizer writes with `params`; None if that is their own. Checkpoints do not hold them.
+        optimizer writes with `params`; None if that rounds nothing. Checkpoints do not hold them.
     """
 
     step: jax.Array
@@ -111,8 +111,8 @@ def with_rounded(state: TrainState, config: ModelConfig) -> TrainState:
 
     Scales, biases and the embedding stay as they are.
     """
-    if config.param_dtype == config.dtype:
-        return state
+    if jnp.dtype(config.param_dtype).itemsize <= jnp.dtype(config.dtype).itemsize:
+        return state  # nothing is rounded
     matrices = nnx.filter_state(trained(state.params), lambda _, leaf: leaf.ndim > 2)
     return replace(state, rounded=jax.tree.map(partial(matrices_in, config.dtype), matrices))
 

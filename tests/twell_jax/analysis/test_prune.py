@@ -264,3 +264,10 @@ def test_tokens_that_fire_a_removed_neuron_are_told_one_by_one():
 def test_bad_arguments_are_named(shape, multiple, message):
     with pytest.raises(ValueError, match=message):
         prune(make(d_ff=40), np.ones(shape), multiple=multiple)
+
+
+def test_shares_of_tokens_say_as_much_as_counts():
+    usage = np.zeros(256)
+    usage[200:] = 0.25
+    kept = prune_mlp(SparseMLP(8, 256, rngs=nnx.Rngs(0)), usage)
+    assert {*range(200, 256)} <= {*np.asarray(kept).tolist()}

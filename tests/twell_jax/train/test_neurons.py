@@ -319,6 +319,15 @@ def test_steps_with_new_gates_are_at_full_width_and_miss_none_of_them():
     assert live == [[WIDTH, WIDTH], [2, 3]]
 
 
+def test_nothing_is_missed_in_a_step_whose_predecessor_skipped_nothing():
+    run = settings(skip_dead_every=4, reinit_every=3, dead_window_tokens=10**6)
+    before = Skipping(jnp.full(2, D_FF // 2), jnp.zeros(2, jnp.int32))
+    active = jnp.zeros((2, D_FF), bool).at[:, -1].set(True)
+    idle = jnp.full((2, D_FF), 4)
+    missed = [counted(before, active, idle, jnp.int32(step), run).missed for step in (4, 8)]
+    assert [found.tolist() for found in missed] == [[0, 0], [1, 1]]  # step 3 had new gates
+
+
 def test_evaluation_is_at_full_width(trainer, skipped, at_full_width, batches):
     ce, reference = (
         trainer.evaluate(state.params, batches[0]) for state, _ in (skipped, at_full_width)

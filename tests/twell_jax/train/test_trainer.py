@@ -361,6 +361,15 @@ def test_state_is_float32_under_bfloat16_compute_but_for_rounded_matrices():
     assert init_state(settings()).rounded is None
 
 
+def test_parameters_of_16_bits_compute_in_float32():
+    model = settings().model.model_copy(update={"param_dtype": "bfloat16"})
+    run = settings().model_copy(update={"model": model})
+    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    with jax.set_mesh(trainer.mesh):
+        state, metrics = trainer.step(trainer.init(), trainer.put_batch(draw()), L1)
+    assert state.rounded is None and jnp.isfinite(metrics.ce)
+
+
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
 def test_matrices_are_rounded_whenever_parameters_change(mesh):
     mesh = sharding.make_mesh(mesh, jax.devices("cpu")[: math.prod(mesh)])
