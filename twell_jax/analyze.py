@@ -101,9 +101,9 @@ def analyze_on_text(name: str, text: Path, sequences: int | None, console: Conso
     Raises:
       ConfigError, CheckpointError, PretrainedError: there is no such model, it is not whole, or the
         text has less than two tokens.
-      OSError, UnicodeDecodeError: the text cannot be read.
+      OSError: the text cannot be read.
     """
-    words = text.read_text(encoding="utf-8")
+    words = arguments.words_of(text)
     lm = language_model.load(name)
     context = min(lm.model.config.context, CONTEXT)
     ids = lm.encode(words)[len(lm.prefix) :]
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 analyze_on_text(args.model, args.text, args.sequences, Console())
             else:
                 analyze(args.model, args.sequences, Console())
-    except (ConfigError, CheckpointError, PretrainedError, OSError, UnicodeDecodeError) as error:
+    except (ConfigError, CheckpointError, PretrainedError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

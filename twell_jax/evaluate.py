@@ -20,6 +20,7 @@ from twell_jax.inference.arguments import (
     DIRECTORY,
     add_tasks,
     at_least,
+    check_out,
     check_task_path,
     path,
 )
@@ -54,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=path, help="write the results as JSON")
     args = parser.parse_args(argv)
     check_task_path(parser, args)
-    if args.out and not args.out.parent.is_dir():
-        parser.error(f"--out: there is no directory {args.out.parent}")
-    if args.out and args.out.is_dir():
-        parser.error(f"--out: {args.out} is a directory")
+    check_out(parser, args.out)
     with interrupt.at_once():
         compilation_cache.enable()
         _evaluate(args)

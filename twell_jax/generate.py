@@ -20,7 +20,7 @@ import numpy as np
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
-from twell_jax.inference.arguments import DIRECTORY, at_least
+from twell_jax.inference.arguments import DIRECTORY, at_least, unicode_text
 from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("directory", help=DIRECTORY)
     parser.add_argument(
-        "--prompt", required=True, action="append", help="text to continue; may be repeated"
+        "--prompt",
+        type=unicode_text,
+        required=True,
+        action="append",
+        help="text to continue; may be repeated",
     )
     parser.add_argument(
         "--special-tokens",

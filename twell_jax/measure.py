@@ -63,10 +63,10 @@ def measure_model(name: str, text: Path, console: Console, *, everything: bool =
     Raises:
       CannotServe: there are no kernels for this device.
       ConfigError, CheckpointError, PretrainedError: there is no such model, or it is not whole.
-      OSError, UnicodeDecodeError: the text cannot be read.
+      OSError: the text cannot be read.
     """
     start = time.monotonic()
-    words = text.read_text(encoding="utf-8")
+    words = arguments.words_of(text)
     lm = language_model.load(name)
     if lm.model.quantised():
         raise ConfigError(
@@ -158,16 +158,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=arguments.path, help="a file in UTF-8 that the model reads")
     parser.add_argument("--no-gate", action="store_true", help="a block without a gate projection")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(%(default)s)"
+        "--dtype", choices=("bfloat16", "float16"), help="of a block (default: bfloat16)"
     )
     parser.add_argument(
         "--all", action="store_true", help=f"all of a model, even if that takes over {SECONDS} s"
     )
     args = parser.parse_args(argv)
-    if (args.text is None) != (len(args.target) == 2):
+    if len(args.target) != (2 if args.text is None else 1):
         parser.error("give either D and H, or a model and --text FILE")
-    if (args.no_gate and args.text is not None) or (args.all and args.text is None):
-        parser.error("--no-gate is for a block, --all for a model")
+    of_block = args.no_gate or args.dtype
+    if (of_block and args.text is not None) or (args.all and args.text is None):
+        parser.error("--no-gate and --dtype are for a block, --all for a model")
     try:
         with interrupt.at_once():
             compilation_cache.enable()
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 measure_block(_block(parser, args), Console())
     except CannotServe as error:
         sys.exit(f"error: {error.why}")
-    except (ConfigError, CheckpointError, PretrainedError, OSError, UnicodeDecodeError) as error:
+    except (ConfigError, CheckpointError, PretrainedError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -187,7 +188,7 @@ def _block(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Block:
         width, neurons = map(arguments.at_least(1), args.target)
     except argparse.ArgumentTypeError as error:
         parser.error(f"D and H: {error}")
-    return Block(width, neurons, not args.no_gate, args.dtype)
+    return Block(width, neurons, not args.no_gate, args.dtype or "bfloat16")
 
 
 if __name__ == "__main__":

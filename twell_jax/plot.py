@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twell_jax.config import ConfigError
+from twell_jax.inference import arguments
 from twell_jax.train import utf8
 from twell_jax.train.plots import plot_run
 from twell_jax.train.plots_of_runs import plot_runs
@@ -26,12 +27,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run_dir", nargs="+", help="directory of a run, such as runs/tiny")
     parser.add_argument(
-        "--out", type=Path, help="of the figure of several runs (default: runs.png)"
+        "--out", type=arguments.path, help="of the figure of several runs (default: runs.png)"
     )
     args = parser.parse_args(argv)
     one, *others = args.run_dir
     if args.out and not others:
         parser.error("--out: is for the figure of several runs; those of one go into its directory")
+    arguments.check_out(parser, args.out)
     try:
         if others:
             paths = [args.out or Path("runs.png")]

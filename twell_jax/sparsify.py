@@ -60,6 +60,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         nargs="+",
+        action="extend",
         default=[],
         metavar="FILE",
         help="text, JSONL or JSON, or globs of them; or hf:NAME of a Hugging Face dataset "

@@ -211,10 +211,18 @@ def test_a_carried_argument_is_that_of_the_call_before():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda model: ["7", "8", "--all"], "--no-gate is for a block, --all for a model"),
-        (lambda model: [*model, "--no-gate"], "--no-gate is for a block, --all for a model"),
+        (
+            lambda model: ["7", "8", "--all"],
+            "--no-gate and --dtype are for a block, --all for a model",
+        ),
+        (
+            lambda model: [*model, "--no-gate"],
+            "--no-gate and --dtype are for a block, --all for a model",
+        ),
         (lambda model: [model[0]], "give either D and H, or a model and --text FILE"),
         (lambda model: ["7", *model], "give either D and H, or a model and --text FILE"),
+        (lambda model: ["7", "8", *model], "give either D and H, or a model and --text FILE"),
+        (lambda model: [*model, "--dtype", "float16"], "--no-gate and --dtype are for a block, "),
         (lambda model: [model[0], "--text", "none.txt"], "No such file or directory: 'none.txt'"),
         (lambda model: ["/none", *model[1:]], "'/none': there is no such directory"),
         (lambda model: model, "it needs a Hopper GPU, got cpu"),

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from twell_jax.config import ConfigError
+
 DIRECTORY = "of a run, such as runs/tiny, or with a config.json; or org/name[@revision] on the hub"
 
 
@@ -30,10 +32,43 @@ def add_tasks(parser: argparse.ArgumentParser, default: str | None, what: str) -
     parser.add_argument("--limit", type=at_least(1), help="questions of each task (default: all)")
 
 
+def check_out(parser: argparse.ArgumentParser, out: Path | None) -> None:
+    """Ends the process with a line if `--out` cannot be a file."""
+    if out and not out.parent.is_dir():
+        parser.error(f"--out: there is no directory {out.parent}")
+    if out and out.is_dir():
+        parser.error(f"--out: {out} is a directory")
+
+
 def check_task_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Ends the process with a line if `--task-path` is no directory."""
     if args.task_path and not args.task_path.is_dir():
         parser.error(f"--task-path: there is no directory {args.task_path}")
+
+
+def words_of(text: Path) -> str:
+    """What the file of `--text` holds.
+
+    Raises:
+      ConfigError: it is empty or not UTF-8.
+      OSError: it cannot be read.
+    """
+    try:
+        words = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text: {text} is not UTF-8 text (at byte {error.start})") from None
+    if not words:
+        raise ConfigError(f"--text: {text} is empty")
+    return words
+
+
+def unicode_text(text: str) -> str:
+    """The `type` of an argument that is text; what is not UTF-8 comes as half surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is not UTF-8 text") from None
+    return text
 
 
 def path(text: str) -> Path:

@@ -162,6 +162,10 @@ def test_a_model_of_others_needs_a_text_that_is_long_enough(model, tmp_path):
         run_main(model, "--text", tmp_path / "short.txt")
     with pytest.raises(SystemExit, match=r"none\.txt"):
         run_main(model, "--text", tmp_path / "none.txt")
+    for content, says in ((b"", "is empty"), (b"a\xff", r"is not UTF-8 text \(at byte 1\)")):
+        (tmp_path / "bad.txt").write_bytes(content)
+        with pytest.raises(SystemExit, match=rf"--text: .*bad\.txt {says}"):
+            run_main(model, "--text", tmp_path / "bad.txt")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it is measured there")

@@ -221,3 +221,9 @@ def test_without_the_harness_evaluate_says_what_to_install(monkeypatch):
     monkeypatch.delattr(inference, "harness", raising=False)
     with pytest.raises(SystemExit, match=r"^error: .* pip install -e '\.\[eval\]' "):
         evaluate.main(["runs/any"])
+
+
+def test_a_prompt_that_is_no_text_is_named(saved, capsys):
+    with pytest.raises(SystemExit):
+        generate.main([str(saved[1].directory), "--prompt", "fine", "--prompt", "\udcffabc"])
+    assert "argument --prompt: is not UTF-8 text" in capsys.readouterr().err
