@@ -64,10 +64,7 @@ def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
         data=SimpleNamespace(fingerprint=fingerprint),
         batches=Batches(),
         trainer=SimpleNamespace(
-            abstract_state=None,
-            plans_every=0,
-            steps=SimpleNamespace(settle=lambda _: None),
-            with_rounded=lambda state: state,
+            abstract_state=None, plans_every=0, steps=SimpleNamespace(settle=lambda _: None)
         ),
         checkpoints=checkpoints,
         write_sample=None,
