@@ -76,7 +76,7 @@ def _cached(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     }
     if any(text_files.holds_lines(path) and path.suffix != ".jsonl" for path in files):
         content["lines"] = "records"  # up to version 0.2 only .jsonl was
-    if any(path.suffix == ".json" for path in files):
+    if any(path.suffix.lower() == ".json" for path in files):
         content["json"] = "records"  # up to version 0.2 each was a text
     if data.format != "text":
         content |= {"format": data.format, **records.reader(data).key}

@@ -116,7 +116,10 @@ def documents(paths: Sequence[Path], data: DataConfig) -> Iterator[Document]:
             yield _decode_python(read_document(path))
         elif holds_lines(path):
             yield from json_files.lines(path, reader)
-        elif path.suffix == ".json" and (found := json_files.documents(path, reader)) is not None:
+        elif (
+            path.suffix.lower() == ".json"
+            and (found := json_files.documents(path, reader)) is not None
+        ):
             yield from found
         elif data.format == "text":
             yield _decode_utf8(path)

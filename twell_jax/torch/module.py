@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # the documentation is built without torch
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -100,7 +100,7 @@ class SparseMLP(torch.nn.Module):
         )
         y, stats = results if keeps else (results, None)
         # Not what gradient checkpointing computes again, whose graph the statistics would keep.
-        if torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.stats = stats
         return y
 
@@ -122,8 +122,7 @@ def _weight(name: str, layer: torch.nn.Module | None) -> torch.Tensor | None:
             f"{name} does more than multiply with its weight (an adapter, a hook or a bias), which "
             "the block would leave out: merge or remove that"
         )
-    assert isinstance(layer.weight, torch.Tensor)
-    return layer.weight
+    return cast(torch.Tensor, layer.weight)
 
 
 def collect_stats(model: torch.nn.Module) -> dict[str, FFNStats]:

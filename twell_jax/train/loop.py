@@ -198,7 +198,8 @@ def start(run: Run) -> Standing:
       AnotherRun: the training text differs from that of the checkpoint.
       CannotServe: see `first_plan`.
       CheckpointError: there are checkpoints, but none is whole.
-      ConfigError: what `init_from` names does not fit.
+      ConfigError: what `init_from` names does not fit, or the run has taken more steps than it
+        may have.
     """
     restored = run.checkpoints.restore(run.trainer.abstract_state)
     if restored is not None and restored[0].step > run.config.steps:

@@ -256,7 +256,7 @@ class Trainer:
             grads, aux = jax.grad(loss, has_aux=True)(in_compute_dtype, *operands)
             if unrolls_layers(self.mesh):
                 grads = jax.tree.map(_one_after_the_other, grads)
-            return jax.tree.map(jnp.add, total, grads), aux
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads), aux
 
         dtype = self._config.model.dtype  # once for all micro-batches
         in_compute_dtype = jax.tree.map(partial(matrices_in, dtype), trained(params))

@@ -101,7 +101,7 @@ def load_words(words_ref, neurons, first_word):
         for neuron in _int_values(neurons):
             block = arith.minui(arith.shrui(neuron, const(6)), const(blocks - 1))
             offset = arith.addi(arith.muli(block, const(8 * words)), first)
-            # Not `load_words`, which the compiler may move to where the words are first used.
+            # Not `simt.load_words`, which the compiler may move to where the words are first used.
             loaded += simt.load_chunk(simt.gmem_address(words_ref, offset), 0, always)
         return simt.int_array(loaded, _LIST_WORDS)
 
@@ -171,7 +171,7 @@ def _(entries, neurons, list_words, arrays, places):
 
 
 def _marked(arrays):
-    """Which of a lane's elements are not zero in all arrays, i32.
+    """Which of a lane's elements are not zero in at least one of the arrays, i32.
 
     Bit `16 e + 8 r + j` is for row `r` of its two, and the element `e` of the two in the columns
     `8 j` to `8 j + 7`.

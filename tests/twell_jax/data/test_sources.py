@@ -84,9 +84,10 @@ def test_bad_json_line_is_named(tmp_path, line, message):
         list(sources.documents([path], files(path)))
 
 
-def test_records_in_a_file_named_json_are_documents(tmp_path):
+@pytest.mark.parametrize("name", ["a.json", "a.JSON"])
+def test_records_in_a_file_named_json_are_documents(tmp_path, name):
     rows = [{"text": "one"}, {"text": "two"}]
-    path = tmp_path / "a.json"
+    path = tmp_path / name
     as_array, as_lines = json.dumps(rows, indent=1), "\n\n".join(map(json.dumps, rows))
     for content in (as_array, "\ufeff" + as_array, as_lines):
         path.write_text(content)

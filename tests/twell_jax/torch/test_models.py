@@ -190,3 +190,10 @@ def test_no_tokens_are_no_error():
     mlp = SparseMLP(16, 32).train()
     assert mlp(torch.zeros(0, 16)).shape == (0, 16)
     assert mlp.stats.max_nnz == 0
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_module_is_compiled_whole(is_training):
+    mlp, x = SparseMLP(16, 32).train(is_training), torch.randn(4, 16)
+    expected = mlp(x)
+    torch.testing.assert_close(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), expected)
