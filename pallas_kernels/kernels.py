@@ -230,10 +230,11 @@ class TransformerKernels(Protocol):
         self,
         parts: tuple[Array, ...],
         inverse: Array,
+        dtype: DTypeLike,
         angles: tuple[Array, Array] | None = None,
         rotated: int = 0,
     ) -> tuple[Array, Array]:
-        """Gradients in e5m2, side by side, some rotated back; and their transpose."""
+        """Arrays in 8 bits, side by side, some rotated back; and their transpose."""
 
 
 class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):

@@ -15,7 +15,7 @@ def norm_grads(x, of_normed, of_x, scale, *, eps):
     return (of_x + dx).astype(x.dtype), of_scale
 
 
-def round_both(parts, inverse, angles=None, rotated=0):
+def round_both(parts, inverse, dtype, angles=None, rotated=0):
     """What is not finite becomes NaN, as infinity times zero is."""
 
     def rotated_back(part):
@@ -28,5 +28,5 @@ def round_both(parts, inverse, angles=None, rotated=0):
     parts = [part.astype(jnp.float32) for part in parts]
     parts = [rotated_back(part) if i < rotated else part for i, part in enumerate(parts)]
     numbers = jnp.concatenate(parts, axis=1) * inverse
-    values = (numbers + 0 * numbers).astype(jnp.float8_e5m2)
+    values = (numbers + 0 * numbers).astype(dtype)
     return values, values.T

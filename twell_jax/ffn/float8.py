@@ -73,8 +73,9 @@ def largest(a: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0), axis=axis)
 
 
-# Float32 [] each: no finite element of x, and no weight, exceeds them.
-type Most = tuple[jax.Array, jax.Array]
+type Most = tuple[
+    jax.Array, jax.Array
+]  # float32 []: no finite element of x, and no weight, is more
 
 
 def products(
@@ -110,24 +111,32 @@ def with_residuals(
 ) -> tuple[list[jax.Array], tuple[Scaled, Scaled]]:
     """`products` of `x: [M, K]`, and its operands, for the gradients."""
     of_x, of_weights = most or (None, None)
-    rows = _kept(scaled([x], FORWARD, most=of_x))
-    matrix = _kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1, most=of_weights))
-    matrices = split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
-    values = rows.values
-    ys: list[jax.Array] = []
-    for m in matrices:
-        # Else XLA merges small products, and leaves the merged one in the dtype of x.
-        values, ys = lax.optimization_barrier((values, ys))
-        factors = Scaled(values, rows.scale), Scaled(m, matrix.scale)
-        ys.append(dot(*factors, (1, axis), x.dtype))
+    rows = kept(scaled([x], FORWARD, most=of_x))
+    ys, matrix = multiplied(rows, weights, of_weights, axis)
     return ys, (rows, matrix)
 
 
-def _kept(a: Scaled) -> Scaled:
+def multiplied(
+    rows: Scaled, weights: tuple[jax.Array, ...], most: jax.Array | None, axis: int
+) -> tuple[list[jax.Array], Scaled]:
+    """The products of rounded tokens with weights that are not, and the rounded weights."""
+    matrix = kept(scaled(weights, FORWARD, joined=1 - axis, reduced=1, most=most))
+    matrices = split(matrix.values, [w.shape[1 - axis] for w in weights], 1 - axis)
+    values = rows.values
+    ys: list[jax.Array] = []
+    for w, m in zip(weights, matrices, strict=True):
+        # Else XLA merges small products, and leaves the merged one in the dtype of x.
+        values, ys = lax.optimization_barrier((values, ys))
+        factors = Scaled(values, rows.scale), Scaled(m, matrix.scale)
+        ys.append(dot(*factors, (1, axis), w.dtype))
+    return ys, matrix
+
+
+def kept(a: Scaled) -> Scaled:
     """The same, by a name for policies of `jax.checkpoint`."""
     # As bytes: it rounds floats that it keeps, and makes NaN of e4m3 above 240.
-    kept = checkpoint_name(lax.bitcast_convert_type(a.values, jnp.uint8), KEPT)
-    return Scaled(lax.bitcast_convert_type(kept, a.values.dtype), checkpoint_name(a.scale, KEPT))
+    values = checkpoint_name(lax.bitcast_convert_type(a.values, jnp.uint8), KEPT)
+    return Scaled(lax.bitcast_convert_type(values, a.values.dtype), checkpoint_name(a.scale, KEPT))
 
 
 def _gradients(

@@ -114,7 +114,8 @@ class Attention(nnx.Module):
                 cache = cache.fill(layer, k, v)
         attended = on_shares(_attend, q, k, v, mask)
         attended = attended.reshape(*x.shape[:2], -1)
-        return project(attended, self.out, most=of_out, kernels=kernels)[0], cache
+        (y,) = project(attended, self.out, most=of_out, kernels=kernels, is_written=True)
+        return y, cache
 
     def bounds(self, longest: jax.Array) -> Bounds | None:
         """The bounds for tokens of at most this length; None if a projection is quantised."""

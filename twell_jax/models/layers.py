@@ -64,15 +64,15 @@ def _branch(
 
 
 def _branch_with_residuals(
-    kernels: TransformerKernels, eps: float, *operands: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    return _branch(kernels, eps, *operands), operands
+    kernels: TransformerKernels, eps: float, x: jax.Array, scale: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    return _branch(kernels, eps, x, scale), (x, scale)
 
 
 def _branch_gradients(
     kernels: TransformerKernels,
     eps: float,
-    residuals: tuple[jax.Array, jax.Array],
+    kept: tuple[jax.Array, jax.Array],
     gradients: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     norm_grads = sequential_vmap(partial(kernels.norm_grads, eps=eps))
@@ -83,7 +83,7 @@ def _branch_gradients(
         of_x, of_scale = norm_grads(*rows, scale)
         return of_x.reshape(streams[0].shape), of_scale[None]
 
-    x, scale = residuals
+    x, scale = kept
     of_x, of_scales = on_shares(of_share, x, *gradients, whole=scale)
     return of_x, of_scales.sum(axis=0)
 

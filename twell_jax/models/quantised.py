@@ -86,6 +86,7 @@ def project(
     most: float8.Most | None = None,
     rotation: Rotation | None = None,
     kernels: TransformerKernels | None = None,
+    is_written: bool = False,
 ) -> list[jax.Array]:
     """`[layer(x) for layer in layers]`; x is quantised once for all that are.
 
@@ -96,7 +97,8 @@ def project(
         gradients, too, by `float8.products`; no element of x, and no weight, exceeds these. None:
         they stay.
       rotation: of some of the results; None: of none.
-      kernels: round gradients where they can; None: XLA does.
+      kernels: round operands where they can; None: XLA does.
+      is_written: whether x lies in memory, where kernels may read it.
     """
     linear = [layer for layer in layers if isinstance(layer, nnx.Linear)]
     if most is None or len(linear) < len(layers):
@@ -104,9 +106,9 @@ def project(
     else:
         weights = [layer.kernel[...].astype(x.dtype) for layer in linear]
         columns, biases = [w.shape[1] for w in weights], [layer.bias for layer in linear]
-        no_biases = all(bias is None for bias in biases)
-        if kernels and no_biases and float8_linear.serves(x, columns, rotation):
-            return float8_linear.products(x, weights, most, rotation, kernels)
+        no_biases, how = all(bias is None for bias in biases), {"is_written": is_written}
+        if kernels and no_biases and float8_linear.serves(x, columns, rotation, **how):
+            return float8_linear.products(x, weights, most, rotation, kernels, **how)
         ys = float8.products(x, weights, most=most)
         ys = [_with_bias(y, bias) for y, bias in zip(ys, biases, strict=True)]
     return rotation.of(ys) if rotation else ys

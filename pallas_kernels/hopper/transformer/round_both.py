@@ -1,7 +1,7 @@
-"""Gradients in 8 bits, by rows and by columns in one pass, and rotated back on the way.
+"""Tokens or their gradients in 8 bits, by rows and by columns, rotated back on the way.
 
-Products with 8-bit operands on Hopper want both operands along the sum: the gradient of a layer's
-input sums over columns, that of its weight over tokens. XLA rounds, and then transposes bytes.
+Products with 8-bit operands on Hopper want both operands along the sum: those of tokens sum over
+columns, gradients of weights over tokens. XLA rounds, and then transposes bytes.
 
 A warp rounds 64 tokens times 64 columns, of which a lane has 16 tokens and twice four columns: two
 features that were rotated together are in one lane. Bytes of a column's tokens become words as
@@ -21,6 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
+from jax.typing import DTypeLike
 
 from pallas_kernels.hopper.common import eight_bits, simt, support
 from pallas_kernels.hopper.common.primitives import primitive
@@ -32,40 +33,45 @@ TILE = 64  # tokens and columns of a warp
 _WARPS = 4
 _TOKENS, _COLUMNS = 16, 4  # of a lane, the columns twice
 _HALF = TILE // 2
-E5M2 = jnp.float8_e5m2
+# The formats by the instruction that rounds to them.
+_FORMATS = {jnp.dtype(jnp.float8_e4m3fn): "e4m3x2", jnp.dtype(jnp.float8_e5m2): "e5m2x2"}
 
 
 def round_both(
     parts: tuple[jax.Array, ...],
     inverse: jax.Array,
+    dtype: DTypeLike,
     angles: tuple[jax.Array, jax.Array] | None = None,
     rotated: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients side by side, times `inverse`, in e5m2; with their transpose.
+    """Arrays side by side, times `inverse`, in 8 bits; with their transpose.
 
     Args:
       parts: each `[M, N]`, bfloat16 or float16, M and N multiples of 64, M times all columns less
         than 2^32.
-      inverse: float32 `[]`, by which no finite element exceeds what e5m2 holds. What is not finite
-        becomes NaN.
+      inverse: float32 `[]`, by which no finite element exceeds what `dtype` holds. What is not
+        finite becomes NaN.
+      dtype: float8_e4m3fn or float8_e5m2.
       angles: cosines and sines, float32 `[T, n / 2]`, T a multiple of 64 that divides M, n a
         multiple of 64: those of token t are in row t mod T. None: nothing was rotated.
       rotated: so many parts, the first ones, are gradients of what `angles` rotated, in heads of n
         columns: features i and i + n / 2 by an angle. They are rotated back.
 
     Returns:
-      e5m2 `[M, all N]` and `[all N, M]`.
+      `[M, all N]` and `[all N, M]` in `dtype`.
 
     Raises:
       ValueError: if a shape or dtype is not as above.
     """
+    if jnp.dtype(dtype) not in _FORMATS:
+        raise ValueError(f"dtype must be float8_e4m3fn or float8_e5m2, got {jnp.dtype(dtype)}")
     m, widths = _checked(parts, angles, rotated)
     columns = sum(widths)
     kernel = plgpu.kernel(
         partial(_kernel, rotated=rotated),
         out_type=(
-            jax.ShapeDtypeStruct((m, columns), E5M2),
-            jax.ShapeDtypeStruct((columns, m), E5M2),
+            jax.ShapeDtypeStruct((m, columns), dtype),
+            jax.ShapeDtypeStruct((columns, m), dtype),
         ),
         grid=(m // TILE, len(parts)),
         grid_names=("tile", "part"),
@@ -110,23 +116,22 @@ def _checked(parts, angles, rotated) -> tuple[int, list[int]]:
 
 def _kernel(parts, inverse, angles, values, transposed, *, rotated):
     first = lax.axis_index("tile") * TILE
-    rows = pl.ds(first, TILE)
+    rows, scale = pl.ds(first, TILE), inverse[0]
     widths = [part.shape[1] for part in parts]
     starts = [0, *accumulate(widths)][:-1]
     for i, (part, start, width) in enumerate(zip(parts, starts, widths, strict=True)):
-        columns = pl.ds(start, width)
+        tables, columns = None, pl.ds(start, width)
+        if i < rotated:
+            angle_rows = pl.ds(lax.rem(first, angles[0].shape[0]), TILE)
+            tables = tuple(table.at[angle_rows] for table in angles)
+
+        refs = part.at[rows], values.at[rows, columns], transposed.at[columns, rows], tables
 
         @pl.when(lax.axis_index("part") == i)
-        def _(part=part, columns=columns, tables=angles if i < rotated else None):
-            if tables is not None:
-                angle_rows = pl.ds(lax.rem(first, tables[0].shape[0]), TILE)
-                tables = tuple(table.at[angle_rows] for table in tables)
-            scale = inverse[0]
-
-            @pl.loop(0, pl.cdiv(part.shape[1] // TILE, _WARPS))
+        def _(refs=refs, width=width):
+            @pl.loop(0, pl.cdiv(width // TILE, _WARPS))
             def _(group):
-                written = values.at[rows, columns], transposed.at[columns, rows]
-                _round_columns(part.at[rows], *written, tables, scale, group)
+                _round_columns(*refs, scale, group)
 
 
 class _Share(NamedTuple):
@@ -151,12 +156,13 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
 
     Args:
       part_ref: GMEM `[64, N]`, 16-bit.
-      values_ref, transposed_ref: GMEM, e5m2 `[64, N]` and `[N, 64]`, parts of larger arrays.
+      values_ref, transposed_ref: GMEM, 8-bit `[64, N]` and `[N, 64]`, parts of larger arrays.
       angles: cosines and sines of these tokens, GMEM `[64, n / 2]`, float32; or None.
       inverse: float32 scalar.
       group: int32 scalar.
     """
     dtype, width = jnp.dtype(part_ref.dtype), part_ref.shape[1]
+    rounded = _FORMATS[jnp.dtype(values_ref.dtype)]
     size = TILE if angles is None else 2 * angles[0].shape[1]
     refs = [part_ref, values_ref, transposed_ref, *(angles or ())]
 
@@ -170,10 +176,10 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
         by_columns = []  # of each four tokens, the eight columns
         for first in range(0, _TOKENS, 4):
             rows = [
-                _numbers(words[row], places, row, share.active, inverse, dtype)
+                _numbers(words[row], _angles(places, row, share.active), inverse, dtype)
                 for row in range(first, first + 4)
             ]
-            packed = [_packed(column) for column in zip(*rows, strict=True)]
+            packed = [_packed(rounded, column) for column in zip(*rows, strict=True)]
             by_columns.append(packed)
             for half, columns in zip(share.halves, (packed[:4], packed[4:]), strict=True):
                 for row, word in enumerate(_by_rows(columns), first):
@@ -190,15 +196,17 @@ def _share(group: ir.Value, width: int, size: int) -> _Share:
     """That of this lane, of an array of so many columns in heads of `size` columns."""
     lane, warp = simt.lane_and_warp()
     unit = arith.addi(arith.muli(group, const(_WARPS)), warp)
-    active = simt.less(unit, const(width // TILE))
     # A unit is 32 columns of the first half of a head, and those of the second half with them.
     head, piece = (op(unit, const(size // TILE)) for op in (arith.divui, arith.remui))
-    angle = arith.addi(
-        arith.muli(piece, const(_HALF)), arith.muli(arith.andi(lane, const(7)), const(_COLUMNS))
+    column = arith.muli(arith.andi(lane, const(7)), const(_COLUMNS))
+    angle = arith.addi(arith.muli(piece, const(_HALF)), column)
+    return _Share(
+        token=arith.muli(arith.shrui(lane, const(3)), const(_TOKENS)),
+        column=arith.addi(arith.muli(head, const(size)), angle),
+        angle=angle,
+        halves=(0, size // 2),
+        active=simt.less(unit, const(width // TILE)),
     )
-    column = arith.addi(arith.muli(head, const(size)), angle)
-    token = arith.muli(arith.shrui(lane, const(3)), const(_TOKENS))
-    return _Share(token, column, angle, (0, size // 2), active)
 
 
 def _address(ref: ir.Value, row: ir.Value, column: ir.Value, size: int) -> tuple[ir.Value, int]:
@@ -217,25 +225,24 @@ def _loaded(part: ir.Value, share: _Share) -> list[list[list[ir.Value]]]:
     ]
 
 
-def _numbers(words, places, row, active, inverse, dtype) -> list[ir.Value]:
-    """A lane's eight numbers of a token, rotated back if there are tables, times the inverse.
+def _angles(places, row: int, active: ir.Value) -> list[list[ir.Value]]:
+    """Cosines and sines of a lane's four angles of a token; nothing without tables."""
+    return [
+        [
+            mgpu.utils.bitcast(word, ir.F32Type.get())
+            for word in simt.load_words(place, row * stride, active)
+        ]
+        for place, stride in places
+    ]
 
-    Args:
-      words: those of both halves.
-      places: the addresses of cosines and of sines, and the bytes from a token to the next, or [].
-      row: the token among those of the lane.
-      active: whether to load.
-      inverse: float32, a `FragmentedArray`.
-      dtype: of the numbers in the words.
-    """
+
+def _numbers(words, angles, inverse: mgpu.FragmentedArray, dtype: jnp.dtype) -> list[ir.Value]:
+    """A lane's eight numbers of a token, rotated back and times `inverse`."""
     first, second = (
         [n for word in half for n in eight_bits.widened(word, dtype)] for half in words
     )
-    if places:
-        loaded = (simt.load_words(place, row * stride, active) for place, stride in places)
-        f32 = ir.F32Type.get()
-        cos, sin = ([mgpu.utils.bitcast(word, f32) for word in four] for four in loaded)
-        first, second = _rotated_back(first, second, cos, sin)
+    if angles:
+        first, second = _rotated_back(first, second, *angles)
     return [_scaled(number, inverse.registers.item()) for number in (*first, *second)]
 
 
@@ -252,7 +259,7 @@ def _round_columns_in_jax(part_ref, values_ref, transposed_ref, angles, inverse,
 
     @pl.when(group == 0)  # all columns at once
     def _():
-        values = (x * inverse).astype(E5M2)
+        values = (x * inverse).astype(values_ref.dtype)
         values_ref[...] = values
         transposed_ref[...] = values.T
 
@@ -279,13 +286,13 @@ def _scaled(number: ir.Value, inverse: ir.Value) -> ir.Value:
     )
 
 
-def _packed(numbers: Sequence[ir.Value]) -> ir.Value:
-    """Four float32 as e5m2 in the bytes of a word."""
+def _packed(rounded: str, numbers: Sequence[ir.Value]) -> ir.Value:
+    """Four float32 in the bytes of a word."""
     return _word(
-        """{.reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};}""",
+        f"""{{.reg .b16 low, high;
+            cvt.rn.satfinite.{rounded}.f32 low, $2, $1;
+            cvt.rn.satfinite.{rounded}.f32 high, $4, $3;
+            mov.b32 $0, {{low, high}};}}""",
         *numbers,
     )
 
