@@ -152,8 +152,9 @@ def measure(
         trainer = kind(config, document_end=0, mesh=mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state.params)
         # The trainer's own parameters are freed first, so that these can take their memory.
-        state = dataclasses.replace(trainer.init(), params=None)
+        state = dataclasses.replace(trainer.init(), params=None, rounded=None)
         state = dataclasses.replace(state, params=jax.device_put(params, shardings))
+        state = trainer.with_rounded(state)
         drawn = config.model.vocab_size, config.batch_sequences, config.model.context
         batch = trainer.put_batch(inference.draw_tokens(*drawn))
         if plan is None and (first := first_plan(config, trainer)):

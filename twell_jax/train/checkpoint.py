@@ -207,7 +207,8 @@ def _fields(state: TrainState) -> dict[str, Any]:
 
     Checkpoints that were saved before there was this field have the same structure.
     """
-    return {name: value for name, value in vars(state).items() if value is not None}
+    fields = vars(state) | {"rounded": None}  # which follows from the parameters
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _and_the_step(tree: dict[str, Any]) -> ocp.args.PyTreeRestore:

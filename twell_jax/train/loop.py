@@ -228,7 +228,7 @@ def start(run: Run) -> Standing:
     run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
     if moved := run.before and moved_learning_rate(run.before, run.config, int(state.step)):
         run.console.out(moved, highlight=False)
-    return Standing(int(state.step), state, plan, measured)
+    return Standing(int(state.step), run.trainer.with_rounded(state), plan, measured)
 
 
 def _first_state(run: Run) -> TrainState:
@@ -237,7 +237,7 @@ def _first_state(run: Run) -> TrainState:
         return state
     abstract = run.trainer.abstract_state.params
     params = initial_params(config, run.data.tokenizer, abstract, run.trainer.mesh)
-    return replace(state, params=params)
+    return run.trainer.with_rounded(replace(state, params=params, rounded=None))
 
 
 def _take_steps(run: Run, stop_requested: Callable[[int], bool]) -> tuple[int, Estimate | None]:

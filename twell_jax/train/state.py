@@ -1,6 +1,6 @@
 """The state of a training run, and what a step measures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from twell_jax.config import Config
+from twell_jax.config import Config, ModelConfig
 from twell_jax.ffn import FFNStats
 from twell_jax.models import sharding
-from twell_jax.models.transformer import Transformer
+from twell_jax.models.transformer import Transformer, matrices_in
 from twell_jax.train.neurons import Skipping, first_skipping
 from twell_jax.train.optimizer import make_optimizer, trained
 from twell_jax.train.sparsity_control import SparsityControl, first_control
@@ -29,6 +29,8 @@ class TrainState:
       idle_steps: int32 [layers, d_ff], number of steps since each neuron was last active.
       control: of the L1 coefficient; None, which checkpoints do not hold, without a target.
       skipping: which neurons steps leave out; None likewise without `skip_dead_every`.
+      rounded: the matrices of all layers in the compute dtype (`with_rounded`), which the
+        optimizer writes with `params`; None if that rounds nothing. Checkpoints do not hold them.
     """
 
     step: jax.Array
@@ -37,6 +39,7 @@ class TrainState:
     idle_steps: jax.Array
     control: SparsityControl | None = None
     skipping: Skipping | None = None
+    rounded: nnx.State | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +102,19 @@ def init_state(config: Config) -> TrainState:
     idle = jnp.zeros((config.model.layers, config.model.d_ff), jnp.int32)
     step = jnp.zeros((), jnp.int32)
     control, skipping = first_control(config), first_skipping(config)
-    return TrainState(step, params, opt_state, idle, control, skipping)
+    state = TrainState(step, params, opt_state, idle, control, skipping)
+    return with_rounded(state, config.model)
+
+
+def with_rounded(state: TrainState, config: ModelConfig) -> TrainState:
+    """The state with the matrices of all layers in the compute dtype, as its parameters are now.
+
+    Scales, biases and the embedding stay as they are.
+    """
+    if jnp.dtype(config.param_dtype).itemsize <= jnp.dtype(config.dtype).itemsize:
+        return state  # nothing is rounded
+    matrices = nnx.filter_state(trained(state.params), lambda _, leaf: leaf.ndim > 2)
+    return replace(state, rounded=jax.tree.map(partial(matrices_in, config.dtype), matrices))
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:

@@ -20,7 +20,7 @@ from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.stats import UNION_TOKENS
 from twell_jax.models import QUANTISED_OPTIONS, sharding
 from twell_jax.models.cross_entropy import mean_cross_entropy, token_cross_entropy
-from twell_jax.models.transformer import graphdef, matrices_in
+from twell_jax.models.transformer import graphdef
 from twell_jax.train import neurons
 from twell_jax.train.compile_ahead import CompileAhead
 from twell_jax.train.gradient_plan import planned_every
@@ -32,6 +32,7 @@ from twell_jax.train.state import (
     abstract_state,
     init_state,
     over_micro_batches,
+    with_rounded,
 )
 
 type ModelGradients = tuple[LayerGradients, ...]  # the argument `ffn_gradients` of `Transformer`
@@ -58,6 +59,8 @@ class Trainer:
         the given state.
       order_by_use: (state, `tiles` and `nnz` of the step that returned it) -> state, with the
         neurons of each layer in the order of `twell_jax.order_by_use`. It donates the given state.
+      with_rounded: a state whose parameters come from elsewhere -> the state whose `rounded` are
+        theirs. It donates the given state.
       step: `step_with(None)`.
       plans_every: steps from one `GradientPlan` to the next on this machine; 0 if there are none.
 
@@ -96,17 +99,13 @@ class Trainer:
         self.init: Callable[[], TrainState] = jax.jit(
             partial(init_state, config), out_shardings=self._shardings
         )
-        self.reinitialise: Callable[[TrainState], TrainState] = jax.jit(
-            self._reinitialise, out_shardings=self._shardings, donate_argnums=0
+        changing = partial(jax.jit, out_shardings=self._shardings, donate_argnums=0)
+        self.reinitialise = changing(self._reinitialise)
+        self.sort_neurons = changing(self._sort_neurons)
+        self.order_by_use = changing(
+            lambda state, *used: self._reordered(state, jax.vmap(order_by_use)(*used))
         )
-        self.sort_neurons: Callable[[TrainState], TrainState] = jax.jit(
-            self._sort_neurons, out_shardings=self._shardings, donate_argnums=0
-        )
-        self.order_by_use = jax.jit(
-            lambda state, *used: self._reordered(state, jax.vmap(order_by_use)(*used)),
-            out_shardings=self._shardings,
-            donate_argnums=0,
-        )
+        self.with_rounded = changing(partial(with_rounded, config=config.model))
         in_8_bits = config.model.matmul_dtype == "float8"
         self._compiler_options = QUANTISED_OPTIONS if in_8_bits else None
         self._sequence_ce = jax.jit(
@@ -245,6 +244,7 @@ class Trainer:
         l1_multipliers: jax.Array | None,
         windows: Windows | None,
         weight: jax.Array | None,
+        matrices: nnx.State | None,
     ) -> tuple[nnx.State, tuple[jax.Array, FFNStats]]:
         """Sums a replica's gradients over its micro-batches; also returns the loss and stats."""
 
@@ -253,13 +253,12 @@ class Trainer:
 
         def accumulate(total: nnx.State, tokens: jax.Array) -> tuple[nnx.State, Any]:
             operands = tokens, l1_coefficient, l1_multipliers, windows, weight, ffn_gradients
-            grads, aux = jax.grad(loss, has_aux=True)(in_compute_dtype, *operands)
+            grads, aux = jax.grad(loss, has_aux=True)(changing, *operands)
             if unrolls_layers(self.mesh):
                 grads = jax.tree.map(_one_after_the_other, grads)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads), aux
 
-        dtype = self._config.model.dtype  # once for all micro-batches
-        in_compute_dtype = jax.tree.map(partial(matrices_in, dtype), trained(params))
+        changing = nnx.merge_state(trained(params), matrices or nnx.State({}))
         zeros = jax.tree.map(jnp.zeros_like, trained(params))
         grads, aux = jax.lax.scan(accumulate, zeros, batch)
         return jax.tree.map(lambda g: g[None], grads), aux
@@ -284,11 +283,11 @@ class Trainer:
         grads, (ce, stats) = jax.shard_map(
             partial(self._gradients, ffn_gradients),
             mesh=self.mesh,
-            in_specs=(P(), P(None, "data"), P(), P(), P(), P()),
+            in_specs=(P(), P(None, "data"), P(), P(), P(), P(), P()),
             out_specs=P("data"),
             axis_names={"data"},
             check_vma=False,
-        )(params, batch, l1_coefficient, multipliers, windows, self._weight(batch))
+        )(params, batch, l1_coefficient, multipliers, windows, self._weight(batch), state.rounded)
         grads = jax.tree.map(lambda g: jnp.mean(g, axis=0) / self._accumulation, grads)
         before = trained(state.params)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, before)
@@ -321,7 +320,8 @@ class Trainer:
         if control is not None:
             measured = stats.nnz, union, stats.l1
             control = update(control, *measured, state.step, self._config)
-        return TrainState(state.step + 1, params, opt_state, idle, control, skipping), metrics
+        state = TrainState(state.step + 1, params, opt_state, idle, control, skipping)
+        return with_rounded(state, self._config.model), metrics
 
     def _weight(self, batch: jax.Array) -> jax.Array | None:
         """What the cross-entropy of each token that counts is multiplied by; None if all do.
@@ -345,7 +345,8 @@ class Trainer:
             optimizer=self._optimizer,
         )
         idle = jnp.where(dead, 0, state.idle_steps)
-        return replace(state, params=params, opt_state=opt_state, idle_steps=idle)
+        state = replace(state, params=params, opt_state=opt_state, idle_steps=idle)
+        return with_rounded(state, self._config.model)
 
     def _sort_neurons(self, state: TrainState) -> TrainState:
         assert state.skipping is not None
@@ -354,12 +355,13 @@ class Trainer:
 
     def _reordered(self, state: TrainState, order: jax.Array) -> TrainState:
         moments = state.opt_state, state.params, order, self._optimizer
-        return replace(
+        state = replace(
             state,
             params=neurons.reorder(state.params, order),
             opt_state=neurons.reorder_moments(*moments),
             idle_steps=jnp.take_along_axis(state.idle_steps, order, axis=1),
         )
+        return with_rounded(state, self._config.model)
 
 
 def _one_after_the_other(of_layers: jax.Array) -> jax.Array:

@@ -72,6 +72,16 @@ def test_a_run_without_a_controller_saves_what_it_always_did(directory):
     assert names == {"step", "params", "opt_state", "idle_steps"}
 
 
+def test_rounded_matrices_are_not_saved_as_they_follow_from_the_parameters(tmp_path):
+    state = make_state(1)
+    with_rounded = dataclasses.replace(state, rounded=nnx.State({"w": state.params["w"]}))
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, with_rounded, {})
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        restored, _ = checkpoints.restore(abstract(with_rounded))
+    assert_same(restored, state)
+
+
 def test_the_position_alone(directory):
     with Checkpoints(directory, keep=3) as checkpoints:
         assert checkpoints.restore_position() == {"next_index": 6}

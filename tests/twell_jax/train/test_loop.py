@@ -64,7 +64,10 @@ def run_on(fingerprint, checkpoints, require_in_place=lambda: None):
         data=SimpleNamespace(fingerprint=fingerprint),
         batches=Batches(),
         trainer=SimpleNamespace(
-            abstract_state=None, plans_every=0, steps=SimpleNamespace(settle=lambda _: None)
+            abstract_state=None,
+            plans_every=0,
+            steps=SimpleNamespace(settle=lambda _: None),
+            with_rounded=lambda state: state,
         ),
         checkpoints=checkpoints,
         write_sample=None,
