@@ -111,7 +111,7 @@ def _rounding(case: Case) -> _Made:
     exact = jnp.concatenate([part.reshape(case.m, -1) for part in exact], axis=1)
 
     def call(kernels: TransformerKernels, *parts: jax.Array):
-        return kernels.round_both(parts, jnp.float32(1), angles, rotated)
+        return kernels.round_both(parts, jnp.float32(1), jnp.float8_e5m2, angles, rotated)
 
     return call, tuple(parts), exact, 2 * sum(part.nbytes for part in parts)
 

@@ -130,6 +130,9 @@ _MODELS = {
     "step-2b": Figure(
         speedup(f"training-2b-{_H100}", {"config": "2b", "devices": 1}, "sparse, relu")
     ),
+    "step-documents": Figure(
+        speedup(f"training-documents-0p5b-{_H200}", {"devices": 1}, "sparse, relu")
+    ),
     "step-2b-silu": Figure(_over_silu("2b")),
     "step-0p5b-silu": Figure(_over_silu("0p5b")),
     **{

@@ -68,9 +68,10 @@ REMARKS = {
     "skipped dead neurons ([the study](../study.md#a-longer-run) compares them). Other processes "
     "had the second GPU. The ReLU run was stopped at step 233 and continued; its steps "
     "201 to 250 and 301 to 350 took 9 and 10 s longer than others.",
-    "wallclock-nvidia-h200-20261129": "Each run had a GPU of its own, on a host with four, and a "
-    "call of its own, whose rows are joined here; the dense ReLU run came a day later, on a host "
-    "with one GPU. The longest "
-    "pauses were 19 s in the sparse run with float8, 4 s in the other sparse one, for a plan whose "
-    "program was not ready, and 1.4 s in dense ones.",
+    "wallclock-nvidia-h200-20261129-2": "Each run had a call and a GPU of its own: ReLU and the "
+    "sparse run with float8 on hosts with one, the others on a host with four. The longest pauses "
+    "were 53 s in the sparse run with float8 and 4 s in the other, both for a plan whose program "
+    "was not ready, for which no step waits today, and 1.4 s in dense ones.",
+    "training-float8-2b-nvidia-h200-20261129": "Two more steps of each row were profiled.",
+    "training-documents-0p5b-nvidia-h200-20261129": "Attention does not reach across documents.",
 }

@@ -170,7 +170,7 @@ def measure(
             following = plan.revised(*(np.asarray(of_layers).tolist() for of_layers in measured))
             if following.announced == plan.capacities:
                 break
-            plan = dataclasses.replace(following, capacities=following.announced)
+            plan = following.followed
 
         def step() -> StepMetrics:
             nonlocal state

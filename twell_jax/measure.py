@@ -82,7 +82,7 @@ def measure_model(name: str, text: Path, console: Console, *, everything: bool =
     tokens = np.resize(np.array(lm.encode(words), np.int32), (TOKENS // context, context + 1))
     union, listed = whole_models.needs(model, tokens)
     plan = GradientPlan.dense(len(union)).revised(union, listed, [0.0] * len(union))
-    works = list(whole_models.works(model, tokens, plan.next_ffn_gradients).items())
+    works = list(whole_models.works(model, tokens, plan.followed.ffn_gradients).items())
     with console.status("compiling, for about a minute"):
         found, too_large = whole_models.measure(dict(works[:FIRST]))
     if everything or time.monotonic() - start < SECONDS:

@@ -38,6 +38,10 @@ class CompileAhead[Key: Hashable]:
         prepared = self._programs.get(key)
         return key in self._programs and (prepared is None or prepared.done())
 
+    def is_idle(self) -> bool:
+        """Whether nothing is being compiled, or waits to be."""
+        return all(one is None or one.done() for one in self._prepared())
+
     def get(self, key: Key) -> Callable:
         """A program; waits for it if it is being prepared.
 
@@ -77,5 +81,7 @@ class CompileAhead[Key: Hashable]:
           Whether one is being compiled. Nothing can stop that: the process ends only after it.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        prepared = (*self._programs.values(), *self._calls.values())
-        return any(one is not None and one.running() for one in prepared)
+        return any(one is not None and one.running() for one in self._prepared())
+
+    def _prepared(self) -> tuple[Future | None, ...]:
+        return (*self._programs.values(), *self._calls.values())

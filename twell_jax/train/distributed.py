@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from twell_jax.config import ConfigError
@@ -91,6 +92,14 @@ def stop_request() -> Iterator[Callable[[int], bool]]:
     actions = {signal.SIGINT: on_interrupt} | ({} if several else {signal.SIGTERM: asked.set})
     with interrupt.handled(actions):
         yield stop_after
+
+
+def all_agree(*votes: bool) -> tuple[bool, ...]:
+    """For each vote, whether it is yes in all processes, every one of which must call this."""
+    if jax.process_count() == 1:
+        return votes
+    gathered = multihost_utils.process_allgather(np.array(votes))
+    return tuple(np.all(gathered, axis=0).tolist())
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

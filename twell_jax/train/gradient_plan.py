@@ -6,11 +6,9 @@ a margin, and nothing has to be tried. If it exceeds the capacity all the same, 
 exact, and from the next plan on it has a wider margin.
 
 Each plan has to be compiled, so plans should change rarely: all layers have the same capacity, and
-keep it until it becomes too small. A change is announced one plan ahead: its program is compiled
-while the old one trains on, and the step at which it takes over does not depend on how long that
-takes. Only the plan with all layers sparse, to which most runs come, takes over at once: it is
-compiled from the start. What the newest step needs says before which plan is likely to be announced
-next.
+keep it until it becomes too small. No step waits for that: what a plan announces is followed once
+its program is ready, if measurements still ask for it then. The program with all layers sparse, to
+which most runs come, is compiled from the start.
 """
 
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ type Measured = tuple[jax.Array | np.ndarray, ...]
 _CLOSE = 1.03  # times the need of a layer must fit, for them to stay so
 _AFTER_OVERFLOW = 1.2  # times the margin
 # Where the run decides, so many tokens lie between two plans, and at least and at most so many
-# steps: time for the next program to be compiled.
+# steps.
 _TOKENS, _FEWEST, _MOST = 10**7, 10, 100
 
 
@@ -99,7 +97,7 @@ class GradientPlan:
     Attributes:
       capacities: for each layer, the capacity of its sparse gradients, 0 if they are dense. Saved
         plans may have others than `CAPACITY`, which they keep until the next change.
-      announced: the capacities of the next plan, unless they become too small, or all layers fit.
+      announced: the capacities to change to once their program is compiled.
       margins: for each layer, its capacity over what it needs, at least, when it becomes sparse.
         They never fall, so plans come to rest.
     """
@@ -125,7 +123,8 @@ class GradientPlan:
     @property
     def all_sparse(self) -> "GradientPlan":
         """This plan with all layers sparse."""
-        return replace(self, capacities=(CAPACITY,) * len(self.capacities))
+        capacities = (CAPACITY,) * len(self.capacities)
+        return replace(self, capacities=capacities, announced=capacities)
 
     @property
     def sparse(self) -> tuple[bool, ...]:
@@ -135,56 +134,36 @@ class GradientPlan:
     @property
     def ffn_gradients(self) -> tuple[LayerGradients, ...]:
         """The argument `ffn_gradients` of `Transformer`; None is the dense default."""
-        return _arguments(self.capacities)
+        return tuple(capacity or None for capacity in self.capacities)
 
     @property
-    def next_ffn_gradients(self) -> tuple[LayerGradients, ...]:
-        """`ffn_gradients` of the announced plan."""
-        return _arguments(self.announced)
-
-    def likely(self, union: Sequence[float], listed: Sequence[float]) -> "GradientPlan":
-        """The plan to come if needs, which the newest step measured, do not rise much again.
-
-        Args:
-          union, listed: as `revised` takes them.
-        """
-        union, listed = ([MARGIN * share for share in shares] for shares in (union, listed))
-        settled = self
-        for _ in range(2):  # one to announce it, one to follow
-            settled = settled.revised(union, listed, [0.0] * len(self.capacities))
-        return settled
+    def followed(self) -> "GradientPlan":
+        """This plan once what it announces is done."""
+        return replace(self, capacities=self.announced)
 
     def revised(
         self, union: Sequence[float], listed: Sequence[float], overflow: Sequence[float]
     ) -> "GradientPlan":
-        """The next plan, from what steps measured since this one was made.
+        """This plan with what steps ask for that measured this since it was made.
 
         Args:
           union, listed: for each layer, as in `FFNStats`, the largest of the newest steps.
           overflow: for each layer, the largest share of a step's calls that overflowed, 0 to 1.
         """
         needs = [max(shares) for shares in zip(union, listed, strict=True)]
+        # A layer that is already to become dense goes on to overflow until that is compiled.
         margins = tuple(
-            margin * (_AFTER_OVERFLOW if overflowed else 1)
-            for margin, overflowed in zip(self.margins, overflow, strict=True)
+            margin * (_AFTER_OVERFLOW if overflowed and capacity else 1)
+            for margin, overflowed, capacity in zip(
+                self.margins, overflow, self.announced, strict=True
+            )
         )
-        announced_fits = all(
-            capacity == 0 or need < capacity
-            for capacity, need in zip(self.announced, needs, strict=True)
-        )
-        capacities = self.announced if announced_fits else self.capacities
-        of_layers = zip(capacities, needs, margins, overflow, strict=True)
-        wanted = tuple(_capacity(*of_layer) for of_layer in of_layers)
-        if wanted == self.all_sparse.capacities:
-            capacities = wanted
-        return GradientPlan(capacities, wanted, margins)
+        of_layers = zip(self.announced, needs, margins, overflow, strict=True)
+        announced = tuple(_capacity(*of_layer) for of_layer in of_layers)
+        return replace(self, announced=announced, margins=margins)
 
 
 def _capacity(now: float, need: float, margin: float, overflowed: float) -> float:
-    """The capacity for a layer that has the capacity `now`; 0 if its need is too large."""
+    """The capacity for a layer for which `now` is announced; 0 if its need is too large."""
     stays = now and not overflowed
     return CAPACITY if need * (_CLOSE if stays else margin) <= CAPACITY else 0.0
-
-
-def _arguments(capacities: Sequence[float]) -> tuple[LayerGradients, ...]:
-    return tuple(capacity or None for capacity in capacities)

@@ -322,16 +322,12 @@ def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
     batch = trainer.put_batch(next(run.batches)["tokens"])
     step = trainer.steps.get(now.ffn_gradients)
     state, measured = step(state, batch, l1_coefficient(config, now.step))
-    _foresee_plan(run, now)
     recorder.add(now.step + 1, replace(measured, tiles=None), plan)
     largest: Measured | None = None
     if plan:
         largest = measured.union, measured.listed, measured.overflow
         if now.measured and (now.step + 1) % trainer.plans_every == 0:
-            # The steps before have ended, so the device need not wait for this.
-            union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
-            plan = plan.revised(union, listed, overflow)
-            _tell_overflow(run, now.step, overflow)
+            plan = _next_plan(run, now, plan)
             # Before other sorting, as the step counted the tiles of neurons where they were.
             trainer.steps.settle(_ORDER)
             state = trainer.order_by_use(state, measured.tiles, measured.nnz)
@@ -352,28 +348,36 @@ def _compile_ahead(run: Run, now: Standing) -> None:
     ahead.prepare_call(_EVALUATION, partial(trainer.compile_evaluation, run.data.held_out))
     if run.write_sample:
         ahead.prepare_call(_SAMPLE, run.write_sample.compile)
-    if now.plan and _plans_again(run, now):
+    if now.plan and _plans_again(run, now.step):
         ahead.prepare_call(_ORDER, partial(trainer.compile_ordering, now.ffn_gradients))
-        ahead.prepare(now.plan.all_sparse.ffn_gradients)
+        all_sparse = now.plan.all_sparse.ffn_gradients
+        if now.ffn_gradients != all_sparse:  # else the first step compiles it
+            ahead.prepare(all_sparse)
 
 
-def _foresee_plan(run: Run, now: Standing) -> None:
-    """Has the announced plan compiled, and one that is likely to be announced, before it is.
+def _next_plan(run: Run, now: Standing, plan: GradientPlan) -> GradientPlan:
+    """The plan that follows from what was measured up to `now`, once its program is compiled.
 
-    Call this once a step has been dispatched: it may wait for the one before.
+    Until then it is the one before. One program is compiled at a time, so that what is wanted when
+    it is done need not wait for what was.
     """
-    ahead, plan = run.trainer.steps, now.plan
-    if plan is None or not _plans_again(run, now):
-        return
-    ahead.prepare(plan.next_ffn_gradients)
-    if now.measured and now.step % run.trainer.plans_every == 0:  # of the newest step alone
-        union, listed, _ = (of_layers.tolist() for of_layers in now.measured)
-        ahead.prepare(plan.likely(union, listed).ffn_gradients)
+    assert now.measured is not None
+    # The steps before have ended, so the device need not wait for this.
+    union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
+    _tell_overflow(run, now.step, overflow)
+    plan, ahead = plan.revised(union, listed, overflow), run.trainer.steps
+    wanted = plan.followed.ffn_gradients
+    is_ready, is_idle = distributed.all_agree(ahead.is_ready(wanted), ahead.is_idle())
+    if is_ready:
+        return plan.followed
+    if is_idle and _plans_again(run, now.step + 1):
+        ahead.prepare(wanted)
+    return plan
 
 
-def _plans_again(run: Run, now: Standing) -> bool:
-    """Whether a run with plans makes another one."""
-    return now.step + run.trainer.plans_every < run.config.steps
+def _plans_again(run: Run, step: int) -> bool:
+    """Whether a run with plans makes another one after this step."""
+    return step + run.trainer.plans_every < run.config.steps
 
 
 def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:

@@ -109,6 +109,7 @@ def test_a_program_is_ready_once_it_is_compiled_or_was_called():
     programs.get("called")
     programs.prepare("prepared")
     assert programs.is_ready("called") and not programs.is_ready("prepared")
+    assert not programs.is_idle()
     may_end.set()
     programs.get("prepared")
-    assert programs.is_ready("prepared")
+    assert programs.is_ready("prepared") and programs.is_idle()

@@ -21,7 +21,7 @@ def revised(plan, *layers, overflow=None):
 
 def planned(*layers):
     """The plan in which layers with this (union, listed) come to rest."""
-    return revised(revised(GradientPlan.dense(len(layers)), *layers), *layers)
+    return revised(GradientPlan.dense(len(layers)), *layers).followed
 
 
 @pytest.mark.parametrize(
@@ -46,33 +46,26 @@ def test_a_layer_that_outgrows_the_capacity_becomes_dense():
     plan = planned((0.67, 0.5))
     assert revised(plan, (0.72, 0.5)) == plan and plan.capacities == (CAPACITY,)
     plan = revised(plan, (0.74, 0.5))
-    assert plan.capacities == (CAPACITY,) and plan.announced == (0,)
-    assert revised(plan, (0.74, 0.5)).capacities == revised(plan, (0.74, 0.5)).announced == (0,)
+    assert plan.capacities == (CAPACITY,) and plan.announced == plan.followed.capacities == (0,)
 
 
-def test_a_change_is_announced_one_plan_ahead():
-    plan = GradientPlan.dense(3)
-    plan = revised(plan, (0.2, 0.1), USUAL, USUAL)
+def test_a_change_is_announced_until_its_program_is_ready():
+    plan = revised(GradientPlan.dense(3), (0.2, 0.1), USUAL, USUAL)
     assert plan.capacities == (0, 0, 0) and plan.announced == (CAPACITY, 0, 0)
-    plan = revised(plan, (0.2, 0.1), (0.3, 0.1), USUAL)
-    assert plan.capacities == (CAPACITY, 0, 0) and plan.announced == (CAPACITY, CAPACITY, 0)
-    plan = revised(plan, (0.2, 0.1), (0.3, 0.1), USUAL)
+    plan = revised(plan, (0.2, 0.1), (0.3, 0.1), USUAL)  # before it is ready
+    assert plan.capacities == (0, 0, 0) and plan.announced == (CAPACITY, CAPACITY, 0)
+    plan = plan.followed
     assert plan.capacities == plan.announced == (CAPACITY, CAPACITY, 0)
-
-
-def test_all_layers_become_sparse_at_once_as_that_is_compiled_from_the_start():
-    for plan in (GradientPlan.dense(2), revised(GradientPlan.dense(2), (0.2, 0.1), USUAL)):
-        plan = revised(plan, (0.2, 0.1), (0.3, 0.1))
-        assert plan.capacities == plan.announced == (CAPACITY, CAPACITY)
+    assert revised(plan, (0.2, 0.1), (0.3, 0.1), USUAL) == plan
 
 
 def test_what_is_announced_stays_with_the_margin_of_a_sparse_layer():
     plan = revised(GradientPlan.dense(2), (0.67, 0.1), USUAL)
     plan = revised(plan, (0.70, 0.1), USUAL)  # with which no dense layer becomes sparse
-    assert plan.capacities == plan.announced == (CAPACITY, 0)
+    assert plan.announced == (CAPACITY, 0)
 
 
-def test_what_no_longer_fits_when_its_time_comes_is_taken_back():
+def test_what_no_longer_fits_before_its_program_is_ready_is_taken_back():
     plan = revised(GradientPlan.dense(2), (0.2, 0.1), USUAL)
     plan = revised(plan, (0.8, 0.1), USUAL)
     assert plan.capacities == plan.announced == (0, 0)
@@ -85,34 +78,23 @@ def test_a_plan_rests_while_its_capacity_holds():
         assert revised(plan, (union, 0.1), (0.3, 0.1), (0.3, 0.1)) == plan
 
 
-def test_an_overflow_is_corrected_with_the_next_plan_and_widens_the_margin_for_good():
+def test_an_overflow_is_corrected_and_widens_the_margin_for_good():
     plan = planned((0.6, 0.1), (0.2, 0.1))
     told = revised(plan, (0.8, 0.1), (0.2, 0.1), overflow=[0.5, 0])
     assert told.capacities == (CAPACITY, CAPACITY) and told.announced == (0, CAPACITY)
     assert told.margins == pytest.approx((1.32, 1.1))
-    corrected = revised(told, (0.8, 0.1), (0.2, 0.1))
-    assert corrected.capacities == corrected.announced == (0, CAPACITY)
+    # Until its program is ready it goes on to overflow, which says nothing new.
+    assert revised(told, (0.8, 0.1), (0.2, 0.1), overflow=[0.5, 0]) == told
+    corrected = told.followed
     for need, capacities in ((0.57, (0, CAPACITY)), (0.56, (CAPACITY, CAPACITY))):
         assert revised(corrected, (need, 0.1), (0.2, 0.1)).announced == capacities
     # Other devices needed more than the mean over devices says, but the margin still holds it.
-    still_held = revised(plan, (0.5, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert still_held.capacities == (CAPACITY, CAPACITY)
+    plan = revised(plan, (0.5, 0.1), (0.2, 0.1), overflow=[0.5, 0])
+    assert plan.announced == (CAPACITY, CAPACITY)
     # A layer that goes on to overflow becomes dense.
     for _ in range(9):
-        corrected = revised(corrected, (0.2, 0.1), (0.2, 0.1), overflow=[0.5, 0])
-    assert corrected.capacities == (0, CAPACITY)
-
-
-def test_the_newest_step_says_before_the_largest_need_which_plan_is_likely():
-    falling, plan = [(0.2, 0.1), (0.9, 0.8)], GradientPlan.dense(2)
-    assert revised(plan, USUAL, USUAL).announced == (0, 0)
-    likely = plan.likely(*zip(*falling, strict=True))
-    assert likely.ffn_gradients == (CAPACITY, None)
-    announced = revised(revised(plan, USUAL, USUAL), *falling)
-    assert revised(announced, *falling).ffn_gradients == likely.ffn_gradients
-    # What fits barely may be a small step between larger ones.
-    assert plan.likely((0.64, 0.9), (0.1, 0.8)).ffn_gradients == (None, None)
-    assert revised(plan, (0.64, 0.1), USUAL).announced == (CAPACITY, 0)
+        plan = revised(plan, (0.2, 0.1), (0.2, 0.1), overflow=[0.5, 0]).followed
+    assert plan.capacities == (0, CAPACITY)
 
 
 def test_a_saved_plan_keeps_its_capacities_until_it_changes():
@@ -122,10 +104,10 @@ def test_a_saved_plan_keeps_its_capacities_until_it_changes():
     assert plan.capacities == (1 / 4, 0) and plan.announced == (CAPACITY, 0)
 
 
-def test_the_model_is_told_of_sparse_layers_alone_and_of_the_next_plan_before():
+def test_the_model_is_told_of_sparse_layers_alone():
     plan = revised(planned((0.2, 0.1), USUAL, USUAL), (0.2, 0.1), USUAL, (0.05, 0.1))
     assert plan.ffn_gradients == (CAPACITY, None, None) and plan.sparse == (True, False, False)
-    assert plan.next_ffn_gradients == (CAPACITY, None, CAPACITY)
+    assert plan.followed.ffn_gradients == (CAPACITY, None, CAPACITY)
 
 
 def test_a_plan_survives_json_and_keeps_the_names_that_checkpoints_have():

@@ -15,7 +15,7 @@ from twell_jax.ffn.algorithms import CAPACITY
 from twell_jax.models import sharding
 from twell_jax.train.checkpoint_errors import CannotSave
 from twell_jax.train.gradient_plan import GradientPlan, largest_measured
-from twell_jax.train.loop import Run, Standing, _compile_ahead, _foresee_plan, start
+from twell_jax.train.loop import Run, Standing, _compile_ahead, _next_plan, start
 from twell_jax.train.run_directory import AnotherRun
 from twell_jax.train.served import first_plan, warn_of_products, with_gradients_served
 from twell_jax.train.trainer import Trainer
@@ -48,7 +48,16 @@ class OneCheckpoint:
 class Prepared(list):
     """What a run has compiled ahead, in its order: names of calls, and programs."""
 
+    def __init__(self):
+        self.ready, self.busy = set(), False
+
     prepare = list.append
+
+    def is_ready(self, key):
+        return key in self.ready
+
+    def is_idle(self):
+        return not self.busy
 
     def prepare_call(self, name, compile_it):
         self.append(name)
@@ -112,20 +121,36 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_begun():
     assert done == ["metrics", "checkpoint"]
 
 
-def test_what_is_called_between_steps_is_compiled_first_and_plans_as_they_come():
-    ahead, every, small = Prepared(), 10, jnp.array([0.2, 0.9])
+def planning_run(ahead, every):
     run = run_on("its text", None)
     run.trainer.steps, run.trainer.plans_every, run.data.held_out = ahead, every, None
     run.trainer.mesh, run.trainer.compile_evaluation, run.trainer.compile_ordering = None, id, id
-    plan, measured = GradientPlan.dense(2), (small, small, jnp.zeros(2))
-    _compile_ahead(run, Standing(0, None, plan, None))
-    assert ahead == ["save", "evaluation", "order", (CAPACITY, CAPACITY)]
-    ahead.clear()
-    for step in (every - 1, every + 1):  # of many steps: they say what is announced
-        _foresee_plan(run, Standing(step, None, plan, measured))
-    assert set(ahead) == {(None, None)}
-    _foresee_plan(run, Standing(every, None, plan, measured))
-    assert set(ahead) == {(None, None), (CAPACITY, None)}
+    return run
+
+
+def test_what_is_called_between_steps_is_compiled_first_and_then_the_plan_to_come():
+    dense = GradientPlan.dense(2)
+    for plan, programs in ((dense, [(CAPACITY, CAPACITY)]), (dense.all_sparse, [])):
+        _compile_ahead(planning_run(ahead := Prepared(), 10), Standing(0, None, plan, None))
+        assert ahead == ["save", "evaluation", "order", *programs]
+
+
+def test_no_step_waits_for_the_program_of_a_plan():
+    ahead, every = Prepared(), 10
+    run, need = planning_run(ahead, every), jnp.array([0.2, 0.9])
+    plan, measured = GradientPlan.dense(2), (need, need, jnp.zeros(2))
+
+    def revised(plan, step=3 * every):
+        return _next_plan(run, Standing(step - 1, None, plan, measured), plan)
+
+    ahead.busy = True  # with the plan of all layers
+    plan = revised(plan)
+    assert plan.sparse == (False, False) and plan.announced == (CAPACITY, 0) and ahead == []
+    ahead.busy = False
+    assert revised(plan, run.config.steps - every) == plan and ahead == []  # it is the last plan
+    assert revised(plan) == plan and ahead == [(CAPACITY, None)]
+    ahead.ready.add((CAPACITY, None))
+    assert revised(plan).sparse == (True, False)
 
 
 def test_a_plan_follows_from_the_newest_half_of_the_steps_and_from_every_overflow():

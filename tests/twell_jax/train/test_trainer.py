@@ -401,15 +401,6 @@ def test_matrices_are_rounded_whenever_parameters_change(mesh):
         assert_rounded(state)
 
 
-def test_parameters_of_16_bits_compute_in_float32():
-    model = settings().model.model_copy(update={"param_dtype": "bfloat16"})
-    run = settings().model_copy(update={"model": model})
-    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    with jax.set_mesh(trainer.mesh):
-        _, metrics = trainer.step(trainer.init(), trainer.put_batch(draw()), L1)
-    assert jnp.isfinite(metrics.ce)
-
-
 def test_a_batch_that_does_not_divide_is_an_error():
     run = settings(micro_batch=3)
     mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
