@@ -11,11 +11,9 @@ Like a model, a measured function runs the block with `LAYERS` sets of weights, 
 so that weights come from memory and launch gaps count. Times are per layer.
 """
 
-import argparse
 import importlib
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -115,7 +113,7 @@ CASES = [case for place, case in enumerate(_ALL) if case not in _ALL[:place]]  #
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = record.parser(__doc__.split("\n")[0])
     choice = parser.add_mutually_exclusive_group()
     for option, cases, which in (
         ("--quick", GOALS, "the cases of the goals"),
@@ -129,7 +127,6 @@ def main() -> None:
             option, dest="cases", action="store_const", const=cases, help=f"only {which}"
         )
     choice.add_argument("--borders", nargs=2, type=int, metavar=("D", "H"), help="at this width")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.set_defaults(cases=CASES)
     args = parser.parse_args()
     _, why = dispatch.back_end(jax.ShapeDtypeStruct((H, D), DTYPE))

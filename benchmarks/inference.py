@@ -17,7 +17,6 @@ nvidia-ml-py. Where torch with CUDA is installed, "torch, silu" is a dense decod
 lives in the memory that JAX leaves free, 25 % of the GPU's by default.
 """
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -78,14 +77,11 @@ SAMPLED = Sampling(temperature=0.8)  # as the command does by default
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=NNZ, default=list(NNZ))
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
     parser.add_argument("--checkpoint", help="a run or Hugging Face directory, for `shapes`")
     parser.add_argument("--text", type=Path, help="what the checkpoint reads")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text belong together")

@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    args = variants.arguments(__doc__, BASE)
+    args = variants.parser(__doc__, BASE).parse_intermixed_args()
     variants.leave_memory()
     path = record.new_path("lasso", args.out)
     seed = config_lib.load(args.config, args.overrides).seed

@@ -23,7 +23,7 @@ WINDOW = 10  # logged steps over which differences are averaged, so that no sing
 
 
 def main() -> None:
-    args = variants.arguments(__doc__, BASE)
+    args = variants.parser(__doc__, BASE).parse_intermixed_args()
     variants.leave_memory()
     rows, path = [], record.new_path("losses", args.out)
     for name, changes in variants_of(config_lib.load(args.config, args.overrides)).items():

@@ -7,7 +7,6 @@ An interrupted run continues, and one that has ended is not repeated. So several
 divide the seeds, and a last one with all seeds writes the record.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,8 @@ SEEDS = [0, 1, 2]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", nargs="?", type=Path, default=BASE)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = variants.parser(__doc__, BASE)
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=SEEDS)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     variants.leave_memory()
     rows, path = [], record.new_path("precision", args.out)

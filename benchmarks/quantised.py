@@ -7,7 +7,6 @@ weights mean. Every variant stands beside the same model in bfloat16. How far fl
 shows what rounding does anyway.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,23 +39,19 @@ VARIANTS: dict[str, tuple[str, tuple[Part, ...]]] = {  # the dtype, and the part
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--sequences", type=int, help="default: the run's eval_sequences")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
-    rows, path = [], record.new_path("quantised", args.out)
+    rows = (
+        {"run": Path(run_dir).name, **row}
+        for run_dir in args.run_dirs
+        for row in measure(run_dir, args.sequences)
+    )
     try:
-        for run_dir in args.run_dirs:
-            for row in measure(run_dir, args.sequences):
-                rows.append({"run": Path(run_dir).name, **row})
-                record.write("quantised", rows, path)
-                print(record.line(rows[-1]), flush=True)
+        record.write_as_they_come("quantised", rows, args.out)
     except (ConfigError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(path)
 
 
 def measure(run_dir: str, sequences: int | None) -> Iterator[dict[str, Any]]:

@@ -51,11 +51,19 @@ def write(benchmark: str, rows: list[dict[str, Any]], path: Path, **details: Any
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark's command line; it has `--out`, the directory of the record."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, default=RESULTS)
+    return made
+
+
 def command(benchmark: str, description: str, rows: Iterable[dict[str, Any]]) -> None:
     """The command of a benchmark without options but `--out`: measures the rows and writes them."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    write_as_they_come(benchmark, rows, parser.parse_args().out)
+    args = parser(description.split("\n")[0]).parse_args()
+    write_as_they_come(benchmark, rows, args.out)
 
 
 def write_as_they_come(benchmark: str, rows: Iterable[dict[str, Any]], directory: Path) -> None:

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -326,19 +325,16 @@ def soak(programs: list[Program], rows: float, seed: int) -> Iterator[list[dict[
         ]
 
 
-def arguments(description: str, rows: float) -> argparse.Namespace:
+def arguments(description: str | None, rows: float) -> argparse.Namespace:
     """The command line of a soak: rows, seed and out."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(description)
     parser.add_argument("--rows", type=float, default=rows, help="at least so many are compared")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     return parser.parse_args()
 
 
 def main() -> None:
-    args = arguments(str(__doc__), rows=1e8)
+    args = arguments(__doc__, rows=1e8)
     path = record.new_path("soak", args.out)
     for rows in soak(list(itertools.product(CASES, FAMILIES)), args.rows, args.seed):
         record.write("soak", rows, path, seed=args.seed)  # a run that is cut off leaves this

@@ -168,7 +168,7 @@ def soak(cases: list[Case], rows: float, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    args = arguments(str(__doc__), rows=1e6)
+    args = arguments(__doc__, rows=1e6)
     rows = soak(CASES, args.rows, args.seed)
     record.write_as_they_come("soak_decoding", rows, args.out)
 

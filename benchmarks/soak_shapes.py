@@ -7,12 +7,10 @@ M, D and H are drawn among all that the kernels take, with a pattern of one of t
 four processes share the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
-import argparse
 import itertools
 import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,12 +44,9 @@ def checked(programs: tuple[Program, ...]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--shapes", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     path, rows = record.new_path("soak_shapes", args.out), []
     with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:

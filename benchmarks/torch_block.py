@@ -8,7 +8,6 @@ models have them. With a checkout of the published kernels there are rows of the
 w_down is `[H, D]` in memory.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,11 +36,8 @@ type Operands = list[torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("--published", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_args()
     rows = (row for case in CASES for row in measure(*case, checkout=args.published))
     record.write_as_they_come("torch_block", rows, args.out)

@@ -12,7 +12,6 @@ the cross-entropies of all tokens, "logits_error" the logits after each sequence
 torch.compile, which rounds less often, they may be larger for that alone. It needs transformers.
 """
 
-import argparse
 import copy
 import itertools
 import tempfile
@@ -40,13 +39,10 @@ type Scores = dict[str, torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("config", nargs="?", default="configs/2b.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--sequences", type=int, default=inference.BATCH, metavar="N")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     if (name := Path(args.config).stem) not in inference.NNZ:
         parser.error(f"config: must be of {', '.join(inference.NNZ)}, got {name}")

@@ -13,7 +13,6 @@ of a device stays the same: `batch_tokens` counts per device and is one micro-ba
 given. Efficiency is tokens per second and device, relative to the same variant on one device.
 """
 
-import argparse
 import dataclasses
 import gc
 import itertools
@@ -79,14 +78,11 @@ class QwixTrainer(Trainer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("config", nargs="?", default="configs/0p5b.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--devices", type=int, nargs="+", help="how many (default: all there are)")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     if (name := Path(args.config).stem) not in inference.NNZ:
         parser.error(f"config: must be of {', '.join(inference.NNZ)}, got {name}")

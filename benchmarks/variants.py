@@ -23,20 +23,12 @@ _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _PROGRAMS = "compiled"  # the cache of the variants of a `run_dir`, in it
 
 
-def arguments(description: str | None, base: Path) -> argparse.Namespace:
-    """The command line of a benchmark that trains variants: `config`, `overrides` and `out`.
-
-    Args:
-      description: what the benchmark does.
-      base: the configuration that is taken if none is given.
-    """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", nargs="?", type=Path, default=base)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    return parser.parse_intermixed_args()
+def parser(description: str | None, base: Path) -> argparse.ArgumentParser:
+    """As `record.parser`, with `config`, by default `base`, and `overrides`."""
+    made = record.parser(description)
+    made.add_argument("config", nargs="?", type=Path, default=base)
+    made.add_argument("overrides", nargs="*", metavar="key=value")
+    return made
 
 
 def leave_memory() -> None:

@@ -28,7 +28,6 @@ sparse ones alone. The text of wallclock.yaml is Python's standard library, of w
 reads every token many times: name more with data.source=files and data.paths=[...].
 """
 
-import argparse
 import sys
 from datetime import date
 from pathlib import Path
@@ -64,16 +63,13 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--run", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seconds", type=float, default=600, help="of training, for each run")
     parser.add_argument(
         "--resume", type=Path, action="append", default=[], metavar="FILE", help="to continue"
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     args = parser.parse_intermixed_args()
     variants.leave_memory()
     today = record.path_of_today("wallclock", args.out)

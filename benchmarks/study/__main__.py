@@ -78,9 +78,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=SEEDS)
@@ -88,7 +86,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--resume", type=Path, action="append", default=[], metavar="RECORD", help="to continue"
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
     return parser.parse_intermixed_args()
 
 
