@@ -9,7 +9,6 @@
 No GPU is needed. On a Hopper GPU each layer is also timed.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -151,9 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.command_line(__doc__)
     parser.add_argument("model", metavar="RUN_DIR | MODEL", help=arguments.DIRECTORY)
     parser.add_argument(
         "--text",

@@ -22,6 +22,7 @@ from twell_jax.inference.arguments import (
     at_least,
     check_out,
     check_task_path,
+    command_line,
     path,
 )
 from twell_jax.train import compilation_cache, interrupt, utf8
@@ -34,11 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=compilation_cache.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__, compilation_cache.HELP)
     parser.add_argument("directory", help=DIRECTORY)
     add_tasks(parser, TASKS, TASKS)
     parser.add_argument(

@@ -4,7 +4,6 @@ transformers loads it as a Llama, or as what the model is otherwise: see docs/hu
 `--push org/name` puts it on the Hugging Face hub, too.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.command_line(__doc__)
     parser.add_argument("model", metavar="run", help=arguments.DIRECTORY)
     parser.add_argument("directory", type=arguments.path, help="where to write; new or empty")
     parser.add_argument(

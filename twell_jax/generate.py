@@ -20,7 +20,7 @@ import numpy as np
 
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
-from twell_jax.inference.arguments import DIRECTORY, at_least, unicode_text
+from twell_jax.inference.arguments import DIRECTORY, at_least, command_line, unicode_text
 from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
@@ -33,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=compilation_cache.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__, compilation_cache.HELP)
     parser.add_argument("directory", help=DIRECTORY)
     parser.add_argument(
         "--prompt",

@@ -151,9 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.command_line(__doc__)
     parser.add_argument("target", nargs="+", metavar="D H | MODEL", help="what to time")
     parser.add_argument("--text", type=arguments.path, help="a file in UTF-8 that the model reads")
     parser.add_argument("--no-gate", action="store_true", help="a block without a gate projection")

@@ -5,7 +5,6 @@ evaluation. Of several, it draws loss, non-zeros and speed in one figure, runs.p
 directory, or --out. Runs may be going on.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.command_line(__doc__)
     parser.add_argument("run_dir", nargs="+", help="directory of a run, such as runs/tiny")
     parser.add_argument(
         "--out", type=arguments.path, help="of the figure of several runs (default: runs.png)"

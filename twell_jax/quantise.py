@@ -5,7 +5,6 @@ by the convention of compressed-tensors. `--quantise fp8-all-but-down` adds the 
 attention and the head. Everything else stays as it is.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` is without the program's name, None takes `sys.argv`."""
     if argv is None:
         utf8.ensure()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.command_line(__doc__)
     parser.add_argument("directory", help=arguments.DIRECTORY)
     parser.add_argument("out", type=arguments.path, help="where to write; new or empty")
     parser.add_argument(

@@ -28,7 +28,7 @@ import jax
 from twell_jax import config as config_lib
 from twell_jax.config import ConfigError
 from twell_jax.inference import language_model
-from twell_jax.inference.arguments import DIRECTORY, add_tasks, check_task_path
+from twell_jax.inference.arguments import DIRECTORY, add_tasks, check_task_path, command_line
 from twell_jax.models import sharding
 from twell_jax.train import command, interrupt, recipe, utf8
 from twell_jax.train.init_from import is_run
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("name", metavar="NAME", help=DIRECTORY)
     parser.add_argument(
         "--data",

@@ -10,6 +10,15 @@ from twell_jax.config import ConfigError
 DIRECTORY = "of a run, such as runs/tiny, or with a config.json; or org/name[@revision] on the hub"
 
 
+def command_line(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command, whose help keeps the lines of both texts."""
+    return argparse.ArgumentParser(
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
     """The `type` of an argument that is an integer of at least `minimum`."""
 
