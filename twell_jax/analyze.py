@@ -81,11 +81,11 @@ def analyze(run_dir: str, sequences: int | None, console: Console) -> None:
     measured = f"{summary['sequences']} sequences, {summary['tokens']:,} tokens"
     bits_per_byte = corpus.bits_per_byte(activity.ce)
     verdict = progress.verdict(activity.ce, corpus.unigram_cross_entropy, bits_per_byte)
-    console.out(f"{measured}: {verdict}", highlight=False)
-    console.out(f"analysis: {paths.analysis}", highlight=False)
+    console.out(f"{measured}: {verdict}")
+    console.out(f"analysis: {paths.analysis}")
     title = title_of_run(paths.directory, config)
     for path in plot_activity(activity, speedup, paths.directory, title):
-        console.out(f"plot: {path}", highlight=False)
+        console.out(f"plot: {path}")
 
 
 def analyze_on_text(name: str, text: Path, sequences: int | None, console: Console) -> None:
@@ -117,7 +117,7 @@ def analyze_on_text(name: str, text: Path, sequences: int | None, console: Conso
     summary = _summary(lm.model, activity, _speedup(lm.model, tokens, None, console))
     _print(summary, console)
     measured = f"{summary['sequences']} sequences, {summary['tokens']:,} tokens"
-    console.out(f"{measured}: cross-entropy {activity.ce:.3f} nats/token", highlight=False)
+    console.out(f"{measured}: cross-entropy {activity.ce:.3f} nats/token")
 
 
 def _speedup(
@@ -127,7 +127,7 @@ def _speedup(
     try:
         return measure_speedup(model, sequences, document_end=document_end)
     except CannotServe as error:
-        console.out(f"speed-up not measured: {error.why}", highlight=False)
+        console.out(f"speed-up not measured: {error.why}")
         return None
 
 
@@ -143,7 +143,7 @@ def _summary(model: Transformer, activity: Activity, speedup: Speedup | None) ->
 def _print(summary: dict[str, Any], console: Console) -> None:
     for table in tables(summary):
         console.print(table)
-    console.out(summary["estimate"]["sentence"], highlight=False)
+    console.out(summary["estimate"]["sentence"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -165,13 +165,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"(default: at most {SEQUENCES})",
     )
     args = parser.parse_args(argv)
+    console = Console(highlight=False)
     try:
         with interrupt.at_once():
             compilation_cache.enable()
             if args.text is not None:
-                analyze_on_text(args.model, args.text, args.sequences, Console())
+                analyze_on_text(args.model, args.text, args.sequences, console)
             else:
-                analyze(args.model, args.sequences, Console())
+                analyze(args.model, args.sequences, console)
     except (ConfigError, CheckpointError, PretrainedError, OSError) as error:
         sys.exit(f"error: {error}")
 

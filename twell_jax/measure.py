@@ -50,9 +50,9 @@ def measure_block(block: Block, console: Console) -> None:
     with console.status("compiling, for about 40 seconds"):
         times = measure(block)
     console.print(table(block, device, times))
-    console.out(sentence(times), highlight=False)
+    console.out(sentence(times))
     path = keep(device, block, {found.tokens: found.forward for found in times})
-    console.out(f"kept: {path}", highlight=False)
+    console.out(f"kept: {path}")
 
 
 def measure_model(name: str, text: Path, console: Console, *, everything: bool = False) -> None:
@@ -92,14 +92,14 @@ def measure_model(name: str, text: Path, console: Console, *, everything: bool =
     else:
         names = ", ".join(name for name, _ in works[FIRST:])
         why = f"as {time.monotonic() - start:.0f} s had passed"
-        console.out(f"not measured, {why}: {names}; --all measures it", highlight=False)
+        console.out(f"not measured, {why}: {names}; --all measures it")
     if too_large:
         names = ", ".join(too_large)
-        console.out(f"not measured, as memory does not suffice: {names}", highlight=False)
+        console.out(f"not measured, as memory does not suffice: {names}")
     console.print(table_of_model(jax.devices()[0].device_kind, found))
     shares = ", ".join(f"{share:.0%}" for share in union)
-    console.out(f"256 tokens use, of the neurons of each layer: {shares}", highlight=False)
-    console.out(sentence_of_model(found), highlight=False)
+    console.out(f"256 tokens use, of the neurons of each layer: {shares}")
+    console.out(sentence_of_model(found))
 
 
 def table_of_model(device: str, found: Sequence[Work]) -> Table:
@@ -167,13 +167,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_block = args.no_gate or args.dtype
     if (of_block and args.text is not None) or (args.all and args.text is None):
         parser.error("--no-gate and --dtype are for a block, --all for a model")
+    console = Console(highlight=False)
     try:
         with interrupt.at_once():
             compilation_cache.enable()
             if args.text is not None:
-                measure_model(args.target[0], args.text, Console(), everything=args.all)
+                measure_model(args.target[0], args.text, console, everything=args.all)
             else:
-                measure_block(_block(parser, args), Console())
+                measure_block(_block(parser, args), console)
     except CannotServe as error:
         sys.exit(f"error: {error.why}")
     except (ConfigError, CheckpointError, PretrainedError, OSError) as error:

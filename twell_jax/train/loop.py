@@ -140,8 +140,7 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
     if count > 1:  # printed now, as JAX may end this process if another is lost
         console.out(
             f"{count} processes: if one is lost, the others end within "
-            f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues",
-            highlight=False,
+            f"{config.mesh.heartbeat_seconds} s; the same command on all hosts continues"
         )
     before, given = started_with(config.run_dir), config
     paths = open_run(config)
@@ -172,12 +171,12 @@ def train(config: Config, require_in_place: Callable[[], None], score: Score | N
             batches.close()
 
     if step < config.steps:
-        console.out(f"stopped at step {step}; the same command continues", highlight=False)
+        console.out(f"stopped at step {step}; the same command continues")
     elif index == 0:
         require_in_place()
         show_result(config, paths, corpus.unigram_cross_entropy, console, gained, score, scored)
     if trainer.steps.stop():
-        console.out("waiting for a program that is still being compiled", highlight=False)
+        console.out("waiting for a program that is still being compiled")
 
 
 def _scored_source(config: Config, score: Score | None, console: Console) -> Mapping[str, float]:
@@ -187,7 +186,7 @@ def _scored_source(config: Config, score: Score | None, console: Console) -> Map
     assert config.init_from is not None
     scored = score(config.init_from)
     for name, value in scored.items():
-        console.out(f"{name} of {config.init_from}: {value:.3f}", highlight=False)
+        console.out(f"{name} of {config.init_from}: {value:.3f}")
     return scored
 
 
@@ -225,9 +224,9 @@ def start(run: Run) -> Standing:
         plan = GradientPlan.from_saved(choice)
         measured = tuple(map(np.array, position["choose_from"])) or None
     done = "finished" if finished else "continuing"
-    run.console.out(f"{done} {run.paths.directory} at step {state.step}", highlight=False)
+    run.console.out(f"{done} {run.paths.directory} at step {state.step}")
     if moved := run.before and moved_learning_rate(run.before, run.config, int(state.step)):
-        run.console.out(moved, highlight=False)
+        run.console.out(moved)
     return Standing(int(state.step), run.trainer.with_rounded(state), plan, measured)
 
 
@@ -311,7 +310,7 @@ def _evaluate_source(run: Run, now: Standing, recorder: metrics.Recorder) -> Non
     write = sample.writer(as_trained, corpus, shapes, run.trainer.mesh)
     recorder.add_source(model.activation, ce, bits_per_byte, write(params) if write else None)
     shown = "" if bits_per_byte is None else f"  {bits_per_byte:.3f} bits/byte"
-    run.console.out(f"held-out CE of {run.config.init_from}: {ce:.3f}{shown}", highlight=False)
+    run.console.out(f"held-out CE of {run.config.init_from}: {ce:.3f}{shown}")
 
 
 def _take_step(run: Run, now: Standing, recorder: metrics.Recorder) -> Standing:
@@ -384,6 +383,5 @@ def _tell_overflow(run: Run, step: int, overflow: list[float]) -> None:
     if layers := [str(layer) for layer, share in enumerate(overflow) if share]:
         run.console.out(
             f"up to step {step} layers {', '.join(layers)} exceeded the capacity of their sparse "
-            "gradients, which were computed densely; from now on they need a wider margin",
-            highlight=False,
+            "gradients, which were computed densely; from now on they need a wider margin"
         )

@@ -45,7 +45,7 @@ def traced(directory: Path, steps: tuple[int, int] | None, console: Console) -> 
         is_running = False
         with _failure_is_a_warning():
             jax.profiler.stop_trace()
-            console.out(f"trace: {directory}", highlight=False)
+            console.out(f"trace: {directory}")
 
     def before_step(step: int, state: Any) -> None:
         nonlocal is_running

@@ -37,7 +37,7 @@ def patient_console(quiet: bool) -> Console:
     """A console on standard output, for which it may be closed or full: then a warning says so."""
     # Without standard output there is none to wrap, and the console prints nothing.
     output = sys.stdout and cast(TextIO, _Patient(sys.stdout))
-    return Console(file=output, quiet=quiet)
+    return Console(file=output, quiet=quiet, highlight=False)
 
 
 class _Patient:
@@ -154,7 +154,7 @@ class Progress:
         self._print_line("  ".join([*_position(self._bar.tasks[self._task]), *measured]))
 
     def _print_line(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, soft_wrap=True)
 
 
 class _Facts(rich_progress.ProgressColumn):
@@ -218,21 +218,20 @@ def show_result(
         raise ConfigError(f"{paths.metrics}: the records of this run are gone; nothing to show")
     console.print(layer_table(steps[-1], config.model.d_ff))
     last = evaluations[-1]
-    line = verdict(last["held_out_ce"], unigram_ce, last.get("bits_per_byte"))
-    console.out(line, highlight=False)
+    console.out(verdict(last["held_out_ce"], unigram_ce, last.get("bits_per_byte")))
     if faster := pace.against_dense_start(steps):
-        console.out(faster, highlight=False)
+        console.out(faster)
     if gain and gain.model:
-        console.out(str(gain), highlight=False)
+        console.out(str(gain))
     for path in redraw(config, paths, console):
-        console.out(f"plot: {path}", highlight=False)
+        console.out(f"plot: {path}")
     drawn = redraw(config, paths, console, of_report=True)
     found = report.Found(steps, evaluations, records[0], [path.name for path in drawn], gain)
     write_atomically(paths.report, report.markdown(config, found))
     if score:
         found = replace(found, scores=(scored, score(config.run_dir)))
         write_atomically(paths.report, report.markdown(config, found))
-    console.out(f"report: {paths.report}", highlight=False)
+    console.out(f"report: {paths.report}")
 
 
 def redraw(
@@ -256,8 +255,7 @@ def redraw(
 
         return (plots.plot_report if of_report else plots.plot_run)(config, paths)
     except Exception as error:
-        warning = f"warning: plots not drawn: {type(error).__name__}: {error}"
-        console.out(warning, highlight=False)
+        console.out(f"warning: plots not drawn: {type(error).__name__}: {error}")
         return []
 
 
