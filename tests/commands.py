@@ -43,6 +43,13 @@ def call(*command) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
 
 
+def succeeded(*command) -> subprocess.CompletedProcess:
+    """`call` of a command that must end with status 0."""
+    process = call(*command)
+    assert process.returncode == 0, process.stderr
+    return process
+
+
 @contextlib.contextmanager
 def as_in_a_new_process() -> Iterator[pytest.MonkeyPatch]:
     """One device, no logging; the mesh and the signal that a command sets are gone afterwards."""
@@ -59,10 +66,3 @@ def as_in_a_new_process() -> Iterator[pytest.MonkeyPatch]:
             yield patch
         finally:
             signal.signal(signal.SIGINT, on_interrupt)
-
-
-def finished(directory, settings) -> tuple:
-    """The directory of a run with these settings, and what it printed."""
-    process = call("train.py", *settings)
-    assert process.returncode == 0, process.stderr
-    return directory, process.stdout

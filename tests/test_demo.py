@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 
-from tests.commands import ROOT, call
+from tests.commands import ROOT, call, succeeded
 from twell_jax import config
 
 
@@ -25,8 +25,7 @@ def test_both_runs_stand_side_by_side_in_four_lines(tmp_path):
         lines = [json.dumps(record) + "\n" for record in records]
         (run_dir / "metrics.jsonl").write_text("".join(lines))
     runs = [f"sparse={tmp_path / 'tiny'}", f"dense={tmp_path / 'tiny-dense'}"]
-    shown = call(".ci/compare.py", *runs)
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded(".ci/compare.py", *runs)
     assert shown.stdout.splitlines() == [
         "cross-entropy   sparse 1.734      dense 1.700      held-out, nats/token",
         "zeros           sparse 97.7%      dense 0.0%       of the hidden activations",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, call
+from tests.commands import ROOT, succeeded
 from twell_jax import config
 
 README = (ROOT / "README.md").read_text()
@@ -81,9 +81,7 @@ def commands() -> list[list[str]]:
 
 @functools.cache
 def help_of(*program: str) -> str:
-    shown = call(*program, "--help")
-    assert shown.returncode == 0, shown.stderr
-    return shown.stdout
+    return succeeded(*program, "--help").stdout
 
 
 def test_the_pages_have_commands():

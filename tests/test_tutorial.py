@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT, call
+from tests.commands import ROOT, succeeded
 from tests.small_run import SETTINGS
 from twell_jax import config
 
@@ -46,8 +46,7 @@ def test_a_command_of_training_has_a_configuration(arguments, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.yaml").write_text(config.to_yaml(config.load("tiny")))
-    shown = call("-m", "twell_jax.train", *arguments, "--print-config")
-    assert shown.returncode == 0, shown.stderr
+    succeeded("-m", "twell_jax.train", *arguments, "--print-config")
 
 
 @pytest.mark.slow
@@ -63,8 +62,7 @@ def test_all_commands_run_on_a_cpu(tmp_path, monkeypatch):
             arguments += SETTINGS
         if "twell_jax.generate" in arguments:
             arguments += ["--max-tokens", "3"]
-        ran = call(*[re.sub("^steps=.00$", "steps=5", word) for word in arguments])
-        assert ran.returncode == 0, (command, ran.stderr)
+        succeeded(*[re.sub("^steps=.00$", "steps=5", word) for word in arguments])
     for made in ("report.md", "training.png", "layers.png", "analysis.json"):
         assert (tmp_path / "runs/mine" / made).stat().st_size
     assert (tmp_path / "runs.png").exists() and (tmp_path / "exported/config.json").exists()

@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks import variants
-from tests.commands import call
+from tests.commands import succeeded
 
 
 @pytest.fixture
@@ -9,8 +9,7 @@ def in_this_process(monkeypatch):
     """Commands that a benchmark starts run in this process."""
 
     def run(command, **options):
-        process = call(*command[1:])
-        assert process.returncode == 0, process.stderr
+        succeeded(*command[1:])
 
     monkeypatch.setattr(variants.subprocess, "run", run)
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import render, variants, wallclock
 from benchmarks.pages import TABLES
-from tests.commands import call
+from tests.commands import succeeded
 from tests.small_run import SETTINGS
 from twell_jax import config as config_lib
 from twell_jax import data
@@ -32,8 +32,7 @@ def in_this_process(monkeypatch):
             if trained:
                 shutil.copytree(trained[0], run_dir)
             else:
-                process = call(*command[1:])
-                assert process.returncode == 0, process.stderr
+                succeeded(*command[1:])
             trained.append(run_dir)
             self.returncode = 0
 

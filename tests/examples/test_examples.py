@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import call
+from tests.commands import succeeded
 from tests.packages import needed
 from tests.small_run import SETTINGS
 
@@ -87,7 +87,7 @@ def test_pruning_keeps_every_neuron_of_a_run_in_which_all_fire(run, tmp_path):
         "data.held_out_fraction=0.4", f"data.cache_dir={tmp_path}/cache",
         f"run_dir={tmp_path}/run",
     ]  # fmt: skip
-    assert call("train.py", "configs/tiny.yaml", *settings).returncode == 0
+    succeeded("train.py", "configs/tiny.yaml", *settings)
     width, _, changed = run("prune", str(tmp_path / "run")).splitlines()
     assert width == "d_ff 256 -> 256"
     assert changed == "0.00% of other tokens have an active neuron that was removed"

@@ -4,7 +4,7 @@ import random
 import pytest
 import yaml
 
-from tests.commands import call
+from tests.commands import succeeded
 from tests.runs.started import STEPS
 from tests.twell_jax import drawn
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -52,9 +52,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(workspace):
-    process = call("train.py", workspace / "config.yaml")
-    assert process.returncode == 0, process.stderr
-    return process
+    return succeeded("train.py", workspace / "config.yaml")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from flax import nnx
 
-from tests.commands import call
+from tests.commands import call, succeeded
 from tests.runs.started import STEPS, final_state, records
 from twell_jax import config
 from twell_jax.train import distributed, metrics, plots
@@ -56,8 +56,7 @@ def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, m
         raise OSError("disk full")
 
     monkeypatch.setattr(plots, "plot_run", plot_run)
-    process = train(workspace / "config.yaml", f"run_dir={tmp_path / 'run'}")
-    assert process.returncode == 0, process.stderr
+    process = succeeded("train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}")
     assert evaluated == [[25], [25, 50], [25, 50, STEPS]]
     assert process.stdout.count("warning: plots not drawn: OSError: disk full\n") == 3
     assert f"step {STEPS}/{STEPS}  ETA 0:00:00  held-out CE" in process.stdout
@@ -67,8 +66,7 @@ def test_plots_are_drawn_at_every_evaluation_and_may_fail(workspace, tmp_path, m
 @pytest.mark.parametrize("named", ["config.yaml", "run"])
 def test_a_finished_run_says_so(workspace, uninterrupted, named):
     before = final_state(workspace / "run"), records(workspace / "run")
-    process = train(workspace / named)
-    assert process.returncode == 0
+    process = succeeded("train.py", workspace / named)
     assert process.stdout.startswith(f"finished {workspace / 'run'} at step {STEPS}")
     assert "held-out CE" in process.stdout
     assert (final_state(workspace / "run"), records(workspace / "run")) == before
@@ -108,11 +106,11 @@ def test_a_dense_run_is_sparsified(workspace, tmp_path, monkeypatch):
     configuration = workspace / "config.yaml"
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     silu = ["steps=10", "model.activation=silu", "l1_coefficient=0"]
-    assert train(configuration, f"run_dir={dense}", *silu).returncode == 0
+    succeeded("train.py", configuration, f"run_dir={dense}", *silu)
     with monkeypatch.context() as patch:  # the learning rate of the first step is 0
         patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 1))
-        first = train(configuration, f"run_dir={sparse}", f"init_from={dense}")
-    assert first.returncode == 0 and "stopped at step 1;" in first.stdout
+        first = succeeded("train.py", configuration, f"run_dir={sparse}", f"init_from={dense}")
+    assert "stopped at step 1;" in first.stdout
     before, after = (nnx.state(load_run(directory)[2]) for directory in (dense, sparse))
     for ours, theirs in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -136,16 +134,16 @@ def test_a_foreign_directory_is_refused(workspace, tmp_path):
 
 
 def test_print_config_is_a_config(workspace, tmp_path):
-    process = train(workspace / "config.yaml", "--print-config", "steps=7", "optimizer.lr=1e-3")
-    assert process.returncode == 0
+    process = succeeded(
+        "train.py", workspace / "config.yaml", "--print-config", "steps=7", "optimizer.lr=1e-3"
+    )
     (tmp_path / "printed.yaml").write_text(process.stdout)
     expected = config.load(workspace / "config.yaml", ["steps=7", "optimizer.lr=1e-3"])
     assert config.load(tmp_path / "printed.yaml") == expected
 
 
 def test_help_explains_every_key(workspace):
-    process = train(workspace / "config.yaml", "--help")
-    assert process.returncode == 0
+    process = succeeded("train.py", workspace / "config.yaml", "--help")
     assert process.stdout.startswith("usage: train.py ")
     assert "python train.py configs/tiny.yaml [key=value ...]" in process.stdout
     assert config.describe() in process.stdout
@@ -154,8 +152,7 @@ def test_help_explains_every_key(workspace):
 @pytest.mark.parametrize("name", ["tiny", "configs/tiny.yaml"])
 def test_the_package_is_the_same_command_and_knows_its_configurations(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    process = call("-m", "twell_jax.train", name, "--print-config", "steps=7")
-    assert process.returncode == 0
+    process = succeeded("-m", "twell_jax.train", name, "--print-config", "steps=7")
     (tmp_path / "printed.yaml").write_text(process.stdout)
     assert config.load(tmp_path / "printed.yaml") == config.load("tiny", ["steps=7"])
     usage = call("-m", "twell_jax.train", "--help").stdout
@@ -205,8 +202,9 @@ def test_dry_run_estimates_the_memory_of_a_mesh(workspace, tmp_path, monkeypatch
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # this process has its devices
 
     def gibibytes(*arguments):
-        process = train(workspace / "config.yaml", f"run_dir={tmp_path / 'run'}", *arguments)
-        assert process.returncode == 0, process.stderr
+        process = succeeded(
+            "train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}", *arguments
+        )
         assert "0.001 billion parameters" in process.stdout
         return float(process.stdout.split(" GiB state")[0].split()[-1])
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.commands import call
+from tests.commands import call, succeeded
 from tests.runs.started import ROOT
 from twell_jax.train import interrupt
 from twell_jax.train.metrics import Recorder
@@ -101,8 +101,7 @@ def test_ctrl_c_saves_and_exits_with_0(workspace, tmp_path, monkeypatch, capfd):
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     command = "train.py", workspace / "config.yaml", f"run_dir={tmp_path / 'run'}"
-    stopped = call(*command)
-    assert stopped.returncode == 0
+    stopped = succeeded(*command)
     (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert 7 <= int(saved.name) < 10  # without it, the first checkpoint is at 10
     # It may yet wait for what was being compiled.

@@ -7,7 +7,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.commands import call
+from tests.commands import call, succeeded
 from tests.runs.started import final_state, start
 
 
@@ -45,8 +45,7 @@ def test_a_full_disk_is_one_line_and_the_run_continues(workspace, run_dir, monke
     )
     assert "Traceback" in (run_dir / "log.txt").read_text()
 
-    process = train(workspace, run_dir)
-    assert process.returncode == 0, process.stderr
+    process = succeeded("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert process.stdout.startswith(f"continuing {run_dir} at step 50")
     digests = "checkpoints/60/digests/metadata"
     assert (run_dir / digests).read_text() == (workspace / "run" / digests).read_text()
@@ -87,6 +86,6 @@ def test_no_file_of_a_run_is_written_in_place(workspace, run_dir, monkeypatch):
     monkeypatch.setattr(
         Path, "write_text", lambda path, *text, **how: [written.append(path), write(path, *text)][1]
     )
-    assert train(workspace, run_dir).returncode == 0
+    succeeded("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     names = {path.name for path in written if path.parent == run_dir}
     assert names == {"config.yaml.tmp", "tokenizer.json.tmp", "metrics.jsonl.tmp", "report.md.tmp"}

@@ -13,7 +13,7 @@ from flax import nnx
 from rich.console import Console
 
 from tests import hub as local_hub
-from tests.commands import ROOT, call
+from tests.commands import ROOT, call, succeeded
 from tests.runs.started import records
 from twell_jax import analyze, data
 from twell_jax import config as config_lib
@@ -57,12 +57,10 @@ def test_a_model_of_the_hub_is_sparsified_continued_exported_and_generated_from(
     with local_hub.serve() as (hub, address):
         hub.publish("org/llama", llama, revision="v1")
         with local_hub.environment(HF_ENDPOINT=address, HF_HOME=tmp_path / "home"):
-            begun = call(*train, "steps=2")
-    assert begun.returncode == 0, begun.stderr
+            succeeded(*train, "steps=2")
     shutil.rmtree(tmp_path / "home")
     with local_hub.environment(HF_HUB_OFFLINE="1", HF_HOME=tmp_path / "home"):
-        continued = call(*train, "steps=3")
-    assert continued.returncode == 0, continued.stderr
+        continued = succeeded(*train, "steps=3")
     assert f"continuing {run_dir} at step 2" in continued.stdout
 
     config, tokenizer, _ = load_run(str(run_dir))
@@ -87,7 +85,7 @@ def test_a_model_of_the_hub_is_sparsified_continued_exported_and_generated_from(
     ):
         np.testing.assert_allclose(ours, theirs, atol=1e-3)  # what three small steps change
 
-    assert call("-m", "twell_jax.export", run_dir, out).returncode == 0
+    succeeded("-m", "twell_jax.export", run_dir, out)
     exported = from_pretrained(out)
     assert exported.config.activation == "relu"
     assert exported.config.context == 4096  # not the 32 of the run

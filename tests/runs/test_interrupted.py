@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.commands import call
+from tests.commands import succeeded
 from tests.runs.started import STEPS, final_state, finish, records, run, start
 from twell_jax import config
 from twell_jax.train import distributed
@@ -101,8 +101,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     assert process.returncode == 0, process.stderr
     left = dict(line.split(" ", 1) for line in process.stdout.splitlines() if line[-1:] == "]")
     assert "tmp" in left["os:rename*2"], left
-    process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
-    assert process.returncode == 0, process.stderr
+    process = succeeded("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert_same_result(run_dir, workspace / "run")
 
 
@@ -121,8 +120,7 @@ def test_sigterm_saves(workspace, uninterrupted, tmp_path):
     assert 3 <= step < STEPS
     assert f"stopped at step {step}; the same command continues" in process.stdout
 
-    process = call("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
-    assert process.returncode == 0, process.stderr
+    process = succeeded("train.py", workspace / "config.yaml", f"run_dir={run_dir}")
     assert process.stdout.startswith(f"continuing {run_dir} at step {step}")
     assert_same_result(run_dir, workspace / "run")
 
@@ -180,8 +178,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     # lets one be active a step earlier grows to 1e-2 within 30 steps.
     calm = ["steps=20", "checkpoint_every=4", "optimizer.lr=1e-6", "reinit_every=0"]
     one, several = tmp_path / "one", tmp_path / "several"
-    reference = call("train.py", workspace / "config.yaml", f"run_dir={one}", *calm)
-    assert reference.returncode == 0, reference.stderr
+    succeeded("train.py", workspace / "config.yaml", f"run_dir={one}", *calm)
     arguments = [f"run_dir={several}", *calm, "mesh.heartbeat_seconds=10"]
 
     processes = start_two(workspace, *arguments)
@@ -214,8 +211,7 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     assert "; the same command continues" in first.stdout
     assert "step" not in second.stdout
 
-    last = call("train.py", workspace / "config.yaml", *arguments)
-    assert last.returncode == 0, last.stderr
+    succeeded("train.py", workspace / "config.yaml", *arguments)
     assert final_state(several, 20)[1] == final_state(one, 20)[1]
     found, expected = records(several), records(one)
     assert [line["step"] for line in found] == [line["step"] for line in expected]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import figures
-from tests.commands import as_in_a_new_process, call, finished
+from tests.commands import as_in_a_new_process, succeeded
 from tests.runs.started import final_state, records
 from twell_jax import config
 from twell_jax.train import distributed, loop
@@ -30,7 +30,7 @@ def settings(workspace, run_dir):
 def run(workspace):
     """The directory of a run and what it printed."""
     directory = workspace / "skipping"
-    return finished(directory, settings(workspace, directory))
+    return directory, succeeded("train.py", *settings(workspace, directory)).stdout
 
 
 def test_lines_records_and_plots_show_what_is_computed_and_missed(run):
@@ -44,7 +44,7 @@ def test_lines_records_and_plots_show_what_is_computed_and_missed(run):
     last = f"live {live[-1].mean() / D_FF:.1%}  missed {missed[-1].mean() / D_FF:.2%}"
     assert f"  {last}\n" in text
     with figures.seen() as drawn:
-        assert call("-m", "twell_jax.plot", directory).returncode == 0
+        succeeded("-m", "twell_jax.plot", directory)
     shown = [text.get_text() for text in drawn[0].axes[1].get_legend().get_texts()]
     assert f"computed, mean, last {live[-1].mean():.0f}" in shown
 
@@ -56,6 +56,6 @@ def test_a_run_that_was_stopped_while_it_skips_ends_with_the_same_bits(run, work
         path, *changes = map(str, settings(workspace, directory))
         loop.train(config.load(path, changes), require_in_place=lambda: None)
     assert (np.array(records(directory)[-1]["live"]) < D_FF).any()
-    assert call("train.py", *settings(workspace, directory)).returncode == 0
+    succeeded("train.py", *settings(workspace, directory))
     assert records(directory) == records(run[0])
     assert final_state(directory, STEPS)[0] == final_state(run[0], STEPS)[0]

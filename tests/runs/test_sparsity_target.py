@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import figures
-from tests.commands import as_in_a_new_process, call, finished
+from tests.commands import as_in_a_new_process, call, succeeded
 from tests.runs.started import final_state, records
 from twell_jax import config
 from twell_jax.train import distributed, loop
@@ -28,7 +28,7 @@ def settings(workspace, run_dir, *changes):
 def run(workspace):
     """The directory of a run and what it printed."""
     directory = workspace / "targeted"
-    return finished(directory, settings(workspace, directory))
+    return directory, succeeded("train.py", *settings(workspace, directory)).stdout
 
 
 def test_the_target_is_reached_within_a_tenth_and_held(run):
@@ -48,7 +48,7 @@ def test_lines_records_and_plots_show_target_and_coefficient(run):
     assert f"  L1 coefficient {last['l1_coefficient']:.2e}\n" in text
     assert "L1 multiplier" in text
     with figures.seen() as drawn:
-        assert call("-m", "twell_jax.plot", directory).returncode == 0
+        succeeded("-m", "twell_jax.plot", directory)
     _, nnz, *_, coefficient, _ = drawn[0].axes
     assert f"target {TARGET} non-zeros" in drawn[0].get_suptitle()
     assert f"target {TARGET}" in [text.get_text() for text in nnz.get_legend().get_texts()]
@@ -63,7 +63,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(run, workspace, monkeypa
         path, *changes = map(str, settings(workspace, directory))
         loop.train(config.load(path, changes), require_in_place=lambda: None)
     assert len([line for line in records(directory) if "ce" in line]) == 77
-    assert call("train.py", *settings(workspace, directory)).returncode == 0
+    succeeded("train.py", *settings(workspace, directory))
     assert records(directory) == records(run[0])
     state, _ = final_state(directory, STEPS)
     assert state == final_state(run[0], STEPS)[0]

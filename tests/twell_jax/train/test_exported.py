@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from tests.commands import call
+from tests.commands import succeeded
 from tests.twell_jax import drawn, untrained
 from twell_jax.models.pretrained import PretrainedError, from_pretrained
 from twell_jax.train import exported
@@ -55,8 +55,7 @@ def reported(run):
 
 def test_the_report_and_its_images_are_the_card(reported, tmp_path, caplog):
     run, out = reported(), tmp_path / "out"
-    process = call("-m", "twell_jax.export", run.directory, out)
-    assert process.returncode == 0, process.stderr
+    process = succeeded("-m", "twell_jax.export", run.directory, out)
     assert process.stdout == f"model: {out}\n"
     _, front, text = (out / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
@@ -72,7 +71,7 @@ def test_the_report_and_its_images_are_the_card(reported, tmp_path, caplog):
 @pytest.mark.slow
 def test_a_quantised_run_has_the_same_card(reported, tmp_path):
     run, out = reported(), tmp_path / "out"
-    assert call("-m", "twell_jax.quantise", run.directory, out).returncode == 0
+    succeeded("-m", "twell_jax.quantise", run.directory, out)
     text = (out / "README.md").read_text()
     assert "- fp8\n" in text and "compressed-tensors" in text and "| a | b |" in text
     assert (out / "training.png").exists()

@@ -7,7 +7,7 @@ import pytest
 import tokenizers as hf
 
 from tests import hub as local_hub
-from tests.commands import call
+from tests.commands import call, succeeded
 from tests.packages import needed
 from tests.twell_jax.models.pretrained.small import (
     assert_same_parameters,
@@ -151,8 +151,7 @@ def test_models_of_the_hub_keep_theirs_and_their_licence(instructed, tmp_path, c
     with local_hub.serve() as (hub, address):
         hub.publish("org/instructed", tmp_path / "published", "v1")
         with local_hub.environment(HF_ENDPOINT=address, HF_HOME=tmp_path / "home"):
-            process = call("-m", f"twell_jax.{command}", "org/instructed@v1", out)
-            assert process.returncode == 0, process.stderr
+            succeeded("-m", f"twell_jax.{command}", "org/instructed@v1", out)
         assert "modeling_llama.py" not in hub.downloaded
     for name in KEPT:
         assert (out / name).read_bytes() == (instructed / name).read_bytes()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import hub as local_hub
-from tests.commands import call
+from tests.commands import call, succeeded
 from tests.packages import needed
 from tests.twell_jax.models.pretrained.small import assert_same_parameters, make
 from twell_jax.data.tokenizers import ByteTokenizer
@@ -40,9 +40,8 @@ def fails(*arguments):
 
 
 def test_a_pushed_model_is_loaded_by_its_name(logged_in, directory, tmp_path):
-    process = call("-m", "twell_jax.export", directory, tmp_path / "out", "--push", "org/small")
-    assert process.returncode == 0, process.stderr
-    model, pushed = process.stdout.splitlines()
+    ran = succeeded("-m", "twell_jax.export", directory, tmp_path / "out", "--push", "org/small")
+    model, pushed = ran.stdout.splitlines()
     assert model == f"model: {tmp_path / 'out'}"
     assert pushed.startswith("pushed: http://127.0.0.1") and pushed.endswith("/org/small")
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}

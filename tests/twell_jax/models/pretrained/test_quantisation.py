@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from tests import seeds
-from tests.commands import call
+from tests.commands import call, succeeded
 from tests.packages import needed
 from tests.twell_jax.models.pretrained.small import (
     assert_same_parameters,
@@ -149,8 +149,7 @@ def test_the_command_quantises_files(tmp_path, max_shard_bytes):
     model, source, out = make(tie_embeddings=False), tmp_path / "from", tmp_path / "to"
     save_pretrained(source, model, ByteTokenizer(), max_shard_bytes=max_shard_bytes)
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    ran = call("-m", "twell_jax.quantise", source, out)
-    assert ran.returncode == 0, ran.stderr
+    ran = succeeded("-m", "twell_jax.quantise", source, out)
     assert ran.stdout == f"model: {out}\n"
     copied = {path.name for path in source.iterdir()}
     assert {path.name for path in out.iterdir()} == copied | {"README.md"}
@@ -171,7 +170,7 @@ def test_all_files_have_the_rights_that_the_umask_says(tmp_path, umask):
     before = os.umask(umask)
     try:
         save_pretrained(tmp_path / "saved", make(), ByteTokenizer(), max_shard_bytes=9000)
-        assert not call("-m", "twell_jax.quantise", tmp_path / "saved", tmp_path / "new").returncode
+        succeeded("-m", "twell_jax.quantise", tmp_path / "saved", tmp_path / "new")
     finally:
         os.umask(before)
     for directory in ("saved", "new"):
@@ -187,8 +186,7 @@ def test_all_files_have_the_rights_that_the_umask_says(tmp_path, umask):
 def test_the_command_quantises_attention_and_the_head(tmp_path, changes, max_shard_bytes):
     model, source, out = make(**changes), tmp_path / "from", tmp_path / "to"
     save_pretrained(source, model, ByteTokenizer(), max_shard_bytes=max_shard_bytes)
-    ran = call("-m", "twell_jax.quantise", source, out, "--quantise", "fp8-all-but-down")
-    assert ran.returncode == 0, ran.stderr
+    succeeded("-m", "twell_jax.quantise", source, out, "--quantise", "fp8-all-but-down")
     model.quantise(MOST)
     loaded = from_pretrained(out)
     assert_same_parameters(loaded, model)
@@ -211,7 +209,7 @@ def test_a_base_models_files_are_quantised(saved, tmp_path):
 
 def test_a_quantised_model_generates(saved, tmp_path):
     model, directory = saved
-    assert call("-m", "twell_jax.quantise", directory, tmp_path / "out").returncode == 0
+    succeeded("-m", "twell_jax.quantise", directory, tmp_path / "out")
     quantise_mlps(model)
     loaded = language_model.load(tmp_path / "out").model
     assert_same_parameters(loaded, model)
