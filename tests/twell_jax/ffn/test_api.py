@@ -10,78 +10,19 @@ from jax.sharding import PartitionSpec as P
 
 from tests import seeds
 from tests.errors import relative_error
-from tests.twell_jax import drawn
+from tests.twell_jax.ffn.by_hand import (
+    call,
+    eager,
+    gradient,
+    loss,
+    make,
+    reference,
+    reference_gradient,
+)
 from twell_jax import Biases, sparse_ffn
 
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def silu_slope(x):
-    s = 1 / (1 + np.exp(-x))
-    return s * (1 + x * (1 - s))
-
-
-ACTIVATIONS = {"relu": lambda x: np.maximum(x, 0), "silu": silu}
-SLOPES = {"relu": lambda x: (x > 0).astype(float), "silu": silu_slope}
-
-
-def reference(inputs, activation):
-    """y, l1, nnz, max_nnz, fired in float64, and what a gradient needs."""
-    a = {name: np.asarray(value, np.float64) for name, value in inputs.items()}
-    up = a["x"] @ a["w_up"].T + a.get("b_up", 0)
-    gate = a["x"] @ a["w_gate"].T + a.get("b_gate", 0) if "w_gate" in a else up
-    active = ACTIVATIONS[activation](gate)
-    h = active * up if "w_gate" in a else active
-    nnz = np.count_nonzero(active, axis=-1)
-    return {
-        "y": h @ a["w_down"] + a.get("b_down", 0),
-        "l1": np.abs(h).sum(-1).mean(),
-        "nnz": nnz.mean(),
-        "max_nnz": nnz.max(),
-        "fired": (active != 0).reshape(-1, h.shape[-1]).any(0),
-        "parts": (up, gate, active, h),
-    }
-
-
-def reference_gradient(inputs, activation, dy, dl1):
-    """Gradient of sum(dy * y) + dl1 * l1, by hand, for x [tokens, D]."""
-    a = {name: np.asarray(value, np.float64) for name, value in inputs.items()}
-    up, gate, active, h = reference(inputs, activation)["parts"]
-    dh = dy @ a["w_down"].T + dl1 * np.sign(h) / len(a["x"])
-    grads = {"w_down": h.T @ dy, "b_down": dy.sum(0)}
-    if "w_gate" in a:
-        dgate, dup = dh * up * SLOPES[activation](gate), dh * active
-        grads |= {"w_gate": dgate.T @ a["x"], "b_gate": dgate.sum(0)}
-        grads["x"] = dgate @ a["w_gate"] + dup @ a["w_up"]
-    else:
-        dup = dh * SLOPES[activation](up)
-        grads["x"] = dup @ a["w_up"]
-    grads |= {"w_up": dup.T @ a["x"], "b_up": dup.sum(0)}
-    return {name: grads[name] for name in a}
-
-
-def make(lead, d, h, dtype, *, gated=True, bias=False, integers=False):
-    shapes = {"x": (*lead, d), "w_gate": (h, d), "w_up": (h, d), "w_down": (h, d)}
-    if bias:
-        shapes |= {"b_gate": (h,), "b_up": (h,), "b_down": (d,)}
-    rng = seeds.rng()
-    values = {}
-    for name, shape in shapes.items():
-        if gated or "gate" not in name:
-            values[name] = rng.integers(-1, 2, shape) if integers else rng.normal(size=shape)
-    return {name: value.astype(jnp.dtype(dtype)) for name, value in values.items()}
-
-
-def eager(inputs, **options):
-    return sparse_ffn(**drawn.arguments(inputs), **options)
-
-
-call = jax.jit(eager, static_argnames=("activation", "implementation"))
 
 
 @pytest.mark.sampled(6)
@@ -116,14 +57,6 @@ def test_small_integers_are_exact_for_any_leading_dimensions(lead, gated, dtype)
     np.testing.assert_allclose(stats.l1, expected["l1"], rtol=1e-6)
     dtypes = [stat.dtype for stat in (stats.l1, stats.nnz, stats.max_nnz, stats.fired)]
     assert dtypes == [jnp.float32, jnp.float32, jnp.int32, jnp.bool]
-
-
-def loss(inputs, dy, dl1, activation="relu"):
-    y, stats = call(inputs, activation=activation)
-    return jnp.sum(y * dy) + dl1 * stats.l1
-
-
-gradient = jax.jit(jax.grad(loss), static_argnames="activation")
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
