@@ -48,16 +48,9 @@ class Speedup:
 
     def summarise(self) -> dict[str, Any]:
         """The fields and `factor`, ready for JSON."""
-        return {
-            "device": self.device,
-            "tokens": self.tokens,
-            "nnz": self.nnz.tolist(),
-            "factor": self.factor.tolist(),
-            "xla_ms": self.xla_ms.tolist(),
-            "mosaic_ms": self.mosaic_ms.tolist(),
-            "xla_error": self.xla_error.tolist(),
-            "mosaic_error": self.mosaic_error.tolist(),
-        }
+        layers = ("nnz", "factor", "xla_ms", "mosaic_ms", "xla_error", "mosaic_error")
+        of_layers = {name: getattr(self, name).tolist() for name in layers}
+        return {"device": self.device, "tokens": self.tokens} | of_layers
 
 
 def measure_speedup(
