@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.twell_jax.configs import VALID
 from tests.twell_jax.train.saved import abstract, assert_is_step, make_state, save
 from twell_jax import config
 from twell_jax.config import ConfigError
@@ -24,16 +25,7 @@ from twell_jax.train.run_directory import (
 
 
 def settings(directory, **changes):
-    tree = {
-        "run_dir": str(directory),
-        "steps": 100,
-        "batch_tokens": 256,
-        "micro_batch": 2,
-        "model": {
-            "vocab_size": 257, "context": 32, "d_model": 32, "layers": 1, "heads": 4, "d_ff": 64,
-        },
-    }  # fmt: skip
-    return config.from_dict(tree | changes)
+    return config.from_dict(VALID | {"run_dir": str(directory)} | changes)
 
 
 def begin(directory):
