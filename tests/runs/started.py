@@ -1,5 +1,6 @@
 """Runs of train.py, as a person starts them, and what they leave."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from twell_jax import config
 from twell_jax.models import sharding
+from twell_jax.train import distributed
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.state import abstract_state
 
@@ -38,6 +41,15 @@ def finish(process):
 
 def run(workspace, *arguments, **options):
     return finish(start(workspace, *arguments, **options))
+
+
+@contextlib.contextmanager
+def stopped_at(step):
+    """Runs of this process are asked to stop there."""
+    with pytest.MonkeyPatch.context() as patch:
+        request = contextlib.nullcontext(lambda done: done == step)
+        patch.setattr(distributed, "stop_request", lambda: request)
+        yield
 
 
 def records(run_dir):

@@ -1,7 +1,5 @@
 """python train.py as a person runs it: what it shows and keeps, and what it refuses."""
 
-from contextlib import nullcontext
-
 import jax
 import numpy as np
 import pytest
@@ -9,9 +7,9 @@ import yaml
 from flax import nnx
 
 from tests.commands import call, succeeded
-from tests.runs.started import STEPS, final_state, records
+from tests.runs.started import STEPS, final_state, records, stopped_at
 from twell_jax import config
-from twell_jax.train import distributed, metrics, plots
+from twell_jax.train import metrics, plots
 from twell_jax.train.run_directory import load_run
 
 
@@ -102,13 +100,12 @@ def test_a_run_with_another_model_is_refused(workspace, uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_dense_run_is_sparsified(workspace, tmp_path, monkeypatch):
+def test_a_dense_run_is_sparsified(workspace, tmp_path):
     configuration = workspace / "config.yaml"
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     silu = ["steps=10", "model.activation=silu", "l1_coefficient=0"]
     succeeded("train.py", configuration, f"run_dir={dense}", *silu)
-    with monkeypatch.context() as patch:  # the learning rate of the first step is 0
-        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 1))
+    with stopped_at(1):  # the learning rate of the first step is 0
         first = succeeded("train.py", configuration, f"run_dir={sparse}", f"init_from={dense}")
     assert "stopped at step 1;" in first.stdout
     before, after = (nnx.state(load_run(directory)[2]) for directory in (dense, sparse))

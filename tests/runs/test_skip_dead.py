@@ -1,15 +1,11 @@
 """A run that skips dead neurons: they are shown, and it is continued to the bit."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 
 from tests import figures
-from tests.commands import as_in_a_new_process, succeeded
-from tests.runs.started import final_state, records
-from twell_jax import config
-from twell_jax.train import distributed, loop
+from tests.commands import succeeded
+from tests.runs.started import final_state, records, stopped_at
 
 pytestmark = pytest.mark.slow
 
@@ -49,12 +45,10 @@ def test_lines_records_and_plots_show_what_is_computed_and_missed(run):
     assert f"computed, mean, last {live[-1].mean():.0f}" in shown
 
 
-def test_a_run_that_was_stopped_while_it_skips_ends_with_the_same_bits(run, workspace, monkeypatch):
+def test_a_run_that_was_stopped_while_it_skips_ends_with_the_same_bits(run, workspace):
     directory = workspace / "skipping-in-parts"
-    with as_in_a_new_process(), monkeypatch.context() as patch:
-        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 14))
-        path, *changes = map(str, settings(workspace, directory))
-        loop.train(config.load(path, changes), require_in_place=lambda: None)
+    with stopped_at(14):
+        succeeded("train.py", *settings(workspace, directory))
     assert (np.array(records(directory)[-1]["live"]) < D_FF).any()
     succeeded("train.py", *settings(workspace, directory))
     assert records(directory) == records(run[0])

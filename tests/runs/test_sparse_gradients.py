@@ -1,7 +1,5 @@
 """A run that plans the gradients of each layer, on the kernels' reference functions."""
 
-from contextlib import nullcontext
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,10 +7,10 @@ import pytest
 from pallas_kernels import pattern_shares
 from pallas_kernels.kernels import HOPPER
 from tests.commands import as_in_a_new_process
-from tests.runs.started import records
+from tests.runs.started import records, stopped_at
 from twell_jax import config
 from twell_jax.ffn import dispatch
-from twell_jax.train import distributed, loop, trainer
+from twell_jax.train import loop, trainer
 from twell_jax.train.checkpoint import Checkpoints
 from twell_jax.train.compile_ahead import CompileAhead
 from twell_jax.train.run_directory import load_run
@@ -48,14 +46,8 @@ def train(settings):
     loop.train(settings, require_in_place=lambda: None)
 
 
-def train_until(stop, settings, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == stop))
-        train(settings)
-
-
 @pytest.mark.slow
-def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, capsys):
     train(settings(tmp_path / "whole"))
     whole = [line for line in records(tmp_path / "whole") if "ce" in line]
     # Planned after every second step: all sparse, found not to fit, dense, and sparse once more.
@@ -66,11 +58,13 @@ def test_an_interrupted_run_plans_as_one_that_is_not(settings, tmp_path, monkeyp
     told = "up to step 3 layers 0, 1 exceeded the capacity of their sparse gradients"
     assert told in " ".join(capsys.readouterr().out.split())
 
-    train_until(3, settings(tmp_path / "parts"), monkeypatch)  # layers are sparse
+    with stopped_at(3):  # layers are sparse
+        train(settings(tmp_path / "parts"))
     with Checkpoints(tmp_path / "parts/checkpoints", keep=1) as checkpoints:
         saved = checkpoints.restore_position()
     assert {"choice", "choose_from"} < saved.keys()  # the names that older checkpoints have
-    train_until(5, settings(tmp_path / "parts"), monkeypatch)  # dense again, with a wider margin
+    with stopped_at(5):  # dense again, with a wider margin
+        train(settings(tmp_path / "parts"))
     train(settings(tmp_path / "parts"))
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
@@ -89,7 +83,8 @@ def test_all_layers_may_have_sparse_gradients_and_inference_asks_for_none(settin
 @pytest.mark.slow
 def test_a_run_goes_on_where_there_are_no_kernels(settings, tmp_path, monkeypatch, caplog):
     run_dir = tmp_path / "run"
-    train_until(3, settings(run_dir), monkeypatch)  # layers are sparse
+    with stopped_at(3):  # layers are sparse
+        train(settings(run_dir))
     monkeypatch.setattr(dispatch, "BACK_ENDS", (HOPPER,))
     train(settings(run_dir))
     assert [message for message in caplog.messages if "all gradients are dense" in message] == [

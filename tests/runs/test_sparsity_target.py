@@ -1,15 +1,11 @@
 """A run with a sparsity target: it is met, shown, and continued to the bit."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 
 from tests import figures
-from tests.commands import as_in_a_new_process, call, succeeded
-from tests.runs.started import final_state, records
-from twell_jax import config
-from twell_jax.train import distributed, loop
+from tests.commands import call, succeeded
+from tests.runs.started import final_state, records, stopped_at
 
 pytestmark = pytest.mark.slow
 
@@ -56,12 +52,10 @@ def test_lines_records_and_plots_show_target_and_coefficient(run):
     assert len(curve) == STEPS and curve[-1] == last["l1_coefficient"]
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_bits(run, workspace, monkeypatch):
+def test_a_run_that_was_stopped_ends_with_the_same_bits(run, workspace):
     directory = workspace / "targeted-in-parts"
-    with as_in_a_new_process(), monkeypatch.context() as patch:
-        patch.setattr(distributed, "stop_request", lambda: nullcontext(lambda step: step == 77))
-        path, *changes = map(str, settings(workspace, directory))
-        loop.train(config.load(path, changes), require_in_place=lambda: None)
+    with stopped_at(77):
+        succeeded("train.py", *settings(workspace, directory))
     assert len([line for line in records(directory) if "ce" in line]) == 77
     succeeded("train.py", *settings(workspace, directory))
     assert records(directory) == records(run[0])
