@@ -105,9 +105,8 @@ def check_activation(activation: Any, gated: bool) -> None:
 def check_live(live: Any, h: int) -> None:
     """Raises ValueError if `live` is no number of live neurons among H; one on the device is not
     read."""
-    if live is None:
-        return
-    _check_index("live", live, h)
+    if live is not None:
+        _check_index("live", live, h)
 
 
 def _check_index(name: str, index: Any, last: int) -> None:

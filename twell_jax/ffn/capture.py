@@ -173,10 +173,7 @@ def collect_stats(collection: Mapping[str, Any]) -> ModelStats:
       ValueError: the collection holds no statistics.
     """
     found = jax.tree.leaves_with_path(collection, is_leaf=lambda leaf: isinstance(leaf, FFNStats))
-    modules = {}
-    for (*place, _), stats in found:
-        modules["/".join(key.key for key in place)] = stats
-    return _checked(modules)
+    return _checked({"/".join(key.key for key in place): stats for (*place, _), stats in found})
 
 
 def _checked(modules: dict[str, FFNStats]) -> ModelStats:

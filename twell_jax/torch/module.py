@@ -80,12 +80,9 @@ class SparseMLP(torch.nn.Module):
         Raises:
           ValueError: one of the layers does more than multiply with its weight.
         """
-        layers = (
-            ("gate_proj", self.gate_proj),
-            ("up_proj", self.up_proj),
-            ("down_proj", self.down_proj),
-        )
-        gate, up, down = (_weight(*layer) for layer in layers)
+        gate = _weight("gate_proj", self.gate_proj)
+        up = _weight("up_proj", self.up_proj)
+        down = _weight("down_proj", self.down_proj)
         assert up is not None and down is not None
         keeps = self.training or self.keep_stats
         results = sparse_ffn(
