@@ -15,7 +15,8 @@ END = 60
 L1 = 1e-2
 
 
-def settings(**changes):
+def settings(*, model=None, **changes):
+    """Its model has the settings that are given and the others of the small one."""
     tree = {
         "run_dir": "unused",
         "steps": 50,
@@ -25,7 +26,7 @@ def settings(**changes):
         "optimizer": {"lr": 1e-2},
         "model": {
             "vocab_size": VOCAB, "context": CONTEXT, "d_model": 32, "layers": 2, "heads": 4,
-            "d_ff": D_FF, "dtype": "float32", "init_scale": 0.1,
+            "d_ff": D_FF, "dtype": "float32", "init_scale": 0.1, **(model or {}),
         },
     }  # fmt: skip
     return config.from_dict(tree | changes)
@@ -37,6 +38,10 @@ def trainer_on(devices, fsdp=1, **changes):
     run = settings(mesh={"fsdp": fsdp}, micro_batch=4 if devices == 1 else 1, **changes)
     mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices("cpu")[:devices])
     return Trainer(run, END, mesh)
+
+
+def on_one_device(run):
+    return Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
 
 
 def draw(sequences=SEQUENCES):

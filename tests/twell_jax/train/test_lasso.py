@@ -11,12 +11,11 @@ from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
-from tests.twell_jax.train.small import END, L1, draw, settings
+from tests.twell_jax.train.small import END, L1, draw, on_one_device, settings
 from twell_jax.config import ConfigError
 from twell_jax.ffn import Windows
-from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
-from twell_jax.train.trainer import Trainer, lasso_windows
+from twell_jax.train.trainer import lasso_windows
 
 
 def test_the_grid_begins_elsewhere_in_every_step_and_the_same_when_resumed():
@@ -50,7 +49,7 @@ def test_windows_end_with_documents():
 @pytest.mark.slow
 def test_the_gradient_is_that_of_a_share_of_it():
     run, batch = settings(lasso_share=0.25, lasso_window=6), jnp.asarray(draw())
-    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    trainer = on_one_device(run)
     with jax.set_mesh(trainer.mesh):
         state = trainer.init()
         params = jax.tree.map(jnp.copy, state.params)
@@ -116,7 +115,6 @@ def norm_of(tree):
     ],
 )
 def test_a_run_that_asks_for_more_kernels_than_have_it_is_told(model, changes, key):
-    model = settings().model.model_dump() | model
     settings(model=model, **changes)
     with pytest.raises(
         ConfigError, match=f"^lasso_share: .*kernels .*; write {key}, or lasso_"

@@ -7,10 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from tests.twell_jax.train.small import D_FF, END, draw, settings
-from twell_jax.models import sharding
+from tests.twell_jax.train.small import D_FF, draw, on_one_device, settings
 from twell_jax.train.checkpoint import Checkpoints
-from twell_jax.train.trainer import Trainer
 
 LIVE = np.array([5, 31], np.int32)
 
@@ -24,10 +22,7 @@ def with_live(state):
 
 @pytest.mark.slow
 def test_training_leaves_it_alone_and_checkpoints_keep_it(tmp_path):
-    run, batch = settings(), draw()
-    model = run.model.model_copy(update={"live_width": True})
-    mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
-    trainer = Trainer(run.model_copy(update={"model": model}), END, mesh)
+    trainer, batch = on_one_device(settings(model={"live_width": True})), draw()
     with jax.set_mesh(trainer.mesh):
         state = with_live(trainer.init())
         for _ in range(2):

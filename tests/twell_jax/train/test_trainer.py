@@ -25,6 +25,7 @@ from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import init_state, over_micro_batches
 from twell_jax.train.trainer import Trainer, unrolls_layers
 
+IN_BFLOAT16 = {"dtype": "bfloat16"}  # which cuDNN's attention needs
 REST = "overflow", "union", "listed", "tiles", "lasso"  # of `FFNStats`
 
 
@@ -347,14 +348,8 @@ def test_the_seed_decides_the_weights():
     assert not np.array_equal(first, second)
 
 
-def in_bfloat16():
-    return settings().model_copy(
-        update={"model": settings().model.model_copy(update={"dtype": "bfloat16"})}
-    )
-
-
 def test_state_is_float32_under_bfloat16_compute_but_for_rounded_matrices():
-    state = jax.eval_shape(functools.partial(init_state, in_bfloat16()))
+    state = jax.eval_shape(functools.partial(init_state, settings(model=IN_BFLOAT16)))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.rounded)} == {"bfloat16"}
     leaves = jax.tree.leaves(dataclasses.replace(state, rounded=None))
     assert {leaf.dtype.name for leaf in leaves} == {"float32", "int32"}
@@ -362,8 +357,7 @@ def test_state_is_float32_under_bfloat16_compute_but_for_rounded_matrices():
 
 
 def test_parameters_of_16_bits_compute_in_float32():
-    model = settings().model.model_copy(update={"param_dtype": "bfloat16"})
-    run = settings().model_copy(update={"model": model})
+    run = settings(model={"param_dtype": "bfloat16"})
     trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
     with jax.set_mesh(trainer.mesh):
         state, metrics = trainer.step(trainer.init(), trainer.put_batch(draw()), L1)
@@ -373,7 +367,7 @@ def test_parameters_of_16_bits_compute_in_float32():
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
 def test_matrices_are_rounded_whenever_parameters_change(mesh):
     mesh = sharding.make_mesh(mesh, jax.devices("cpu")[: math.prod(mesh)])
-    trainer = Trainer(in_bfloat16(), END, mesh)
+    trainer = Trainer(settings(model=IN_BFLOAT16), END, mesh)
 
     def assert_rounded(state):
         rounded, params = named(state.rounded), named(state.params)
@@ -415,8 +409,7 @@ def test_two_gpus_train_as_one(fsdp):
         pytest.skip("needs two GPUs")
     losses, batch = [], draw()
     for devices in (1, 2):
-        model = settings().model.model_copy(update={"dtype": "bfloat16"})  # for cuDNN's attention
-        run = settings(mesh={"fsdp": min(devices, fsdp)}).model_copy(update={"model": model})
+        run = settings(mesh={"fsdp": min(devices, fsdp)}, model=IN_BFLOAT16)
         mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices()[:devices])
         trainer = Trainer(run, END, mesh)
         _, measured = train(trainer, [batch])

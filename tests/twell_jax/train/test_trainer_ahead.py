@@ -7,10 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.twell_jax.train.small import END, L1, draw, settings
-from twell_jax.models import sharding
+from tests.twell_jax.train.small import END, L1, draw, on_one_device, settings
 from twell_jax.train import checkpoint, sample
-from twell_jax.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def compilations():
 
 def test_what_is_compiled_ahead_is_not_compiled_at_its_call(tokens, compilations):
     run = settings(sparse_gradients_every=2)
-    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    trainer = on_one_device(run)
     dense = (None,) * run.model.layers
     held_out, tokenizer = draw(3), SimpleNamespace(eot_id=END, decode=str)
     data = SimpleNamespace(held_out=held_out, held_out_bytes=9, tokenizer=tokenizer)
@@ -59,7 +57,7 @@ def test_what_is_compiled_ahead_is_not_compiled_at_its_call(tokens, compilations
 
 @pytest.mark.slow
 def test_a_step_that_is_prepared_is_the_step_at_its_call(tokens):
-    trainer = Trainer(settings(), END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
+    trainer = on_one_device(settings())
     gradients = (None, "dense")
     trainer.steps.prepare(gradients)
     prepared = trainer.steps.get(gradients)

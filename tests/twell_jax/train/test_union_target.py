@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tests import pattern_shares, seeds
-from tests.twell_jax.train.small import END, VOCAB, settings
+from tests.twell_jax.train.small import END, VOCAB, on_one_device, settings
 from twell_jax.models import sharding
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.sparsity_control import update
@@ -17,11 +17,9 @@ SEQUENCES, CONTEXT, D_FF, ALIVE = 8, 256, 640, np.array([400, 200])
 
 def run_on_eight():
     """Two replicas on four devices each, which have a sequence each."""
-    model = settings().model.model_dump() | {
-        "context": CONTEXT, "d_model": 16, "heads": 1, "d_ff": D_FF,
-    }  # fmt: skip
     run = settings(
-        model=model, batch_tokens=SEQUENCES * CONTEXT, micro_batch=1,
+        model={"context": CONTEXT, "d_model": 16, "heads": 1, "d_ff": D_FF},
+        batch_tokens=SEQUENCES * CONTEXT, micro_batch=1,
         union_target=0.5, sparsity_target=40.0, mesh={"fsdp": 4},
     )  # fmt: skip
     return run, Trainer(run, END, sharding.make_mesh((2, 4), jax.devices("cpu")[:8]))
@@ -66,11 +64,9 @@ def test_it_follows_the_mean_over_all_tiles_of_all_devices(tokens):
 
 @pytest.mark.parametrize(("context", "measures"), [(256, True), (128, False)])
 def test_without_a_target_it_is_of_256_tokens_or_not_measured(context, measures):
-    model = settings().model.model_dump() | {"context": context}
-    run = settings(model=model, batch_tokens=2 * context, micro_batch=1)
-    mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
-    with jax.set_mesh(mesh):
-        trainer = Trainer(run, END, mesh)
+    run = settings(model={"context": context}, batch_tokens=2 * context, micro_batch=1)
+    trainer = on_one_device(run)
+    with jax.set_mesh(trainer.mesh):
         operands = trainer.abstract_state, trainer.abstract_batch, 0.0
         _, measured = jax.eval_shape(trainer.step, *operands)
     assert (measured.mean_union is not None) == measures
