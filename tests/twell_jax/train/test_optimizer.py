@@ -8,6 +8,7 @@ from flax import nnx
 
 from tests import seeds
 from tests.twell_jax import drawn
+from tests.twell_jax.configs import VALID
 from twell_jax.config import OptimizerConfig, from_dict
 from twell_jax.train.optimizer import (
     l1_coefficient,
@@ -25,9 +26,8 @@ def rates(steps, **settings):
 
 
 def l1_weights(warmup, steps, stages=0):
-    tree = {"run_dir": "x", "steps": 1, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
-    tree |= {"l1_coefficient": 2.0, "l1_warmup": warmup, "l1_stages": stages}
-    return [l1_coefficient(from_dict(tree), step) for step in steps]
+    of_l1 = {"l1_coefficient": 2.0, "l1_warmup": warmup, "l1_stages": stages}
+    return [l1_coefficient(from_dict(VALID | of_l1), step) for step in steps]
 
 
 def test_l1_rises_in_stages():
@@ -88,8 +88,7 @@ def test_decay_longer_than_what_warm_up_leaves_starts_behind_it():
 
 
 def test_a_run_that_goes_on_with_more_steps_says_what_that_does_to_the_learning_rate():
-    tree = {"run_dir": "x", "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
-    runs = [from_dict(tree | {"steps": steps}) for steps in (100, 200)]
+    runs = [from_dict(VALID | {"steps": steps}) for steps in (100, 200)]
     assert moved_learning_rate(*runs, step=100) == (
         "steps: 100 -> 200, so by its schedule the learning rate at step 100 moves from 0.0001 to "
         "0.00055"
@@ -99,8 +98,7 @@ def test_a_run_that_goes_on_with_more_steps_says_what_that_does_to_the_learning_
 
 
 def test_with_a_target_the_factor_of_the_controllers_coefficient_rises_in_the_same_way():
-    tree = {"run_dir": "x", "steps": 9, "batch_tokens": 32, "micro_batch": 1, "model": MODEL}
-    run = from_dict(tree | {"l1_coefficient": 2.0, "l1_warmup": [2, 6], "sparsity_target": 9})
+    run = from_dict(VALID | {"l1_coefficient": 2.0, "l1_warmup": [2, 6], "sparsity_target": 9})
     assert [l1_coefficient(run, step) for step in (0, 2, 5, 6, 9)] == [0, 0, 0.75, 1, 1]
 
 

@@ -13,7 +13,9 @@ from safetensors.numpy import save_file
 from tests import seeds
 from tests.commands import call, succeeded
 from tests.packages import needed
+from tests.twell_jax.configs import VALID
 from tests.twell_jax.models.pretrained.small import (
+    SMALL,
     assert_same_parameters,
     change_config,
     change_tensors,
@@ -295,9 +297,7 @@ def test_more_layers_than_tensors_are_refused_before_their_patterns_are_matched(
 
 
 def test_training_does_not_start_from_8_bits(eight_bits):
-    settings = {"run_dir": "x", "steps": 1, "batch_tokens": 64, "micro_batch": 1}
-    model = {"vocab_size": 257, "context": 64, "d_model": 16, "layers": 2, "heads": 4, "d_ff": 24}
-    config = config_lib.from_dict({**settings, "model": model, "init_from": str(eight_bits)})
+    config = config_lib.from_dict(VALID | {"model": SMALL, "init_from": str(eight_bits)})
     with pytest.raises(ConfigError, match=r"init_from: .*has weights in 8 bits, which cannot be"):
         init_from.initial_params(config, ByteTokenizer(), None, None)
 
