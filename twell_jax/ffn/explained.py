@@ -97,7 +97,8 @@ def on_device(device: str | None) -> Iterator[None]:
             f"device must be the name of a GPU, such as 'NVIDIA H100 80GB HBM3', got {device!r}"
         )
     mesh = jax.sharding.get_abstract_mesh()
-    # Names of GPUs have capitals.
-    kind = AbstractDevice(device_kind=device.upper(), num_cores=_CORES, platform="gpu")
+    # Numbers of GPUs have capitals, such as H100; other words stay as they were written.
+    words = (word.upper() if any(map(str.isdigit, word)) else word for word in device.split())
+    kind = AbstractDevice(device_kind=" ".join(words), num_cores=_CORES, platform="gpu")
     with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=kind)):
         yield

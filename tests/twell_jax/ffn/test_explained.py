@@ -57,6 +57,9 @@ def test_explain_answers_for_a_card_that_is_not_here():
     with jax.sharding.use_abstract_mesh(H100):
         assert "unions, by mosaic" in explain(*shapes(4096))
         assert "got NVIDIA A100\n" in explain(*shapes(4096), device="NVIDIA A100")
+    assert "got NVIDIA GeForce RTX 4090\n" in explain(
+        *shapes(4096), device="NVIDIA GeForce RTX 4090"
+    )
     split = abstract_gpu("NVIDIA B200", (2, 1))
     with jax.sharding.use_abstract_mesh(split):  # whose axes stay
         assert explain(*shapes(4096), device=H100_NAME).startswith("2048 tokens on a device")
