@@ -47,6 +47,7 @@ def explain(*operands: Any, device: str | None = None, **options: Any) -> str:
                 "explain takes a SparseMLP and x, or the operands of sparse_ffn, got "
                 f"{type(module).__name__}; pass one of its blocks"
             )
+        options.pop("return_stats", None)  # which decides nothing
         operands, options = (), module.operands(*rest, **options)
     with on_device(device):
         call, selection = select(*operands, **options)

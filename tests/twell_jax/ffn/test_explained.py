@@ -86,7 +86,7 @@ def test_explain_takes_a_module():
     assert remedy(make(), x) == "x is float32: bfloat16 would be served, by unions"
     in_bf16 = explain(make(dtype="bfloat16", live=3), x, device=H100_NAME)
     assert in_bf16.splitlines()[-1].strip().startswith("unions, by mosaic")
-    assert "not unions" in explain(make(dtype="bfloat16"), x, gradients="dense")
+    assert "not unions" in explain(make(dtype="bfloat16"), x, gradients="dense", return_stats=True)
     mlp = SparseMLP(4, 6, use_bias=True, rngs=nnx.Rngs(0))
     assert "dense, by xla" in explain(mlp, np.ones((3, 4), np.int32))
     with pytest.raises(
