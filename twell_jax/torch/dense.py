@@ -40,10 +40,11 @@ def _rectified(act: activations.Rectifier, z: torch.Tensor) -> torch.Tensor:
 def _stats(h: torch.Tensor, active: torch.Tensor) -> FFNStats:
     nonzero = active.detach() != 0
     nnz = nonzero.sum(dim=-1, dtype=torch.int32)
+    tokens = max(len(h), 1)  # of none the means are 0
     unknown = torch.full((), NOT_MEASURED, device=h.device)
     return FFNStats(
-        l1=h.abs().sum(dim=-1, dtype=torch.float32).mean(),
-        nnz=nnz.float().mean(),
+        l1=h.abs().sum(dim=-1, dtype=torch.float32).sum() / tokens,
+        nnz=nnz.sum() / tokens,
         max_nnz=nnz.max() if len(nnz) else nnz.new_zeros(()),
         fired=nonzero.any(dim=0),
         overflow=torch.zeros((), device=h.device),

@@ -189,7 +189,7 @@ def test_checkpointing_keeps_the_statistics_of_the_call():
 def test_no_tokens_are_no_error():
     mlp = SparseMLP(16, 32).train()
     assert mlp(torch.zeros(0, 16)).shape == (0, 16)
-    assert mlp.stats.max_nnz == 0
+    assert mlp.stats.l1 == mlp.stats.nnz == mlp.stats.max_nnz == 0
 
 
 @pytest.mark.parametrize("is_training", [True, False])
