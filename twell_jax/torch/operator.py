@@ -134,7 +134,9 @@ def _check(
         if not isinstance(a, torch.Tensor) and not (a is None and name == "w_gate"):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(a).__name__}")
     dtype, device, shape = x.dtype, x.device, w_down.shape
-    cast = torch.is_autocast_enabled(device.type)
+    if not x.ndim:
+        raise ValueError("x must be [..., D], got []")
+    cast = _autocasts(x)
     for name, a in weights.items():
         if a is None:
             continue
@@ -149,9 +151,13 @@ def _check(
             )
 
 
+def _autocasts(x: torch.Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no "meta"
+
+
 def _autocast(x: torch.Tensor, *weights: torch.Tensor | None) -> list[Any]:
     """The operands in the dtype of autocast, if it is on."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if not _autocasts(x):
         return [x, *weights]
     dtype = torch.get_autocast_dtype(x.device.type)
     return [a if a is None else a.to(dtype) for a in (x, *weights)]

@@ -321,6 +321,7 @@ def test_torch_and_jax_wait_for_each_other():
         ({"w_gate": torch.ones(17, 8)}, r"w_gate must be \[H, D\].* H=16 as w_down has it"),
         ({"w_down": torch.ones(16, 8).half()}, "w_down must be torch.float32 on cpu as x is"),
         ({"w_up": None}, "w_up must be a torch.Tensor, got NoneType"),
+        ({"x": torch.tensor(1.0)}, r"^x must be \[..., D\], got \[\]"),
         ({"implementation": "xla"}, "implementation must be 'torch', 'mosaic' or None, got 'xla'"),
         ({"activation": "fatrelu"}, "activation 'fatrelu' has a threshold"),
     ],
@@ -330,6 +331,12 @@ def test_errors_name_the_argument(changes, message):
     given = {"x": torch.ones(4, 8), "w_gate": w, "w_up": w, "w_down": w} | changes
     with pytest.raises(ValueError, match=message):
         sparse_ffn(**given)
+
+
+def test_shapes_are_found_without_memory():
+    x, w = torch.ones(4, 8, device="meta"), torch.ones(16, 8, device="meta")
+    y, stats = sparse_ffn(x, w, w, w, return_stats=True)
+    assert y.is_meta and y.shape == x.shape and stats.fired.shape == (16,)
 
 
 def test_kernels_that_cannot_serve_say_why():
