@@ -49,20 +49,24 @@ def replace_mlps(
       The new modules by their paths in the model, such as "model.layers.0.mlp".
 
     Raises:
-      ValueError: no module has such layers; one computes something else than they alone do; or its
-        activation is never zero, and none is given. The line names the module, and the model is as
-        it was.
+      ValueError: no module has such layers; one is the model itself, has no values yet or computes
+        something else than its layers alone; or its activation is never zero, and none is given.
+        The line names the module, and the model is as it was.
     """
     modules = model.named_modules(remove_duplicate=False)  # a module may have several places
     found = {name: form for name, module in modules if (form := _form_of(module))}
     if not found:
         known = "; ".join(", ".join(form) for form in FORMS)
         raise ValueError(f"no module of the model has the layers of a feed-forward block: {known}")
+    if "" in found:
+        raise ValueError("cannot replace the model itself: it must be part of a module")
     made: dict[torch.nn.Module, SparseMLP] = {}
     replaced = {}
     for name, form in found.items():
         module = model.get_submodule(name)
         *gates, up, down = (module.get_submodule(layer) for layer in form)
+        if any(layer.weight.is_meta for layer in (*gates, up, down)):
+            raise ValueError(f"{name} has weights without values, on the device meta: load them")
         gate = gates[0] if gates else None
         own = _activation_of(module, gate, up, down)
         if own is None:

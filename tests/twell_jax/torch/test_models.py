@@ -76,6 +76,13 @@ def test_what_is_no_such_block_is_refused():
         replace_mlps(torch.nn.ModuleDict({"mlp": WithNorm(SparseMLP(16, 32, gated=False))}))
 
 
+def test_a_model_without_values_and_one_that_is_a_block_are_refused():
+    with pytest.raises(ValueError, match=r"layers.0.mlp has weights without values, .* meta"):
+        replace_mlps(make().to("meta"))
+    with pytest.raises(ValueError, match="cannot replace the model itself"):
+        replace_mlps(make().model.layers[0].mlp)
+
+
 def test_l1_of_a_model_is_the_mean_over_its_blocks():
     model = make()
     replace_mlps(model)
