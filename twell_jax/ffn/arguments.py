@@ -180,6 +180,9 @@ def check_operands(x: Any, weights: Any, biases: Any, residual: Any) -> None:
 
     Args: as of `sparse_ffn`, the weights as `Weights`.
     """
+    for name, operand in (("x", x), ("w_up", weights.up), ("w_down", weights.down)):
+        if operand is None:
+            raise ValueError(f"{name} is required, got None")
     check_dtype("x", x.dtype)
     if x.ndim < 1 or 0 in x.shape:
         raise ValueError(f"x must be [..., D] with at least one token, got {list(x.shape)}")
@@ -190,9 +193,6 @@ def check_operands(x: Any, weights: Any, biases: Any, residual: Any) -> None:
             f"residual must be as x, {x.dtype} {list(x.shape)}, got {residual.dtype} "
             f"{list(residual.shape)}; leave it out and add y to it"
         )
-    for name, w in (("w_up", weights.up), ("w_down", weights.down)):
-        if w is None:
-            raise ValueError(f"{name} is required, got None")
     d, w_down = x.shape[-1], weights.down
     shapes = [w.shape for w in (weights.gate, weights.up, w_down) if w is not None]
     if len(set(shapes)) == 1 and w_down.ndim == 2 and w_down.shape[1] != d:

@@ -299,6 +299,7 @@ W, X = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32)
         ({"w_up": W.astype(jnp.bfloat16)}, "^w_up must have the dtype of x, float32, got bfloat16"),
         ({"biases": Biases(down=np.ones(4, np.int32))}, "^biases.down must have the dtype of x"),
         ({"x": X.astype(np.int32)}, "^x must be one of bfloat16, float16, float32, got int32"),
+        ({"x": None}, "^x is required, got None"),
         ({"x": X[:0]}, r"^x must be .*at least one token, got \[0, 4\]"),
         ({"x": X[0, 0]}, r"^x must be .*got \[\]"),
         ({"w_gate": None, "biases": Biases(W[:, 0])}, "^biases.gate was given, but .*no w_gate"),
