@@ -3,6 +3,8 @@
 Run it with `python examples/equinox_model.py`; it needs Equinox and takes a few seconds on a CPU.
 """
 
+import argparse
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ class Adder(eqx.Module):
         return (x + y) @ self.head, stats
 
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 model, optimizer = Adder(jax.random.key(0)), optax.adam(3e-3)
 
 

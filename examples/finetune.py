@@ -4,7 +4,7 @@
 writes to OUT. Without arguments it first makes a small random model. It trains on its own source.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -43,11 +43,17 @@ def step(model, optimizer, tokens):
     return aux
 
 
-if len(sys.argv) not in (1, 3):
-    sys.exit("usage: python examples/finetune.py [DIRECTORY OUT]")
-source, out = map(Path, sys.argv[1:] or (random_checkpoint(), tempfile.mkdtemp()))
-model = from_pretrained(source, param_dtype="float32")
-tokenizer = pretrained_tokenizer.load(source)
+parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [DIRECTORY OUT]")
+parser.add_argument("paths", nargs="*", type=Path, help=argparse.SUPPRESS)
+paths = parser.parse_args().paths
+if len(paths) not in (0, 2):
+    parser.error("DIRECTORY and OUT are given together, or neither")
+source, out = paths or (random_checkpoint(), Path(tempfile.mkdtemp()))
+try:
+    model = from_pretrained(source, param_dtype="float32")
+    tokenizer = pretrained_tokenizer.load(source)
+except (ValueError, OSError) as error:  # what is no such model
+    parser.error(str(error))
 optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 (text,) = tokenizer.encode([Path(__file__).read_text()])
 windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)

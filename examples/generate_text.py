@@ -4,7 +4,7 @@ DIRECTORY is a run of train.py or a model in Hugging Face's format. Without it, 
 random weights writes random bytes.
 """
 
-import sys
+import argparse
 
 from flax import nnx
 
@@ -28,7 +28,13 @@ def random_model() -> LanguageModel:
     return LanguageModel(model, tokenizer, prefix=(), stop_ids=(tokenizer.eot_id,))
 
 
-lm = language_model.load(sys.argv[1]) if len(sys.argv) > 1 else random_model()
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("directory", metavar="DIRECTORY", nargs="?")
+directory = parser.parse_args().directory
+try:
+    lm = language_model.load(directory) if directory else random_model()
+except (ValueError, OSError) as error:  # what is no model
+    parser.error(str(error))
 steps = generate(
     lm.model,
     [lm.encode(prompt) for prompt in PROMPTS],

@@ -3,6 +3,8 @@
 Run it with `python examples/linen_model.py`; it takes a few seconds on a CPU.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,6 +27,7 @@ class Adder(linen.Module):
         return linen.Dense(MODULUS)(x + y), stats
 
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 model, optimizer = Adder(), optax.adam(3e-3)
 
 

@@ -3,6 +3,8 @@
 Run it with `python examples/nnx_model.py`; it takes a few seconds on a CPU.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -43,6 +45,7 @@ def step(model, optimizer, numbers, sums):
     return error, stats
 
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 a, b = jnp.divmod(jnp.arange(MODULUS**2), MODULUS)
 numbers, sums = jnp.stack([a, b], axis=1), (a + b) % MODULUS
 model = Adder(nnx.Rngs(0))

@@ -4,6 +4,8 @@ Run it with `python examples/plain_jax.py`; it takes a few seconds on a CPU. Bia
 block to close its gates. Kernels serve blocks without them, in bfloat16, with a WIDTH from 128 on.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,6 +15,7 @@ from twell_jax import Biases, explain, sparse_ffn
 FACTS, WIDTH, NEURONS = 256, 64, 512
 L1_COEFFICIENT = 3e-3
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 keys, values = jax.random.normal(jax.random.key(1), (2, FACTS, WIDTH))
 
 

@@ -7,7 +7,7 @@ the same up to rounding until a removed neuron is active. For a model that holds
 see `twell_jax.analysis.prune.prune_mlp`.
 """
 
-import sys
+import argparse
 
 from flax import nnx
 
@@ -17,10 +17,13 @@ from twell_jax.analysis.prune import fires_removed, prune_dead
 from twell_jax.models.transformer import graphdef
 from twell_jax.train.run_directory import load_run
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python examples/prune.py RUN_DIR, the directory of a run such as runs/tiny")
-config, tokenizer, model = load_run(sys.argv[1])
-held_out = data.load(config).held_out
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("run_dir", metavar="RUN_DIR", help="of a run, such as runs/tiny")
+try:
+    config, tokenizer, model = load_run(parser.parse_args().run_dir)
+    held_out = data.load(config).held_out
+except (ValueError, OSError) as error:  # what is no run
+    parser.error(str(error))
 
 # Half of the held-out sequences decide which neurons stay; the others test what pruning changes.
 usage = measure_activity(model, held_out[::2], batch=16).usage

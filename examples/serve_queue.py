@@ -5,7 +5,7 @@ directory of a run or of a model in Hugging Face's format as argument, its model
 one with random weights.
 """
 
-import sys
+import argparse
 import time
 from collections import deque
 
@@ -26,7 +26,13 @@ def random_model() -> Transformer:
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
-model = load(sys.argv[1]).model if len(sys.argv) > 1 else random_model()
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("directory", metavar="DIRECTORY", nargs="?")
+directory = parser.parse_args().directory
+try:
+    model = load(directory).model if directory else random_model()
+except (ValueError, OSError) as error:  # what is no model
+    parser.error(str(error))
 rng = np.random.default_rng(0)
 queue = deque(
     (number, rng.integers(0, model.config.vocab_size, rng.integers(1, LONGEST)), count)

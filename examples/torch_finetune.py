@@ -5,7 +5,7 @@ the hub, trains it on a file and writes it to OUT. Without arguments it trains a
 on its own source.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -39,20 +39,27 @@ def neurons_per_token(model, windows):
     return f"cross-entropy {loss:.2f}, neurons per token: {nnz:.0f}"
 
 
-if len(sys.argv) == 4:
-    name, text, out = sys.argv[1], Path(sys.argv[2]).read_text(), sys.argv[3]
-    model = AutoModelForCausalLM.from_pretrained(name)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    tokenizer.save_pretrained(out)
+parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [MODEL TEXT OUT]")
+parser.add_argument("given", nargs="*", help=argparse.SUPPRESS)
+given = parser.parse_args().given
+if len(given) == 3:
+    name, file, out = given
+    try:
+        text = Path(file).read_text()
+        model = AutoModelForCausalLM.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.save_pretrained(out)
+    except (ValueError, OSError) as error:  # what is no text or model
+        parser.error(str(error))
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
-elif len(sys.argv) == 1:
+elif not given:
     out = tempfile.mkdtemp()
     torch.manual_seed(0)
     shape = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
     ids = torch.tensor(list(Path(__file__).read_bytes()))
 else:
-    sys.exit("usage: python examples/torch_finetune.py [MODEL TEXT OUT]")
+    parser.error("MODEL, TEXT and OUT are given together, or none")
 
 replace_mlps(model, activation="relu")
 model.config.hidden_act = "relu"  # what is written to OUT

@@ -4,7 +4,7 @@
 Without arguments it scores its own source by a small random model.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -15,16 +15,22 @@ from twell_jax.torch import collect_stats, replace_mlps
 CONTEXT, SEQUENCES = 1024, 16
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-if len(sys.argv) == 3:
-    name, text = sys.argv[1], Path(sys.argv[2]).read_text()
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
-    ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
-elif len(sys.argv) == 1:
+parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [MODEL TEXT]")
+parser.add_argument("given", nargs="*", help=argparse.SUPPRESS)
+given = parser.parse_args().given
+if len(given) == 2:
+    try:
+        name, text = given[0], Path(given[1]).read_text()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
+    except (ValueError, OSError) as error:  # what is no model or text
+        parser.error(str(error))
+elif not given:
     shape = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_act="relu", **shape)).bfloat16()
     ids = torch.tensor(list(Path(__file__).read_bytes()))
 else:
-    sys.exit("usage: python examples/torch_score.py [MODEL TEXT]")
+    parser.error("MODEL and TEXT are given together, or neither")
 
 blocks = replace_mlps(model.to(device).eval())
 for block in blocks.values():

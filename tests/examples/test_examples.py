@@ -106,10 +106,30 @@ def test_every_example_is_tested():
         assert f'"{example.stem}"' in source
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("prune", []), ("finetune", ["one"])])
-def test_wrong_arguments_are_one_line_that_says_the_right_ones(run, name, arguments):
-    with pytest.raises(SystemExit, match=rf"^usage: python examples/{name}.py .*DIR"):
+@pytest.mark.parametrize(
+    ("name", "arguments", "line"),
+    [
+        ("nnx_model", ["one"], "unrecognized arguments: one"),
+        ("linen_model", ["--step"], "unrecognized arguments: --step"),
+        ("plain_jax", ["one"], "unrecognized arguments: one"),
+        ("prune", [], "the following arguments are required: RUN_DIR"),
+        ("prune", ["none"], "run_dir: none is not the directory of a run"),
+        ("finetune", ["one"], "DIRECTORY and OUT are given together, or neither"),
+        ("finetune", ["none", "out"], "'none': there is no such directory"),
+        ("generate_text", ["none"], "'none': there is no such directory"),
+        ("generate_text", ["one", "two"], "unrecognized arguments: two"),
+        ("serve_queue", ["none"], "'none': there is no such directory"),
+        ("equinox_model", ["one"], "unrecognized arguments: one"),
+        ("torch_score", ["one"], "MODEL and TEXT are given together, or neither"),
+        ("torch_finetune", ["none", "none", "out"], "No such file or directory: 'none'"),
+    ],
+)
+def test_wrong_arguments_are_one_line_behind_the_usage(run, capsys, name, arguments, line):
+    needed({"equinox_model": "equinox"}.get(name, "transformers" if "torch" in name else "jax"))
+    with pytest.raises(SystemExit, match="2"):
         run(name, *arguments)
+    usage, said = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: {name}") and line in said
 
 
 @pytest.mark.peers
