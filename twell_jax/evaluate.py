@@ -25,6 +25,7 @@ from twell_jax.inference.arguments import (
     command_line,
     path,
 )
+from twell_jax.models.pretrained import hub
 from twell_jax.train import compilation_cache, interrupt, utf8
 from twell_jax.train.checkpoint_errors import CheckpointError
 
@@ -63,6 +64,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         # It takes 1.5 s to import; --help and wrong arguments do not need it.
         from twell_jax.inference import harness
 
+        hub.find(args.directory)  # before questions are downloaded
         tasks = harness.Tasks(args.tasks.split(","), args.task_path)
         lm = language_model.load(args.directory, args.implementation)
         results = harness.run_tasks(lm, tasks, shots=args.shots, limit=args.limit, batch=args.batch)

@@ -89,8 +89,8 @@ def _settings(args: argparse.Namespace) -> tuple[Path, list[str]]:
     with_data = given | config_lib.parse(_data(args.data))
     if not (is_run(args.name) or "data.source" in with_data):
         raise ConfigError(
-            "--data: names the text to train on, which only a run has: --data FILE [FILE ...], or "
-            "--data hf:NAME"
+            f"--data: names the text to train on, which only a run has, and {args.name} is none: "
+            "--data FILE [FILE ...], or --data hf:NAME"
         )
     found = recipe.overrides(args.name, with_data)
     return config_lib.shipped()["sparsify"], [f"run_dir={run_dir}", *found, *own]

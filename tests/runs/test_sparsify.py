@@ -109,7 +109,7 @@ def test_a_dry_run_shows_what_it_would_take(llama, corpus, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{llama}"], "error: --data: names the text to train on, which only a run has: "),
+        (["{llama}"], "error: --data: names the text to train on, which only a run has, and /"),
         (["{llama}", "--data", "/no/such.txt", "steps=2"], "error: data.paths: '/no/such.txt' mat"),
         (["/no/such", "--data", "x"], "error: init_from: '/no/such': there is no such directory; "),
         (["{llama}", "--data", "x", "stepz=2"], "error: stepz: unknown key; did you mean steps?"),

@@ -253,6 +253,14 @@ def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, says):
     assert line.endswith(f"error: {says}") and status == 2
 
 
+def test_questions_are_not_downloaded_for_a_model_that_is_not_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "twell_jax.inference.harness.Tasks", lambda *_: pytest.fail("downloaded questions")
+    )
+    line, status = refused(capsys, tmp_path / "none")
+    assert "there is no such directory" in line and status == 1
+
+
 def test_tasks_are_checked_before_the_model_is_read(
     tasks, tmp_path, capsys, own_tasks_alone, monkeypatch
 ):
