@@ -134,7 +134,7 @@ def test_what_is_wrong_is_one_line(llama, tmp_path, arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "the following arguments are required: NAME"),
+        ([], "the following arguments are required: NAME\n"),
         (["steps=2"], "NAME: comes first"),
         (["a", "--data", "x", "hf:y"], "--data: takes files, or one hf:NAME"),
         (["a", "--task-path", "/no/such"], "--task-path: there is no directory /no/such"),

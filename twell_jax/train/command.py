@@ -144,7 +144,9 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds what all commands that train take: overrides, and what to do instead of training."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. model.d_model=256")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. model.d_model=256"
+    )
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and exit"
     )

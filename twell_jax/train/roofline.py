@@ -134,7 +134,7 @@ def step(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file or shipped name, such as configs/2b.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--hardware", choices=HARDWARE, default="h100")
     parser.add_argument("--ffn-share", type=float, default=1.0, help="see flops_per_token")
