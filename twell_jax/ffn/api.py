@@ -175,7 +175,8 @@ def sparse_ffn(
             y, stats = compute(rows, weights, residual_rows)
         return y.reshape(x.shape), stats
 
-    return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
+    with jax.numpy_dtype_promotion("standard"):  # a stricter rule is for the caller's own code
+        return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
 
 
 class Call(NamedTuple):

@@ -118,3 +118,17 @@ def test_windows_that_cannot_be_are_named(x, windows, message):
 def test_gradients_of_another_type_are_refused():
     with pytest.raises(ValueError, match="gradients must be 'dense', 'sparse', a capacity"):
         sparse_ffn(X, W, W, W, gradients=np.ones(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "sparse"}, {"implementation": "mosaic"}])
+def test_types_need_not_be_promoted(reference_kernels, options):
+    x, w = jnp.ones((8, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+
+    def loss(x, w):
+        y, stats = sparse_ffn(x, w, w, w, **options)
+        return jnp.sum(y, dtype=jnp.float32) + stats.l1
+
+    with jax.numpy_dtype_promotion("strict"):
+        grads = jax.grad(loss, argnums=(0, 1))(x, w)
+    for grad, expected in zip(grads, jax.grad(loss, argnums=(0, 1))(x, w), strict=True):
+        np.testing.assert_array_equal(grad, expected)
