@@ -173,7 +173,8 @@ def collect_stats(collection: Mapping[str, Any]) -> ModelStats:
       ValueError: the collection holds no statistics.
     """
     found = jax.tree.leaves_with_path(collection, is_leaf=lambda leaf: isinstance(leaf, FFNStats))
-    return _checked({"/".join(key.key for key in place): stats for (*place, _), stats in found})
+    of_module = ((place, a) for (*place, _), a in found if isinstance(a, FFNStats))
+    return _checked({"/".join(key.key for key in place): stats for place, stats in of_module})
 
 
 def _checked(modules: dict[str, FFNStats]) -> ModelStats:

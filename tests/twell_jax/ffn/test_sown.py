@@ -222,5 +222,6 @@ def test_statistics_without_values_have_a_line_and_say_where_the_table_is():
 
 
 def test_a_collection_without_statistics_is_named():
-    with pytest.raises(ValueError, match="called no SparseMLP"):
-        collect_stats({})
+    for collection in ({}, {"mlp": {"w_up": jnp.ones((2, 3))}}):  # the latter of parameters
+        with pytest.raises(ValueError, match="called no SparseMLP"):
+            collect_stats(collection)
