@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # the documentation is built without torch
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def replace_mlps(
     A feed-forward module is one that holds `torch.nn.Linear`s without bias by the names of a row of
     `FORMS`, and no other parameters. Each is called on drawn tokens: it must compute what its
     layers alone give with a usual activation. The layers themselves stay, with their names and
-    parameters; so do `state_dict` and optimizers. Adapters and hooks of layers are refused.
+    parameters; so do `state_dict` and optimizers. Adapters of layers and hooks are refused.
 
     Args:
       model: the model, which is changed.
@@ -49,9 +49,9 @@ def replace_mlps(
       The new modules by their paths in the model, such as "model.layers.0.mlp".
 
     Raises:
-      ValueError: no module has such layers; one is the model itself, has no values yet or computes
-        something else than its layers alone; or its activation is never zero, and none is given.
-        The line names the module, and the model is as it was.
+      ValueError: no module has such layers; one is the model itself, has no values yet, has hooks
+        or computes something else than its layers alone; or its activation is never zero, and none
+        is given. The line names the module, and the model is as it was.
     """
     modules = model.named_modules(remove_duplicate=False)  # a module may have several places
     found = {name: form for name, module in modules if (form := _form_of(module))}
@@ -65,8 +65,7 @@ def replace_mlps(
     for name, form in found.items():
         module = model.get_submodule(name)
         *gates, up, down = (module.get_submodule(layer) for layer in form)
-        if any(layer.weight.is_meta for layer in (*gates, up, down)):
-            raise ValueError(f"{name} has weights without values, on the device meta: load them")
+        _check(name, module, (*gates, up, down))
         gate = gates[0] if gates else None
         own = _activation_of(module, gate, up, down)
         if own is None:
@@ -94,6 +93,14 @@ def _form_of(module: torch.nn.Module) -> tuple[str, ...] | None:
     names = {name.partition(".")[0] for name, _ in module.named_parameters()}
     matching = (form for form in FORMS if set(form) == names == layers)
     return None if isinstance(module, SparseMLP) else next(matching, None)
+
+
+def _check(name: str, module: torch.nn.Module, layers: Sequence[torch.nn.Linear]) -> None:
+    """Raises ValueError if layers have no values yet, or the module has hooks, which would go."""
+    if any(layer.weight.is_meta for layer in layers):
+        raise ValueError(f"{name} has weights without values, on the device meta: load them")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError(f"{name} has hooks: remove them, and give them to what replaces it")
 
 
 @torch.no_grad()

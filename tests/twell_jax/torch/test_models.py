@@ -174,6 +174,18 @@ def test_what_a_block_would_leave_out_is_refused():
         mlp(x)
 
 
+def test_hooks_of_what_is_replaced_are_not_lost():
+    model, called = Pair(), []
+    hook = model.mlp.register_forward_hook(lambda *_: called.append(1))
+    with pytest.raises(ValueError, match=r"^mlp has hooks: remove them, and give them to what"):
+        replace_mlps(model)
+    hook.remove()
+    replace_mlps(model)["mlp"].register_forward_hook(lambda *_: called.append(1))
+    called.clear()
+    model.mlp(torch.randn(4, model.mlp.up_proj.in_features))
+    assert called == [1]
+
+
 def test_frozen_blocks_have_no_gradient_of_l1_and_are_no_error():
     model = make().train()
     replace_mlps(model)
