@@ -57,7 +57,10 @@ def replace_mlps(
     found = {name: form for name, module in modules if (form := _form_of(module))}
     if not found:
         known = "; ".join(", ".join(form) for form in FORMS)
-        raise ValueError(f"no module of the model has the layers of a feed-forward block: {known}")
+        raise ValueError(
+            "no module of the model has the layers of a feed-forward block, torch.nn.Linears "
+            f"without bias and nothing else: {known}"
+        )
     if "" in found:
         raise ValueError("cannot replace the model itself: it must be part of a module")
     made: dict[torch.nn.Module, SparseMLP] = {}

@@ -70,6 +70,8 @@ class WithNorm(torch.nn.Module):
 
 
 def test_what_is_no_such_block_is_refused():
+    with pytest.raises(ValueError, match=r"torch.nn.Linears without bias and nothing else: g"):
+        replace_mlps(make(mlp_bias=True))
     with pytest.raises(ValueError, match="no module of the model has the layers"):
         replace_mlps(torch.nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"mlp \(WithNorm\) computes something else than its lay"):
