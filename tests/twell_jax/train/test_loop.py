@@ -1,5 +1,6 @@
 """A run starts on its own text alone, with gradients that can be computed; what it prepares."""
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -151,6 +152,18 @@ def test_no_step_waits_for_the_program_of_a_plan():
     assert revised(plan) == plan and ahead == [(CAPACITY, None)]
     ahead.ready.add((CAPACITY, None))
     assert revised(plan).sparse == (True, False)
+
+
+def test_a_layer_that_goes_on_to_overflow_until_its_plan_is_compiled_is_told_of_once():
+    console = Console(file=io.StringIO(), width=200)
+    run = replace(planning_run(Prepared(), 10), console=console)
+    plan, need = GradientPlan.dense(2).all_sparse, jnp.array([0.9, 0.2])
+    measured = need, need, jnp.array([0.5, 0])
+    for step in (29, 39, 49):
+        plan = _next_plan(run, Standing(step, None, plan, measured), plan)
+    assert plan.sparse == (True, True) and plan.announced == (0, CAPACITY)
+    (line,) = console.file.getvalue().splitlines()
+    assert line.startswith("up to step 29 layers 0 exceeded the capacity")
 
 
 def test_a_plan_follows_from_the_newest_half_of_the_steps_and_from_every_overflow():
