@@ -54,9 +54,11 @@ from twell_jax.models import sharding
         ("optimizer.schedule=linear", "optimizer.schedule", "'cosine' or 'wsd'"),
         ("data.source=web", "data.source", "'stdlib', 'files', 'hf' or 'tokens'"),
         ("mesh.data=0", "mesh.data", "-1"),
+        ("reinit_every=2147483648", "reinit_every", "less than or equal to 2147483647"),
         # combinations that cannot be
         ("batch_tokens=100", "batch_tokens", "multiple of model.context=32"),
         ("l1_warmup=[3, 1]", "l1_warmup", "start <= end"),
+        ("l1_warmup=[0, 2147483648]", "l1_warmup", "end < 2^31, got [0, 2147483648]"),
         ("l1_stages=4", "l1_stages", "do not fit into the 0 steps"),
         ("model.heads=5", "model.heads", "d_model=32"),
         ("model.heads=32", "model.heads", "even size"),

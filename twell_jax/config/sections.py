@@ -133,7 +133,10 @@ class Config(Section):
         10_000_000, gt=0, description="a neuron that was active for none of so many tokens is dead"
     )
     reinit_every: int = Field(
-        0, ge=0, description="steps between re-initialisations of dead neurons' gates; 0: never"
+        0,
+        ge=0,
+        le=_MOST,
+        description="steps between re-initialisations of dead neurons' gates; 0: never",
     )
     skip_dead_every: int = Field(
         0,
@@ -225,8 +228,8 @@ class Config(Section):
                 f"{list(self.profile_steps)}"
             )
         start, end = self.l1_warmup
-        if not 0 <= start <= end:
-            raise ValueError(f"l1_warmup: needs 0 <= start <= end, got [{start}, {end}]")
+        if not 0 <= start <= end <= _MOST:
+            raise ValueError(f"l1_warmup: needs 0 <= start <= end < 2^31, got [{start}, {end}]")
         if self.l1_stages > end - start:
             raise ValueError(
                 f"l1_stages: {self.l1_stages} stages do not fit into the {end - start} steps of "
