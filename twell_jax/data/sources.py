@@ -176,8 +176,8 @@ class StreamedDocuments(Iterator[Document]):
             self._dataset = datasets.load_dataset(
                 data.name, data.subset, split=data.split, streaming=True
             )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"data.name: {data.name}: {' '.join(str(error).split())}") from None
+        except Exception as error:  # the library lets those of all formats through
+            raise ConfigError(f"data.name: {data.name}: {_in_a_line(error)}") from None
         self._read = self._left_out = 0
         if position is not None:
             # In checkpoints of 0.2 it is that of the dataset alone, and rows are counted from it.
@@ -216,12 +216,19 @@ class StreamedDocuments(Iterator[Document]):
             if not data.strict and self._reader.lacks(row):
                 return None
             return self._reader.document(row)
-        except (ValueError, OSError) as error:
-            message = " ".join(str(error).split())
+        except StopIteration:
+            raise
+        except Exception as error:  # such as of a compressed file that is cut short
             hint = "; data.strict=false leaves out rows whose text is null" if data.strict else ""
             raise ConfigError(
-                f"data.name: {data.name}: row {self._read}: {message}{hint}"
+                f"data.name: {data.name}: row {self._read}: {_in_a_line(error)}{hint}"
             ) from None
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error says, behind its name unless it is one of those that say it all."""
+    name = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+    return name + " ".join(str(error).split())
 
 
 def streamed(data: DataConfig, *, held_out: bool) -> Iterator[Document]:

@@ -1,3 +1,4 @@
+import gzip
 import itertools
 import json
 import sys
@@ -184,6 +185,23 @@ def test_a_bpe_is_trained_on_the_first_documents_that_have_enough_characters(
 def test_unusable_datasets(make_config, dataset_dir, settings, message):
     with pytest.raises(ConfigError, match=rf"^data\.(name|held_out_fraction): .*{message}"):
         data.load(make_config(streamed(dataset_dir) | settings))
+
+
+@pytest.mark.parametrize("after", [[], ["train-0.jsonl"]])
+def test_a_compressed_file_that_is_cut_short_is_one_line(make_config, tmp_path, after):
+    rows = (json.dumps({"text": "a" * 80}) + "\n").encode()
+    for name in after:
+        (tmp_path / name).write_bytes(rows)
+    (tmp_path / "train-1.jsonl.gz").write_bytes(gzip.compress(rows)[:-20])
+    where = ": row 2" * len(after)
+    with pytest.raises(ConfigError, match=rf"^data\.name: [^:]*{where}: EOFError: Compressed file"):
+        data.load(make_config(streamed(tmp_path)))
+
+
+def test_a_dataset_that_is_a_program_is_one_line(make_config, tmp_path):
+    (tmp_path / f"{tmp_path.name}.py").write_text("print()")
+    with pytest.raises(ConfigError, match=r"^data\.name: .*: RuntimeError: Dataset scripts are no"):
+        data.load(make_config(streamed(tmp_path)))
 
 
 def test_missing_library_names_the_extra(make_config, dataset_dir, monkeypatch):
