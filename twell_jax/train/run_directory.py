@@ -32,6 +32,10 @@ _MAY_CHANGE = {
     "model.remat", "model.ffn_implementation", "model.ffn_gradients", "sparse_gradients_every",
 }  # fmt: skip
 
+# In a path, Orbax and TensorStore take them for a pattern or a slash: checkpoints would be written,
+# but could never be restored.
+_NOT_IN_PATHS = "*?[\\"
+
 
 class AnotherRun(ConfigError):
     """The run in `run_dir` was started with other settings or other text."""
@@ -65,8 +69,15 @@ def lock_run(run_dir: str | Path) -> Iterator[Callable[[], None]]:
       moved: another process may have locked what is there. Call it before anything is written.
 
     Raises:
-      ConfigError: another process holds the lock, or this is no directory and cannot become one.
+      ConfigError: another process holds the lock, or this is no directory and cannot become one, or
+        its path has a character with which no checkpoint could be restored.
     """
+    path = str(Path(run_dir).absolute())
+    if wrong := [character for character in _NOT_IN_PATHS if character in path]:
+        raise ConfigError(
+            f"run_dir: {path} has {' and '.join(wrong)}, with which no checkpoint could be "
+            "restored; choose another run_dir, or a link that leads there"
+        )
     directory = Path(os.path.realpath(run_dir))  # to create it where a dangling link points
     try:
         if not directory.exists():

@@ -1,6 +1,7 @@
 """The run directory: joined only by the run that it belongs to, and whole after any kill."""
 
 import errno
+import re
 import shutil
 from pathlib import Path
 
@@ -210,3 +211,20 @@ def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, monkeypatch):
 def test_a_section_that_was_null_is_a_difference():
     found = differences({"rope_scaling": None}, {"rope_scaling": {"type": "linear"}})
     assert [*found] == [("rope_scaling", None, {"type": "linear"})]
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "a*b", "what?", "back\\slash"])
+def test_a_path_from_which_no_checkpoint_could_be_restored_is_refused(tmp_path, monkeypatch, name):
+    directory = tmp_path / name
+    wrong = next(character for character in name if character in "*?[\\")
+    says = re.escape(f"run_dir: {directory}/run has {wrong}, with which no checkpoint could")
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        lock_run(directory / "run").__enter__()
+    assert not directory.exists()
+    directory.mkdir()
+    monkeypatch.chdir(directory)  # also if it is above
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        lock_run("run").__enter__()
+    (tmp_path / "link").symlink_to(directory)
+    with lock_run(tmp_path / "link"):
+        pass
