@@ -71,7 +71,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.overrides += [text for text in args.data if _SETTING.fullmatch(text)]
     args.data = [text for text in args.data if not _SETTING.fullmatch(text)]
     check_task_path(parser, args)
-    if _SETTING.fullmatch(args.name):
+    if _SETTING.fullmatch(args.name) and not os.path.exists(args.name):
         parser.error("NAME: comes first, and says which model is made sparse")
     if len(args.data) > 1 and any(text.startswith(_DATASET) for text in args.data):
         parser.error("--data: takes files, or one hf:NAME")

@@ -172,8 +172,9 @@ def test_without_a_configuration_the_shipped_ones_are_named():
         assert "no configuration is named; shipped are 0p5b, 1b, 1p5b, 2b, " in process.stderr
 
 
-def test_the_directory_of_a_run_names_its_configuration(tmp_path):
-    moved = tmp_path / "moved"
+@pytest.mark.parametrize("name", ["moved", "lr=0.1"])
+def test_the_directory_of_a_run_names_its_configuration(tmp_path, name):
+    moved = tmp_path / name
     moved.mkdir()
     refused = train(moved)
     assert refused.returncode == 1

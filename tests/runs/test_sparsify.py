@@ -145,6 +145,13 @@ def test_wrong_usage_is_said_at_once(arguments, says):
     assert process.returncode == 2 and says in process.stderr
 
 
+def test_a_directory_whose_name_has_an_equals_sign_is_no_setting(tmp_path, monkeypatch):
+    (tmp_path / "lr=0.1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    process = call("-m", "twell_jax.sparsify", "lr=0.1", "--data", "text.txt", "steps=2")
+    assert process.stderr.startswith("error: init_from: lr=0.1: is not the directory of a run")
+
+
 @pytest.mark.slow
 def test_both_models_are_scored_on_tasks_that_are_named(llama, corpus, tmp_path, monkeypatch):
     needed("lm_eval")

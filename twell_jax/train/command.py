@@ -134,7 +134,8 @@ def parse_arguments(prog: str | None = None) -> argparse.Namespace:
     )
     add_settings(parser)
     args = parser.parse_intermixed_args()  # overrides may follow the options
-    if args.config is None or "=" in args.config:
+    # The directory of a run may be named lr=0.1.
+    if args.config is None or ("=" in args.config and not os.path.exists(args.config)):
         parser.error(
             f"no configuration is named; shipped are {', '.join(config_lib.shipped())}, such as "
             f"{parser.prog} tiny; the directory of a run continues it"
