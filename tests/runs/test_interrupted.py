@@ -225,6 +225,8 @@ def test_processes_come_and_go_and_the_result_is_that_of_one_device(workspace, t
     [
         ("localhost:1", "2", None, "JAX_PROCESS_ID must be numbers"),
         ("localhost:1", "2", "2", "must be below JAX_NUM_PROCESSES=2"),
+        ("localhost", "2", "0", "must be the host:port of process 0, .*, got 'localhost'"),
+        ("localhost:x", "2", "0", "must be the host:port of process 0"),
         (None, "2", "1", "need JAX_COORDINATOR_ADDRESS"),
         (None, None, "1", "need JAX_COORDINATOR_ADDRESS"),
     ],

@@ -40,6 +40,12 @@ def initialize(heartbeat_seconds: int) -> None:
         count, index = int(os.environ[_COUNT]), int(os.environ[_INDEX])
         if index >= count:
             raise ConfigError(f"{_INDEX}: must be below {_COUNT}={count}, got {index}")
+        host, _, port = os.environ[_ADDRESS].rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ConfigError(
+                f"{_ADDRESS}: must be the host:port of process 0, such as node0:1234, got "
+                f"{os.environ[_ADDRESS]!r}"
+            )
         launch: dict[str, Any] = {
             "num_processes": count,
             "process_id": index,
