@@ -81,7 +81,7 @@ def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token.
 
     The backward takes twice as many as the forward. Causal attention reads half the context on
-    average.
+    average, and with a sliding window no more than that.
 
     Args:
       model: the shapes.
@@ -92,7 +92,9 @@ def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
     looked_up = 0 if model.tie_embeddings else model.vocab_size * d
     skipped = (1 - ffn_share) * model.layers * (2 if model.gated else 1) * d * model.d_ff
     weights = parameters(model) - looked_up - skipped
-    attention = model.layers * model.context * model.heads * model.head_dim
+    window = min(model.sliding_window or model.context, model.context)
+    read = window - window**2 / (2 * model.context)  # tokens, on average
+    attention = model.layers * 2 * read * model.heads * model.head_dim
     return 6 * weights + 6 * attention
 
 

@@ -59,6 +59,20 @@ def test_flops_are_those_that_xla_counts():
     assert weights == pytest.approx(at_short - 64 * per_position, rel=0.02)
 
 
+def test_attention_reads_no_more_than_a_sliding_window():
+    model = config.load(FILE, ["model.context=4096"]).model
+    of_weights = 6 * roofline.parameters(model)
+
+    def of_attention(window):
+        changed = model.model_copy(update={"sliding_window": window})
+        return roofline.flops_per_token(changed) - of_weights
+
+    assert of_attention(4096) == of_attention(9999) == of_attention(None)
+    # Half of 1024 tokens on average in the first quarter of the sequence, then all of them.
+    read = 512 / 4 + 1024 * 3 / 4
+    assert of_attention(1024) == pytest.approx(of_attention(None) * read / 2048, rel=1e-6)
+
+
 def test_costs_are_those_computed_by_hand():
     # A layer has 4 x 8 x 8 weights of attention, 3 x 8 x 32 of the feed-forward block, 2 x 8 of
     # norms; with 100 x 8 of the embedding and 8 of the last norm the model has 3928. Four copies
