@@ -36,7 +36,7 @@ def overrides(name: str, given: Mapping[str, Any]) -> list[str]:
     """
     model, steps = settings_of(name), _whole(given, "steps", _STEPS)
     source = load_config(name) if is_run(name) else None
-    found = _of_length(steps) | _of_batches(model, source, steps, given)
+    found = _of_length(steps, given) | _of_batches(model, source, steps, given)
     if "sparsity_target" in given:
         found["union_target"] = None
     elif "union_target" not in given:
@@ -54,17 +54,27 @@ def overrides(name: str, given: Mapping[str, Any]) -> list[str]:
     return [f"{key}={_written(value)}" for key, value in found.items()]
 
 
-def _of_length(steps: int) -> dict[str, Any]:
+def _of_length(steps: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """What takes its share of the steps. The model first learns to do with another activation."""
     tenth = steps // 10
     return {
         "steps": steps,
         "l1_warmup": [0, tenth],
-        "l1_stages": min(4, tenth),
+        "l1_stages": min(4, _rise(given, tenth)),
         "optimizer.warmup_steps": steps // 20,
         "eval_every": max(10, tenth),
         "checkpoint_every": max(10, steps // 4),
     }
+
+
+def _rise(given: Mapping[str, Any], default: int) -> int:
+    """The steps in which the L1 term rises; the default where a check will name what is given."""
+    match given.get("l1_warmup", [0, default]):
+        case None:
+            return 0
+        case [int(start), int(end)]:
+            return max(0, end - start)
+    return default
 
 
 def _of_batches(

@@ -46,6 +46,22 @@ def test_the_shipped_configuration_is_that_of_a_wide_model(of):
 
 
 @pytest.mark.parametrize(
+    ("given", "rise", "stages"),
+    [("null", (0, 0), 0), ("[5, 7]", (5, 7), 2), ("[0, 300]", (0, 300), 4)],
+)
+def test_the_stages_fit_into_the_rise_that_is_given(of, given, rise, stages):
+    config = of([f"l1_warmup={given}"])
+    assert (config.l1_warmup, config.l1_stages) == (rise, stages)
+
+
+def test_a_rise_that_is_none_is_named(of):
+    with pytest.raises(ConfigError, match=r"^l1_warmup: "):
+        of(["l1_warmup=[7, 5]"])
+    with pytest.raises(ConfigError, match=r"^l1_warmup: input should be a valid list"):
+        of(["l1_warmup=soon"])
+
+
+@pytest.mark.parametrize(
     ("d_ff", "union", "nnz"),
     [(2816, 0.07, None), (2048, 0.094, None), (512, 0.375, None), (256, None, 12.8)],
 )
