@@ -9,7 +9,6 @@ The default tasks are the seven of arXiv 2603.23198; the harness downloads their
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import get_args
@@ -73,7 +72,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     print(harness.table(results))
     if args.out:
         try:
-            args.out.write_text(json.dumps(results["results"], indent=1) + "\n")
+            args.out.write_text(harness.as_json(results))
         except OSError as error:
             sys.exit(f"error: --out: {error}")
 

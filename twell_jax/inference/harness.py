@@ -4,6 +4,7 @@ import difflib
 import itertools
 import json
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,23 @@ def run_tasks(
 def figures(results: dict[str, Any]) -> dict[str, float]:
     """The metrics of the results of `run_tasks` by task and name, without their errors."""
     return {
-        f"{task}, {metric.removesuffix(',none')}": value
+        f"{task}, {metric.removesuffix(',none')}": _plain(value)
         for task, metrics in results["results"].items()
         for metric, value in metrics.items()
-        if isinstance(value, int | float) and "," in metric and "_stderr," not in metric
+        if isinstance(value, Real) and "," in metric and "_stderr," not in metric
     }
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """The metrics of the results of `run_tasks`; "results" alone, as a file has them."""
+    return json.dumps(results["results"], indent=1, default=_plain) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A number as JSON has it: a task's own metric may be NumPy's. What is none becomes a text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if isinstance(value, Real) else str(value)
 
 
 def table(results: dict[str, Any]) -> str:

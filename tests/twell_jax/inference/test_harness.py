@@ -26,6 +26,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from tests import seeds  # noqa: E402
 from tests.twell_jax import drawn  # noqa: E402
 from twell_jax import evaluate  # noqa: E402
+from twell_jax.inference import harness  # noqa: E402
 from twell_jax.inference.harness import HarnessModel  # noqa: E402
 
 ALL_TASKS = TaskManager.__init__
@@ -281,6 +282,14 @@ def test_tasks_are_checked_before_the_model_is_read(
     (tasks / "broken.yaml").write_text("task: broken\noutput_type: [")
     line, _ = refused(capsys, *local, "broken")
     assert line.startswith("error: --task") and "\n" not in line
+
+
+def test_metrics_may_be_numbers_of_numpy():
+    metrics = {"alias": "t", "acc,none": 0.5, "f1,none": np.float32(0.25), "n,none": np.int64(3)}
+    results = {"results": {"t": metrics | {"f1_stderr,none": np.float32(1), "x,none": "N/A"}}}
+    assert harness.figures(results) == {"t, acc": 0.5, "t, f1": 0.25, "t, n": 3}
+    written = json.loads(harness.as_json(results))["t"]
+    assert (written["f1,none"], written["n,none"], written["x,none"]) == (0.25, 3, "N/A")
 
 
 BOS, LISTED = {"bos_token": "!"}, {"added_tokens_decoder": {}}
