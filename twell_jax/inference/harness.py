@@ -86,7 +86,18 @@ def run_tasks(
 
     Returns:
       The result of `lm_eval.simple_evaluate`; "results" has the metrics of each task.
+
+    Raises:
+      ValueError: a task asks for texts that cannot be generated. What its definition says is
+        checked before anything is scored.
     """
+    for name, task in tasks.load(tasks.names)["tasks"].items():
+        options = task.get_config("generation_kwargs")
+        if task.get_config("output_type") == "generate_until" and options is not None:
+            try:
+                _generation(options, lm.model.config.context)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
     return lm_eval.simple_evaluate(
         HarnessModel(lm, batch=batch),
         tasks=tasks.names,
@@ -207,25 +218,15 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def _continue(self, contexts: list[str], options: dict) -> list[str]:
-        options = dict(normalize_gen_kwargs(options))
-        until = [stop for stop in options.pop("until") if stop]
-        max_tokens = options.pop("max_gen_toks")
-        if not options.pop("do_sample"):
-            options["temperature"] = 0.0
-        if unknown := options.keys() - set(_SAMPLING_OPTIONS):
-            raise ValueError(f"generation_kwargs: cannot serve {', '.join(sorted(unknown))}")
+        until, max_tokens, sampling = _generation(options, self.max_length)
         room = self.max_length - max_tokens
-        if room < 1:
-            raise ValueError(
-                f"max_gen_toks must be less than the context of {self.max_length}, got {max_tokens}"
-            )
         ids: list[list[int]] = [[] for _ in contexts]
         stops = [StopTexts(self.lm.tokenizer, until) for _ in contexts]
         for step in generate(
             self.lm.model,
             [self.lm.encode(context)[-room:] for context in contexts],
             max_tokens=max_tokens,
-            sampling=Sampling(**options),
+            sampling=sampling,
             stop_ids=self.lm.stop_ids,
             seed=next(self._seeds) % 2**32,
         ):
@@ -237,6 +238,31 @@ class HarnessModel(TemplateLM):
             if all(token == ENDED or stop.found_in(row) for token, stop, row in rows):
                 break
         return [_before(self.lm.tokenizer.decode(row), until) for row in ids]
+
+
+def _generation(options: dict, context: int) -> tuple[list[str], int, Sampling]:
+    """What a task's `generation_kwargs` ask for.
+
+    Returns:
+      The texts that end one, the most tokens of one, and how tokens are chosen.
+
+    Raises:
+      ValueError: an option cannot be served, or the model's context has no room.
+    """
+    options = dict(normalize_gen_kwargs(options))
+    until = [stop for stop in options.pop("until") if stop]
+    max_tokens = options.pop("max_gen_toks")
+    if not options.pop("do_sample"):
+        options["temperature"] = 0.0
+    if options.get("num_beams") == 1:  # no search, as here
+        del options["num_beams"]
+    if unknown := options.keys() - set(_SAMPLING_OPTIONS):
+        raise ValueError(f"generation_kwargs: cannot serve {', '.join(sorted(unknown))}")
+    if max_tokens >= context:
+        raise ValueError(
+            f"max_gen_toks must be less than the context of {context}, got {max_tokens}"
+        )
+    return until, max_tokens, Sampling(**options)
 
 
 def _before(text: str, until: Sequence[str]) -> str:

@@ -194,7 +194,7 @@ def test_generation_ends_before_a_stop_text(lm):
         return HarnessModel(lm, batch=BATCH).generate_until(requests)
 
     free = run()
-    assert free == run(do_sample=False) == run(until=[""])  # the most likely tokens
+    assert free == run(do_sample=False, num_beams=1) == run(until=[""])  # the most likely tokens
     assert free[2] == free[3]  # of a context that is too long its end counts
     stop = max(free, key=len)[-1]
     assert run(until=[stop]) == [text.split(stop)[0] for text in free]
@@ -282,6 +282,23 @@ def test_tasks_are_checked_before_the_model_is_read(
     (tasks / "broken.yaml").write_text("task: broken\noutput_type: [")
     line, _ = refused(capsys, *local, "broken")
     assert line.startswith("error: --task") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("max_gen_toks: 72", f"max_gen_toks must be less than the context of {CONTEXT}, got 72"),
+        ("num_beams: 2", "generation_kwargs: cannot serve num_beams"),
+    ],
+)
+def test_texts_that_cannot_be_written_are_named_before_anything_is_scored(
+    saved, tasks, capsys, own_tasks_alone, monkeypatch, options, says
+):
+    monkeypatch.setattr(harness, "log_likelihoods", lambda *_, **__: pytest.fail("scored"))
+    path = tasks / "write.yaml"
+    path.write_text(path.read_text().replace("max_gen_toks: 16", options))
+    line, status = refused(capsys, saved, "--task-path", tasks, "--tasks", "choice,write")
+    assert line == f"error: write: {says}" and status == 1
 
 
 def test_metrics_may_be_numbers_of_numpy():
