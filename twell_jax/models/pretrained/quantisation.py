@@ -160,6 +160,7 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     total = 0
     for name, held in files.tensors(source).items():
         tensors = _quantised(source / name, held, [_NAMES[part] for part in parts], copies_head)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)  # an index may name folders
         files.write(directory / name, tensors)
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())

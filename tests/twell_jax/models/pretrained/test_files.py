@@ -85,6 +85,20 @@ def test_a_quantised_copy_has_the_tensor_that_the_index_means(sharded, tmp_path)
     )
 
 
+def test_shards_may_lie_in_a_folder_of_the_model(sharded, tmp_path):
+    model, directory, *_ = sharded
+    index = index_of(directory)
+    (directory / "weights").mkdir()
+    for name in set(index["weight_map"].values()):
+        (directory / name).rename(directory / "weights" / name)
+    index["weight_map"] = {key: f"weights/{name}" for key, name in index["weight_map"].items()}
+    (directory / files.INDEX).write_text(json.dumps(index))
+    assert_same_parameters(from_pretrained(directory), model)
+    quantisation.quantise_files(directory, tmp_path / "copy", ["up"], is_tied=False)
+    model.quantise(["up"])
+    assert_same_parameters(from_pretrained(tmp_path / "copy"), model)
+
+
 def test_a_tied_head_is_quantised_as_the_embedding_whatever_head_there_was(sharded, tmp_path):
     model, directory, _, _ = sharded
     place, last = index_of(directory)["weight_map"]["model.embed_tokens.weight"], "model-9"
