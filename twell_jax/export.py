@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.directory,
                 name=args.push,
                 dtype=args.dtype,
-                max_shard_bytes=int(args.max_shard_gb * 1e9),
+                max_shard_bytes=int(min(args.max_shard_gb * 1e9, sys.maxsize)),
             )
             print(f"model: {args.directory}")
             if args.push is not None:
