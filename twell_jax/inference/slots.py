@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from twell_jax.ffn.numeric import is_integer
 from twell_jax.inference.flat import Structure, flattened
 from twell_jax.inference.generation import ENDED, check_seed, checked_prompt, padded_length
 from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
@@ -55,14 +56,21 @@ class SlotDecoder:
       capacity: tokens that a slot has room for, rounded up to a multiple of 64. A sequence that has
         filled its slot ends.
       sampling: how tokens are chosen.
+
+    Raises:
+      ValueError: the capacity is no integer or < 1.
     """
 
     model: Transformer
     capacity: int
     sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
 
+    def __post_init__(self) -> None:
+        _require_positive("capacity", self.capacity)
+
     def empty(self, count: int) -> Slots:
-        """So many free slots."""
+        """So many free slots; ValueError: the number is no integer or < 1."""
+        _require_positive("count", count)
         return Slots(
             KVCache.empty(self.model.config, count, padded_length(self.capacity)),
             tokens=jnp.zeros(count, jnp.int32),
@@ -125,11 +133,17 @@ def free(slots: Slots, slot: int) -> Slots:
     return replace(_checked(slots, slot), is_taken=slots.is_taken.at[slot].set(False))
 
 
+def _require_positive(name: str, value: int) -> None:
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
 def _checked(slots: Slots, slot: int) -> Slots:
     """The slots, if they have this one."""
     count = len(slots.tokens)
-    if not 0 <= slot < count:
-        raise ValueError(f"slot must be from 0 to {count - 1}, got {slot}")
+    is_integral = np.issubdtype(np.asarray(slot).dtype, np.integer)  # one of JAX, too
+    if not is_integral or not 0 <= slot < count:
+        raise ValueError(f"slot must be an integer from 0 to {count - 1}, got {slot}")
     return slots
 
 

@@ -1,5 +1,6 @@
 """Sequences that come and go in slots, against `generate` of each alone."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -87,14 +88,28 @@ def test_a_sequence_that_has_filled_its_slot_ends_and_changes_no_other(model):
 
 
 def test_only_a_slot_that_is_there_can_be_freed(model):
-    with pytest.raises(ValueError, match="slot must be from 0 to 1, got -1"):
-        free(SlotDecoder(model, capacity=64).empty(2), -1)
+    slots = SlotDecoder(model, capacity=64).empty(2)
+    for slot in (-1, 1.0, True):
+        with pytest.raises(ValueError, match=f"slot must be an integer from 0 to 1, got {slot}"):
+            free(slots, slot)
+    for slot in (1, np.int64(1), jnp.argmax(jnp.array([0, 1]))):
+        free(slots, slot)
+
+
+@pytest.mark.parametrize("number", [0, -100, 64.0, True])
+def test_slots_and_their_capacity_are_counted(model, number):
+    says = f"must be an integer of at least 1, got {number}"
+    with pytest.raises(ValueError, match=f"capacity {says}"):
+        SlotDecoder(model, capacity=number)
+    with pytest.raises(ValueError, match=f"count {says}"):
+        SlotDecoder(model, capacity=64).empty(number)
 
 
 @pytest.mark.parametrize(
     ("slot", "prompt", "says"),
     [
-        (2, [1], "slot must be from 0 to 1, got 2"),
+        (2, [1], "slot must be an integer from 0 to 1, got 2"),
+        (0.5, [1], "slot must be an integer from 0 to 1, got 0.5"),
         (0, [], "prompt must hold token ids, got none"),
         (0, [300], "prompt holds token 300, but the model's vocabulary is 0 to 256"),
         (0, [1] * 64, "prompt has 64 tokens; a slot has room for 63"),
