@@ -1,5 +1,6 @@
 """How files and overrides are combined, and what is said of values that no one can mean."""
 
+import io
 import logging
 import os
 import subprocess
@@ -89,6 +90,15 @@ def test_an_ascii_locale_is_left_for_utf8(monkeypatch):
     monkeypatch.setenv("PYTHONUTF8", "1")  # in vain, so not again
     utf8.ensure()
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("latin-1", "é\\ufffd"), ("utf-8", "é\ufffd")])
+def test_what_the_output_cannot_show_is_spelt_out(monkeypatch, encoding, shown):
+    output = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    utf8.ensure()
+    print("é\ufffd", end="", flush=True)
+    assert output.buffer.getvalue().decode(encoding) == shown
 
 
 @pytest.mark.slow

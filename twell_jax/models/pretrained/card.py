@@ -82,10 +82,12 @@ def write(
         "tags": tags,
     }
     title = directory.absolute().name if name is None else name.partition("/")[2]
-    text = report or f"# {title}\n\n{_shapes(model, known)}\n"
+    text = report or f"# {untrusted.plain(title)}\n\n{_shapes(model, known)}\n"
     heading, _, rest = text.lstrip().partition("\n")
     parts = [heading, _loading(name, title, kind, has_class, in_8_bits), rest.strip()]
-    (directory / CARD).write_text(f"{front(keys)}\n{'\n\n'.join(parts)}\n", encoding="utf-8")
+    # Bytes of a directory's name that are no UTF-8 become escapes, as the code may have them.
+    card = f"{front(keys)}\n{'\n\n'.join(parts)}\n".encode(errors="backslashreplace")
+    (directory / CARD).write_bytes(card)
 
 
 def _shapes(model: ModelConfig, known: Mapping[str, str]) -> str:

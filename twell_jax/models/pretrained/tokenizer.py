@@ -116,7 +116,8 @@ def save(
     tokenizer = _as_subwords(tokenizer)
     backend = hf.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = None  # it might add special tokens; `Tokenizer.encode` adds none
-    backend.save(str(directory / "tokenizer.json"))
+    # `backend.save` takes no path that is no UTF-8
+    (directory / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eot,

@@ -1,5 +1,6 @@
 """README.md of an exported model: its front matter, and code that loads the model."""
 
+import os
 import re
 
 import pytest
@@ -45,6 +46,18 @@ def test_the_first_code_loads_this_form(tmp_path, monkeypatch, form):
     assert ("has no class of the type `bamboo`" in text) != has_class
     assert "2 layers, d_model 16, d_ff 24, " in text and "context of 64 tokens." in text
     assert ["import transformers" in part for part in code] == [True, False][not has_class :]
+    monkeypatch.chdir(tmp_path)
+    made = {}
+    exec(code[-1], made)
+    assert_same_parameters(made["model"], model)
+
+
+def test_the_name_of_a_directory_need_not_be_text(tmp_path, monkeypatch):
+    directory, model = tmp_path / os.fsdecode(b"a\xff\n#b"), make()
+    save_pretrained(directory, model, ByteTokenizer())
+    card.write(directory, None, {})
+    _, text, code = parts(directory)
+    assert text.startswith("\n# a\\udcff #b\n\n## Loading\n")
     monkeypatch.chdir(tmp_path)
     made = {}
     exec(code[-1], made)
