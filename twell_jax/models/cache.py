@@ -84,7 +84,7 @@ class KVCache:
           prompt: a cache of one sequence and at most this capacity, as `Transformer.prefill` makes.
         """
         k, v = (
-            jax.lax.dynamic_update_slice(into, new, (0, sequence, 0, 0, 0))
+            jax.lax.dynamic_update_slice_in_dim(into, new, sequence, axis=1)
             for into, new in ((self.k, prompt.k), (self.v, prompt.v))
         )
         return KVCache(k, v, self.lengths.at[sequence].set(prompt.lengths[0]))

@@ -1,5 +1,6 @@
 """Sequences that come and go in slots, against `generate` of each alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,6 +56,18 @@ def test_seeds_are_those_of_generate(model):
     for seed in (-1, 2**32, 1.5):
         with pytest.raises(ValueError, match="seed must be an integer from 0 to"):
             decoder.insert(decoder.empty(1), 0, [1, 2], seed=seed)
+
+
+def test_jax_may_compute_in_64_bits(model):
+    expected = alone(model, [1, 2], 3, GREEDY, 0)
+    with jax.enable_x64(True):
+        decoder = SlotDecoder(model, capacity=64, sampling=GREEDY)
+        token, slots = decoder.insert(decoder.empty(2), 1, [1, 2])
+        tokens = [int(token)]
+        for _ in range(2):
+            new, slots = decoder.step(slots)
+            tokens.append(int(new[1]))
+    assert tokens == expected
 
 
 def test_free_slots_do_not_fill_up(model):
