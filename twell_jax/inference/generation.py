@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from twell_jax.data.tokenizers import Tokenizer, is_fallback_byte, start_of_text
 from twell_jax.ffn.numeric import is_integer
 from twell_jax.inference.flat import Structure, flattened
-from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
+from twell_jax.inference.sampling import Sampling, key_of, keys_of_sequences, sample_each
 from twell_jax.models import DECODE_OPTIONS, PREFILL_OPTIONS, Transformer, decode, laid_out
 
 _MULTIPLE = 64
@@ -119,7 +119,7 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     capacity = cache_capacity(tokens.shape[1], max_tokens)
     params, structure = flattened(laid_out(model, len(tokens), capacity))
     prefill, extend, known = _programs(structure, sampling)
-    reads = params, tokens, lengths, jax.random.key(seed)
+    reads = params, tokens, lengths, key_of(seed)
     compiled = None
     if max_tokens > 1 and (tokens.shape, capacity) not in known:
         known.add((tokens.shape, capacity))

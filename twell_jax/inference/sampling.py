@@ -74,6 +74,14 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return drawn.astype(jnp.int32)
 
 
+def key_of(seed: int) -> jax.Array:
+    """The random key of a seed, of the default kind whatever `jax_default_prng_impl` says.
+
+    With others, such as "rbg", what `sample_each` draws for a row depends on the rows beside it.
+    """
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def keys_of_sequences(key: jax.Array, count: int) -> jax.Array:
     """Random keys `[count]` for `sample_each`; that of a sequence does not depend on `count`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))

@@ -15,7 +15,7 @@ import numpy as np
 from twell_jax.ffn.numeric import is_integer
 from twell_jax.inference.flat import Structure, flattened
 from twell_jax.inference.generation import ENDED, check_seed, checked_prompt, padded_length
-from twell_jax.inference.sampling import Sampling, keys_of_sequences, sample_each
+from twell_jax.inference.sampling import Sampling, key_of, keys_of_sequences, sample_each
 from twell_jax.models import (
     DECODE_OPTIONS,
     PREFILL_OPTIONS,
@@ -74,7 +74,7 @@ class SlotDecoder:
         return Slots(
             KVCache.empty(self.model.config, count, padded_length(self.capacity)),
             tokens=jnp.zeros(count, jnp.int32),
-            keys=jax.random.split(jax.random.key(0), count),
+            keys=jax.random.split(key_of(0), count),
             is_taken=jnp.zeros(count, bool),
         )
 
@@ -104,7 +104,7 @@ class SlotDecoder:
         row = np.zeros((1, padded_length(len(prompt))), np.int32)
         row[0, : len(prompt)] = prompt
         params, (begin, _) = self._compiled(len(slots.tokens))
-        key = jax.random.key(seed)
+        key = key_of(seed)
         return begin(params, slots, np.int32(slot), row, np.int32(len(prompt)), key)
 
     def step(self, slots: Slots) -> tuple[jax.Array, Slots]:

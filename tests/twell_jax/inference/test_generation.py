@@ -65,6 +65,13 @@ def test_a_sequence_does_not_depend_on_those_beside_it(model):
         np.testing.assert_array_equal(alone, together[:, [row]])
 
 
+def test_draws_do_not_depend_on_the_default_random_numbers(model):
+    together = continued(model)
+    with jax.default_prng_impl("rbg"):  # whose draws depend on how many are drawn together
+        np.testing.assert_array_equal(continued(model), together)
+        np.testing.assert_array_equal(continued(model, PROMPTS[:1]), together[:, :1])
+
+
 def test_a_seed_decides(model):
     first, again, other = (continued(model, seed=seed) for seed in (3, 3, 4))
     np.testing.assert_array_equal(first, again)
