@@ -31,7 +31,10 @@ def origin(source: hub.Source) -> dict[str, str]:
     given = _front(source.directory / CARD)
     texts = {key: text for key, text in given.items() if isinstance(text, str)}
     known = {key: texts[key] for key in _LICENSE if 0 < len(texts.get(key, "")) < _MOST_CHARACTERS}
-    base = source.repository or texts.get("base_model", "")
+    named = given.get("base_model")
+    if isinstance(named, list) and len(named) == 1:  # as the hub's own forms write one
+        (named,) = named
+    base = source.repository or (named if isinstance(named, str) else "")
     if hub.is_name(base):
         known["base_model"] = base
     link = known.pop("license_link", "")

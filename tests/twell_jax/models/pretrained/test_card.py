@@ -123,6 +123,8 @@ def test_a_report_follows_the_code_that_loads_the_model(tmp_path):
          {"license": "other", "base_model": "org/b",
           "license_link": "https://huggingface.co/org/b/blob/main/LICENSE"}),
         ("license: other\nlicense_link: LICENSE", {"license": "other"}),
+        ("license: mit\nbase_model:\n- org/b", {"license": "mit", "base_model": "org/b"}),
+        ("base_model: [3]", {}),
         ("license: [mit, x]\nbase_model: [a/b, c/d]", {}),
         ("license: 3\nbase_model: ../../etc", {}),
         (f"license: {'x' * 999}", {}),
