@@ -79,6 +79,8 @@ def checked_prompt(model: Transformer, prompt: Sequence[int], name: str) -> None
     ids = np.asarray(prompt)
     if not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{name} must hold token ids, got {ids.dtype if ids.size else 'none'}")
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must be a sequence of token ids, got an array {list(ids.shape)}")
     if (outside := ids[(ids < 0) | (ids >= model.config.vocab_size)]).size:
         raise ValueError(
             f"{name} holds token {outside[0]}, but the model's vocabulary is 0 to "

@@ -109,6 +109,7 @@ def test_stop_tokens_end_each_sequence_by_itself(model):
         ([[1]], 2.5, "max_tokens must be an integer, got 2.5"),
         ([[1.0]], 3, r"prompts\[0\] must hold token ids, got float64"),
         ([[1], [0, 257]], 3, r"prompts\[1\] holds token 257, .* 0 to 256"),
+        (np.ones((2, 1, 3), int), 3, r"prompts\[0\] must be a sequence of .* an array \[1, 3\]"),
         ([np.array([2, -1])], 3, r"prompts\[0\] holds token -1"),
     ],
 )

@@ -124,6 +124,8 @@ def test_slots_and_their_capacity_are_counted(model, number):
         (2, [1], "slot must be an integer from 0 to 1, got 2"),
         (0.5, [1], "slot must be an integer from 0 to 1, got 0.5"),
         (0, [], "prompt must hold token ids, got none"),
+        (0, [[1, 2]], r"prompt must be a sequence of token ids, got an array \[1, 2\]"),
+        (0, np.array(5), r"prompt must be a sequence of token ids, got an array \[\]"),
         (0, [300], "prompt holds token 300, but the model's vocabulary is 0 to 256"),
         (0, [1] * 64, "prompt has 64 tokens; a slot has room for 63"),
     ],
