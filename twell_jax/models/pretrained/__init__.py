@@ -115,6 +115,7 @@ def save_pretrained(
     tree = _settings(name, model, tokenizer, dtype, kept)
     if its_tokenizer is not None:
         tokenizer_file.require_same(its_tokenizer, tokenizer)
+        companions.present(its_tokenizer, (*companions.OF_TOKENIZER, "generation_config.json"))
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise PretrainedError(f"{directory}: not empty; choose a new directory")

@@ -1,6 +1,7 @@
 """The small files of a model in Hugging Face's format that a model made of it keeps."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from twell_jax import untrusted
@@ -20,25 +21,38 @@ CARD = "README.md"
 
 
 def copy(source: Path, name: str, directory: Path) -> None:
-    """Copies a file of `source` into a directory, under its name.
+    """Copies a file of `source` into a directory, under its name; raises what `require` does."""
+    require(source, name)
+    with untrusted.open_file(source / name) as file, (directory / name).open("wb") as new:
+        shutil.copyfileobj(file, new)
+
+
+def require(source: Path, name: str) -> None:
+    """Looks at a file of `source` that is to be copied, best before weights are written.
 
     Raises:
       PretrainedError: it is a link out of `source`, such as to a file that nobody wants published;
         links of the hub's cache lead to where that keeps the contents.
       OSError: it is no regular file, or cannot be read or written.
     """
+    untrusted.require_regular(source / name)
     root = source.resolve()
     places = (root, root.parent.parent / "blobs")
     if not any((source / name).resolve().is_relative_to(place) for place in places):
         raise PretrainedError(
             f"{source / name}: is a link that leads out of its directory; put the file there"
         )
-    with untrusted.open_file(source / name) as file, (directory / name).open("wb") as new:
-        shutil.copyfileobj(file, new)
 
 
-def copy_all(source: Path, names: tuple[str, ...], directory: Path) -> None:
-    """Copies those of the named files that `source` has; raises what `copy` does."""
-    for name in names:
-        if (source / name).exists():
-            copy(source, name, directory)
+def present(source: Path, names: Sequence[str]) -> list[str]:
+    """Those of the named files that `source` has; raises what `require` does."""
+    found = [name for name in names if (source / name).exists()]
+    for name in found:
+        require(source, name)
+    return found
+
+
+def copy_all(source: Path, names: Sequence[str], directory: Path) -> None:
+    """Copies those of the named files that `source` has; raises what `require` does."""
+    for name in present(source, names):
+        copy(source, name, directory)

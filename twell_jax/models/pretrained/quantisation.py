@@ -152,6 +152,13 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     tree = read_json(source / "config.json")
     if tree.get(KEY) is not None:
         raise PretrainedError(f"{source}: is quantised already, by its {KEY}")
+    kept = [
+        path.name
+        for path in sorted(source.glob("*"))
+        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != files.INDEX
+    ]
+    for name in kept:
+        companions.require(source, name)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise PretrainedError(f"{directory}: not empty; choose a new directory")
@@ -166,9 +173,8 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
         total += sum(tensor.nbytes for tensor in tensors.values())
     if set(places.values()) != {files.FILE}:
         files.write_index(directory, places, total)
-    for path in sorted(source.glob("*")):
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != files.INDEX:
-            companions.copy(source, path.name, directory)
+    for name in kept:
+        companions.copy(source, name, directory)
     gated = any(".gate_proj." in name for name in places)
     tree[KEY] = to_dict([part for part in parts if gated or part != "gate"])
     if copies_head:
