@@ -33,7 +33,7 @@ def log_likelihoods(
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        width = padded_length(len(rows[chosen[0]][0]) - 1)
+        width = padded_length(max(len(rows[chosen[0]][0]) - 1, 1))  # a row may score no token
         tokens = np.zeros((batch, width + 1), np.int32)
         scored = np.zeros((batch, width), bool)
         for row, i in enumerate(chosen):

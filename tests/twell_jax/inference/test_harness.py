@@ -136,6 +136,12 @@ def test_loglikelihood(lm):
         assert greedy == (logp.argmax(-1) == ids[-count:]).all()
 
 
+def test_an_empty_continuation_of_one_token_is_certain(lm):
+    model = HarnessModel(lm, batch=BATCH)
+    requests = instances("loglikelihood", ("a", ""))
+    assert model.loglikelihood(requests, disable_tqdm=True) == [(0.0, True)]
+
+
 def test_a_greedy_continuation_is_recognised(lm):
     prompt, ids = [*b"abc"], []
     for _ in range(4):
