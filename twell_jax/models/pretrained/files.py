@@ -131,10 +131,17 @@ def write_index(directory: Path, places: Mapping[str, str], total_size: int) -> 
 
 
 def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a new file of safetensors."""
+    """Writes a new file of safetensors.
+
+    Raises:
+      PretrainedError: it cannot be written, as if the disk is full.
+    """
     path.touch()
     mode = path.stat().st_mode  # as the umask says; safetensors' own are the owner's alone
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise PretrainedError(f"{path}: cannot be written ({error})") from None
     path.chmod(stat.S_IMODE(mode))
 
 

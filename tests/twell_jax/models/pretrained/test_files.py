@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.commands import call
 from tests.twell_jax.models.pretrained.small import assert_same_parameters, make
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models.pretrained import (
@@ -124,6 +126,18 @@ def test_a_copy_waits_for_no_pipe(saved, tmp_path):
     os.mkfifo(directory / "notes.txt")
     with pytest.raises(OSError, match="not a regular file"):
         quantisation.quantise_files(directory, tmp_path / "out", ["up"], is_tied=True)
+
+
+@pytest.mark.parametrize("command", ["export", "quantise"])
+def test_a_file_that_the_disk_does_not_take_is_named(saved, tmp_path, command):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        process = call("-m", f"twell_jax.{command}", saved[1], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert process.returncode == 1 and process.stderr.count("\n") == 1
+    assert "out/model.safetensors: cannot be written (" in process.stderr
 
 
 def test_names_of_tensors_are_spelt_out(saved):
