@@ -8,7 +8,7 @@ config.json has a `quantization_config`. A matrix `NAME.weight` is float8_e4m3fn
 
 import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +159,15 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     ]
     for name in kept:
         companions.require(source, name)
+    held_by = files.tensors(source)
+    _require_floats(source, held_by)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise PretrainedError(f"{directory}: not empty; choose a new directory")
     copies_head = is_tied and "head" in parts
     places: dict[str, str] = {}
     total = 0
-    for name, held in files.tensors(source).items():
+    for name, held in held_by.items():
         tensors = _quantised(source / name, held, [_NAMES[part] for part in parts], copies_head)
         (directory / name).parent.mkdir(parents=True, exist_ok=True)  # an index may name folders
         files.write(directory / name, tensors)
@@ -180,6 +182,18 @@ def quantise_files(source: Path, directory: Path, parts: Sequence[Part], is_tied
     if copies_head:
         tree["tie_word_embeddings"] = False
     (directory / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
+
+
+def _require_floats(source: Path, held_by: Mapping[str, Iterable[str]]) -> None:
+    """Refuses tensors in 8 bits or fewer, which NumPy cannot read; no `config.json` says so."""
+    for file, names in held_by.items():
+        with files.opened(source / file) as stored:
+            for name in sorted(names):
+                if (dtype := stored.get_slice(name).get_dtype()).startswith(("F8", "F6", "F4")):
+                    raise PretrainedError(
+                        f"{source / file}: {name} is {dtype}; models to quantise have "
+                        f"{', '.join(files.FLOATS)}"
+                    )
 
 
 def _quantised(

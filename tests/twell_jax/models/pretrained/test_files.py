@@ -4,6 +4,7 @@ import json
 import os
 import resource
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -126,6 +127,20 @@ def test_a_copy_waits_for_no_pipe(saved, tmp_path):
     os.mkfifo(directory / "notes.txt")
     with pytest.raises(OSError, match="not a regular file"):
         quantisation.quantise_files(directory, tmp_path / "out", ["up"], is_tied=True)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_what_is_in_8_bits_already_is_not_quantised(saved, tmp_path, dtype):
+    """Some were only cast, and their config.json does not say it."""
+    _, directory = saved
+    path, name = directory / files.FILE, "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(path)
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    save_file(tensors, path)
+    path.write_bytes(path.read_bytes().replace(b'"F8_E4M3"', f'"{dtype}"'.encode()))
+    with pytest.raises(PretrainedError, match=f"{name} is {dtype}; models to quantise have F32, B"):
+        quantisation.quantise_files(directory, tmp_path / "out", ["up"], is_tied=False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["export", "quantise"])
