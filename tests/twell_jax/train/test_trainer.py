@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from tests.errors import relative_error
-from tests.twell_jax.train.small import D_FF, END, L1, VOCAB, draw, named, settings, trainer_on
+from tests.twell_jax.train.small import D_FF, END, L1, VOCAB, draw, settings, trainer_on
 from twell_jax.config import ConfigError
 from twell_jax.data import marks
 from twell_jax.ffn import FFNStats
@@ -25,7 +25,6 @@ from twell_jax.train.sparsity_control import update
 from twell_jax.train.state import init_state, over_micro_batches
 from twell_jax.train.trainer import Trainer, unrolls_layers
 
-IN_BFLOAT16 = {"dtype": "bfloat16"}  # which cuDNN's attention needs
 REST = "overflow", "union", "listed", "tiles", "lasso"  # of `FFNStats`
 
 
@@ -348,53 +347,6 @@ def test_the_seed_decides_the_weights():
     assert not np.array_equal(first, second)
 
 
-def test_state_is_float32_under_bfloat16_compute_but_for_rounded_matrices():
-    state = jax.eval_shape(functools.partial(init_state, settings(model=IN_BFLOAT16)))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.rounded)} == {"bfloat16"}
-    leaves = jax.tree.leaves(dataclasses.replace(state, rounded=None))
-    assert {leaf.dtype.name for leaf in leaves} == {"float32", "int32"}
-    assert init_state(settings()).rounded is None
-
-
-def test_parameters_of_16_bits_compute_in_float32():
-    run = settings(model={"param_dtype": "bfloat16"})
-    trainer = Trainer(run, END, sharding.make_mesh((1, 1), jax.devices("cpu")[:1]))
-    with jax.set_mesh(trainer.mesh):
-        state, metrics = trainer.step(trainer.init(), trainer.put_batch(draw()), L1)
-    assert state.rounded is None and jnp.isfinite(metrics.ce)
-
-
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
-def test_matrices_are_rounded_whenever_parameters_change(mesh):
-    mesh = sharding.make_mesh(mesh, jax.devices("cpu")[: math.prod(mesh)])
-    trainer = Trainer(settings(model=IN_BFLOAT16), END, mesh)
-
-    def assert_rounded(state):
-        rounded, params = named(state.rounded), named(state.params)
-        assert len(rounded) == 7  # attention has four matrices, the block three
-        for path, matrices in rounded.items():
-            np.testing.assert_array_equal(matrices, params[path].astype(jnp.bfloat16), err_msg=path)
-        placed = [
-            {leaf.sharding for leaf in jax.tree.leaves(of)} for of in (state.rounded, state.params)
-        ]
-        assert placed[0] <= placed[1]
-
-    with jax.set_mesh(trainer.mesh):
-        state = trainer.init()
-        assert_rounded(state)
-        for _ in range(3):
-            state, measured = trainer.step(state, trainer.put_batch(draw()), L1)
-            assert_rounded(state)
-        tiles = jax.random.randint(jax.random.key(0), (*measured.nnz.shape, D_FF), 0, 9)
-        state = trainer.order_by_use(state, tiles, measured.nnz)
-        assert_rounded(state)
-        state = trainer.reinitialise(dataclasses.replace(state, idle_steps=state.idle_steps + 99))
-        assert_rounded(state)
-        others = jax.tree.map(lambda a: a + 1, state.params)
-        state = trainer.with_rounded(dataclasses.replace(state, params=others, rounded=None))
-        assert_rounded(state)
-
-
 def test_a_batch_that_does_not_divide_is_an_error():
     run = settings(micro_batch=3)
     mesh = sharding.make_mesh((1, 1), jax.devices("cpu")[:1])
@@ -409,7 +361,8 @@ def test_two_gpus_train_as_one(fsdp):
         pytest.skip("needs two GPUs")
     losses, batch = [], draw()
     for devices in (1, 2):
-        run = settings(mesh={"fsdp": min(devices, fsdp)}, model=IN_BFLOAT16)
+        # In bfloat16, which cuDNN's attention needs.
+        run = settings(mesh={"fsdp": min(devices, fsdp)}, model={"dtype": "bfloat16"})
         mesh = sharding.make_mesh(run.mesh.shape(devices), jax.devices()[:devices])
         trainer = Trainer(run, END, mesh)
         _, measured = train(trainer, [batch])
