@@ -83,12 +83,14 @@ def explain_decoding(
 
     Raises:
       ValueError: `device` is no name.
-      CannotServe: the config asks for kernels, and they cannot serve.
+      CannotServe: as `decode` does.
     """
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
     launches = "by kernels"
     with on_device(device):
         kernels, why = _kernels(model, batch, capacity)
+        if model.config.decode_implementation != "mosaic":
+            _check_blocks(model, batch)
         if kernels is None:
             return f"decodes {sequences} by XLA: {why}"
         if _in_one_launch(kernels, model.config, model.quantised(), batch, capacity):
@@ -118,6 +120,18 @@ def _kernels(model: Transformer, batch: int, capacity: int) -> tuple[Kernels | N
     if why and wanted == "mosaic":
         raise dispatch.CannotServe.because("decode_implementation='mosaic'", why)
     return (None, why) if why else (kernels, "")
+
+
+def _check_blocks(model: Transformer, batch: int) -> None:
+    """Raises CannotServe if blocks cannot serve what the config asks of them where XLA decodes,
+    which is a part of most programs in which kernels do."""
+    graph, params = nnx.split(model.blocks.mlp)
+    x = jax.ShapeDtypeStruct((batch, 1, model.config.d_model), model.config.dtype)
+
+    def block(params, x):
+        return nnx.merge(graph, jax.tree.map(lambda a: a[0], params))(x)
+
+    jax.eval_shape(block, params, x)
 
 
 def _unsupported(

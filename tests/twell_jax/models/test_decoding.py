@@ -276,6 +276,29 @@ def test_a_line_says_how_a_model_decodes(changes, batch, says):
     assert "\n" not in line
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ffn_implementation": "mosaic", "decode_implementation": "xla"},
+        {"ffn_implementation": "mosaic", "heads": 8, "head_size": 32},
+        {"ffn_gradients": "sparse"},  # kernels could decode, on other devices XLA
+        {"ffn_gradients": "sparse", "decode_implementation": "xla"},
+    ],
+)
+def test_what_blocks_cannot_serve_it_raises_as_decode_does(changes):
+    settings = MODEL | {"activation": "silu"} | changes
+    config, params = abstract(**settings)
+    step, cache = one_step(config, 2, CAPACITY)
+    with (
+        jax.sharding.use_abstract_mesh(H100),
+        pytest.raises(CannotServe, match="zero for most neurons, got silu") as raised,
+    ):
+        jax.eval_shape(step, params, cache)
+    with pytest.raises(CannotServe) as said:
+        explain_decoding(of_shapes(**settings), 2, CAPACITY, device="NVIDIA H100 80GB HBM3")
+    assert str(said.value) == str(raised.value)
+
+
 def test_what_is_laid_out_for_decoding_is_another_model(reference_kernels):
     model = made(ModelConfig(**MODEL | ONE_LAUNCH["windowed"]), ())
     before = {name: a.format.layout for name, a in arrays(model).items()}
