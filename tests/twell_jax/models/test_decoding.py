@@ -243,6 +243,15 @@ def test_parts_in_8_bits_that_kernels_cannot_serve_are_named(reference_kernels, 
         jax.eval_shape(step, params, cache)
 
 
+@pytest.mark.parametrize("changes", [{"d_model": 1088}, {"heads": 17, "kv_heads": 17}])
+def test_rows_in_8_bits_have_a_multiple_of_128(changes):
+    settings = MODEL | WIDER | {"heads": 16, "kv_heads": 16, "qk_norm": True} | changes
+    model = nnx.eval_shape(lambda: made(ModelConfig(**settings), COVERED["fp8-all-but-down"]))
+    assert "by XLA: " in explain_decoding(model, 2, CAPACITY, device="NVIDIA H100 80GB HBM3")
+    plain = explain_decoding(of_shapes(**settings), 2, CAPACITY, device="NVIDIA H100 80GB HBM3")
+    assert "in one launch" in plain
+
+
 def of_shapes(**settings):
     return nnx.eval_shape(lambda: made(ModelConfig(**settings), ()))
 
