@@ -77,11 +77,16 @@ def title_of_run(directory: Path, config: Config) -> str:
         targets.append(f"target U {config.union_target:.1%}")
     l1 = ", ".join(targets) or f"L1 {config.l1_coefficient:g}"
     return (
-        f"{directory.resolve().name}\n"
+        f"{literal(directory.resolve().name)}\n"
         f"{model.activation}, {l1}, {model.layers} layers of "
         f"{model.d_ff} neurons, d_model {model.d_model}, lr {config.optimizer.lr:g}, "
         f"{config.batch_tokens:,} tokens a step"
     )
+
+
+def literal(name: str) -> str:
+    """A name as text of a figure, where what stands between two "$" would be a formula."""
+    return name.replace("$", r"\$")
 
 
 @contextlib.contextmanager

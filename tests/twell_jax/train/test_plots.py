@@ -235,6 +235,19 @@ def test_runs_of_one_name_are_told_apart_and_one_run_named_twice_is_refused(run_
     assert "--out: is for the figure of several runs" in refused.stderr
 
 
+@pytest.mark.parametrize("name", ["cost$_{$5", "a$b$c", "_first"])
+def test_names_are_shown_as_they_are(run_dir, tmp_path, name):
+    other = tmp_path / name
+    shutil.copytree(run_dir, other)
+    with figures.seen() as seen:
+        assert plot(other).returncode == 0
+        call("-m", "twell_jax.plot", run_dir, other, "--out", tmp_path / "both.png")
+    *of_one, both = seen
+    shown = [figure.get_suptitle().partition("\n")[0] for figure in of_one]
+    shown.append(both.legends[0].get_texts()[1].get_text().partition(",")[0])
+    assert shown == [name.replace("$", r"\$")] * 3  # of which matplotlib shows the "$"
+
+
 def test_the_axis_of_a_loss_shows_its_later_part():
     axes = Figure().subplots()
     axes.plot([0, 1, 50, 100], [9.0, 4.0, 2.0, 1.5])
