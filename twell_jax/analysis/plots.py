@@ -112,7 +112,7 @@ def _plot_speedup(axes: Axes, speedup: Speedup) -> None:
     axes.axhline(1, color=QUIET, ls="--", lw=1)
     axes.set(xlabel="neurons active for a token, mean", ylabel="speed-up over dense XLA")
     title = f"feed-forward block of each layer, {speedup.device}"
-    if len(speedup.nnz) > 2:
+    if len(speedup.nnz) > 2 and np.ptp(speedup.nnz) and np.ptp(speedup.factor):
         title += f", r = {np.corrcoef(speedup.nnz, speedup.factor)[0, 1]:.3f}"
     axes.set_title(title, loc="left", fontsize="medium")
 
