@@ -56,6 +56,16 @@ def test_gradients_are_sparse_and_their_errors_count(gated, errs_by_2_percent_in
     np.testing.assert_array_equal(both.nnz, forward.nnz)
 
 
+def test_sequences_that_are_shorter_than_the_context_fill_the_call(
+    errs_by_2_percent_in_dx, monkeypatch
+):
+    monkeypatch.setattr(speedup, "TOKENS", 70)
+    model = Transformer(CONFIG, rngs=nnx.Rngs(seeds.integer()))
+    tokens = seeds.rng().integers(0, 64, (9, 9))
+    assert speedup.measure_speedup(model, tokens).tokens == 8 * 8
+    assert speedup.measure_speedup(model, tokens[:3]).tokens == 3 * 8
+
+
 def test_a_model_with_biases_is_refused():
     model = Transformer(CONFIG.model_copy(update={"mlp_bias": True}), rngs=nnx.Rngs(0))
     with pytest.raises(CannotServe, match="the kernels add no biases"):
