@@ -18,9 +18,12 @@ from typing import Any
 import jax
 
 from twell_jax import untrusted, user_cache
+from twell_jax.ffn.algorithms import ALGORITHMS
 
 FORMAT = 1  # of the file
 _MOST_BYTES = 2**24  # of the file
+_MOST_TOKENS = 2**62
+_DAMAGED = ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def _read(path: Path, changed: int) -> Mapping[Block, Mapping[int, Mapping[str, 
             _set_aside(path, "it is of other versions")
             return {}
         return dict(_block(entry) for entry in content["blocks"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+    except (OSError, *_DAMAGED) as problem:
         _set_aside(path, f"it cannot be read ({type(problem).__name__})")
         return {}
 
@@ -129,17 +132,21 @@ def _block(entry: dict[str, Any]) -> tuple[Block, dict[int, dict[str, float]]]:
     """A block of a file, and its times.
 
     Raises:
-      ValueError, TypeError, KeyError, AttributeError: the entry is damaged.
+      One of `_DAMAGED`: the entry is damaged, or has an algorithm that is not known.
     """
     milliseconds = {
         int(tokens): {str(name): float(ms) for name, ms in times.items()}
         for tokens, times in entry.pop("milliseconds").items()
     }
     times = [ms for by_name in milliseconds.values() for ms in by_name.values()]
-    if not milliseconds or min(milliseconds) < 1 or not all(0 < ms < math.inf for ms in times):
+    if not milliseconds or not all(0 < ms < math.inf for ms in times):
         raise ValueError("no times")
+    if min(milliseconds) < 1 or max(milliseconds) > _MOST_TOKENS:
+        raise ValueError("no numbers of tokens")
     if not all(milliseconds.values()):
         raise ValueError("no algorithms")
+    if unknown := {name for by_name in milliseconds.values() for name in by_name} - {*ALGORITHMS}:
+        raise ValueError(f"no algorithms: {unknown}")
     return Block(**entry), milliseconds
 
 

@@ -70,22 +70,29 @@ def changed(content, **changes):
     return json.dumps(content | changes)
 
 
+def timed(content, milliseconds):
+    return changed(content, blocks=[content["blocks"][0] | {"milliseconds": milliseconds}])
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda content: "{",
+        lambda content: "[" * 100_000,
         lambda content: "[]",
         lambda content: changed(content, format=0),
         lambda content: changed(content, versions={"jax": "0.1"}),
         lambda content: changed(content, blocks=[{"width": 3}]),
-        lambda content: changed(content, blocks=[content["blocks"][0] | {"milliseconds": {}}]),
-        lambda content: changed(
-            content, blocks=[content["blocks"][0] | {"milliseconds": {"8": {"dense": -1}}}]
-        ),
+        lambda content: timed(content, {}),
+        lambda content: timed(content, {"8": {"dense": -1}}),
+        lambda content: timed(content, {"8": {"dense": 10**400}}),
+        lambda content: timed(content, {str(10**400): {"dense": 1}}),
+        lambda content: timed(content, {"8": {"abacus": 1}}),
         lambda content: changed(content, blocks=[content["blocks"][0] | {"more": 1}]),
     ],
-    ids=["cut", "list", "format", "versions", "keys", "no times", "negative", "another key"],
-)
+    ids=["cut", "deep", "list", "format", "versions", "keys", "no times", "negative", "too long",
+         "too many tokens", "another algorithm", "another key"],
+)  # fmt: skip
 def test_a_file_that_is_damaged_or_of_other_versions_is_set_aside(spoil):
     path = measured.keep(CARD, BLOCK, TIMES)
     path.write_text(spoil(json.loads(path.read_text())))
