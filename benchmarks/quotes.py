@@ -70,7 +70,7 @@ def speedup(record: str, case: Mapping[str, Any], ours: str) -> Number:
         path, row, _ = Pick(record, {**case, "implementation": ours}).find(records)
         _, rows = newest(record, case, {path: records[path]})
         dense = [r for r in rows if has(r, case) and r["implementation"] in BASELINES]
-        times = [r["ms"] for r in dense if "failed" not in r]
+        times = [r["ms"] for r in dense]
         if not times:
             raise ValueError(f"{path.stem} has no baseline with {dict(case)}")
         return min(times) / row["ms"]
@@ -117,7 +117,7 @@ def percent(number: Number, *, over: float = 0) -> Number:
 
 def _values(record: str, rows: Mapping[str, Any], of: Of, records: Records) -> list[float]:
     _, found = newest(record, rows, records)
-    return [_of(row, of) for row in found if has(row, rows) and "failed" not in row]
+    return [_of(row, of) for row in found if has(row, rows)]
 
 
 def _of(row: Row, of: Of) -> float:

@@ -54,7 +54,9 @@ class Pick:
 def newest(
     name: str, values: Mapping[str, Any], records: Mapping[Path, Mapping[str, Any]]
 ) -> tuple[Path, list[Row]]:
-    """The newest record of a name that has a row with these values, and all of its rows.
+    """The newest record of a name that has a row with these values, and all rows that it measured.
+
+    Rows that failed do not count, so that an older record still tells what it measured.
 
     Args:
       name: the start of the record's file name, up to the date.
@@ -66,7 +68,8 @@ def newest(
     """
     for path, record in records.items():
         if path.stem.startswith(f"{name}-20"):
-            rows = TABLES[record["benchmark"]].lines(record["rows"])
+            found = TABLES[record["benchmark"]].lines(record["rows"])
+            rows = [row for row in found if "failed" not in row]
             if any(has(row, values) for row in rows):
                 return path, rows
     raise ValueError(f"no record {name} has a row with {dict(values)}")

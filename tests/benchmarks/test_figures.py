@@ -8,6 +8,7 @@ import pytest
 from benchmarks import quotes, render
 from benchmarks.figures import FIGURES
 from benchmarks.quotes import Figure
+from benchmarks.summaries import Pick
 
 PAGES = render.filled_pages()
 MARK = r"<!-- figure: [\w.-]+ -->"
@@ -134,6 +135,17 @@ def test_extremes_leave_out_what_failed():
     assert quotes.total("a-cpu", {"batch": 1}, "ms")(found) == 11.5
     assert quotes.most("a-cpu", {"implementation": lambda name: "xla" in name}, "ms")(found) == 3.0
     assert quotes.speedup("a-cpu", {"batch": 1}, "mosaic, relu")(found) == 1.25
+
+
+def test_an_older_record_tells_what_failed_in_a_newer_one():
+    case = {"implementation": "mosaic, relu", "batch": 8}
+    failed = [{**case, "failed": "RuntimeError: no such kernel"}]
+    found = records(a_cpu_20261122=NEWER + failed, a_cpu_20261121=OLDER)
+    assert Pick("a-cpu", case).find(found)[1] == OLDER[-1]
+    assert quotes.value("a-cpu", case, "ms")(found) == 4.0
+    assert quotes.most("a-cpu", case, "ms")(found) == 4.0
+    with pytest.raises(ValueError, match=r"no record a-cpu has a row with"):
+        quotes.value("a-cpu", case, "ms")(records(a_cpu_20261122=NEWER + failed))
 
 
 def test_figures_are_written_as_their_form_says():
