@@ -126,10 +126,15 @@ def relative_time(coefficients: Mapping[str, float], found: Mapping[str, np.ndar
 
 
 def outside(config: ModelConfig, *, of_bytes: bool = False) -> float:
-    """The work of a model outside of its gated blocks over that inside, in operations or bytes."""
+    """The work of a model outside of its gated blocks over that inside, in operations or bytes.
+
+    Sequences are as long as the context.
+    """
     width, kv = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
-    of_layer = config.d_model * (2 * width + 2 * kv)
-    of_layer += 0 if of_bytes else config.context * width  # half the context, on average
+    of_layer: float = config.d_model * (2 * width + 2 * kv)
+    window = min(config.sliding_window or config.context, config.context)
+    read = window - window**2 / (2 * config.context)  # tokens, on average
+    of_layer += 0 if of_bytes else 2 * read * width
     blocks = config.layers * 3 * config.d_model * config.d_ff
     return (config.layers * of_layer + config.vocab_size * config.d_model) / blocks
 
@@ -140,8 +145,12 @@ def model_time(of_blocks: np.ndarray, outside: float) -> float:
 
 
 def estimate(config: ModelConfig, activity: Activity) -> Estimate:
-    """Estimates the gain of a model's layers and of the model from what its neurons do."""
-    if nothing := without_activity(config, activity.nnz.shape[2]):
+    """Estimates the gain of a model's layers and of the model from what its neurons do.
+
+    That of the model is for sequences as long as those that it read.
+    """
+    length = activity.nnz.shape[2]
+    if nothing := without_activity(config, length):
         return nothing
     use = use_of(activity.usage / activity.nnz[0].size, activity.union[UNION_TOKENS])
     found = features(config.d_model, config.d_ff, use)
@@ -155,7 +164,8 @@ def estimate(config: ModelConfig, activity: Activity) -> Estimate:
         for name, of in times.items()
     }
     model, why_not = {}, {}
-    operations, weights = OUTSIDE * outside(config), outside(config, of_bytes=True)
+    as_read = config.model_copy(update={"context": length})
+    operations, weights = OUTSIDE * outside(as_read), outside(config, of_bytes=True)
     for work, passes in MODEL.items():
         if problem := _unknown(work, config):
             why_not[work] = problem

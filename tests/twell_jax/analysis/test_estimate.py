@@ -59,6 +59,13 @@ def test_gradients_of_layers_that_need_too_much_are_dense():
     assert estimated(0.01, 0.65).layers["both"][0] > 1.2
 
 
+def test_attention_reads_the_sequences_and_windows_not_the_whole_context():
+    found = estimated(0.004, 0.1, context=TOKENS).model
+    assert estimated(0.004, 0.1, context=131072).model == found
+    windowed = estimated(0.004, 0.1, sliding_window=64).model
+    assert {work for work in found if windowed[work] > found[work]} == {"scoring", "training step"}
+
+
 def test_the_sentence_says_what_is_gained_and_how_wrong_it_may_be():
     found = estimated(0.004, 0.1)
     scoring, step, decoding = found.model.values()
