@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "twell_jax.data": "config untrusted",
     "twell_jax.models": "ffn config data untrusted "
     + of_kernels("in_place layers layouts quantised weights"),
-    "twell_jax.plotting": "config",
+    "twell_jax.plotting": "config untrusted",
     "twell_jax.analysis": "ffn config data models plotting "
     + of_kernels("hopper.common weights"),  # a clock
     "twell_jax.train": "ffn config data models plotting analysis untrusted user_cache",

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.scale import SymmetricalLogScale
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from twell_jax import untrusted
 from twell_jax.config import Config
 
 QUIET = "#8a8f98"  # of lines to compare with
@@ -85,8 +86,11 @@ def title_of_run(directory: Path, config: Config) -> str:
 
 
 def literal(name: str) -> str:
-    """A name as text of a figure, where what stands between two "$" would be a formula."""
-    return name.replace("$", r"\$")
+    """A name as text of a figure, where what stands between two "$" would be a formula.
+
+    What cannot be drawn, such as what is no UTF-8, is spelt out.
+    """
+    return untrusted.plain(name).replace("$", r"\$")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The plots of a run, drawn from its directory."""
 
 import json
+import os
 import re
 import shutil
 
@@ -12,7 +13,8 @@ from tests import figures
 from tests.commands import call
 from twell_jax import config
 from twell_jax.plotting import COLORS, QUIET, of_last_part, over_decades, scale_to_neurons
-from twell_jax.train.plots import plot_report
+from twell_jax.train.plots import plot_report, plot_run
+from twell_jax.train.plots_of_runs import plot_runs
 from twell_jax.train.run_directory import RunPaths, load_config
 
 LAYERS, D_FF = 16, 512
@@ -246,6 +248,17 @@ def test_names_are_shown_as_they_are(run_dir, tmp_path, name):
     shown = [figure.get_suptitle().partition("\n")[0] for figure in of_one]
     shown.append(both.legends[0].get_texts()[1].get_text().partition(",")[0])
     assert shown == [name.replace("$", r"\$")] * 3  # of which matplotlib shows the "$"
+
+
+def test_what_cannot_be_drawn_of_a_name_is_spelt_out(run_dir, tmp_path):
+    other = tmp_path / os.fsdecode(b"caf\xe9\tno UTF-8")
+    shutil.copytree(run_dir, other)
+    with figures.seen() as seen:
+        plot_run(load_config(other), RunPaths(other))
+        plot_runs([str(run_dir), str(other)], tmp_path / "both.png")
+    name = r"caf\udce9\tno UTF-8"
+    assert all(figure.get_suptitle().startswith(f"{name}\n") for figure in seen[:-1])
+    assert seen[-1].legends[0].get_texts()[1].get_text().startswith(f"{name}, ")
 
 
 def test_the_axis_of_a_loss_shows_its_later_part():
