@@ -132,9 +132,7 @@ def outside(config: ModelConfig, *, of_bytes: bool = False) -> float:
     """
     width, kv = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
     of_layer: float = config.d_model * (2 * width + 2 * kv)
-    window = min(config.sliding_window or config.context, config.context)
-    read = window - window**2 / (2 * config.context)  # tokens, on average
-    of_layer += 0 if of_bytes else 2 * read * width
+    of_layer += 0 if of_bytes else 2 * config.attended * width
     blocks = config.layers * 3 * config.d_model * config.d_ff
     return (config.layers * of_layer + config.vocab_size * config.d_model) / blocks
 

@@ -204,6 +204,12 @@ class ModelConfig(Section):
         return int(self.head_dim * self.rotary_fraction)
 
     @property
+    def attended(self) -> float:
+        """Tokens to which one of a whole context attends, on average."""
+        window = min(self.sliding_window or self.context, self.context)
+        return window - window**2 / (2 * self.context)
+
+    @property
     def num_kv_heads(self) -> int:
         """Key/value heads: `kv_heads`, or its default."""
         return self.kv_heads or self.heads

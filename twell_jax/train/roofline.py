@@ -92,9 +92,7 @@ def flops_per_token(model: ModelConfig, ffn_share: float = 1.0) -> float:
     looked_up = 0 if model.tie_embeddings else model.vocab_size * d
     skipped = (1 - ffn_share) * model.layers * (2 if model.gated else 1) * d * model.d_ff
     weights = parameters(model) - looked_up - skipped
-    window = min(model.sliding_window or model.context, model.context)
-    read = window - window**2 / (2 * model.context)  # tokens, on average
-    attention = model.layers * 2 * read * model.heads * model.head_dim
+    attention = model.layers * 2 * model.attended * model.heads * model.head_dim
     return 6 * weights + 6 * attention
 
 
