@@ -73,9 +73,8 @@ def largest(a: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(a), jnp.abs(a), 0), axis=axis)
 
 
-type Most = tuple[
-    jax.Array, jax.Array
-]  # float32 []: no finite element of x, and no weight, is more
+# Float32 [] each: no finite element of x, and no weight, exceeds them.
+type Most = tuple[jax.Array, jax.Array]
 
 
 def products(

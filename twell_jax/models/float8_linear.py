@@ -8,6 +8,7 @@ does the rest in one pass.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +70,8 @@ def products(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _products(
-    kernels: TransformerKernels,
-    rotated: int,
-    is_written: bool,
-    x: jax.Array,
-    weights: tuple[jax.Array, ...],
-    most: float8.Most,
-    table: Table | None,
-) -> list[jax.Array]:
-    return _with_residuals(kernels, rotated, is_written, x, weights, most, table)[0]
+def _products(*operands: Any) -> list[jax.Array]:
+    return _with_residuals(*operands)[0]
 
 
 def _with_residuals(

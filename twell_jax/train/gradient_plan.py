@@ -141,6 +141,12 @@ class GradientPlan:
         """This plan once what it announces is done."""
         return replace(self, capacities=self.announced)
 
+    def unexpected(self, overflow: Sequence[float]) -> list[float]:
+        """What of `overflow` says something new, else 0: a layer that is already to become dense
+        goes on to overflow until that is compiled."""
+        of_layers = zip(overflow, self.announced, strict=True)
+        return [share if capacity else 0.0 for share, capacity in of_layers]
+
     def revised(
         self, union: Sequence[float], listed: Sequence[float], overflow: Sequence[float]
     ) -> "GradientPlan":
@@ -151,12 +157,10 @@ class GradientPlan:
           overflow: for each layer, the largest share of a step's calls that overflowed, 0 to 1.
         """
         needs = [max(shares) for shares in zip(union, listed, strict=True)]
-        # A layer that is already to become dense goes on to overflow until that is compiled.
+        overflow = self.unexpected(overflow)
         margins = tuple(
-            margin * (_AFTER_OVERFLOW if overflowed and capacity else 1)
-            for margin, overflowed, capacity in zip(
-                self.margins, overflow, self.announced, strict=True
-            )
+            margin * (_AFTER_OVERFLOW if overflowed else 1)
+            for margin, overflowed in zip(self.margins, overflow, strict=True)
         )
         of_layers = zip(self.announced, needs, margins, overflow, strict=True)
         announced = tuple(_capacity(*of_layer) for of_layer in of_layers)

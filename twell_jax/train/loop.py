@@ -363,9 +363,7 @@ def _next_plan(run: Run, now: Standing, plan: GradientPlan) -> GradientPlan:
     assert now.measured is not None
     # The steps before have ended, so the device need not wait for this.
     union, listed, overflow = (of_layers.tolist() for of_layers in now.measured)
-    # Layers that are already to become dense go on to overflow until that is compiled.
-    news = [share if at else 0 for share, at in zip(overflow, plan.announced, strict=True)]
-    _tell_overflow(run, now.step, news)
+    _tell_overflow(run, now.step, plan.unexpected(overflow))
     plan, ahead = plan.revised(union, listed, overflow), run.trainer.steps
     wanted = plan.followed.ffn_gradients
     is_ready, is_idle = distributed.all_agree(ahead.is_ready(wanted), ahead.is_idle())
