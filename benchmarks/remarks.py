@@ -11,8 +11,8 @@ REMARKS = {
     "and blocks without a gate. Other programs ran on the other three GPUs.",
     "ffn-borders-4096-nvidia-h200-20261127": "The run has fewer cases; those without a gate came "
     "first. Tests ran on the other GPU.",
-    "gradients-nvidia-h200-20261127": "Dense products of what was kept took an eighth of the "
-    "neurons at a time, today a half. Other programs ran on the other GPU.",
+    "gradients-nvidia-h200-20261127": "Patterns with long lists had all products of their "
+    "backward dense, an eighth of the neurons at a time. Other programs ran on the other GPU.",
     f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
     "Other programs ran on the other three GPUs.",
     **{

@@ -146,11 +146,11 @@ class BlockKernels(Protocol):
         h_ref: jax.Ref,
         l1_grad: Array,
         plan: Plan,
-        lists: NeuronLists,
+        lists: NeuronLists | None,
         rectifier: Rectifier = RELU,
         extra: Array | None = None,
     ) -> tuple[Array, ...]:
-        """The gradients behind h, in place; h and these on the neuron lists."""
+        """The gradients behind h, in place; h and these on the neuron lists, if there are any."""
 
     def weight_grads(
         self, values: tuple[Array, ...], x: Array, lists: NeuronLists

@@ -38,7 +38,7 @@ def neuron_lists(counts, m, capacity):
 
 
 def hidden_grads(dy, w_down, h_ref, l1_grad, plan, lists, rectifier=RELU, extra=None):
-    """Computes one product for each item, then scatters into the lists."""
+    """Computes one product for each item, then scatters into the lists, if there are any."""
     tiles = plan.neurons.shape[0]
     tile, neurons, in_union = plan.item_neurons()
     dy = jnp.pad(dy, ((0, -dy.shape[0] % TILE_TOKENS), (0, 0))).reshape(tiles, TILE_TOKENS, -1)
@@ -51,6 +51,8 @@ def hidden_grads(dy, w_down, h_ref, l1_grad, plan, lists, rectifier=RELU, extra=
     dh += 0 if extra is None else extra
     grads = rectifier.gradients(dh, gate if gated else None, value, l1_grad[0])
     h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
+    if lists is None:
+        return ()
 
     token = tile[:, :, None] * TILE_TOKENS + jnp.arange(TILE_TOKENS)
     every_slot = lists.slots(jnp.arange(tiles * TILE_TOKENS))

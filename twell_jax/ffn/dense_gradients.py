@@ -19,9 +19,7 @@ from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights, only_live
 from twell_jax.ffn.union_lasso import Slopes, TokenWindows, sums_of_tokens
 
-# Tokens, or neurons, are taken in so many parts, one at a time, to save memory.
-_TOKEN_PARTS = 8
-_NEURON_PARTS = 2  # more save little more memory (docs/design/0009)
+_TOKEN_PARTS = 8  # taken one at a time, to save memory
 
 
 def with_gate_in_8_bits(weights: Weights) -> Weights:
@@ -129,37 +127,6 @@ def for_inner(
     total = dh + (0 if extra is None else extra)
     grads = act.gradients(total, gate[0] if gate else None, h, l1_grad)
     return [grad.astype(kept[0].dtype) for grad in grads]
-
-
-def for_inner_in_parts(
-    act: Rectifier,
-    kept: Sequence[jax.Array],
-    down: jax.Array,
-    dy: jax.Array,
-    l1_grad: jax.Array,
-    extra: jax.Array | None = None,
-) -> list[jax.Array]:
-    """`for_inner` of neurons by tokens, where the gradient for h is `down @ dy.T`.
-
-    Half of the neurons are taken at a time: in float32 that product of all takes as much memory as
-    two of the results.
-
-    Args:
-      act, l1_grad: as of `for_inner`.
-      kept, extra: `[H, M]` each, likewise. XLA reads what they are made of where it needs them.
-      down: `[H, D]`, H even.
-      dy: `[M, D]`.
-    """
-    size = len(down) // _NEURON_PARTS
-    grads = [lax.empty(a.shape, a.dtype) for a in kept]
-    for start in range(0, len(down), size):
-        down, grads = lax.optimization_barrier((down, grads))
-        part = slice(start, start + size)
-        added = None if extra is None else extra[part]
-        of_part = [a[part] for a in kept]
-        found = for_inner(act, of_part, product(down[part], dy.T), l1_grad, added)
-        grads = [grad.at[part].set(a) for grad, a in zip(grads, found, strict=True)]
-    return grads
 
 
 def for_x(grads: Sequence[jax.Array], weights: Weights) -> jax.Array:

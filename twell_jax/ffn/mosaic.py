@@ -104,8 +104,8 @@ def sparse_gradients(
 ) -> Block:
     """The block on unions, with sparse gradients; forward-mode differentiation is not supported.
 
-    If the pattern exceeds `capacity`, or if dense products are faster (`unions.dense_is_faster`),
-    the gradients are computed densely.
+    If the pattern exceeds `capacity`, the gradients are computed densely; if lists are long, those
+    for the weights (`unions.dense_is_faster`).
 
     With `in_8_bits` the gate's product has operands of 8 bits in the forward.
 

@@ -137,10 +137,6 @@ class Slopes:
         window = self.windows.of_token.at[tokens].get(mode="fill", fill_value=len(self.multiples))
         return self.multiples.at[window].get(mode="fill", fill_value=0) * h.astype(jnp.float32)
 
-    def of_neurons(self, h: jax.Array) -> jax.Array:
-        """The gradient, float32, for `h: [H, M]` of all tokens, neurons by tokens."""
-        return self.multiples.T[:, self.windows.of_token] * h.astype(jnp.float32)
-
     def of_unions(self, hidden: jax.Array, plan: Plan) -> jax.Array:
         """The gradient for h in the last 128 rows of blocks, `[items, 128, 256]` in their dtype."""
         piece, window = self.windows.pieces()

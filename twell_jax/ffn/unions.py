@@ -8,8 +8,9 @@ too many, or the lists do not fit, the backward computes everything again, dense
     dx = dz w_gate + du w_up                              on the unions
     dw_gate = dz^T x    dw_up = du^T x    dw_down = h^T dy    on the lists of tokens by neuron
 
-If dense products are faster, XLA computes these instead. The tokens outside the unions, if there
-are any, are so few that XLA computes their part.
+If lists are so long that dense products are faster, XLA computes the gradients for the weights
+instead, from what is on the unions. The tokens outside these, if there are any, are so few that XLA
+computes their part.
 """
 
 import enum
@@ -41,7 +42,7 @@ class Way(enum.IntEnum):
     RECOMPUTE = 0  # densely from the operands, as what was kept is not complete
     SPARSE = 1  # by the kernels, as unions and lists hold all tokens
     SPARSE_AND_HEAVY = 2  # by the kernels, and for tokens outside the unions by XLA
-    DENSE = 3  # by dense products of what was kept, as these are faster
+    DENSE = 3  # the same, but those for weights by dense products, as these are faster
     DENSE_AND_HEAVY = 4  # the same, and for tokens outside the unions besides
 
 
@@ -116,7 +117,7 @@ def forward_with_residuals(
     lists_fit = jnp.sum(slots_for(kept.lengths)) <= kept.lists.tokens.size
     is_finite = jnp.sum(kept.stats[:, 3]) == 0
     fits = lists_fit & (count <= MAX_HEAVY) & is_finite
-    dense = _may_be_dense(capacity) and dense_is_faster(output.union, output.listed)
+    dense = _may_be_dense(capacity) and dense_is_faster(output.listed)
     of_unions = jnp.where(dense, Way.DENSE, Way.SPARSE)
     way = jnp.where(fits, of_unions + (count > 0), Way.RECOMPUTE).astype(jnp.int32)
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
@@ -220,22 +221,21 @@ def _part(capacity: float, n: int) -> int:
     return max(1, int(capacity * n))
 
 
-def dense_is_faster(union: jax.Array | float, listed: jax.Array | float) -> jax.Array | bool:
-    """Whether dense products of what was kept take less time than the kernels of the backward.
+def dense_is_faster(listed: jax.Array | float) -> jax.Array | bool:
+    """Whether dense products for the weights take less time than sums over the lists.
 
-    Both follow the same forward. In shares of the time of dense forward and backward, the kernels
-    take 0.03 + 0.29 union + 0.54 listed, by a fit, and dense products 0.70, or 0.76 with tokens
-    outside the unions; see docs/design/0009-sparse-gradients.md.
+    In shares of the time of dense forward and backward, sums take 0.54 listed, with what stores the
+    lists, and dense products 0.41; see docs/design/0009-sparse-gradients.md.
 
     Args:
-      union, listed: as in `FFNStats`.
+      listed: as in `FFNStats`.
     """
-    return 0.03 + 0.29 * union + 0.54 * listed > 0.70
+    return 0.54 * listed > 0.41
 
 
 def _may_be_dense(capacity: float) -> bool:
     """Whether they may be, for a pattern that fits; if not, no memory is reserved for them."""
-    return bool(dense_is_faster(capacity, capacity))
+    return bool(dense_is_faster(capacity))
 
 
 def backward(
@@ -268,12 +268,12 @@ def backward(
     slopes = None
     if residuals.window_sums is not None and lasso_grad is not None:
         slopes = residuals.window_sums.slopes(lasso_grad)
-    # Both branches with kernels trace and lower them once.
+    # Branches with the same kernels trace and lower them once.
     of_unions = jax.jit(functools.partial(_from_unions, kernels, act))
     of_lists = jax.jit(functools.partial(_from_lists, kernels))
     ways: list[Callable] = [functools.partial(_sparse_backward, of_unions, of_lists)]
     if _may_be_dense(capacity):
-        ways.append(_dense_backward)
+        ways.append(functools.partial(_dense_backward, of_unions))
     branches = [  # in the order of `Way`
         functools.partial(dense_gradients.of_operands, act, in_8_bits),
         *(functools.partial(way, act, residuals, heavy) for way in ways for heavy in (False, True)),
@@ -284,17 +284,15 @@ def backward(
 def _sparse_backward(
     of_unions, of_lists, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes
 ):
-    m, plan, lists = x.shape[0], residuals.plan, residuals.lists
-    penalties = l1_grad, slopes
+    m, lists = x.shape[0], residuals.lists
     if has_heavy:
-        *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, *penalties)
+        *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad, slopes)
         heavy = h_heavy, *grads_heavy
         dx_heavy = dense_gradients.for_x(grads_heavy, weights)
         # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
         dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
-    extra = slopes and slopes.of_unions(residuals.hidden, plan)
-    dx, entries = of_unions(residuals.hidden, weights, dy, l1_grad, plan, lists, extra)
+    dx, _, entries = of_unions(residuals, weights, dy, l1_grad, lists, slopes)
     if has_heavy:
         dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
         slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
@@ -303,15 +301,18 @@ def _sparse_backward(
             entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
             for entry, a in zip(entries, heavy, strict=True)
         )
-    return dx[:m], of_lists(entries, x, dy, lists)
+    return dx, of_lists(entries, x, dy, lists)
 
 
-def _from_unions(kernels, act, hidden, weights, dy, l1_grad, plan, lists, extra):
-    """The gradient for x, and the entries of the lists: h and the gradients for z and u."""
-    h_ref = in_place.mutable(hidden)
-    entries = kernels.hidden_grads(dy, weights.down, h_ref, l1_grad[None], plan, lists, act, extra)
-    dx = kernels.union_down(in_place.contents(h_ref), weights.inner, plan, len(dy))
-    return dx, entries
+def _from_unions(kernels, act, residuals, weights, dy, l1_grad, lists, slopes):
+    """The gradient for x, blocks of those for z and u, and what of these and h is on the lists."""
+    plan, hidden = residuals.plan, in_place.mutable(residuals.hidden)
+    extra = slopes and slopes.of_unions(residuals.hidden, plan)
+    operands = dy, weights.down, hidden, l1_grad[None], plan, lists, act, extra
+    entries = kernels.hidden_grads(*operands)
+    blocks = in_place.contents(hidden)
+    dx = kernels.union_down(blocks, weights.inner, plan, len(dy))
+    return dx[: len(dy)], blocks, entries
 
 
 def _from_lists(kernels, entries, x, dy, lists):
@@ -322,7 +323,7 @@ def _from_lists(kernels, entries, x, dy, lists):
     return Weights.of(inner, down)
 
 
-def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
+def _dense_backward(of_unions, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
     heavy = []  # the factors of what heavy tokens add, for each weight
     if has_heavy:
         x_heavy, dy_heavy, h_heavy, grads_heavy = _of_heavy_tokens(
@@ -338,16 +339,14 @@ def _dense_backward(act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
             total += dense_gradients.product(a.T, b)
         return total.astype(x.dtype)
 
-    # What blocks hold stays neurons by tokens, so that XLA has nothing to transpose.
+    # What blocks hold stays neurons by tokens, so that XLA has nothing to transpose. h comes first,
+    # as the gradients take its place.
     *_, h = tile_union.to_dense(residuals.hidden, residuals.plan, len(x))
-    down = d_weight(0, h, dy)
-    # h is read once more below, rather than held in this form while the gradients need memory.
-    down, dy, blocks = in_place.barrier((down, dy, residuals.hidden))
-    kept = tile_union.to_dense(blocks, residuals.plan, len(x))
-    extra = slopes and slopes.of_neurons(kept[-1])
-    grads = dense_gradients.for_inner_in_parts(act, kept, weights.down, dy, l1_grad, extra)
+    down, dy, hidden = in_place.barrier((d_weight(0, h, dy), dy, residuals.hidden))
+    residuals = replace(residuals, hidden=hidden)
+    dx, blocks, _ = of_unions(residuals, weights, dy, l1_grad, None, slopes)
+    grads = tile_union.to_dense(blocks, residuals.plan, len(x))
     inner = [d_weight(n, grad, x) for n, grad in enumerate(grads, start=1)]
-    dx = dense_gradients.for_x([grad.T for grad in grads], weights)
     if has_heavy:
         dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
     return dx, Weights.of(inner, down)

@@ -2,7 +2,7 @@
 
 The matmul is an up projection of dy. Its epilogue computes dz = dh u act'(z) and du = dh g
 (`rectifiers`). It overwrites g and h with them, for the gradient for x, and scatters them and h
-into the neuron lists (`list_entries`), for the gradients for the weights.
+into the neuron lists (`list_entries`), if there are any, for the gradients for the weights.
 """
 
 import functools
@@ -32,8 +32,8 @@ class _Operands(NamedTuple):
     Attributes:
       item_count, items, neurons, sizes: of the plan.
       l1_grad: float32 `[1]`.
-      list_words: `NeuronLists.words`.
-      entries: `[C, 64]` for h and each gradient, to be filled.
+      list_words: `NeuronLists.words`; None without lists.
+      entries: `[C, 64]` for h and each gradient, to be filled; none without lists.
       extra: `[items, 128, 256]`, or None.
       hidden: `[items, 128 or 256, 256]`, to be overwritten.
       dy: `[M rounded up to a multiple of 8, D]`.
@@ -63,7 +63,7 @@ def hidden_grads(
     h_ref: jax.Ref,
     l1_grad: jax.Array,
     plan: Plan,
-    lists: NeuronLists,
+    lists: NeuronLists | None,
     rectifier: Rectifier = RELU,
     extra: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -78,14 +78,14 @@ def hidden_grads(
         gates above it, as `union_up` returns it.
       l1_grad: float32 `[1]`, the gradient for the sum of |h|.
       plan: the unions.
-      lists: with C slots; they hold at least the non-zeros of the gate.
+      lists: with C slots; they hold at least the non-zeros of the gate. None: nothing is listed.
       rectifier: what made the gate.
       extra: `[items, 128, 256]`, in chunks like h, what the gradient for h has besides; finite also
         outside the unions. None: nothing.
 
     Returns:
       h, dz and, in the gated form, du: `[C, 64]` each, on the lists; zeros elsewhere up to the end
-      of the last list, rounded up to 64 slots, and unspecified after it.
+      of the last list, rounded up to 64 slots, and unspecified after it. Nothing without lists.
 
     Raises:
       ValueError: if a shape or dtype is not as above.
@@ -105,10 +105,10 @@ def hidden_grads(
         support.check_array("extra", extra, blocks, w_down.dtype)
     dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
     plan, lists, l1_grad, dy, w_down = in_place.barrier((plan, lists, l1_grad, dy, w_down))
-    entries = [
-        in_place.mutable(a)
-        for a in list_entries.zeros(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)
-    ]
+    entries = []
+    if lists is not None:
+        zeros = list_entries.zeros(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)
+        entries = [in_place.mutable(a) for a in zeros]
     gathered_matmul.gathered_matmul(
         _Operands(
             plan.item_count,
@@ -116,7 +116,7 @@ def hidden_grads(
             plan.neurons,
             plan.sizes,
             l1_grad,
-            lists.words,
+            lists and lists.words,
             entries,
             extra,
             h_ref,
@@ -158,12 +158,13 @@ def _produce(item, ring, step, operands):
 
 
 def _consume(rectifier, item, ring, step, warpgroup, buffers, operands):
-    hidden, dtype = operands.hidden, operands.dy.dtype
-    mine = pl.ds(item.first + warpgroup * ACC_ROWS, ACC_ROWS)
-    neurons = list_entries.load_neurons(operands.neurons.at[item.tile, mine])
+    hidden, dtype, list_words = operands.hidden, operands.dy.dtype, operands.list_words
     first_word = item.tile * TILE_TOKENS // 32
-    # Each part's words are loaded before something long, as the fences of `write` wait for loads.
-    list_words = list_entries.load_words(operands.list_words, neurons, first_word)
+    if operands.entries:
+        mine = pl.ds(item.first + warpgroup * ACC_ROWS, ACC_ROWS)
+        neurons = list_entries.load_neurons(operands.neurons.at[item.tile, mine])
+        # Words of a part are loaded before something long, as the fences of `write` wait for loads.
+        next_words = list_entries.load_words(list_words, neurons, first_word)
     l1 = operands.l1_grad[0]
     steps = operands.dy.shape[1] // STAGE_K
     products = ring.multiply_product(step, steps, warpgroup, item.limit)
@@ -187,13 +188,14 @@ def _consume(rectifier, item, ring, step, warpgroup, buffers, operands):
         columns = pl.ds(part * ACC_ROWS, ACC_ROWS)
         targets = [hidden.at[item.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
         written = gathered_matmul.write(grads, buffers, part, targets)
-        if part + 1 < _PARTS:
-            next_word = first_word + (part + 1) * ACC_ROWS // 32
-            next_words = list_entries.load_words(operands.list_words, neurons, next_word)
-        places = [b.at[pl.ds(starts[-1], ACC_ROWS)], *written]
-        arrays = [value.astype(dtype), *grads]
-        list_entries.scatter(operands.entries, neurons, list_words, arrays, places)
+        if operands.entries:
+            words = next_words
+            if part + 1 < _PARTS:
+                next_word = first_word + (part + 1) * ACC_ROWS // 32
+                next_words = list_entries.load_words(list_words, neurons, next_word)
+            places = [b.at[pl.ds(starts[-1], ACC_ROWS)], *written]
+            arrays = [value.astype(dtype), *grads]
+            list_entries.scatter(operands.entries, neurons, words, arrays, places)
         for stage in range(taken):  # after the fence of the writes, as TMA will fill them again
             ring.release(first_stage + stage)
-        list_words = next_words
     return step + taken * _PARTS

@@ -41,8 +41,8 @@ def test_no_way_of_sparse_gradients_has_a_loop():
     [
         pytest.param(output, by("twell"), 1, id="twell"),
         pytest.param(output, by("unions"), 2, id="unions", marks=pytest.mark.slow),
-        # Which begin with unions; branches of the backward share a function.
-        pytest.param(*SPARSE_GRADIENTS, 3, id="sparse gradients"),
+        # Which begin with unions; branches of the backward share functions, with lists and without.
+        pytest.param(*SPARSE_GRADIENTS, 4, id="sparse gradients"),
     ],
 )
 def test_all_that_kernels_change_in_place_passes_a_barrier(function, ffn, count):

@@ -98,6 +98,9 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, act=RELU, ex
     grads = dense_grads(dense, dy, w_down, act, extra)
     pairs = zip(grads[1:], weights, strict=True)
     assert_close(dx[: len(dy)], sum(g @ np.asarray(w, np.float64) for g, w in pairs))
+    if lists is None:
+        assert entries == ()
+        return
     slots = np.asarray(slots_of(lists, np.arange(len(dy))))
     lists, entries = jax.device_get((lists, entries))
     block, token = np.nonzero(slots < lists.tokens.size)
@@ -109,10 +112,21 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, act=RELU, ex
         assert_close(entry[:end], listed)
 
 
+def without_lists(dy, w_down, hidden, plan, lists, weights):
+    return dy, w_down, hidden, plan, None, weights
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "gated"), [*((case, True) for case in CASES), (CASES[1], False)])
 def test_reference(case, gated):
     operands, dense = draw(*case, gated, jnp.bfloat16)
+    out = run(REFERENCE.hidden_grads, REFERENCE.union_down, *operands)
+    assert_matches(out, dense, *operands)
+
+
+def test_reference_without_lists():
+    operands, dense = draw(*CASES[1], True, jnp.bfloat16)
+    operands = without_lists(*operands)
     out = run(REFERENCE.hidden_grads, REFERENCE.union_down, *operands)
     assert_matches(out, dense, *operands)
 
@@ -145,6 +159,15 @@ def test_interpreted(case, gated, act, down, with_extra, interpreted):
     assert_matches(out, dense, *operands, act=act, extra=extra)
 
 
+@pytest.mark.parametrize("act", [RELU, SQUARED])
+def test_interpreted_without_lists(act, interpreted):
+    operands, dense = draw(20, 192, 128, 1, act is RELU, jnp.bfloat16, act)
+    operands = without_lists(*operands)
+    with interpreted(sms=1):
+        out = run(functools.partial(hidden_grads, rectifier=act), REFERENCE.union_down, *operands)
+    assert_matches(out, dense, *operands, act=act)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "act", "with_extra"),
@@ -165,6 +188,8 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act, with_extra):
     call = functools.partial(run, grads, union_down)
     text = lower(call, x, w, hidden, plan, lists, (w, w) if gated else (w,))
     assert text.count("@mosaic_gpu") == 3
+    text = lower(call, *without_lists(x, w, hidden, plan, lists, (w, w) if gated else (w,)))
+    assert text.count("@mosaic_gpu") == 2
 
 
 @pytest.mark.gpu
@@ -173,7 +198,8 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act, with_extra):
 @pytest.mark.parametrize("case", [*CASES, (1001, 2048, 5632, 0.003), (300, 8192, 1408, 0.01)])
 def test_on_the_gpu(case, gated, dtype):
     operands, dense = draw(*case, gated, dtype)
-    assert_matches(run(hidden_grads, union_down, *operands), dense, *operands)
+    for of_case in (operands, without_lists(*operands)):
+        assert_matches(run(hidden_grads, union_down, *of_case), dense, *of_case)
 
 
 @pytest.mark.gpu
