@@ -18,17 +18,23 @@ from benchmarks import record
 from benchmarks.ffn import DTYPE, LAYERS, D, H, describe, draw
 from twell_jax import order_by_use, sparse_ffn
 from twell_jax.analysis import timing
+from twell_jax.models import QUANTISED_OPTIONS
 from twell_jax.train.gradient_plan import GradientPlan
 
 M = 16384
-BLOCKS = {  # the arguments of `sparse_ffn` for each; the baseline first
+_BLOCKS = {
     "dense": {"implementation": "xla"},
     "sparse": {"implementation": "mosaic", "packing": "unions", "gradients": "sparse"},
 }
+BLOCKS = {  # the arguments of `sparse_ffn` for each; the baseline first
+    **_BLOCKS,
+    **{f"{name}, float8": block | {"matmul_dtype": "float8"} for name, block in _BLOCKS.items()},
+}
 CASES = [
-    *({"pattern": "skewed", "nnz": nnz} for nnz in (29, 60)),
+    {"pattern": "skewed", "nnz": 29, "in_8_bits": True},
+    {"pattern": "skewed", "nnz": 60},
     {"pattern": "skewed", "nnz": 29, "capacities": (0.375,)},
-    {"pattern": "recorded"},
+    {"pattern": "recorded", "in_8_bits": True},
     *({"pattern": "recorded", "heavy_every": every} for every in (1024, 2048)),
     {"pattern": "padded"},
     *({"pattern": "skewed", "nnz": nnz} for nnz in (5, 120, 300)),
@@ -53,11 +59,13 @@ def measure(
     heavy_every: int = 0,
     gated: bool = True,
     capacities: tuple[float, ...] = (1.0, 0.5),
+    in_8_bits: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for dense gradients, and rows for sparse ones.
 
     These are one with each of the capacities, and one with the first of them for the same layers
-    with their neurons "by use".
+    with their neurons "by use". `in_8_bits` repeats the first row and the last with products of
+    8-bit operands.
     """
     x, layers = draw(m, pattern, nnz, 1, heavy_every, gated, d=d, h=h)
     dy = jax.random.normal(jax.random.key(m), x.shape).astype(DTYPE)
@@ -68,10 +76,14 @@ def measure(
     baseline = {"baseline": "xla", "baseline_ms": dense["ms"]}
     yield dense | baseline | {"speedup": 1.0}
     ordered = [in_order(x, layer) for layer in layers]
-    sparse = [(capacity, "as drawn", layers, reference) for capacity in capacities]
-    sparse += [(capacities[0], "by use", ordered, exact(x, ordered[0], dy))]
-    for capacity, order, of_order, reference in sparse:
-        measured = measure_block("sparse", capacity, x, of_order, dy, reference)
+    by_use = ordered, exact(x, ordered[0], dy)
+    others = [("sparse", capacity, "as drawn", layers, reference) for capacity in capacities]
+    others += [("sparse", capacities[0], "by use", *by_use)]
+    if in_8_bits:
+        others += [("dense, float8", None, "as drawn", layers, reference)]
+        others += [("sparse, float8", capacities[0], "by use", *by_use)]
+    for name, capacity, order, of_order, reference in others:
+        measured = measure_block(name, capacity, x, of_order, dy, reference)
         row = case | {"order": order} | measured
         yield row | baseline | {"speedup": dense["ms"] / row["ms"]}
 
@@ -116,7 +128,9 @@ def programs(name: str, capacity: float | None = None):
     """The block, and jitted forward and backward of one layer and of several."""
     options = BLOCKS[name] | ({"gradients": capacity} if capacity else {})
     ffn = partial(sparse_ffn, **options)
-    return ffn, jax.jit(partial(forward_and_backward, ffn)), jax.jit(partial(stack, ffn))
+    in_8_bits = "matmul_dtype" in options
+    jit = partial(jax.jit, compiler_options=QUANTISED_OPTIONS if in_8_bits else None)
+    return ffn, jit(partial(forward_and_backward, ffn)), jit(partial(stack, ffn))
 
 
 @cache  # unlike jit, this knows the peak memory, but would compile again for every row

@@ -36,9 +36,10 @@ def _generate(row: Row) -> str:
 
 
 def _gradients(row: Row) -> str:
-    if "gradient_capacity" not in row:
-        return row["implementation"]
-    return f"{row['order']}, capacity {row['gradient_capacity']:g}"
+    named = [row["implementation"]]
+    if "gradient_capacity" in row:
+        named = [row["order"], f"capacity {row['gradient_capacity']:g}"]
+    return ", ".join([*named, *([row["matmul_dtype"]] if "matmul_dtype" in row else [])])
 
 
 def _chosen(row: Row) -> str:
@@ -108,7 +109,8 @@ TABLES: dict[str, Table] = {
         about="M = 16384, D = 2048, H = 5632, bfloat16; four layers one after the other, nothing "
         'rematerialised. Milliseconds; "xla" is dense, the others have sparse gradients, in '
         "brackets their speed-up over dense XLA. Neurons are in random order, as drawn, or in that "
-        "of `order_by_use`, in which train.py puts them. The last columns are in the order of "
+        'of `order_by_use`, in which train.py puts them. "float8" has 8-bit operands, with sparse '
+        "gradients in the product of the forward gate alone. The last columns are in the order of "
         'those before, or have one value if all agree. "train.py takes" is what '
         '`sparse_gradients_every` comes to; "kept" is what the '
         'forward keeps for the backward besides x and the weights, and "peak" what XLA reserves '
