@@ -21,6 +21,7 @@ class Layers(NamedTuple):
       scales: of the norms, `[L, D]` each: before the feed-forward block of a layer, and after it,
         which is the next layer's first or the last of the model.
       head_scales: of the norms of each query's and each key's head, `[L, head_dim]` each, or None.
+      norm_biases: like `scales`, where the norms are layer norms; None where they are RMS norms.
     """
 
     qkv: tuple[Operand, ...]
@@ -30,3 +31,4 @@ class Layers(NamedTuple):
     mlp: Weights
     scales: tuple[jax.Array, jax.Array]
     head_scales: tuple[jax.Array, jax.Array] | None = None
+    norm_biases: tuple[jax.Array, jax.Array] | None = None

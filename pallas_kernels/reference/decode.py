@@ -234,8 +234,19 @@ def _layer(
     stream = add_product(
         attended, layers.out, number, stream.x, before, bias=layers.out_bias, **scaled
     )
+    stream = _in_front_of(stream, layers, 0, number, eps)
     if is_sparse:
         g = gate(stream, mlp, number, rectifier, eps=eps)
-        return add_ffn(g, stream, mlp, number, after, rectifier, eps=eps, **scaled)
-    h = hidden(stream, mlp.inner, number, eps=eps, rectifier=rectifier, live=mlp.live)
-    return add_product(h, mlp.down, number, stream.x, after, **scaled)
+        stream = add_ffn(g, stream, mlp, number, after, rectifier, eps=eps, **scaled)
+    else:
+        h = hidden(stream, mlp.inner, number, eps=eps, rectifier=rectifier, live=mlp.live)
+        stream = add_product(h, mlp.down, number, stream.x, after, **scaled)
+    return _in_front_of(stream, layers, 1, number, eps)
+
+
+def _in_front_of(stream, layers, which, number, eps):
+    """The stream in front of a layer's norm, if that is a layer norm; else it is there already."""
+    if layers.norm_biases is None:
+        return stream
+    of_norm = (of[which][number[0]] for of in (layers.scales, layers.norm_biases))
+    return Stream.of(stream.x, *of_norm, eps=eps)

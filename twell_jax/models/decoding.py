@@ -156,7 +156,6 @@ def _unsupported(
     unknown = _those_true(
         {
             "biases of the feed-forward blocks": config.mlp_bias,
-            f"{config.norm} norms": config.norm != "rms",
             "a w_down of 8-bit weights": "down" in quantised,
         }
     )
@@ -198,6 +197,7 @@ def _unsupported_by_chain(
     d_model, d_ff, attended = config.d_model, config.d_ff, config.heads * config.head_dim
     unknown = _those_true(
         {
+            f"{config.norm} norms": config.norm != "rms",
             "norms of queries and keys": config.qk_norm,
             "a rotation of some features of a head alone": config.rotary_size != config.head_dim,
             "a scale of the residual stream": config.residual_scale != 1,
@@ -312,7 +312,7 @@ def _step(
     kernels: Kernels, model: Transformer, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     config, batch = model.config, len(tokens)
-    layers, first_scale = _layers(model)
+    layers, first_norm = _layers(model)
     act = rectifier(config.ffn_activation)
     is_sparse = _is_sparse(kernels, config, batch)
     cos, sin = rope_table(cache.lengths[:, None], config)
@@ -320,7 +320,7 @@ def _step(
     x = scaled(model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS))), config.embed_scale)
     # The first layer reads the cache at once. A cache that is not donated has been copied by then:
     # XLA copies it first, and the kernels that make the stream wait for what comes before them.
-    stream = Stream.of(x, first_scale)
+    stream = Stream.of(x, *first_norm, eps=config.norm_eps)
     k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
     stream = kernels.decode_layers(
         stream,
@@ -343,13 +343,13 @@ def _step(
     return logits, extended.advance(1)
 
 
-def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
-    """The stacked weights, and the scale of the first norm."""
+def _layers(model: Transformer) -> tuple[Layers, list[jax.Array]]:
+    """The stacked weights; and of the first norm the scale, and the bias if it is a layer norm."""
     attention, mlp = model.blocks.attention, model.blocks.mlp
     qkv = attention.query, attention.key, attention.value
     biases = [_array(p.bias) for p in (*qkv, attention.out)] if model.config.attention_bias else []
-    first = _array(model.blocks.attention_norm.scale)
-    following = jnp.concatenate([first[1:], _array(model.norm.scale)[None]])
+    names = ("scale", "bias") if model.config.norm == "layer" else ("scale",)
+    scales, *norm_biases = (_of_norms(model, name) for name in names)
     return Layers(
         qkv=tuple(_matrix(projection) for projection in qkv),
         qkv_bias=jnp.concatenate(biases[:3], axis=1) if biases else None,
@@ -361,9 +361,20 @@ def _layers(model: Transformer) -> tuple[Layers, jax.Array]:
             _array(mlp.w_down),
             _array(mlp.live) if model.config.live_width else None,
         ),
-        scales=(_array(model.blocks.mlp_norm.scale), following),
+        scales=scales[1:],
         head_scales=_head_scales(attention),
-    ), first[0]
+        norm_biases=norm_biases[0][1:] if norm_biases else None,
+    ), [first[0] for first, *_ in (scales, *norm_biases)]
+
+
+def _of_norms(model: Transformer, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A parameter of the norms, `[L, D]` each: in front of attention, in front of the feed-forward
+    block, and behind that, which is the next layer's first or the model's last."""
+    before, between, last = (
+        _array(getattr(norm, name))
+        for norm in (model.blocks.attention_norm, model.blocks.mlp_norm, model.norm)
+    )
+    return before, between, jnp.concatenate([before[1:], last[None]])
 
 
 def _head_scales(attention: Attention) -> tuple[jax.Array, jax.Array] | None:
@@ -390,7 +401,8 @@ def _logits(kernels: DecodeKernels, model: Transformer, stream: Stream) -> jax.A
     if model.unembed is not None:
         weight = _matrix(model.unembed)
         k_axis = _k_axis(weight)
-    if model.config.vocab_size % _COLUMNS or model.config.d_model % 1024:
+    is_centred = model.config.norm == "layer"
+    if is_centred or model.config.vocab_size % _COLUMNS or model.config.d_model % 1024:
         return model.logits(model.norm(stream.x))
     only: Any = np.zeros(1, np.int32)  # a constant
     project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)

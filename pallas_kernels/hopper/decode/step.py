@@ -44,15 +44,15 @@ def decode_layers(
     Args:
       stream: of the tokens, M of them: B rounded up to a multiple of 8, at most 64; D a multiple of
         1024.
-      layers: their weights; widths are multiples of 256. The norms are RMS norms.
+      layers: their weights; widths are multiples of 256.
       k_cache, v_cache, lengths, rope, heads, kv_heads: as of
         `decode_attention.decode_attention`.
       eps: of the norms.
       rectifier: the activation of the feed-forward blocks; None for SiLU.
       is_sparse: whether the blocks skip neurons that are not active; without, they are dense.
       in_one_launch, window, residual_scale: as of `DecodeKernels.decode_layers`; only a step in one
-        launch has norms of heads, a window shorter than the cache, or a scale but 1, and other
-        widths (`one_launch.call`).
+        launch has layer norms, norms of heads, a window shorter than the cache, or a scale but 1,
+        and other widths (`one_launch.call`).
 
     Returns:
       The stream in front of the norm that follows the last layer.
@@ -64,7 +64,7 @@ def decode_layers(
         options |= dict(window=window, residual_scale=residual_scale)
         return call.decode_layers(stream, layers, k_cache, v_cache, lengths, rope, **options)
     assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
-    assert layers.head_scales is None
+    assert layers.head_scales is None and layers.norm_biases is None
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))
     for number in np.arange(number_of_layers, dtype=np.int32)[:, None]:

@@ -100,6 +100,7 @@ def add_product_gate(
     """
     first = add_product_phase(h, weight, layer, x, scale, bias=bias)
     stream = first.form(*first.outs)
+    assert stream.squares is not None
     norm = stream.squares, eps
     second = gate_phase(stream.scaled, mlp, layer, counts, rectifier, batch=batch, norm=norm)
     stream, gate = _together(first, second, counts, layer, Launch.GATE)

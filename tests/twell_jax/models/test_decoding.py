@@ -46,6 +46,10 @@ ONE_LAUNCH = {  # what no other kernels serve
         "embed_scale": 2.0, "residual_scale": 0.5, "logit_scale": 0.5,
     },
     "with norms": WIDER | {"activation": "silu", "qk_norm": True, "attention_bias": True},
+    "with layer norms": WIDER | {
+        "ffn_implementation": "mosaic", "activation": "relu2", "gated": False, "norm": "layer",
+        "rotary_fraction": 0.5,
+    },
 }  # fmt: skip
 WIDEST = {  # so that XLA is faster than two launches
     "d_model": 4096, "d_ff": 12288, "heads": 32, "kv_heads": 8, "head_size": 128, "qk_norm": True,
@@ -126,7 +130,9 @@ GPU = [pytest.param(batch, marks=pytest.mark.gpu) for batch in (1, 8, 21)]
 
 
 @pytest.mark.parametrize("batch", [3, *GPU])
-@pytest.mark.parametrize("case", ["windowed", pytest.param("with norms", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["windowed", pytest.param("with norms", marks=pytest.mark.slow), "with layer norms"]
+)
 def test_one_launch_is_as_exact_as_xla(back_end, case, batch):
     errors, _ = errors_and_caches(ONE_LAUNCH[case], batch)
     assert errors["mosaic"] < 1.5 * errors["xla"] < 0.15

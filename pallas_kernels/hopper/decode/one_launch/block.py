@@ -53,7 +53,7 @@ class Operands(NamedTuple):
     Attributes:
       words: int32 `[BUFFERS, words, 2]`, zeros but for exchange 0, the stream.
       table: of `Shape.table`, with the first sequence.
-      scaled, squares: of the stream in front of the first layer.
+      scaled, squares: of the stream in front of the first layer; no squares with layer norms.
       qkv: three of `[L, N, D]`, bfloat16 or 8-bit floats.
       out: `[L, D, heads * size]`.
       biases: of query, key and value together, `[L, sum of N]`, and of `out`, `[L, D]`, or None.
@@ -65,6 +65,7 @@ class Operands(NamedTuple):
         `out`, `[L, D]`, of each of `activated` and of `up`, `[L, H]`; or None.
       down: `[L, H, D]`.
       scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
+      norm_biases: likewise, of layer norms; or None.
       k, v: the cache, `[L, B, capacity, kv_heads, size]`.
       lengths: int32 `[B]`.
       rope: cosine and sine, float32 `[B, rotated / 2]` each.
@@ -83,6 +84,7 @@ class Operands(NamedTuple):
     row_scales: RowScales
     down: Any
     scales: tuple
+    norm_biases: tuple | None
     k: Any
     v: Any
     lengths: Any

@@ -96,7 +96,7 @@ def decode_layers(
         these = slice(first, first + TOKENS)
         cos, sin = rope
         return launch(
-            Stream(*(rows[these] for rows in stream)), layers, k_cache, v_cache,
+            jax.tree.map(lambda rows: rows[these], stream), layers, k_cache, v_cache,
             lengths[these], (cos[these], sin[these]), jnp.int32(first),
         )  # fmt: skip
 
@@ -125,7 +125,9 @@ def _launch(
         given = jax.tree.unflatten(structure, refs[: len(flat)])
         kernel(given, refs[len(flat) :], scratch, shape=shape, eps=eps)
 
-    outs = (*stream[:2], jax.ShapeDtypeStruct((len(stream.x), BLOCK_WARPS), jnp.float32))
+    squares = jax.ShapeDtypeStruct((len(stream.x), BLOCK_WARPS), jnp.float32)
+    is_centred = layers.norm_biases is not None
+    outs = (stream.x,) if is_centred else (*stream[:2], squares)
     call = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outs),
@@ -138,7 +140,11 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    return Stream(*call(*flat))
+    x, *in_front_of_norm = call(*flat)
+    if is_centred:
+        last = (of[1][-1] for of in (layers.scales, layers.norm_biases))
+        return Stream.of(x, *last, eps=eps)
+    return Stream(x, *in_front_of_norm)
 
 
 def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, first) -> Operands:
@@ -146,9 +152,11 @@ def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, fir
     x = stream.x[:batch].reshape(batch * shape.width // 2, 2)
     x = jax.lax.bitcast_convert_type(x, jnp.int32)
     words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(x), 0].set(x)
-    squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
-    # A load takes the first of eight sums; the others are of no warp.
-    squares = jnp.pad(squares, ((0, 0), (0, 3)))
+    squares = None
+    if stream.squares is not None:
+        squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
+        # A load takes the first of eight sums; the others are of no warp.
+        squares = jnp.pad(squares, ((0, 0), (0, 3)))
     activated = mlp.inner[:1] if shape.is_sparse else mlp.inner
     up = mlp.up if shape.gated and shape.is_sparse else None
     of_qkv = [scales for w in layers.qkv if (scales := _scales(w)) is not None]
@@ -161,7 +169,7 @@ def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, fir
         tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out),
         (layers.qkv_bias, layers.out_bias), layers.head_scales,
         tuple(map(_values, activated)), _values(up), row_scales,
-        mlp.down, layers.scales, k_cache, v_cache, lengths, rope,
+        mlp.down, layers.scales, layers.norm_biases, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
 
 

@@ -27,9 +27,9 @@ from pallas_kernels.hopper.decode.one_launch import dense_rows, open_rows
 from pallas_kernels.hopper.decode.one_launch.block import Block, Operands
 from pallas_kernels.hopper.decode.one_launch.copies import copy_all
 from pallas_kernels.hopper.decode.one_launch.heads import attend
+from pallas_kernels.hopper.decode.one_launch.norms import Norm, factor_of
 from pallas_kernels.hopper.decode.one_launch.shape import GATE, OUT, QKV, Shape
 from pallas_kernels.hopper.decode.one_launch.stream import (
-    factor_of,
     first_stream,
     last_stream,
     product,
@@ -41,7 +41,8 @@ OF_LAYER = 7  # exchanges
 
 
 def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> None:
-    """See the module; `outs` are x, scaled and squares of the stream behind the last layer."""
+    """See the module; `outs` are x, scaled and squares of the stream behind the last layer, or x
+    alone with layer norms."""
     await_previous()
     number, wg = lax.axis_index("block"), lax.axis_index("wg")
     columns = operands.table.shape[1]
@@ -79,12 +80,17 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
 
 
 def _compute(block: Block, outs, eps: float) -> None:
-    shape, scales = block.shape, block.refs.scales
+    shape, scales, norm_biases = block.shape, block.refs.scales, block.refs.norm_biases
     if shape.is_sparse:
         open_rows.clear(block.smem["hidden"], block.thread())
     rounds = {which: shape.itemsize(which) == 1 for which in (QKV, OUT, GATE)}
     first_stream(block, rounds=rounds[QKV])
-    of_qkv, of_gate = (factor_of(block, which, eps) for which in (QKV, GATE))
+    later = eps if norm_biases is None else None  # a layer norm comes before the product
+    of_qkv, of_gate = (factor_of(block, which, later) for which in (QKV, GATE))
+
+    def norm(which, layer):
+        bias = None if norm_biases is None else norm_biases[which].at[layer]
+        return Norm(scales[which].at[layer], bias, eps)
 
     def layer(layer, number):
         before = layer * OF_LAYER  # the exchange that has the stream
@@ -104,7 +110,7 @@ def _compute(block: Block, outs, eps: float) -> None:
             factor=factor_of(block, OUT, None), scales=row_scales[1], bias=biases[1], stream=before,
         )  # fmt: skip
         number = product(block, OUT, number, functions)
-        receive(block, before + 4, shape.width, scales[0].at[layer], rounds=rounds[GATE])
+        receive(block, before + 4, shape.width, norm(0, layer), rounds=rounds[GATE])
         if shape.is_sparse:
             functions = open_rows.keep_masks(block, layer, before + 5, of_gate)
             number = product(block, GATE, number, functions)
@@ -113,7 +119,7 @@ def _compute(block: Block, outs, eps: float) -> None:
             functions = dense_rows.post_hidden(block, layer, before + 5, of_gate)
             number = product(block, GATE, number, functions, 2 if shape.gated else 1)
             number = dense_rows.add(block, before + 5, number)
-        receive(block, before + 7, shape.width, scales[1].at[layer], rounds=rounds[QKV])
+        receive(block, before + 7, shape.width, norm(1, layer), rounds=rounds[QKV])
         return number
 
     lax.fori_loop(0, shape.layers, layer, jnp.int32(0))

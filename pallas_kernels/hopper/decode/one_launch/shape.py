@@ -190,7 +190,7 @@ class Shape:
         found = {
             "x": ((self.batch, self.row_words), "int32"),
             "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
-            "squares": ((TOKENS, BLOCK_WARPS), "float32"),
+            "squares": ((2 * TOKENS, BLOCK_WARPS), "float32"),  # and sums, in front of layer norms
             "q": ((self.group + 2, self.size // 2 + 4), "int32"),
             "values": ((states, self.group, self.size), "float32"),
             "tops": ((states, self.group, 2), "float32"),

@@ -11,6 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.decode.one_launch import exchange, lane, memory, products
 from pallas_kernels.hopper.decode.one_launch.block import Block
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.norms import (
+    Norm,
+    layer_normed,
+    put_of_warps,
+    scaled,
+    sum_of_squares,
+)
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
 from pallas_kernels.quantised import LARGEST, TINY
@@ -65,7 +72,7 @@ def publish(
     exchange_number,
     features: int,
     *,
-    factor=None,
+    factor=lambda token: 1.0,
     scales=None,
     bias=None,
     stream=None,
@@ -76,7 +83,7 @@ def publish(
       block: the block.
       exchange_number: where they are posted.
       features: of a token there.
-      factor: a function of tokens whose result the sums are multiplied with.
+      factor: a function of tokens whose result the sums are multiplied with (`factor_of`).
       scales: float32 GMEM `[features]`, those of the rows of 8-bit floats; or None.
       bias: GMEM `[features]`, what is added to them; or None.
       stream: the exchange that has what they are added to, which the block has taken before.
@@ -101,10 +108,8 @@ def publish(
             sums = [
                 products.sum_of_warps(parts, part, where_pair(number, place, j)) for j in (0, 1)
             ]
-            if factor is not None:
-                by = factor(jnp.where(place < 0, 0, number >> 3))
-                sums = [one * by for one in sums]
-            sums = [one * by for one, by in zip(sums, of_rows, strict=True)]
+            of_token = factor(jnp.where(place < 0, 0, number >> 3))
+            sums = [one * of_token * by for one, by in zip(sums, of_rows, strict=True)]
             if bias is not None:
                 sums = [one + b for one, b in zip(sums, lane.unpack(of_bias), strict=True)]
             if stream is not None:
@@ -141,19 +146,23 @@ def where_pair(number, place, which: int):
     return jnp.where(place < 0, -1, (2 * pair + which) * TOKENS + token)
 
 
-def receive(block: Block, exchange_number, features: int, scale=None, *, rounds: bool) -> None:
+def receive(
+    block: Block, exchange_number, features: int, norm: Norm | None = None, *, rounds: bool
+) -> None:
     """Takes tokens into shared memory.
 
     Args:
       block: the block.
       exchange_number: what has them.
       features: of a token.
-      scale: GMEM `[features]` of their norm, whose sums of squares go there, too; or None.
+      norm: None, a layer norm, or an RMS norm: then they get its scale, and their sums of squares
+        go there, too, for `factor_of`.
       rounds: whether they become 8-bit floats, with a scale for each.
     """
     shape = block.shape
     places = _places(block, features)
-    scales = None if scale is None else _words(scale, places)
+    scale, bias, eps = norm or (None, None, 0.0)
+    scales, biases = (None if of is None else _words(of, places) for of in (scale, bias))
 
     def take(first):
         tokens = [first + i for i in range(shape.tokens_at_once)]
@@ -164,9 +173,11 @@ def receive(block: Block, exchange_number, features: int, scale=None, *, rounds:
         ]
         words = exchange.take(block.refs.words, exchange_number, wanted, 2)
         each = [words[i * 2 * len(places) : (i + 1) * 2 * len(places)] for i in range(len(tokens))]
-        if scales is not None:
-            squares = [_sum_of_squares(mine) for mine in each]
-            _put_of_warps(block, "squares", tokens, lane.sums_of(squares))
+        if biases is not None:
+            each = layer_normed(block, places, tokens, each, scales, biases, eps)
+        elif scales is not None:
+            squares = [sum_of_squares(mine) for mine in each]
+            put_of_warps(block, "squares", tokens, lane.sums_of(squares))
             each = [scaled(mine, scales) for mine in each]
         _put(block, places, tokens, each, rounds=rounds)
 
@@ -200,20 +211,6 @@ def _words(ref, places) -> list[jax.Array]:
     return [word for place in places for word in memory.load(ref, place, 2)]
 
 
-def _sum_of_squares(words) -> jax.Array:
-    total = lane.full(0.0, jnp.float32)
-    for word in words:
-        low, high = lane.unpack(word)
-        total += low * low + high * high
-    return total
-
-
-def scaled(words, scales) -> list[jax.Array]:
-    """Words times those of the scale of a norm."""
-    pairs = [(lane.unpack(word), lane.unpack(by)) for word, by in zip(words, scales, strict=True)]
-    return [lane.pack(low * by[0], high * by[1]) for (low, high), by in pairs]
-
-
 def _put(block: Block, places, tokens, each, *, rounds: bool) -> None:
     """Stores the words of each of some tokens, and what `_round` needs of them."""
     for token, words in zip(tokens, each, strict=True):
@@ -223,7 +220,7 @@ def _put(block: Block, places, tokens, each, *, rounds: bool) -> None:
             place = jnp.where(is_there, token * block.shape.row_words + place + i % 2, -1)
             memory.scatter(block.smem["x"], place, word)
     if rounds:
-        _put_of_warps(block, "largest", tokens, lane.largest_of(each))
+        put_of_warps(block, "largest", tokens, lane.largest_of(each))
 
 
 def _round(block: Block, places) -> None:
@@ -251,14 +248,6 @@ def _round(block: Block, places) -> None:
             memory.scatter(smem["x"], jnp.where(place < 0, -1, row + (place >> 1)), four)
 
 
-def _put_of_warps(block: Block, name: str, tokens, values) -> None:
-    """Stores what each warp has of each token; there is room for eight."""
-    thread = block.thread()
-    for token, value in zip(tokens, values, strict=True):
-        place = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
-        memory.scatter(block.smem[name], place, value)
-
-
 def _scale_of(largest_ref, token) -> jax.Array:
     """The scale of each lane's token, from the bits of the largest magnitude that warps have."""
     of_warps = memory.gather_each(largest_ref, token * BLOCK_WARPS, BLOCK_WARPS, 1)
@@ -266,29 +255,6 @@ def _scale_of(largest_ref, token) -> jax.Array:
     largest = lax.bitcast_convert_type(top, jnp.float32)
     scale = jnp.where(largest > 0, jnp.maximum(largest * (1 / LARGEST), TINY), 1.0)
     return jnp.where(largest < jnp.inf, scale, jnp.nan)
-
-
-def factor_of(block: Block, which: int, eps: float | None):
-    """A function of each lane's token: what its sums in a product are multiplied with.
-
-    Args:
-      block: the block.
-      which: of `Shape.shares`.
-      eps: of the norm in front of the product; None if there is none.
-    """
-    if eps is None and block.shape.itemsize(which) == 2:
-        return None
-
-    def factor(token):
-        found = lane.full(1.0, jnp.float32)
-        if eps is not None:
-            squares = memory.gather_each(block.smem["squares"], token * BLOCK_WARPS, BLOCK_WARPS, 1)
-            found = lax.rsqrt(sum(squares[1:], start=squares[0]) / block.shape.width + eps)
-        if block.shape.itemsize(which) == 1:
-            found *= memory.gather(block.smem["token_scales"], token)
-        return found
-
-    return factor
 
 
 def first_stream(block: Block, *, rounds: bool) -> None:
@@ -302,6 +268,8 @@ def first_stream(block: Block, *, rounds: bool) -> None:
         for token in tokens:
             known = jnp.minimum(token, shape.batch - 1)
             each.append(_words(block.refs.scaled.at[known], places))
+            if block.refs.squares is None:
+                continue
             (total,) = memory.load(block.refs.squares.at[known], jnp.where(thread == 0, 0, -1))
             # A load takes the first of eight sums; the others are of no warp.
             place = jnp.where(thread < BLOCK_WARPS, token * BLOCK_WARPS + thread, -1)
@@ -317,9 +285,10 @@ def first_stream(block: Block, *, rounds: bool) -> None:
 def last_stream(block: Block, outs, exchange_number) -> None:
     """Stores the stream behind the last layer, which the block has taken; zeros for more tokens."""
     shape, thread = block.shape, block.thread()
-    x, scaled_x, squares = outs
+    x, *in_front_of_norm = outs
     places = _places(block, shape.width)
-    scales = _words(block.refs.scales[1].at[shape.layers - 1], places)
+    if in_front_of_norm:
+        scales = _words(block.refs.scales[1].at[shape.layers - 1], places)
     block.meet()
 
     @pl.loop(0, x.shape[0])
@@ -333,10 +302,16 @@ def last_stream(block: Block, outs, exchange_number) -> None:
                 exchange.read(block.refs.words, exchange_number, jnp.where(known, of_all + j, -1))
                 for j in (0, 1)
             ]
-        for out, values in ((x, words), (scaled_x, scaled(words, scales))):
+        stored = [(x, words)]
+        if in_front_of_norm:
+            scaled_x, squares = in_front_of_norm
+            stored.append((scaled_x, scaled(words, scales)))
+        for out, values in stored:
             for i, value in enumerate(values):
                 place = places[i // 2]
                 memory.store(out.at[token], jnp.where(place < 0, -1, place + i % 2), value)
+        if not in_front_of_norm:
+            return
         place = jnp.where(thread < BLOCK_WARPS, thread, -1)
         mine = jnp.where(is_there & (place >= 0), token * BLOCK_WARPS + place, -1)
         total = memory.gather(block.smem["squares"], mine)

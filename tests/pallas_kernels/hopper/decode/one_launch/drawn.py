@@ -26,6 +26,7 @@ class Case(NamedTuple):
       lengths: of the sequences; none for about as many as the cache has room for.
       rotated: features of a head that have positions; none for all.
       window, residual_scale: as of `decode_layers`.
+      has_layer_norms: in place of RMS norms.
     """
 
     layers: int
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     rotated: int | None = None
     window: int | None = None
     residual_scale: float = 1.0
+    has_layer_norms: bool = False
 
     @property
     def options(self) -> dict:
@@ -74,7 +76,7 @@ class Case(NamedTuple):
 def operands(case: Case):
     """Stream, layers, keys, values, lengths and rope; free slots of the cache hold NaN."""
     layers, batch, d, h, heads, kv_heads, size, capacity, offset, *_ = case
-    keys = iter(jax.random.split(jax.random.key(seeds.integer()), 24))
+    keys = iter(jax.random.split(jax.random.key(seeds.integer()), 28))
 
     def normal(*shape, scale=1.0, shift=0.0):
         return (jax.random.normal(next(keys), shape) * scale + shift).astype(jnp.bfloat16)
@@ -96,7 +98,11 @@ def operands(case: Case):
     cache = (normal(layers, batch, capacity, kv_heads, size) for _ in range(2))
     k, v = (jnp.where(is_free, jnp.nan, values) for values in cache)
     angles = jax.random.uniform(next(keys), (batch, (case.rotated or size) // 2), maxval=6.0)
-    stream = Stream.of(x, normal(d, scale=0.05, shift=1.0))
+    stream, norm_biases = Stream.of(x, normal(d, scale=0.05, shift=1.0)), None
+    if case.has_layer_norms:
+        of_norm = normal(d, scale=0.05, shift=1.0), normal(d, scale=0.2)
+        stream = Stream.of(x, *of_norm, eps=case.options["eps"])
+        norm_biases = normal(layers, d, scale=0.2), normal(layers, d, scale=0.2)
     rope = jnp.cos(angles), jnp.sin(angles)
     biases, head_scales = (None, None), None
     if case.has_biases:
@@ -108,5 +114,5 @@ def operands(case: Case):
     if case.in_8_bits == "all":
         qkv = tuple(rounded(jnp.swapaxes(w, 1, 2)) for w in qkv)
         out = rounded(jnp.swapaxes(out, 1, 2))
-    of = Layers(qkv, biases[0], out, biases[1], mlp, scales, head_scales)
+    of = Layers(qkv, biases[0], out, biases[1], mlp, scales, head_scales, norm_biases)
     return stream, of, k, v, lengths, rope
