@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
@@ -178,8 +177,7 @@ def _forward_for_gradients(kernels, act, capacity, grid, in_8_bits, x, weights, 
     output, residuals = unions.forward_with_residuals(
         kernels, act, x, weights, residual, windows, capacity=capacity, in_8_bits=in_8_bits
     )
-    overflow = residuals.way[0] == unions.Way.RECOMPUTE
-    return output, overflow.astype(jnp.float32), residuals
+    return output, residuals.overflow, residuals
 
 
 def _on_devices(function, inputs, outputs):

@@ -71,6 +71,11 @@ class Residuals:
     heavy_hidden: jax.Array
     window_sums: WindowSums | None = None
 
+    @property
+    def overflow(self) -> jax.Array:
+        """Whether the pattern exceeded the capacity: float32 [], 1 or 0."""
+        return (self.way[0] == Way.RECOMPUTE).astype(jnp.float32)
+
 
 def forward(
     kernels: BlockKernels,
@@ -250,6 +255,7 @@ def backward(
     *,
     capacity: float,
     in_8_bits: bool = False,
+    way: int | None = None,
 ) -> tuple[jax.Array, Weights]:
     """The gradients for x and the weights.
 
@@ -264,6 +270,7 @@ def backward(
       lasso_grad: float32 [], the gradient for the lasso times the number of tokens, if the forward
         had windows.
       capacity, in_8_bits: those of the forward. The products of gradients have operands as given.
+      way: that of the residuals, where the host knows it; None: only the device does.
     """
     slopes = None
     if residuals.window_sums is not None and lasso_grad is not None:
@@ -278,7 +285,10 @@ def backward(
         functools.partial(dense_gradients.of_operands, act, in_8_bits),
         *(functools.partial(way, act, residuals, heavy) for way in ways for heavy in (False, True)),
     ]
-    return lax.switch(residuals.way[0], branches, x, weights, dy, l1_grad, slopes)
+    operands = x, weights, dy, l1_grad, slopes
+    if way is not None:
+        return branches[way](*operands)
+    return lax.switch(residuals.way[0], branches, *operands)
 
 
 def _sparse_backward(

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 
 from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.passes import of_block
 
 type Shape = jax.ShapeDtypeStruct
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
@@ -30,15 +30,17 @@ class Programs(NamedTuple):
       infer: operands -> y alone.
       forward: operands -> y, l1, the other statistics and what is small of what the backward needs
         as one array (see `_packed`), and the rest of that.
-      backward: (operands, what `forward` returned but y and l1, the gradients for y and l1, which
-        may be None) -> those for the operands.
+      backward: the way of the backward -> the program (operands, what `forward` returned but y and
+        l1, the gradients for y and l1, which may be None) -> those for the operands.
       results: the shapes of what `forward` returns.
+      way: where in the packed array the way of the backward is.
     """
 
     infer: Callable[..., list[jax.Array]]
     forward: Callable[..., list[jax.Array]]
-    backward: Callable[..., list[jax.Array]]
+    backward: Callable[[int], Callable[..., list[jax.Array]]]
     results: list[Shape]
+    way: int
 
 
 def programs(
@@ -68,53 +70,40 @@ def _programs(
         pairs = zip(operands, transposed, strict=True)
         return [a.T if is_transposed else a for a, is_transposed in pairs]
 
-    def block(gradients: LayerGradients, x: jax.Array, *weights: jax.Array) -> Any:
-        return sparse_ffn(
-            x,
-            *weights,
-            activation=_activation_of(activation),
-            implementation="mosaic",
-            gradients=gradients,
-        )
-
-    def differentiable(*operands: jax.Array) -> Any:
-        y, stats = block(_gradients_of(gradients), *operands)
-        return (y, stats.l1), jax.tree.leaves(stats)[1:]  # which l1 comes first of
-
-    def whole(operands: Sequence) -> tuple:
-        (y, l1), vjp, stats = jax.vjp(differentiable, *upright(operands), has_aux=True)
-        return y, l1, stats, vjp
-
-    jaxpr, (*_, stats, vjp) = jax.make_jaxpr(whole, return_shape=True)(shapes)
-    leaves, structure = jax.tree.flatten(vjp)
-    present = [n for n, shape in enumerate(shapes) if shape is not None]
-    origins = _origins(jaxpr, [transposed[n] for n in present])[-len(leaves) :]
-
-    def forward(operands: Sequence) -> list:
-        y, l1, stats, vjp = whole(operands)
-        pairs = zip(jax.tree.leaves(vjp), origins, strict=True)
-        small, large = _by_size([leaf for leaf, origin in pairs if origin is None])
-        return [y, l1, _packed([*stats, *small]), *large]
+    act, like = _activation_of(activation), jax.eval_shape(upright, shapes)
+    passes = of_block(like, act, _gradients_of(gradients))
+    _, stats, kept = jax.eval_shape(passes.forward, *like)
+    leaves, structure = jax.tree.flatten(kept)
+    _, *others = jax.tree.leaves(stats)  # which l1 comes first of
 
     def infer(operands: Sequence) -> list:
-        return [block(None, *upright(operands))[0]]
+        return [sparse_ffn(*upright(operands), activation=act, implementation="mosaic")[0]]
 
-    def backward(operands: Sequence, kept: list, of_y: jax.Array, of_l1: Any) -> list:
+    def forward(operands: Sequence) -> list:
+        y, stats, kept = passes.forward(*upright(operands))
+        l1, *others = jax.tree.leaves(stats)
+        small, large = _by_size(jax.tree.leaves(kept))
+        return [y, l1, _packed([*others, *small]), *large]
+
+    def backward(
+        way: int, operands: Sequence, kept: list, of_y: jax.Array, of_l1: jax.Array | None
+    ) -> list:
         packed, *large = kept
-        pairs = zip(leaves, origins, strict=True)
-        small, _ = _by_size([leaf for leaf, origin in pairs if origin is None])
-        found = iter(_unpacked(packed, [*stats, *small])[len(stats) :]), iter(large)
-        given = [
-            next(found[not _is_small(leaf)]) if n is None else upright(operands)[present[n]]
-            for leaf, n in zip(leaves, origins, strict=True)
-        ]
+        small = _unpacked(packed, [*others, *_by_size(leaves)[0]])[len(others) :]
+        found = iter(large), iter(small)
+        tree = jax.tree.unflatten(structure, [next(found[_is_small(a)]) for a in leaves])
         of_l1 = jnp.zeros((), jnp.float32) if of_l1 is None else of_l1
-        return jax.tree.leaves(upright(jax.tree.unflatten(structure, given)((of_y, of_l1))))
+        return jax.tree.leaves(upright(passes.backward(way, tree, upright(operands), of_y, of_l1)))
 
-    results = jax.eval_shape(forward, shapes)
     # A graph of the GPU's would be written anew at each call, as addresses change.
     compiled = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_command_buffer": ""})
-    return Programs(compiled(infer), compiled(forward), compiled(backward), results)
+    return Programs(
+        compiled(infer),
+        compiled(forward),
+        functools.cache(lambda way: compiled(functools.partial(backward, way))),
+        jax.eval_shape(forward, shapes),
+        sum(a.size for a in others),  # the way is the first of what is kept
+    )
 
 
 def _is_small(a: jax.Array | Shape) -> bool:
@@ -141,21 +130,6 @@ def _unpacked(packed: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
         )
         for part, a in parts
     ]
-
-
-def _origins(jaxpr: ClosedJaxpr, transposed: Sequence[bool]) -> list[int | None]:
-    """For each result the operand that it is, upright; None if it is another array.
-
-    What the backward needs of operands need not be copied, as torch keeps these.
-    """
-    found = {id(var): (n, False) for n, var in enumerate(jaxpr.jaxpr.invars)}
-    for equation in jaxpr.jaxpr.eqns:
-        turns = equation.primitive.name == "transpose"
-        if (turns or equation.primitive.name == "name") and id(equation.invars[0]) in found:
-            n, turned = found[id(equation.invars[0])]
-            found[id(equation.outvars[0])] = n, turned != turns
-    origins = (found.get(id(var), (None, False)) for var in jaxpr.jaxpr.outvars)
-    return [n if n is not None and turned == transposed[n] else None for n, turned in origins]
 
 
 def text_of(argument: Activation | LayerGradients) -> str:

@@ -48,6 +48,25 @@ def run(
     return [torch.from_dlpack(a.__dlpack__(stream=handle)) for a in results]
 
 
+def for_the_host(numbers: torch.Tensor, place: int) -> torch.Tensor:
+    """A number of int32 `[n]` that is not negative, for `on_the_host`; nothing waits for it.
+
+    Returns:
+      int32 `[1]` on the CPU; it is -1 until the number is there.
+    """
+    number = numbers[place : place + 1]
+    if number.device.type == "cpu":
+        return number.clone()
+    found = torch.full((1,), -1, dtype=torch.int32, pin_memory=True)
+    return found.copy_(number, non_blocking=True)
+
+
+def on_the_host(found: torch.Tensor, numbers: torch.Tensor, place: int) -> int:
+    """The number that `for_the_host` made `found` of; waits for it if it is not there."""
+    number = int(found)
+    return number if number >= 0 else int(numbers[place])
+
+
 def _in_jax(given: Operand | list[Operand]) -> Any:
     """Arrays for tensors. `jax.tree.map` would take the host as long as all of them."""
     if isinstance(given, list):

@@ -195,6 +195,7 @@ class _Differentiable(torch.autograd.Function):
         return *(None for _ in ctx.named), *(None if a is None else next(found) for a in operands)
 
 
+_PACKED = 2  # among the results of `Programs.forward`
 _LIBRARY = torch.library.Library("twell_jax", "DEF")
 _OPERANDS = (
     "str activation, str gradients, bool[] transposed, "
@@ -210,18 +211,29 @@ def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
     return getattr(torch.ops.twell_jax, name).default
 
 
-def _of_program(name: str, results: int | None = None) -> Any:
-    """The operator of a program of `bridge.Programs`, which has so many results; None: all."""
+def _compute_infer(activation, gradients, transposed, *operands):
+    programs = bridge.programs(activation, gradients, transposed, operands)
+    return memory.run(programs.infer, [*operands])
 
-    def compute(activation, gradients, transposed, *operands):
-        programs = bridge.programs(activation, gradients, transposed, operands)
-        return memory.run(getattr(programs, name), [*operands])
 
-    def fake(activation, gradients, transposed, *operands):
-        programs = bridge.programs(activation, gradients, transposed, operands)
-        return bridge.empty_like(programs.results[:results], operands[0])
+def _fake_infer(activation, gradients, transposed, *operands):
+    programs = bridge.programs(activation, gradients, transposed, operands)
+    return bridge.empty_like(programs.results[:1], operands[0])
 
-    return _operator(name, _OPERANDS, compute, fake)
+
+def _compute_forward(activation, gradients, transposed, *operands):
+    """What `Programs.forward` returns, and the way of the backward, for the host."""
+    programs = bridge.programs(activation, gradients, transposed, operands)
+    found = memory.run(programs.forward, [*operands])
+    return [*found, memory.for_the_host(found[_PACKED], programs.way)]
+
+
+def _fake_forward(activation, gradients, transposed, *operands):
+    programs = bridge.programs(activation, gradients, transposed, operands)
+    return [
+        *bridge.empty_like(programs.results, operands[0]),
+        torch.empty(1, dtype=torch.int32, device="cpu"),
+    ]
 
 
 def _compute_backward(
@@ -230,14 +242,17 @@ def _compute_backward(
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
-    return memory.run(programs.backward, [*operands], [*kept], of_y, of_l1)
+    *kept, way = kept
+    program = programs.backward(memory.on_the_host(way, kept[0], programs.way))
+    return memory.run(program, [*operands], kept, of_y, of_l1)
 
 
 def _fake_backward(activation, gradients, transposed, x, w_gate, w_up, w_down, *_others):
     return [torch.empty_like(a) for a in (x, w_gate, w_up, w_down) if a is not None]
 
 
-_infer, _forward = _of_program("infer", 1), _of_program("forward")
+_infer = _operator("infer", _OPERANDS, _compute_infer, _fake_infer)
+_forward = _operator("forward", _OPERANDS, _compute_forward, _fake_forward)
 _backward = _operator(
     "backward",
     f"{_OPERANDS}, Tensor[] kept, Tensor of_y, Tensor? of_l1",

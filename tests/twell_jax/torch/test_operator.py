@@ -12,7 +12,16 @@ torch = needed("torch")
 
 from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
 from twell_jax.ffn.explained import on_device  # noqa: E402
-from twell_jax.torch import SparseMLP, bridge, choice, operator, sparse_ffn, streams  # noqa: E402
+from twell_jax.ffn.unions import Way  # noqa: E402
+from twell_jax.torch import (  # noqa: E402
+    SparseMLP,
+    bridge,
+    choice,
+    memory,
+    operator,
+    sparse_ffn,
+    streams,
+)
 
 pytestmark = pytest.mark.peers
 
@@ -50,6 +59,35 @@ def test_outputs_and_gradients(reference_kernels, implementation, gated, gradien
     ours = gradients(by(implementation, gradients=gradients_of), tensors, dy)
     assert ours[0].dtype == ours[2].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
     assert_exact(ours, tensors, dy)
+
+
+WAYS = {  # of the backward: the gradients that are asked for, and whether tokens are dense
+    Way.SPARSE: ("sparse", False),
+    Way.SPARSE_AND_HEAVY: (0.7, True),
+    Way.RECOMPUTE: (0.01, True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_is_the_program_of_its_way(reference_kernels, monkeypatch, way):
+    gradients_of, has_dense = WAYS[way]
+    tensors, known, on_the_host = operands(), [], memory.on_the_host
+    tensors[0][:, 0] = -6.0
+    if has_dense:
+        tensors[0][::97, 0] = 1.0
+    monkeypatch.setattr(
+        memory, "on_the_host", lambda *given: known.append(on_the_host(*given)) or known[-1]
+    )
+    dy = torch.ones_like(tensors[0])
+    assert_exact(gradients(by("mosaic", gradients=gradients_of), tensors, dy), tensors, dy)
+    assert known == [way]
+
+
+def test_a_number_that_is_not_on_the_host_is_waited_for():
+    numbers = torch.tensor([4, 7], dtype=torch.int32)
+    found = memory.for_the_host(numbers, 1)
+    assert memory.on_the_host(found, torch.zeros(0), 1) == 7
+    assert memory.on_the_host(torch.full_like(found, -1), numbers, 1) == 7
 
 
 def test_the_activation_and_leading_axes(reference_kernels):

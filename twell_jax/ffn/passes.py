@@ -1,0 +1,88 @@
+"""The two passes of a block by kernels, for callers that keep what lies between them.
+
+JAX's own callers differentiate `sparse_ffn`. Others, such as PyTorch's autograd, call a program for
+each pass. If they know on the host which way the forward has chosen for the backward, they need no
+program that has all ways.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.weights import Weights
+from twell_jax.ffn import activations, api, dispatch, unions, xla
+from twell_jax.ffn.activations import Activation
+from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.stats import FFNStats
+
+
+class Passes(NamedTuple):
+    """Functions of the operands `x: [M, D]`, w_gate, `[H, D]` or None, w_up and w_down, `[H, D]`.
+
+    Attributes:
+      forward: operands -> y, the statistics, and a tree of what the backward needs besides them,
+        whose first array is the way of the backward, int32 `[1]`.
+      backward: (the way, that tree, operands, the gradients for y and for the statistic l1) ->
+        those for the operands, None for None.
+    """
+
+    forward: Callable[..., tuple[jax.Array, FFNStats, Any]]
+    backward: Callable[..., list[jax.Array | None]]
+
+
+def of_block(operands: Sequence, activation: Activation, gradients: LayerGradients) -> Passes:
+    """The passes of `sparse_ffn(*operands, implementation="mosaic")` on one device.
+
+    Args:
+      operands: their shapes and dtypes.
+      activation, gradients: as of `sparse_ffn`.
+
+    Raises:
+      ValueError, CannotServe: as `sparse_ffn` does.
+    """
+    x, w_gate, w_up, w_down = operands
+    call = api.checked(
+        x, w_gate, w_up, w_down, None, None, activation, "mosaic", None, gradients, None, None, None
+    )
+    rule, capacity = api.select(call).rule, call.request.capacity
+    if rule.algorithm != "unions" or capacity is None:
+        return _with_dense_gradients(activation)
+    kernels, _ = dispatch.back_end(call.weights.down)
+    act = activations.rectifier(activation)
+    assert kernels is not None and act is not None  # the rule would have been excluded
+
+    def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, FFNStats, Any]:
+        given = kernels, act, x, Weights(*weights)
+        output, kept = unions.forward_with_residuals(*given, capacity=capacity)
+        return *output.with_stats(kept.overflow), kept
+
+    def backward(way, kept, operands, dy, of_l1):
+        x, *weights = operands
+        penalty = of_l1 / len(dy)  # l1 is a mean over tokens
+        given = kernels, act, kept, x, Weights(*weights), dy, penalty
+        of_x, of_weights = unions.backward(*given, capacity=capacity, way=way)
+        return [of_x, of_weights.gate, of_weights.up, of_weights.down]
+
+    return Passes(forward, backward)
+
+
+def _with_dense_gradients(activation: Activation) -> Passes:
+    """They compute everything again, densely."""
+
+    def forward(*operands: jax.Array) -> tuple[jax.Array, FFNStats, Any]:
+        y, stats = api.sparse_ffn(*operands, activation=activation, implementation="mosaic")
+        return y, stats, jnp.zeros(1, jnp.int32)
+
+    def backward(way, kept, operands, dy, of_l1):
+        del way, kept
+
+        def block(x, *weights):
+            y, stats = xla.ffn(x, Weights(*weights), activation=activation)
+            return y, stats.l1
+
+        _, vjp = jax.vjp(block, *operands)
+        return [*vjp((dy, of_l1))]
+
+    return Passes(forward, backward)
