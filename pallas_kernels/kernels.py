@@ -143,14 +143,16 @@ class BlockKernels(Protocol):
         self,
         dy: Array,
         w_down: Array,
-        h_ref: jax.Ref,
+        h_ref: jax.Ref | Array,
         l1_grad: Array,
         plan: Plan,
         lists: NeuronLists | None,
         rectifier: Rectifier = RELU,
         extra: Array | None = None,
+        into: jax.Ref | None = None,
     ) -> tuple[Array, ...]:
-        """The gradients behind h, in place; h and these on the neuron lists, if there are any."""
+        """The gradients behind h, there or in place; h and these on the neuron lists, if there are
+        any."""
 
     def weight_grads(
         self, values: tuple[Array, ...], x: Array, lists: NeuronLists

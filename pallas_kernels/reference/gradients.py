@@ -37,7 +37,7 @@ def neuron_lists(counts, m, capacity):
     return dataclasses.replace(lists, tokens=tokens), all_lengths
 
 
-def hidden_grads(dy, w_down, h_ref, l1_grad, plan, lists, rectifier=RELU, extra=None):
+def hidden_grads(dy, w_down, h_ref, l1_grad, plan, lists, rectifier=RELU, extra=None, into=None):
     """Computes one product for each item, then scatters into the lists, if there are any."""
     tiles = plan.neurons.shape[0]
     tile, neurons, in_union = plan.item_neurons()
@@ -50,7 +50,8 @@ def hidden_grads(dy, w_down, h_ref, l1_grad, plan, lists, rectifier=RELU, extra=
     gated = gate.shape[1] > 0
     dh += 0 if extra is None else extra
     grads = rectifier.gradients(dh, gate if gated else None, value, l1_grad[0])
-    h_ref[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
+    into = h_ref if into is None else into
+    into[...] = jnp.concatenate(grads, axis=1).astype(w_down.dtype)
     if lists is None:
         return ()
 

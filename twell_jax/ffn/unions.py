@@ -270,13 +270,14 @@ def backward(
       lasso_grad: float32 [], the gradient for the lasso times the number of tokens, if the forward
         had windows.
       capacity, in_8_bits: those of the forward. The products of gradients have operands as given.
-      way: that of the residuals, where the host knows it; None: only the device does.
+      way: that of the residuals, where the host knows it; None: only the device does. With it, the
+        residuals stay as they are: they come from another program, and may be needed again.
     """
     slopes = None
     if residuals.window_sums is not None and lasso_grad is not None:
         slopes = residuals.window_sums.slopes(lasso_grad)
     # Branches with the same kernels trace and lower them once.
-    of_unions = jax.jit(functools.partial(_from_unions, kernels, act))
+    of_unions = jax.jit(functools.partial(_from_unions, kernels, act, way is None))
     of_lists = jax.jit(functools.partial(_from_lists, kernels))
     ways: list[Callable] = [functools.partial(_sparse_backward, of_unions, of_lists)]
     if _may_be_dense(capacity):
@@ -314,13 +315,15 @@ def _sparse_backward(
     return dx, of_lists(entries, x, dy, lists)
 
 
-def _from_unions(kernels, act, residuals, weights, dy, l1_grad, lists, slopes):
+def _from_unions(kernels, act, overwrites, residuals, weights, dy, l1_grad, lists, slopes):
     """The gradient for x, blocks of those for z and u, and what of these and h is on the lists."""
-    plan, hidden = residuals.plan, in_place.mutable(residuals.hidden)
-    extra = slopes and slopes.of_unions(residuals.hidden, plan)
-    operands = dy, weights.down, hidden, l1_grad[None], plan, lists, act, extra
+    plan, hidden = residuals.plan, residuals.hidden
+    extra = slopes and slopes.of_unions(hidden, plan)
+    grads = in_place.mutable(hidden if overwrites else lax.empty(hidden.shape, hidden.dtype))
+    hidden, into = (grads, None) if overwrites else (hidden, grads)
+    operands = dy, weights.down, hidden, l1_grad[None], plan, lists, act, extra, into
     entries = kernels.hidden_grads(*operands)
-    blocks = in_place.contents(hidden)
+    blocks = in_place.contents(grads)
     dx = kernels.union_down(blocks, weights.inner, plan, len(dy))
     return dx[: len(dy)], blocks, entries
 

@@ -1,7 +1,7 @@
 """Gradients for the products z and u behind h on tile unions, from `dh = dy @ w_down^T`.
 
 The matmul is an up projection of dy. Its epilogue computes dz = dh u act'(z) and du = dh g
-(`rectifiers`). It overwrites g and h with them, for the gradient for x, and scatters them and h
+(`rectifiers`). It may overwrite g and h with them, for the gradient for x, and scatters them and h
 into the neuron lists (`list_entries`), if there are any, for the gradients for the weights.
 """
 
@@ -35,7 +35,8 @@ class _Operands(NamedTuple):
       list_words: `NeuronLists.words`; None without lists.
       entries: `[C, 64]` for h and each gradient, to be filled; none without lists.
       extra: `[items, 128, 256]`, or None.
-      hidden: `[items, 128 or 256, 256]`, to be overwritten.
+      hidden: `[items, 128 or 256, 256]`, to be overwritten if there is no `into`.
+      into: likewise, for the gradients; or None.
       dy: `[M rounded up to a multiple of 8, D]`.
       w_down: `[H, D]`.
     """
@@ -49,6 +50,7 @@ class _Operands(NamedTuple):
     entries: list
     extra: Any
     hidden: Any
+    into: Any
     dy: Any
     w_down: Any
 
@@ -60,12 +62,13 @@ class _Operands(NamedTuple):
 def hidden_grads(
     dy: jax.Array,
     w_down: jax.Array,
-    h_ref: jax.Ref,
+    h_ref: jax.Ref | jax.Array,
     l1_grad: jax.Array,
     plan: Plan,
     lists: NeuronLists | None,
     rectifier: Rectifier = RELU,
     extra: jax.Array | None = None,
+    into: jax.Ref | None = None,
 ) -> tuple[jax.Array, ...]:
     """Replaces gates and h by the gradients for z and u; scatters these and h into the lists.
 
@@ -74,14 +77,15 @@ def hidden_grads(
     Args:
       dy: `[M, D]`, bfloat16 or float16, M >= 1, D a multiple of 64 from 128 to 8192.
       w_down: `[H, D]`, H a multiple of 128 up to 65536.
-      h_ref: mutable `[items, 256, 256]`, in the non-gated form `[items, 128, 256]`: h, with the
-        gates above it, as `union_up` returns it.
+      h_ref: `[items, 256, 256]`, in the non-gated form `[items, 128, 256]`: h, with the gates above
+        it, as `union_up` returns it; mutable if there is no `into`.
       l1_grad: float32 `[1]`, the gradient for the sum of |h|.
       plan: the unions.
       lists: with C slots; they hold at least the non-zeros of the gate. None: nothing is listed.
       rectifier: what made the gate.
       extra: `[items, 128, 256]`, in chunks like h, what the gradient for h has besides; finite also
         outside the unions. None: nothing.
+      into: mutable, of the shape and dtype of `h_ref`: takes the gradients. None: `h_ref` does.
 
     Returns:
       h, dz and, in the gated form, du: `[C, 64]` each, on the lists; zeros elsewhere up to the end
@@ -100,6 +104,8 @@ def hidden_grads(
     if rows not in (CHUNK_NEURONS, 2 * CHUNK_NEURONS):
         raise ValueError(f"h_ref must be [items, 128 or 256, 256], got {list(h_ref.shape)}")
     support.check_array("h_ref", h_ref, (plan.items.size, rows, TILE_TOKENS), w_down.dtype)
+    if into is not None:
+        support.check_array("into", into, h_ref.shape, h_ref.dtype)
     if extra is not None:
         blocks = plan.items.size, CHUNK_NEURONS, TILE_TOKENS
         support.check_array("extra", extra, blocks, w_down.dtype)
@@ -120,6 +126,7 @@ def hidden_grads(
             entries,
             extra,
             h_ref,
+            into,
             dy,
             w_down,
         ),
@@ -159,6 +166,7 @@ def _produce(item, ring, step, operands):
 
 def _consume(rectifier, item, ring, step, warpgroup, buffers, operands):
     hidden, dtype, list_words = operands.hidden, operands.dy.dtype, operands.list_words
+    into = hidden if operands.into is None else operands.into
     first_word = item.tile * TILE_TOKENS // 32
     if operands.entries:
         mine = pl.ds(item.first + warpgroup * ACC_ROWS, ACC_ROWS)
@@ -186,7 +194,7 @@ def _consume(rectifier, item, ring, step, warpgroup, buffers, operands):
         grads = rectifier.gradients(dh, gate[0] if gate else None, value, l1)
         grads = [a.astype(dtype) for a in grads]
         columns = pl.ds(part * ACC_ROWS, ACC_ROWS)
-        targets = [hidden.at[item.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
+        targets = [into.at[item.job, pl.ds(start, ACC_ROWS), columns] for start in starts]
         written = gathered_matmul.write(grads, buffers, part, targets)
         if operands.entries:
             words = next_words

@@ -112,6 +112,18 @@ def assert_matches(out, dense, dy, w_down, _, plan, lists, weights, act=RELU, ex
         assert_close(entry[:end], listed)
 
 
+def elsewhere(grads):
+    """`hidden_grads` that leaves h as it is, and its gradients in what is read afterwards."""
+
+    def call(dy, w_down, h_ref, *others):
+        before, poisoned = h_ref[...], jax.new_ref(jnp.full(h_ref.shape, jnp.nan, h_ref.dtype))
+        entries = grads(dy, w_down, before, *others, into=poisoned)
+        h_ref[...] = poisoned[...]
+        return entries
+
+    return call
+
+
 def without_lists(dy, w_down, hidden, plan, lists, weights):
     return dy, w_down, hidden, plan, None, weights
 
@@ -124,11 +136,11 @@ def test_reference(case, gated):
     assert_matches(out, dense, *operands)
 
 
-def test_reference_without_lists():
+def test_reference_without_lists_and_elsewhere():
     operands, dense = draw(*CASES[1], True, jnp.bfloat16)
-    operands = without_lists(*operands)
-    out = run(REFERENCE.hidden_grads, REFERENCE.union_down, *operands)
-    assert_matches(out, dense, *operands)
+    for of_case in (operands, without_lists(*operands)):
+        out = run(elsewhere(REFERENCE.hidden_grads), REFERENCE.union_down, *of_case)
+        assert_matches(out, dense, *of_case)
 
 
 def test_reference_with_an_extra_gradient():
@@ -160,11 +172,12 @@ def test_interpreted(case, gated, act, down, with_extra, interpreted):
 
 
 @pytest.mark.parametrize("act", [RELU, SQUARED])
-def test_interpreted_without_lists(act, interpreted):
+def test_interpreted_without_lists_and_elsewhere(act, interpreted):
     operands, dense = draw(20, 192, 128, 1, act is RELU, jnp.bfloat16, act)
     operands = without_lists(*operands)
+    grads = elsewhere(functools.partial(hidden_grads, rectifier=act))
     with interpreted(sms=1):
-        out = run(functools.partial(hidden_grads, rectifier=act), REFERENCE.union_down, *operands)
+        out = run(grads, REFERENCE.union_down, *operands)
     assert_matches(out, dense, *operands, act=act)
 
 
@@ -199,7 +212,8 @@ def test_lowers_without_a_gpu(lower, shape, gated, dtype, act, with_extra):
 def test_on_the_gpu(case, gated, dtype):
     operands, dense = draw(*case, gated, dtype)
     for of_case in (operands, without_lists(*operands)):
-        assert_matches(run(hidden_grads, union_down, *of_case), dense, *of_case)
+        for grads in (hidden_grads, elsewhere(hidden_grads)):
+            assert_matches(run(grads, union_down, *of_case), dense, *of_case)
 
 
 @pytest.mark.gpu
