@@ -18,9 +18,11 @@ from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.passes import of_block
 
 type Shape = jax.ShapeDtypeStruct
+type Part = tuple[int, tuple[int, ...]]
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 
 _SMALL = 1 << 20  # elements of what is packed
+_ALIGNED = 64  # elements of which each part begins at a multiple, as kernels read 16 bytes or more
 
 
 class Programs(NamedTuple):
@@ -30,17 +32,18 @@ class Programs(NamedTuple):
       infer: operands -> y alone.
       forward: operands -> y, l1, the other statistics and what is small of what the backward needs
         as one array (see `_packed`), and the rest of that.
-      backward: the way of the backward -> the program (operands, what `forward` returned but y and
-        l1, the gradients for y and l1, which may be None) -> those for the operands.
+      backward: the way of the backward -> the program (operands, the parts of the packed array, the
+        rest, the gradients for y and l1, which may be None) -> those for the operands.
       results: the shapes of what `forward` returns.
-      way: where in the packed array the way of the backward is.
+      parts: what is small of what the backward needs: where in the packed array it begins, and its
+        shape; all are int32, and the first is the way of the backward.
     """
 
     infer: Callable[..., list[jax.Array]]
     forward: Callable[..., list[jax.Array]]
     backward: Callable[[int], Callable[..., list[jax.Array]]]
     results: list[Shape]
-    way: int
+    parts: list[Part]
 
 
 def programs(
@@ -75,6 +78,8 @@ def _programs(
     _, stats, kept = jax.eval_shape(passes.forward, *like)
     leaves, structure = jax.tree.flatten(kept)
     _, *others = jax.tree.leaves(stats)  # which l1 comes first of
+    small, _ = _by_size(leaves)
+    begins = list(accumulate(map(_room, small), initial=_padded(sum(a.size for a in others))))
 
     def infer(operands: Sequence) -> list:
         return [sparse_ffn(*upright(operands), activation=act, implementation="mosaic")[0]]
@@ -83,13 +88,11 @@ def _programs(
         y, stats, kept = passes.forward(*upright(operands))
         l1, *others = jax.tree.leaves(stats)
         small, large = _by_size(jax.tree.leaves(kept))
-        return [y, l1, _packed([*others, *small]), *large]
+        return [y, l1, _packed(others, small), *large]
 
     def backward(
-        way: int, operands: Sequence, kept: list, of_y: jax.Array, of_l1: jax.Array | None
+        way: int, operands: Sequence, small: list, large: list, of_y: jax.Array, of_l1: Any
     ) -> list:
-        packed, *large = kept
-        small = _unpacked(packed, [*others, *_by_size(leaves)[0]])[len(others) :]
         found = iter(large), iter(small)
         tree = jax.tree.unflatten(structure, [next(found[_is_small(a)]) for a in leaves])
         of_l1 = jnp.zeros((), jnp.float32) if of_l1 is None else of_l1
@@ -102,12 +105,12 @@ def _programs(
         compiled(forward),
         functools.cache(lambda way: compiled(functools.partial(backward, way))),
         jax.eval_shape(forward, shapes),
-        sum(a.size for a in others),  # the way is the first of what is kept
+        [(begin, a.shape) for begin, a in zip(begins, small, strict=False)],
     )
 
 
 def _is_small(a: jax.Array | Shape) -> bool:
-    return a.size <= _SMALL and a.dtype in (jnp.int32, jnp.float32, jnp.bool_)
+    return a.size <= _SMALL and a.dtype == jnp.int32
 
 
 def _by_size(arrays: Sequence) -> tuple[list, list]:
@@ -115,21 +118,24 @@ def _by_size(arrays: Sequence) -> tuple[list, list]:
     return [a for a in arrays if _is_small(a)], [a for a in arrays if not _is_small(a)]
 
 
-def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Small arrays as one, int32 `[n]`: it costs time to pass an array to torch and back."""
-    integers = (a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays)
-    return jnp.concatenate([lax.bitcast_convert_type(a, jnp.int32).ravel() for a in integers])
+def _packed(stats: Sequence[jax.Array], parts: Sequence[jax.Array]) -> jax.Array:
+    """Small arrays as one, int32 `[n]`: it costs time to pass an array to torch and back.
+
+    The statistics lie one after the other, and then each part where it can be read by itself.
+    """
+    integers = (a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in stats)
+    words = [lax.bitcast_convert_type(a, jnp.int32).ravel() for a in integers]
+    padded = [jnp.concatenate(words), *(a.ravel() for a in parts)]
+    return jnp.concatenate([jnp.pad(a, (0, _room(a) - a.size)) for a in padded])
 
 
-def _unpacked(packed: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
-    stops = list(accumulate(shape.size for shape in shapes))
-    parts = zip(jnp.split(packed, stops[:-1]), shapes, strict=True)
-    return [
-        (part != 0 if a.dtype == jnp.bool_ else lax.bitcast_convert_type(part, a.dtype)).reshape(
-            a.shape
-        )
-        for part, a in parts
-    ]
+def _room(a: jax.Array | Shape) -> int:
+    """Elements that an array takes among those that are packed."""
+    return _padded(a.size)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def text_of(argument: Activation | LayerGradients) -> str:

@@ -18,18 +18,18 @@ import torch
 
 from twell_jax.torch import streams
 
-type Operand = torch.Tensor | None
+type Operand = torch.Tensor | jax.Array | None
 
 
 def run(
     program: Callable[..., Sequence[jax.Array]],
-    operands: list[Operand],
+    operands: list[torch.Tensor | None],
     *others: Operand | list[Operand],
 ) -> list[torch.Tensor]:
     """The results of a program on contiguous tensors.
 
     Args:
-      program: takes arrays where there are tensors.
+      program: takes arrays, also where there are tensors.
       operands: the first is not None.
       others: further arguments of the program.
 
@@ -70,8 +70,8 @@ def on_the_host(found: torch.Tensor, numbers: torch.Tensor, place: int) -> int:
 def _in_jax(given: Operand | list[Operand]) -> Any:
     """Arrays for tensors. `jax.tree.map` would take the host as long as all of them."""
     if isinstance(given, list):
-        return [a if a is None else to_jax(a) for a in given]
-    return given if given is None else to_jax(given)
+        return [to_jax(a) if isinstance(a, torch.Tensor) else a for a in given]
+    return to_jax(given) if isinstance(given, torch.Tensor) else given
 
 
 def to_jax(a: torch.Tensor) -> jax.Array:
@@ -79,6 +79,13 @@ def to_jax(a: torch.Tensor) -> jax.Array:
     if a.device.type == "cpu" or not a.numel():
         return jax.dlpack.from_dlpack(a.detach())
     return _array_at(a.data_ptr(), a.shape, a.dtype, a.device)
+
+
+def part(a: torch.Tensor, begin: int, shape: tuple[int, ...]) -> jax.Array:
+    """An array that has the memory of a part of a contiguous tensor `[n]`."""
+    if a.device.type == "cpu":
+        return to_jax(a[begin : begin + torch.Size(shape).numel()].view(shape))
+    return _array_at(a.data_ptr() + begin * a.itemsize, shape, a.dtype, a.device)
 
 
 @functools.lru_cache(maxsize=4096)

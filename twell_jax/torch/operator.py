@@ -225,7 +225,8 @@ def _compute_forward(activation, gradients, transposed, *operands):
     """What `Programs.forward` returns, and the way of the backward, for the host."""
     programs = bridge.programs(activation, gradients, transposed, operands)
     found = memory.run(programs.forward, [*operands])
-    return [*found, memory.for_the_host(found[_PACKED], programs.way)]
+    (way, _), *_ = programs.parts
+    return [*found, memory.for_the_host(found[_PACKED], way)]
 
 
 def _fake_forward(activation, gradients, transposed, *operands):
@@ -242,9 +243,10 @@ def _compute_backward(
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
-    *kept, way = kept
-    program = programs.backward(memory.on_the_host(way, kept[0], programs.way))
-    return memory.run(program, [*operands], kept, of_y, of_l1)
+    packed, *large, way = kept
+    program = programs.backward(memory.on_the_host(way, packed, programs.parts[0][0]))
+    parts = [memory.part(packed, *place) for place in programs.parts]
+    return memory.run(program, [*operands], parts, large, of_y, of_l1)
 
 
 def _fake_backward(activation, gradients, transposed, x, w_gate, w_up, w_down, *_others):
