@@ -88,15 +88,16 @@ def part(a: torch.Tensor, begin: int, shape: tuple[int, ...]) -> jax.Array:
     return _array_at(a.data_ptr() + begin * a.itemsize, shape, a.dtype, a.device)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=16384)
 def _array_at(
     address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> jax.Array:
     size = torch.Size(shape).numel() * dtype.itemsize
     # Of bytes, as this interface has no bfloat16.
     interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-    memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
-    return jax.dlpack.from_dlpack(memory.view(dtype).view(shape))
+    with torch.cuda.device(device):  # DLPack asks for the current one
+        memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
+        return jax.dlpack.from_dlpack(memory.view(dtype).view(shape))
 
 
 @functools.cache

@@ -38,7 +38,8 @@ def sparse_ffn(
       x: `[..., D]` tokens.
       w_gate: `[H, D]`, or None for the non-gated block.
       w_up, w_down: `[H, D]`.
-      activation, gradients: as of `twell_jax.sparse_ffn`.
+      activation, gradients: as of `twell_jax.sparse_ffn`; with "dense" ones kernels keep nothing,
+        and the backward computes the block again.
       implementation: "torch" (dense, on any device) or "mosaic" (kernels, on Hopper GPUs, in
         bfloat16 or float16). None: kernels where they were measured to win.
       return_stats: return the statistics, too. Dense, that takes time; kernels have them anyway.
@@ -205,7 +206,9 @@ _OPERANDS = (
 
 def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
     """An operator of torch. `torch.library.custom_op` would double what the host takes for it."""
-    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+    # CUDA graphs, which torch.compile may write, cannot hold what JAX launches.
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]", tags=tags)
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"twell_jax::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.twell_jax, name).default

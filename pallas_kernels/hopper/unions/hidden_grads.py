@@ -110,7 +110,10 @@ def hidden_grads(
         blocks = plan.items.size, CHUNK_NEURONS, TILE_TOKENS
         support.check_array("extra", extra, blocks, w_down.dtype)
     dy = jnp.pad(dy, ((0, -dy.shape[0] % 8), (0, 0)))  # for the tiling of its copies
-    plan, lists, l1_grad, dy, w_down = in_place.barrier((plan, lists, l1_grad, dy, w_down))
+    given = plan, lists, l1_grad, extra, dy, w_down
+    plan, lists, l1_grad, extra, dy, w_down = in_place.barrier(given)
+    if into is not None:
+        h_ref = in_place.barrier(h_ref)
     entries = []
     if lists is not None:
         zeros = list_entries.zeros(lists, 1 + rows // CHUNK_NEURONS, w_down.dtype)

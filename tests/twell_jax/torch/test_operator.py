@@ -61,26 +61,40 @@ def test_outputs_and_gradients(reference_kernels, implementation, gated, gradien
     assert_exact(ours, tensors, dy)
 
 
-WAYS = {  # of the backward: the gradients that are asked for, and whether tokens are dense
-    Way.SPARSE: ("sparse", False),
-    Way.SPARSE_AND_HEAVY: (0.7, True),
-    Way.RECOMPUTE: (0.01, True),
+WAYS = {  # of the backward: the gradients that are asked for, and which tokens have what
+    Way.SPARSE: ("sparse", ""),
+    Way.SPARSE_AND_HEAVY: (0.7, "some dense"),
+    Way.RECOMPUTE: (0.01, "some dense"),
+    Way.DENSE: ("sparse", "all on all lists"),
+    Way.DENSE_AND_HEAVY: ("sparse", "all on all lists, some dense"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_is_the_program_of_its_way(reference_kernels, monkeypatch, way):
-    gradients_of, has_dense = WAYS[way]
+    gradients_of, pattern = WAYS[way]
     tensors, known, on_the_host = operands(), [], memory.on_the_host
-    tensors[0][:, 0] = -6.0
-    if has_dense:
-        tensors[0][::97, 0] = 1.0
+    x, w_gate, *_ = tensors
+    x[:, 0] = -6.0
+    if "lists" in pattern:  # a few neurons of each list are active for all tokens
+        x[:, 1], w_gate[:, 1] = 1.5, 0.0
+        w_gate.view(-1, 64, 128)[:, :8, 1] = 4.0
+    if "dense" in pattern:
+        x[::97, 0] = 1.0
     monkeypatch.setattr(
         memory, "on_the_host", lambda *given: known.append(on_the_host(*given)) or known[-1]
     )
-    dy = torch.ones_like(tensors[0])
+    dy = torch.ones_like(x)
     assert_exact(gradients(by("mosaic", gradients=gradients_of), tensors, dy), tensors, dy)
     assert known == [way]
+
+
+@pytest.mark.parametrize("gradients_of", [0.01, "sparse"])
+def test_a_graph_that_is_kept_has_the_same_gradients_twice(reference_kernels, gradients_of):
+    x, *weights = (a.requires_grad_() for a in operands())
+    y = sparse_ffn(x, *weights, gradients=gradients_of, implementation="mosaic")
+    once, again = (torch.autograd.grad(y.sum(), [x, *weights], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
 
 
 def test_a_number_that_is_not_on_the_host_is_waited_for():
