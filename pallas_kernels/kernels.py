@@ -112,7 +112,7 @@ class BlockKernels(Protocol):
         max_items: int | None = None,
         max_heavy: int | None = None,
     ) -> tuple[Plan, Array, HeavyRows, Array]:
-        """Which neurons each row tile computes: plan, nnz, heavy rows, statistics of the tiles."""
+        """Which neurons each row tile computes: plan, nnz, heavy rows, `tile_union.needs_of`."""
 
     def union_up(
         self,

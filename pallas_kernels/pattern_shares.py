@@ -25,15 +25,17 @@ from pallas_kernels.layouts.tile_union import (
 )
 
 
-def of_packed(stats: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(union, listed), float32 [], of a gate that `gate_union` describes; see `tile_union.decide`.
+def of_packed(chunks: jax.Array, slots: jax.Array, m: int, h: int) -> tuple[jax.Array, jax.Array]:
+    """(union, listed), float32 [], of m tokens and h neurons whose gate `gate_union` describes.
 
     Args:
-      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`.
-      lengths: int32 `[H / 64]`, of `neuron_lists.list_lengths`.
+      chunks: int32 [], that all unions have, of `tile_union.needs_of`.
+      slots: int32 [], that all lists have.
     """
-    every, usual, outlying, _ = stats.T
-    return _shares(every, usual, outlying, lengths, GROUP_NEURONS * lengths.size, MAX_HEAVY)
+    tiles = -(-m // TILE_TOKENS)
+    all_slots = tiles * TILE_TOKENS * (h // GROUP_NEURONS)
+    chunks, slots = (a.astype(jnp.float32) for a in (chunks, slots))
+    return chunks / (tiles * (h // CHUNK_NEURONS)), slots / all_slots
 
 
 def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -53,12 +55,7 @@ def of_dense(active: jax.Array, devices: int = 1) -> tuple[jax.Array, jax.Array]
     )
     outlying = jnp.sum(jnp.any(counts > OUTLYING_ABOVE, axis=-1), axis=1, dtype=jnp.int32)
     lengths = jnp.sum(counts != 0, axis=(0, 1), dtype=jnp.int32)
-    return _shares(every, usual, outlying, lengths, h, MAX_HEAVY * devices)
-
-
-def _shares(every, usual, outlying, lengths, h, max_heavy):
-    leave = tile_union.who_leaves(every, usual, outlying, h, max_heavy)
-    chunks = -(-jnp.where(leave, usual, every) // CHUNK_NEURONS)
+    chunks = tile_union.chunks_needed(every, usual, outlying, h, MAX_HEAVY * devices)
     pieces = slots_for(lengths) // SLOT_ALIGNMENT
     all_chunks = every.size * -(-h // CHUNK_NEURONS)
     all_pieces = every.size * (TILE_TOKENS // SLOT_ALIGNMENT) * lengths.size

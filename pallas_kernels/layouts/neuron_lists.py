@@ -45,6 +45,13 @@ class NeuronLists:
     words: jax.Array
     order: jax.Array
 
+    def wanted(self, lengths: jax.Array) -> jax.Array:
+        """The slots that all lists would take without a limit, int32 []; `lengths` are theirs then.
+
+        That is where the last one begins, and its own: no list is cut off in `words`.
+        """
+        return self.words[-1, 0, 1] + slots_for(lengths[-1])
+
     def slots(self, tokens: jax.Array) -> jax.Array:
         """The slot of each token `[n]` in each list, int32 `[H / 64, n]`; C if it has none."""
         bits, first = jnp.moveaxis(self.words[:, tokens // 32], -1, 0)

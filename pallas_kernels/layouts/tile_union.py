@@ -220,6 +220,22 @@ def who_leaves(
     return leave & (jnp.cumsum(jnp.where(leave, outlying, 0)) <= max_heavy)
 
 
+def chunks_needed(
+    every: jax.Array, usual: jax.Array, outlying: jax.Array, h: int, max_heavy: int = MAX_HEAVY
+) -> jax.Array:
+    """The started chunks of each union, int32 `[R]`, if at most `max_heavy` tokens may leave; the
+    other arguments are those of `who_leaves`."""
+    leave = who_leaves(every, usual, outlying, h, max_heavy)
+    return -(-jnp.where(leave, usual, every) // CHUNK_NEURONS)
+
+
+def needs_of(stats: jax.Array, h: int) -> jax.Array:
+    """What sparse gradients need, by `stats_of_tiles`, int32 `[2]`: the chunks of all unions; and
+    the tokens that are not finite, for which nothing suffices."""
+    every, usual, outlying, not_finite = stats.T
+    return jnp.stack([jnp.sum(chunks_needed(every, usual, outlying, h)), jnp.sum(not_finite)])
+
+
 def decide(
     masks: jax.Array, counts: jax.Array, m: int, max_items: int, max_heavy: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

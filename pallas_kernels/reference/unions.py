@@ -35,7 +35,8 @@ def union_plan(x, gate_ref, masks, counts, *, max_items=None, max_heavy=None):
     rows = places(heavy.reshape(-1)[:padded_m])
     x_rows = jax.tree.map(lambda a: jnp.pad(a, ((0, padded_m - m), (0, 0)))[rows], x)
     heavy_rows = HeavyRows(jnp.sum(heavy, dtype=jnp.int32)[None], rows, x_rows)
-    return plan, nnz, heavy_rows, tile_union.stats_of_tiles(masks, counts, m)
+    needs = tile_union.needs_of(tile_union.stats_of_tiles(masks, counts, m), h)
+    return plan, nnz, heavy_rows, needs
 
 
 def union_up(x, gate, w_up, plan, rectifier=RELU, *, with_gate=False):

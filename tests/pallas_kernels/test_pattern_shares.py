@@ -17,9 +17,9 @@ of_dense = jax.jit(pattern_shares.of_dense, static_argnums=1)
 def both(gate):
     """By the packed form, and by the dense one."""
     _, masks, counts = tile_union.describe(gate, jnp.isfinite(gate[:, ::64]))
-    stats = tile_union.stats_of_tiles(masks, counts, len(gate))
-    lengths = neuron_lists.list_lengths(counts, len(gate))
-    return pattern_shares.of_packed(stats, lengths), pattern_shares.of_dense(gate)
+    needs = tile_union.needs_of(tile_union.stats_of_tiles(masks, counts, len(gate)), gate.shape[1])
+    slots = jnp.sum(neuron_lists.slots_for(neuron_lists.list_lengths(counts, len(gate))))
+    return pattern_shares.of_packed(needs[0], slots, *gate.shape), pattern_shares.of_dense(gate)
 
 
 def draw(m, h, density, heavy_every=None):

@@ -119,8 +119,7 @@ def forward_with_residuals(
     assert kept.lists is not None and kept.heavy_hidden is not None  # as there is a capacity
     rows, count = kept.heavy.rows[:MAX_HEAVY], kept.heavy.count
     rows = jnp.where(jnp.arange(rows.size) < count, rows, x.shape[0])
-    lists_fit = jnp.sum(slots_for(kept.lengths)) <= kept.lists.tokens.size
-    is_finite = jnp.sum(kept.stats[:, 3]) == 0
+    lists_fit, is_finite = kept.slots <= kept.lists.tokens.size, kept.needs[1] == 0
     fits = lists_fit & (count <= MAX_HEAVY) & is_finite
     dense = _may_be_dense(capacity) and dense_is_faster(output.listed)
     of_unions = jnp.where(dense, Way.DENSE, Way.SPARSE)
@@ -162,8 +161,8 @@ class _Kept(NamedTuple):
     heavy: HeavyRows
     heavy_hidden: jax.Array | None
     lists: NeuronLists | None
-    lengths: jax.Array
-    stats: jax.Array
+    slots: jax.Array
+    needs: jax.Array
 
 
 def _forward(
@@ -187,7 +186,7 @@ def _forward(
     if capacity is not None:
         all_items = gate.size // (CHUNK_NEURONS * tile_union.TILE_TOKENS)
         limits = {"max_items": _part(capacity, all_items), "max_heavy": MAX_HEAVY}
-    plan, nnz, heavy, stats = kernels.union_plan(tokens, gate_ref, masks, counts, **limits)
+    plan, nnz, heavy, needs = kernels.union_plan(tokens, gate_ref, masks, counts, **limits)
     gate = in_place.contents(gate_ref)
     x_up = x if linear is None else quantised.for_product(tokens, linear)
     dense_rows = functools.partial(
@@ -208,17 +207,18 @@ def _forward(
     kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref, residual)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
     late = functools.partial(in_place.used_after, heavy_l1)
-    stats, heavy = late(stats), replace(heavy, count=late(heavy.count))
+    needs, heavy = late(needs), replace(heavy, count=late(heavy.count))
     lists = None
     if capacity is None:
-        lengths = list_lengths(late(counts), m)
+        slots = jnp.sum(slots_for(list_lengths(late(counts), m)))
     else:
-        slots = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
-        lists, lengths = kernels.neuron_lists(counts, m, slots)
-    shares = pattern_shares.of_packed(stats, lengths)
+        size = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
+        lists, lengths = kernels.neuron_lists(counts, m, size)
+        slots = lists.wanted(lengths)
+    shares = pattern_shares.of_packed(needs[0], slots, m, len(weights.down))
     tiles = tile_union.tiles_of(masks)
     output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
-    return output, _Kept(hidden, plan, heavy, heavy_hidden, lists, lengths, stats)
+    return output, _Kept(hidden, plan, heavy, heavy_hidden, lists, slots, needs)
 
 
 def _part(capacity: float, n: int) -> int:

@@ -243,6 +243,7 @@ class Decision(NamedTuple):
       size: neurons in its union.
       own_items, own_heavy: its items, and the tokens that leave.
       items, heavy: those of all tiles up to this one.
+      needed, infinite: of these tiles, as of `tile_union.needs_of`.
     """
 
     leave: jax.Array
@@ -252,6 +253,8 @@ class Decision(NamedTuple):
     own_heavy: jax.Array
     items: jax.Array
     heavy: jax.Array
+    needed: jax.Array
+    infinite: jax.Array
 
 
 @primitive
@@ -267,7 +270,7 @@ def decide(stats_ref, tile, m: int, h: int, max_items: int, max_heavy: int | Non
     """
     found = len(Decision._fields) + 2
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *6 * [SCALAR]), return_type=[INT32] * found)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *8 * [SCALAR]), return_type=[INT32] * found)
     def step(_, stats_ref, first, tile, *before):
         first, tile, *before = (a.registers.item() for a in (first, tile, *before))
         lane, _ = simt.lane_and_warp()
@@ -279,13 +282,14 @@ def decide(stats_ref, tile, m: int, h: int, max_items: int, max_heavy: int | Non
             const(TILE_TOKENS), arith.subi(const(m), arith.muli(mine, const(TILE_TOKENS)))
         )
         tokens = arith.select(is_tile, tokens, const(0))
-        decided, sums = _decide_by_lane(stats, tokens, h, max_items, max_heavy, before, lane)
+        limits = m, max_items, max_heavy
+        decided, sums = _decide_by_lane(stats, tokens, h, *limits, before, lane)
         last = arith.minui(const(31), arith.subi(tile, first))
         results = [simt.from_lane(word, last) for word in (*decided, *sums)]
         return [scalars.int32(word) for word in results]
 
     def body(i, carry):
-        return tuple(step(stats_ref, i * 32, tile, *carry[-4:]))
+        return tuple(step(stats_ref, i * 32, tile, *carry[-6:]))
 
     *decision, _, _ = lax.fori_loop(0, tile // 32 + 1, body, (jnp.int32(0),) * found)
     return Decision(*decision)
@@ -301,23 +305,30 @@ def _(stats_ref, tile, m, h, max_items, max_heavy):
     tokens = jnp.minimum(TILE_TOKENS, m - TILE_TOKENS * jnp.arange(len(every)))
     items = jnp.where(fits, chunks, 0)
     heavy = jnp.where(fits, jnp.where(leave, outlying, 0) + not_finite, tokens)
-    own = leave, fits, jnp.where(fits, sizes, 0), items, heavy, jnp.cumsum(items), jnp.cumsum(heavy)
+    needed = tile_union.chunks_needed(every, usual, outlying, h)
+    sums = map(jnp.cumsum, (items, heavy, needed, not_finite))
+    own = leave, fits, jnp.where(fits, sizes, 0), items, heavy, *sums
     return Decision(*(a[tile].astype(jnp.int32) for a in own))
 
 
-def _decide_by_lane(stats, tokens, h, max_items, max_heavy, before, lane):
+def _decide_by_lane(stats, tokens, h, m, max_items, max_heavy, before, lane):
     """What is decided for each lane's tile, and sums over tiles: `before`, continued."""
-    items, heavy, left, wanted = before
+    items, heavy, needed, infinite, left, wanted = before
     saved = arith.muli(
         arith.subi(stats[EVERY], stats[USUAL]), const(TILE_TOKENS * DENSE_COST.denominator)
     )
     cost = arith.muli(stats[OUTLYING], const(h * DENSE_COST.numerator))
     leave = simt.less(cost, saved)
     left = _continued(left, arith.select(leave, stats[OUTLYING], const(0)), lane)
-    if max_heavy is not None:
-        leave = arith.andi(leave, simt.less(left, const(max_heavy + 1)))
-    size = arith.select(leave, stats[USUAL], stats[EVERY])
-    chunks = arith.divui(arith.addi(size, const(CHUNK_NEURONS - 1)), const(CHUNK_NEURONS))
+
+    def of_those_up_to(most):
+        may_leave = arith.andi(leave, simt.less(left, const(most + 1)))
+        size = arith.select(may_leave, stats[USUAL], stats[EVERY])
+        chunks = arith.addi(size, const(CHUNK_NEURONS - 1))
+        return may_leave, size, arith.divui(chunks, const(CHUNK_NEURONS))
+
+    *_, at_most = of_those_up_to(tile_union.MAX_HEAVY)
+    leave, size, chunks = of_those_up_to(m if max_heavy is None else max_heavy)
     wanted = _continued(wanted, chunks, lane)
     fits = simt.less(wanted, const(max_items + 1))
     own_items = arith.select(fits, chunks, const(0))
@@ -325,8 +336,8 @@ def _decide_by_lane(stats, tokens, h, max_items, max_heavy, before, lane):
     own_heavy = arith.select(fits, arith.addi(leaving, stats[NOT_FINITE]), tokens)
     flags = [arith.select(flag, const(1), const(0)) for flag in (leave, fits)]
     decided = [*flags, arith.select(fits, size, const(0)), own_items, own_heavy]
-    sums = [_continued(items, own_items, lane), _continued(heavy, own_heavy, lane), left, wanted]
-    return decided, sums
+    added = (items, own_items), (heavy, own_heavy), (needed, at_most), (infinite, stats[NOT_FINITE])
+    return decided, [*(_continued(before, x, lane) for before, x in added), left, wanted]
 
 
 def _continued(before, x, lane):

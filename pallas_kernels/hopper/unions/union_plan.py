@@ -66,7 +66,7 @@ def union_plan(
       plan: for the tokens that stay.
       nnz: int32 `[M]`, non-zeros of each token.
       heavy: the tokens that leave; rows `[M rounded up to a multiple of 8]`.
-      stats: int32 `[R, 4]`, of `tile_union.stats_of_tiles`.
+      needs: int32 `[2]`, of `tile_union.needs_of`.
 
     Raises:
       ValueError: if a shape, a dtype or `max_items` is not as above.
@@ -102,6 +102,7 @@ def union_plan(
                 rows=_int32(padded_m),
                 x=jax.tree.map(lambda a: jax.ShapeDtypeStruct((padded_m, a.shape[1]), a.dtype), x),
             ),
+            _int32(2),
         ),
         grid=(tiles,),
         grid_names=("tile",),
@@ -110,8 +111,8 @@ def union_plan(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    plan, heavy = in_place.barrier(kernel(_Operands(masks, stats, bits, x, gate_ref)))
-    return plan, nnz[:m], heavy, stats
+    plan, heavy, needs = in_place.barrier(kernel(_Operands(masks, stats, bits, x, gate_ref)))
+    return plan, nnz[:m], heavy, needs
 
 
 def _int32(*shape: int) -> Any:
@@ -119,7 +120,7 @@ def _int32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _kernel(limits, operands, plan, heavy):
+def _kernel(limits, operands, plan, heavy, needs):
     tile = lax.axis_index("tile")
     words = operands.masks.shape[2]
     mine = tile_stats.decide(operands.stats, tile, **limits)
@@ -161,6 +162,7 @@ def _kernel(limits, operands, plan, heavy):
     @pl.when(tile == lax.axis_size("tile") - 1)
     def _():
         plan.item_count[0], heavy.count[0] = mine.items, mine.heavy
+        needs[0], needs[1] = mine.needed, mine.infinite
 
 
 def _ones(n: jax.Array) -> jax.Array:

@@ -37,6 +37,7 @@ def check(lister, counts, used, capacity):
     lists, all_lengths = lister(counts, m, int(capacity))
     np.testing.assert_array_equal(all_lengths, used.sum(axis=1))
     np.testing.assert_array_equal(all_lengths, list_lengths(counts, m))
+    assert lists.wanted(all_lengths) == needed(used)
     np.testing.assert_array_equal(lists.order, np.argsort(-used.sum(axis=1), stable=True))
     slots = slots_of(lists, np.arange(-(-m // TILE_TOKENS) * TILE_TOKENS))
     arrays = (*jax.device_get(jax.tree.leaves(lists)), np.asarray(all_lengths), np.asarray(slots))

@@ -13,6 +13,7 @@ from pallas_kernels.quantised import Tokens, rounded
 from tests import seeds
 from tests.pallas_kernels.eight_bits import shapes
 from tests.pallas_kernels.planned import pre_activations
+from tests.pattern_shares import shares
 
 pack = jax.jit(tile_union.pack, static_argnums=1)
 SHAPE = 970, 1280  # of most cases, so that they share a compiled program
@@ -32,19 +33,6 @@ def run(planner, x, gate, masks, counts, **options):
     return run(x, gate, masks, counts)
 
 
-def stats_of(active):
-    """What `tile_union.stats_of_tiles` says of finite pre-activations; `active`: bool `[m, h]`."""
-    rows = []
-    for first in range(0, len(active), TILE_TOKENS):
-        used = active[first : first + TILE_TOKENS]
-        counts = used.reshape(len(used), -1, tile_union.GROUP_NEURONS).sum(axis=2)
-        is_usual = np.repeat(counts <= tile_union.OUTLYING_ABOVE, tile_union.GROUP_NEURONS, axis=1)
-        outlying = (counts > tile_union.OUTLYING_ABOVE).any(axis=1)
-        usual = (used & is_usual).any(axis=0)
-        rows.append([used.any(axis=0).sum(), usual.sum(), outlying.sum(), 0])
-    return rows
-
-
 def make(planner, z, **options):
     """(plan, heavy) for pre-activations z, after checking them.
 
@@ -56,9 +44,11 @@ def make(planner, z, **options):
     before, masks, counts = jax.device_get(pack(z, x.dtype))
     x = jax.device_get(Tokens(x, rounded(x)))
     out = run(planner, x, before, masks, counts, **options)
-    gate, (plan, nnz, listed_rows, stats) = jax.device_get(out)
+    gate, (plan, nnz, listed_rows, needs) = jax.device_get(out)
     np.testing.assert_array_equal(nnz, active.sum(axis=1))
-    np.testing.assert_array_equal(stats, stats_of(active))
+    of_unions, _ = shares(active)
+    all_chunks = -(-m // TILE_TOKENS) * h // tile_union.CHUNK_NEURONS
+    np.testing.assert_array_equal(needs, [round(of_unions * all_chunks), 0])
 
     (count,) = listed_rows.count
     rows = listed_rows.rows[:count]
@@ -133,8 +123,8 @@ def test_tokens_that_are_not_finite_always_leave(value, planner):
     z = np.abs(pre_activations(*SHAPE, 1))
     z[[7, 299]] = value
     x = np.ones((len(z), 128), jnp.bfloat16)
-    gate, (plan, _, heavy, stats) = jax.device_get(run(planner, x, *pack(z, x.dtype)))
-    np.testing.assert_array_equal(stats[:, 3], [1, 1, 0, 0])
+    gate, (plan, _, heavy, needs) = jax.device_get(run(planner, x, *pack(z, x.dtype)))
+    assert needs[1] == 2
     assert not np.concatenate(gate, axis=1)[:, [7, 299]].any()
     np.testing.assert_array_equal(np.sort(heavy.rows[: heavy.count[0]]), [7, 299])
     assert (plan.sizes == z.shape[1]).all()
