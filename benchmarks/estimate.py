@@ -26,7 +26,7 @@ _H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 
 # Fitted to, and checked on.
 STUDY, OLD_STUDY = f"study-{_H200}-20261124", f"study-{_H100}-20261121"
-GRADIENTS, OTHER_GRADIENTS = f"gradients-{_H200}-20261127", f"gradients-{_H100}-20261128"
+GRADIENTS, OTHER_GRADIENTS = f"gradients-{_H200}-20261129", f"gradients-{_H100}-20261128"
 GOALS = f"ffn-goals-{_H100}-20261127"
 FEW, OTHER_FEW = f"ffn-few-{_H100}-20261126", f"ffn-few-{_H200}-20261127"
 NARROW, WIDE = f"ffn-borders-896-{_H100}-20261127", f"ffn-borders-4096-{_H100}-20261127"
@@ -134,7 +134,8 @@ def frequencies_of(row: Mapping[str, Any]) -> np.ndarray:
 
 def of_gradients(name: str) -> Samples:
     """Both passes of the patterns of a record, with the union and list shares that it has."""
-    rows = [r for r in _read(name)["rows"] if r["gated"] and r.get("gradient_capacity") == 1.0]
+    rows = [r for r in _read(name)["rows"] if r["gated"] and "matmul_dtype" not in r]
+    rows = [row for row in rows if row.get("gradient_capacity") == 1.0]
     found = _features(rows, [row["union"] for row in rows])
     listed = {"listed": np.array([row["listed"] for row in rows]), "longest": found["small"]}
     return found | listed, np.array([1 / row["speedup"] for row in rows])

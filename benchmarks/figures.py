@@ -33,7 +33,7 @@ GENERATION, DECODING = f"inference-cached-{_H200}", f"inference-decode-{_H100}"
 BLOCK, FEW_TOKENS, PROMPTS = f"ffn-goals-{_H100}", f"ffn-few-{_H200}", f"ffn-prompts-{_H200}"
 SHAPES, NO_GATE = f"ffn-{_H100}", f"ffn-non-gated-{_H200}"
 PEERS, RECTIFIERS, LIVE = f"ffn-peers-{_H200}", f"ffn-activations-{_H200}", f"live-{_H200}"
-GRADIENTS = f"gradients-{_H100}"
+GRADIENTS = f"gradients-{_H200}"
 PRECISION, TORCH = f"precision-{_H200}", f"torch_block-{_H200}"
 NARROW, WIDE = f"ffn-borders-896-{_H100}", f"ffn-borders-4096-{_H100}"
 SOAK, SOAK_SHAPES, SOAK_STEPS = f"soak-{_H100}", f"soak_shapes-{_H100}", f"soak_decoding-{_H200}"
@@ -248,6 +248,16 @@ def _peak(capacity: float, gated: bool = True) -> Figure:
     return Figure(percent(lambda records: ours(records) / dense(records)), "{:.0f}")
 
 
+def _gate_in_8_bits(pattern: str) -> dict[str, Figure]:
+    """How many times as fast both passes are with such a gate as dense ones, in bf16 and FP8."""
+    row = {"pattern": pattern, "heavy_rows": 0, "matmul_dtype": "float8"}
+    ours, dense = row | {"order": "by use"}, row | {"implementation": "xla"}
+    return {
+        f"gradients-float8-{pattern}": Figure(value(GRADIENTS, ours, "speedup")),
+        f"gradients-float8-{pattern}-over-dense": Figure(ratio(GRADIENTS, dense, ours, "ms")),
+    }
+
+
 def _peer(implementation: str, packing: str | None = None) -> dict[str, Any]:
     return {"pattern": "recorded", "implementation": implementation, "packing": packing}
 
@@ -336,6 +346,8 @@ _BLOCKS = {
     "peak-0.5": _peak(0.5),
     "peak-0.375": _peak(0.375),
     "peak-no-gate": _peak(1.0, gated=False),
+    **_gate_in_8_bits("recorded"),
+    **_gate_in_8_bits("skewed"),
     "exceeded-least": Figure(least(GRADIENTS, {"gradient_capacity": (0.5).__eq__}, "speedup")),
     "gradients-loss": Figure(
         percent(most(GRADIENTS, {"gradient_capacity": (1.0).__eq__}, _over_baseline), over=1),

@@ -11,8 +11,6 @@ REMARKS = {
     "and blocks without a gate. Other programs ran on the other three GPUs.",
     "ffn-borders-4096-nvidia-h200-20261127": "The run has fewer cases; those without a gate came "
     "first. Tests ran on the other GPU.",
-    "gradients-nvidia-h200-20261127": "Patterns with long lists had all products of their "
-    "backward dense, an eighth of the neurons at a time. Other programs ran on the other GPU.",
     f"ffn-borders-896-{_LATER_H100}": "The run ended before unions of 1024 tokens without a gate. "
     "Other programs ran on the other three GPUs.",
     **{
@@ -54,7 +52,6 @@ REMARKS = {
     "quantised-nvidia-h200-20261123": "A model of the [study](../study.md) with an L1 of 1e-3, "
     "after 1000 steps of 32,768 tokens.",
     "training-float8-0p5b-nvidia-h200-20261128-2": "Other programs ran on the other GPU.",
-    "torch_block-nvidia-h200-20261128-3": "Ten trainings ran on the other three GPUs.",
     "precision-nvidia-h200-20261128": "Logits and their gradient for tokens had operands of 8 "
     "bits, of which the gradient no longer has. Several runs shared a GPU.",
     "precision-nvidia-h200-20261128-2": "Several runs shared a GPU. Without logits in 8 bits, but "
@@ -72,6 +69,6 @@ REMARKS = {
     "sparse run with float8 on hosts with one, the others on a host with four. The longest pauses "
     "were 53 s in the sparse run with float8 and 4 s in the other, both for a plan whose program "
     "was not ready, for which no step waits today, and 1.4 s in dense ones.",
-    "training-float8-2b-nvidia-h200-20261129": "Two more steps of each row were profiled.",
+    "training-float8-2b-nvidia-h200-20261129-2": "Two more steps of each row were profiled.",
     "training-documents-0p5b-nvidia-h200-20261129": "Attention does not reach across documents.",
 }

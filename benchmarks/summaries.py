@@ -205,17 +205,21 @@ SUMMARIES: dict[str, Summary] = {
             "speed-up, by use": _ours(lambda row: f"**{row['speedup']:.2f}x**"),
         },
         picks=tuple(
-            Pick(f"gradients-{gpu}", {**case, "order": "by use"}, {**case, "order": "as drawn"})
-            for gpu, case in (
-                (
-                    _H100 if gated else _H200,
-                    {"pattern": pattern, "nnz_mean": nnz, "gated": gated, "gradient_capacity": 1.0},
-                )
+            Pick(f"gradients-{_H200}", {**case, "order": "by use"}, {**case, "order": "as drawn"})
+            for case in (
+                {
+                    "pattern": pattern,
+                    "nnz_mean": nnz,
+                    "gated": gated,
+                    "gradient_capacity": 1.0,
+                    "matmul_dtype": None,
+                }
                 for pattern, nnz, gated in (
                     ("recorded", 20.0, True),
                     ("skewed", 29.0, True),
                     ("skewed", 60.1, True),
                     ("skewed", 120.1, True),
+                    ("skewed", 299.6, True),
                     ("uniform", 29.3, True),
                     ("uniform", 119.2, True),
                     ("skewed", 29.0, False),

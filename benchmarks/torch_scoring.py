@@ -107,7 +107,7 @@ def measure(
     replace_mlps(model)
     widths = model.config.hidden_size, model.config.intermediate_size
     facts = model.device.type, "bfloat16", min(batch, micro_batch) * context, *widths
-    by = choice.implementation(*facts, gated=True, trained=False)
+    by = choice.implementation(*facts, gated=True)
     sparse = map(partial(row, computed_by=by), ("kernels", "kernels, compiled"))
     for found in itertools.chain(dense, sparse):
         speedup = {"speedup": baseline["ms"] / found["ms"]} if "ms" in found else {}

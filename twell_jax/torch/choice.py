@@ -12,15 +12,15 @@ import torch
 from twell_jax.ffn import explained
 from twell_jax.ffn.dispatch import MANY_TOKENS
 
-# Tokens of a block of 2048 x 5632 from which no row of torch_block-nvidia-h200-20261128-3
-# loses, in inference and with gradients; of other widths as much work. With less, torch's dense
-# block has ended before the host has started the kernels.
-INFERENCE, TRAINING = 8192, 16384
+# Tokens of a block of 2048 x 5632 from which no row of torch_block-nvidia-h200-20261129 loses,
+# with gradients or without; of other widths as much work. With less, torch's dense block has ended
+# before the host has started the kernels.
+_TOKENS = 8192
 _AREA = 2048 * 5632
 
 
 def implementation(
-    device: str, dtype: str, tokens: int, width: int, neurons: int, gated: bool, trained: bool
+    device: str, dtype: str, tokens: int, width: int, neurons: int, gated: bool
 ) -> Literal["torch", "mosaic"]:
     """Kernels where they were measured to win, torch anywhere else.
 
@@ -32,10 +32,8 @@ def implementation(
       tokens: their number.
       width, neurons: D and H.
       gated: whether there is a gate.
-      trained: whether there are gradients.
     """
-    least = (TRAINING if trained else INFERENCE) * _AREA
-    if device != "cuda" or tokens < MANY_TOKENS or tokens * width * neurons < least:
+    if device != "cuda" or tokens < MANY_TOKENS or tokens * width * neurons < _TOKENS * _AREA:
         return "torch"
     # As text, for torch.compile to take widths as constants even where it was told not to.
     return "mosaic" if _is_for_unions(f"{dtype} {width} {neurons} {gated}") else "torch"
@@ -50,7 +48,7 @@ def _is_for_unions(block: str) -> bool:
 def _algorithm(block: str) -> str:
     """The one that JAX's rules have for many tokens on this machine's device."""
     dtype, width, neurons, gated = block.split()
-    shapes = ((n, int(width)) for n in (INFERENCE, int(neurons)))
+    shapes = ((n, int(width)) for n in (_TOKENS, int(neurons)))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
     _, selection = explained.select(x, w if gated == "True" else None, w, w)
     return selection.rule.algorithm

@@ -58,7 +58,7 @@ def sparse_ffn(
     rows = rows.reshape(-1, x.shape[-1])
     if implementation is None:
         dtype, (tokens, width) = str(rows.dtype).removeprefix("torch."), rows.shape
-        facts = tokens, width, len(w_down), w_gate is not None, _is_trained(rows, *weights)
+        facts = tokens, width, len(w_down), w_gate is not None
         implementation = choice.implementation(x.device.type, dtype, *facts)
     if implementation == "mosaic":
         named = bridge.text_of(activation), bridge.text_of(gradients or "dense")

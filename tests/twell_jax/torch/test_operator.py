@@ -265,7 +265,7 @@ def test_jax_tells_its_stream_and_has_none_on_cpus():
 
 BLOCK = {
     "device": "cuda", "dtype": "bfloat16", "tokens": 8192, "width": 2048, "neurons": 5632,
-    "gated": True, "trained": False,
+    "gated": True,
 }  # fmt: skip
 
 
@@ -276,8 +276,6 @@ BLOCK = {
         ({"dtype": "float16"}, "mosaic"),
         ({"tokens": 2048, "width": 4096, "neurons": 14336}, "mosaic"),
         ({"tokens": 8191}, "torch"),
-        ({"trained": True}, "torch"),
-        ({"trained": True, "tokens": 16384}, "mosaic"),
         ({"tokens": 1023, "width": 16384, "neurons": 53248}, "torch"),
         ({"device": "cpu"}, "torch"),
         ({"dtype": "float32"}, "torch"),
