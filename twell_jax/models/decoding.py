@@ -1,36 +1,22 @@
-"""One more token of each of a few sequences, by kernels: which of them, and with what.
-
-`pallas_kernels.hopper.decode.step` has the layers. Its kernels take the stacked weights of all
-layers and a layer's number, so nothing is copied.
-"""
+"""One more token of each of a few sequences: what computes it, and why."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 
-from pallas_kernels import in_place
-from pallas_kernels.kernels import MAX_FEW_TOKENS, DecodeKernels, Kernels
-from pallas_kernels.layers import Layers
-from pallas_kernels.layouts.stream import Stream
-from pallas_kernels.quantised import Operand, Quantised
-from pallas_kernels.weights import Weights
+from pallas_kernels.kernels import MAX_FEW_TOKENS, Kernels
 from twell_jax.config import ModelConfig
 from twell_jax.ffn import dispatch
-from twell_jax.ffn.activations import rectifier
 from twell_jax.ffn.algorithms import Case, Request
 from twell_jax.ffn.explained import on_device
 from twell_jax.ffn.partition import auto_axes
-from twell_jax.models.attention import Attention
 from twell_jax.models.cache import KVCache
-from twell_jax.models.layers import scaled
-from twell_jax.models.quantised import ATTENTION, Part, QuantisedLinear
-from twell_jax.models.rope import rope_table
+from twell_jax.models.decode_step import step
+from twell_jax.models.quantised import ATTENTION, Part
 from twell_jax.models.transformer import IN_PLACE_OPTIONS, Transformer
 
 # For programs that decode. A chain of kernels overlaps only if it is no part of a CUDA graph.
@@ -42,8 +28,6 @@ _TOGETHER = 8  # sequences of a launch for all layers
 # Up to so many sequences, and bytes of a layer that such launches read again, they are faster than
 # XLA: docs/design/0035-one-launch.md.
 _MOST_TOGETHER, _MOST_AGAIN = 32, 320 * 2**20
-_ROWS = 8  # kernels take a multiple of so many tokens
-_COLUMNS = 64  # and matrices with a multiple of so many columns
 
 
 def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -64,7 +48,15 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
     kernels, _ = _kernels(model, batch, capacity)
     if kernels is None:
         return model.decode(tokens, cache)
-    by_kernels = partial(_step, kernels, model)
+    config, quantised = model.config, model.quantised()
+    by_kernels = partial(
+        step,
+        kernels,
+        model,
+        is_sparse=_is_sparse(kernels, config, batch),
+        in_one_launch=_in_one_launch(kernels, config, quantised, batch, capacity),
+        window=_window(config, capacity),
+    )
     if model.config.decode_implementation == "mosaic":
         return by_kernels(tokens, cache)
     return jax.lax.platform_dependent(tokens, cache, cuda=by_kernels, default=model.decode)
@@ -306,105 +298,3 @@ def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Se
 
 def _is_sparse(kernels: Kernels, config: ModelConfig, batch: int) -> bool:
     return _selection(kernels, config, batch).rule.algorithm == _SPARSE
-
-
-def _step(
-    kernels: Kernels, model: Transformer, tokens: jax.Array, cache: KVCache
-) -> tuple[jax.Array, KVCache]:
-    config, batch = model.config, len(tokens)
-    layers, first_norm = _layers(model)
-    act = rectifier(config.ffn_activation)
-    is_sparse = _is_sparse(kernels, config, batch)
-    cos, sin = rope_table(cache.lengths[:, None], config)
-    rope = cos.reshape(batch, -1), sin.reshape(batch, -1)
-    x = scaled(model.embed(jnp.pad(tokens[:, 0], (0, -batch % _ROWS))), config.embed_scale)
-    # The first layer reads the cache at once. A cache that is not donated has been copied by then:
-    # XLA copies it first, and the kernels that make the stream wait for what comes before them.
-    stream = Stream.of(x, *first_norm, eps=config.norm_eps)
-    k, v = in_place.mutable(cache.k), in_place.mutable(cache.v)
-    stream = kernels.decode_layers(
-        stream,
-        layers,
-        k,
-        v,
-        cache.lengths,
-        rope,
-        heads=config.heads,
-        kv_heads=config.num_kv_heads,
-        eps=config.norm_eps,
-        rectifier=act,
-        is_sparse=is_sparse,
-        in_one_launch=_in_one_launch(kernels, config, model.quantised(), batch, cache.k.shape[2]),
-        window=_window(config, cache.k.shape[2]),
-        residual_scale=config.residual_scale,
-    )
-    logits = _logits(kernels, model, stream)[:batch]
-    extended = KVCache(in_place.contents(k), in_place.contents(v), cache.lengths)
-    return logits, extended.advance(1)
-
-
-def _layers(model: Transformer) -> tuple[Layers, list[jax.Array]]:
-    """The stacked weights; and of the first norm the scale, and the bias if it is a layer norm."""
-    attention, mlp = model.blocks.attention, model.blocks.mlp
-    qkv = attention.query, attention.key, attention.value
-    biases = [_array(p.bias) for p in (*qkv, attention.out)] if model.config.attention_bias else []
-    names = ("scale", "bias") if model.config.norm == "layer" else ("scale",)
-    scales, *norm_biases = (_of_norms(model, name) for name in names)
-    return Layers(
-        qkv=tuple(_matrix(projection) for projection in qkv),
-        qkv_bias=jnp.concatenate(biases[:3], axis=1) if biases else None,
-        out=_matrix(attention.out),
-        out_bias=biases[3] if biases else None,
-        mlp=Weights(
-            _array(mlp.w_gate) if model.config.gated else None,
-            _array(mlp.w_up),
-            _array(mlp.w_down),
-            _array(mlp.live) if model.config.live_width else None,
-        ),
-        scales=scales[1:],
-        head_scales=_head_scales(attention),
-        norm_biases=norm_biases[0][1:] if norm_biases else None,
-    ), [first[0] for first, *_ in (scales, *norm_biases)]
-
-
-def _of_norms(model: Transformer, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A parameter of the norms, `[L, D]` each: in front of attention, in front of the feed-forward
-    block, and behind that, which is the next layer's first or the model's last."""
-    before, between, last = (
-        _array(getattr(norm, name))
-        for norm in (model.blocks.attention_norm, model.blocks.mlp_norm, model.norm)
-    )
-    return before, between, jnp.concatenate([before[1:], last[None]])
-
-
-def _head_scales(attention: Attention) -> tuple[jax.Array, jax.Array] | None:
-    if attention.query_norm is None or attention.key_norm is None:
-        return None
-    return _array(attention.query_norm.scale), _array(attention.key_norm.scale)
-
-
-def _array(parameter: Any) -> Any:
-    return parameter[...]
-
-
-def _matrix(layer: nnx.Linear | QuantisedLinear) -> Operand:
-    return _array(layer.weight if isinstance(layer, QuantisedLinear) else layer.kernel)
-
-
-def _k_axis(matrix: Operand) -> int:
-    """The axis of its inputs in a stack of such matrices."""
-    return 2 if isinstance(matrix, Quantised) else 1
-
-
-def _logits(kernels: DecodeKernels, model: Transformer, stream: Stream) -> jax.Array:
-    weight, k_axis = _array(model.embed.embedding), 2
-    if model.unembed is not None:
-        weight = _matrix(model.unembed)
-        k_axis = _k_axis(weight)
-    is_centred = model.config.norm == "layer"
-    if is_centred or model.config.vocab_size % _COLUMNS or model.config.d_model % 1024:
-        return model.logits(model.norm(stream.x))
-    only: Any = np.zeros(1, np.int32)  # a constant
-    project = partial(kernels.project, eps=model.config.norm_eps, dtype=jnp.float32)
-    logits = project(stream, (jax.tree.map(lambda a: a[None], weight),), only, k_axis=k_axis)
-    return scaled(logits, model.config.logit_scale)

@@ -11,12 +11,10 @@ from tests.twell_jax.torch.drawn import gradients, operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn import CannotServe, Rectifier  # noqa: E402
-from twell_jax.ffn.explained import on_device  # noqa: E402
 from twell_jax.ffn.unions import Way  # noqa: E402
 from twell_jax.torch import (  # noqa: E402
     SparseMLP,
     bridge,
-    choice,
     memory,
     operator,
     sparse_ffn,
@@ -261,62 +259,6 @@ def test_a_parameter_may_get_other_memory(reference_kernels):
 
 def test_jax_tells_its_stream_and_has_none_on_cpus():
     assert streams.computing(jax.devices("cpu")[0]) is None
-
-
-BLOCK = {
-    "device": "cuda", "dtype": "bfloat16", "tokens": 8192, "width": 2048, "neurons": 5632,
-    "gated": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "mosaic"),
-        ({"dtype": "float16"}, "mosaic"),
-        ({"tokens": 2048, "width": 4096, "neurons": 14336}, "mosaic"),
-        ({"tokens": 8191}, "torch"),
-        ({"tokens": 1023, "width": 16384, "neurons": 53248}, "torch"),
-        ({"device": "cpu"}, "torch"),
-        ({"dtype": "float32"}, "torch"),
-        ({"gated": False}, "torch"),
-        ({"width": 2056}, "torch"),  # no multiple of 64
-        ({"card": "NVIDIA A100-SXM4-80GB"}, "torch"),
-    ],
-)
-def test_kernels_compute_by_default_where_they_win(changes, expected):
-    block = BLOCK | changes
-    card = block.pop("card", "NVIDIA H200")
-    choice._algorithm.cache_clear()
-    with on_device(card):
-        assert choice.implementation(**block) == expected
-    choice._algorithm.cache_clear()
-
-
-def test_the_choice_reaches_the_operator(reference_kernels, monkeypatch):
-    tensors = operands()
-    _, stats = sparse_ffn(*tensors, return_stats=True)
-    assert stats.union == -1  # by torch, which does not measure it
-    monkeypatch.setattr(choice, "implementation", lambda *_: "mosaic")
-    compiled = torch.compile(sparse_ffn, fullgraph=True, backend="aot_eager")
-    for block in (sparse_ffn, compiled):
-        found = block(*tensors, return_stats=True)[1].nnz.item()
-        assert found == pytest.approx(stats.nnz.item(), rel=0.01)
-    tensors[0].requires_grad_()
-    assert sparse_ffn(*tensors, return_stats=True)[1].union > 0
-
-
-@pytest.mark.gpu
-def test_many_tokens_take_kernels_on_a_gpu():
-    x, *weights = (a.cuda() for a in operands(8192, 2048, 5632))
-    compiled = torch.compile(sparse_ffn, fullgraph=True)
-    for block in (sparse_ffn, compiled):
-        for tokens, by_kernels in ((8192, True), (1024, False)):
-            with torch.no_grad():
-                y, stats = block(x[:tokens], *weights, return_stats=True)
-            assert (stats.union >= 0) == by_kernels
-            expected = sparse_ffn(x[:tokens], *weights, implementation="torch")
-            assert relative_error(y.double().cpu(), expected.double().cpu()) < 4 * ROUNDING
 
 
 @pytest.mark.gpu
