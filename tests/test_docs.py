@@ -125,6 +125,15 @@ def test_files_of_code_that_a_page_names_exist(path):
     assert [name for name in named if not (DOCS.parent / name).exists()] == []
 
 
+NAMED = re.compile(r"\b[a-z]\w*-[\w-]*(?:cpu|nvidia)[\w-]*-20\d{6}(?:-\d{1,2})?(?![\w-])")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_records_that_a_page_names_exist(path):
+    records = {path.name.partition(".")[0] for path in RESULTS.iterdir()}
+    assert {*NAMED.findall(path.read_text())} <= records
+
+
 @built
 @pytest.mark.parametrize(
     ("stem", "pages"),  # as the site's search cuts "resume", "install" and "bf16"
