@@ -137,7 +137,8 @@ def sparse_gradients(
         (residuals, x, weights, is_there), (dy, stats) = kept, cotangent
         # Both are means over tokens.
         penalties = [a / dy.shape[0] for a in (stats.l1, stats.lasso) if a is not None]
-        grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
+        with jax.numpy_dtype_promotion("standard"):  # as `sparse_ffn` has it for the forward
+            grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
         return *grads, None if is_there is None else dy, *(None for _ in the_same)
 
     compute = jax.custom_vjp(

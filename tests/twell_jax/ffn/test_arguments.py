@@ -122,7 +122,7 @@ def test_gradients_of_another_type_are_refused():
 
 @pytest.mark.parametrize("options", [{}, {"gradients": "sparse"}, {"implementation": "mosaic"}])
 def test_types_need_not_be_promoted(reference_kernels, options):
-    x, w = jnp.ones((8, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    x, w = jnp.ones((300, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
 
     def loss(x, w):
         y, stats = sparse_ffn(x, w, w, w, **options)
