@@ -249,12 +249,20 @@ def _peak(capacity: float, gated: bool = True) -> Figure:
 
 
 def _gate_in_8_bits(pattern: str) -> dict[str, Figure]:
-    """How many times as fast both passes are with such a gate as dense ones, in bf16 and FP8."""
+    """How many times as fast both passes are with such a gate as dense ones, in bf16 and FP8, and
+    the errors."""
     row = {"pattern": pattern, "heavy_rows": 0, "matmul_dtype": "float8"}
     ours, dense = row | {"order": "by use"}, row | {"implementation": "xla"}
+
+    def error(of: dict[str, Any]) -> Number:
+        """That of what is furthest off, in percent."""
+        return percent(value(GRADIENTS, of, lambda row: max(row["errors"])))
+
     return {
         f"gradients-float8-{pattern}": Figure(value(GRADIENTS, ours, "speedup")),
         f"gradients-float8-{pattern}-over-dense": Figure(ratio(GRADIENTS, dense, ours, "ms")),
+        f"gradients-float8-{pattern}-error": Figure(error(ours), "{:.2g}"),
+        f"gradients-float8-{pattern}-dense-error": Figure(error(dense), "{:.2g}"),
     }
 
 

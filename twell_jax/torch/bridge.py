@@ -81,7 +81,8 @@ def _programs(
     leaves, structure = jax.tree.flatten(kept)
     _, *others = jax.tree.leaves(stats)  # which l1 comes first of
     small, _ = _by_size(leaves)
-    begins = list(accumulate(map(_room, small), initial=_padded(sum(a.size for a in others))))
+    sizes = [sum(a.size for a in others), *(a.size for a in small)]
+    begins = list(accumulate(map(_padded, sizes)))
 
     def infer(operands: Sequence) -> list:
         return [sparse_ffn(*upright(operands), activation=act, implementation="mosaic")[0]]
@@ -130,15 +131,11 @@ def _packed(stats: Sequence[jax.Array], parts: Sequence[jax.Array]) -> jax.Array
     integers = (a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in stats)
     words = [lax.bitcast_convert_type(a, jnp.int32).ravel() for a in integers]
     padded = [jnp.concatenate(words), *(a.ravel() for a in parts)]
-    return jnp.concatenate([jnp.pad(a, (0, _room(a) - a.size)) for a in padded])
-
-
-def _room(a: jax.Array | Shape) -> int:
-    """Elements that an array takes among those that are packed."""
-    return _padded(a.size)
+    return jnp.concatenate([jnp.pad(a, (0, _padded(a.size) - a.size)) for a in padded])
 
 
 def _padded(size: int) -> int:
+    """The elements that an array of this size takes among those that are packed."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
