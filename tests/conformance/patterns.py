@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import numpy as np
 
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
@@ -14,11 +13,11 @@ from twell_jax.ffn.unions import Way
 SHAPE = 700, 128, 512  # M, D, H: the same for most cases, so that they share a compiled program
 PATTERNS = {  # every how many tokens one is dense, the threshold, the capacity; the way
     "sparse": (0, 2.2, 1.0, Way.SPARSE),
-    "some dense tokens": (100, 2.2, 1.0, Way.SPARSE_AND_HEAVY),
+    "some dense tokens": (100, 2.2, 1.0, Way.SPARSE_AND_FEW),
     "the last tile does not fit": (100, 2.2, 0.7, Way.SPARSE_AND_HEAVY),  # its tokens leave
     "the lists do not fit": (100, 1.5, 0.7, Way.RECOMPUTE),
     "too many tokens leave": (2, 9.0, 1.0, Way.SPARSE_AND_HEAVY),  # from some tile on they stay
-    "zero but for one token": (1000, 8, 1.0, Way.SPARSE_AND_HEAVY),
+    "zero but for one token": (1000, 8, 1.0, Way.SPARSE_AND_FEW),
     "dense": (1000, -8, 1.0, Way.DENSE),
     "dense is faster": (100, 1.5, 1.0, Way.DENSE_AND_HEAVY),
 }
@@ -41,7 +40,7 @@ def way_and_heavy_tokens(operands, capacity):
     """How the gradients of these operands are computed, and how many tokens left the unions."""
     (kernels,) = dispatch.BACK_ENDS
     residuals = _residuals(kernels, capacity)(operands)
-    return residuals.way, np.sum(residuals.heavy < len(operands[0]))
+    return residuals.way(len(operands[0]), capacity), residuals.heavy_count[0]
 
 
 @functools.cache

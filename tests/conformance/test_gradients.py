@@ -303,12 +303,17 @@ def test_sparse_gradients_on_the_gpu(m, every, threshold, gated, dtype):
 
 @gpu
 @pytest.mark.parametrize(
-    ("threshold", "capacity", "way"),
-    [(2.57, 1.0, Way.SPARSE_AND_HEAVY), (1.5, 0.5, Way.RECOMPUTE), (1.5, 1.0, Way.DENSE)],
+    ("threshold", "capacity", "every", "way"),
+    [
+        (2.57, 1.0, 1024, Way.SPARSE_AND_FEW),
+        (2.57, 1.0, 100, Way.SPARSE_AND_HEAVY),
+        (1.5, 0.5, 1024, Way.RECOMPUTE),
+        (1.5, 1.0, 1024, Way.DENSE),
+    ],
 )
-def test_sparse_gradients_at_full_size(threshold, capacity, way):
+def test_sparse_gradients_at_full_size(threshold, capacity, every, way):
     operands = draw(16384, 2048, 5632, threshold=threshold)
-    operands[0][7::1024, -1] = -1
+    operands[0][7::every, -1] = -1
     assert way_and_heavy_tokens(operands, capacity)[0] == way
     assert_exact_gradients(operands, capacity)
 

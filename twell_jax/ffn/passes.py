@@ -56,12 +56,12 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
     def forward(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, FFNStats, Any]:
         given = kernels, act, x, Weights(*weights)
         output, kept = unions.forward_with_residuals(*given, capacity=capacity)
-        return *output.with_stats(kept.overflow), kept
+        return *output.with_stats(kept.overflow), (kept.way(len(x), capacity)[None], kept)
 
     def backward(way, kept, operands, dy, of_l1):
         x, *weights = operands
         penalty = of_l1 / len(dy)  # l1 is a mean over tokens
-        given = kernels, act, kept, x, Weights(*weights), dy, penalty
+        given = kernels, act, kept[1], x, Weights(*weights), dy, penalty
         of_x, of_weights = unions.backward(*given, capacity=capacity, way=way)
         return [of_x, of_weights.gate, of_weights.up, of_weights.down]
 

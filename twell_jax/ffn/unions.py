@@ -17,7 +17,6 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ from jax import lax
 from pallas_kernels import in_place, pattern_shares, quantised
 from pallas_kernels.kernels import BlockKernels
 from pallas_kernels.layouts import tile_union
-from pallas_kernels.layouts.heavy_rows import HeavyRows
 from pallas_kernels.layouts.neuron_lists import NeuronLists, list_lengths, slots_for
 from pallas_kernels.layouts.tile_union import CHUNK_NEURONS, GROUP_NEURONS, MAX_HEAVY, Plan
 from pallas_kernels.rectifiers import Rectifier
@@ -41,9 +39,13 @@ class Way(enum.IntEnum):
 
     RECOMPUTE = 0  # densely from the operands, as what was kept is not complete
     SPARSE = 1  # by the kernels, as unions and lists hold all tokens
-    SPARSE_AND_HEAVY = 2  # by the kernels, and for tokens outside the unions by XLA
-    DENSE = 3  # the same, but those for weights by dense products, as these are faster
-    DENSE_AND_HEAVY = 4  # the same, and for tokens outside the unions besides
+    SPARSE_AND_FEW = 2  # by the kernels, and for the `_FEW` tokens outside the unions by XLA
+    SPARSE_AND_HEAVY = 3  # the same, for up to `MAX_HEAVY` of them
+    DENSE = 4  # as for `SPARSE`, but those for weights by dense products, as these are faster
+    DENSE_AND_HEAVY = 5  # the same, and for tokens outside the unions besides
+
+
+_FEW = 64  # outside the unions: products of so many take half the time of those of `MAX_HEAVY`
 
 
 @jax.tree_util.register_dataclass
@@ -52,29 +54,54 @@ class Residuals:
     """What the forward keeps for the backward, besides its operands.
 
     Attributes:
-      way: int32 `[1]`, a `Way`. For `Way.RECOMPUTE` the other fields are not complete.
       hidden: h and the gates, as blocks from `union_up`.
       plan: which neurons and tokens each block holds.
+      needs: int32 `[2]`, of `tile_union.needs_of`.
       lists: the tokens that use each group of neurons.
-      heavy: int32 `[256]`, or `[M]` if M is less, the tokens outside the unions, padded with M.
+      lengths: int32 `[H / 64]`, of the lists, before any is cut off.
+      heavy_count: int32 `[1]`, how many tokens are outside the unions.
+      heavy: int32 `[M or more]`, these tokens; unspecified from `heavy_count` on.
       heavy_hidden: `[2, 256, H]`, their gates and h, or `[1, 256, H]`, h alone, in the non-gated
-        form; rows of the padding are unspecified.
-      window_sums: what the gradient of the lasso follows from, complete for every way; None
-        without it.
+        form; unspecified from row `heavy_count` on.
+      window_sums: what the gradient of the lasso follows from, always complete; None without it.
     """
 
-    way: jax.Array
     hidden: jax.Array
     plan: Plan
+    needs: jax.Array
     lists: NeuronLists
+    lengths: jax.Array
+    heavy_count: jax.Array
     heavy: jax.Array
     heavy_hidden: jax.Array
     window_sums: WindowSums | None = None
 
+    # What follows from these is computed where it is used, by one kernel with what it is used for.
+
+    @property
+    def fits(self) -> jax.Array:
+        """Whether the pattern fits into the capacity: bool []. Else other fields are incomplete."""
+        lists_fit = self.lists.wanted(self.lengths) <= self.lists.tokens.size
+        return lists_fit & (self.heavy_count[0] <= MAX_HEAVY) & (self.needs[1] == 0)
+
     @property
     def overflow(self) -> jax.Array:
         """Whether the pattern exceeded the capacity: float32 [], 1 or 0."""
-        return (self.way[0] == Way.RECOMPUTE).astype(jnp.float32)
+        return jnp.where(self.fits, 0.0, 1.0)
+
+    def way(self, m: int, capacity: float) -> jax.Array:
+        """The `Way` for m tokens, int32 []."""
+        h, slots = GROUP_NEURONS * self.lengths.size, self.lists.wanted(self.lengths)
+        _, listed = pattern_shares.of_packed(self.needs[0], slots, m, h)
+        dense = _may_be_dense(capacity) and dense_is_faster(listed)
+        count = self.heavy_count[0]
+        way = jnp.where(dense, Way.DENSE, Way.SPARSE + (count > _FEW)) + (count > 0)
+        return jnp.where(self.fits, way, Way.RECOMPUTE).astype(jnp.int32)
+
+    def heavy_tokens(self, most: int, m: int) -> jax.Array:
+        """The tokens outside the unions, int32 `[most]` or fewer, padded with m."""
+        tokens = self.heavy[:most]
+        return jnp.where(jnp.arange(tokens.size) < self.heavy_count, tokens, m)
 
 
 def forward(
@@ -115,18 +142,10 @@ def forward_with_residuals(
     """
     if in_8_bits:
         weights = dense_gradients.with_gate_in_8_bits(weights)
-    output, kept = _forward(kernels, act, x, weights, residual, capacity=capacity)
-    assert kept.lists is not None and kept.heavy_hidden is not None  # as there is a capacity
-    rows, count = kept.heavy.rows[:MAX_HEAVY], kept.heavy.count
-    rows = jnp.where(jnp.arange(rows.size) < count, rows, x.shape[0])
-    lists_fit, is_finite = kept.slots <= kept.lists.tokens.size, kept.needs[1] == 0
-    fits = lists_fit & (count <= MAX_HEAVY) & is_finite
-    dense = _may_be_dense(capacity) and dense_is_faster(output.listed)
-    of_unions = jnp.where(dense, Way.DENSE, Way.SPARSE)
-    way = jnp.where(fits, of_unions + (count > 0), Way.RECOMPUTE).astype(jnp.int32)
+    output, residuals = _forward(kernels, act, x, weights, residual, capacity=capacity)
+    assert residuals is not None  # as there is a capacity
     # In a loop over layers, without a barrier, XLA runs union_up a second time to write its result
     # into the array of all layers. y passes it too, to be complete before a backward takes memory.
-    residuals = Residuals(way, kept.hidden, kept.plan, kept.lists, rows, kept.heavy_hidden)
     y, residuals = in_place.barrier((output.y, residuals))
     output = output._replace(y=y)
     if windows is None:
@@ -139,7 +158,7 @@ def _window_sums(act, residuals, x, weights, windows):
     """The `WindowSums` of all h, also where not all of it was kept."""
 
     def of_kept(x, weights):
-        heavy, count = residuals.heavy, len(windows.sizes)
+        heavy, count = residuals.heavy_tokens(MAX_HEAVY, len(x)), len(windows.sizes)
         window = windows.of_token.at[heavy].get(mode="fill", fill_value=count)
         kept = residuals.heavy_hidden[-1, : heavy.size]
         of_heavy = union_lasso.sums_of_tokens(kept, window, count)
@@ -148,21 +167,8 @@ def _window_sums(act, residuals, x, weights, windows):
     def recompute(x, weights):
         return dense_gradients.window_sums(act, x, weights, windows)
 
-    squares = lax.cond(residuals.way[0] == Way.RECOMPUTE, recompute, of_kept, x, weights)
+    squares = lax.cond(residuals.fits, of_kept, recompute, x, weights)
     return WindowSums(squares, windows)
-
-
-class _Kept(NamedTuple):
-    """What `_forward` makes besides its output; lists and heavy_hidden are None without a capacity,
-    and hidden has no gates then."""
-
-    hidden: jax.Array
-    plan: Plan
-    heavy: HeavyRows
-    heavy_hidden: jax.Array | None
-    lists: NeuronLists | None
-    slots: jax.Array
-    needs: jax.Array
 
 
 def _forward(
@@ -173,7 +179,7 @@ def _forward(
     residual: jax.Array | None = None,
     *,
     capacity: float | None,
-) -> tuple[Output, _Kept]:
+) -> tuple[Output, Residuals | None]:
     """The output, and what a backward with this capacity needs; None if there is none."""
     m, linear, keeps = x.shape[0], weights.linear, capacity is not None
     tokens = quantised.tokens(x, weights.inner, kernels.round_tokens)
@@ -193,7 +199,7 @@ def _forward(
         kernels.dense_rows, weights=weights, rectifier=act, keep=MAX_HEAVY if keeps else 0
     )
     if not keeps:  # beside the unions, where XLA lets kernels run at the same time
-        of_heavy = dense_rows(heavy)
+        computed = dense_rows(heavy)
     hidden, l1 = kernels.union_up(x_up, gate, linear, plan, act, with_gate=keeps)
     y = kernels.union_down(hidden, (weights.down,), plan, m, residual)
     if keeps:
@@ -201,24 +207,27 @@ def _forward(
         # union_down still works on its last jobs.
         y, heavy = in_place.barrier((y, heavy))
         pending = (y, hidden, *jax.tree.leaves(plan))
-        of_heavy = dense_rows(replace(heavy, pending=pending))
-    y_rows, heavy_l1, heavy_fired, heavy_hidden = of_heavy
+        computed = dense_rows(replace(heavy, pending=pending))
+    y_rows, heavy_l1, heavy_fired, heavy_hidden = computed
     y_ref = in_place.mutable(y)
     kernels.place_rows(heavy.count, heavy.rows, y_rows, y_ref, residual)
     y, l1 = in_place.contents(y_ref)[:m], l1 + heavy_l1
     late = functools.partial(in_place.used_after, heavy_l1)
-    needs, heavy = late(needs), replace(heavy, count=late(heavy.count))
     lists = None
     if capacity is None:
         slots = jnp.sum(slots_for(list_lengths(late(counts), m)))
     else:
         size = _part(capacity, counts.size // GROUP_NEURONS) * GROUP_NEURONS
+        y, counts = in_place.barrier((y, counts))  # not between kernels that overlap
         lists, lengths = kernels.neuron_lists(counts, m, size)
         slots = lists.wanted(lengths)
-    shares = pattern_shares.of_packed(needs[0], slots, m, len(weights.down))
+    shares = pattern_shares.of_packed(late(needs)[0], slots, m, len(weights.down))
     tiles = tile_union.tiles_of(masks)
     output = Output(y, nnz, l1, (tiles > 0) | heavy_fired, tiles, *shares)
-    return output, _Kept(hidden, plan, heavy, heavy_hidden, lists, slots, needs)
+    if lists is None or heavy_hidden is None:
+        return output, None
+    of_heavy = heavy.count, heavy.rows, heavy_hidden
+    return output, Residuals(hidden, plan, needs, lists, lengths, *of_heavy)
 
 
 def _part(capacity: float, n: int) -> int:
@@ -279,35 +288,39 @@ def backward(
     # Branches with the same kernels trace and lower them once.
     of_unions = jax.jit(functools.partial(_from_unions, kernels, act, way is None))
     of_lists = jax.jit(functools.partial(_from_lists, kernels))
-    ways: list[Callable] = [functools.partial(_sparse_backward, of_unions, of_lists)]
+    sparse = functools.partial(_sparse_backward, of_unions, of_lists)
+    dense = functools.partial(_dense_backward, of_unions)
+    ways = [(sparse, 0), (sparse, _FEW), (sparse, MAX_HEAVY)]  # with at most so many heavy tokens
     if _may_be_dense(capacity):
-        ways.append(functools.partial(_dense_backward, of_unions))
-    branches = [  # in the order of `Way`
+        ways += [(dense, 0), (dense, MAX_HEAVY)]
+    branches: list[Callable] = [  # in the order of `Way`
         functools.partial(dense_gradients.of_operands, act, in_8_bits),
-        *(functools.partial(way, act, residuals, heavy) for way in ways for heavy in (False, True)),
+        *(functools.partial(compute, act, residuals, most) for compute, most in ways),
     ]
     operands = x, weights, dy, l1_grad, slopes
     if way is not None:
         return branches[way](*operands)
-    return lax.switch(residuals.way[0], branches, *operands)
+    return lax.switch(residuals.way(len(x), capacity), branches, *operands)
 
 
-def _sparse_backward(
-    of_unions, of_lists, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes
-):
+def _sparse_backward(of_unions, of_lists, act, residuals, most, x, weights, dy, l1_grad, slopes):
     m, lists = x.shape[0], residuals.lists
-    if has_heavy:
-        *_, h_heavy, grads_heavy = _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad, slopes)
+    rows = residuals.heavy_tokens(most, m)
+    if most:
+        of_tokens = rows, residuals.heavy_hidden
+        *_, h_heavy, grads_heavy = _of_heavy_tokens(
+            act, *of_tokens, x, weights, dy, l1_grad, slopes
+        )
         heavy = h_heavy, *grads_heavy
         dx_heavy = dense_gradients.for_x(grads_heavy, weights)
         # These matmuls of XLA come first, so that the entries on the lists reuse their workspace.
         dy, heavy, dx_heavy = in_place.barrier((dy, heavy, dx_heavy))
 
     dx, _, entries = of_unions(residuals, weights, dy, l1_grad, lists, slopes)
-    if has_heavy:
-        dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
-        slots = lists.slots(jnp.minimum(residuals.heavy, m - 1))
-        slots = jnp.where(residuals.heavy < m, slots, lists.tokens.size)
+    if most:
+        dx = dx.at[rows].set(dx_heavy, mode="drop")
+        slots = lists.slots(jnp.minimum(rows, m - 1))
+        slots = jnp.where(rows < m, slots, lists.tokens.size)
         entries = tuple(
             entry.at[slots].set(a.reshape(len(a), -1, GROUP_NEURONS).swapaxes(0, 1), mode="drop")
             for entry, a in zip(entries, heavy, strict=True)
@@ -336,18 +349,20 @@ def _from_lists(kernels, entries, x, dy, lists):
     return Weights.of(inner, down)
 
 
-def _dense_backward(of_unions, act, residuals, has_heavy, x, weights, dy, l1_grad, slopes):
+def _dense_backward(of_unions, act, residuals, most, x, weights, dy, l1_grad, slopes):
+    rows = residuals.heavy_tokens(most, len(x))
     heavy = []  # the factors of what heavy tokens add, for each weight
-    if has_heavy:
+    if most:
+        of_tokens = rows, residuals.heavy_hidden
         x_heavy, dy_heavy, h_heavy, grads_heavy = _of_heavy_tokens(
-            act, residuals, x, weights, dy, l1_grad, slopes
+            act, *of_tokens, x, weights, dy, l1_grad, slopes
         )
         dx_heavy = dense_gradients.for_x(grads_heavy, weights)
         heavy = [(h_heavy, dy_heavy), *((grad, x_heavy) for grad in grads_heavy)]
 
     def d_weight(n, a, b):
         total = dense_gradients.product(a, b)
-        if has_heavy:
+        if most:
             total, (a, b) = in_place.barrier((total, heavy[n]))  # the small product comes last
             total += dense_gradients.product(a.T, b)
         return total.astype(x.dtype)
@@ -360,21 +375,20 @@ def _dense_backward(of_unions, act, residuals, has_heavy, x, weights, dy, l1_gra
     dx, blocks, _ = of_unions(residuals, weights, dy, l1_grad, None, slopes)
     grads = tile_union.to_dense(blocks, residuals.plan, len(x))
     inner = [d_weight(n, grad, x) for n, grad in enumerate(grads, start=1)]
-    if has_heavy:
-        dx = dx.at[residuals.heavy].set(dx_heavy, mode="drop")
+    if most:
+        dx = dx.at[rows].set(dx_heavy, mode="drop")
     return dx, Weights.of(inner, down)
 
 
-def _of_heavy_tokens(act, residuals, x, weights, dy, l1_grad, slopes):
-    """x and dy of the tokens outside the unions, their h, and its gradients as in `for_inner`.
+def _of_heavy_tokens(act, rows, hidden, x, weights, dy, l1_grad, slopes):
+    """x and dy of these tokens outside the unions, their h, and its gradients as in `for_inner`.
 
-    All are zero for the padding.
+    All are zero for the padding. What the forward kept of them, `hidden`, may have more rows.
     """
-    heavy = residuals.heavy
-    is_heavy = (heavy < len(x))[:, None]
-    x, dy = (a.at[heavy].get(mode="fill", fill_value=0) for a in (x, dy))
-    kept = jnp.where(is_heavy, residuals.heavy_hidden[:, : heavy.size], 0)
-    extra = slopes and slopes.of_tokens(kept[-1], heavy)
+    is_heavy = (rows < len(x))[:, None]
+    x, dy = (a.at[rows].get(mode="fill", fill_value=0) for a in (x, dy))
+    kept = jnp.where(is_heavy, hidden[:, : rows.size], 0)
+    extra = slopes and slopes.of_tokens(kept[-1], rows)
     grads = dense_gradients.for_inner(
         act, kept, dense_gradients.product(dy, weights.down.T), l1_grad, extra
     )
