@@ -132,8 +132,9 @@ TABLES: dict[str, Table] = {
     ),
     "torch_block": Table(
         title="The block in PyTorch",
-        about="D = 2048, H = 5632, bfloat16; four layers one after the other, called from Python. "
-        "Milliseconds of a layer, in brackets the speed-up over torch's compiled dense block. "
+        about="D = 2048, H = 5632, bfloat16; forward through four layers, then backward if that is "
+        "measured, called from Python. Milliseconds of a layer, in brackets the speed-up over "
+        "torch's compiled dense block. "
         '"error" is the largest of those of y and of the gradients; of wrong rows y is a tenth off '
         "or more.",
         case={

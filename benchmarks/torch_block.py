@@ -2,10 +2,10 @@
 
     python -m benchmarks.torch_block [--published CHECKOUT] [--out DIRECTORY]
 
-All are called from Python, one layer of `LAYERS` after the other, as a model calls them; so what
-the host takes for a call is part of the time. The weights of w_down are a view of `[D, H]`, as
-models have them. With a checkout of the published kernels there are rows of these, too, whose
-w_down is `[H, D]` in memory.
+All are called from Python as a model calls them, first forward through `LAYERS` layers, then, with
+gradients, backward through all; so what the host takes for a call is part of the time. The weights
+of w_down are a view of `[D, H]`, as models have them. With a checkout of the published kernels
+there are rows of these, too, whose w_down is `[H, D]` in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,9 +56,9 @@ def measure(
     case = describe(direction, x, layers[0], pattern, dense_every, stats)
     tokens = torch.from_dlpack(x).clone()
     triples = [_as_in_models(*map(torch.from_dlpack, layer)) for layer in layers]
-    dy = torch.randn_like(tokens)
-    function = partial(_both, dy) if direction == BOTH else _forward
-    reference = function(dense_block, *_leaves(tokens.float(), triples[0], direction))
+    run = partial(_passes, torch.randn_like(tokens) if direction == BOTH else None)
+    (reference,) = run(dense_block, [_leaves(tokens.float(), triples[0], direction)])
+    torch.compiler.reset()  # it compiles a function for so many shapes, and no more
     blocks: dict[str, Callable] = {"torch": dense_block}
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
     blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
@@ -69,7 +69,7 @@ def measure(
     for name, block in blocks.items():
         given = triples if name != "published" else [_contiguous(*triple) for triple in triples]
         leaves = [_leaves(tokens, triple, direction) for triple in given]
-        row = _timed(partial(function, block), leaves, reference)
+        row = _timed(partial(run, block), leaves, reference)
         rows.append(case | {"implementation": name} | row)
     (baseline,) = (row for row in rows if row["implementation"] == BASELINE)
     baseline["compiled"] = worked
@@ -77,16 +77,26 @@ def measure(
         yield row | {"baseline": BASELINE, "speedup": baseline["ms"] / row["ms"]}
 
 
-def _timed(function: Callable, leaves: list[Operands], reference: Operands) -> dict[str, Any]:
-    out = function(*leaves[0])
-    run = partial(_in_turn, function, leaves)
-    ms = torch_decoder.milliseconds(run, calls=8) / LAYERS
+def _timed(run: Callable, layers: list[Operands], reference: Operands) -> dict[str, Any]:
+    (out,) = run(layers[:1])
+    ms = torch_decoder.milliseconds(partial(run, layers), calls=8) / LAYERS
     off = (out[0].float() - reference[0]).norm(dim=1) / reference[0].norm(dim=1)
     return {
         "ms": ms,
         "errors": [_error(*pair) for pair in zip(out, reference, strict=True)],
         "wrong_rows": int((~(off < WRONG)).sum()),
     }
+
+
+def _passes(dy: torch.Tensor | None, block: Callable, layers: list[Operands]) -> list[Operands]:
+    """y of each layer, and the gradients for its operands if there is that for y."""
+    with torch.set_grad_enabled(dy is not None):
+        ys = [block(*operands) for operands in layers]
+    if dy is None:
+        return [[y] for y in ys]
+    leaves = [a for operands in layers for a in operands]
+    found = iter(torch.autograd.grad(ys, leaves, [dy.to(y.dtype) for y in ys]))
+    return [[y, *(next(found) for _ in operands)] for y, operands in zip(ys, layers, strict=True)]
 
 
 def _as_in_models(w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) -> Operands:
@@ -102,21 +112,6 @@ def _leaves(tokens: torch.Tensor, triple: Operands, direction: str) -> Operands:
     """The operands of a block in the dtype of the tokens; of both passes all have gradients."""
     operands = [a.detach().to(tokens.dtype) for a in (tokens, *triple)]
     return [a.requires_grad_(direction == BOTH) for a in operands]
-
-
-def _forward(block: Callable, *operands: torch.Tensor) -> Operands:
-    with torch.no_grad():
-        return [block(*operands)]
-
-
-def _both(dy: torch.Tensor, block: Callable, *operands: torch.Tensor) -> Operands:
-    y = block(*operands)
-    return [y, *torch.autograd.grad(y, operands, dy.to(y.dtype))]
-
-
-def _in_turn(function: Callable, leaves: list[Operands]) -> None:
-    for operands in leaves:
-        function(*operands)
 
 
 def _error(out: torch.Tensor, reference: torch.Tensor) -> float:
