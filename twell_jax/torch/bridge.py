@@ -73,7 +73,9 @@ def _programs(
 
     def upright(operands: Sequence) -> list:
         pairs = zip(operands, transposed, strict=True)
-        return [a.T if is_transposed else a for a, is_transposed in pairs]
+        turned = [a.T if is_transposed else a for a, is_transposed in pairs]
+        # XLA would turn a weight where it is used: between kernels, which then could not overlap.
+        return lax.optimization_barrier(turned) if any(transposed) else turned
 
     act, like = _activation_of(activation), jax.eval_shape(upright, shapes)
     passes = of_block(like, act, _gradients_of(gradients))
