@@ -23,10 +23,13 @@ from twell_jax import sparse_ffn as in_jax
 from twell_jax.torch import sparse_ffn
 
 FORWARD, BOTH = "forward", "forward and backward"
-PATTERNS = {"recorded": 0, "skewed": 29}  # mean non-zeros, where they are drawn
+# Mean non-zeros, where they are drawn. Of the last, 256 tokens use all neurons.
+PATTERNS = {"recorded": 0, "skewed": 29, "uniform": 1497}
+SPARSE = ("recorded", "skewed")
 CASES = [  # direction, pattern, tokens, and that each so many-th token is dense
-    *((FORWARD, pattern, m, 0) for m in (1024, 2048, 4096, 8192, 16384) for pattern in PATTERNS),
-    *((BOTH, pattern, m, 0) for m in (4096, 8192, 16384) for pattern in PATTERNS),
+    *((FORWARD, pattern, m, 0) for m in (1024, 2048, 4096, 8192, 16384) for pattern in SPARSE),
+    *((BOTH, pattern, m, 0) for m in (4096, 8192, 16384) for pattern in SPARSE),
+    *((direction, "uniform", m, 0) for direction in (FORWARD, BOTH) for m in (8192, 16384)),
     *((direction, "recorded", 16384, 512) for direction in (FORWARD, BOTH)),
 ]
 BASELINE = "torch, compiled"
