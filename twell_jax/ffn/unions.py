@@ -39,7 +39,7 @@ class Way(enum.IntEnum):
 
     RECOMPUTE = 0  # densely from the operands, as what was kept is not complete
     SPARSE = 1  # by the kernels, as unions and lists hold all tokens
-    SPARSE_AND_FEW = 2  # by the kernels, and for the `_FEW` tokens outside the unions by XLA
+    SPARSE_AND_FEW = 2  # by the kernels, and for up to `_FEW` tokens outside the unions by XLA
     SPARSE_AND_HEAVY = 3  # the same, for up to `MAX_HEAVY` of them
     DENSE = 4  # as for `SPARSE`, but those for weights by dense products, as these are faster
     DENSE_AND_HEAVY = 5  # the same, and for tokens outside the unions besides

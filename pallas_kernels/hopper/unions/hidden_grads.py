@@ -70,7 +70,8 @@ def hidden_grads(
     extra: jax.Array | None = None,
     into: jax.Ref | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Replaces gates and h by the gradients for z and u; scatters these and h into the lists.
+    """Computes the gradients for z and u, in place of gates and h or into another array; scatters
+    these and h into the lists.
 
     Sums in float32; the gradients are rounded once, and are 0 where the gate is 0.
 

@@ -4,12 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
-from twell_jax.ffn import unions
+from tests.errors import ROUNDING, relative_error
+from twell_jax.ffn import dense_gradients, unions
 from twell_jax.ffn.algorithms import CAPACITY
 
 
@@ -43,3 +45,24 @@ def test_as_many_heavy_tokens_as_a_tile_has_fit():
     _, residuals = jax.jit(forward)(x, Weights(w, w, w))
     assert residuals.heavy[: int(residuals.heavy_count[0])].tolist() == [*range(256, 512)]
     assert residuals.way(512, 0.5) == unions.Way.SPARSE_AND_HEAVY  # as one tile of two fits
+
+
+@pytest.mark.parametrize(
+    ("heavy", "way"), [(64, unions.Way.SPARSE_AND_FEW), (65, unions.Way.SPARSE_AND_HEAVY)]
+)
+def test_no_heavy_token_is_lost_between_two_ways(heavy, way):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.integers(-2, 3, (n, 128)) / 4 for n in (1024, 512, 1024))
+    x[:, 0], w[:, 0], x[3 : 3 + 15 * heavy : 15, 0] = -6, 1, 6
+    x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in (x, w, dy))
+    weights, l1_grad = Weights(w, w, w), jnp.float32(0)
+    forward, backward = (
+        jax.jit(functools.partial(f, REFERENCE, RELU, capacity=0.7))
+        for f in (unions.forward_with_residuals, unions.backward)
+    )
+    _, residuals = forward(x, weights)
+    assert residuals.way(1024, 0.7) == way and residuals.heavy_count == heavy
+    found = backward(residuals, x, weights, dy, l1_grad)
+    expected = dense_gradients.of_operands(RELU, False, x, weights, dy, l1_grad, None)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, b) < 4 * ROUNDING

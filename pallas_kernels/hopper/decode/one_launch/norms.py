@@ -56,7 +56,7 @@ def sum_of_squares(words) -> jax.Array:
 def layer_normed(
     block: Block, places, tokens, each, scales, biases, eps: float
 ) -> list[list[jax.Array]]:
-    """The words of each of some tokens behind a layer norm; any where places are negative."""
+    """The words of each of some tokens behind a layer norm; 0 where places are negative."""
     width, there = block.shape.width, [place >= 0 for place in places for _ in range(4)]
     halves = [_halves(words) for words in each]
     means = [total / width for total in _over_block(block, tokens, map(_sum, halves))]
