@@ -22,6 +22,11 @@ def _longest(row: Row) -> float:
     return float(np.diff(row["logged"]["seconds"]).max())
 
 
+def _usual(row: Row) -> float:
+    """The median time from one logged step to the next, in seconds."""
+    return float(np.median(np.diff(row["logged"]["seconds"])))
+
+
 # What `analyze` prints for each layer of that run: times by XLA and by the kernels and the
 # speed-up; mean non-zeros and the share that is dead; the share that 256 tokens use.
 _LAYER = r"│ +\d │ +[\d.]+ │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ +[\d.]+e"
@@ -60,7 +65,8 @@ _SOONER = {
 }
 
 _PAUSES = {
-    "longest-float8": Figure(value(RUNS, {"variant": "sparse, float8"}, _longest), "{:.0f}"),
+    f"{name}-float8": Figure(value(RUNS, {"variant": "sparse, float8"}, seconds), "{:.1f}")
+    for name, seconds in (("usual", _usual), ("longest", _longest))
 }
 
 FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER, **_PAUSES}

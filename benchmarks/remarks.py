@@ -65,10 +65,17 @@ REMARKS = {
     "skipped dead neurons ([the study](../study.md#a-longer-run) compares them). Other processes "
     "had the second GPU. The ReLU run was stopped at step 233 and continued; its steps "
     "201 to 250 and 301 to 350 took 9 and 10 s longer than others.",
-    "wallclock-nvidia-h200-20261129-2": "Each run had a call and a GPU of its own: ReLU and the "
-    "sparse run with float8 on hosts with one, the others on a host with four. The longest pauses "
-    "were 53 s in the sparse run with float8 and 4 s in the other, both for a plan whose program "
-    "was not ready, for which no step waits today, and 1.4 s in dense ones.",
-    "training-float8-2b-nvidia-h200-20261129-2": "Two more steps of each row were profiled.",
+    "wallclock-nvidia-h200-20261129-3": "Each run had a call and a GPU of its own: ReLU on a host "
+    "with one, the sparse run with float8 on one with two, of which the other had benchmarks of "
+    "torch, the others on one with four. In the sparse run without float8, of 2026-11-28, steps "
+    "waited up to 4 s for a plan's program; today none does.",
+    "training-float8-2b-nvidia-h200-20261129-3": "Two more steps of each row were profiled. "
+    "Training and tests ran on the other GPU. The run ended before Qwix.",
+    "training-data-parallel-float8-nvidia-h200-20261129": "One micro-batch of 8 x 2048 tokens a "
+    "step; shipped configurations sum more before they reduce gradients.",
+    **{
+        f"{name}-nvidia-h200-{date}": "A run of training had the other GPU."
+        for name, date in (("torch_block", "20261129-2"), ("torch_scoring", "20261129"))
+    },
     "training-documents-0p5b-nvidia-h200-20261129": "Attention does not reach across documents.",
 }

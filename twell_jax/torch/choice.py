@@ -12,9 +12,9 @@ import torch
 from twell_jax.ffn import explained
 from twell_jax.ffn.dispatch import MANY_TOKENS
 
-# Tokens of a block of 2048 x 5632 from which no row of torch_block-nvidia-h200-20261129 loses,
-# with gradients or without; of other widths as much work. With less, torch's dense block has ended
-# before the host has started the kernels.
+# Tokens of a block of 2048 x 5632 from which no sparse pattern of the record
+# torch_block-nvidia-h200-20261129-2 loses, with gradients or without; of other widths as much work.
+# With less, torch's dense block may have ended before the host has started the kernels.
 _TOKENS = 8192
 _AREA = 2048 * 5632
 
