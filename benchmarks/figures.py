@@ -226,19 +226,12 @@ def _least_efficiency(records: Records) -> float:
     )
 
 
-_FLOAT8_PARALLEL = f"training-data-parallel-float8-{_H200}"
 _MESHES = {
     **_on_meshes("0p5b"),
     **_on_meshes("1p5b"),
     "fsdp-efficiency": Figure(percent(_least_efficiency), "{:.0f}"),
     "fsdp-efficiency-24": Figure(
         percent(value(f"training-data-parallel-{_H200}", {"fsdp": 2}, "efficiency")), "{:.0f}"
-    ),
-    "data-efficiency-float8": Figure(
-        percent(value(_FLOAT8_PARALLEL, {"devices": 2, "fsdp": 1}, "efficiency")), "{:.0f}"
-    ),
-    "exposed-float8": Figure(
-        value(_FLOAT8_PARALLEL, {"devices": 2, "fsdp": 1}, "exposed_ms"), "{:.0f}"
     ),
 }
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks.quotes import Figure, printed, ratio, value
+from benchmarks.quotes import Figure, percent, printed, ratio, value
 from benchmarks.tables import Row
 
 # The records, up to the date.
@@ -20,6 +20,11 @@ def _last_rate(row: Row) -> float:
 def _longest(row: Row) -> float:
     """The longest time from one logged step to the next, in seconds."""
     return float(np.diff(row["logged"]["seconds"]).max())
+
+
+def _begun(row: Row) -> float:
+    """The time of the first logged step since the start, in seconds."""
+    return row["logged"]["seconds"][0]
 
 
 def _usual(row: Row) -> float:
@@ -65,8 +70,24 @@ _SOONER = {
 }
 
 _PAUSES = {
-    f"{name}-float8": Figure(value(RUNS, {"variant": "sparse, float8"}, seconds), "{:.1f}")
-    for name, seconds in (("usual", _usual), ("longest", _longest))
+    f"{name}-float8": Figure(value(RUNS, {"variant": "sparse, float8"}, seconds), form)
+    for name, seconds, form in (
+        ("begun", _begun, "{:.0f}"),
+        ("usual", _usual, "{:.1f}"),
+        ("longest", _longest, "{:.1f}"),
+    )
 }
 
-FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER, **_PAUSES}
+# Of a short step on two GPUs, data parallel and with FSDP.
+_PARALLEL, _ON_TWO = "training-data-parallel-float8-nvidia-h200", {"devices": 2}
+_MESHES = {
+    "data-efficiency-float8": Figure(
+        percent(value(_PARALLEL, _ON_TWO | {"fsdp": 1}, "efficiency")), "{:.0f}"
+    ),
+    "fsdp-efficiency-float8": Figure(
+        percent(value(_PARALLEL, _ON_TWO | {"fsdp": 2}, "efficiency")), "{:.0f}"
+    ),
+    "exposed-float8": Figure(value(_PARALLEL, _ON_TWO | {"fsdp": 1}, "exposed_ms"), "{:.0f}"),
+}
+
+FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER, **_PAUSES, **_MESHES}

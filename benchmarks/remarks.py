@@ -67,8 +67,9 @@ REMARKS = {
     "201 to 250 and 301 to 350 took 9 and 10 s longer than others.",
     "wallclock-nvidia-h200-20261129-3": "Each run had a call and a GPU of its own: ReLU on a host "
     "with one, the sparse run with float8 on one with two, of which the other had benchmarks of "
-    "torch, the others on one with four. In the sparse run without float8, of 2026-11-28, steps "
-    "waited up to 4 s for a plan's program; today none does.",
+    "torch, the others on one with four. SiLU's and the sparse run without float8 are of commit "
+    "34d278b, ReLU's of 6a7dced. In that sparse run steps waited up to 4 s for a plan's program; "
+    "today none does.",
     "training-float8-2b-nvidia-h200-20261129-3": "Two more steps of each row were profiled. "
     "Training and tests ran on the other GPU. The run ended before Qwix.",
     "training-data-parallel-float8-nvidia-h200-20261129": "One micro-batch of 8 x 2048 tokens a "

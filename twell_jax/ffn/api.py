@@ -35,6 +35,7 @@ from twell_jax.ffn.algorithms import Case, Implementation, LayerGradients, Packi
 from twell_jax.ffn.arguments import ALL_OLD_NAMES, MatmulDtype, refuses_old_names
 from twell_jax.ffn.dispatch import Selection
 from twell_jax.ffn.lasso import Windows
+from twell_jax.ffn.numeric import STANDARD
 from twell_jax.ffn.stats import FFNStats
 from twell_jax.ffn.union_lasso import WindowGrid
 from twell_jax.ffn.xla import NO_BIASES, Biases
@@ -175,8 +176,8 @@ def sparse_ffn(
             y, stats = compute(rows, weights, residual_rows)
         return y.reshape(x.shape), stats
 
-    with jax.numpy_dtype_promotion("standard"):  # a stricter rule is for the caller's own code
-        return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
+    compute = STANDARD(partition.left_to_xla)
+    return compute(serve, (call.x, call.residual), weights, call.biases, windows)
 
 
 class Call(NamedTuple):

@@ -184,6 +184,8 @@ def back_end(w: jax.Array | jax.ShapeDtypeStruct) -> tuple[Kernels | None, str |
     Args:
       w: `[H, D]`, any of the block's weights, in the dtype of x.
     """
+    if jax.config.jax_enable_x64:
+        return None, "it has no kernels for jax_enable_x64, with which indices have 64 bits"
     reasons = []
     for kernels in BACK_ENDS:
         why = kernels.unsupported(w)

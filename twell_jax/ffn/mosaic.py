@@ -21,6 +21,7 @@ from pallas_kernels.rectifiers import Rectifier
 from pallas_kernels.weights import Weights
 from twell_jax.ffn import forwards, partition, unions, xla
 from twell_jax.ffn.dense_gradients import with_gate_in_8_bits
+from twell_jax.ffn.numeric import STANDARD
 from twell_jax.ffn.partition import Share
 from twell_jax.ffn.stats import FFNStats, Output
 from twell_jax.ffn.union_lasso import TokenWindows, WindowGrid
@@ -88,7 +89,8 @@ def dense_gradients(
         compute = jax.jit(partition.sequential_unless_few(anywhere, dense, few_under_vmap))
     compute = jax.custom_vjp(compute)
     compute.defvjp(
-        lambda *operands: jax.vjp(dense, *operands), lambda vjp, cotangent: vjp(cotangent)
+        STANDARD(lambda *operands: jax.vjp(dense, *operands)),
+        STANDARD(lambda vjp, cotangent: vjp(cotangent)),
     )
     return compute
 
@@ -123,6 +125,7 @@ def sparse_gradients(
         _OPERANDS,
     )
 
+    @STANDARD
     def forward(x, weights, residual, *offset):
         # Each part of the neurons would add the residual.
         added = residual if partition.devices().neurons == 1 else None
@@ -133,12 +136,12 @@ def sparse_gradients(
         is_there = None if residual is None else ()
         return (y if added is residual else xla.add(residual, y), stats), (*kept, weights, is_there)
 
+    @STANDARD
     def backward(kept, cotangent):
         (residuals, x, weights, is_there), (dy, stats) = kept, cotangent
         # Both are means over tokens.
         penalties = [a / dy.shape[0] for a in (stats.l1, stats.lasso) if a is not None]
-        with jax.numpy_dtype_promotion("standard"):  # as `sparse_ffn` has it for the forward
-            grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
+        grads = backward_on_device(residuals, x, _by_device(weights), dy, *penalties)
         return *grads, None if is_there is None else dy, *(None for _ in the_same)
 
     compute = jax.custom_vjp(

@@ -1,4 +1,4 @@
-"""What counts as a number and as an integer, wherever a caller gives one."""
+"""What counts as a number and as an integer, wherever a caller gives one, and how types mix."""
 
 import math
 from numbers import Integral, Real
@@ -34,3 +34,8 @@ def are_int32(values: Any) -> bool:
     if not np.issubdtype(values.dtype, np.integer):
         return False
     return not values.size or (values.min() >= _INT32.min and values.max() <= _INT32.max)
+
+
+# For functions, as JAX traces gradients when the call is over: a stricter rule is for the caller's
+# own code. In a `with` that is inside another it would stay.
+STANDARD = jax.numpy_dtype_promotion("standard")

@@ -87,7 +87,7 @@ class Residuals:
     @property
     def overflow(self) -> jax.Array:
         """Whether the pattern exceeded the capacity: float32 [], 1 or 0."""
-        return jnp.where(self.fits, 0.0, 1.0)
+        return (~self.fits).astype(jnp.float32)
 
     def way(self, m: int, capacity: float) -> jax.Array:
         """The `Way` for m tokens, int32 []."""

@@ -15,6 +15,7 @@ from jax import lax
 from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
+from twell_jax.ffn.numeric import STANDARD
 from twell_jax.ffn.passes import of_block
 
 type Shape = jax.ShapeDtypeStruct
@@ -22,7 +23,6 @@ type Part = tuple[int, tuple[int, ...]]
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 
 _SMALL = 1 << 20  # elements of what is packed
-_STANDARD = jax.numpy_dtype_promotion("standard")  # as `sparse_ffn` has it
 _ALIGNED = 64  # elements of which each part begins at a multiple, as kernels read 16 bytes or more
 
 
@@ -62,7 +62,7 @@ def programs(
 
 
 @functools.cache
-@_STANDARD
+@STANDARD
 def _programs(
     activation: str,
     gradients: str,
@@ -89,14 +89,14 @@ def _programs(
     def infer(operands: Sequence) -> list:
         return [sparse_ffn(*upright(operands), activation=act, implementation="mosaic")[0]]
 
-    @_STANDARD
+    @STANDARD
     def forward(operands: Sequence) -> list:
         y, stats, kept = passes.forward(*upright(operands))
         l1, *others = jax.tree.leaves(stats)
         small, large = _by_size(jax.tree.leaves(kept))
         return [y, l1, _packed(others, small), *large]
 
-    @_STANDARD
+    @STANDARD
     def backward(
         way: int, operands: Sequence, small: list, large: list, of_y: jax.Array, of_l1: Any
     ) -> list:

@@ -163,5 +163,5 @@ def against_dense_start(steps: Sequence[Record]) -> str | None:
     return (
         f"{now:,.0f} tokens/s with sparse gradients in {sparse_layers(steps[-1])} of "
         f"{len(steps[-1]['nnz'])} layers: {now / was:.2f} times the {was:,.0f} of the dense start, "
-        "beside which their program was compiled"
+        "which may have been timed beside a compilation"
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from twell_jax import SparseMLP, convert, explain, sparse_ffn
+from twell_jax import CannotServe, SparseMLP, convert, explain, sparse_ffn
 from twell_jax.ffn import Windows
 
 X, W = np.ones((5, 4), np.float32), np.ones((6, 4), np.float32)
@@ -120,15 +120,34 @@ def test_gradients_of_another_type_are_refused():
         sparse_ffn(X, W, W, W, gradients=np.ones(2))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradients": "sparse"}, {"implementation": "mosaic"}])
-def test_types_need_not_be_promoted(reference_kernels, options):
+SPARSE = {"gradients": "sparse"}
+LASSO = SPARSE | {"windows": Windows(jnp.int32(0))}
+
+
+@pytest.mark.parametrize("staged", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    "options", [{}, SPARSE, LASSO, {"implementation": "mosaic"}, {"matmul_dtype": "float8"}]
+)
+def test_types_need_not_be_promoted(reference_kernels, options, staged):
     x, w = jnp.ones((300, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
 
     def loss(x, w):
-        y, stats = sparse_ffn(x, w, w, w, **options)
-        return jnp.sum(y, dtype=jnp.float32) + stats.l1
+        y, stats = staged(lambda *operands: sparse_ffn(*operands, **options))(x, w, w, w)
+        more = 0 if stats.lasso is None else stats.lasso
+        return jnp.sum(y, dtype=jnp.float32) + stats.l1 + more
 
     with jax.numpy_dtype_promotion("strict"):
         grads = jax.grad(loss, argnums=(0, 1))(x, w)
+        assert jax.config.jax_numpy_dtype_promotion == "strict"
     for grad, expected in zip(grads, jax.grad(loss, argnums=(0, 1))(x, w), strict=True):
         np.testing.assert_array_equal(grad, expected)
+
+
+def test_with_64_bits_xla_computes(reference_kernels):
+    x, w = jnp.ones((1024, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    with jax.enable_x64(True):
+        assert "jax_enable_x64" in str(explain(x, w, w, w))
+        assert sparse_ffn(x, w, w, w)[0].dtype == jnp.bfloat16
+        with pytest.raises(CannotServe, match="no kernels for jax_enable_x64"):
+            sparse_ffn(x, w, w, w, implementation="mosaic")
+    sparse_ffn(x, w, w, w, implementation="mosaic")

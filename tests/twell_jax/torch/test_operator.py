@@ -134,6 +134,16 @@ def test_statistics_are_those_of_torch(reference_kernels):
     assert 0 < ours.union <= 1 and theirs.union == -1  # which torch does not measure
 
 
+def test_weights_are_transposed_before_all_else(reference_kernels):
+    """XLA would transpose one where it is used, between kernels that overlap."""
+    x, w_gate, w_up, w_down = operands()
+    given = [x, w_gate, w_up, w_down.t().contiguous()]
+    programs = bridge.programs("relu", "sparse", (False, False, False, True), given)
+    traced = programs.infer.trace([memory.to_jax(a) for a in given])
+    first, second, *_ = (str(equation.primitive) for equation in traced.jaxpr.eqns)
+    assert (first, second) == ("transpose", "optimization_barrier")
+
+
 def test_few_programs_serve_all_numbers_of_tokens(reference_kernels):
     tensors = operands(1100)
     dy = torch.ones_like(tensors[0])

@@ -137,7 +137,7 @@ def test_the_end_is_compared_with_the_dense_start():
     log = steps((0, 0), (990, 0), (1000, 0), (1010, 0), (1100, 2), (1390, 3), (1400, 3), (1500, 3))
     assert pace.against_dense_start(log) == (
         "1,400 tokens/s with sparse gradients in 3 of 4 layers: 1.40 times the 1,000 of the dense "
-        "start, beside which their program was compiled"
+        "start, which may have been timed beside a compilation"
     )
 
 

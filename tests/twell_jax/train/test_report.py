@@ -87,7 +87,7 @@ def test_dense_and_sparse_stand_side_by_side():
     assert found["tokens/s in training"] == ["1,000", "1,500"]
     assert found["joules/token in training"] == ["0.75", "0.5"]
     assert found[SCORING] == ["1.00x", "1.40x"]
-    assert "in 2 of 2 layers: 1.50 times the 1,000 of the dense start, beside" in text
+    assert "in 2 of 2 layers: 1.50 times the 1,000 of the dense start, which" in text
     assert "no estimate of decoding one sequence: none of the records tells." in text
     assert "twell_jax.evaluate" not in text
     header, _, *layers = rows(text, "Layers")
