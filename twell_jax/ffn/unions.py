@@ -45,7 +45,7 @@ class Way(enum.IntEnum):
     DENSE_AND_HEAVY = 5  # the same, and for tokens outside the unions besides
 
 
-_FEW = 64  # outside the unions: products of so many take half the time of those of `MAX_HEAVY`
+_FEW = 64  # outside the unions, as of most patterns: `MAX_HEAVY` rows would be padding for them
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ class Residuals:
     heavy_hidden: jax.Array
     window_sums: WindowSums | None = None
 
-    # What follows from these is computed where it is used, by one kernel with what it is used for.
+    # Computed where they are used, by one kernel with what uses them; as fields each would be one.
 
     @property
     def fits(self) -> jax.Array:

@@ -4,12 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.kernels import REFERENCE
 from pallas_kernels.rectifiers import RELU
 from pallas_kernels.weights import Weights
+from tests import seeds
 from tests.errors import ROUNDING, relative_error
 from twell_jax.ffn import dense_gradients, unions
 from twell_jax.ffn.algorithms import CAPACITY
@@ -51,7 +51,7 @@ def test_as_many_heavy_tokens_as_a_tile_has_fit():
     ("heavy", "way"), [(64, unions.Way.SPARSE_AND_FEW), (65, unions.Way.SPARSE_AND_HEAVY)]
 )
 def test_no_heavy_token_is_lost_between_two_ways(heavy, way):
-    rng = np.random.default_rng(0)
+    rng = seeds.rng()
     x, w, dy = (rng.integers(-2, 3, (n, 128)) / 4 for n in (1024, 512, 1024))
     x[:, 0], w[:, 0], x[3 : 3 + 15 * heavy : 15, 0] = -6, 1, 6
     x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in (x, w, dy))
