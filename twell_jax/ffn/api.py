@@ -44,6 +44,7 @@ _VARIABLE = "TWELL_JAX_IMPLEMENTATION"  # for debugging; read when a function is
 
 
 @refuses_old_names(*ALL_OLD_NAMES)
+@STANDARD
 def sparse_ffn(
     x: ArrayLike,
     w_gate: ArrayLike | Quantised | None,
@@ -176,8 +177,7 @@ def sparse_ffn(
             y, stats = compute(rows, weights, residual_rows)
         return y.reshape(x.shape), stats
 
-    compute = STANDARD(partition.left_to_xla)
-    return compute(serve, (call.x, call.residual), weights, call.biases, windows)
+    return partition.left_to_xla(serve, (call.x, call.residual), weights, call.biases, windows)
 
 
 class Call(NamedTuple):
