@@ -72,7 +72,7 @@ def measure(block: Block, tokens: Sequence[int] = TOKENS) -> list[Times]:
     kernels, why = dispatch.back_end(like)
     if kernels is None:
         raise CannotServe.because("twell_jax.measure", str(why))
-    arguments = draw.lower(block, max(tokens))
+    arguments = draw.lower(block, max(tokens), _sets(block))
     with ThreadPoolExecutor(1) as thread:  # as XLA compiles it for seconds
         drawing = thread.submit(lambda: arguments.compile()())
         programs = _programs(kernels, block, tokens, *arguments.out_info)
@@ -112,15 +112,20 @@ def _programs(
     }
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # one program; each operation alone would be compiled
-def draw(block: Block, tokens: int) -> tuple[jax.Array, list[Weights]]:
-    """x, and the weights of the layers that take turns."""
+def _sets(block: Block) -> int:
+    """How many sets of weights take turns."""
+    matrix = block.neurons * block.width * jnp.dtype(block.dtype).itemsize
+    return min(LAYERS, -(-COLD // ((3 if block.gated else 2) * matrix)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))  # one program; each operation alone would be compiled
+def draw(block: Block, tokens: int, sets: int) -> tuple[jax.Array, list[Weights]]:
+    """x, and the weights of so many layers."""
     d, h, dtype = block.width, block.neurons, jnp.dtype(block.dtype)
     key = jax.random.key(0)
     x, gate = patterns.independent(key, "skewed", tokens, d, h, SHARE * h, dtype)
     layers = []
-    size = (3 if block.gated else 2) * h * d * dtype.itemsize
-    for layer in range(min(LAYERS, -(-COLD // size))):
+    for layer in range(sets):
         up, down = jax.random.split(jax.random.fold_in(key, layer))
         w_gate = gate[np.random.default_rng(layer).permutation(h)]  # compiles at once
         w_up, w_down = (
