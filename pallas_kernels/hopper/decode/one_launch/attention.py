@@ -1,11 +1,13 @@
 """Attention of one new token of a sequence to a stage of its stored keys and values.
 
 Each of the eight warps of a block takes 16 of a stage's keys and 64 features of the values, and
-keeps the running softmax of these keys; `finish` adds up what the warps have. The up to eight query
+keeps the running softmax of these keys; `heads` adds up what the warps have. The up to eight query
 heads that share a key/value head are the rows of the products (`mma.sync`), whose lower eight rows
-stay empty.
+stay empty. A head has a multiple of 16 features, up to 256; of those whose number is no power of
+two, some warps have fewer than 64.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -20,13 +22,14 @@ from pallas_kernels.hopper.common import simt
 from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import SCALAR
 from pallas_kernels.hopper.common.simt import const
-from pallas_kernels.hopper.common.tiles import TILED
+from pallas_kernels.hopper.common.tiles import tiled
 from pallas_kernels.hopper.decode.one_launch import lane, memory
 from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 
 _STAGE = 8192  # numbers
 _BLOCK = 64  # features of the values that a warp has
+_KEYS = 16  # that it has
 LEAST = -1e30  # of a score
 
 
@@ -50,9 +53,28 @@ class State(NamedTuple):
         return cls(lane.full(LEAST, jnp.float32), zero, 16 * [zero])
 
 
+def room_of(size: int) -> int:
+    """The features that a head of `size` features takes of warps and lanes: 64, 128 or 256."""
+    return max(_BLOCK, 1 << (size - 1).bit_length())
+
+
 def keys_of_stage(size: int) -> int:
     """How many keys of so many features a stage has."""
-    return _STAGE // size
+    return _STAGE // room_of(size)
+
+
+def key_tiles(size: int) -> int:
+    """How many warps share a stage's keys; as many others have further features of the values."""
+    return keys_of_stage(size) // _KEYS
+
+
+def transforms(size: int) -> tuple:
+    """Of a stage of keys or values in SMEM."""
+    return tiled(jnp.bfloat16, _tile_columns(size))
+
+
+def _tile_columns(size: int) -> int:
+    return math.gcd(size, _BLOCK)
 
 
 def queries(q_smem, size: int) -> list[jax.Array]:
@@ -78,21 +100,21 @@ def attend(
     """The state after a stage.
 
     Args:
-      k_ref, v_ref: SMEM, bfloat16 `[keys, size]`, with transforms `TILED`.
+      k_ref, v_ref: SMEM, bfloat16 `[keys, size]`, with `transforms`.
       q: of `queries`.
       state: before.
       start, left: int32 scalars, the stage's first key that is attended to, and the one behind the
         last; others may hold anything.
       wg: int32 scalar, the warpgroup.
-      size: of a head, 64 or 128.
+      size: of a head.
     """
     f32 = lane.struct(jnp.float32)
     types = (WORD, WORD, 16 * [WORD])
 
     @plgpu.inline_mgpu(
         arg_types=(
-            plgpu.RefType(TILED),
-            plgpu.RefType(TILED),
+            plgpu.RefType(transforms(size)),
+            plgpu.RefType(transforms(size)),
             len(q) * [WORD],
             *types,
             SCALAR,
@@ -104,9 +126,9 @@ def attend(
     def step(_, k, v, q, top, total, values, start, left, wg):
         number, warp = simt.lane_and_warp()
         warp = arith.addi(warp, arith.muli(lane.scalar(wg), const(4)))
-        key_tiles = 512 // size
-        first = arith.muli(arith.andi(warp, const(key_tiles - 1)), const(16))
-        block = arith.divui(warp, const(key_tiles))
+        tiles = key_tiles(size)
+        first = arith.muli(arith.andi(warp, const(tiles - 1)), const(_KEYS))
+        block = arith.divui(warp, const(tiles))
         # Of this warp's; they may be less than none.
         start, left = (arith.subi(lane.scalar(one), first) for one in (start, left))
         q = [lane.word(one) for one in q]
@@ -135,18 +157,16 @@ def _scores(k, q, first, number, size):
     """Of this lane's head: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9 for its place c in the quad."""
     row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
     totals = [[_constant(0.0)] * 2, [_constant(0.0)] * 2]
+    last = const(size // 8 - 1)
     for tile in range(2):  # of eight keys
         key = arith.addi(first, const(8 * tile))
         eighth = arith.shrui(key, const(3))
-        for step in range(0, size // 16, 2):
-            chunk = arith.addi(part, const(2 * step))  # four chunks of eight features
-            place = arith.xori(arith.andi(chunk, const(7)), row)
-            of_tile = arith.addi(
-                arith.muli(eighth, const(size // 64)), arith.shrui(chunk, const(3))
-            )
-            offset = arith.addi(arith.muli(of_tile, const(1024)), arith.muli(row, const(128)))
-            offset = arith.addi(offset, arith.muli(place, const(16)))
-            words = q[2 * step : 2 * step + 4]
+        for step in range(0, size // 8, 4):
+            chunk = arith.addi(part, const(step))  # four chunks of eight features
+            words = q[step : step + 4]
+            if len(words) < 4:  # of two further ones: the queries have zeros there
+                chunk = arith.minui(chunk, last)
+                words += 2 * [const(0)]
             totals[tile] = ptx(
                 """{.reg .b32 b<4>, zero; .reg .f32 c, d, e, f, none; mov.b32 zero, 0;
                 mov.f32 none, 0f00000000;
@@ -156,7 +176,7 @@ def _scores(k, q, first, number, size):
                 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
                 {c, d, e, f}, {$5, zero, $6, zero}, {b2, b3}, {c, d, none, none};
                 mov.f32 $0, c; mov.f32 $1, d;}""",
-                arith.addi(simt.smem_address(k), offset),
+                _address(k, eighth, row, chunk, size),
                 *words,
                 *totals[tile],
                 result_types=[ir.F32Type.get()] * 2,
@@ -194,12 +214,12 @@ def _add_values(v, p, values, is_key, first, block, number, size):
     row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
     below, right = arith.andi(part, const(1)), arith.shrui(part, const(1))
     eighth = arith.addi(arith.shrui(first, const(3)), below)
-    of_tile = arith.addi(arith.muli(eighth, const(size // 64)), block)
-    base = arith.addi(simt.smem_address(v), arith.muli(of_tile, const(1024)))
-    base = arith.addi(base, arith.muli(row, const(128)))
+    of_block = arith.addi(arith.muli(block, const(_BLOCK // 8)), right)
     found = []
-    for step in range(0, 8, 2):  # two tiles of eight features
-        place = arith.xori(arith.addi(right, const(step)), row)
+    for step in range(0, _BLOCK // 8, 2):  # two chunks of eight features
+        chunk = arith.addi(of_block, const(step))
+        if size % _BLOCK:  # nobody reads what further chunks get
+            chunk = arith.minui(chunk, const(size // 8 - 1))
         # What no key has may be NaN, which 0 would not take away.
         found += ptx(
             """{.reg .b32 b<4>, zero; .reg .f32 c, d, e, f, none; mov.b32 zero, 0;
@@ -214,7 +234,7 @@ def _add_values(v, p, values, is_key, first, block, number, size):
             {g, h, e, f}, {$5, zero, $6, zero}, {b0, b1}, {$11, $12, none, none};
             mov.f32 $2, g; mov.f32 $3, h;}
             mov.f32 $0, c; mov.f32 $1, d;}""",
-            arith.addi(base, arith.muli(place, const(16))),
+            _address(v, eighth, row, chunk, size),
             low,
             high,
             *masks,
@@ -226,26 +246,39 @@ def _add_values(v, p, values, is_key, first, block, number, size):
     return found
 
 
+def _address(ref, eighth, row, chunk, size) -> ir.Value:
+    """Where eight features of a key lie, 16 bytes: those of the chunk, of a row of eight."""
+    columns = _tile_columns(size)
+    chunks = columns // 8  # of a row of a tile
+    tile = arith.addi(arith.muli(eighth, const(size // columns)), arith.divui(chunk, const(chunks)))
+    # 128 bytes lie together: a row, or two or four rows of a narrow tile.
+    turned = arith.andi(arith.divui(row, const(8 // chunks)), const(chunks - 1))
+    place = arith.xori(arith.remui(chunk, const(chunks)), turned)
+    offset = arith.addi(arith.muli(tile, const(16 * columns)), arith.muli(row, const(2 * columns)))
+    offset = arith.addi(offset, arith.muli(place, const(16)))
+    return arith.addi(simt.smem_address(ref), offset)
+
+
 @attend.in_jax
 def _attend(k_ref, v_ref, q, state, start, left, wg, *, size):
-    key_tiles = 512 // size
-    k, v = k_ref[...].astype(jnp.float32), v_ref[...]
+    tiles, more = key_tiles(size), room_of(size) - size
+    k, v = k_ref[...].astype(jnp.float32), jnp.pad(v_ref[...], ((0, 0), (0, more)))
     found = []
     for warp in range(4):
         of_lanes = slice(32 * warp, 32 * warp + 32)
         words = jnp.stack([one[of_lanes].reshape(8, 4) for one in q], 1)  # heads, steps, quads
         queries = jnp.stack(lane.unpack(words), -1).reshape(8, size)
         number = warp + 4 * wg
-        first, block = (number % key_tiles) * 16, number // key_tiles
-        keys = lax.dynamic_slice_in_dim(k, first, 16)
-        is_key = (first + jnp.arange(16) < left) & (first + jnp.arange(16) >= start)
+        first, block = (number % tiles) * _KEYS, number // tiles
+        keys = lax.dynamic_slice_in_dim(k, first, _KEYS)
+        is_key = (first + jnp.arange(_KEYS) < left) & (first + jnp.arange(_KEYS) >= start)
         scores = jnp.where(is_key, queries @ keys.T * (LOG2_E / size**0.5), LEAST)
         top, total = (one[of_lanes].reshape(8, 4) for one in state[:2])
         new = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         shrink = jnp.exp2(top - new)
         p = jnp.where(is_key, jnp.exp2(scores - new[:, :1]), 0)
         of_quad = p.reshape(8, 2, 4, 2).sum(axis=(1, 3))
-        mine = lax.dynamic_slice(v, (first, block * _BLOCK), (16, _BLOCK))
+        mine = lax.dynamic_slice(v, (first, block * _BLOCK), (_KEYS, _BLOCK))
         mine = jnp.where(is_key[:, None], mine, 0).astype(jnp.float32)
         o = p.astype(jnp.bfloat16).astype(jnp.float32) @ mine
         o = o.reshape(8, 8, 4, 2).transpose(0, 2, 1, 3).reshape(32, 16)

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import TILED, tiled
+from pallas_kernels.hopper.decode.one_launch.attention import transforms
 from pallas_kernels.hopper.decode.one_launch.block import Operands, RowScales
 from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
 from pallas_kernels.hopper.decode.one_launch.kernel import kernel
@@ -80,8 +81,8 @@ def decode_layers(
         they give, so those in bfloat16 are transposed first. That copies nothing if they lie so in
         memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them. `heads * size` is at least
         what D is, H a multiple of 64 and at least 16 times the number of SMs. All neurons are live.
-      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values. A head has 64
-        or 128 features.
+      k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values. The size is a
+        multiple of 16, up to 256.
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
         i and i + n of a head are rotated.
@@ -202,7 +203,11 @@ def _scratch(shape: Shape) -> dict:
         "ring": plgpu.RefUnion(
             smem((shape.slots, ROWS, 2 * STAGE_WORDS), jnp.bfloat16, transforms=TILED),
             smem((shape.slots, ROWS, 4 * STAGE_WORDS), E4M3, transforms=tiled(E4M3)),
-            smem((shape.slots, shape.keys, shape.size), jnp.bfloat16, transforms=TILED),
+            smem(
+                (shape.slots, shape.keys, shape.size),
+                jnp.bfloat16,
+                transforms=transforms(shape.size),
+            ),
             smem((shape.slots, DOWN_ROWS, DOWN_COLUMNS), jnp.bfloat16, transforms=TILED),
         ),
         "full": plgpu.Barrier(num_arrivals=1, num_barriers=shape.slots),

@@ -3,6 +3,9 @@
 The first split takes what the others attend to, and adds it to its own and to the new token.
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -10,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decode.one_launch import attention, exchange, lane, memory
 from pallas_kernels.hopper.decode.one_launch.block import Block, Unit
-from pallas_kernels.hopper.decode.one_launch.lane import LANES
+from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
+from pallas_kernels.hopper.decode.one_launch.norms import sum_of_squares
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
-from pallas_kernels.hopper.decode.one_launch.shape import UNITS
+from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
 
 
 def attend(block: Block, layer, exchange_number, number, eps: float):
@@ -59,80 +63,117 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
     """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
 
     All splits have the query, and the first one the others. A lane has two features of a vector and
-    their partners, or four that are not rotated.
+    their partners, or four that are not rotated; in a vector of 256, twice as many.
     """
-    shape, refs, smem = block.shape, block.refs, block.smem
-    quarter, vectors = shape.size // 4, jnp.where(of.split == 0, shape.group + 2, shape.group)
-    for start in range(0, (shape.group + 2) * quarter, 2 * LANES):
+    shape = block.shape
+    lanes = min(attention.room_of(shape.size) // 4, WARP)  # of a vector
+    vectors = jnp.where(of.split == 0, shape.group + 2, shape.group)
+    for start in range(0, (shape.group + 2) * lanes, 2 * LANES):
         index = block.thread() + start
-        shift = quarter.bit_length() - 1
-        vector, j = index >> shift, index & (quarter - 1)
-        is_there = vector < vectors
+        vector, first = index >> (lanes.bit_length() - 1), index & (lanes - 1)
+        is_its = vector < vectors
         is_key, is_value = vector == shape.group, vector == shape.group + 1
         of_query = of.head * shape.group + vector
         stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + of.head
         of_all = jnp.where(is_key | is_value, stored, of_query)
         place = of.sequence * (shape.projected // 2) + of_all * (shape.size // 2)
-        turned = shape.rotated // 4  # lanes
-        is_turned = j < turned
-        words = jnp.where(is_turned, j, j + turned), j + jnp.where(is_turned, turned, quarter)
-        places = [jnp.where(is_there, place + word, -1) for word in words]
-        turn = of.sequence * (shape.rotated // 2) + 2 * j
-        turn = jnp.where(is_there & is_turned, turn, -1)
-        cos, sin = (
-            [lax.bitcast_convert_type(one, jnp.float32) for one in memory.load(table, turn, 2)]
-            for table in refs.rope
-        )
-        scales = _scales_of_heads(block, layer, is_key, is_there, words)
-        a, b = exchange.take(refs.words, exchange_number, places)
-        x, y = (a, b) if scales is None else _normed(a, b, scales, shape.size, eps)
-        (a0, a1), (b0, b1) = lane.unpack(x), lane.unpack(y)
-        low = lane.pack(a0 * cos[0] - b0 * sin[0], a1 * cos[1] - b1 * sin[1])
-        high = lane.pack(b0 * cos[0] + a0 * sin[0], b1 * cos[1] + a1 * sin[1])
-        low, high = jnp.where(is_turned, low, x), jnp.where(is_turned, high, y)
-        low, high = jnp.where(is_value, a, low), jnp.where(is_value, b, high)
-        row = vector * (shape.size // 2 + 4)
-        for at, word in zip(words, (low, high), strict=True):
-            memory.scatter(smem["q"], jnp.where(is_there, row + at, -1), word)
-            for cache, is_its in ((refs.k, is_key), (refs.v, is_value)):
-                slot = cache.at[layer, of.stored, of.length, of.head]
-                memory.store(slot, jnp.where(is_its & is_there, at, -1), word)
+        pairs = [_pair(shape, is_its, first + more) for more in range(0, shape.size // 4, lanes)]
+        words = [word for pair in pairs for word in pair.words]
+        scales = _scales_of_heads(block, layer, is_key, words)
+        places = [jnp.where(word < 0, -1, place + word) for word in words]
+        turns = [_turn(block, of, pair) for pair in pairs]
+        given = exchange.take(block.refs.words, exchange_number, places)
+        normed = given if scales is None else _normed(given, scales, lanes, shape.size, eps)
+        rotated = [
+            word
+            for i, (pair, turn) in enumerate(zip(pairs, turns, strict=True))
+            for word in _rotated(pair, turn, *normed[2 * i : 2 * i + 2])
+        ]
+        for at, a, word in zip(words, given, rotated, strict=True):
+            _keep(block, layer, of, (vector, is_key, is_value), at, jnp.where(is_value, a, word))
 
 
-def _scales_of_heads(block: Block, layer, is_key, is_there, places):
+class _Pair(NamedTuple):
+    """Two words of a vector, which are rotated together if at all.
+
+    Attributes:
+      j: their number.
+      words: their places in the vector; negative if there are none.
+      is_turned: whether they are rotated.
+    """
+
+    j: jax.Array
+    words: list[jax.Array]
+    is_turned: jax.Array
+
+
+def _pair(shape: Shape, is_its, j) -> _Pair:
+    quarter, turned = shape.size // 4, shape.rotated // 4
+    is_turned = j < turned
+    words = jnp.where(is_turned, j, j + turned), j + jnp.where(is_turned, turned, quarter)
+    is_there = is_its & (j < quarter)
+    return _Pair(j, [jnp.where(is_there, word, -1) for word in words], is_turned)
+
+
+def _turn(block: Block, of: Unit, pair: _Pair):
+    """Cosines and sines of a lane's two angles."""
+    place = of.sequence * (block.shape.rotated // 2) + 2 * pair.j
+    place = jnp.where((pair.words[0] >= 0) & pair.is_turned, place, -1)
+    return [
+        [lax.bitcast_convert_type(one, jnp.float32) for one in memory.load(table, place, 2)]
+        for table in block.refs.rope
+    ]
+
+
+def _rotated(pair: _Pair, turn, x, y):
+    (a0, a1), (b0, b1) = lane.unpack(x), lane.unpack(y)
+    cos, sin = turn
+    low = lane.pack(a0 * cos[0] - b0 * sin[0], a1 * cos[1] - b1 * sin[1])
+    high = lane.pack(b0 * cos[0] + a0 * sin[0], b1 * cos[1] + a1 * sin[1])
+    return jnp.where(pair.is_turned, low, x), jnp.where(pair.is_turned, high, y)
+
+
+def _keep(block: Block, layer, of: Unit, which, at, word) -> None:
+    """Stores a word of a vector to `q`, and of a key or value also to the cache."""
+    vector, *are = which
+    row = vector * (block.shape.size // 2 + 4)
+    memory.scatter(block.smem["q"], jnp.where(at < 0, -1, row + at), word)
+    for cache, is_its in zip((block.refs.k, block.refs.v), are, strict=True):
+        slot = cache.at[layer, of.stored, of.length, of.head]
+        memory.store(slot, jnp.where(is_its, at, -1), word)
+
+
+def _scales_of_heads(block: Block, layer, is_key, places):
     """The scales of the norm of a lane's features, or None if there is no such norm."""
     if block.refs.head_scales is None:
         return None
     of_query, of_key = (
-        [memory.load(scale.at[layer], jnp.where(is_there, place, -1))[0] for place in places]
+        [memory.load(scale.at[layer], place)[0] for place in places]
         for scale in block.refs.head_scales
     )
     return [jnp.where(is_key, k, q) for q, k in zip(of_query, of_key, strict=True)]
 
 
-def _normed(a, b, scales, size: int, eps: float):
-    """Two words of a head whose others lie in the neighbouring lanes, behind its RMS norm."""
-    halves = lane.unpack(a), lane.unpack(b)
-    (a0, a1), (b0, b1) = halves
-    squares = lane.sum_of(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, size // 4)
+def _normed(words, scales, lanes: int, size: int, eps: float):
+    """Words of a head whose others lie in so many neighbouring lanes, behind its RMS norm."""
+    squares = lane.sum_of(sum_of_squares(words), lanes)
     factor = lax.rsqrt(squares / size + eps)
-    return [
-        lane.pack(low * factor * by[0], high * factor * by[1])
-        for (low, high), by in zip(halves, map(lane.unpack, scales), strict=True)
-    ]
+    pairs = zip(map(lane.unpack, words), map(lane.unpack, scales), strict=True)
+    return [lane.pack(low * factor * by[0], high * factor * by[1]) for (low, high), by in pairs]
 
 
 def put_state(block: Block, state: attention.State) -> None:
     """Stores what each warp knows."""
     shape, smem, thread = block.shape, block.smem, block.thread()
-    key_tiles = 512 // shape.size
+    tiles = attention.key_tiles(shape.size)
     warp, head, quad = thread >> 5, (thread >> 2) & 7, thread & 3
-    tile, features = warp & (key_tiles - 1), (warp >> (key_tiles.bit_length() - 1)) * 64
+    tile, features = warp & (tiles - 1), (warp >> (tiles.bit_length() - 1)) * 64
     is_there = head < shape.group
     row = tile * shape.group + head
     for i, value in enumerate(state.values):
         feature = features + 8 * (i // 2) + 2 * quad + i % 2
-        memory.scatter(smem["values"], jnp.where(is_there, row * shape.size + feature, -1), value)
+        has = is_there if shape.size % 64 == 0 else is_there & (feature < shape.size)
+        memory.scatter(smem["values"], jnp.where(has, row * shape.size + feature, -1), value)
     total = lane.sum_of(state.total, 4)
     is_one = is_there & (quad == 0) & (features == 0)
     for i, value in enumerate((state.top, total)):
@@ -146,18 +187,19 @@ def post_split(block: Block, exchange_number, of: Unit) -> None:
     `[splits - 1, group, size]`, and then their tops and totals, `[splits - 1, group, 2]`.
     """
     shape = block.shape
-    size, before = shape.size, (of.split - 1) * shape.group
+    size, room = shape.size, attention.room_of(shape.size)
+    before, states = (of.split - 1) * shape.group, attention.key_tiles(size)
     values = _first_word(block, of)
     tops = values + (shape.key_splits - 1) * shape.group * size
-    for start in range(0, shape.group * size, 2 * LANES):
+    for start in range(0, shape.group * room, 2 * LANES):
         index = block.thread() + start
-        is_there = index < shape.group * size
-        own, feature = index >> (size.bit_length() - 1), index & (size - 1)
-        row, states = jnp.where(is_there, own, 0), 512 // size
+        own, feature = index >> (room.bit_length() - 1), index & (room - 1)
+        is_there = (own < shape.group) & (feature < size)
+        row, feature = (jnp.where(is_there, one, 0) for one in (own, feature))
         least = lane.full(attention.LEAST, jnp.float32)
         top, total, factors = _merged(block, row, states, least)
         value = _sum_of_states(block, factors, row * size + feature)
-        place = jnp.where(is_there, values + before * size + index, -1)
+        place = jnp.where(is_there, values + (before + own) * size + feature, -1)
         of_top = jnp.where(is_there & (feature < 2), tops + 2 * (before + own) + feature, -1)
         for places, number in ((place, value), (of_top, jnp.where(feature == 0, top, total))):
             bits = lax.bitcast_convert_type(number, jnp.int32)
@@ -168,7 +210,7 @@ def take_splits(block: Block, exchange_number, of: Unit) -> None:
     """Takes what the other splits have, as further rows of what this block's warps have."""
     shape, smem = block.shape, block.smem
     first, many = _first_word(block, of), shape.merged_words
-    own = 512 // shape.size * shape.group  # rows
+    own = attention.key_tiles(shape.size) * shape.group  # rows
     values = (shape.key_splits - 1) * shape.group * shape.size
     indices = [block.thread() + start for start in range(0, many, 2 * LANES)]
     places = [jnp.where(index < many, first + index, -1) for index in indices]
@@ -218,18 +260,21 @@ def add_new(block: Block, exchange_number, of: Unit) -> None:
     own, number = thread >> 5, thread & 31
     is_there = own < shape.group
     mine = jnp.where(is_there, own, 0)
-    pairs = [number + 32 * i for i in range(shape.size // 64)]
+    pairs = [number + WARP * i for i in range(-(-shape.size // (2 * WARP)))]
+    last = shape.size // 2 - 1
+    are_there = [True if shape.size % (2 * WARP) == 0 else pair <= last for pair in pairs]
+    pairs = [jnp.minimum(pair, last) for pair in pairs]
     key, value = ([memory.gather(smem["q"], r * words + pair) for pair in pairs]
                   for r in (shape.group, shape.group + 1))  # fmt: skip
     score = lane.full(0.0, jnp.float32)
-    for pair, word in zip(pairs, key, strict=True):
+    for pair, word, has in zip(pairs, key, are_there, strict=True):
         q, k = lane.unpack(memory.gather(smem["q"], mine * words + pair)), lane.unpack(word)
-        score += q[0] * k[0] + q[1] * k[1]
+        score += jnp.where(has, q[0] * k[0] + q[1] * k[1], 0.0)
     score = lane.sum_of(score) * (LOG2_E / shape.size**0.5)
     top, total, factors = _merged(block, mine, states, score)
     factor = lane.exp2(score - top)
     total += factor
-    for pair, word in zip(pairs, value, strict=True):
+    for pair, word, has in zip(pairs, value, are_there, strict=True):
         at = mine * shape.size + 2 * pair
         sums = [
             factor * half + _sum_of_states(block, factors, at + i)
@@ -237,6 +282,6 @@ def add_new(block: Block, exchange_number, of: Unit) -> None:
         ]
         head = of.head * shape.group + own
         place = of.sequence * (shape.attended // 2) + head * (shape.size // 2)
-        places = jnp.where(is_there, place + pair, -1)
+        places = jnp.where(is_there & has, place + pair, -1)
         packed = lane.pack(sums[0] / total, sums[1] / total)
         exchange.post(block.refs.words, exchange_number, places, packed)

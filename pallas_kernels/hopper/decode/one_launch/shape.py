@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from pallas_kernels.hopper.decode.one_launch import plan
-from pallas_kernels.hopper.decode.one_launch.attention import keys_of_stage
+from pallas_kernels.hopper.decode.one_launch.attention import key_tiles, keys_of_stage
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
 from pallas_kernels.rectifiers import Rectifier
@@ -186,7 +186,7 @@ class Shape:
 
         "columns" lie where "parts" do: when they are there, nobody has or wants these.
         """
-        states = 512 // self.size + self.key_splits - 1  # of key tiles, and of the other splits
+        states = key_tiles(self.size) + self.key_splits - 1  # and of the other splits
         found = {
             "x": ((self.batch, self.row_words), "int32"),
             "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),

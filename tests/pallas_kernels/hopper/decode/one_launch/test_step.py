@@ -37,6 +37,9 @@ LARGE = {
         2, 3, 1024, 3072, 16, 8, 128, 4096, lengths=(0, 65, 3000), has_head_norms=True
     ),
     "Qwen3-0.6B, most splits": Case(2, 1, 1024, 3072, 16, 8, 128, 4096, lengths=(1111,)),
+    "granite-3b-code": Case(2, 3, 2560, 10240, 32, 32, 80, 1024, is_sparse=False, rectifier=None),
+    "heads of 96 features": Case(2, 1, 3072, 8192, 32, 8, 96, 1024, offset=2.87, has_head_norms=True),
+    "heads of 256 features": Case(2, 5, 2048, 8192, 8, 1, 256, 1024, has_head_norms=True),
     "Minitron-4B": Case(
         2, 8, 3072, 9216, 24, 8, 128, 1024, offset=2.87, gated=False,
         rectifier=Rectifier(squared=True), rotated=64, has_layer_norms=True,
@@ -111,6 +114,11 @@ def assert_matches(got, operands, case):
             residual_scale=0.22,
         ),
         SMALL._replace(rotated=16),
+        SMALL._replace(size=80, rotated=40, capacity=256, lengths=(150,)),
+        SMALL._replace(kv_heads=1, size=96, capacity=256, lengths=(150,), has_head_norms=True),
+        SMALL._replace(
+            heads=2, kv_heads=1, size=256, batch=2, has_head_norms=True, is_sparse=False
+        ),
         SMALL._replace(layers=2, batch=6, has_layer_norms=True),
         SMALL._replace(batch=2, width=576, has_layer_norms=True, is_sparse=False, in_8_bits="mlp"),
         SMALL._replace(batch=9, kv_heads=1),  # two launches
