@@ -22,6 +22,8 @@ class Layers(NamedTuple):
         which is the next layer's first or the last of the model.
       head_scales: of the norms of each query's and each key's head, `[L, head_dim]` each, or None.
       norm_biases: like `scales`, where the norms are layer norms; None where they are RMS norms.
+      inner_biases: of `mlp.inner`, `[L, H]` each, or None.
+      down_bias: `[L, D]`, or None.
     """
 
     qkv: tuple[Operand, ...]
@@ -32,3 +34,5 @@ class Layers(NamedTuple):
     scales: tuple[jax.Array, jax.Array]
     head_scales: tuple[jax.Array, jax.Array] | None = None
     norm_biases: tuple[jax.Array, jax.Array] | None = None
+    inner_biases: tuple[jax.Array, ...] | None = None
+    down_bias: jax.Array | None = None

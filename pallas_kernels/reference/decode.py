@@ -38,10 +38,13 @@ def few_tokens_ffn(x, weights, rectifier=RELU):
 def project(stream, weights, layer, *, k_axis, eps, bias=None, dtype=None):
     """Rounds once, at the end."""
     y = jnp.concatenate([product(stream.scaled, w, layer, k_axis) for w in weights], axis=1)
-    y *= stream.inverse_rms(eps)
-    if bias is not None:
-        y += bias[layer[0]].astype(jnp.float32)
+    y = _plus(y * stream.inverse_rms(eps), bias, layer)
     return y.astype(dtype or stream.x.dtype)
+
+
+def _plus(y: jax.Array, bias: jax.Array | None, layer: jax.Array) -> jax.Array:
+    """With the bias of a layer, if there is one."""
+    return y if bias is None else y + bias[layer[0]].astype(jnp.float32)
 
 
 def hidden(
@@ -52,10 +55,14 @@ def hidden(
     eps: float,
     rectifier: Rectifier | None,
     live: jax.Array | None = None,
+    biases: tuple[jax.Array, ...] | None = None,
 ) -> jax.Array:
     """Rounds once, at the end."""
     inverse_rms = stream.inverse_rms(eps)
-    g, *up = (product(stream.scaled, w, layer, 2) * inverse_rms for w in weights)
+    g, *up = (
+        _plus(product(stream.scaled, w, layer, 2) * inverse_rms, bias, layer)
+        for w, bias in zip(weights, biases or len(weights) * (None,), strict=True)
+    )
     h = jax.nn.silu(g) if rectifier is None else rectifier.gate(g, stream.x.dtype)
     for u in up:
         h *= u if rectifier is None else rectifier.linear(u)
@@ -73,9 +80,7 @@ def add_product(
     residual_scale: float = 1.0,
 ) -> Stream:
     """Rounds the sum of stream and product, which is scaled, once."""
-    y = product(h, weight, layer, 1)
-    if bias is not None:
-        y += bias[layer[0]].astype(jnp.float32)
+    y = _plus(product(h, weight, layer, 1), bias, layer)
     y = x.astype(jnp.float32) + residual_scale * y
     # XLA drops a conversion that is taken back: `squares` would be of a sum that was not rounded.
     dtype = jnp.finfo(x.dtype)
@@ -157,10 +162,17 @@ def _rotate(x, rope):
 
 
 def gate(
-    stream: Stream, mlp: Weights, layer: jax.Array, rectifier: Rectifier, *, eps: float
+    stream: Stream,
+    mlp: Weights,
+    layer: jax.Array,
+    rectifier: Rectifier,
+    *,
+    eps: float,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """The gate of a sparse block, `[M, H]`; where its product is -inf it is -0.0, not ignored."""
     before = product(stream.scaled, mlp.activated, layer, 2) * stream.inverse_rms(eps)
+    before = _plus(before, bias, layer)
     g = jnp.where(before == -jnp.inf, -0.0, rectifier.gate(before, stream.x.dtype))
     return of_live(g.astype(stream.x.dtype), mlp.live, layer)
 
@@ -175,15 +187,22 @@ def add_ffn(
     *,
     eps: float,
     residual_scale: float = 1.0,
+    biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> Stream:
-    """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0."""
+    """Computes up for all neurons, and ignores it where the gate is 0, but not where it is -0.
+
+    `biases` are those of up, with a gate, and of down.
+    """
     h = gate
     if mlp.linear is not None:
-        up = project(stream, (mlp.linear,), layer, k_axis=2, eps=eps, dtype=jnp.float32)
+        of = dict(k_axis=2, eps=eps, dtype=jnp.float32)
+        up = project(stream, (mlp.linear,), layer, bias=biases[0], **of)
         h = gate.astype(jnp.float32) * rectifier.linear(up)
         h = jnp.where((gate != 0) | jnp.signbit(gate), h, 0.0)
     h = h.astype(gate.dtype)
-    return add_product(h, mlp.down, layer, stream.x, scale, residual_scale=residual_scale)
+    return add_product(
+        h, mlp.down, layer, stream.x, scale, bias=biases[1], residual_scale=residual_scale
+    )
 
 
 def has_room(
@@ -235,12 +254,15 @@ def _layer(
         attended, layers.out, number, stream.x, before, bias=layers.out_bias, **scaled
     )
     stream = _in_front_of(stream, layers, 0, number, eps)
+    inner, down = layers.inner_biases or len(mlp.inner) * (None,), layers.down_bias
     if is_sparse:
-        g = gate(stream, mlp, number, rectifier, eps=eps)
-        stream = add_ffn(g, stream, mlp, number, after, rectifier, eps=eps, **scaled)
+        g = gate(stream, mlp, number, rectifier, eps=eps, bias=inner[0])
+        biases = inner[-1], down
+        stream = add_ffn(g, stream, mlp, number, after, rectifier, eps=eps, biases=biases, **scaled)
     else:
-        h = hidden(stream, mlp.inner, number, eps=eps, rectifier=rectifier, live=mlp.live)
-        stream = add_product(h, mlp.down, number, stream.x, after, **scaled)
+        of = dict(eps=eps, rectifier=rectifier, live=mlp.live, biases=inner)
+        h = hidden(stream, mlp.inner, number, **of)
+        stream = add_product(h, mlp.down, number, stream.x, after, bias=down, **scaled)
     return _in_front_of(stream, layers, 1, number, eps)
 
 

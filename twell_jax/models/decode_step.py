@@ -85,6 +85,7 @@ def _layers(model: Transformer) -> tuple[Layers, list[jax.Array]]:
     attention, mlp = model.blocks.attention, model.blocks.mlp
     qkv = attention.query, attention.key, attention.value
     biases = [_array(p.bias) for p in (*qkv, attention.out)] if model.config.attention_bias else []
+    inner_biases = (mlp.b_gate, mlp.b_up) if model.config.gated else (mlp.b_up,)
     names = ("scale", "bias") if model.config.norm == "layer" else ("scale",)
     scales, *norm_biases = (_of_norms(model, name) for name in names)
     return Layers(
@@ -101,6 +102,8 @@ def _layers(model: Transformer) -> tuple[Layers, list[jax.Array]]:
         scales=scales[1:],
         head_scales=_head_scales(attention),
         norm_biases=norm_biases[0][1:] if norm_biases else None,
+        inner_biases=tuple(map(_array, inner_biases)) if model.config.mlp_bias else None,
+        down_bias=_array(mlp.b_down) if model.config.mlp_bias else None,
     ), [first[0] for first, *_ in (scales, *norm_biases)]
 
 

@@ -145,12 +145,6 @@ def _unsupported(
     size = config.head_dim
     # Every key of the model that changes what is computed must be known to a kernel or be here, or
     # in `_unsupported_by_chain`.
-    unknown = _those_true(
-        {
-            "biases of the feed-forward blocks": config.mlp_bias,
-            "a w_down of 8-bit weights": "down" in quantised,
-        }
-    )
     inner = ("gate", "up") if config.gated else ("up",)
     mixed = [
         together
@@ -168,13 +162,14 @@ def _unsupported(
             f"it serves up to {MAX_FEW_TOKENS} sequences in a cache whose capacity is a "
             f"multiple of 8, got {batch} and {capacity}"
         )
-    if size not in (64, 128) or config.heads > 8 * config.num_kv_heads:
+    if size % 16 or size > 256 or config.heads > 8 * config.num_kv_heads:
         return (
-            "heads must have 64 or 128 features, and at most 8 may share a key/value head, got "
-            f"{size}, and {config.heads} heads for {config.num_kv_heads}"
+            "the features of a head must be a multiple of 16, up to 256, and at most 8 heads may "
+            f"share a key/value head, got {size}, and {config.heads} heads for "
+            f"{config.num_kv_heads}"
         )
-    if unknown:
-        return f"it has no kernels for {' and '.join(unknown)}"
+    if "down" in quantised:
+        return "it has no kernels for a w_down of 8-bit weights"
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
     if _in_one_launch(kernels, config, quantised, batch, capacity):
@@ -194,6 +189,8 @@ def _unsupported_by_chain(
             "a rotation of some features of a head alone": config.rotary_size != config.head_dim,
             "a scale of the residual stream": config.residual_scale != 1,
             "8-bit weights without a gate": "up" in quantised and not config.gated,
+            "biases of the feed-forward blocks": config.mlp_bias,
+            "heads of other than 64 or 128 features": config.head_dim not in (64, 128),
         }
     )
     if d_model % 1024 or attended % 256 or d_ff % 256:

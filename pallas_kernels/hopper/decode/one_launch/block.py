@@ -38,13 +38,21 @@ def _meet(together):
     plgpu.barrier_wait(together)
 
 
-class RowScales(NamedTuple):
-    """See `Operands.row_scales`."""
+class OfRows(NamedTuple):
+    """What rows of the matrices are multiplied with, or what is added to them; None: nothing.
+
+    Attributes:
+      qkv: of query, key and value together, `[L, sum of N]`.
+      out, down: `[L, D]`.
+      activated: of each of `Operands.activated`, `[L, H]`.
+      up: `[L, H]`.
+    """
 
     qkv: Any
     out: Any
     activated: tuple
     up: Any
+    down: Any
 
 
 class Operands(NamedTuple):
@@ -56,13 +64,12 @@ class Operands(NamedTuple):
       scaled, squares: of the stream in front of the first layer; no squares with layer norms.
       qkv: three of `[L, N, D]`, bfloat16 or 8-bit floats.
       out: `[L, D, heads * size]`.
-      biases: of query, key and value together, `[L, sum of N]`, and of `out`, `[L, D]`, or None.
       head_scales: of the norms of queries and keys, `[L, size]` each; or None.
       activated: `[L, H, D]` each, what all rows are multiplied with: in a sparse block the gate
         projection, or the up projection without a gate; in a dense one, both.
       up: the up projection if only some of its rows are multiplied, else None.
-      row_scales: of 8-bit floats, float32: of query, key and value together, `[L, sum of N]`, of
-        `out`, `[L, D]`, of each of `activated` and of `up`, `[L, H]`; or None.
+      row_scales: of 8-bit floats, float32; none of `down`.
+      biases: bfloat16.
       down: `[L, H, D]`.
       scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
       norm_biases: likewise, of layer norms; or None.
@@ -77,11 +84,11 @@ class Operands(NamedTuple):
     squares: Any
     qkv: tuple
     out: Any
-    biases: tuple
     head_scales: Any
     activated: tuple
     up: Any
-    row_scales: RowScales
+    row_scales: OfRows
+    biases: OfRows
     down: Any
     scales: tuple
     norm_biases: tuple | None

@@ -10,7 +10,7 @@ from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import TILED, tiled
 from pallas_kernels.hopper.decode.one_launch.attention import transforms
-from pallas_kernels.hopper.decode.one_launch.block import Operands, RowScales
+from pallas_kernels.hopper.decode.one_launch.block import OfRows, Operands
 from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
 from pallas_kernels.hopper.decode.one_launch.kernel import kernel
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
@@ -158,18 +158,23 @@ def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, fir
         squares = jnp.sum(stream.squares, axis=1, keepdims=True)[:batch]
         # A load takes the first of eight sums; the others are of no warp.
         squares = jnp.pad(squares, ((0, 0), (0, 3)))
-    activated = mlp.inner[:1] if shape.is_sparse else mlp.inner
-    up = mlp.up if shape.gated and shape.is_sparse else None
+    read_whole = 1 if shape.is_sparse else len(mlp.inner)  # of what tokens are multiplied with
+    activated, others = mlp.inner[:read_whole], mlp.inner[read_whole:]
+    up = others[0] if others else None
+    inner_biases = layers.inner_biases or len(mlp.inner) * (None,)
     of_qkv = [scales for w in layers.qkv if (scales := _scales(w)) is not None]
-    row_scales = RowScales(
+    row_scales = OfRows(
         jnp.concatenate(of_qkv, axis=1) if of_qkv else None,
-        _scales(layers.out), tuple(map(_scales, activated)), _scales(up),
+        _scales(layers.out), tuple(map(_scales, activated)), _scales(up), None,
+    )  # fmt: skip
+    biases = OfRows(
+        layers.qkv_bias, layers.out_bias, tuple(inner_biases[:read_whole]),
+        inner_biases[-1] if others else None, layers.down_bias,
     )  # fmt: skip
     return Operands(
         words, jnp.asarray(shape.table).at[:, -1].set(first), stream.scaled[:batch], squares,
-        tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out),
-        (layers.qkv_bias, layers.out_bias), layers.head_scales,
-        tuple(map(_values, activated)), _values(up), row_scales,
+        tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out), layers.head_scales,
+        tuple(map(_values, activated)), _values(up), row_scales, biases,
         mlp.down, layers.scales, layers.norm_biases, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
 

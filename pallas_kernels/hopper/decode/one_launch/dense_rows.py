@@ -17,7 +17,7 @@ from pallas_kernels.hopper.decode.one_launch import (
     products,
     stream,
 )
-from pallas_kernels.hopper.decode.one_launch.block import Block
+from pallas_kernels.hopper.decode.one_launch.block import Block, OfRows
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import TOKENS
@@ -27,36 +27,43 @@ _TILES = DOWN_COLUMNS // ROWS
 _TOKENS_AT_ONCE = 4  # so that their words fit into registers
 
 
-def post_hidden(block: Block, layer, exchange_number, factor):
+def post_hidden(block: Block, exchange_number, factor, scales: OfRows, biases: OfRows):
     """`product`'s functions that post the activations of 16 neurons."""
     shape, parts = block.shape, block.smem["parts"]
-    scales = [None if s is None else s.at[layer] for s in block.refs.row_scales.activated]
 
     def prepare(row):
         pair = row + 2 * (lane.numbers() & 7)
-        return [stream.scales_at(one, pair, 2) for one in scales]
+        return [
+            (stream.scales_at(scale, pair, 2), stream.bias_at(bias, pair))
+            for scale, bias in zip(scales.activated, biases.activated, strict=True)
+        ]
 
     def finish(row, part, prepared):
         @pl.when(block.wg == 0)
         def _():
             number, place = lane.numbers(), stream.pair_of(block, row, shape.neurons)
             by = factor(jnp.where(place < 0, 0, number >> 3))
-            halves = []
-            for j in (0, 1):
-                at = stream.where_pair(number, place, j)
-                z = products.sum_of_warps(parts, part, at) * by * prepared[0][j]
-                h = activation.activated(z, shape.rectifier)
-                if shape.gated:
-                    u = products.sum_of_warps(parts, part + 1, at) * by * prepared[1][j]
-                    h *= activation.linear(u, shape.rectifier)
-                halves.append(h)
+            at = [stream.where_pair(number, place, j) for j in (0, 1)]
+
+            def sums(which):
+                of_rows, of_bias = prepared[which]
+                found = [
+                    products.sum_of_warps(parts, part + which, one) * by * scale
+                    for one, scale in zip(at, of_rows, strict=True)
+                ]
+                return stream.with_bias(found, of_bias)
+
+            halves = [activation.activated(z, shape.rectifier) for z in sums(0)]
+            if shape.gated:
+                linear = [activation.linear(u, shape.rectifier) for u in sums(1)]
+                halves = [h * u for h, u in zip(halves, linear, strict=True)]
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
 
     return prepare, finish
 
 
-def add(block: Block, exchange_number, number):
-    """Adds the product with `down`; exchange `exchange_number + 2` gets the stream.
+def add(block: Block, exchange_number, number, bias):
+    """Adds the product with `down`, and its bias; exchange `exchange_number + 2` gets the stream.
 
     Returns the number of the next stage.
     """
@@ -68,7 +75,7 @@ def add(block: Block, exchange_number, number):
     columns, blocks = block.shape.width // ROWS, block.shape.blocks
     for start in range(0, columns, blocks):
         tile = lax.axis_index("block") + start
-        pl.when(tile < columns)(lambda tile=tile: _add_up(block, exchange_number, tile))
+        pl.when(tile < columns)(lambda tile=tile: _add_up(block, exchange_number, tile, bias))
     return number
 
 
@@ -127,7 +134,7 @@ def _receive(block: Block, exchange_number, first, stages) -> None:
             memory.scatter(block.smem["x"], place, word)  # zeros past the last neuron
 
 
-def _add_up(block: Block, exchange_number, tile) -> None:
+def _add_up(block: Block, exchange_number, tile, bias) -> None:
     """Adds the parts of 16 columns to the stream."""
     shape, words = block.shape, block.refs.words
 
@@ -137,11 +144,13 @@ def _add_up(block: Block, exchange_number, tile) -> None:
         before = exchange.read(words, exchange_number - 1, place)
         number = lane.numbers()
         token, pair = number >> 3, number & 7
+        of_bias = stream.bias_at(bias, tile * ROWS + 2 * pair)
         places = []
         for split in range(shape.down_splits):
             at = (split * shape.batch + token) * shape.width + tile * ROWS + 2 * pair
             places += [jnp.where(place < 0, -1, at + j) for j in (0, 1)]
         found = exchange.take(words, exchange_number + 1, places)
         found = [lax.bitcast_convert_type(one, jnp.float32) for one in found]
-        sums = stream.added(block, [sum(found[2::2], found[0]), sum(found[3::2], found[1])], before)
+        sums = [sum(found[2 + j :: 2], found[j]) for j in (0, 1)]
+        sums = stream.added(block, stream.with_bias(sums, of_bias), before)
         exchange.post(words, exchange_number + 2, place, lane.pack(*sums))

@@ -16,6 +16,7 @@ blocks post exchange 5, and have then read all that they need of the layers befo
 to the next layer before that: the others' masks are missing, or parts of the stream.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -94,31 +95,32 @@ def _compute(block: Block, outs, eps: float) -> None:
 
     def layer(layer, number):
         before = layer * OF_LAYER  # the exchange that has the stream
-        biases, row_scales = (
-            [None if of is None else of.at[layer] for of in pair]
-            for pair in (block.refs.biases, block.refs.row_scales[:2])
+        row_scales, biases = (
+            jax.tree.map(lambda of: of.at[layer], of_rows)
+            for of_rows in (block.refs.row_scales, block.refs.biases)
         )
         functions = publish(
             block, before + 1, shape.projected,
-            factor=of_qkv, scales=row_scales[0], bias=biases[0],
+            factor=of_qkv, scales=row_scales.qkv, bias=biases.qkv,
         )  # fmt: skip
         number = product(block, QKV, number, functions)
         number = attend(block, layer, before + 1, number, eps)
         receive(block, before + 3, shape.attended, rounds=rounds[OUT])
         functions = publish(
             block, before + 4, shape.width,
-            factor=factor_of(block, OUT, None), scales=row_scales[1], bias=biases[1], stream=before,
+            factor=factor_of(block, OUT, None), scales=row_scales.out, bias=biases.out,
+            stream=before,
         )  # fmt: skip
         number = product(block, OUT, number, functions)
         receive(block, before + 4, shape.width, norm(0, layer), rounds=rounds[GATE])
         if shape.is_sparse:
-            functions = open_rows.keep_masks(block, layer, before + 5, of_gate)
+            functions = open_rows.keep_masks(block, before + 5, of_gate, row_scales, biases)
             number = product(block, GATE, number, functions)
-            open_rows.add(block, layer, before + 5, of_gate)
+            open_rows.add(block, layer, before + 5, of_gate, row_scales, biases)
         else:
-            functions = dense_rows.post_hidden(block, layer, before + 5, of_gate)
+            functions = dense_rows.post_hidden(block, before + 5, of_gate, row_scales, biases)
             number = product(block, GATE, number, functions, 2 if shape.gated else 1)
-            number = dense_rows.add(block, before + 5, number)
+            number = dense_rows.add(block, before + 5, number, biases.down)
         receive(block, before + 7, shape.width, norm(1, layer), rounds=rounds[QKV])
         return number
 

@@ -17,6 +17,7 @@ from pallas_kernels.hopper.decode.one_launch import (
     products,
     stream,
 )
+from pallas_kernels.hopper.decode.one_launch.block import Block, OfRows
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
@@ -32,18 +33,17 @@ def clear(hidden_ref, thread) -> None:
         memory.scatter(hidden_ref, thread + start, lane.full(0))
 
 
-def keep_masks(block, layer, exchange_number, factor):
+def keep_masks(block: Block, exchange_number, factor, scales: OfRows, biases: OfRows):
     """`product`'s functions that keep the gates and post which rows are open, a bit for each.
 
     All warps of a warpgroup compute the same: a lane has half of the tokens of a row.
     """
     batch, smem, rectifier = block.shape.batch, block.smem, block.shape.rectifier
     half = -(-batch // 2)
-    (scales,) = block.refs.row_scales.activated
-    scales = None if scales is None else scales.at[layer]
 
     def prepare(row):
-        return stream.scales_at(scales, row + (lane.numbers() & (ROWS - 1)))
+        own = row + (lane.numbers() & (ROWS - 1))
+        return stream.scales_at(*scales.activated, own), stream.bias_at(*biases.activated, own)
 
     def finish(row, part, prepared):
         i = row // ROWS - block.first[GATE]
@@ -52,6 +52,7 @@ def keep_masks(block, layer, exchange_number, factor):
         def _():
             number = lane.numbers() & (WARP - 1)
             own, first = number & (ROWS - 1), (number >> 4) * half
+            (scale,), bias = prepared
 
             def of_token(j, is_open):
                 lane.keep_loop()
@@ -59,7 +60,8 @@ def keep_masks(block, layer, exchange_number, factor):
                 is_there = token < batch
                 place = jnp.where(is_there, own * TOKENS + token, -1)
                 total = products.sum_of_warps(smem["parts"], part, place)
-                total *= factor(jnp.where(is_there, token, 0)) * prepared[0]
+                total *= factor(jnp.where(is_there, token, 0)) * scale
+                total = stream.with_bias_of(own, total, bias)
                 # A gate of -inf is 0, but times an up of inf that is NaN.
                 is_active = activation.is_active(total, rectifier) | (total == -jnp.inf)
                 is_active = is_there & is_active
@@ -79,10 +81,11 @@ def keep_masks(block, layer, exchange_number, factor):
     return prepare, finish
 
 
-def add(block, layer, exchange_number, factor) -> None:
+def add(block, layer, exchange_number, factor, scales: OfRows, biases: OfRows) -> None:
     """Adds the products of the open rows; exchange `exchange_number + 2` gets the stream."""
     own = _list_own(block)
-    _post_hidden(block, layer, exchange_number + 1, own, factor)
+    up = None if block.refs.up is None else block.refs.up.at[layer]
+    _post_hidden(block, up, exchange_number + 1, own, factor, (scales.up, biases.up))
     found = _list_all(block, exchange_number)
     columns = block.shape.width // ROWS
     blocks = block.shape.blocks
@@ -92,8 +95,9 @@ def add(block, layer, exchange_number, factor) -> None:
         @pl.when(number < columns)
         def _(number=number):
             prepare, finish = stream.publish(
-                block, exchange_number + 2, block.shape.width, stream=exchange_number - 1
-            )
+                block, exchange_number + 2, block.shape.width, bias=biases.down,
+                stream=exchange_number - 1,
+            )  # fmt: skip
             before = prepare(number * ROWS)
             sums = _sum_of_rows(block, layer, exchange_number + 1, number, found)
             products.put(block.smem["parts"], jnp.int32(0), sums, block.wg)
@@ -128,17 +132,17 @@ def _list_own(block):
     return memory.number_at(smem["counts"], BLOCK_WARPS)
 
 
-def _post_hidden(block, layer, exchange_number, own, factor) -> None:
-    """Multiplies the block's open rows of `up`, 16 at once, and posts their activations."""
+def _post_hidden(block, up, exchange_number, own, factor, of_rows) -> None:
+    """Multiplies the block's open rows of `up`, 16 at once, and posts their activations; `of_rows`
+    are the scales and biases of `up`."""
     shape, smem, parts = block.shape, block.smem, block.smem["parts"]
-    scales = block.refs.row_scales.up
-    scales = None if scales is None else scales.at[layer]
+    scales, bias = of_rows
 
     @pl.loop(0, pl.cdiv(own, ROWS))
     def _(i):
         part = lax.rem(i, 2)
-        if block.refs.up is not None:
-            sums = _times_up(block, block.refs.up.at[layer], i * ROWS, own)
+        if up is not None:
+            sums = _times_up(block, up, i * ROWS, own)
             products.put(parts, part, sums, block.wg)
             block.meet()
 
@@ -149,15 +153,17 @@ def _post_hidden(block, layer, exchange_number, own, factor) -> None:
             is_there = (row < ROWS) & (i * ROWS + row < own) & (pair < shape.open_words)
             local = memory.gather(smem["own_rows"], jnp.where(is_there, i * ROWS + row, -1))
             of_all = block.first[GATE] * ROWS + local
-            (scale,) = stream.scales_at(scales, jnp.where(is_there, of_all, -1))
+            of_row = jnp.where(is_there, of_all, -1)
+            (scale,), of_bias = stream.scales_at(scales, of_row), stream.bias_at(bias, of_row)
             hidden = []
             for token in (2 * pair, 2 * pair + 1):
                 has = is_there & (token < shape.batch)
                 gate = memory.gather(smem["gates"], jnp.where(has, local * TOKENS + token, -1))
-                if block.refs.up is not None:
+                if up is not None:
                     at = jnp.where(has, row * TOKENS + token, -1)
                     u = products.sum_of_warps(parts, part, at)
                     u *= factor(jnp.where(has, token, 0)) * scale
+                    u = stream.with_bias_of(of_all, u, of_bias)
                     gate *= activation.linear(u, shape.rectifier)
                 hidden.append(gate)
             place = jnp.where(is_there, of_all * shape.open_words + pair, -1)

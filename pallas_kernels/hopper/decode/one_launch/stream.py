@@ -93,12 +93,8 @@ def publish(
     def prepare(row):
         pair = pair_of(block, row, features)
         of_row = jnp.where(pair < 0, -1, row + 2 * (lane.numbers() & 7))
-        of_bias, before = lane.full(0), lane.full(0)
-        if bias is not None:
-            (of_bias,) = memory.load(bias, jnp.where(pair < 0, -1, of_row >> 1))
-        if stream is not None:
-            before = exchange.read(words, stream, pair)
-        return scales_at(scales, of_row, 2), of_bias, before
+        before = lane.full(0) if stream is None else exchange.read(words, stream, pair)
+        return scales_at(scales, of_row, 2), bias_at(bias, of_row), before
 
     def finish(row, part, prepared):
         @pl.when(block.wg == 0)
@@ -110,8 +106,7 @@ def publish(
             ]
             of_token = factor(jnp.where(place < 0, 0, number >> 3))
             sums = [one * of_token * by for one, by in zip(sums, of_rows, strict=True)]
-            if bias is not None:
-                sums = [one + b for one, b in zip(sums, lane.unpack(of_bias), strict=True)]
+            sums = with_bias(sums, of_bias)
             if stream is not None:
                 sums = added(block, sums, before)
             exchange.post(words, exchange_number, place, lane.pack(*sums))
@@ -130,6 +125,24 @@ def scales_at(scales, rows, count: int = 1) -> list:
     if scales is None:
         return count * [1.0]
     return [lax.bitcast_convert_type(one, jnp.float32) for one in memory.load(scales, rows, count)]
+
+
+def bias_at(bias, rows):
+    """The word of a bias, bfloat16, that has each lane's row and its neighbour; or None."""
+    return None if bias is None else memory.load(bias, rows >> 1)[0]  # negative rows stay so
+
+
+def with_bias(sums, word) -> list:
+    """The sums of the two rows of a word of `bias_at` with what it has."""
+    if word is None:
+        return sums
+    return [one + b for one, b in zip(sums, lane.unpack(word), strict=True)]
+
+
+def with_bias_of(row, total, word):
+    """The sum of a row with what its word of `bias_at` has."""
+    first, second = with_bias([total, total], word)
+    return jnp.where((row & 1) == 0, first, second)
 
 
 def pair_of(block: Block, row, features: int):

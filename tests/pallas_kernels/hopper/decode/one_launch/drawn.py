@@ -27,6 +27,7 @@ class Case(NamedTuple):
       rotated: features of a head that have positions; none for all.
       window, residual_scale: as of `decode_layers`.
       has_layer_norms: in place of RMS norms.
+      has_mlp_biases: of gate, up and down.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class Case(NamedTuple):
     window: int | None = None
     residual_scale: float = 1.0
     has_layer_norms: bool = False
+    has_mlp_biases: bool = False
 
     @property
     def options(self) -> dict:
@@ -76,7 +78,7 @@ class Case(NamedTuple):
 def operands(case: Case):
     """Stream, layers, keys, values, lengths and rope; free slots of the cache hold NaN."""
     layers, batch, d, h, heads, kv_heads, size, capacity, offset, *_ = case
-    keys = iter(jax.random.split(jax.random.key(seeds.integer()), 28))
+    keys = iter(jax.random.split(jax.random.key(seeds.integer()), 31))
 
     def normal(*shape, scale=1.0, shift=0.0):
         return (jax.random.normal(next(keys), shape) * scale + shift).astype(jnp.bfloat16)
@@ -109,10 +111,17 @@ def operands(case: Case):
         biases = normal(layers, (heads + 2 * kv_heads) * size), normal(layers, d, scale=0.1)
     if case.has_head_norms:
         head_scales = tuple(normal(layers, size, scale=0.1, shift=1.0) for _ in range(2))
+    inner_biases, down_bias = None, None
+    if case.has_mlp_biases:
+        inner_biases = tuple(normal(layers, h, scale=0.3) for _ in mlp.inner)
+        down_bias = normal(layers, d, scale=0.1)
     if case.in_8_bits:
         mlp = Weights(None if mlp.gate is None else rounded(mlp.gate), rounded(mlp.up), mlp.down)
     if case.in_8_bits == "all":
         qkv = tuple(rounded(jnp.swapaxes(w, 1, 2)) for w in qkv)
         out = rounded(jnp.swapaxes(out, 1, 2))
-    of = Layers(qkv, biases[0], out, biases[1], mlp, scales, head_scales, norm_biases)
+    of = Layers(
+        qkv, biases[0], out, biases[1], mlp, scales, head_scales, norm_biases, inner_biases,
+        down_bias,
+    )  # fmt: skip
     return stream, of, k, v, lengths, rope

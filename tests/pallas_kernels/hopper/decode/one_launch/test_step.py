@@ -37,7 +37,11 @@ LARGE = {
         2, 3, 1024, 3072, 16, 8, 128, 4096, lengths=(0, 65, 3000), has_head_norms=True
     ),
     "Qwen3-0.6B, most splits": Case(2, 1, 1024, 3072, 16, 8, 128, 4096, lengths=(1111,)),
-    "granite-3b-code": Case(2, 3, 2560, 10240, 32, 32, 80, 1024, is_sparse=False, rectifier=None),
+    "granite-3b-code": Case(
+        2, 3, 2560, 10240, 32, 32, 80, 1024, is_sparse=False, rectifier=None, has_biases=True,
+        has_mlp_biases=True,
+    ),
+    "biases, sparse": Case(2, 3, 2560, 10240, 32, 32, 80, 1024, offset=2.87, has_mlp_biases=True),
     "heads of 96 features": Case(2, 1, 3072, 8192, 32, 8, 96, 1024, offset=2.87, has_head_norms=True),
     "heads of 256 features": Case(2, 5, 2048, 8192, 8, 1, 256, 1024, has_head_norms=True),
     "Minitron-4B": Case(
@@ -121,6 +125,9 @@ def assert_matches(got, operands, case):
         ),
         SMALL._replace(layers=2, batch=6, has_layer_norms=True),
         SMALL._replace(batch=2, width=576, has_layer_norms=True, is_sparse=False, in_8_bits="mlp"),
+        SMALL._replace(layers=2, batch=3, has_mlp_biases=True, residual_scale=0.5),
+        SMALL._replace(gated=False, has_mlp_biases=True, in_8_bits="mlp"),
+        SMALL._replace(batch=2, is_sparse=False, rectifier=None, has_mlp_biases=True),
         SMALL._replace(batch=9, kv_heads=1),  # two launches
     ],
 )
