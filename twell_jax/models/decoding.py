@@ -225,8 +225,7 @@ def _in_one_launch(
     attended, stored = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
     tile = 128 if quantised else 64  # numbers of a row that are copied together
     serves = (
-        not config.live_width
-        and config.d_model % tile == attended % tile == 0
+        config.d_model % tile == attended % tile == 0
         and config.d_ff % 64 == config.rotary_size % 4 == 0
         and config.d_ff >= _MOST_BLOCKS * 16
         and min(config.d_model, attended) >= (1024 if quantised else 512)

@@ -12,7 +12,7 @@ from pallas_kernels.hopper.common.primitives import primitive
 from pallas_kernels.hopper.common.scalars import read
 from pallas_kernels.hopper.decode.one_launch import lane, plan
 from pallas_kernels.hopper.decode.one_launch.lane import LANES
-from pallas_kernels.hopper.decode.one_launch.shape import UNITS, Shape
+from pallas_kernels.hopper.decode.one_launch.shape import GATE, UNITS, Shape
 
 _MEETING = 8  # a named barrier that Mosaic GPU has no use for
 
@@ -71,6 +71,7 @@ class Operands(NamedTuple):
       row_scales: of 8-bit floats, float32; none of `down`.
       biases: bfloat16.
       down: `[L, H, D]`.
+      live: int32 `[L]`, neurons of a layer from this number on are never active; or None.
       scales: `[L, D]` each, of the norm in front of the block and of the one behind it.
       norm_biases: likewise, of layer norms; or None.
       k, v: the cache, `[L, B, capacity, kv_heads, size]`.
@@ -90,6 +91,7 @@ class Operands(NamedTuple):
     row_scales: OfRows
     biases: OfRows
     down: Any
+    live: Any
     scales: tuple
     norm_biases: tuple | None
     k: Any
@@ -136,6 +138,7 @@ class Block(NamedTuple):
       tokens: int32 scalar, the batch, which the compiler does not know: it unrolls loops whose end
         it knows (`lane.keep_loop`).
       before: int32 scalar, the sequences that the cache has in front of these.
+      live: int32 scalar, the live neurons of the layer; None if all are.
     """
 
     shape: Shape
@@ -152,6 +155,28 @@ class Block(NamedTuple):
     many: list[jax.Array]
     tokens: jax.Array
     before: jax.Array
+    live: jax.Array | None = None
+
+    def of_layer(self, layer) -> "Block":
+        """With this block's groups of neurons in a layer: all blocks share the live ones evenly.
+
+        Each has one, maybe without a live neuron, as the others wait for what it posts.
+        """
+        if self.refs.live is None:
+            return self
+        shape, first, many = self.shape, [*self.first], [*self.many]
+        live = jnp.clip(read(self.refs.live.at[pl.ds(layer, 1)]), 0, shape.neurons)
+        of_layer = self._replace(first=first, many=many, live=live)
+        first[GATE], end = plan.part(lax.axis_index("block"), shape.blocks, of_layer.groups)
+        many[GATE] = end - first[GATE]
+        return of_layer
+
+    @property
+    def groups(self):
+        """Groups of `plan.ROWS` neurons that all blocks have together."""
+        if self.live is None:
+            return self.shape.neurons // plan.ROWS
+        return jnp.maximum(pl.cdiv(self.live, plan.ROWS), self.shape.blocks)
 
     def meet(self) -> None:
         """The warpgroups that compute wait for each other."""

@@ -80,7 +80,7 @@ def decode_layers(
         together, and those of gate and up. Query, key, value and `out` are read by rows of what
         they give, so those in bfloat16 are transposed first. That copies nothing if they lie so in
         memory, as `jax.experimental.layout.Layout((0, 2, 1))` has them. `heads * size` is at least
-        what D is, H a multiple of 64 and at least 16 times the number of SMs. All neurons are live.
+        what D is, H a multiple of 64 and at least 16 times the number of SMs.
       k_cache, v_cache: `[L, B, capacity, kv_heads, size]`, which get keys and values. The size is a
         multiple of 16, up to 256.
       lengths: int32 `[B]`, of the sequences before.
@@ -175,7 +175,7 @@ def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, fir
         words, jnp.asarray(shape.table).at[:, -1].set(first), stream.scaled[:batch], squares,
         tuple(map(_by_rows, layers.qkv)), _by_rows(layers.out), layers.head_scales,
         tuple(map(_values, activated)), _values(up), row_scales, biases,
-        mlp.down, layers.scales, layers.norm_biases, k_cache, v_cache, lengths, rope,
+        mlp.down, mlp.live, layers.scales, layers.norm_biases, k_cache, v_cache, lengths, rope,
     )  # fmt: skip
 
 

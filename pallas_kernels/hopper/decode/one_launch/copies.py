@@ -29,7 +29,7 @@ def copy_all(block: Block) -> None:
         number = _rows(block, QKV, layer, number, refs.qkv, _side_by_side)
         number = _keys_and_values(block, layer, number)
         number = _rows(block, OUT, layer, number, (refs.out,), _side_by_side)
-        number = _rows(block, GATE, layer, number, refs.activated, _in_turns)
+        number = _rows(block.of_layer(layer), GATE, layer, number, refs.activated, _in_turns)
         return number if block.shape.is_sparse else _down(block, layer, number)
 
     lax.fori_loop(0, block.shape.layers, layer, jnp.int32(0))

@@ -57,6 +57,9 @@ def post_hidden(block: Block, exchange_number, factor, scales: OfRows, biases: O
             if shape.gated:
                 linear = [activation.linear(u, shape.rectifier) for u in sums(1)]
                 halves = [h * u for h, u in zip(halves, linear, strict=True)]
+            if block.live is not None:
+                pair = row + 2 * (number & 7)
+                halves = [jnp.where(pair + j < block.live, halves[j], 0.0) for j in (0, 1)]
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
 
     return prepare, finish
@@ -119,6 +122,7 @@ def _receive(block: Block, exchange_number, first, stages) -> None:
     """Takes the activations of `stages` times 128 neurons into shared memory."""
     shape, thread = block.shape, block.thread()
     pairs, most = shape.neurons // 2, shape.most_down_stages * DOWN_ROWS // 2
+    known = block.groups * (ROWS // 2)  # of the others the activations are 0
     numbers = [thread + start for start in range(0, most, 2 * LANES)]
     block.meet()  # nobody reads what was there
     for begin in range(0, shape.batch, _TOKENS_AT_ONCE):
@@ -126,7 +130,7 @@ def _receive(block: Block, exchange_number, first, stages) -> None:
         for token in range(begin, min(begin + _TOKENS_AT_ONCE, shape.batch)):
             for number in numbers:
                 of_all = first * (DOWN_ROWS // 2) + number
-                is_there = (number < stages * (DOWN_ROWS // 2)) & (of_all < pairs)
+                is_there = (number < stages * (DOWN_ROWS // 2)) & (of_all < known)
                 places.append(jnp.where(is_there, token * pairs + of_all, -1))
                 inside.append(jnp.where(number < most, token * shape.row_words + number, -1))
         words = exchange.take(block.refs.words, exchange_number, places)

@@ -95,6 +95,7 @@ def _compute(block: Block, outs, eps: float) -> None:
 
     def layer(layer, number):
         before = layer * OF_LAYER  # the exchange that has the stream
+        of_layer = block.of_layer(layer)
         row_scales, biases = (
             jax.tree.map(lambda of: of.at[layer], of_rows)
             for of_rows in (block.refs.row_scales, block.refs.biases)
@@ -114,13 +115,13 @@ def _compute(block: Block, outs, eps: float) -> None:
         number = product(block, OUT, number, functions)
         receive(block, before + 4, shape.width, norm(0, layer), rounds=rounds[GATE])
         if shape.is_sparse:
-            functions = open_rows.keep_masks(block, before + 5, of_gate, row_scales, biases)
-            number = product(block, GATE, number, functions)
-            open_rows.add(block, layer, before + 5, of_gate, row_scales, biases)
+            functions = open_rows.keep_masks(of_layer, before + 5, of_gate, row_scales, biases)
+            number = product(of_layer, GATE, number, functions)
+            open_rows.add(of_layer, layer, before + 5, of_gate, row_scales, biases)
         else:
-            functions = dense_rows.post_hidden(block, before + 5, of_gate, row_scales, biases)
-            number = product(block, GATE, number, functions, 2 if shape.gated else 1)
-            number = dense_rows.add(block, before + 5, number, biases.down)
+            functions = dense_rows.post_hidden(of_layer, before + 5, of_gate, row_scales, biases)
+            number = product(of_layer, GATE, number, functions, 2 if shape.gated else 1)
+            number = dense_rows.add(of_layer, before + 5, number, biases.down)
         receive(block, before + 7, shape.width, norm(1, layer), rounds=rounds[QKV])
         return number
 

@@ -64,7 +64,7 @@ def keep_masks(block: Block, exchange_number, factor, scales: OfRows, biases: Of
                 total = stream.with_bias_of(own, total, bias)
                 # A gate of -inf is 0, but times an up of inf that is NaN.
                 is_active = activation.is_active(total, rectifier) | (total == -jnp.inf)
-                is_active = is_there & is_active
+                is_active &= is_there if block.live is None else is_there & (row + own < block.live)
                 gate = activation.rounded(activation.activated(total, rectifier))
                 is_first = is_there & (lane.numbers() < WARP)
                 places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)
@@ -204,9 +204,8 @@ def _times_up(block, up, first, own):
 def _list_all(block, exchange_number):
     """Lists the open rows of all blocks; returns how many there are."""
     shape, smem, thread = block.shape, block.smem, block.thread()
-    groups = shape.neurons // ROWS
-    places = [thread + start for start in range(0, groups, 2 * LANES)]
-    places = [jnp.where(place < groups, place, -1) for place in places]
+    starts = range(0, shape.neurons // ROWS, 2 * LANES)
+    places = [jnp.where(thread + start < block.groups, thread + start, -1) for start in starts]
     masks = exchange.take(block.refs.words, exchange_number, places)
     own = lane.full(0)
     for place, mask in zip(places, masks, strict=True):

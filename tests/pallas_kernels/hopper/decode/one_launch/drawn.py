@@ -1,5 +1,6 @@
 """Random layers, streams and caches."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ class Case(NamedTuple):
       window, residual_scale: as of `decode_layers`.
       has_layer_norms: in place of RMS norms.
       has_mlp_biases: of gate, up and down.
+      live: neurons of each layer; none if all are.
     """
 
     layers: int
@@ -51,6 +53,7 @@ class Case(NamedTuple):
     residual_scale: float = 1.0
     has_layer_norms: bool = False
     has_mlp_biases: bool = False
+    live: tuple[int, ...] = ()
 
     @property
     def options(self) -> dict:
@@ -92,7 +95,9 @@ def operands(case: Case):
         normal(layers, h, d, scale=d**-0.5),
         normal(layers, h, d, scale=0.3 * h**-0.5),
     )
-    mlp = Weights(activated, linear, down) if case.gated else Weights(None, activated, down)
+    live = jnp.array(case.live, jnp.int32) if case.live else None
+    inner = (activated, linear) if case.gated else (activated,)
+    mlp = replace(Weights.of(inner, down), live=live)
     scales = tuple(normal(layers, d, scale=0.05, shift=1.0) for _ in range(2))
     full = [max(capacity - 1 - 37 * b, 1) for b in range(batch)]
     lengths = jnp.array(case.lengths or full, jnp.int32)
@@ -116,7 +121,7 @@ def operands(case: Case):
         inner_biases = tuple(normal(layers, h, scale=0.3) for _ in mlp.inner)
         down_bias = normal(layers, d, scale=0.1)
     if case.in_8_bits:
-        mlp = Weights(None if mlp.gate is None else rounded(mlp.gate), rounded(mlp.up), mlp.down)
+        mlp = replace(Weights.of([*map(rounded, mlp.inner)], mlp.down), live=live)
     if case.in_8_bits == "all":
         qkv = tuple(rounded(jnp.swapaxes(w, 1, 2)) for w in qkv)
         out = rounded(jnp.swapaxes(out, 1, 2))
