@@ -103,7 +103,9 @@ class ModelConfig(Section):
     )
     activation_threshold: float = Field(0.0, ge=0, description="threshold of fatrelu; else 0")
     gated: bool = Field(True, description="h = act(x Wg) * (x Wu), else h = act(x Wu)")
-    mlp_bias: bool = Field(False, description="add biases in the feed-forward blocks; no kernels")
+    mlp_bias: bool = Field(
+        False, description="add biases in the feed-forward blocks; kernels only decode with them"
+    )
     live_width: bool = Field(
         False,
         description="beside its weights, each layer has a number of live neurons, which pruning "

@@ -162,12 +162,8 @@ def _unsupported(
             f"it serves up to {MAX_FEW_TOKENS} sequences in a cache whose capacity is a "
             f"multiple of 8, got {batch} and {capacity}"
         )
-    if size % 16 or size > 256 or config.heads > 8 * config.num_kv_heads:
-        return (
-            "the features of a head must be a multiple of 16, up to 256, and at most 8 heads may "
-            f"share a key/value head, got {size}, and {config.heads} heads for "
-            f"{config.num_kv_heads}"
-        )
+    if size % 16 or size > 256:
+        return f"the features of a head must be a multiple of 16, up to 256, got {size}"
     if "down" in quantised:
         return "it has no kernels for a w_down of 8-bit weights"
     if mixed:
@@ -191,6 +187,8 @@ def _unsupported_by_chain(
             "8-bit weights without a gate": "up" in quantised and not config.gated,
             "biases of the feed-forward blocks": config.mlp_bias,
             "heads of other than 64 or 128 features": config.head_dim not in (64, 128),
+            "more than 8 heads with the same key/value head": config.heads
+            > 8 * config.num_kv_heads,
         }
     )
     if d_model % 1024 or attended % 256 or d_ff % 256:

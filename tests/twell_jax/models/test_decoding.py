@@ -45,6 +45,13 @@ ONE_LAUNCH = {  # what no other kernels serve
         "ffn_implementation": "mosaic", "rotary_fraction": 0.5, "sliding_window": 12,
         "embed_scale": 2.0, "residual_scale": 0.5, "logit_scale": 0.5,
     },
+    "with biases": WIDER | {
+        "ffn_implementation": None, "mlp_bias": True, "head_size": 80, "kv_heads": 8,
+    },
+    "pruned": WIDER | {
+        "ffn_implementation": "mosaic", "live_width": True, "head_size": 96, "heads": 12,
+        "kv_heads": 1,
+    },
     "with norms": WIDER | {"activation": "silu", "qk_norm": True, "attention_bias": True},
     "with layer norms": WIDER | {
         "ffn_implementation": "mosaic", "activation": "relu2", "gated": False, "norm": "layer",
@@ -131,7 +138,14 @@ GPU = [pytest.param(batch, marks=pytest.mark.gpu) for batch in (1, 8, 21)]
 
 @pytest.mark.parametrize("batch", [3, *GPU])
 @pytest.mark.parametrize(
-    "case", ["windowed", pytest.param("with norms", marks=pytest.mark.slow), "with layer norms"]
+    "case",
+    [
+        "windowed",
+        "pruned",
+        pytest.param("with biases", marks=pytest.mark.slow),
+        pytest.param("with norms", marks=pytest.mark.slow),
+        "with layer norms",
+    ],
 )
 def test_one_launch_is_as_exact_as_xla(back_end, case, batch):
     errors, _ = errors_and_caches(ONE_LAUNCH[case], batch)
@@ -193,8 +207,9 @@ def test_launches_of_a_layer(case, quantise, capacity, launches):
         ({"param_dtype": "float32"}, 1, 16, "must be bfloat16, got bfloat16 and float32"),
         ({}, 65, 16, "up to 64 sequences .* got 65 and 16"),
         ({}, 1, 20, "a multiple of 8, got 1 and 20"),
-        ({"heads": 8, "head_size": 32}, 1, 16, "64 or 128 features"),
-        ({"heads": 12, "kv_heads": 1}, 1, 16, "at most 8 may share"),
+        ({"head_size": 40}, 1, 16, "a multiple of 16, up to 256, got 40"),
+        ({"heads": 8, "head_size": 32}, 1, 16, "no kernels for heads of other than 64 or 128"),
+        ({"heads": 12, "kv_heads": 1}, 1, 16, "no kernels for more than 8 heads with the same"),
         ({"d_model": 768}, 1, 16, "d_model must be a multiple of 1024"),
         ({"sliding_window": 15}, 1, 16, "has 16 tokens, not to a window"),
         ({"mlp_bias": True}, 1, 16, "no kernels for biases of the feed-forward blocks"),
@@ -276,6 +291,8 @@ def of_shapes(**settings):
         (WIDEST, 8, "decodes 8 sequences in one launch, with"),
         (WIDEST, 9, "decodes 9 sequences by XLA: it has no kernels for norms of queries and keys"),
         (WIDER, 9, "decodes 9 sequences by kernels, with"),
+        (ONE_LAUNCH["pruned"], 8, "decodes 8 sequences in one launch, with"),
+        (ONE_LAUNCH["with biases"], 8, "decodes 8 sequences in one launch, with"),
         (LARGE, 4, "decodes 4 sequences in one launch, with"),
         (LARGE, 8, "decodes 8 sequences by kernels, with"),
         ({"qk_norm": True}, 1, "by XLA: it has no kernels for norms of queries and keys"),

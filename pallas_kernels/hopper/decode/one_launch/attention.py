@@ -1,7 +1,7 @@
 """Attention of one new token of a sequence to a stage of its stored keys and values.
 
 Each of the eight warps of a block takes 16 of a stage's keys and 64 features of the values, and
-keeps the running softmax of these keys; `heads` adds up what the warps have. The up to eight query
+keeps the running softmax of these keys; `heads` adds up what the warps have. Up to eight query
 heads that share a key/value head are the rows of the products (`mma.sync`), whose lower eight rows
 stay empty. A head has a multiple of 16 features, up to 256; of those whose number is no power of
 two, some warps have fewer than 64.
@@ -27,6 +27,7 @@ from pallas_kernels.hopper.decode.one_launch import lane, memory
 from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
 from pallas_kernels.hopper.decode.one_launch.products import LOG2_E
 
+MOST_HEADS = 8  # that are multiplied together
 _STAGE = 8192  # numbers
 _BLOCK = 64  # features of the values that a warp has
 _KEYS = 16  # that it has

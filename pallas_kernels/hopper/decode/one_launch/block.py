@@ -104,8 +104,8 @@ class Unit(NamedTuple):
     """A unit of attention; int32 scalars.
 
     Attributes:
-      sequence, stored, head: whose keys and values, of a key/value head; the sequence among those
-        of the launch and of the cache.
+      sequence, stored: among those of the launch and of the cache.
+      group, head: of query heads, and their key/value head.
       split: of them. The first one also has the new token, and merges all.
       start, length: the first stored token that the new one attends to, and the length of the
         sequence before it.
@@ -114,6 +114,7 @@ class Unit(NamedTuple):
 
     sequence: jax.Array
     stored: jax.Array
+    group: jax.Array
     head: jax.Array
     split: jax.Array
     start: jax.Array
@@ -190,7 +191,8 @@ class Block(NamedTuple):
         """This block's i-th unit of attention."""
         shape, number = self.shape, self.first[UNITS] + i
         of_all, split = lax.div(number, shape.key_splits), lax.rem(number, shape.key_splits)
-        sequence, head = lax.div(of_all, shape.kv_heads), lax.rem(of_all, shape.kv_heads)
+        sequence, group = lax.div(of_all, shape.groups), lax.rem(of_all, shape.groups)
+        head = lax.div(group, shape.groups // shape.kv_heads)
         length = read(self.refs.lengths.at[pl.ds(sequence, 1)])
         start = jnp.int32(0)
         if shape.window is not None:
@@ -198,4 +200,6 @@ class Block(NamedTuple):
         skipped = lax.div(start, shape.keys)
         first, end = plan.part(split, shape.key_splits, pl.cdiv(length, shape.keys) - skipped)
         stored = self.before + sequence
-        return Unit(sequence, stored, head, split, start, length, skipped + first, skipped + end)
+        return Unit(
+            sequence, stored, group, head, split, start, length, skipped + first, skipped + end
+        )

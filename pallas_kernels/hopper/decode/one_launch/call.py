@@ -86,7 +86,7 @@ def decode_layers(
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
         i and i + n of a head are rotated.
-      options: as of `DecodeKernels.decode_layers`; at most eight heads share a key/value head.
+      options: as of `DecodeKernels.decode_layers`.
 
     Returns:
       The stream in front of the norm that follows the last layer.

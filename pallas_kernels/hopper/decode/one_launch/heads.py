@@ -1,4 +1,4 @@
-"""Attention of a thread block's units, a split of a key/value head of a sequence each.
+"""Attention of a thread block's units, a split of a group of heads of a sequence each.
 
 The first split takes what the others attend to, and adds it to its own and to the new token.
 """
@@ -62,6 +62,7 @@ def attend(block: Block, layer, exchange_number, number, eps: float):
 def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> None:
     """Rotates query and key of the new token; `q` gets them and the value, the cache the latter.
 
+    If a key/value head has several groups, all of them store the same.
     All splits have the query, and the first one the others. A lane has two features of a vector and
     their partners, or four that are not rotated; in a vector of 256, twice as many.
     """
@@ -73,7 +74,7 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
         vector, first = index >> (lanes.bit_length() - 1), index & (lanes - 1)
         is_its = vector < vectors
         is_key, is_value = vector == shape.group, vector == shape.group + 1
-        of_query = of.head * shape.group + vector
+        of_query = of.group * shape.group + vector
         stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + of.head
         of_all = jnp.where(is_key | is_value, stored, of_query)
         place = of.sequence * (shape.projected // 2) + of_all * (shape.size // 2)
@@ -183,7 +184,7 @@ def put_state(block: Block, state: attention.State) -> None:
 def post_split(block: Block, exchange_number, of: Unit) -> None:
     """Merges what the warps have, and posts it.
 
-    Of each key/value head of a sequence, the exchange has the values of all splits but the first,
+    Of each group of a sequence, the exchange has the values of all splits but the first,
     `[splits - 1, group, size]`, and then their tops and totals, `[splits - 1, group, 2]`.
     """
     shape = block.shape
@@ -224,8 +225,8 @@ def take_splits(block: Block, exchange_number, of: Unit) -> None:
 
 
 def _first_word(block: Block, of: Unit):
-    """Where the words of the splits of a key/value head begin in their exchange."""
-    return (of.sequence * block.shape.kv_heads + of.head) * block.shape.merged_words
+    """Where the words of the splits of a group begin in their exchange."""
+    return (of.sequence * block.shape.groups + of.group) * block.shape.merged_words
 
 
 def _merged(block: Block, row, states: int, top):
@@ -280,7 +281,7 @@ def add_new(block: Block, exchange_number, of: Unit) -> None:
             factor * half + _sum_of_states(block, factors, at + i)
             for i, half in enumerate(lane.unpack(word))
         ]
-        head = of.head * shape.group + own
+        head = of.group * shape.group + own
         place = of.sequence * (shape.attended // 2) + head * (shape.size // 2)
         places = jnp.where(is_there & has, place + pair, -1)
         packed = lane.pack(sums[0] / total, sums[1] / total)

@@ -55,7 +55,7 @@ def shares(blocks: int, units: int, bytes_of_unit: int, matrices: list[Matrix]) 
 
     Args:
       blocks: their number.
-      units: of attention, a split of a key/value head of a sequence each.
+      units: of attention, a split of a group of heads of a sequence each.
       bytes_of_unit: keys and values that one reads.
       matrices: whose groups are shared out.
 

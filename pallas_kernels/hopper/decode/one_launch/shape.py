@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from pallas_kernels.hopper.decode.one_launch import plan
-from pallas_kernels.hopper.decode.one_launch.attention import key_tiles, keys_of_stage
+from pallas_kernels.hopper.decode.one_launch.attention import MOST_HEADS, key_tiles, keys_of_stage
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
 from pallas_kernels.rectifiers import Rectifier
@@ -72,8 +72,15 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.heads // self.kv_heads
+        """Query heads of a unit of attention: those that share a key/value head, or an equal part
+        of them, at most eight."""
+        shared = self.heads // self.kv_heads
+        return max(part for part in range(1, MOST_HEADS + 1) if shared % part == 0)
+
+    @property
+    def groups(self) -> int:
+        """Into how many such groups the query heads fall."""
+        return self.heads // self.group
 
     @property
     def attended(self) -> int:
@@ -120,17 +127,17 @@ class Shape:
 
     @property
     def key_splits(self) -> int:
-        """Into how many splits the stored keys of a head are split, for blocks that had no unit.
+        """Into how many splits the stored keys of a group are split, for blocks that had no unit.
 
         With more than one, no block has more than one unit.
         """
-        by_blocks = self.blocks // (self.batch * self.kv_heads)
+        by_blocks = self.blocks // (self.batch * self.groups)
         by_memory = 1 + _MERGED // (self.group * (self.size + 2))
         return max(1, min(by_blocks, by_memory, -(-self.capacity // self.keys)))
 
     @property
     def merged_words(self) -> int:
-        """Words that the splits of a head but the first post: values, tops and totals."""
+        """Words that the splits of a group but the first post: values, tops and totals."""
         return (self.key_splits - 1) * self.group * (self.size + 2)
 
     @property
@@ -142,7 +149,7 @@ class Shape:
     def words(self) -> int:
         """The most words of an exchange."""
         most = self.batch * max(self.projected, self.attended, self.width) // 2
-        most = max(most, self.batch * self.kv_heads * self.merged_words)
+        most = max(most, self.batch * self.groups * self.merged_words)
         if self.is_sparse:
             most = max(most, self.neurons * self.open_words)
         else:
@@ -164,7 +171,7 @@ class Shape:
         if not self.is_sparse:
             size = 2 * self.most_down_stages * DOWN_ROWS * DOWN_COLUMNS
             matrices.append(Matrix(self.down_splits * self.width // DOWN_COLUMNS, size))
-        units = self.batch * self.kv_heads * self.key_splits
+        units = self.batch * self.groups * self.key_splits
         read = 4 * self.capacity * self.size // self.key_splits
         return plan.shares(self.blocks, units, read, matrices)
 

@@ -42,6 +42,7 @@ LARGE = {
         has_mlp_biases=True,
     ),
     "biases, sparse": Case(2, 3, 2560, 10240, 32, 32, 80, 1024, offset=2.87, has_mlp_biases=True),
+    "one key/value head": Case(2, 3, 2048, 5632, 32, 1, 64, 1024, offset=2.87),
     "2b, pruned": Case(2, 2, 2048, 5632, 32, 32, 64, 1024, offset=2.87, live=(4000, 33)),
     "2b, pruned, dense": Case(
         2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, live=(5631, 1000)
@@ -132,6 +133,8 @@ def assert_matches(got, operands, case):
         SMALL._replace(layers=2, batch=6, has_layer_norms=True),
         SMALL._replace(batch=2, width=576, has_layer_norms=True, is_sparse=False, in_8_bits="mlp"),
         SMALL._replace(layers=2, batch=3, has_mlp_biases=True, residual_scale=0.5),
+        SMALL._replace(heads=12, kv_heads=1),  # two groups of six
+        SMALL._replace(heads=9, kv_heads=1, capacity=384, lengths=(300,)),
         SMALL._replace(layers=3, live=(100, 0, 300), has_mlp_biases=True),
         SMALL._replace(layers=2, is_sparse=False, batch=2, live=(-1, 77)),
         SMALL._replace(gated=False, has_mlp_biases=True, in_8_bits="mlp"),
