@@ -67,6 +67,9 @@ CASES = [
     *(Case("live", batch, 0.03, (("live_width", True),)) for batch in (8, 64)),
     *(Case("drelu", batch, 0.03, (("activation", "drelu"),)) for batch in (1, 64)),
     *(Case("8 bits", batch, 0.03, parts="fp8-all-but-down") for batch in (8, 32)),
+    Case("heads of 80 features", 8, 0.03, (("head_size", 80),)),
+    Case("16 heads of 96 features together", 3, 0.03, (("head_size", 96), ("kv_heads", 1))),
+    Case("heads of 256 features", 1, 0.01, (("head_size", 256), ("heads", 8))),
     Case("dense, d_model 3072", 8, 0.5, (("d_model", 3072), ("ffn_implementation", "xla"))),
     Case("sparse, d_model 3072", 16, 0.01, (("d_model", 3072), ("d_ff", 8192))),
 ]
