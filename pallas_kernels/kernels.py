@@ -193,14 +193,14 @@ class DecodeKernels(Protocol):
         eps: float,
         rectifier: Rectifier | None,
         is_sparse: bool,
-        in_one_launch: bool,
+        launches: int,
         window: int | None = None,
         residual_scale: float = 1.0,
     ) -> Stream:
         """All layers for one new token of each sequence; the cache gets its keys and values.
 
-        With `in_one_launch`, a launch computes all layers for eight sequences; without, each layer
-        has launches for all sequences.
+        A launch computes all layers for a part of the sequences, which are a multiple of eight but
+        for the last ones; with `launches=0`, each layer has launches for all sequences.
 
         A token attends to `window` tokens, itself included, or to all. What a block adds to the
         stream is multiplied with `residual_scale`.

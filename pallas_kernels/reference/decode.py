@@ -215,11 +215,11 @@ def has_room(
 
 def decode_layers(
     stream, layers, k_cache, v_cache, lengths, rope,
-    *, heads, kv_heads, eps, rectifier, is_sparse, in_one_launch=False, window=None,
+    *, heads, kv_heads, eps, rectifier, is_sparse, launches=1, window=None,
     residual_scale=1.0,
 ):  # fmt: skip
     """One layer after the other."""
-    del in_one_launch
+    del launches
     options = dict(
         heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse,
         window=window, residual_scale=residual_scale,

@@ -37,7 +37,7 @@ def step(
     cache: KVCache,
     *,
     is_sparse: bool,
-    in_one_launch: bool,
+    launches: int,
     window: int | None,
 ) -> tuple[jax.Array, KVCache]:
     """What `decoding.decode` returns.
@@ -46,7 +46,7 @@ def step(
       kernels: they can serve the model.
       model, tokens, cache: as of `decode`.
       is_sparse: whether feed-forward blocks compute active neurons alone.
-      in_one_launch: whether a launch computes all layers.
+      launches: that compute all layers, or 0.
       window: tokens that a token attends to, itself included; None: all.
     """
     config, batch = model.config, len(tokens)
@@ -71,7 +71,7 @@ def step(
         eps=config.norm_eps,
         rectifier=act,
         is_sparse=is_sparse,
-        in_one_launch=in_one_launch,
+        launches=launches,
         window=window,
         residual_scale=config.residual_scale,
     )

@@ -24,7 +24,7 @@ DECODE_OPTIONS = IN_PLACE_OPTIONS | {"xla_gpu_enable_command_buffer": ""}
 
 _SPARSE = "few_tokens"  # the algorithm of sparse blocks
 _MOST_BLOCKS = 132  # thread blocks of a launch
-_TOGETHER = 8  # sequences of a launch for all layers
+_TILE = 8  # sequences that a launch for all layers multiplies together
 # Up to so many sequences, and bytes of a layer that such launches read again, they are faster than
 # XLA: docs/design/0035-one-launch.md.
 _MOST_TOGETHER, _MOST_AGAIN = 32, 320 * 2**20
@@ -54,7 +54,7 @@ def decode(model: Transformer, tokens: jax.Array, cache: KVCache) -> tuple[jax.A
         kernels,
         model,
         is_sparse=_is_sparse(kernels, config, batch),
-        in_one_launch=_in_one_launch(kernels, config, quantised, batch, capacity),
+        launches=_launches(kernels, config, quantised, batch, capacity),
         window=_window(config, capacity),
     )
     if model.config.decode_implementation == "mosaic":
@@ -85,8 +85,7 @@ def explain_decoding(
             _check_blocks(model, batch)
         if kernels is None:
             return f"decodes {sequences} by XLA: {why}"
-        if _in_one_launch(kernels, model.config, model.quantised(), batch, capacity):
-            count = -(-batch // _TOGETHER)
+        if count := _launches(kernels, model.config, model.quantised(), batch, capacity):
             launches = "in one launch" if count == 1 else f"in {count} launches"
         passed_over = _selection(kernels, model.config, batch).passed_over
     dense = [why for rule, why in passed_over if rule.algorithm == _SPARSE]
@@ -168,15 +167,18 @@ def _unsupported(
         return "it has no kernels for a w_down of 8-bit weights"
     if mixed:
         return f"{', '.join(mixed[0])} must all have 8-bit weights, or none, got {quantised}"
-    if _in_one_launch(kernels, config, quantised, batch, capacity):
+    if _launches(kernels, config, quantised, batch, capacity):
         return None
-    return _unsupported_by_chain(config, quantised, capacity)
+    why = _unsupported_by_chain(config, quantised, capacity)
+    if why and _launches(kernels, config, quantised, 1, capacity):
+        return f"it serves fewer sequences, but for {batch} {why}"
+    return why
 
 
 def _unsupported_by_chain(
     config: ModelConfig, quantised: tuple[Part, ...], capacity: int
 ) -> str | None:
-    """Why several launches for each layer cannot decode with a model; None if they can."""
+    """Why a chain of launches for each layer cannot decode with a model; None if it can."""
     d_model, d_ff, attended = config.d_model, config.d_ff, config.heads * config.head_dim
     unknown = _those_true(
         {
@@ -211,24 +213,33 @@ def _window(config: ModelConfig, capacity: int) -> int | None:
     return None if window is None or window >= capacity else window
 
 
-def _in_one_launch(
+def _launches(
     kernels: Kernels,
     config: ModelConfig,
     quantised: tuple[Part, ...],
     batch: int,
     capacity: int,
-) -> bool:
-    """Whether a launch computes all layers for eight sequences: it takes more models than a chain
-    of launches, which reads weights once for all sequences."""
-    attended, stored = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
+) -> int:
+    """How many launches compute all layers, each for a part of the sequences: the fewest for which
+    it has room; 0 if a chain must, or XLA.
+
+    They take more models than a chain, which reads weights once for all sequences.
+    """
+    attended = config.heads * config.head_dim
     tile = 128 if quantised else 64  # numbers of a row that are copied together
-    serves = (
-        config.d_model % tile == attended % tile == 0
-        and config.d_ff % 64 == config.rotary_size % 4 == 0
-        and config.d_ff >= _MOST_BLOCKS * 16
-        and min(config.d_model, attended) >= (1024 if quantised else 512)
-        and kernels.has_room(
-            batch=min(batch, _TOGETHER),
+    if (
+        config.d_model % tile
+        or attended % tile
+        or config.d_ff % 64
+        or config.rotary_size % 4
+        or config.d_ff < _MOST_BLOCKS * 16
+        or min(config.d_model, attended) < (1024 if quantised else 512)
+    ):
+        return 0
+    tiles = -(-batch // _TILE)
+    for launches in range(1, tiles + 1):
+        if kernels.has_room(
+            batch=min(batch, _TILE * -(-tiles // launches)),
             capacity=capacity,
             width=config.d_model,
             neurons=config.d_ff,
@@ -238,15 +249,25 @@ def _in_one_launch(
             gated=config.gated,
             is_sparse=_is_sparse(kernels, config, batch),
             in_8_bits=("query" in quantised, "out" in quantised, "up" in quantised),
-        )
-    )
-    if not serves or batch <= _TOGETHER:
-        return serves
-    matrices = 3 if config.gated else 2
-    layer = 2 * config.d_model * (2 * attended + 2 * stored + matrices * config.d_ff)
+        ):
+            break
+    else:
+        return 0
+    if batch <= _TILE or _pays(config, quantised, batch, capacity, launches):
+        return launches
+    return 0
+
+
+def _pays(
+    config: ModelConfig, quantised: tuple[Part, ...], batch: int, capacity: int, launches: int
+) -> bool:
+    """Whether so many launches are faster for more than `_TILE` sequences than what else can."""
+    stored = config.num_kv_heads * config.head_dim
+    matrices = (3 if config.gated else 2) * config.d_ff
+    layer = 2 * config.d_model * (2 * config.heads * config.head_dim + 2 * stored + matrices)
     return (
         batch <= _MOST_TOGETHER
-        and (-(-batch // _TOGETHER) - 1) * layer <= _MOST_AGAIN
+        and (launches - 1) * layer <= _MOST_AGAIN
         and _unsupported_by_chain(config, quantised, capacity) is not None
     )
 
@@ -262,7 +283,7 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
     """
     kernels, _ = _kernels(model, batch, capacity)
     of_model = model.config, model.quantised(), batch, capacity
-    if kernels is None or not _in_one_launch(kernels, *of_model):
+    if kernels is None or not _launches(kernels, *of_model):
         return model
     model = nnx.clone(model)  # whose variables are its own
     for name in ATTENTION:

@@ -1,5 +1,5 @@
-"""The layers of a decoding step: a launch for each eight sequences, or a chain of launches for all,
-each made while the one before still runs.
+"""The layers of a decoding step: launches for all of them, each for a part of the sequences, or a
+chain of launches for all sequences, each made while the one before still runs.
 
 In the chain a layer has three: query, key and value projections with attention, which also rotates
 and appends (in many cases two launches, `token_pairs`); the output projection with the gate; and
@@ -35,7 +35,7 @@ def decode_layers(
     eps: float,
     rectifier: Rectifier | None,
     is_sparse: bool,
-    in_one_launch: bool,
+    launches: int,
     window: int | None = None,
     residual_scale: float = 1.0,
 ) -> Stream:
@@ -50,9 +50,9 @@ def decode_layers(
       eps: of the norms.
       rectifier: the activation of the feed-forward blocks; None for SiLU.
       is_sparse: whether the blocks skip neurons that are not active; without, they are dense.
-      in_one_launch, window, residual_scale: as of `DecodeKernels.decode_layers`; only a step in one
-        launch has layer norms, norms of heads, a window shorter than the cache, or a scale but 1,
-        and other widths (`one_launch.call`).
+      launches, window, residual_scale: as of `DecodeKernels.decode_layers`; a chain has no layer
+        norms, norms of heads, windows shorter than the cache, scales but 1, biases of feed-forward
+        blocks and other widths (`one_launch.call`).
 
     Returns:
       The stream in front of the norm that follows the last layer.
@@ -60,11 +60,13 @@ def decode_layers(
     options = dict(
         heads=heads, kv_heads=kv_heads, eps=eps, rectifier=rectifier, is_sparse=is_sparse
     )
-    if in_one_launch:
-        options |= dict(window=window, residual_scale=residual_scale)
-        return call.decode_layers(stream, layers, k_cache, v_cache, lengths, rope, **options)
+    if launches:
+        return call.decode_layers(
+            stream, layers, k_cache, v_cache, lengths, rope, launches=launches, window=window,
+            residual_scale=residual_scale, **options,
+        )  # fmt: skip
     assert residual_scale == 1 and (window or k_cache.shape[2]) >= k_cache.shape[2]
-    assert layers.head_scales is None and layers.norm_biases is None
+    assert layers.head_scales is layers.norm_biases is layers.inner_biases is layers.down_bias
     number_of_layers, h, _ = layers.mlp.down.shape
     counts = in_place.mutable(active_counts.zeros(number_of_layers, len(stream.x), h))
     for number in np.arange(number_of_layers, dtype=np.int32)[:, None]:

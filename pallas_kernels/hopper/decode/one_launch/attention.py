@@ -3,8 +3,8 @@
 Each of the eight warps of a block takes 16 of a stage's keys and 64 features of the values, and
 keeps the running softmax of these keys; `heads` adds up what the warps have. Up to eight query
 heads that share a key/value head are the rows of the products (`mma.sync`), whose lower eight rows
-stay empty. A head has a multiple of 16 features, up to 256; of those whose number is no power of
-two, some warps have fewer than 64.
+stay empty. A head has a multiple of 16 features, up to 256. In shared memory it takes 64, 128 or
+256 (`room_of`), of which the last may be zeros.
 """
 
 import math
@@ -65,7 +65,7 @@ def keys_of_stage(size: int) -> int:
 
 
 def key_tiles(size: int) -> int:
-    """How many warps share a stage's keys; as many others have further features of the values."""
+    """How many warps share a stage's keys; of eight, others have further features of the values."""
     return keys_of_stage(size) // _KEYS
 
 
@@ -101,7 +101,7 @@ def attend(
     """The state after a stage.
 
     Args:
-      k_ref, v_ref: SMEM, bfloat16 `[keys, size]`, with `transforms`.
+      k_ref, v_ref: SMEM, bfloat16 `[keys, room_of(size)]`, with `transforms`.
       q: of `queries`.
       state: before.
       start, left: int32 scalars, the stage's first key that is attended to, and the one behind the
@@ -158,16 +158,13 @@ def _scores(k, q, first, number, size):
     """Of this lane's head: keys 2 c, 2 c + 1, 2 c + 8, 2 c + 9 for its place c in the quad."""
     row, part = arith.andi(number, const(7)), arith.shrui(number, const(3))
     totals = [[_constant(0.0)] * 2, [_constant(0.0)] * 2]
-    last = const(size // 8 - 1)
     for tile in range(2):  # of eight keys
         key = arith.addi(first, const(8 * tile))
         eighth = arith.shrui(key, const(3))
         for step in range(0, size // 8, 4):
             chunk = arith.addi(part, const(step))  # four chunks of eight features
             words = q[step : step + 4]
-            if len(words) < 4:  # of two further ones: the queries have zeros there
-                chunk = arith.minui(chunk, last)
-                words += 2 * [const(0)]
+            words += (4 - len(words)) * [const(0)]
             totals[tile] = ptx(
                 """{.reg .b32 b<4>, zero; .reg .f32 c, d, e, f, none; mov.b32 zero, 0;
                 mov.f32 none, 0f00000000;
@@ -219,8 +216,6 @@ def _add_values(v, p, values, is_key, first, block, number, size):
     found = []
     for step in range(0, _BLOCK // 8, 2):  # two chunks of eight features
         chunk = arith.addi(of_block, const(step))
-        if size % _BLOCK:  # nobody reads what further chunks get
-            chunk = arith.minui(chunk, const(size // 8 - 1))
         # What no key has may be NaN, which 0 would not take away.
         found += ptx(
             """{.reg .b32 b<4>, zero; .reg .f32 c, d, e, f, none; mov.b32 zero, 0;
@@ -251,7 +246,9 @@ def _address(ref, eighth, row, chunk, size) -> ir.Value:
     """Where eight features of a key lie, 16 bytes: those of the chunk, of a row of eight."""
     columns = _tile_columns(size)
     chunks = columns // 8  # of a row of a tile
-    tile = arith.addi(arith.muli(eighth, const(size // columns)), arith.divui(chunk, const(chunks)))
+    tile = arith.addi(
+        arith.muli(eighth, const(room_of(size) // columns)), arith.divui(chunk, const(chunks))
+    )
     # 128 bytes lie together: a row, or two or four rows of a narrow tile.
     turned = arith.andi(arith.divui(row, const(8 // chunks)), const(chunks - 1))
     place = arith.xori(arith.remui(chunk, const(chunks)), turned)
@@ -262,8 +259,8 @@ def _address(ref, eighth, row, chunk, size) -> ir.Value:
 
 @attend.in_jax
 def _attend(k_ref, v_ref, q, state, start, left, wg, *, size):
-    tiles, more = key_tiles(size), room_of(size) - size
-    k, v = k_ref[...].astype(jnp.float32), jnp.pad(v_ref[...], ((0, 0), (0, more)))
+    tiles = key_tiles(size)
+    k, v = k_ref[...][:, :size].astype(jnp.float32), v_ref[...]
     found = []
     for warp in range(4):
         of_lanes = slice(32 * warp, 32 * warp + 32)

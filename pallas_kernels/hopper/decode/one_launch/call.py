@@ -1,6 +1,7 @@
 """The launch."""
 
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.common.primitives import interpretation
 from pallas_kernels.hopper.common.support import sm_count
 from pallas_kernels.hopper.common.tiles import TILED, tiled
-from pallas_kernels.hopper.decode.one_launch.attention import transforms
+from pallas_kernels.hopper.decode.one_launch.attention import room_of, transforms
 from pallas_kernels.hopper.decode.one_launch.block import OfRows, Operands
-from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS
+from pallas_kernels.hopper.decode.one_launch.exchange import BUFFERS, as_placed
 from pallas_kernels.hopper.decode.one_launch.kernel import kernel
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
@@ -19,6 +20,7 @@ from pallas_kernels.hopper.decode.one_launch.shape import (
     DOWN_COLUMNS,
     DOWN_ROWS,
     LEAST_SLOTS,
+    MOST_TOKEN_WORDS,
     Shape,
 )
 from pallas_kernels.layers import Layers
@@ -39,10 +41,10 @@ def has_room(
     is_sparse: bool,
     in_8_bits: tuple[bool, bool, bool],
 ) -> bool:
-    """Whether the shared memory of a block has room for a ring beside the activations.
+    """Whether a launch has room: registers for the tokens, shared memory for a ring.
 
     Args:
-      batch: sequences of a launch.
+      batch: its sequences.
       capacity: of the cache.
       width, neurons: D and H.
       heads, kv_heads, size: of attention.
@@ -54,12 +56,12 @@ def has_room(
         min(sm_count(), neurons // ROWS), 1, batch, capacity, width, neurons, heads, kv_heads, size,
         gated, is_sparse, None, (qkv, out, inner), size, None, 1.0,
     )  # fmt: skip
-    return _slots(shape) >= LEAST_SLOTS
+    return _has_room(shape)
 
 
 @cache  # a model asks again and again
-def _slots(shape: Shape) -> int:
-    return shape.slots
+def _has_room(shape: Shape) -> bool:
+    return shape.token_words <= MOST_TOKEN_WORDS and shape.slots >= LEAST_SLOTS
 
 
 def decode_layers(
@@ -69,9 +71,11 @@ def decode_layers(
     v_cache: jax.Ref,
     lengths: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    **options,
+    *,
+    launches: int,
+    **options: Any,
 ) -> Stream:
-    """All layers for one new token of each of B sequences, of up to eight in each launch.
+    """All layers for one new token of each of B sequences.
 
     Args:
       stream: of the tokens, bfloat16, M of them: B rounded up to a multiple of 8. D is a multiple
@@ -86,22 +90,23 @@ def decode_layers(
       lengths: int32 `[B]`, of the sequences before.
       rope: cosine and sine, float32 `[B, n]` each, n a multiple of 2 and at most size / 2: features
         i and i + n of a head are rotated.
-      options: as of `DecodeKernels.decode_layers`.
+      launches, options: as of `DecodeKernels.decode_layers`.
 
     Returns:
       The stream in front of the norm that follows the last layer.
     """
-    launch = jax.jit(partial(_launch, **options))  # traced once for all with eight sequences
+    launch = jax.jit(partial(_launch, **options))  # traced once for all with as many sequences
+    at_once = -(-len(stream.x) // (TOKENS * launches)) * TOKENS
 
     def part(first):
-        these = slice(first, first + TOKENS)
+        these = slice(first, first + at_once)
         cos, sin = rope
         return launch(
             jax.tree.map(lambda rows: rows[these], stream), layers, k_cache, v_cache,
             lengths[these], (cos[these], sin[these]), jnp.int32(first),
         )  # fmt: skip
 
-    parts = [part(first) for first in range(0, len(lengths), TOKENS)]
+    parts = [part(first) for first in range(0, len(lengths), at_once)]
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
 
 
@@ -109,7 +114,7 @@ def _launch(
     stream, layers, k_cache, v_cache, lengths, rope, first,
     *, heads, kv_heads, eps, rectifier, is_sparse, window=None, residual_scale=1.0,
 ):  # fmt: skip
-    """`decode_layers` for up to eight sequences, `first` of the cache and those behind it."""
+    """`decode_layers` for some sequences, `first` of the cache and those behind it."""
     mlp = layers.mlp
     number, _, capacity, _, size = k_cache.shape
     _, neurons, width = mlp.down.shape
@@ -150,8 +155,8 @@ def _launch(
 
 def _operands(shape: Shape, stream, layers, k_cache, v_cache, lengths, rope, first) -> Operands:
     batch, mlp = shape.batch, layers.mlp
-    x = stream.x[:batch].reshape(batch * shape.width // 2, 2)
-    x = jax.lax.bitcast_convert_type(x, jnp.int32)
+    x = stream.x.reshape(len(stream.x), shape.width // 2, 2)
+    x = as_placed(jax.lax.bitcast_convert_type(x, jnp.int32))
     words = jnp.zeros((BUFFERS, shape.words, 2), jnp.int32).at[0, : len(x), 0].set(x)
     squares = None
     if stream.squares is not None:
@@ -209,7 +214,7 @@ def _scratch(shape: Shape) -> dict:
             smem((shape.slots, ROWS, 2 * STAGE_WORDS), jnp.bfloat16, transforms=TILED),
             smem((shape.slots, ROWS, 4 * STAGE_WORDS), E4M3, transforms=tiled(E4M3)),
             smem(
-                (shape.slots, shape.keys, shape.size),
+                (shape.slots, shape.keys, room_of(shape.size)),
                 jnp.bfloat16,
                 transforms=transforms(shape.size),
             ),
@@ -222,6 +227,6 @@ def _scratch(shape: Shape) -> dict:
     words = {
         name: smem(size, jnp.dtype(kind)) for name, (size, kind) in shape.scratch_words.items()
     }
-    if "columns" in words:
-        words["parts"] = plgpu.RefUnion(words["parts"], words.pop("columns"))
+    there = words.pop("columns" if shape.is_sparse else "x")
+    words["parts"] = plgpu.RefUnion(words["parts"], there)
     return stages | words

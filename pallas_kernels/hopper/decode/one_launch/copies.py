@@ -5,6 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.decode.one_launch.attention import room_of
 from pallas_kernels.hopper.decode.one_launch.block import Block
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import STAGE_WORDS
@@ -100,7 +101,11 @@ def _keys_and_values(block: Block, layer, number):
         def pair(j, number):
             for cache in (refs.k, refs.v):
                 slot = _room(block, number)
-                keys = cache.at[layer, of.stored, pl.ds(j * shape.keys, shape.keys), of.head]
+                # Past the last feature a copy fills in zeros. Pallas lets it, as it does not know
+                # where these begin.
+                features = pl.ds(layer * 0, room_of(shape.size))
+                keys = pl.ds(j * shape.keys, shape.keys)
+                keys = cache.at[layer, of.stored, keys, of.head, features]
                 plgpu.copy_gmem_to_smem(keys, block.kv_ring.at[slot], block.full.at[slot])
                 number += 1
             return number

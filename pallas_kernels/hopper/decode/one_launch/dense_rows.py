@@ -23,13 +23,13 @@ from pallas_kernels.hopper.decode.one_launch.plan import ROWS
 from pallas_kernels.hopper.decode.one_launch.products import TOKENS
 from pallas_kernels.hopper.decode.one_launch.shape import DOWN, DOWN_COLUMNS, DOWN_ROWS
 
-_TILES = DOWN_COLUMNS // ROWS
-_TOKENS_AT_ONCE = 4  # so that their words fit into registers
+_COLUMN_TILES = DOWN_COLUMNS // ROWS
+_WORDS_AT_ONCE = 24  # that are waited for together: each takes five registers
 
 
 def post_hidden(block: Block, exchange_number, factor, scales: OfRows, biases: OfRows):
     """`product`'s functions that post the activations of 16 neurons."""
-    shape, parts = block.shape, block.smem["parts"]
+    shape = block.shape
 
     def prepare(row):
         pair = row + 2 * (lane.numbers() & 7)
@@ -39,18 +39,15 @@ def post_hidden(block: Block, exchange_number, factor, scales: OfRows, biases: O
         ]
 
     def finish(row, part, prepared):
-        @pl.when(block.wg == 0)
+        @pl.when(stream.has_pairs(block))
         def _():
-            number, place = lane.numbers(), stream.pair_of(block, row, shape.neurons)
-            by = factor(jnp.where(place < 0, 0, number >> 3))
-            at = [stream.where_pair(number, place, j) for j in (0, 1)]
+            place = stream.pair_of(block, row, shape.neurons)
+            by = factor(stream.pair_token(block))
 
             def sums(which):
                 of_rows, of_bias = prepared[which]
-                found = [
-                    products.sum_of_warps(parts, part + which, one) * by * scale
-                    for one, scale in zip(at, of_rows, strict=True)
-                ]
+                found = stream.sums_of_pair(block, part + which)
+                found = [one * by * scale for one, scale in zip(found, of_rows, strict=True)]
                 return stream.with_bias(found, of_bias)
 
             halves = [activation.activated(z, shape.rectifier) for z in sums(0)]
@@ -58,7 +55,7 @@ def post_hidden(block: Block, exchange_number, factor, scales: OfRows, biases: O
                 linear = [activation.linear(u, shape.rectifier) for u in sums(1)]
                 halves = [h * u for h, u in zip(halves, linear, strict=True)]
             if block.live is not None:
-                pair = row + 2 * (number & 7)
+                pair = row + 2 * (lane.numbers() & 7)
                 halves = [jnp.where(pair + j < block.live, halves[j], 0.0) for j in (0, 1)]
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*halves))
 
@@ -88,50 +85,62 @@ def _multiply(block: Block, exchange_number, unit, number):
     blocks = shape.width // DOWN_COLUMNS
     split, column = lax.div(unit, blocks), lax.rem(unit, blocks)
     first, stages = shape.rows_of_split(split)
-    _receive(block, exchange_number, first, stages)
-    block.meet()
 
     def stage(j, carry):
         number, sums = carry
         tokens = products.tokens_of_rows(smem["x"], j, block.wg, batch=shape.batch)
         slot = lax.rem(number, shape.slots)
         plgpu.barrier_wait(block.full.at[slot])
-        sums = products.add_columns(block.down_ring.at[slot], tokens, list(sums), block.wg)
+        sums = [[*of_columns] for of_columns in sums]
+        sums = products.add_columns(block.down_ring.at[slot], tokens, sums, block.wg)
         plgpu.barrier_arrive(block.empty.at[slot])
-        return number + 1, tuple(sums)
+        return number + 1, tuple(tuple(of_columns) for of_columns in sums)
 
-    start = number, _TILES * (products.zeros(),)
-    number, sums = lax.fori_loop(0, stages, stage, start)
-    for which, part in enumerate(sums):
-        products.put(smem["parts"], jnp.int32(which), part, block.wg)
+    def some(i, carry):
+        begin = i * shape.down_stages_at_once
+        here = jnp.clip(stages - begin, 0, shape.down_stages_at_once)
+        _receive(block, exchange_number, first + begin, here)
+        block.meet()
+        carry = lax.fori_loop(0, here, stage, carry)
+        block.meet()  # nobody reads these activations, which lie where parts do
+        return carry
+
+    start = number, tuple(tuple(products.zeros(shape.tiles)) for _ in range(_COLUMN_TILES))
+    turns = -(-shape.most_down_stages // shape.down_stages_at_once)
+    number, sums = lax.fori_loop(0, turns, some, start)
+    for which, of_columns in enumerate(sums):
+        products.put(smem["parts"], jnp.int32(which), [*of_columns], block.wg)
     block.meet()
-    index = lane.numbers()  # a column and a token
-    own, token = index >> 3, index & (TOKENS - 1)
-    for turn in range(_TILES // 2):
-        tile = 2 * turn + block.wg
-        total = products.sum_of_warps(smem["parts"], tile, index)
-        at = (split * shape.batch + token) * shape.width + column * DOWN_COLUMNS + tile * ROWS + own
-        place = jnp.where(token < shape.batch, at, -1)
-        bits = lax.bitcast_convert_type(total, jnp.int32)
-        exchange.post(block.refs.words, exchange_number + 1, place, bits)
-    block.meet()  # before the next unit's activations come
+    own = lane.numbers() >> 3
+    for turn in range(_COLUMN_TILES // 2):
+        of_columns = 2 * turn + block.wg
+        first = column * DOWN_COLUMNS + of_columns * ROWS + own
+        for tile in range(shape.tiles):
+            token = tile * TOKENS + (lane.numbers() & (TOKENS - 1))
+            total = products.sum_of_warps(smem["parts"], of_columns, shape.tiles, own, token)
+            at = (split * shape.batch + token) * shape.width + first
+            place = jnp.where(token < shape.batch, at, -1)
+            bits = lax.bitcast_convert_type(total, jnp.int32)
+            exchange.post(block.refs.words, exchange_number + 1, place, bits)
+    block.meet()  # before others come where the parts are
     return number
 
 
 def _receive(block: Block, exchange_number, first, stages) -> None:
     """Takes the activations of `stages` times 128 neurons into shared memory."""
     shape, thread = block.shape, block.thread()
-    pairs, most = shape.neurons // 2, shape.most_down_stages * DOWN_ROWS // 2
+    most = shape.down_stages_at_once * DOWN_ROWS // 2
     known = block.groups * (ROWS // 2)  # of the others the activations are 0
     numbers = [thread + start for start in range(0, most, 2 * LANES)]
-    block.meet()  # nobody reads what was there
-    for begin in range(0, shape.batch, _TOKENS_AT_ONCE):
+    at_once = max(1, _WORDS_AT_ONCE // len(numbers))
+    for begin in range(0, shape.batch, at_once):
         inside, places = [], []
-        for token in range(begin, min(begin + _TOKENS_AT_ONCE, shape.batch)):
+        for token in range(begin, min(begin + at_once, shape.batch)):
             for number in numbers:
                 of_all = first * (DOWN_ROWS // 2) + number
                 is_there = (number < stages * (DOWN_ROWS // 2)) & (of_all < known)
-                places.append(jnp.where(is_there, token * pairs + of_all, -1))
+                place = exchange.place_of(token, of_all, shape.neurons)
+                places.append(jnp.where(is_there, place, -1))
                 inside.append(jnp.where(number < most, token * shape.row_words + number, -1))
         words = exchange.take(block.refs.words, exchange_number, places)
         for place, word in zip(inside, words, strict=True):
@@ -142,12 +151,11 @@ def _add_up(block: Block, exchange_number, tile, bias) -> None:
     """Adds the parts of 16 columns to the stream."""
     shape, words = block.shape, block.refs.words
 
-    @pl.when(block.wg == 0)
+    @pl.when(stream.has_pairs(block))
     def _():
         place = stream.pair_of(block, tile * ROWS, shape.width)
         before = exchange.read(words, exchange_number - 1, place)
-        number = lane.numbers()
-        token, pair = number >> 3, number & 7
+        token, pair = block.thread() >> 3, lane.numbers() & 7
         of_bias = stream.bias_at(bias, tile * ROWS + 2 * pair)
         places = []
         for split in range(shape.down_splits):

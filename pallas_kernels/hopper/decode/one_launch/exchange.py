@@ -2,7 +2,8 @@
 
 A word is 8 bytes: 32 bits and the number of its exchange, written and read at once, so that there
 is no flag to wait for and nothing to fence. Whoever takes a word polls until the number is there.
-Words of one exchange lie in one of `BUFFERS` parts of memory, which take turns; see `step`.
+Words of one exchange lie in one of `BUFFERS` parts of memory, which take turns; see `kernel`. Those
+of tokens lie as products read them: `place_of`.
 """
 
 import jax
@@ -23,7 +24,24 @@ from pallas_kernels.hopper.decode.one_launch import lane
 from pallas_kernels.hopper.decode.one_launch.lane import WORD, ptx
 
 BUFFERS = 16
+_LOAD = "ld.relaxed.gpu.global"
 _MOST_POLLS = 1 << 22  # seconds, after which a fault ends the program
+
+
+def place_of(token, word, features: int):
+    """Where a word of a token with so many features is among those of an exchange.
+
+    64 words lie together, which are posted, and taken by a warp, at once: of each of eight tokens
+    eight, 0, 4, 1, 5, 2, 6, 3, 7, so that a lane has two neighbours as its part of an operand.
+    """
+    chunk = (token >> 3) * (features // 16) + (word >> 3)
+    return chunk * 64 + (token & 7) * 8 + (word & 3) * 2 + ((word >> 2) & 1)
+
+
+def as_placed(words: jax.Array) -> jax.Array:
+    """The words of tokens, int32 `[M, features / 2]`, M a multiple of 8, as `place_of` says."""
+    chunks = words.reshape(len(words) // 8, 8, -1, 2, 4)
+    return chunks.transpose(0, 2, 1, 4, 3).reshape(-1)
 
 
 @primitive
@@ -55,27 +73,72 @@ def post(words_ref, exchange, places: jax.Array, values: jax.Array) -> None:
 
 
 @primitive
-def take(words_ref, exchange, places: list[jax.Array], count: int = 1) -> list[jax.Array]:
+def take(words_ref, exchange, places: list[jax.Array]) -> list[jax.Array]:
     """Waits for words, and returns them: int32, 0 where places are negative.
 
     Args:
       words_ref: as of `post`.
       exchange: int32 scalar, its number.
       places: of the words. All are asked for at once, again and again until all are there.
-      count: how many words from each place on, 1 or 2; places are multiples of it.
     """
     size, n = words_ref.shape[1], len(places)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, n * [WORD]), return_type=count * n * [lane.struct()]
+        arg_types=(plgpu.RefType(), SCALAR, n * [WORD]), return_type=n * [lane.struct()]
     )
     def step(_, ref, exchange, places):
         number = lane.scalar(exchange)
         places = [lane.word(one) for one in places]
         addresses = [_address(ref, number, place, size) for place in places]
-        return [lane.array(found) for found in _poll(addresses, places, number, count)]
+        # Results, addresses, places
+        flags = [f"setp.ge.s32 p, ${2 * n + i}, 0;" for i in range(n)]
+        loads = [f"{flag} @p {_LOAD}.b64 v{i}, [${n + i}];" for i, flag in enumerate(flags)]
+        return [lane.array(one) for one in _poll(loads, [*addresses, *places], number, n)]
 
     return step(words_ref, exchange, places)
+
+
+@primitive
+def take_row(
+    words_ref,
+    exchange,
+    first: jax.Array,
+    left: jax.Array | None,
+    distances: list[int],
+    count: int,
+) -> list[jax.Array]:
+    """Waits for words of a row, and returns them: int32, 0 past the end of the row.
+
+    It needs fewer registers than `take`, and less code.
+
+    Args:
+      words_ref, exchange: as of `post`.
+      first: a place of each lane, a multiple of `count`.
+      left: how many words the row has from there on, maybe none; None if it has all.
+      distances: of the words from `first`. All are asked for at once.
+      count: how many words are taken from each on, 1 or 2.
+    """
+    size, n = words_ref.shape[1], count * len(distances)
+    ends = [] if left is None else [left]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, WORD, len(ends) * [WORD]),
+        return_type=n * [lane.struct()],
+    )
+    def step(_, ref, exchange, first, ends):
+        number = lane.scalar(exchange)
+        address = _address(ref, number, lane.word(first), size)
+        kind, loads = (".b64", ".v2.b64")[count - 1], []
+        for i, distance in enumerate(distances):
+            words = ", ".join(f"v{count * i + j}" for j in range(count))
+            words = words if count == 1 else f"{{{words}}}"
+            load = f"{_LOAD}{kind} {words}, [${n} + {8 * distance}];"
+            loads.append(f"setp.gt.s32 p, ${n + 1}, {distance}; @p {load}" if ends else load)
+        ends = [lane.word(one) for one in ends]
+        found = _poll(loads, [address, *ends], number, n, sets_all=not ends)
+        return [lane.array(one) for one in found]
+
+    return step(words_ref, exchange, first, ends)
 
 
 @primitive
@@ -109,37 +172,36 @@ def _address(ref, number: ir.Value, place: ir.Value, size: int) -> ir.Value:
 
 
 def _poll(
-    addresses: list[ir.Value], places: list[ir.Value], number: ir.Value, count: int
+    loads: list[str],
+    operands: list[ir.Value],
+    number: ir.Value,
+    n: int,
+    *,
+    sets_all: bool = False,
 ) -> list[ir.Value]:
-    n, m = len(addresses), count * len(addresses)
-    wanted = f"${m + 2 * n}"
+    """Repeats `loads`, which set some of `v0` ... `v{n - 1}`, until all have the exchange's number.
+
+    Their operands follow on the results, of which there are `n`. `sets_all`: none is left out.
+    """
+    wanted = f"${n + len(operands)}"
     # Results are written last: they may lie in the registers of operands.
-    flags = " ".join(f"setp.ge.s32 p{i}, ${m + n + i}, 0;" for i in range(n))
-    none = " ".join(f"mov.b64 v{i}, none;" for i in range(m))
-    load = "ld.relaxed.gpu.global"
-    if count == 1:
-        loads = [f"@p{i} {load}.b64 v{i}, [${m + i}];" for i in range(n)]
-    else:
-        pairs = [f"{{v{2 * i}, v{2 * i + 1}}}" for i in range(n)]
-        loads = [f"@p{i} {load}.v2.b64 {pair}, [${m + i}];" for i, pair in enumerate(pairs)]
+    none = "" if sets_all else " ".join(f"mov.b64 v{i}, none;" for i in range(n))
     tests = " ".join(
         f"mov.b64 {{w{i}, t}}, v{i}; xor.b32 t, t, {wanted}; or.b32 missing, missing, t;"
-        for i in range(m)
+        for i in range(n)
     )
-    results = " ".join(f"mov.b32 ${i}, w{i};" for i in range(m))
+    results = " ".join(f"mov.b32 ${i}, w{i};" for i in range(n))
     found = ptx(
-        f"""{{.reg .pred p<{n}>, more; .reg .b64 v<{m}>, none;
-            .reg .b32 w<{m}>, t, missing, polls, zero;
-            mov.b32 polls, 0; mov.b32 zero, 0; mov.b64 none, {{zero, {wanted}}};
-            {flags} {none}
+        f"""{{.reg .pred p, more; .reg .b64 v<{n}>, none;
+            .reg .b32 w<{n}>, t, missing, polls, zero;
+            mov.b32 polls, 0; mov.b32 zero, 0; mov.b64 none, {{zero, {wanted}}}; {none}
             poll: {" ".join(loads)}
             add.u32 polls, polls, 1; setp.gt.u32 more, polls, {_MOST_POLLS}; @more trap;
             mov.b32 missing, 0; {tests} setp.ne.u32 more, missing, 0; @more bra poll;
             {results}}}""",
-        *addresses,
-        *places,
+        *operands,
         number,
-        result_types=[const(0).type] * m,
+        result_types=[const(0).type] * n,
         has_side_effects=True,
     )
     return list(found)
@@ -158,10 +220,9 @@ def _post(words_ref, exchange, places, values):
 
 
 @take.in_jax
-def _take(words_ref, exchange, places, count=1):
+def _take(words_ref, exchange, places):
     """What the reference has is exchange 0."""
-    board = on_host.log("exchange")
-    stacked = jnp.stack([jnp.where(p < 0, p, p + i) for p in places for i in range(count)])
+    board, stacked = on_host.log("exchange"), jnp.stack(places)
 
     def find(first, exchange, places):
         known = dict(enumerate(first.tolist())) if exchange == 0 else {}
@@ -181,6 +242,13 @@ def _take(words_ref, exchange, places, count=1):
     return list(found.reshape(stacked.shape))
 
 
+@take_row.in_jax
+def _take_row(words_ref, exchange, first, left, distances, count):
+    each = [distance + i for distance in distances for i in range(count)]
+    places = [first + d if left is None else jnp.where(d < left, first + d, -1) for d in each]
+    return _take(words_ref, exchange, places)
+
+
 @read.in_jax
 def _read(words_ref, exchange, places):
     return _take(words_ref, exchange, [places])[0]
@@ -198,8 +266,9 @@ def _in_order(words_ref, call, result, *operands):
     before = words_ref[1, place, 0]
 
     def call_now(_, *operands):
-        return call(*map(np.asarray, operands))
+        return call(*map(np.asarray, operands)), np.int32(0)
 
-    found = io_callback(call_now, result, before, words_ref[0, :, 0], *operands)
-    words_ref[1, place, 0] = before + jnp.sum(found) * 0
+    results = result, jax.ShapeDtypeStruct((), jnp.int32)
+    found, zero = io_callback(call_now, results, before, words_ref[0, :, 0], *operands)
+    words_ref[1, place, 0] = before + zero  # see `memory._memory`
     return found

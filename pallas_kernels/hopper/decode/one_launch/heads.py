@@ -77,11 +77,12 @@ def place_new(block: Block, layer, exchange_number, of: Unit, eps: float) -> Non
         of_query = of.group * shape.group + vector
         stored = jnp.where(is_key, shape.heads, shape.heads + shape.kv_heads) + of.head
         of_all = jnp.where(is_key | is_value, stored, of_query)
-        place = of.sequence * (shape.projected // 2) + of_all * (shape.size // 2)
+        before = of_all * (shape.size // 2)
         pairs = [_pair(shape, is_its, first + more) for more in range(0, shape.size // 4, lanes)]
         words = [word for pair in pairs for word in pair.words]
         scales = _scales_of_heads(block, layer, is_key, words)
-        places = [jnp.where(word < 0, -1, place + word) for word in words]
+        places = [exchange.place_of(of.sequence, before + word, shape.projected) for word in words]
+        places = [jnp.where(at < 0, -1, place) for at, place in zip(words, places, strict=True)]
         turns = [_turn(block, of, pair) for pair in pairs]
         given = exchange.take(block.refs.words, exchange_number, places)
         normed = given if scales is None else _normed(given, scales, lanes, shape.size, eps)
@@ -173,7 +174,7 @@ def put_state(block: Block, state: attention.State) -> None:
     row = tile * shape.group + head
     for i, value in enumerate(state.values):
         feature = features + 8 * (i // 2) + 2 * quad + i % 2
-        has = is_there if shape.size % 64 == 0 else is_there & (feature < shape.size)
+        has = is_there & (feature < shape.size)
         memory.scatter(smem["values"], jnp.where(has, row * shape.size + feature, -1), value)
     total = lane.sum_of(state.total, 4)
     is_one = is_there & (quad == 0) & (features == 0)
@@ -282,7 +283,8 @@ def add_new(block: Block, exchange_number, of: Unit) -> None:
             for i, half in enumerate(lane.unpack(word))
         ]
         head = of.group * shape.group + own
-        place = of.sequence * (shape.attended // 2) + head * (shape.size // 2)
-        places = jnp.where(is_there & has, place + pair, -1)
+        word = head * (shape.size // 2) + pair
+        place = exchange.place_of(of.sequence, word, shape.attended)
+        places = jnp.where(is_there & has, place, -1)
         packed = lane.pack(sums[0] / total, sums[1] / total)
         exchange.post(block.refs.words, exchange_number, places, packed)

@@ -30,13 +30,8 @@ from pallas_kernels.hopper.decode.one_launch.copies import copy_all
 from pallas_kernels.hopper.decode.one_launch.heads import attend
 from pallas_kernels.hopper.decode.one_launch.norms import Norm, factor_of
 from pallas_kernels.hopper.decode.one_launch.shape import GATE, OUT, QKV, Shape
-from pallas_kernels.hopper.decode.one_launch.stream import (
-    first_stream,
-    last_stream,
-    product,
-    publish,
-    receive,
-)
+from pallas_kernels.hopper.decode.one_launch.stream import product, publish
+from pallas_kernels.hopper.decode.one_launch.tokens import first_stream, last_stream, receive
 
 OF_LAYER = 7  # exchanges
 
@@ -49,8 +44,7 @@ def kernel(operands: Operands, outs, scratch, *, shape: Shape, eps: float) -> No
     columns = operands.table.shape[1]
     *place, tokens, before = (read(operands.table.at[number, pl.ds(i, 1)]) for i in range(columns))
     *rings, kv_ring, down_ring = scratch.pop("ring")
-    if shape.is_sparse:
-        scratch["parts"], scratch["columns"] = scratch["parts"]
+    scratch["parts"], scratch["columns" if shape.is_sparse else "x"] = scratch["parts"]
     full, empty, together = (scratch.pop(name) for name in ("full", "empty", "together"))
     block = Block(
         shape,
@@ -84,8 +78,6 @@ def _compute(block: Block, outs, eps: float) -> None:
     shape, scales, norm_biases = block.shape, block.refs.scales, block.refs.norm_biases
     if shape.is_sparse:
         open_rows.clear(block.smem["hidden"], block.thread())
-    rounds = {which: shape.itemsize(which) == 1 for which in (QKV, OUT, GATE)}
-    first_stream(block, rounds=rounds[QKV])
     later = eps if norm_biases is None else None  # a layer norm comes before the product
     of_qkv, of_gate = (factor_of(block, which, later) for which in (QKV, GATE))
 
@@ -93,7 +85,8 @@ def _compute(block: Block, outs, eps: float) -> None:
         bias = None if norm_biases is None else norm_biases[which].at[layer]
         return Norm(scales[which].at[layer], bias, eps)
 
-    def layer(layer, number):
+    def layer(layer, carry):
+        number, tokens = carry
         before = layer * OF_LAYER  # the exchange that has the stream
         of_layer = block.of_layer(layer)
         row_scales, biases = (
@@ -104,26 +97,26 @@ def _compute(block: Block, outs, eps: float) -> None:
             block, before + 1, shape.projected,
             factor=of_qkv, scales=row_scales.qkv, bias=biases.qkv,
         )  # fmt: skip
-        number = product(block, QKV, number, functions)
+        number = product(block, QKV, tokens, number, functions)
         number = attend(block, layer, before + 1, number, eps)
-        receive(block, before + 3, shape.attended, rounds=rounds[OUT])
+        tokens = receive(block, before + 3, OUT)
         functions = publish(
             block, before + 4, shape.width,
             factor=factor_of(block, OUT, None), scales=row_scales.out, bias=biases.out,
             stream=before,
         )  # fmt: skip
-        number = product(block, OUT, number, functions)
-        receive(block, before + 4, shape.width, norm(0, layer), rounds=rounds[GATE])
+        number = product(block, OUT, tokens, number, functions)
+        tokens = receive(block, before + 4, GATE, norm(0, layer))
         if shape.is_sparse:
             functions = open_rows.keep_masks(of_layer, before + 5, of_gate, row_scales, biases)
-            number = product(of_layer, GATE, number, functions)
-            open_rows.add(of_layer, layer, before + 5, of_gate, row_scales, biases)
+            number = product(of_layer, GATE, tokens, number, functions)
+            open_rows.add(of_layer, layer, tokens, before + 5, of_gate, row_scales, biases)
         else:
             functions = dense_rows.post_hidden(of_layer, before + 5, of_gate, row_scales, biases)
-            number = product(of_layer, GATE, number, functions, 2 if shape.gated else 1)
+            matrices = 2 if shape.gated else 1
+            number = product(of_layer, GATE, tokens, number, functions, matrices)
             number = dense_rows.add(of_layer, before + 5, number, biases.down)
-        receive(block, before + 7, shape.width, norm(1, layer), rounds=rounds[QKV])
-        return number
+        return number, receive(block, before + 7, QKV, norm(1, layer))
 
-    lax.fori_loop(0, shape.layers, layer, jnp.int32(0))
+    lax.fori_loop(0, shape.layers, layer, (jnp.int32(0), first_stream(block)))
     pl.when(lax.axis_index("block") == 0)(lambda: last_stream(block, outs, shape.layers * OF_LAYER))

@@ -134,7 +134,7 @@ def _sums_of(values, lanes=WARP):
 
 @primitive
 def largest_of(tokens: list[list[jax.Array]]) -> list[jax.Array]:
-    """Of each token the bits of the largest magnitude, float32, that the words of a warp hold.
+    """Of each token the bits of the largest magnitude, float32, that four neighbours have.
 
     The words hold two bfloat16 each. NaN is larger than all other magnitudes.
     """
@@ -143,7 +143,7 @@ def largest_of(tokens: list[list[jax.Array]]) -> list[jax.Array]:
     @plgpu.inline_mgpu(arg_types=(types,), return_type=len(tokens) * [struct()])
     def step(_, tokens):
         tops = [eight_bits.larger([word(one) for one in words]) for words in tokens]
-        for distance in (16, 8, 4, 2, 1):
+        for distance in (2, 1):
             others = [mgpu.utils.shfl_bfly(top, distance) for top in tops]
             tops = [eight_bits.larger(list(pair)) for pair in zip(tops, others, strict=True)]
         halves = [(arith.andi(top, const(0xFFFF)), arith.shrui(top, const(16))) for top in tops]
@@ -157,8 +157,8 @@ def _largest_of(tokens):
     found = []
     for words in tokens:
         halves = [h for one in words for h in (one & 0x7FFF, (one >> 16) & 0x7FFF)]
-        top = jnp.max(jnp.stack(halves).reshape(len(halves), WARPS, WARP), axis=(0, 2))
-        found.append(jnp.repeat(top, WARP) << 16)
+        top = jnp.max(jnp.stack(halves).reshape(len(halves), -1, 4), axis=(0, 2))
+        found.append(jnp.repeat(top, 4) << 16)
     return found
 
 
@@ -256,6 +256,24 @@ def _pack(low, high):
     halves = [lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (low, high)]
     low, high = (half.astype(jnp.uint32) for half in halves)
     return lax.bitcast_convert_type(low | high << 16, jnp.int32)
+
+
+@primitive
+def times(words: jax.Array, others: jax.Array) -> jax.Array:
+    """Products of words of two bfloat16 each, rounded once."""
+
+    @plgpu.inline_mgpu(arg_types=(WORD, WORD), return_type=struct())
+    def step(_, words, others):
+        operands = word(words), word(others)
+        return array(ptx("mul.rn.bf16x2 $0, $1, $2;", *operands, result_types=const(0).type))
+
+    return step(words, others)
+
+
+@times.in_jax
+def _times(words, others):
+    (a, b), (c, d) = unpack(words), unpack(others)
+    return _pack(a * c, b * d)
 
 
 def unpack(words: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -81,30 +81,6 @@ def _gather_each(ref, places, count, stride):
 
 
 @primitive
-def gather_four(ref, places: jax.Array) -> list[jax.Array]:
-    """Four words of SMEM `ref` (int32) from each of `places` on, which are multiples of four."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WORD), return_type=4 * [struct()])
-    def step(_, ref, places):
-        address = arith.addi(simt.smem_address(ref), arith.muli(word(places), const(4)))
-        found = ptx(
-            "{.reg .b32 a<4>; ld.shared.v4.b32 {a0, a1, a2, a3}, [$4]; "
-            "mov.b32 $0, a0; mov.b32 $1, a1; mov.b32 $2, a2; mov.b32 $3, a3;}",
-            address,
-            result_types=[const(0).type] * 4,
-            has_side_effects=True,
-        )
-        return [array(value) for value in found]
-
-    return step(ref, places)
-
-
-@gather_four.in_jax
-def _gather_four(ref, places):
-    return [_gather(ref, places + i) for i in range(4)]
-
-
-@primitive
 def scatter(ref, places: jax.Array, values: jax.Array) -> None:
     """Stores words to SMEM `ref` (int32 or float32, row-major)."""
 
@@ -186,12 +162,14 @@ def _memory(ref, places, values):
             raise IndexError(f"place {places.max()} of {ref.shape}")
         if values.size:
             words[places[is_there]] = values[is_there]
-        return np.where(is_there, words[np.maximum(places, 0)], 0)
+        return np.where(is_there, words[np.maximum(places, 0)], 0), np.int32(0)
 
     first = (*(len(ref.shape) - 1) * (0,), wg)
     before = ref[first]
-    found = io_callback(access, struct_of(places), before, block, places, values)
-    ref[first] = before + (found[0] * 0).astype(before.dtype)
+    # XLA would leave out a product with 0, and what waits for it.
+    results = struct_of(places), jax.ShapeDtypeStruct((), jnp.int32)
+    found, zero = io_callback(access, results, before, block, places, values)
+    ref[first] = before + zero.astype(before.dtype)
     return found
 
 
@@ -225,6 +203,61 @@ def _load(ref, places, count=1):
     flat = _as_words(ref[...])
     found = [flat[jnp.maximum(places, 0) + i] for i in range(count)]
     return [jnp.where(places >= 0, value, 0) for value in found]
+
+
+@primitive
+def load_row(
+    ref,
+    first: jax.Array,
+    left: jax.Array | None,
+    distances: list[int],
+    count: int = 1,
+    is_there: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Like `load`, words of a row of GMEM `ref`, with less code.
+
+    Args:
+      ref: as of `load`.
+      first: a place of each lane, a multiple of `count`.
+      left: how many words the row has from there on; None if it has all.
+      distances: of the words from `first`.
+      count: how many words are loaded from each on.
+      is_there: whether a lane has a row; None if all have.
+    """
+    ends, flags = ([] if one is None else [one] for one in (left, is_there))
+    n = count * len(distances)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), WORD, len(ends) * [WORD], len(flags) * [WORD]),
+        return_type=n * [struct()],
+    )
+    def step(_, ref, first, ends, flags):
+        wide = arith.extui(ir.IntegerType.get_signless(64), word(first))
+        four = mgpu.c(4, ir.IntegerType.get_signless(64))
+        address = arith.addi(simt.gmem_address(ref, const(0)), arith.muli(wide, four))
+        has_row = mgpu.c(1, ir.IntegerType.get_signless(1))
+        if flags:
+            has_row = arith.cmpi(arith.CmpIPredicate.ne, word(*flags), const(0))
+        found = []
+        for distance in distances:
+            active = has_row
+            for end in ends:
+                is_in = arith.cmpi(arith.CmpIPredicate.sgt, word(end), const(distance))
+                active = arith.andi(active, is_in)
+            found += simt.load_words(address, 4 * distance, active, count)
+        return [array(value) for value in found]
+
+    return step(ref, first, ends, [flag.astype(jnp.int32) for flag in flags])
+
+
+@load_row.in_jax
+def _load_row(ref, first, left, distances, count=1, is_there=None):
+    found = []
+    for distance in distances:
+        has = True if left is None else distance < left
+        has = has if is_there is None else has & is_there
+        found += _load(ref, jnp.where(has, first + distance, -1), count)
+    return found
 
 
 def _as_words(values: jax.Array) -> jax.Array:

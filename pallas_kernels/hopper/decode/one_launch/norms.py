@@ -41,8 +41,7 @@ def factor_of(block: Block, which: int, eps: float | None):
 
 def scaled(words, scales) -> list[jax.Array]:
     """Words times those of the scale of a norm."""
-    pairs = [(lane.unpack(word), lane.unpack(by)) for word, by in zip(words, scales, strict=True)]
-    return [lane.pack(low * by[0], high * by[1]) for (low, high), by in pairs]
+    return [lane.times(word, by) for word, by in zip(words, scales, strict=True)]
 
 
 def sum_of_squares(words) -> jax.Array:
@@ -54,25 +53,19 @@ def sum_of_squares(words) -> jax.Array:
 
 
 def layer_normed(
-    block: Block, places, tokens, each, scales, biases, eps: float
-) -> list[list[jax.Array]]:
-    """The words of each of some tokens behind a layer norm; 0 where places are negative."""
-    width, there = block.shape.width, [place >= 0 for place in places for _ in range(4)]
-    halves = [_halves(words) for words in each]
-    means = [total / width for total in _over_block(block, tokens, map(_sum, halves))]
-    halves = [
-        [jnp.where(is_in, half - mean, 0.0) for is_in, half in zip(there, of_token, strict=True)]
-        for of_token, mean in zip(halves, means, strict=True)
-    ]
-    squares = [_sum([half * half for half in of_token]) for of_token in halves]
-    rows = [TOKENS + token for token in tokens]  # others may still read the sums
-    factors = [lax.rsqrt(total / width + eps) for total in _over_block(block, rows, squares)]
-    normed = []
-    for of_token, factor in zip(halves, factors, strict=True):
-        terms = zip(of_token, _halves(scales), _halves(biases), strict=True)
-        found = [half * factor * by + added for half, by, added in terms]
-        normed.append([lane.pack(*pair) for pair in zip(found[::2], found[1::2], strict=True)])
-    return normed
+    block: Block, are_there, tile: int, words, scales, biases, eps: float
+) -> list[jax.Array]:
+    """The words of a tile behind a layer norm; 0 where there are none."""
+    width, there = block.shape.width, [is_in for is_in in are_there for _ in range(2)]
+    halves = _halves(words)
+    mean = _over_block(block, tile, _sum(halves)) / width
+    halves = [jnp.where(is_in, half - mean, 0.0) for is_in, half in zip(there, halves, strict=True)]
+    squares = _sum([half * half for half in halves])
+    # Others may still read the sums.
+    factor = lax.rsqrt(_over_block(block, block.shape.tiles + tile, squares) / width + eps)
+    terms = zip(halves, _halves(scales), _halves(biases), strict=True)
+    found = [half * factor * by + added for half, by, added in terms]
+    return [lane.pack(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
 def _halves(words) -> list[jax.Array]:
@@ -83,11 +76,12 @@ def _sum(values) -> jax.Array:
     return sum(values, lane.full(0.0, jnp.float32))
 
 
-def _over_block(block: Block, rows, values) -> list[jax.Array]:
-    """The sums of each of some numbers over all lanes; they take these rows of shared memory."""
-    put_of_warps(block, "squares", rows, lane.sums_of([*values]))
+def _over_block(block: Block, rows: int, value) -> jax.Array:
+    """The sum of a number over the lanes that have a token; `rows` says which eight rows of shared
+    memory it takes."""
+    put_of_warps(block, "squares", TOKENS * rows, [lane.sum_of(value, 4)])
     block.meet()
-    return [_of_warps(block, lane.full(0) + row) for row in rows]
+    return _of_warps(block, own_token(rows))
 
 
 def _of_warps(block: Block, row) -> jax.Array:
@@ -96,9 +90,17 @@ def _of_warps(block: Block, row) -> jax.Array:
     return sum(others, first)
 
 
-def put_of_warps(block: Block, name: str, tokens, values) -> None:
-    """Stores what each warp has of each token; there is room for eight."""
-    thread = block.thread()
-    for token, value in zip(tokens, values, strict=True):
-        place = jnp.where(thread & 31 == 0, token * BLOCK_WARPS + (thread >> 5), -1)
-        memory.scatter(block.smem[name], place, value)
+def own_token(tile: int) -> jax.Array:
+    """The token of a tile that a lane has, among those of all tiles."""
+    return TOKENS * tile + ((lane.numbers() >> 2) & (TOKENS - 1))
+
+
+def put_of_warps(block: Block, name: str, row: int, values) -> None:
+    """Stores what each warp has of its tokens, of each tile; four lanes have the same.
+
+    The tokens take the rows of `name` from this one on.
+    """
+    for tile, value in enumerate(values):
+        place = (row + own_token(tile)) * BLOCK_WARPS + (block.thread() >> 5)
+        is_one = lane.numbers() & 3 == 0
+        memory.scatter(block.smem[name], jnp.where(is_one, place, -1), value)

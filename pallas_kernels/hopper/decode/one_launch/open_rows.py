@@ -5,6 +5,9 @@ and posts its activations. Meanwhile all blocks learn from `masks` which rows ar
 their 16 columns of these rows of `down`.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,26 +23,32 @@ from pallas_kernels.hopper.decode.one_launch import (
 from pallas_kernels.hopper.decode.one_launch.block import Block, OfRows
 from pallas_kernels.hopper.decode.one_launch.lane import LANES, WARP
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS
-from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, TOKENS
+from pallas_kernels.hopper.decode.one_launch.products import (
+    BLOCK_WARPS,
+    STAGE_WORDS,
+    TOKENS,
+    WORDS,
+)
 from pallas_kernels.hopper.decode.one_launch.shape import GATE, LISTED
+from pallas_kernels.hopper.decode.one_launch.tokens import Tokens
 
 _AT_ONCE = 2 * LANES  # rows of `down` that are added together, one a lane
-_LOADED = 4  # 16-byte parts of two rows that a lane loads at once
+_LOADED = 2  # stages of two rows that a lane loads at once
 
 
 def clear(hidden_ref, thread) -> None:
     """Sets the activations of all rows and tokens to zero."""
-    for start in range(0, 4 * _AT_ONCE, 2 * LANES):
+    for start in range(0, hidden_ref.shape[0] * hidden_ref.shape[1], 2 * LANES):
         memory.scatter(hidden_ref, thread + start, lane.full(0))
 
 
 def keep_masks(block: Block, exchange_number, factor, scales: OfRows, biases: OfRows):
     """`product`'s functions that keep the gates and post which rows are open, a bit for each.
 
-    All warps of a warpgroup compute the same: a lane has half of the tokens of a row.
+    The warps of a warpgroup share the tokens, so a group has a mask of each (`Shape.mask_warps`).
     """
     batch, smem, rectifier = block.shape.batch, block.smem, block.shape.rectifier
-    half = -(-batch // 2)
+    tiles, warps = block.shape.tiles, block.shape.mask_warps
 
     def prepare(row):
         own = row + (lane.numbers() & (ROWS - 1))
@@ -50,42 +59,45 @@ def keep_masks(block: Block, exchange_number, factor, scales: OfRows, biases: Of
 
         @pl.when(block.wg == part)  # of two, in turns
         def _():
-            number = lane.numbers() & (WARP - 1)
-            own, first = number & (ROWS - 1), (number >> 4) * half
+            number = lane.numbers()
+            own, first = number & (ROWS - 1), number >> 4
             (scale,), bias = prepared
 
             def of_token(j, is_open):
                 lane.keep_loop()
-                token = first + j
-                is_there = token < batch
-                place = jnp.where(is_there, own * TOKENS + token, -1)
-                total = products.sum_of_warps(smem["parts"], part, place)
-                total *= factor(jnp.where(is_there, token, 0)) * scale
+                token = first + 2 * warps * j
+                is_there = (token < batch) & (first < 2 * warps)
+                token = jnp.where(is_there, token, 0)
+                total = products.sum_of_warps(smem["parts"], part, tiles, own, token)
+                total *= factor(token) * scale
                 total = stream.with_bias_of(own, total, bias)
                 # A gate of -inf is 0, but times an up of inf that is NaN.
                 is_active = activation.is_active(total, rectifier) | (total == -jnp.inf)
                 is_active &= is_there if block.live is None else is_there & (row + own < block.live)
                 gate = activation.rounded(activation.activated(total, rectifier))
-                is_first = is_there & (lane.numbers() < WARP)
-                places = jnp.where(is_first, i * ROWS * TOKENS + place, -1)
-                memory.scatter(smem["gates"], places, gate)
+                place = (i * ROWS + own) * tiles * TOKENS + token
+                memory.scatter(smem["gates"], jnp.where(is_there, place, -1), gate)
                 return is_open | jnp.where(is_active, 1, 0)
 
-            bits = lane.ballot(lax.fori_loop(0, pl.cdiv(block.tokens, 2), of_token, lane.full(0)))
+            turns = pl.cdiv(block.tokens, 2 * warps)
+            bits = lane.ballot(lax.fori_loop(0, turns, of_token, lane.full(0)))
             mask = (bits | (bits >> ROWS)) & 0xFFFF
-            once = lane.numbers() == 0
-            memory.scatter(smem["own_masks"], jnp.where(once, i, -1), mask)
-            group = jnp.where(once, row // ROWS, -1)
-            exchange.post(block.refs.words, exchange_number, group, mask)
+            warp = number >> 5
+            is_one = (number & (WARP - 1) == 0) & (warp < warps)
+            memory.scatter(smem["own_masks"], jnp.where(is_one, i * warps + warp, -1), mask)
+            place = jnp.where(is_one, row // ROWS * warps + warp, -1)
+            exchange.post(block.refs.words, exchange_number, place, mask)
 
     return prepare, finish
 
 
-def add(block, layer, exchange_number, factor, scales: OfRows, biases: OfRows) -> None:
+def add(
+    block, layer, tokens: Tokens, exchange_number, factor, scales: OfRows, biases: OfRows
+) -> None:
     """Adds the products of the open rows; exchange `exchange_number + 2` gets the stream."""
     own = _list_own(block)
     up = None if block.refs.up is None else block.refs.up.at[layer]
-    _post_hidden(block, up, exchange_number + 1, own, factor, (scales.up, biases.up))
+    _post_hidden(block, up, tokens, exchange_number + 1, own, factor, (scales.up, biases.up))
     found = _list_all(block, exchange_number)
     columns = block.shape.width // ROWS
     blocks = block.shape.blocks
@@ -112,8 +124,11 @@ def _list_own(block):
     count = block.many[GATE]
     masks = []
     for i in range(shape.most_gates):
-        places = jnp.where(i < count, lane.full(i), -1)
-        masks.append(memory.gather(smem["own_masks"], places))
+        mask = lane.full(0)
+        for warp in range(shape.mask_warps):
+            place = jnp.where(i < count, lane.full(i * shape.mask_warps + warp), -1)
+            mask |= memory.gather(smem["own_masks"], place)
+        masks.append(mask)
     for start in range(0, shape.most_gates * ROWS, 2 * LANES):
         index = block.thread() + start
         group, bit = index >> 4, index & (ROWS - 1)
@@ -132,24 +147,25 @@ def _list_own(block):
     return memory.number_at(smem["counts"], BLOCK_WARPS)
 
 
-def _post_hidden(block, up, exchange_number, own, factor, of_rows) -> None:
+def _post_hidden(block, up, tokens, exchange_number, own, factor, of_rows) -> None:
     """Multiplies the block's open rows of `up`, 16 at once, and posts their activations; `of_rows`
     are the scales and biases of `up`."""
     shape, smem, parts = block.shape, block.smem, block.smem["parts"]
     scales, bias = of_rows
+    pairs = 1 << (4 * shape.tiles - 1).bit_length()  # of tokens, lanes of a row
 
     @pl.loop(0, pl.cdiv(own, ROWS))
     def _(i):
         part = lax.rem(i, 2)
         if up is not None:
-            sums = _times_up(block, up, i * ROWS, own)
+            sums = _times_up(block, up, tokens, i * ROWS, own)
             products.put(parts, part, sums, block.wg)
             block.meet()
 
-        @pl.when(block.wg == 0)
+        @pl.when(block.wg < -(-ROWS * pairs // LANES))
         def _():
-            number = lane.numbers()
-            row, pair = number >> 2, number & 3
+            thread = block.thread()
+            row, pair = thread >> (pairs.bit_length() - 1), thread & (pairs - 1)
             is_there = (row < ROWS) & (i * ROWS + row < own) & (pair < shape.open_words)
             local = memory.gather(smem["own_rows"], jnp.where(is_there, i * ROWS + row, -1))
             of_all = block.first[GATE] * ROWS + local
@@ -158,11 +174,12 @@ def _post_hidden(block, up, exchange_number, own, factor, of_rows) -> None:
             hidden = []
             for token in (2 * pair, 2 * pair + 1):
                 has = is_there & (token < shape.batch)
-                gate = memory.gather(smem["gates"], jnp.where(has, local * TOKENS + token, -1))
+                place = local * shape.tiles * TOKENS + token
+                gate = memory.gather(smem["gates"], jnp.where(has, place, -1))
                 if up is not None:
-                    at = jnp.where(has, row * TOKENS + token, -1)
-                    u = products.sum_of_warps(parts, part, at)
-                    u *= factor(jnp.where(has, token, 0)) * scale
+                    own_row, own_token = (jnp.where(has, one, 0) for one in (row, token))
+                    u = products.sum_of_warps(parts, part, shape.tiles, own_row, own_token)
+                    u *= factor(own_token) * scale
                     u = stream.with_bias_of(of_all, u, of_bias)
                     gate *= activation.linear(u, shape.rectifier)
                 hidden.append(gate)
@@ -170,35 +187,31 @@ def _post_hidden(block, up, exchange_number, own, factor, of_rows) -> None:
             exchange.post(block.refs.words, exchange_number, place, lane.pack(*hidden))
 
 
-def _times_up(block, up, first, own):
+def _times_up(block, up, tokens: Tokens, first, own) -> list[jax.Array]:
     """Sums of each warp: of up to 16 open rows of `up`, from the one numbered `first` on, times the
-    tokens. A warp takes 16 of each 128 words; its lanes load them as the product wants them.
-    """
-    shape, smem, lanes = block.shape, block.smem, lane.numbers()
-    quad, token = lanes & 3, jnp.minimum((lanes >> 2) & 7, shape.batch - 1)
-    numbers = [first + ((lanes >> 2) & 7) + half for half in (0, 8)]
-    rows = [memory.gather(smem["own_rows"], jnp.where(n < own, n, -1)) for n in numbers]
-    rows = [block.first[GATE] * ROWS + row for row in rows]
-    chunks = shape.words_of_row(GATE) // 4  # of 16 bytes
-
-    def add(start, sums):
-        """Of up to `_LOADED` times 128 words."""
-        columns = [start + 32 * i + 4 * (block.thread() >> 5) + quad for i in range(_LOADED)]
+    tokens. Lanes load them as the product wants them."""
+    shape, row_of_lane = block.shape, (lane.numbers() >> 2) & 7
+    numbers = [first + row_of_lane + half for half in (0, 8)]
+    rows = [memory.gather(block.smem["own_rows"], jnp.where(n < own, n, -1)) for n in numbers]
+    stages, words = shape.stages(GATE), shape.words_of_row(GATE)
+    first, distances = products.first_word(block.wg), products.distances(stages)
+    left = None if words == stages * STAGE_WORDS else words - first
+    rows = [
+        jnp.where(n < own, (block.first[GATE] * ROWS + row) * words, 0) + first
+        for n, row in zip(numbers, rows, strict=True)
+    ]
+    sums = products.zeros(shape.tiles)
+    for begin in range(0, len(distances), _LOADED * WORDS):
+        some = distances[begin : begin + _LOADED * WORDS]
         loaded = [
-            memory.load(up, jnp.where((n < own) & (c < chunks), 4 * (row * chunks + c), -1), 4)
-            for c in columns
+            memory.load_row(up, row, left, some, is_there=n < own)
             for n, row in zip(numbers, rows, strict=True)
         ]
-        for i, c in enumerate(columns):
-            x = memory.gather_four(
-                smem["x"], token * shape.row_words + 4 * jnp.minimum(c, chunks - 1)
-            )
-            rows_of_warp = loaded[2 * i] + loaded[2 * i + 1]
-            sums = products.add_words(rows_of_warp, x, sums, dtype=up.dtype)
-        return sums
-
-    steps = pl.cdiv(chunks, 32 * _LOADED)
-    return lax.fori_loop(0, steps, lambda i, sums: add(i * 32 * _LOADED, sums), products.zeros())
+        for start in range(0, len(some), WORDS):
+            of_rows = [words[start:][:WORDS] for words in loaded]
+            of_tokens = [words[begin + start :][:WORDS] for words in tokens]
+            sums = products.add_words(of_rows, of_tokens, sums, dtype=up.dtype)
+    return sums
 
 
 def _list_all(block, exchange_number):
@@ -206,7 +219,14 @@ def _list_all(block, exchange_number):
     shape, smem, thread = block.shape, block.smem, block.thread()
     starts = range(0, shape.neurons // ROWS, 2 * LANES)
     places = [jnp.where(thread + start < block.groups, thread + start, -1) for start in starts]
-    masks = exchange.take(block.refs.words, exchange_number, places)
+    warps = shape.mask_warps
+    of_warps = [
+        jnp.where(place < 0, -1, place * warps + warp) for place in places for warp in range(warps)
+    ]
+    found = exchange.take(block.refs.words, exchange_number, of_warps)
+    masks = [
+        functools.reduce(jnp.bitwise_or, found[i : i + warps]) for i in range(0, len(found), warps)
+    ]
     own = lane.full(0)
     for place, mask in zip(places, masks, strict=True):
         memory.scatter(smem["masks"], place, mask)
@@ -244,14 +264,16 @@ def _sum_of_rows(block, layer, exchange_number, columns, found):
     """
     shape, smem, thread = block.shape, block.smem, block.thread()
     is_listed = found <= LISTED
-    steps = pl.cdiv(jnp.where(is_listed, found, shape.neurons), _AT_ONCE)
+    steps = pl.cdiv(jnp.where(is_listed, found, block.groups * ROWS), _AT_ONCE)
     down, of_row = block.refs.down.at[layer], shape.width // 2
 
     def request(i):
         """A lane's row in a step, or -1, and the columns of that row of `down`."""
         number = i * _AT_ONCE + thread
         listed = memory.gather(smem["listed"], jnp.minimum(number, LISTED - 1))
-        mask = memory.gather(smem["masks"], jnp.where(number < shape.neurons, number >> 4, -1))
+        mask = memory.gather(
+            smem["masks"], jnp.where(number < block.groups * ROWS, number >> 4, -1)
+        )
         is_open = jnp.where(is_listed, number < found, ((mask >> (number & 15)) & 1) != 0)
         row = jnp.where(is_open, jnp.where(is_listed, listed, number), -1)
         places = [jnp.where(is_open, row * of_row + 8 * columns + half, -1) for half in (0, 4)]
@@ -266,11 +288,11 @@ def _sum_of_rows(block, layer, exchange_number, columns, found):
         for half in (0, 4):
             memory.scatter_four(smem["columns"], 8 * thread + half, words[half : half + 4])
         for part, word in zip(parts, hidden, strict=True):
-            memory.scatter(smem["hidden"], 4 * thread + part, word)
+            memory.scatter(smem["hidden"], shape.hidden_words * thread + part, word)
         block.meet()
-        sums = products.add_rows(smem["columns"], smem["hidden"], sums, block.wg)
+        sums = products.add_rows(smem["columns"], smem["hidden"], [*sums], block.wg)
         block.meet()
-        return sums, *following
+        return tuple(sums), *following
 
-    start = products.zeros(), *request(jnp.int32(0))
-    return lax.fori_loop(0, steps, step, start)[0]
+    start = tuple(products.zeros(shape.tiles)), *request(jnp.int32(0))
+    return [*lax.fori_loop(0, steps, step, start)[0]]

@@ -8,7 +8,7 @@ import numpy as np
 from pallas_kernels.hopper.decode.one_launch import plan
 from pallas_kernels.hopper.decode.one_launch.attention import MOST_HEADS, key_tiles, keys_of_stage
 from pallas_kernels.hopper.decode.one_launch.plan import ROWS, Matrix, Share
-from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS
+from pallas_kernels.hopper.decode.one_launch.products import BLOCK_WARPS, STAGE_WORDS, TOKENS, WORDS
 from pallas_kernels.rectifiers import Rectifier
 
 _SMEM = 226 * 1024  # bytes of a block, without barriers
@@ -16,8 +16,10 @@ _ALIGNED = 1024  # bytes: where references to shared memory begin
 STAGE_BYTES = ROWS * STAGE_WORDS * 4
 DOWN_ROWS, DOWN_COLUMNS = 128, 64  # of a stage of `down`
 UNITS, QKV, OUT, GATE, DOWN = range(5)  # of `Shape.shares`
+MOST_TOKEN_WORDS = 128  # of a lane, so that it has registers for what else it needs
 LEAST_SLOTS = 4  # of the ring: keys with their values, and as many on their way
 LISTED = 512  # open rows that are listed; of more, all rows are looked at
+_ACTIVATION_WORDS = 16384  # of a dense block's tokens, about what the parts of 32 tokens take
 _MERGED = 4096  # words that a block takes of the other splits: 16 of each thread, a stage's memory
 
 
@@ -93,18 +95,32 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.size
 
     @property
-    def tokens_at_once(self) -> int:
-        """Tokens that a block takes at once: as many as fit into registers, or fewer if that is
-        even."""
-        return -(-self.batch // -(-self.batch // 4))
+    def tiles(self) -> int:
+        """Of tokens, which are multiplied together."""
+        return -(-self.batch // TOKENS)
+
+    @property
+    def token_words(self) -> int:
+        """Registers of a lane that hold tokens in 16 bits."""
+        return self.tiles * WORDS * -(-max(self.width, self.attended) // (2 * STAGE_WORDS))
+
+    @property
+    def down_stages_at_once(self) -> int:
+        """Stages of `down` whose activations are in shared memory together."""
+        most = self.most_down_stages
+        fit = (_ACTIVATION_WORDS // self.batch - 4) // (DOWN_ROWS // 2)
+        return -(-most // -(-most // fit))
 
     @property
     def row_words(self) -> int:
-        """Words of a token in shared memory; lanes that read eight tokens read different banks."""
-        longest = max(self.width, self.attended)
-        if not self.is_sparse:
-            longest = max(longest, self.most_down_stages * DOWN_ROWS)
-        return -(-longest // (2 * STAGE_WORDS)) * STAGE_WORDS + 4
+        """Words of a token's activations in shared memory; lanes that read eight tokens read
+        different banks."""
+        return self.down_stages_at_once * DOWN_ROWS // 2 + 4
+
+    @property
+    def hidden_words(self) -> int:
+        """Words of an open row's activations in shared memory, see `products.add_rows`."""
+        return 4 * (self.tiles | 1)
 
     @property
     def _down_stages(self) -> int:
@@ -141,6 +157,11 @@ class Shape:
         return (self.key_splits - 1) * self.group * (self.size + 2)
 
     @property
+    def mask_warps(self) -> int:
+        """Warps that say which of 16 rows are open, each for two tokens or more."""
+        return min(-(-self.batch // 2), 4)
+
+    @property
     def open_words(self) -> int:
         """Words that an open row's activations have."""
         return -(-self.batch // 2)
@@ -148,13 +169,14 @@ class Shape:
     @property
     def words(self) -> int:
         """The most words of an exchange."""
-        most = self.batch * max(self.projected, self.attended, self.width) // 2
+        tokens = self.tiles * TOKENS
+        most = tokens * max(self.projected, self.attended, self.width) // 2
         most = max(most, self.batch * self.groups * self.merged_words)
         if self.is_sparse:
             most = max(most, self.neurons * self.open_words)
         else:
             parts = self.down_splits * self.batch * self.width
-            most = max(most, self.batch * self.neurons // 2, parts)
+            most = max(most, tokens * self.neurons // 2, parts)
         return most + most % 2  # two are taken at once
 
     @functools.cached_property
@@ -191,40 +213,44 @@ class Shape:
     def scratch_words(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """What a block keeps in shared memory besides the ring: shapes and types.
 
-        "columns" lie where "parts" do: when they are there, nobody has or wants these.
+        "columns", or "x" in a dense block, lie where "parts" do: when they are there, nobody has or
+        wants these.
         """
+        columns = self.tiles * TOKENS
         states = key_tiles(self.size) + self.key_splits - 1  # and of the other splits
         found = {
-            "x": ((self.batch, self.row_words), "int32"),
-            "parts": ((2 if self.is_sparse else 4, BLOCK_WARPS, ROWS * TOKENS), "float32"),
-            "squares": ((2 * TOKENS, BLOCK_WARPS), "float32"),  # and sums, in front of layer norms
+            "parts": (
+                ((2 if self.is_sparse else 4) * self.tiles, BLOCK_WARPS, ROWS * TOKENS),
+                "float32",
+            ),
+            "squares": ((2 * columns, BLOCK_WARPS), "float32"),  # and sums for layer norms
             "q": ((self.group + 2, self.size // 2 + 4), "int32"),
             "values": ((states, self.group, self.size), "float32"),
             "tops": ((states, self.group, 2), "float32"),
         }
         if 1 in self.itemsizes:
-            found["largest"] = (TOKENS, BLOCK_WARPS), "int32"
-            found["token_scales"] = (2, TOKENS), "float32"  # and their reciprocals
+            found["largest"] = (columns, BLOCK_WARPS), "int32"
+            found["token_scales"] = (columns,), "float32"
         if not self.is_sparse:
-            return found
+            return found | {"x": ((self.batch, self.row_words), "int32")}
         return found | {
-            "gates": ((self.most_gates, ROWS * TOKENS), "float32"),
-            "own_masks": ((self.most_gates + 1,), "int32"),
+            "gates": ((self.most_gates, ROWS * columns), "float32"),
+            "own_masks": ((self.most_gates * self.mask_warps,), "int32"),
             "own_rows": ((self.most_gates * ROWS,), "int32"),
             "counts": ((BLOCK_WARPS + 1,), "int32"),
             "masks": ((self.neurons // ROWS,), "int32"),
             "listed": ((LISTED,), "int32"),
             "columns": ((256, 8), "int32"),
-            "hidden": ((256, 4), "int32"),
+            "hidden": ((256, self.hidden_words), "int32"),
         }
 
     @property
     def slots(self) -> int:
         """Stages that the ring has room for."""
-        words = {name: shape for name, (shape, _) in self.scratch_words.items()}
-        columns = words.pop("columns", ())
-        assert np.prod(columns) <= np.prod(words["parts"])
-        sizes = (4 * int(np.prod(shape)) for shape in words.values())
+        words = {name: int(np.prod(shape)) for name, (shape, _) in self.scratch_words.items()}
+        there = words.pop("columns" if self.is_sparse else "x")
+        words["parts"] = max(words["parts"], there)
+        sizes = (4 * size for size in words.values())
         taken = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
         return (_SMEM - taken) // STAGE_BYTES
 

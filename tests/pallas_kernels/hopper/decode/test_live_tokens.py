@@ -148,7 +148,7 @@ def test_a_decoding_step_reads_the_numbers_of_live_neurons(lower, is_sparse):
 
     def decode(stream, layers, k, v, lengths, rope):
         caches, options = (jax.new_ref(k), jax.new_ref(v)), dict(heads=4, kv_heads=4, eps=EPS)
-        options |= dict(rectifier=RELU, is_sparse=is_sparse, in_one_launch=False)
+        options |= dict(rectifier=RELU, is_sparse=is_sparse, launches=0)
         return step.decode_layers(stream, layers, *caches, lengths, rope, **options)
 
     layers = Layers(qkv, None, w, None, mlp, (norms, norms))

@@ -30,6 +30,7 @@ class Case(NamedTuple):
       has_layer_norms: in place of RMS norms.
       has_mlp_biases: of gate, up and down.
       live: neurons of each layer; none if all are.
+      launches: as of `decode_layers`.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class Case(NamedTuple):
     has_layer_norms: bool = False
     has_mlp_biases: bool = False
     live: tuple[int, ...] = ()
+    launches: int = 1
 
     @property
     def options(self) -> dict:
@@ -66,6 +68,7 @@ class Case(NamedTuple):
             "is_sparse": self.is_sparse,
             "window": self.window,
             "residual_scale": self.residual_scale,
+            "launches": self.launches,
         }
 
     def shape(self, blocks: int) -> Shape:

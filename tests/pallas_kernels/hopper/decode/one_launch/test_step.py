@@ -43,12 +43,18 @@ LARGE = {
     ),
     "biases, sparse": Case(2, 3, 2560, 10240, 32, 32, 80, 1024, offset=2.87, has_mlp_biases=True),
     "one key/value head": Case(2, 3, 2048, 5632, 32, 1, 64, 1024, offset=2.87),
+    "2b, 32 sequences": Case(2, 32, 2048, 5632, 32, 32, 64, 1024, offset=2.87),
+    "2b, dense, 31 sequences": Case(2, 31, 2048, 5632, 32, 32, 64, 1024, is_sparse=False),
     "2b, pruned": Case(2, 2, 2048, 5632, 32, 32, 64, 1024, offset=2.87, live=(4000, 33)),
     "2b, pruned, dense": Case(
         2, 8, 2048, 5632, 32, 32, 64, 1024, is_sparse=False, live=(5631, 1000)
     ),
     "heads of 96 features": Case(
         2, 1, 3072, 8192, 32, 8, 96, 1024, offset=2.87, has_head_norms=True
+    ),
+    "heads of 192 features": Case(2, 2, 3072, 8192, 16, 4, 192, 1024, offset=2.87),
+    "2b, pruned, half of the gates open": Case(
+        2, 8, 2048, 5632, 32, 32, 64, 1024, live=(5632, 3000)
     ),
     "heads of 256 features": Case(2, 5, 2048, 8192, 8, 1, 256, 1024, has_head_norms=True),
     "Minitron-4B": Case(
@@ -127,6 +133,8 @@ def assert_matches(got, operands, case):
         SMALL._replace(rotated=16),
         SMALL._replace(size=80, rotated=40, capacity=256, lengths=(150,)),
         SMALL._replace(kv_heads=1, size=96, capacity=256, lengths=(150,), has_head_norms=True),
+        SMALL._replace(heads=2, kv_heads=1, size=192, capacity=128, lengths=(100,)),
+        SMALL._replace(layers=2, batch=2, neurons=1280, live=(1280, 700)),  # more than are listed
         SMALL._replace(
             heads=2, kv_heads=1, size=256, batch=2, has_head_norms=True, is_sparse=False
         ),
@@ -139,7 +147,10 @@ def assert_matches(got, operands, case):
         SMALL._replace(layers=2, is_sparse=False, batch=2, live=(-1, 77)),
         SMALL._replace(gated=False, has_mlp_biases=True, in_8_bits="mlp"),
         SMALL._replace(batch=2, is_sparse=False, rectifier=None, has_mlp_biases=True),
-        SMALL._replace(batch=9, kv_heads=1),  # two launches
+        SMALL._replace(batch=9, kv_heads=1),
+        SMALL._replace(batch=9, kv_heads=1, launches=2),
+        SMALL._replace(batch=27, layers=2, in_8_bits="all", gated=False, has_layer_norms=True),
+        SMALL._replace(batch=32, is_sparse=False, neurons=1600, has_biases=True, live=(1590,)),
     ],
 )
 def test_interpreted(interpreted, case):
