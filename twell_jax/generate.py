@@ -21,7 +21,7 @@ import numpy as np
 from twell_jax.ffn import Implementation
 from twell_jax.inference import language_model
 from twell_jax.inference.arguments import DIRECTORY, at_least, command_line, unicode_text
-from twell_jax.inference.generation import ENDED, cache_capacity, generate, stream_text
+from twell_jax.inference.generation import ENDED, cache_capacity, generate, prepare, stream_text
 from twell_jax.inference.rates import Timed
 from twell_jax.inference.sampling import Sampling
 from twell_jax.models import Transformer, explain_decoding
@@ -101,15 +101,21 @@ def _check_length(model: Transformer, prompt: int, max_tokens: int, sequences: i
 
 def _print_continuations(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    lm = language_model.load(args.directory, args.implementation)
-    prompts = [lm.encode(prompt, special_tokens=args.special_tokens) for prompt in args.prompt]
+    how = {"max_tokens": args.max_tokens, "sampling": sampling}
+
+    def encoded(lm: language_model.LanguageModel) -> list[list[int]]:
+        return [lm.encode(prompt, special_tokens=args.special_tokens) for prompt in args.prompt]
+
+    lm = language_model.load(
+        args.directory, args.implementation, lambda lm: prepare(lm.model, encoded(lm), **how)
+    )
+    prompts = encoded(lm)
     _check_length(lm.model, max(map(len, prompts)), args.max_tokens, len(prompts))
     steps = partial(
         generate,
         lm.model,
         prompts,
-        max_tokens=args.max_tokens,
-        sampling=sampling,
+        **how,
         stop_ids=lm.stop_ids,
         seed=args.seed,
     )

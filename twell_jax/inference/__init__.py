@@ -5,7 +5,7 @@ continues token sequences. `inference.harness`, which needs the extra "eval", sc
 benchmarks.
 """
 
-from twell_jax.inference.generation import ENDED, generate, stream_text
+from twell_jax.inference.generation import ENDED, generate, prepare, stream_text
 from twell_jax.inference.language_model import LanguageModel, load
 from twell_jax.inference.sampling import GREEDY, Sampling, sample
 from twell_jax.inference.slots import SlotDecoder, Slots, free
@@ -20,6 +20,7 @@ __all__ = [
     "free",
     "generate",
     "load",
+    "prepare",
     "sample",
     "stream_text",
 ]

@@ -1,11 +1,11 @@
 """Continues a batch of token sequences, and turns new tokens into text as they come."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -65,6 +65,31 @@ def generate(
     return _generate(model, prompts, max_tokens, sampling, [*stop_ids], seed)
 
 
+def prepare(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+) -> None:
+    """Begins to compile what `generate` will call, in another thread; it waits for that.
+
+    Args:
+      model: may have `jax.ShapeDtypeStruct`s as parameters, while these are read.
+      prompts, max_tokens, sampling: those of the call.
+    """
+    if max_tokens > 1:
+        tokens, lengths = _padded(prompts)
+        capacity = cache_capacity(tokens.shape[1], max_tokens)
+        params, programs = _programs_of(model, len(tokens), capacity, sampling)
+        reads = params, tokens, lengths, key_of(0)
+        pool = ThreadPoolExecutor(1)
+        programs.ready[tokens.shape, capacity] = pool.submit(
+            _compile_both, programs, reads, capacity
+        )
+        pool.shutdown(wait=False)
+
+
 def check_seed(seed: int) -> None:
     """Raises a `ValueError` unless the seed is an integer of 32 bits."""
     if not is_integer(seed) or not 0 <= seed < 2**32:
@@ -99,17 +124,22 @@ def cache_capacity(prompt: int, max_tokens: int) -> int:
 
 
 def _generate(model, prompts, max_tokens, sampling, stop_ids, seed):
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), padded_length(lengths.max())), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
     ended = np.zeros(len(prompts), bool)
-    calls = _calls(model, tokens, lengths, max_tokens, sampling, seed)
+    calls = _calls(model, *_padded(prompts), max_tokens, sampling, seed)
     for ids in islice(_ahead(calls), max_tokens):
         ended |= np.isin(ids, stop_ids)
         if ended.all():
             return
         yield np.where(ended, ENDED, ids)
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts with zeros at their ends, int32 [B, T], and their lengths, int32 [B]."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), padded_length(int(lengths.max()))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
 
 
 def _calls(model, tokens, lengths, max_tokens, sampling, seed):
@@ -119,31 +149,34 @@ def _calls(model, tokens, lengths, max_tokens, sampling, seed):
     width of the padded prompts are multiples of `_TOGETHER`.
     """
     capacity = cache_capacity(tokens.shape[1], max_tokens)
-    params, structure = flattened(laid_out(model, len(tokens), capacity))
-    prefill, extend, known = _programs(structure, sampling)
+    params, programs = _programs_of(model, len(tokens), capacity, sampling)
     reads = params, tokens, lengths, key_of(seed)
-    compiled = None
-    if max_tokens > 1 and (tokens.shape, capacity) not in known:
-        known.add((tokens.shape, capacity))
-        compiled = _compile_both(prefill, extend, reads, capacity)
-    token, stored = prefill(*reads, capacity=capacity)
+    ready, both = None, programs.ready.get((tokens.shape, capacity))
+    if both is not None:
+        ready = both.result()
+    elif max_tokens > 1:
+        ready, both = _compile_both(programs, reads, capacity), Future()
+        both.set_result(ready)
+        programs.ready[tokens.shape, capacity] = both
+    token, stored = programs.prefill(*reads, capacity=capacity)
     yield token[None]
-    if compiled is not None:
-        compiled.result()
+    if ready is not None:
+        ready.result()
     for _ in range(1, max_tokens, _TOGETHER):
-        token, new, stored = extend(params, token, stored, reads[-1])
+        token, new, stored = programs.extend(params, token, stored, reads[-1])
         new.copy_to_host_async()
         yield new
 
 
-def _compile_both(prefill: Any, extend: Any, reads: tuple, capacity: int) -> Future:
+def _compile_both(programs: "_Programs", reads: tuple, capacity: int) -> Future:
     """Compiles both programs at the same time; the result says when `extend` is ready, too."""
     params, *_, key = reads
+    prefill, extend = programs.prefill, programs.extend
     of_prefill = prefill.eval_shape(*reads, capacity=capacity)
     lowered = prefill.lower(*reads, capacity=capacity)  # first, as Python runs one thread at a time
 
     def compile_extend():
-        place = next((param.sharding for param in params if param.committed), None)
+        place = next((param.sharding for param in params if _is_bound(param)), None)
         if not isinstance(place, SingleDeviceSharding | None):
             return  # the shardings of what `prefill` returns are XLA's choice
         token, stored = jax.tree.map(
@@ -173,10 +206,36 @@ def _ahead(calls: Iterator[jax.Array]) -> Iterator[np.ndarray]:
         jax.block_until_ready(list(queue))  # else what the caller times next would include them
 
 
+def _is_bound(param: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether a parameter is bound to devices."""
+    return param.committed if isinstance(param, jax.Array) else param.sharding is not None
+
+
+class _Programs(NamedTuple):
+    """The jitted calls of a model.
+
+    Attributes:
+      prefill: reads prompts.
+      extend: appends tokens.
+      ready: of each shape of the prompts with a capacity, the results of `_compile_both`.
+    """
+
+    prefill: Any
+    extend: Any
+    ready: dict[tuple, Future[Future]]
+
+
+def _programs_of(
+    model: Transformer, batch: int, capacity: int, sampling: Sampling
+) -> tuple[list, _Programs]:
+    """The parameters as the programs take them, and these."""
+    params, structure = flattened(laid_out(model, batch, capacity))
+    return params, _programs(structure, sampling)
+
+
 @cache  # a step would take longer to look for its program by a whole graph
-def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Callable, set]:
-    """The jitted calls of a model: what reads prompts, and what appends tokens; and a set for the
-    shapes with which they have been compiled."""
+def _programs(structure: Structure, sampling: Sampling) -> _Programs:
+    """Those of a model."""
 
     @partial(jax.jit, static_argnames="capacity", compiler_options=PREFILL_OPTIONS)
     def prefill(params, tokens, lengths, key, *, capacity):
@@ -202,7 +261,7 @@ def _programs(structure: Structure, sampling: Sampling) -> tuple[Callable, Calla
         (token, stored), new = jax.lax.scan(step, (token, stored), length=_TOGETHER)
         return token, new, stored
 
-    return prefill, extend, set()
+    return _Programs(prefill, extend, {})
 
 
 def stream_text(

@@ -1,6 +1,8 @@
 """A model with its tokenizer, loaded from a run, a Hugging Face directory or the hub."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -61,13 +63,18 @@ class LanguageModel:
         return [*prefix, *encoded.tolist()] or [self.first_id]
 
 
-def load(name: str, ffn_implementation: Implementation | None = None) -> LanguageModel:
+def load(
+    name: str,
+    ffn_implementation: Implementation | None = None,
+    meanwhile: Callable[[LanguageModel], None] | None = None,
+) -> LanguageModel:
     """The model of a run's last checkpoint or in Hugging Face's format, on the first device.
 
     Args:
       name: the `run_dir` of a run, or a directory with a config.json; if there is no such
         directory, a name on the Hugging Face hub, "org/name" or "org/name@revision".
       ffn_implementation: see `sparse_ffn`; the run's own setting is ignored.
+      meanwhile: is called before parameters are read, with `jax.ShapeDtypeStruct`s in their place.
 
     Raises:
       ConfigError: the directory holds neither, the run has no checkpoint, or the tokenizer has ids
@@ -84,21 +91,30 @@ def load(name: str, ffn_implementation: Implementation | None = None) -> Languag
         settings, _ = pretrained_config.read(directory, None, None)
         # before weights are fetched and read
         _require_ids(settings.vocab_size, subwords, prefix, directory / "tokenizer.json")
-        return LanguageModel(
-            in_compute_dtype(from_pretrained(source, ffn_implementation=ffn_implementation)),
-            subwords,
-            prefix,
-            pretrained_config.ends(directory)[1] or (subwords.eot_id,),
-            bos_id,
+        ends = pretrained_config.ends(directory)[1] or (subwords.eot_id,)
+
+        def with_model(model: Transformer) -> LanguageModel:
+            return LanguageModel(in_compute_dtype(model), subwords, prefix, ends, bos_id)
+
+        return with_model(
+            from_pretrained(
+                source,
+                ffn_implementation=ffn_implementation,
+                meanwhile=meanwhile and (lambda model: meanwhile(with_model(model))),
+            )
         )
     if not RunPaths(directory).config.exists():
         raise ConfigError(f"{name}: is not the directory of a run and holds no config.json")
-    _, tokenizer, model = load_run(name)
-    settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
-    model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
-    kept = RunPaths(directory).source  # of the model that it began with, as its export has it
-    ends = pretrained_config.ends(kept)[1] if pretrained_tokenizer.is_in(kept) else ()
-    return LanguageModel(model, tokenizer, (), ends or (tokenizer.eot_id,))
+
+    def of_run(tokenizer: Tokenizer, model: Transformer) -> LanguageModel:
+        settings = model.config.model_copy(update={"ffn_implementation": ffn_implementation})
+        model = in_compute_dtype(nnx.merge(graphdef(settings), nnx.state(model)))
+        kept = RunPaths(directory).source  # of the model that it began with, as its export has it
+        ends = pretrained_config.ends(kept)[1] if pretrained_tokenizer.is_in(kept) else ()
+        return LanguageModel(model, tokenizer, (), ends or (tokenizer.eot_id,))
+
+    _, tokenizer, model = load_run(name, meanwhile and (lambda *of: meanwhile(of_run(*of))))
+    return of_run(tokenizer, model)
 
 
 def _require_ids(
@@ -127,6 +143,12 @@ def in_compute_dtype(model: Transformer) -> Transformer:
     dtype = model.config.dtype
     settings = model.config.model_copy(update={"param_dtype": dtype})
     eight_bits, live, others = nnx.state(model, EightBits, LiveWidth, ...)
-    others = jax.tree.map(lambda leaf: leaf.astype(dtype), others)
+    others = jax.tree.map(partial(_rounded, dtype), others)
     graph = graphdef(settings, model.quantised())
     return nnx.merge(graph, eight_bits, live, others)
+
+
+def _rounded(
+    dtype: jax.typing.DTypeLike, leaf: jax.Array | jax.ShapeDtypeStruct
+) -> jax.Array | jax.ShapeDtypeStruct:
+    return leaf.astype(dtype) if isinstance(leaf, jax.Array) else leaf.update(dtype=dtype)

@@ -278,7 +278,7 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
     What multiplies by XLA takes any layout. Without a kernel for a whole step it is the model.
 
     Args:
-      model: the model.
+      model: the model; its parameters may be `jax.ShapeDtypeStruct`s.
       batch, capacity: sequences and tokens of the cache.
     """
     kernels, _ = _kernels(model, batch, capacity)
@@ -288,9 +288,17 @@ def laid_out(model: Transformer, batch: int, capacity: int) -> Transformer:
     model = nnx.clone(model)  # whose variables are its own
     for name in ATTENTION:
         if isinstance(layer := getattr(model.blocks.attention, name), nnx.Linear):
-            layout = Format(Layout((0, 2, 1)), layer.kernel[...].sharding)
-            layer.kernel.set_value(jax.device_put(layer.kernel[...], layout))
+            layer.kernel.set_value(_by_columns(layer.kernel.get_value()))
     return model
+
+
+def _by_columns[A: (jax.Array, jax.ShapeDtypeStruct)](matrices: A) -> A:
+    """Matrices of all layers `[L, K, N]` whose columns lie in memory one after the other."""
+    sharding = matrices.sharding or jnp.zeros(()).sharding
+    layout = Format(Layout((0, 2, 1), tiling=()), sharding)  # as an array says its own
+    if isinstance(matrices, jax.Array):
+        return jax.device_put(matrices, layout)
+    return jax.ShapeDtypeStruct(matrices.shape, matrices.dtype, sharding=layout)
 
 
 def _selection(kernels: Kernels, config: ModelConfig, batch: int) -> dispatch.Selection:

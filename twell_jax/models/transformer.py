@@ -316,6 +316,14 @@ class Transformer(nnx.Module):
 def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDef:
     """The structure of a `Transformer`; `nnx.merge` combines it with parameters into a model.
 
+    Args: as of `of_shapes`.
+    """
+    return nnx.graphdef(of_shapes(config, quantised))
+
+
+def of_shapes(config: ModelConfig, quantised: Sequence[Part] = ()) -> Transformer:
+    """A `Transformer` with `jax.ShapeDtypeStruct`s in place of parameters.
+
     Args:
       config: the model's.
       quantised: the parts that are quantised (`Transformer.quantise`).
@@ -327,7 +335,7 @@ def graphdef(config: ModelConfig, quantised: Sequence[Part] = ()) -> nnx.GraphDe
         return model
 
     with nnx.logical_axis_rules(LOGICAL_AXES):
-        return nnx.graphdef(nnx.eval_shape(make))
+        return nnx.eval_shape(make)
 
 
 def matrices_in(dtype: jax.typing.DTypeLike, weight: jax.Array) -> jax.Array:

@@ -186,10 +186,16 @@ def load_config(run_dir: str | Path) -> Config:
         raise ConfigError(f"run_dir: {run_dir} is not the directory of a run ({error})") from None
 
 
-def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
+def load_run(
+    run_dir: str, meanwhile: Callable[[Tokenizer, Transformer], None] | None = None
+) -> tuple[Config, Tokenizer, Transformer]:
     """The configuration, tokenizer and model of a run's last checkpoint, on the first device.
 
     The model is for inference, so it asks neither for sparse gradients nor for products in 8 bits.
+
+    Args:
+      run_dir: the run's.
+      meanwhile: is called before parameters are read, with `jax.ShapeDtypeStruct`s in their place.
 
     Raises:
       ConfigError: there is no run in `run_dir`, or it has no checkpoint yet.
@@ -197,11 +203,13 @@ def load_run(run_dir: str) -> tuple[Config, Tokenizer, Transformer]:
     """
     config = load_config(run_dir)
     mesh = sharding.make_mesh((1, 1), jax.devices()[:1])
-    params = last_params(run_dir, config, abstract_state(config, mesh).params)
+    abstract = abstract_state(config, mesh).params
     tokenizer = tokenizers.load(RunPaths(run_dir).tokenizer)
     of_inference = {"ffn_gradients": None, "matmul_dtype": None}
-    settings = config.model.model_copy(update=of_inference)
-    return config, tokenizer, nnx.merge(graphdef(settings), params)
+    graph = graphdef(config.model.model_copy(update=of_inference))
+    if meanwhile is not None:
+        meanwhile(tokenizer, nnx.merge(graph, abstract))
+    return config, tokenizer, nnx.merge(graph, last_params(run_dir, config, abstract))
 
 
 def last_params(run_dir: str, config: Config, abstract_params: nnx.State) -> nnx.State:

@@ -84,6 +84,22 @@ def test_a_run_is_loaded_and_continued_from_the_command_line(saved, capsys):
     assert continued(exported, "def ").out == first.out
 
 
+@pytest.mark.parametrize("source", ["run", "directory", "8 bits"])
+def test_programs_are_compiled_once_from_shapes(saved, source, caplog, request):
+    name = str(saved[1].directory)
+    if source != "run":
+        lm = language_model.load(name)
+        lm.model.quantise(["gate", "up"] if source == "8 bits" else [])
+        save_pretrained(name := f"{name}/exported", lm.model, lm.tokenizer)
+    before = jax.config.jax_log_compiles
+    request.addfinalizer(lambda: jax.config.update("jax_log_compiles", before))
+    jax.config.update("jax_log_compiles", True)
+    options = "--max-tokens", "6", "--top-k", str(30 + len(source))  # programs of its own
+    generate.main([name, "--prompt", "def ", *options])
+    compiled = re.findall(r"Finished XLA compilation of jit\((prefill|extend)\)", caplog.text)
+    assert sorted(compiled) == ["extend", "prefill"]
+
+
 def test_special_tokens_of_a_prompt_are_read_on_purpose(saved, capsys):
     run, exported = saved[1].directory, saved[1].directory / "exported"
     export.main([str(run), str(exported)])

@@ -14,7 +14,7 @@ from tests import seeds
 from tests.twell_jax import drawn
 from tests.twell_jax.inference.token_kinds import TEXT, TOKENIZERS
 from twell_jax.data.tokenizers import ByteTokenizer
-from twell_jax.inference import ENDED, GREEDY, Sampling, generate, stream_text
+from twell_jax.inference import ENDED, GREEDY, Sampling, generate, generation, stream_text
 
 make = functools.partial(drawn.small, vocab_size=257, context=32)
 
@@ -124,18 +124,37 @@ def test_a_seed_is_an_integer_of_32_bits(model, seed):
         generate(model, [[1]], max_tokens=1, seed=seed)
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_each_program_is_compiled_once(caplog, request, is_committed):
+def shape_of(a):
+    place = a.sharding if a.committed else None
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+
+
+# Kernels decode it in one launch, for which matrices have a layout of their own.
+LAID_OUT = {
+    "d_model": 512, "heads": 8, "d_ff": 2176, "dtype": "bfloat16", "param_dtype": "bfloat16",
+    "decode_implementation": "mosaic",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("form", ["unbound", "bound", "laid out"])
+def test_each_program_is_compiled_once(caplog, request, reference_kernels, form, is_prepared):
     """Beside each other; one that the next call does not find would be compiled again."""
-    model = make()
-    if is_committed:
+    model = make(**LAID_OUT if form == "laid out" else {})
+    if form == "bound":
         nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
     before = jax.config.jax_log_compiles
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", before))
     jax.config.update("jax_log_compiles", True)
-    sampling = Sampling(temperature=0.5 + is_committed)  # programs of its own
+    # programs of its own
+    sampling = Sampling(temperature=0.5 + 0.1 * is_prepared + 0.01 * len(form))
+    prompts, how = [[1, 2, 3]], {"max_tokens": 6, "sampling": sampling}
+    if is_prepared:
+        shapes = nnx.clone(model)
+        nnx.update(shapes, jax.tree.map(shape_of, nnx.state(model)))
+        generation.prepare(shapes, prompts, **how)
     for _ in range(2):
-        assert len(list(generate(model, [[1, 2, 3]], max_tokens=6, sampling=sampling))) == 6
+        assert len(list(generate(model, prompts, **how))) == 6
     compiled = re.findall(r"Finished XLA compilation of jit\((prefill|extend)\)", caplog.text)
     assert sorted(compiled) == ["extend", "prefill"]
 

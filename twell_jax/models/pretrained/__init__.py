@@ -7,6 +7,7 @@ form of an architecture that can express it, which `transformers` loads if it ha
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from twell_jax.models.pretrained import tokenizer as tokenizer_file
 from twell_jax.models.pretrained.architectures import ARCHITECTURES
 from twell_jax.models.pretrained.config import PretrainedError
 from twell_jax.models.quantised import Quantise, covered
-from twell_jax.models.transformer import Transformer, graphdef
+from twell_jax.models.transformer import Transformer, graphdef, of_shapes
 
 __all__ = ["PretrainedError", "from_pretrained", "save_pretrained"]
 
@@ -36,6 +37,7 @@ def from_pretrained(
     ffn_implementation: Implementation | None = None,
     quantise: Quantise | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    meanwhile: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
     """Loads a model. Files are memory-mapped, and each device reads only its part of them.
 
@@ -53,6 +55,8 @@ def from_pretrained(
         and up projections, by "fp8-all-but-down" also the projections of attention and the head.
         What the files hold in 8 bits is so in any case.
       mesh: from `sharding.make_mesh`; None takes JAX's default device.
+      meanwhile: is called before weights are fetched and read, with `jax.ShapeDtypeStruct`s in
+        their place: to compile what the model is for.
 
     Raises:
       PretrainedError: there is no such model, or the hub cannot be asked; a file is missing or
@@ -64,6 +68,8 @@ def from_pretrained(
     source = name if isinstance(name, hub.Source) else hub.find(name, revision)
     settings, stored = config.read(source.directory, dtype, param_dtype)
     settings = settings.model_copy(update={"ffn_implementation": ffn_implementation})
+    if meanwhile is not None:
+        meanwhile(of_shapes(settings, [*stored.quantised, *parts]))
     hub.fetch_weights(source)
     params = weights.load(source.directory, settings, mesh, stored)
     model = nnx.merge(graphdef(settings, stored.quantised), params)
