@@ -39,7 +39,7 @@ STEPS = tuple(
     for model in ("2b", "0p5b")
     for record in (f"{_H100}-20261127", f"{_H200}-20261125")
 )
-DECODING = (f"inference-decode-{_H100}-20261128", f"inference-cached-{_H200}-20261127")
+DECODING = (f"inference-decode-{_H100}-20261128", f"inference-cached-{_H200}-20261129")
 
 Samples = tuple[dict[str, np.ndarray], np.ndarray]  # features, and times over those of dense XLA
 

@@ -115,6 +115,7 @@ _MODELS = {
         speedup(SCORING, {"model": "2b", "direction": "forward"}, "xla, relu, fp8 all")
     ),
     **_generation("prompts", GENERATION, "prefill", 1, 32),
+    **_generation("decode", GENERATION, "decode", 1, 32),
     **_generation("decode-h100", DECODING, "decode", 1, 8, 32),
     "decode-h100-ms-1": Figure(value(DECODING, _of_2b("mosaic, relu", "decode", batch=1), "ms")),
     **_over_torch("decode-torch", GENERATION, 1, 8, 32),

@@ -78,16 +78,21 @@ _PAUSES = {
     )
 }
 
-# Of a short step on two GPUs, data parallel and with FSDP.
-_PARALLEL, _ON_TWO = "training-data-parallel-float8-nvidia-h200", {"devices": 2}
+# Of short steps on two GPUs, data parallel and with FSDP.
+_PARALLEL, _ON_TWO = "training-data-parallel-float8{}-nvidia-h200", {"devices": 2}
 _MESHES = {
-    "data-efficiency-float8": Figure(
-        percent(value(_PARALLEL, _ON_TWO | {"fsdp": 1}, "efficiency")), "{:.0f}"
-    ),
+    **{
+        f"data-efficiency-float8{name}": Figure(
+            percent(value(_PARALLEL.format(name), _ON_TWO | {"fsdp": 1}, "efficiency")), form
+        )
+        for name, form in (("", "{:.0f}"), ("-24", "{:.1f}"), ("-32", "{:.1f}"))
+    },
     "fsdp-efficiency-float8": Figure(
-        percent(value(_PARALLEL, _ON_TWO | {"fsdp": 2}, "efficiency")), "{:.0f}"
+        percent(value(_PARALLEL.format(""), _ON_TWO | {"fsdp": 2}, "efficiency")), "{:.0f}"
     ),
-    "exposed-float8": Figure(value(_PARALLEL, _ON_TWO | {"fsdp": 1}, "exposed_ms"), "{:.0f}"),
+    "exposed-float8": Figure(
+        value(_PARALLEL.format(""), _ON_TWO | {"fsdp": 1}, "exposed_ms"), "{:.0f}"
+    ),
 }
 
 FIGURES: dict[str, Figure] = {**_OF_THE_STUDY, **_SOONER, **_PAUSES, **_MESHES}

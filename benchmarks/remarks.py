@@ -36,15 +36,13 @@ REMARKS = {
     f"Other programs ran on the other GPU. {_NO_TOKAMAX}",
     "ffn-few-nvidia-h100-80gb-hbm3-20261126": _NO_TOKAMAX,
     f"inference-1p5b-{_H100}": "A later run, with jobs from a queue.",
-    "inference-decode-nvidia-h100-80gb-hbm3-20261126": "16 processes ran tests on the other GPU "
-    "and on 22 of the 32 cores.",
     **{
         f"{name}-nvidia-h100-80gb-hbm3-20261128": "Other programs ran on the other three GPUs."
         for name in ("inference-decode", "gradients")
     },
     "inference-cached-nvidia-h200-20261126-3": "The last run with prompts of 32 sequences.",
-    "inference-cached-nvidia-h200-20261127": "The run ended before 32 sequences. Other programs "
-    "ran on the other GPU.",
+    "inference-cached-nvidia-h200-20261129": "The run ended before kernels for 32 sequences. Other "
+    "programs ran on the other GPU.",
     "inference-cached-nvidia-h200-20261126-4": "The run ended before prompts of 32 sequences.",
     "live-nvidia-h200-20261123-2": "`gate_union` set rows that are not live to zero in every block "
     "of rows, not only in the last one.",
@@ -72,8 +70,15 @@ REMARKS = {
     "today none does.",
     "training-float8-2b-nvidia-h200-20261129-3": "Two more steps of each row were profiled. "
     "Training and tests ran on the other GPU. The run ended before Qwix.",
-    "training-data-parallel-float8-nvidia-h200-20261129": "One micro-batch of 8 x 2048 tokens a "
-    "step; shipped configurations sum more before they reduce gradients.",
+    **{
+        f"training-data-parallel-float8{name}-nvidia-h200-20261129": f"One micro-batch of {n} x "
+        f"2048 tokens a step; shipped configurations sum more before they reduce gradients.{more}"
+        for name, n, more in (
+            ("", 8, ""),
+            ("-24", 24, ""),
+            ("-32", 32, " The run ended before FSDP."),
+        )
+    },
     **{
         f"{name}-nvidia-h200-{date}": "A run of training had the other GPU."
         for name, date in (("torch_block", "20261129-2"), ("torch_scoring", "20261129"))
