@@ -66,8 +66,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(split):
     for ours, theirs in zip(gradients, reference, strict=True):
         assert ours.dtype == theirs.dtype == jnp.float32
         assert relative_error(ours, theirs) < 1e-6
-    # Of the function itself, jit would keep what was traced for another number of chunks.
-    by_token = jax.jit(lambda *operands: token_cross_entropy(*operands))(*operands)
+    by_token = jax.jit(token_cross_entropy)(*operands)
     np.testing.assert_allclose(by_token, of_whole_logits(*operands), rtol=1e-5, atol=1e-6)
 
 
@@ -86,8 +85,7 @@ def test_bfloat16_rounds_no_more_than_with_whole_logits(split):
 
 def test_a_mean_without_gradients_is_that_of_its_tokens(split):
     operands = draw()
-    # Of the function itself, jit would keep what was traced for another number of chunks.
-    by_token = jax.jit(lambda *operands: token_cross_entropy(*operands))(*operands)
+    by_token = jax.jit(token_cross_entropy)(*operands)
     np.testing.assert_allclose(jax.jit(mean_cross_entropy)(*operands), by_token.mean(), rtol=1e-6)
 
 
