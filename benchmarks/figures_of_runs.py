@@ -78,14 +78,19 @@ _PAUSES = {
     )
 }
 
-# Of short steps on two GPUs, data parallel and with FSDP.
+# On two GPUs, data parallel and with FSDP: of one micro-batch a step, and of the shipped many.
 _PARALLEL, _ON_TWO = "training-data-parallel-float8{}-nvidia-h200", {"devices": 2}
 _MESHES = {
     **{
         f"data-efficiency-float8{name}": Figure(
             percent(value(_PARALLEL.format(name), _ON_TWO | {"fsdp": 1}, "efficiency")), form
         )
-        for name, form in (("", "{:.0f}"), ("-24", "{:.1f}"), ("-32", "{:.1f}"))
+        for name, form in (
+            ("", "{:.0f}"),
+            ("-24", "{:.1f}"),
+            ("-32", "{:.1f}"),
+            ("-shipped", "{:.1f}"),
+        )
     },
     "fsdp-efficiency-float8": Figure(
         percent(value(_PARALLEL.format(""), _ON_TWO | {"fsdp": 2}, "efficiency")), "{:.0f}"
