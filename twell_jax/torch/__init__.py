@@ -16,7 +16,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX
 
 from twell_jax.ffn import Rectifier
 from twell_jax.torch.models import replace_mlps
-from twell_jax.torch.module import SparseMLP, collect_l1, collect_stats
+from twell_jax.torch.module import SparseMLP, collect_l1, collect_stats, lay_out
 from twell_jax.torch.operator import sparse_ffn
 from twell_jax.torch.stats import FFNStats
 
@@ -26,6 +26,7 @@ __all__ = [
     "SparseMLP",
     "collect_l1",
     "collect_stats",
+    "lay_out",
     "replace_mlps",
     "sparse_ffn",
 ]

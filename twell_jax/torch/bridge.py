@@ -17,6 +17,7 @@ from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.numeric import STANDARD
 from twell_jax.ffn.passes import of_block
+from twell_jax.torch import launches
 
 type Shape = jax.ShapeDtypeStruct
 type Part = tuple[int, tuple[int, ...]]
@@ -31,6 +32,7 @@ class Programs(NamedTuple):
 
     Attributes:
       infer: operands -> y alone.
+      launched: a GPU -> `infer` as torch launches it; None if JAX has to.
       forward: operands -> y, l1, the other statistics and what is small of what the backward needs
         as one array (see `_packed`), and the rest of that.
       backward: the way of the backward -> the program (operands, the parts of the packed array, the
@@ -41,6 +43,7 @@ class Programs(NamedTuple):
     """
 
     infer: Callable[..., list[jax.Array]]
+    launched: Callable[[torch.device], launches.Program | None]
     forward: Callable[..., list[jax.Array]]
     backward: Callable[[int], Callable[..., list[jax.Array]]]
     results: list[Shape]
@@ -109,6 +112,7 @@ def _programs(
     compiled = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_command_buffer": ""})
     return Programs(
         compiled(infer),
+        functools.cache(functools.partial(launches.of, infer, shapes)),
         compiled(forward),
         functools.cache(lambda way: compiled(functools.partial(backward, way))),
         jax.eval_shape(forward, shapes),

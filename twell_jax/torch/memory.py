@@ -41,6 +41,11 @@ def run(
     device = operands[0].device
     if device.type == "cpu":
         return [torch.from_dlpack(a) for a in program(*arrays)]
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "JAX launches this call of the block, which a CUDA graph cannot hold: it can in "
+            "inference with up to 64 tokens or at least 2048"
+        )
     stream = torch.cuda.current_stream(device)
     _computing(device).wait_stream(stream)
     handle = stream.cuda_stream or 1  # which is the default stream's number in DLPack

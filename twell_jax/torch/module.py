@@ -109,6 +109,38 @@ class SparseMLP(torch.nn.Module):
         return f"activation={self.activation!r}, gradients={self.gradients!r}"
 
 
+def lay_out(model: torch.nn.Module) -> None:
+    """Lays out the weights of each block's `down_proj` by neuron, `[H, D]` in memory, in place.
+
+    Kernels read them so, and would make a copy in each call. Shapes, values and the files that are
+    saved of them stay as they are. For models that are not trained: torch's fused optimizers take
+    weights and their own state for one layout.
+
+    Raises:
+      ValueError: the model has no `SparseMLP`, or one has weights that are trained.
+    """
+    for name, block in _blocks(model).items():
+        weight = block.down_proj.weight
+        if weight.requires_grad:
+            raise ValueError(
+                f"{name or 'the block'} is trained, and optimizers may not know this layout: call "
+                "model.requires_grad_(False) first"
+            )
+        weight.data = weight.data.t().contiguous().t()
+
+
+def _blocks(model: torch.nn.Module) -> dict[str, SparseMLP]:
+    """The blocks of a model by their paths.
+
+    Raises:
+      ValueError: there is none.
+    """
+    blocks = {name: m for name, m in model.named_modules() if isinstance(m, SparseMLP)}
+    if not blocks:
+        raise ValueError("the model has no SparseMLP: replace_mlps(model) makes them")
+    return blocks
+
+
 def _weight(name: str, layer: torch.nn.Module | None) -> torch.Tensor | None:
     """That of a layer, which the block multiplies with itself; None if there is no layer."""
     if layer is None:
@@ -129,17 +161,13 @@ def collect_stats(model: torch.nn.Module) -> dict[str, FFNStats]:
       ValueError: the model has no `SparseMLP`, or one was not called in a way that keeps them.
     """
     found = {}
-    for name, block in model.named_modules():
-        if not isinstance(block, SparseMLP):
-            continue
+    for name, block in _blocks(model).items():
         if block.stats is None:
             raise ValueError(
                 f"{name or 'the block'} has no statistics: call the model after model.train(), or "
                 "set keep_stats"
             )
         found[name] = block.stats
-    if not found:
-        raise ValueError("the model has no SparseMLP: replace_mlps(model) makes them")
     return found
 
 

@@ -206,7 +206,8 @@ _OPERANDS = (
 
 def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
     """An operator of torch. `torch.library.custom_op` would double what the host takes for it."""
-    # CUDA graphs, which torch.compile may write, cannot hold what JAX launches.
+    # CUDA graphs, which torch.compile may write, cannot hold what JAX launches, as it does but for
+    # some programs of inference.
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
     _LIBRARY.define(f"{name}({arguments}) -> Tensor[]", tags=tags)
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
@@ -215,6 +216,12 @@ def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
 
 
 def _compute_infer(activation, gradients, transposed, *operands):
+    if operands[0].is_cuda:
+        pairs = zip(operands, transposed, strict=True)
+        upright = [a.t().contiguous() if is_transposed else a for a, is_transposed in pairs]
+        programs = bridge.programs(activation, gradients, (False,) * len(upright), upright)
+        if (launched := programs.launched(operands[0].device)) is not None:
+            return launched([a for a in upright if a is not None])
     programs = bridge.programs(activation, gradients, transposed, operands)
     return memory.run(programs.infer, [*operands])
 

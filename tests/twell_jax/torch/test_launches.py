@@ -1,0 +1,206 @@
+"""Programs of kernels that torch launches: what is read of lowered ones, and where arrays lie."""
+
+import ctypes
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxlib.mlir import ir
+
+from tests import seeds
+from tests.errors import ROUNDING, relative_error
+from tests.packages import needed
+from tests.twell_jax.torch.drawn import operands, reference
+
+torch = needed("torch")
+
+from twell_jax.ffn.explained import on_device  # noqa: E402
+from twell_jax.torch import bridge, launches, lowered, sparse_ffn  # noqa: E402
+
+pytestmark = pytest.mark.peers
+
+BLOCK = 2048, 5632
+
+
+def lowered_block(tokens, gated, dtype=torch.bfloat16, activation="relu"):
+    """The block in inference for a Hopper GPU, as JAX lowers it."""
+    d, h = BLOCK
+    shapes = [(tokens, d), (h, d) if gated else None, (h, d), (h, d)]
+    tensors = [s and torch.empty(s, dtype=dtype, device="meta") for s in shapes]
+    abstract = [s and jax.ShapeDtypeStruct(s, jnp.dtype(str(dtype)[6:])) for s in shapes]
+    with on_device("NVIDIA H200"):
+        programs = bridge.programs(activation, "sparse", (False,) * 4, tensors)
+        return programs.infer.trace(abstract).lower(lowering_platforms=("cuda",)).compiler_ir()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 1024, 16384])
+def test_the_block_in_inference_is_kernels_alone(tokens, gated, dtype):
+    listing = lowered.read(lowered_block(tokens, gated, dtype))
+    assert listing.operands == 3 + gated
+    known = {n for n, a in enumerate(listing.arrays) if n < listing.operands or a.value is not None}
+    for kernel in listing.kernels:  # all that is read was written before
+        assert known.issuperset(kernel.operands)
+        known.update(kernel.results)
+    (y,) = listing.results
+    assert y in known and listing.arrays[y].shape == (tokens, BLOCK[0])
+    assert listing.arrays[y].dtype == jnp.dtype(str(dtype)[6:])
+
+
+def test_a_program_with_sums_between_kernels_is_left_to_jax():
+    with pytest.raises(lowered.NotOnlyKernels, match=r"stablehlo\.pad"):
+        lowered.read(lowered_block(100, True))
+
+
+def parsed(body, arguments="%a: tensor<4xf32>, %b: tensor<4xf32>"):
+    """A function of this body, which returns one array of four."""
+    context = jax.jit(jnp.negative).lower(0.0).compiler_ir().context  # which knows the dialects
+    text = f"func.func @main({arguments}) -> tensor<4xf32> {{\n{body}\n}}"
+    with context:
+        return ir.Module.parse(text)
+
+
+ALIAS = (
+    "output_operand_aliases = [#stablehlo.output_operand_alias<output_tuple_indices = [], "
+    "operand_index = {}, operand_tuple_indices = []>], "
+)
+
+
+def kernel(name, result, *inputs, in_place=None):
+    """A line that calls a kernel on arrays of four."""
+    types = ", ".join("tensor<4xf32>" for _ in inputs)
+    alias = "" if in_place is None else ALIAS.format(in_place)
+    return (
+        f"{result} = stablehlo.custom_call @mosaic_gpu_v2({', '.join(inputs)}) "
+        f'{{{alias}mhlo.backend_config = {{module = "{name}"}}}} : ({types}) -> tensor<4xf32>'
+    )
+
+
+RETURN = "return %y : tensor<4xf32>"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([kernel("add", "%y", "%a", "%b", in_place=0)], "changes an operand of the program"),
+        (
+            [
+                kernel("add", "%c", "%a", "%b"),
+                kernel("add", "%d", "%c", "%b", in_place=0),
+                kernel("add", "%y", "%c", "%d"),
+            ],
+            "after a kernel has changed it",
+        ),
+        (["%y = stablehlo.add %a, %b : tensor<4xf32>"], "stablehlo.add"),
+        (
+            [kernel("add", "%y", "%a", "%b").replace("mosaic_gpu_v2", "else")],
+            "stablehlo.custom_call @else",
+        ),
+    ],
+)
+def test_what_kernels_cannot_do_is_refused(lines, message):
+    with pytest.raises(lowered.NotOnlyKernels, match=message):
+        lowered.read(parsed("\n".join([*lines, RETURN])))
+
+
+def array_at(address):
+    return np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address))
+
+
+def add(addresses, _stream):
+    x, y, z = map(array_at, addresses)
+    z[:] = x + y
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """Kernels named "add" add arrays in the host's memory."""
+    monkeypatch.setattr(launches, "_launch", lambda module, device: {b"add": add}[module])
+
+
+def test_kernels_get_their_arrays_and_constants_and_keep_operands(on_the_host):
+    zero = "%z = stablehlo.constant dense<{}> : tensor<4xf32>".format
+    lines = [
+        zero("2.0"),
+        kernel("add", "%c", "%a", "%b"),
+        kernel("add", "%d", "%c", "%z"),
+        kernel("add", "%e", "%z", "%d", in_place=0),  # z is read by others in later calls
+        "%dead = stablehlo.add %e, %d : tensor<4xf32>",
+        kernel("add", "%y", "%z", "%e", in_place=0),
+        RETURN,
+    ]
+    made = launches.program(lowered.read(parsed("\n".join(lines))), torch.device("cpu"))
+    for _ in range(3):
+        a, b = torch.from_numpy(seeds.rng().standard_normal((2, 4)).astype(np.float32))
+        kept = a.clone(), b.clone()
+        (y,) = made.run([a, b], 0)
+        torch.testing.assert_close(y, a + b + 6)
+        assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_arrays_share_memory_only_if_none_is_needed_any_more(on_the_host, seed):
+    rng = np.random.default_rng([seeds.integer(), seed])
+    names, lines = ["%a", "%b"], []
+    expected = dict(zip(names, rng.standard_normal((2, 4)).astype(np.float32), strict=True))
+    inputs = [torch.from_numpy(expected[name].copy()) for name in names]
+    for number in range(30):
+        x, y = rng.choice(names[-6:], 2)
+        new = "%y" if number == 29 else f"%v{number}"
+        lines.append(kernel("add", new, x, y))
+        expected[new] = expected[x] + expected[y]
+        names.append(new)
+    listing = lowered.read(parsed("\n".join([*lines, RETURN])))
+    made = launches.program(listing, torch.device("cpu"))
+    (y,) = made.run(inputs, 0)
+    np.testing.assert_array_equal(y.numpy(), expected["%y"])
+    assert made.common <= 7 * 256  # as few as are needed at a time
+
+
+def on_the_gpu(tokens, gated=True):
+    return [a if a is None else a.cuda() for a in operands(tokens, *BLOCK, gated=gated)]
+
+
+def assert_exact(y, tensors):
+    expected, _ = reference(*(a if a is None else a.double() for a in tensors))
+    assert relative_error(y.double().cpu(), expected.cpu()) < 4 * ROUNDING
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 1024, 5000, 16384])
+def test_a_gpu_computes_the_block(tokens, gated):
+    tensors = on_the_gpu(tokens, gated)
+    for _ in range(2):  # of which the second finds NaN in all memory
+        torch.full((2**28,), torch.nan, device="cuda")
+        assert_exact(sparse_ffn(*tensors, implementation="mosaic"), tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 2048])
+def test_a_cuda_graph_holds_the_block(tokens):
+    x, *weights = on_the_gpu(tokens)
+    sparse_ffn(x, *weights, implementation="mosaic")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse_ffn(x, *weights, implementation="mosaic")
+    for sign in (-1, 1, -1):
+        x.mul_(sign)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert_exact(y, [x, *weights])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "calls", "message"),
+    [(1536, 0, "call the block once with these shapes before"), (100, 1, "JAX launches this call")],
+)
+def test_a_cuda_graph_is_refused_what_it_cannot_hold(tokens, calls, message):
+    tensors = on_the_gpu(tokens)
+    for _ in range(calls):
+        sparse_ffn(*tensors, implementation="mosaic")
+    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        sparse_ffn(*tensors, implementation="mosaic")
