@@ -4,8 +4,10 @@
 
 All are called from Python as a model calls them, first forward through `LAYERS` layers, then, with
 gradients, backward through all; so what the host takes for a call is part of the time. The weights
-of w_down are a view of `[D, H]`, as models have them. With a checkout of the published kernels
-there are rows of these, too, whose w_down is `[H, D]` in memory.
+of w_down are a view of `[D, H]`, as models have them; in rows "kernels, laid out" they are `[H, D]`
+in memory, as after `lay_out`, and so they are for the published kernels, of which there are rows,
+too, with a checkout of them. "forward, CUDA graph" has all layers in a graph, as servers do for few
+tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +24,12 @@ from benchmarks.torch_ffn import compiled, dense_block
 from twell_jax import sparse_ffn as in_jax
 from twell_jax.torch import sparse_ffn
 
-FORWARD, BOTH = "forward", "forward and backward"
+FORWARD, GRAPH, BOTH = "forward", "forward, CUDA graph", "forward and backward"
 # Mean non-zeros, where they are drawn. Of the last, 256 tokens use all neurons.
 PATTERNS = {"recorded": 0, "skewed": 29, "uniform": 1497}
 SPARSE = ("recorded", "skewed")
 CASES = [  # direction, pattern, tokens, and that each so many-th token is dense
+    *((GRAPH, "recorded", m, 0) for m in (1, 8, 64)),
     *((FORWARD, pattern, m, 0) for m in (1024, 2048, 4096, 8192, 16384) for pattern in SPARSE),
     *((BOTH, pattern, m, 0) for m in (4096, 8192, 16384) for pattern in SPARSE),
     *((direction, "uniform", m, 0) for direction in (FORWARD, BOTH) for m in (8192, 16384)),
@@ -64,15 +67,18 @@ def measure(
     torch.compiler.reset()  # it compiles a function for so many shapes, and no more
     blocks: dict[str, Callable] = {"torch": dense_block}
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
-    blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
-    if checkout is not None:
+    laid_out, blocks["kernels"] = "kernels, laid out", partial(sparse_ffn, implementation="mosaic")
+    if direction != BOTH:
+        blocks[laid_out] = blocks["kernels"]
+    if checkout is not None and direction != GRAPH:
         form = published.differentiable if direction == BOTH else published.forward
         blocks["published"] = form(checkout)
     rows = []
     for name, block in blocks.items():
-        given = triples if name != "published" else [_contiguous(*triple) for triple in triples]
+        by_neuron = name in (laid_out, "published")
+        given = [_contiguous(*triple) for triple in triples] if by_neuron else triples
         leaves = [_leaves(tokens, triple, direction) for triple in given]
-        row = _timed(partial(run, block), leaves, reference)
+        row = _timed(partial(run, block), leaves, reference, captured=direction == GRAPH)
         rows.append(case | {"implementation": name} | row)
     (baseline,) = (row for row in rows if row["implementation"] == BASELINE)
     baseline["compiled"] = worked
@@ -80,9 +86,17 @@ def measure(
         yield row | {"baseline": BASELINE, "speedup": baseline["ms"] / row["ms"]}
 
 
-def _timed(run: Callable, layers: list[Operands], reference: Operands) -> dict[str, Any]:
+def _timed(
+    run: Callable, layers: list[Operands], reference: Operands, *, captured: bool
+) -> dict[str, Any]:
     (out,) = run(layers[:1])
-    ms = torch_decoder.milliseconds(partial(run, layers), calls=8) / LAYERS
+    call = partial(run, layers)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ys = call()  # noqa: F841 (memory that the graph writes)
+        call = graph.replay
+    ms = torch_decoder.milliseconds(call, calls=8) / LAYERS
     off = (out[0].float() - reference[0]).norm(dim=1) / reference[0].norm(dim=1)
     return {
         "ms": ms,

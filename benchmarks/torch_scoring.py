@@ -33,7 +33,7 @@ from twell_jax.config import ModelConfig
 from twell_jax.data.tokenizers import ByteTokenizer
 from twell_jax.models import Transformer, graphdef
 from twell_jax.models.pretrained import save_pretrained
-from twell_jax.torch import choice, replace_mlps  # has JAX leave the GPU's memory to torch
+from twell_jax.torch import choice, lay_out, replace_mlps  # has JAX leave memory to torch
 
 type Scores = dict[str, torch.Tensor]
 
@@ -104,7 +104,8 @@ def measure(
     dense = [row("torch"), row("torch, compiled")]
     baseline = min((found for found in dense if "ms" in found), key=lambda found: found["ms"])
     named = {"baseline": baseline["implementation"], "baseline_ms": baseline["ms"]}
-    replace_mlps(model)
+    replace_mlps(model.requires_grad_(False))
+    lay_out(model)
     widths = model.config.hidden_size, model.config.intermediate_size
     facts = model.device.type, "bfloat16", min(batch, micro_batch) * context, *widths
     by = choice.implementation(*facts, gated=True)

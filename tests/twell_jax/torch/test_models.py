@@ -10,7 +10,13 @@ from tests.twell_jax.torch.drawn import operands, reference
 torch = needed("torch")
 transformers = needed("transformers")
 
-from twell_jax.torch import SparseMLP, collect_l1, collect_stats, replace_mlps  # noqa: E402
+from twell_jax.torch import (  # noqa: E402
+    SparseMLP,
+    collect_l1,
+    collect_stats,
+    lay_out,
+    replace_mlps,
+)
 
 pytestmark = pytest.mark.peers
 
@@ -47,6 +53,29 @@ def test_outputs_and_names_stay(family):
     torch.testing.assert_close(model(TOKENS).logits, before)
     assert model.state_dict().keys() == state.keys()
     assert all(a.data_ptr() == state[name].data_ptr() for name, a in model.state_dict().items())
+
+
+def test_weights_that_are_laid_out_are_the_same_weights(tmp_path):
+    model = make().requires_grad_(False)
+    replace_mlps(model)
+    before, state = model(TOKENS).logits, {k: v.clone() for k, v in model.state_dict().items()}
+    lay_out(model)
+    for layer in model.model.layers:
+        assert layer.mlp.down_proj.weight.t().is_contiguous()
+    assert all(torch.equal(a, state[name]) for name, a in model.state_dict().items())
+    torch.testing.assert_close(model(TOKENS).logits, before)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(TOKENS).logits, before)
+
+
+def test_weights_that_are_trained_are_not_laid_out():
+    model = make()
+    with pytest.raises(ValueError, match=r"has no SparseMLP: replace_mlps"):
+        lay_out(model)
+    replace_mlps(model)
+    with pytest.raises(ValueError, match=r"layers.0.mlp is trained.* call model.requires_grad_\(F"):
+        lay_out(model)
 
 
 def test_another_activation_is_asked_for_by_name():
