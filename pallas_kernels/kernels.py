@@ -221,7 +221,7 @@ class DecodeKernels(Protocol):
 
 
 class TransformerKernels(Protocol):
-    """The kernels for training what lies around the block."""
+    """The kernels for what lies around the block."""
 
     def norm_grads(
         self, x: Array, of_normed: Array, of_x: Array, scale: Array, *, eps: float
@@ -237,6 +237,9 @@ class TransformerKernels(Protocol):
         rotated: int = 0,
     ) -> tuple[Array, Array]:
         """Arrays in 8 bits, side by side, some rotated back; and their transpose."""
+
+    def transposed(self, matrix: Array) -> Array:
+        """The transpose of a matrix."""
 
 
 class Kernels(BlockKernels, DecodeKernels, TransformerKernels, Protocol):

@@ -16,6 +16,7 @@ from pallas_kernels.hopper.dense.dense_rows import dense_rows
 from pallas_kernels.hopper.dense.place_rows import place_rows
 from pallas_kernels.hopper.transformer.norm_grads import norm_grads
 from pallas_kernels.hopper.transformer.round_both import round_both
+from pallas_kernels.hopper.transformer.transposed import transposed
 from pallas_kernels.hopper.twell.fused_ffn import fused_ffn
 from pallas_kernels.hopper.twell.gate_pack import gate_pack
 from pallas_kernels.hopper.unions.gate_union import gate_union
@@ -43,6 +44,7 @@ __all__ = [
     "project",
     "round_both",
     "round_tokens",
+    "transposed",
     "union_down",
     "union_plan",
     "union_up",

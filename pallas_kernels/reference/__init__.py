@@ -9,7 +9,7 @@ from pallas_kernels.reference.decode import decode_layers, few_tokens_ffn, has_r
 from pallas_kernels.reference.dense import dense_block, dense_rows, place_rows
 from pallas_kernels.reference.gradients import hidden_grads, neuron_lists, weight_grads
 from pallas_kernels.reference.support import unsupported
-from pallas_kernels.reference.transformer import norm_grads, round_both
+from pallas_kernels.reference.transformer import norm_grads, round_both, transposed
 from pallas_kernels.reference.twell import fused_ffn, gate_pack
 from pallas_kernels.reference.unions import gate_union, union_down, union_plan, union_up
 
@@ -30,6 +30,7 @@ __all__ = [
     "project",
     "round_both",
     "round_tokens",
+    "transposed",
     "union_down",
     "union_plan",
     "union_up",

@@ -15,6 +15,10 @@ def norm_grads(x, of_normed, of_x, scale, *, eps):
     return (of_x + dx).astype(x.dtype), of_scale
 
 
+def transposed(matrix):
+    return matrix.T
+
+
 def round_both(parts, inverse, dtype, angles=None, rotated=0):
     """What is not finite becomes NaN, as infinity times zero is."""
 

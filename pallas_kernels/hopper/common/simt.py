@@ -76,6 +76,16 @@ def gmem_address(ref: ir.Value, offset: ir.Value) -> ir.Value:
     return arith.addi(base, arith.extui(i64, offset))
 
 
+def element_address(
+    ref: ir.Value, row: ir.Value, column: ir.Value, size: int
+) -> tuple[ir.Value, int]:
+    """The address of an element of so many bytes of a GMEM matrix, and the bytes from a row to the
+    next."""
+    stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+    place = arith.addi(arith.muli(row, const(stride)), column)
+    return gmem_address(ref, arith.muli(place, const(size))), stride * size
+
+
 def smem_address(ref: ir.Value) -> ir.Value:
     """Address (i32) of an SMEM reference."""
     i32 = ir.IntegerType.get_signless(32)
@@ -209,3 +219,12 @@ def inclusive_sum(x: ir.Value, lane: ir.Value) -> ir.Value:
         )
         x = arith.addi(x, arith.select(less(lane, const(distance)), const(0), below))
     return x
+
+
+def store_chunk(address: ir.Value, offset: int, words: list[ir.Value], active: ir.Value) -> None:
+    """Stores 1, 2 or 4 words to GMEM at `address + offset` (bytes) if `active`."""
+    operands = ", ".join(f"${i + 1}" for i in range(len(words)))
+    width = "" if len(words) == 1 else f".v{len(words)}"
+    mgpu.utils.inline_ptx(
+        f"st.global{width}.b32 [$0 + {offset}], {{{operands}}};", address, *words, predicate=active
+    )

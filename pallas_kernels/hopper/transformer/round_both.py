@@ -171,8 +171,8 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
         *tables, inverse, group = operands
         share = _share(group.registers.item(), width, size)
         words = _loaded(part, share)
-        places = [_address(table, share.token, share.angle, 4) for table in tables]
-        target, stride = _address(values, share.token, share.column, 1)
+        places = [simt.element_address(table, share.token, share.angle, 4) for table in tables]
+        target, stride = simt.element_address(values, share.token, share.column, 1)
         by_columns = []  # of each four tokens, the eight columns
         for first in range(0, _TOKENS, 4):
             rows = [
@@ -183,11 +183,16 @@ def _round_columns(part_ref, values_ref, transposed_ref, angles, inverse, group)
             by_columns.append(packed)
             for half, columns in zip(share.halves, (packed[:4], packed[4:]), strict=True):
                 for row, word in enumerate(_by_rows(columns), first):
-                    _store(target, row * stride + half, [word], share.active)
+                    simt.store_chunk(target, row * stride + half, [word], share.active)
         for c, tokens in enumerate(zip(*by_columns, strict=True)):
             offset = share.halves[c // _COLUMNS] + c % _COLUMNS
             row = arith.addi(share.column, const(offset))
-            _store(_address(transposed, row, share.token, 1)[0], 0, list(tokens), share.active)
+            simt.store_chunk(
+                simt.element_address(transposed, row, share.token, 1)[0],
+                0,
+                list(tokens),
+                share.active,
+            )
 
     step(*refs, inverse, group)
 
@@ -209,16 +214,9 @@ def _share(group: ir.Value, width: int, size: int) -> _Share:
     )
 
 
-def _address(ref: ir.Value, row: ir.Value, column: ir.Value, size: int) -> tuple[ir.Value, int]:
-    """The address of an element of so many bytes in GMEM, and the bytes from a row to the next."""
-    stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-    place = arith.addi(arith.muli(row, const(stride)), column)
-    return simt.gmem_address(ref, arith.muli(place, const(size))), stride * size
-
-
 def _loaded(part: ir.Value, share: _Share) -> list[list[list[ir.Value]]]:
     """For each token the words of both halves."""
-    source, stride = _address(part, share.token, share.column, 2)
+    source, stride = simt.element_address(part, share.token, share.column, 2)
     return [
         [simt.load_words(source, row * stride + 2 * half, share.active, 2) for half in share.halves]
         for row in range(_TOKENS)
@@ -312,11 +310,3 @@ def _by_rows(columns: list[ir.Value]) -> list[ir.Value]:
 
 def _word(code: str, *operands: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx(code, *operands, result_types=const(0).type)
-
-
-def _store(address: ir.Value, offset: int, words: list[ir.Value], active: ir.Value) -> None:
-    operands = ", ".join(f"${i + 1}" for i in range(len(words)))
-    width = "" if len(words) == 1 else f".v{len(words)}"
-    mgpu.utils.inline_ptx(
-        f"st.global{width}.b32 [$0 + {offset}], {{{operands}}};", address, *words, predicate=active
-    )
