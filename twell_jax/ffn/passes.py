@@ -24,8 +24,8 @@ class Passes(NamedTuple):
     Attributes:
       forward: operands -> y, the statistics, and a tree of what the backward needs besides them,
         whose first array is the way of the backward, int32 `[1]`.
-      backward: (the way, that tree, operands, the gradients for y and for the statistic l1) ->
-        those for the operands, None for None.
+      backward: (the way, that tree, operands, the gradients for y and for the sum of |h| over all
+        tokens) -> those for the operands, None for None.
     """
 
     forward: Callable[..., tuple[jax.Array, FFNStats, Any]]
@@ -58,10 +58,9 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
         output, kept = unions.forward_with_residuals(*given, capacity=capacity)
         return *output.with_stats(kept.overflow), (kept.way(len(x), capacity)[None], kept)
 
-    def backward(way, kept, operands, dy, of_l1):
+    def backward(way, kept, operands, dy, of_sum):
         x, *weights = operands
-        penalty = of_l1 / len(dy)  # l1 is a mean over tokens
-        given = kernels, act, kept[1], x, Weights(*weights), dy, penalty
+        given = kernels, act, kept[1], x, Weights(*weights), dy, of_sum
         of_x, of_weights = unions.backward(*given, capacity=capacity, way=way)
         return [of_x, of_weights.gate, of_weights.up, of_weights.down]
 
@@ -75,14 +74,14 @@ def _with_dense_gradients(activation: Activation) -> Passes:
         y, stats = api.sparse_ffn(*operands, activation=activation, implementation="mosaic")
         return y, stats, jnp.zeros(1, jnp.int32)
 
-    def backward(way, kept, operands, dy, of_l1):
+    def backward(way, kept, operands, dy, of_sum):
         del way, kept
 
         def block(x, *weights):
             y, stats = xla.ffn(x, Weights(*weights), activation=activation)
-            return y, stats.l1
+            return y, stats.l1 * len(x)  # l1 is a mean over tokens
 
         _, vjp = jax.vjp(block, *operands)
-        return [*vjp((dy, of_l1))]
+        return [*vjp((dy, of_sum))]
 
     return Passes(forward, backward)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from twell_jax.ffn import Rectifier, sparse_ffn
+from pallas_kernels.weights import DTYPES
+from twell_jax.ffn import Rectifier, dispatch, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.numeric import STANDARD
@@ -24,6 +25,7 @@ type Part = tuple[int, tuple[int, ...]]
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 
 _SMALL = 1 << 20  # elements of what is packed
+_TURNED = 8  # of which kernels turn a multiple
 _ALIGNED = 64  # elements of which each part begins at a multiple, as kernels read 16 bytes or more
 
 
@@ -36,7 +38,9 @@ class Programs(NamedTuple):
       forward: operands -> y, l1, the other statistics and what is small of what the backward needs
         as one array (see `_packed`), and the rest of that.
       backward: the way of the backward -> the program (operands, the parts of the packed array, the
-        rest, the gradients for y and l1, which may be None) -> those for the operands.
+        rest, the gradients for y and the sum of |h|, which may be None) -> those for the operands.
+      launched_backward: (the way, a GPU, whether there is that for the sum) -> `backward` as torch
+        launches it; None if JAX has to.
       results: the shapes of what `forward` returns.
       parts: what is small of what the backward needs: where in the packed array it begins, and its
         shape; all are int32, and the first is the way of the backward.
@@ -46,6 +50,7 @@ class Programs(NamedTuple):
     launched: Callable[[torch.device], launches.Program | None]
     forward: Callable[..., list[jax.Array]]
     backward: Callable[[int], Callable[..., list[jax.Array]]]
+    launched_backward: Callable[[int, torch.device, bool], launches.Program | None]
     results: list[Shape]
     parts: list[Part]
 
@@ -74,11 +79,17 @@ def _programs(
 ) -> Programs:
     shapes = [a if a is None else jax.ShapeDtypeStruct(a[0], _in_jax(a[1])) for a in tensors]
 
+    kernels, _ = dispatch.back_end(cast(Shape, shapes[-1]))
+
+    def turned(a: jax.Array) -> jax.Array:
+        fits = a.dtype in DTYPES and not any(size % _TURNED for size in a.shape)
+        return kernels.transposed(a) if fits and kernels is not None else a.T
+
     def upright(operands: Sequence) -> list:
         pairs = zip(operands, transposed, strict=True)
-        turned = [a.T if is_transposed else a for a, is_transposed in pairs]
+        found = [turned(a) if is_transposed else a for a, is_transposed in pairs]
         # XLA would turn a weight where it is used: between kernels, which then could not overlap.
-        return lax.optimization_barrier(turned) if any(transposed) else turned
+        return lax.optimization_barrier(found) if any(transposed) else found
 
     act, like = _activation_of(activation), jax.eval_shape(upright, shapes)
     passes = of_block(like, act, _gradients_of(gradients))
@@ -101,22 +112,32 @@ def _programs(
 
     @STANDARD
     def backward(
-        way: int, operands: Sequence, small: list, large: list, of_y: jax.Array, of_l1: Any
+        way: int, operands: Sequence, small: list, large: list, of_y: jax.Array, of_sum: Any
     ) -> list:
         found = iter(large), iter(small)
         tree = jax.tree.unflatten(structure, [next(found[_is_small(a)]) for a in leaves])
-        of_l1 = jnp.zeros((), jnp.float32) if of_l1 is None else of_l1
-        return jax.tree.leaves(upright(passes.backward(way, tree, upright(operands), of_y, of_l1)))
+        of_sum = jnp.zeros((), jnp.float32) if of_sum is None else of_sum
+        return jax.tree.leaves(upright(passes.backward(way, tree, upright(operands), of_y, of_sum)))
+
+    results = jax.eval_shape(forward, shapes)
+    parts = [(begin, a.shape) for begin, a in zip(begins, small, strict=False)]
+
+    def launched_backward(way: int, device: torch.device, with_l1: bool) -> launches.Program | None:
+        y, of_sum, _, *large = results
+        kept = [jax.ShapeDtypeStruct(shape, jnp.int32) for _, shape in parts]
+        of = shapes, kept, large, y, of_sum if with_l1 else None
+        return launches.of(functools.partial(backward, way), of, device)
 
     # A graph of the GPU's would be written anew at each call, as addresses change.
     compiled = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_command_buffer": ""})
     return Programs(
         compiled(infer),
-        functools.cache(functools.partial(launches.of, infer, shapes)),
+        functools.cache(functools.partial(launches.of, infer, (shapes,))),
         compiled(forward),
         functools.cache(lambda way: compiled(functools.partial(backward, way))),
-        jax.eval_shape(forward, shapes),
-        [(begin, a.shape) for begin, a in zip(begins, small, strict=False)],
+        functools.cache(launched_backward),
+        results,
+        parts,
     )
 
 

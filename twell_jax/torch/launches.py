@@ -83,13 +83,13 @@ def of(
     """The program of a function of JAX; None if it is more than kernels, or JAX is too new.
 
     Args:
-      function: takes a list of arrays and None, and returns a list of arrays.
-      operands: their shapes.
+      function: returns a list of arrays.
+      operands: what it takes: trees of shapes and None, whose leaves a call takes in their order.
       device: a GPU.
     """
     if getattr(mgpu.core, "_ABI_V2", False):  # of jax 0.12, which starts kernels in another way
         return None
-    traced = jax.jit(function).trace(operands)
+    traced = jax.jit(function).trace(*operands)
     try:
         listing = lowered.read(traced.lower(lowering_platforms=("cuda",)).compiler_ir())
     except lowered.NotOnlyKernels:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects.stablehlo import OutputOperandAlias
 
-_KERNEL, _BARRIER = "mosaic_gpu_v2", "stablehlo.optimization_barrier"
+_KERNEL, _EMPTY, _BARRIER = "mosaic_gpu_v2", "AllocateBuffer", "stablehlo.optimization_barrier"
 # Operations that keep elements and their order, if they keep their number and dtype.
 _OF_SHAPES = (
     "stablehlo.broadcast_in_dim",
@@ -90,8 +90,8 @@ def read(module: Any) -> Listing:
       module: of MLIR, such as `jax.stages.Lowered.compiler_ir` returns; calls in it are inlined.
 
     Raises:
-      NotOnlyKernels: they need other operations than those that change only a shape, or a kernel
-        would change an operand of the program.
+      NotOnlyKernels: they need other operations than those that change only a shape or make memory,
+        or a kernel would change an operand of the program.
     """
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
@@ -138,6 +138,8 @@ def _listing(arguments: list[Any], operations: list[Any], results: Sequence[Any]
             found |= {result: found[v] for result, v in pairs if v in found}
         elif op.name != "stablehlo.custom_call":
             found[op.result] = _same(op, [found[v] for v in op.operands])
+        elif op.attributes["call_target_name"].value == _EMPTY:
+            found[op.result] = new(_array(op.result))
         else:
             operands, in_place = [placed(v) for v in op.operands], _changed_in_place(op)
             changed = {operands[i] for i in in_place.values()}

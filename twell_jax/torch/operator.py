@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # the documentation is built without torch
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -216,14 +217,17 @@ def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
 
 
 def _compute_infer(activation, gradients, transposed, *operands):
-    if operands[0].is_cuda:
-        pairs = zip(operands, transposed, strict=True)
-        upright = [a.t().contiguous() if is_transposed else a for a, is_transposed in pairs]
-        programs = bridge.programs(activation, gradients, (False,) * len(upright), upright)
-        if (launched := programs.launched(operands[0].device)) is not None:
-            return launched([a for a in upright if a is not None])
-    programs = bridge.programs(activation, gradients, transposed, operands)
+    programs, device = (
+        bridge.programs(activation, gradients, transposed, operands),
+        operands[0].device,
+    )
+    if device.type == "cuda" and (launched := programs.launched(device)) is not None:
+        return launched(_given(operands))
     return memory.run(programs.infer, [*operands])
+
+
+def _given(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [a for a in tensors if a is not None]
 
 
 def _fake_infer(activation, gradients, transposed, *operands):
@@ -253,10 +257,16 @@ def _compute_backward(
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
-    packed, *large, way = kept
-    program = programs.backward(memory.on_the_host(way, packed, programs.parts[0][0]))
+    packed, *large, found = kept
+    way = memory.on_the_host(found, packed, programs.parts[0][0])
+    of_sum = None if of_l1 is None else of_l1 / len(of_y)
+    if x.is_cuda:
+        launched = programs.launched_backward(way, x.device, of_sum is not None)
+        if launched is not None:
+            parts = [packed[begin:] for begin, _ in programs.parts]
+            return launched(_given((*operands, *parts, *large, of_y, of_sum)))
     parts = [memory.part(packed, *place) for place in programs.parts]
-    return memory.run(program, [*operands], parts, large, of_y, of_l1)
+    return memory.run(programs.backward(way), [*operands], parts, large, of_y, of_sum)
 
 
 def _fake_backward(activation, gradients, transposed, x, w_gate, w_up, w_down, *_others):

@@ -16,6 +16,7 @@ from tests.twell_jax.torch.drawn import operands, reference
 torch = needed("torch")
 
 from twell_jax.ffn.explained import on_device  # noqa: E402
+from twell_jax.ffn.unions import Way  # noqa: E402
 from twell_jax.torch import bridge, launches, lowered, sparse_ffn  # noqa: E402
 
 pytestmark = pytest.mark.peers
@@ -23,35 +24,64 @@ pytestmark = pytest.mark.peers
 BLOCK = 2048, 5632
 
 
-def lowered_block(tokens, gated, dtype=torch.bfloat16, activation="relu"):
-    """The block in inference for a Hopper GPU, as JAX lowers it."""
+def lowered_block(tokens, gated=True, dtype=torch.bfloat16, *, as_in_models=False, way=None):
+    """The block for a Hopper GPU as JAX lowers it: in inference, or the backward of a way.
+
+    With weights as in models, w_down is given as its transpose.
+    """
     d, h = BLOCK
-    shapes = [(tokens, d), (h, d) if gated else None, (h, d), (h, d)]
+    shapes = [(tokens, d), (h, d) if gated else None, (h, d), (d, h) if as_in_models else (h, d)]
     tensors = [s and torch.empty(s, dtype=dtype, device="meta") for s in shapes]
-    abstract = [s and jax.ShapeDtypeStruct(s, jnp.dtype(str(dtype)[6:])) for s in shapes]
+    operands = [s and jax.ShapeDtypeStruct(s, jnp.dtype(str(dtype)[6:])) for s in shapes]
     with on_device("NVIDIA H200"):
-        programs = bridge.programs(activation, "sparse", (False,) * 4, tensors)
-        return programs.infer.trace(abstract).lower(lowering_platforms=("cuda",)).compiler_ir()
+        transposed = (False, False, False, as_in_models)
+        programs = bridge.programs("relu", "sparse", transposed, tensors)
+        if way is None:
+            traced = programs.infer.trace(operands)
+        else:
+            y, of_sum, _, *large = programs.results
+            parts = [jax.ShapeDtypeStruct(shape, jnp.int32) for _, shape in programs.parts]
+            traced = programs.backward(way).trace(operands, parts, large, y, of_sum)
+        return traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+
+
+def assert_all_that_is_read_was_written(listing):
+    arrays, known = listing.arrays, set(range(listing.operands))
+    known |= {n for n, a in enumerate(arrays) if a.value is not None}
+    for kernel in listing.kernels:
+        in_place = set(kernel.operands).intersection(kernel.results)  # may be empty memory
+        assert known.issuperset(set(kernel.operands) - in_place)
+        known.update(kernel.results)
+    assert known.issuperset(listing.results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("as_in_models", [True, False])
 @pytest.mark.parametrize("tokens", [1, 8, 64, 1024, 16384])
-def test_the_block_in_inference_is_kernels_alone(tokens, gated, dtype):
-    listing = lowered.read(lowered_block(tokens, gated, dtype))
+def test_the_block_in_inference_is_kernels_alone(tokens, as_in_models, gated, dtype):
+    listing = lowered.read(lowered_block(tokens, gated, dtype, as_in_models=as_in_models))
     assert listing.operands == 3 + gated
-    known = {n for n, a in enumerate(listing.arrays) if n < listing.operands or a.value is not None}
-    for kernel in listing.kernels:  # all that is read was written before
-        assert known.issuperset(kernel.operands)
-        known.update(kernel.results)
-    (y,) = listing.results
-    assert y in known and listing.arrays[y].shape == (tokens, BLOCK[0])
-    assert listing.arrays[y].dtype == jnp.dtype(str(dtype)[6:])
+    assert_all_that_is_read_was_written(listing)
+    (y,) = (listing.arrays[n] for n in listing.results)
+    assert (y.shape, y.dtype) == ((tokens, BLOCK[0]), jnp.dtype(str(dtype)[6:]))
 
 
-def test_a_program_with_sums_between_kernels_is_left_to_jax():
-    with pytest.raises(lowered.NotOnlyKernels, match=r"stablehlo\.pad"):
-        lowered.read(lowered_block(100, True))
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("as_in_models", [True, False])
+def test_the_usual_backward_is_kernels_alone(as_in_models, gated):
+    module = lowered_block(8192, gated, as_in_models=as_in_models, way=Way.SPARSE)
+    listing = lowered.read(module)
+    assert_all_that_is_read_was_written(listing)
+    (d, h), arrays = BLOCK, [listing.arrays[n] for n in listing.results]
+    weights = [(h, d)] * (1 + gated) + [(d, h) if as_in_models else (h, d)]
+    assert [a.shape for a in arrays] == [(8192, d), *weights]
+
+
+@pytest.mark.parametrize("options", [{"tokens": 100}, {"tokens": 8192, "way": Way.DENSE}])
+def test_a_program_with_other_operations_is_left_to_jax(options):
+    with pytest.raises(lowered.NotOnlyKernels, match=r"stablehlo\."):
+        lowered.read(lowered_block(**options))
 
 
 def parsed(body, arguments="%a: tensor<4xf32>, %b: tensor<4xf32>"):
