@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.weights import Weights
+from pallas_kernels.weights import DTYPES, Weights
 from twell_jax.ffn import activations, api, dispatch, unions, xla
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.stats import FFNStats
+
+_TRANSPOSED = 8  # rows and columns of which a kernel transposes a multiple
 
 
 class Passes(NamedTuple):
@@ -65,6 +67,13 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
         return [of_x, of_weights.gate, of_weights.up, of_weights.down]
 
     return Passes(forward, backward)
+
+
+def transpose(matrix: jax.Array) -> jax.Array:
+    """The transpose, by a kernel where one serves: XLA's would stand between others."""
+    kernels, _ = dispatch.back_end(matrix)
+    fits = matrix.dtype in DTYPES and not any(size % _TRANSPOSED for size in matrix.shape)
+    return kernels.transposed(matrix) if fits and kernels is not None else matrix.T
 
 
 def _with_dense_gradients(activation: Activation) -> Passes:

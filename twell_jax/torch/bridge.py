@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from pallas_kernels.weights import DTYPES
-from twell_jax.ffn import Rectifier, dispatch, sparse_ffn
+from twell_jax.ffn import Rectifier, sparse_ffn
 from twell_jax.ffn.activations import Activation
 from twell_jax.ffn.algorithms import LayerGradients
 from twell_jax.ffn.numeric import STANDARD
-from twell_jax.ffn.passes import of_block
+from twell_jax.ffn.passes import of_block, transpose
 from twell_jax.torch import launches
 
 type Shape = jax.ShapeDtypeStruct
@@ -25,7 +24,6 @@ type Part = tuple[int, tuple[int, ...]]
 type Tensors = Sequence[torch.Tensor | None]  # x `[M, D]`, gate or None, up and down
 
 _SMALL = 1 << 20  # elements of what is packed
-_TURNED = 8  # of which kernels turn a multiple
 _ALIGNED = 64  # elements of which each part begins at a multiple, as kernels read 16 bytes or more
 
 
@@ -79,15 +77,9 @@ def _programs(
 ) -> Programs:
     shapes = [a if a is None else jax.ShapeDtypeStruct(a[0], _in_jax(a[1])) for a in tensors]
 
-    kernels, _ = dispatch.back_end(cast(Shape, shapes[-1]))
-
-    def turned(a: jax.Array) -> jax.Array:
-        fits = a.dtype in DTYPES and not any(size % _TURNED for size in a.shape)
-        return kernels.transposed(a) if fits and kernels is not None else a.T
-
     def upright(operands: Sequence) -> list:
         pairs = zip(operands, transposed, strict=True)
-        found = [turned(a) if is_transposed else a for a, is_transposed in pairs]
+        found = [transpose(a) if is_transposed else a for a, is_transposed in pairs]
         # XLA would turn a weight where it is used: between kernels, which then could not overlap.
         return lax.optimization_barrier(found) if any(transposed) else found
 
