@@ -69,10 +69,12 @@ def of_block(operands: Sequence, activation: Activation, gradients: LayerGradien
     return Passes(forward, backward)
 
 
-def transpose(matrix: jax.Array) -> jax.Array:
-    """The transpose, by a kernel where one serves: XLA's would stand between others."""
-    kernels, _ = dispatch.back_end(matrix)
+def transpose(matrix: jax.Array, w_down: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """The transpose, by a kernel if there are some for the block of `w_down: [H, D]`: XLA would put
+    its own between them."""
+    kernels, _ = dispatch.back_end(w_down)
     fits = matrix.dtype in DTYPES and not any(size % _TRANSPOSED for size in matrix.shape)
+    fits &= matrix.nbytes < 2**31
     return kernels.transposed(matrix) if fits and kernels is not None else matrix.T
 
 

@@ -77,9 +77,13 @@ def _programs(
 ) -> Programs:
     shapes = [a if a is None else jax.ShapeDtypeStruct(a[0], _in_jax(a[1])) for a in tensors]
 
+    (*_, last), (*_, w_down) = transposed, shapes
+    assert w_down is not None
+    by_neuron = jax.ShapeDtypeStruct(w_down.shape[::-1] if last else w_down.shape, w_down.dtype)
+
     def upright(operands: Sequence) -> list:
         pairs = zip(operands, transposed, strict=True)
-        found = [transpose(a) if is_transposed else a for a, is_transposed in pairs]
+        found = [transpose(a, by_neuron) if is_transposed else a for a, is_transposed in pairs]
         # XLA would turn a weight where it is used: between kernels, which then could not overlap.
         return lax.optimization_barrier(found) if any(transposed) else found
 

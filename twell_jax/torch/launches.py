@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import torch
 from twell_jax.torch import lowered
 from twell_jax.torch.lowered import Array, Listing
 
-_ALIGNED = 256  # bytes of which each array in the common memory begins at a multiple
+_ALIGNED = 256  # bytes of which each array in a tensor of several begins at a multiple
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 type Launch = Callable[[Any, int], None]  # the places of a kernel's arrays, the stream
@@ -38,43 +39,49 @@ class _Place(NamedTuple):
 class Program:
     """A program for the operands of some shapes, on one device.
 
-    A call has these tensors: the operands, the constants, the common memory of what only kernels
-    need, and those that are made for it alone.
+    A call has these tensors: the operands, zeros, the common memory of what only kernels need, and
+    the results. Kernels count their jobs where zeros were, so calls share none.
 
     Attributes:
+      operands: how many there are.
       kernels: in their order; what starts each, and its arrays.
-      constants: what kernels read and never write.
-      common: bytes of the common memory.
-      made: made for each call, empty or of one value.
-      results: which of the tensors the call returns.
+      zeros, common: bytes.
+      results: what the call returns.
     """
 
+    operands: int
     kernels: tuple[tuple[Launch, tuple[_Place, ...]], ...]
-    constants: tuple[torch.Tensor, ...]
+    zeros: int
     common: int
-    made: tuple[Array, ...]
-    results: tuple[int, ...]
+    results: tuple[Array, ...]
 
-    def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, like: torch.Tensor, operands: Sequence[int]) -> list[torch.Tensor]:
         """The results, once torch's current stream has come so far.
 
         Args:
-          operands: contiguous tensors of the shapes that the program is for.
+          like: a tensor on the device.
+          operands: where contiguous arrays begin, of the shapes that the program is for.
         """
-        with torch.cuda.device(operands[0].device):
-            return self.run(operands, torch.cuda.current_stream().cuda_stream)
+        with torch.cuda.device(like.device):
+            return self.run(like.device, operands, torch.cuda.current_stream().cuda_stream)
 
-    def run(self, operands: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
+    def run(self, device: torch.device, operands: Sequence[int], stream: int) -> list[torch.Tensor]:
         """The results, once a stream of the device has come so far."""
-        device = operands[0].device
+        assert len(operands) == self.operands
+        # Torch's own call gives a new thread the device's context, which kernels need.
+        zeros = torch.zeros(self.zeros, dtype=torch.uint8, device=device)
         common = torch.empty(self.common, dtype=torch.uint8, device=device)
-        made = (_tensor(a, device) for a in self.made)
-        tensors = [*operands, *self.constants, common, *made]
-        begins = [tensor.data_ptr() for tensor in tensors]
+        results = [
+            (torch.zeros if a.is_zero else torch.empty)(
+                a.shape, dtype=getattr(torch, a.dtype.name), device=device
+            )
+            for a in self.results
+        ]
+        begins = [*operands, *(tensor.data_ptr() for tensor in (zeros, common, *results))]
         for launch, places in self.kernels:
             addresses = [begins[tensor] + begin for tensor, begin in places]
             launch((c_void_p * len(addresses))(*addresses), stream)
-        return [tensors[at] for at in self.results]
+        return results
 
 
 def of(
@@ -89,12 +96,18 @@ def of(
     """
     if getattr(mgpu.core, "_ABI_V2", False):  # of jax 0.12, which starts kernels in another way
         return None
-    traced = jax.jit(function).trace(*operands)
+    traced = jax.jit(function, keep_unused=True).trace(*operands)
     try:
         listing = lowered.read(traced.lower(lowering_platforms=("cuda",)).compiler_ir())
     except lowered.NotOnlyKernels:
         return None
     return program(listing, device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made of what the device's current stream gets."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def program(listing: Listing, device: torch.device) -> Program:
@@ -104,28 +117,28 @@ def program(listing: Listing, device: torch.device) -> Program:
       RuntimeError: a CUDA graph is being captured, which cannot hold that; or Mosaic GPU cannot
         compile a kernel.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and capturing(device):
         raise RuntimeError(
             "call the block once with these shapes before a CUDA graph captures it: its kernels "
             "are not compiled yet"
         )
-    arrays, written = listing.arrays, listing.written
-    valued = {n for n, a in enumerate(arrays) if a.value is not None}
-    given = [*range(listing.operands), *sorted(valued - written)]
-    made = sorted({*(valued & written), *listing.results}.difference(given))
-    begins, common = _packed(listing, {*given, *made})
-    places = {n: _Place(len(given), begin) for n, begin in begins.items()}
-    places |= {n: _Place(at, 0) for at, n in enumerate(given)}
-    places |= {n: _Place(at, 0) for at, n in enumerate(made, len(given) + 1)}
+    count, own = listing.operands, {*range(listing.operands), *listing.results}
+    zeros = [n for n, a in enumerate(listing.arrays) if a.is_zero and n not in own]
+    begins_of_zeros = [0, *accumulate(_bytes(listing.arrays[n]) for n in zeros)]
+    begins, common = _packed(listing, {*own, *zeros})
+    places = {n: _Place(n, 0) for n in range(count)}
+    places |= {n: _Place(count, begin) for n, begin in zip(zeros, begins_of_zeros, strict=False)}
+    places |= {n: _Place(count + 1, begin) for n, begin in begins.items()}
+    places |= {n: _Place(at, 0) for at, n in enumerate(listing.results, count + 2)}
     return Program(
+        count,
         tuple(
             (_launch(module, device), tuple(places[n] for n in (*operands, *results)))
             for module, operands, results in listing.kernels
         ),
-        tuple(_tensor(arrays[n], device) for n in given[listing.operands :]),
+        max(begins_of_zeros[-1], 1),
         common,
-        tuple(arrays[n] for n in made),
-        tuple(places[n].tensor for n in listing.results),
+        tuple(listing.arrays[n] for n in listing.results),
     )
 
 
@@ -139,7 +152,7 @@ def _packed(listing: Listing, own: set[int]) -> tuple[dict[int, int], int]:
         for number in (*operands, *results):
             used.setdefault(number, []).append(at)
     spans = {n: (min(at), max(at)) for n, at in used.items() if n not in own}
-    sizes = {n: -(-_bytes(listing.arrays[n]) // _ALIGNED) * _ALIGNED for n in spans}
+    sizes = {n: _bytes(listing.arrays[n]) for n in spans}
     begins: dict[int, int] = {}
     for number in sorted(spans, key=lambda n: (-sizes[n], n)):
         first, last = spans[number]
@@ -154,15 +167,7 @@ def _packed(listing: Listing, own: set[int]) -> tuple[dict[int, int], int]:
 
 
 def _bytes(a: Array) -> int:
-    return a.size * a.dtype.itemsize
-
-
-def _tensor(a: Array, device: torch.device) -> torch.Tensor:
-    """A tensor for an array, with its value if it has one."""
-    dtype = getattr(torch, a.dtype.name)
-    if a.value is None:
-        return torch.empty(a.shape, dtype=dtype, device=device)
-    return torch.full(a.shape, a.value, dtype=dtype, device=device)
+    return -(-a.size * a.dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 @functools.cache

@@ -12,14 +12,10 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects.stablehlo import OutputOperandAlias
 
 _KERNEL, _EMPTY, _BARRIER = "mosaic_gpu_v2", "AllocateBuffer", "stablehlo.optimization_barrier"
-# Operations that keep elements and their order, if they keep their number and dtype.
-_OF_SHAPES = (
-    "stablehlo.broadcast_in_dim",
-    "stablehlo.convert",
-    "stablehlo.pad",
-    "stablehlo.reshape",
-)
-_SHIFT = "edge_padding_low"  # of "stablehlo.pad"
+# Operations that keep elements, if they keep their number and dtype.
+_PAD, _PADDING = "stablehlo.pad", ("edge_padding_low", "edge_padding_high", "interior_padding")
+_OF_SHAPES = ("stablehlo.broadcast_in_dim", "stablehlo.convert", _PAD, "stablehlo.reshape")
+_AXES = "broadcast_dimensions"
 _DTYPES = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -40,12 +36,12 @@ class Array(NamedTuple):
     Attributes:
       shape: its shape.
       dtype: its dtype.
-      value: that of all its elements before the first kernel, if they have one.
+      is_zero: whether it has zeros before the first kernel, and not anything.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    value: float | None = None
+    is_zero: bool = False
 
     @property
     def size(self) -> int:
@@ -77,11 +73,6 @@ class Listing:
     kernels: list[Kernel]
     results: list[int]
 
-    @property
-    def written(self) -> set[int]:
-        """The arrays that kernels write."""
-        return {number for kernel in self.kernels for number in kernel.results}
-
 
 def read(module: Any) -> Listing:
     """The kernels that a lowered function's results need.
@@ -90,8 +81,8 @@ def read(module: Any) -> Listing:
       module: of MLIR, such as `jax.stages.Lowered.compiler_ir` returns; calls in it are inlined.
 
     Raises:
-      NotOnlyKernels: they need other operations than those that change only a shape or make memory,
-        or a kernel would change an operand of the program.
+      NotOnlyKernels: they need other operations than those that change only a shape or make memory
+        or zeros, or a kernel would change an operand of the program.
     """
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
@@ -119,7 +110,7 @@ def _live(operations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
 
 def _listing(arguments: list[Any], operations: list[Any], results: Sequence[Any]) -> Listing:
     arrays, kernels = [_array(v) for v in arguments], list[Kernel]()
-    # By the values of the program: the numbers of arrays, or those whose elements are one value.
+    # By the values of the program: the numbers of arrays, or zeros, which each use has anew.
     found: dict[Any, int | Array] = {v: number for number, v in enumerate(arguments)}
 
     def new(array: Array) -> int:
@@ -145,6 +136,8 @@ def _listing(arguments: list[Any], operations: list[Any], results: Sequence[Any]
             changed = {operands[i] for i in in_place.values()}
             if min(changed, default=len(arguments)) < len(arguments):
                 raise NotOnlyKernels("a kernel changes an operand of the program")
+            if sum(number in changed for number in operands) > len(changed):
+                raise NotOnlyKernels("a kernel changes an operand that it also has as another")
             found = {v: held for v, held in found.items() if held not in changed}
             numbers = [
                 operands[in_place[i]] if i in in_place else new(_array(result))
@@ -152,24 +145,34 @@ def _listing(arguments: list[Any], operations: list[Any], results: Sequence[Any]
             ]
             found |= dict(zip(op.results, numbers, strict=True))
             kernels.append(Kernel(_module(op), tuple(operands), tuple(numbers)))
-    return Listing(arrays, len(arguments), kernels, [placed(v) for v in results])
+    written = {number for kernel in kernels for number in kernel.results}
+    returned = [placed(v) for v in results]
+    if not written.issuperset(returned) or len(set(returned)) < len(returned):
+        raise NotOnlyKernels("a result is none of a kernel, or is returned twice")
+    return Listing(arrays, len(arguments), kernels, returned)
 
 
 def _same(op: Any, operands: list[int | Array]) -> int | Array:
-    """What an operation makes, if that is its first operand in another shape, or one value."""
+    """What an operation makes, if that is zeros, or its first operand in another shape."""
     if op.name == "stablehlo.constant":
         elements: Any = ir.DenseElementsAttr(op.attributes["value"])
-        if elements.is_splat:
-            return _array(op.result)._replace(value=elements.get_splat_value().value)
+        if elements.is_splat and elements.get_splat_value().value == 0:
+            return _array(op.result)._replace(is_zero=True)
     elif op.name in _OF_SHAPES:
-        held, (before, *_) = operands[0], map(_array, op.operands)
-        after = _array(op.result)
-        if isinstance(held, Array):
-            return after._replace(value=held.value)
-        is_moved = _SHIFT in op.attributes and any(op.attributes[_SHIFT])
-        if (before.size, before.dtype) == (after.size, after.dtype) and not is_moved:
+        (held, *_), before, after = operands, _array(op.operands[0]), _array(op.result)
+        if isinstance(held, Array) and op.name != _PAD:
+            return after._replace(is_zero=True)
+        if (before.size, before.dtype) == (after.size, after.dtype) and _keeps_order(op):
             return held
     raise NotOnlyKernels(str(op))
+
+
+def _keeps_order(op: Any) -> bool:
+    """Whether an operation that keeps the number of elements has them in the same order."""
+    if op.name == _PAD:
+        return not any(width for name in _PADDING for width in op.attributes[name])
+    axes = list(op.attributes[_AXES]) if _AXES in op.attributes else []
+    return axes == sorted(axes)
 
 
 def _module(call: Any) -> bytes:

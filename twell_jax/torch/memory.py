@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import torch
 
-from twell_jax.torch import streams
+from twell_jax.torch import launches, streams
 
 type Operand = torch.Tensor | jax.Array | None
 
@@ -36,21 +36,27 @@ def run(
     Returns:
       Tensors that have the memory of the program's results.
     """
-    arrays = _in_jax(operands), *map(_in_jax, others)
     assert operands[0] is not None
     device = operands[0].device
+    if device.type == "cuda" and launches.capturing(device):
+        raise RuntimeError(
+            "JAX launches this call of the block, which a CUDA graph cannot hold: it holds what "
+            "torch launches, in inference with up to 64 tokens or at least 2048 of most widths"
+        )
+    arrays = _in_jax(operands), *map(_in_jax, others)
     if device.type == "cpu":
         return [torch.from_dlpack(a) for a in program(*arrays)]
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "JAX launches this call of the block, which a CUDA graph cannot hold: it can in "
-            "inference with up to 64 tokens or at least 2048"
-        )
     stream = torch.cuda.current_stream(device)
     _computing(device).wait_stream(stream)
     handle = stream.cuda_stream or 1  # which is the default stream's number in DLPack
     results: Sequence[Any] = program(*arrays)
     return [torch.from_dlpack(a.__dlpack__(stream=handle)) for a in results]
+
+
+def let_jax_wait(device: torch.device) -> None:
+    """JAX's next programs wait for what torch's current stream has got, as that reads memory that
+    JAX may use again once its tensors are gone."""
+    _computing(device).wait_stream(torch.cuda.current_stream(device))
 
 
 def for_the_host(numbers: torch.Tensor, place: int) -> torch.Tensor:

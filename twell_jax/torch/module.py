@@ -112,20 +112,23 @@ class SparseMLP(torch.nn.Module):
 def lay_out(model: torch.nn.Module) -> None:
     """Lays out the weights of each block's `down_proj` by neuron, `[H, D]` in memory, in place.
 
-    Kernels read them so, and would make a copy in each call. Shapes, values and the files that are
-    saved of them stay as they are. For models that are not trained: torch's fused optimizers take
-    weights and their own state for one layout.
+    Kernels read them so, and would make a copy in each call. Shapes and values stay as they are,
+    and so do the files that `save_pretrained` of transformers writes; `save_file` of safetensors
+    wants contiguous tensors. For models that are not trained: torch's fused optimizers take weights
+    and their own state for one layout.
 
     Raises:
       ValueError: the model has no `SparseMLP`, or one has weights that are trained.
     """
-    for name, block in _blocks(model).items():
-        weight = block.down_proj.weight
-        if weight.requires_grad:
+    blocks = _blocks(model)
+    for name, block in blocks.items():
+        if block.down_proj.weight.requires_grad:
             raise ValueError(
                 f"{name or 'the block'} is trained, and optimizers may not know this layout: call "
                 "model.requires_grad_(False) first"
             )
+    for block in blocks.values():
+        weight = block.down_proj.weight
         weight.data = weight.data.t().contiguous().t()
 
 

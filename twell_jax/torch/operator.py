@@ -15,8 +15,9 @@ from twell_jax.torch import bridge, choice, dense, memory
 from twell_jax.torch import stats as stats_of
 from twell_jax.torch.stats import FFNStats
 
-# JAX compiles a program for each number of tokens: more than so many are filled up to a multiple.
-STEP_TOKENS = 1024
+# There is a program for each number of tokens, and kernels take few as a multiple of eight: more
+# than the first number are filled up to a multiple of the second.
+STEPS = ((1024, 1024), (64, 1), (8, 8))
 
 
 def sparse_ffn(
@@ -78,7 +79,7 @@ def _by_kernels(
     with_stats: bool,
 ) -> tuple[torch.Tensor, FFNStats | None]:
     count = len(rows)
-    missing = -count % STEP_TOKENS if count > STEP_TOKENS else 0
+    missing = -count % next((step for most, step in STEPS if count > most), 1)
     if missing:  # by tokens of zeros, for which nothing is active
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     operands, transposed = zip(*map(_laid_out, (rows, *weights)), strict=True)
@@ -217,17 +218,15 @@ def _operator(name: str, arguments: str, compute: Any, fake: Any) -> Any:
 
 
 def _compute_infer(activation, gradients, transposed, *operands):
-    programs, device = (
-        bridge.programs(activation, gradients, transposed, operands),
-        operands[0].device,
-    )
+    programs = bridge.programs(activation, gradients, transposed, operands)
+    device = operands[0].device
     if device.type == "cuda" and (launched := programs.launched(device)) is not None:
-        return launched(_given(operands))
+        return launched(operands[0], _places(operands))
     return memory.run(programs.infer, [*operands])
 
 
-def _given(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [a for a in tensors if a is not None]
+def _places(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return [a.data_ptr() for a in tensors if a is not None]
 
 
 def _fake_infer(activation, gradients, transposed, *operands):
@@ -257,14 +256,17 @@ def _compute_backward(
     """The gradients for x and the weights, those of None left out."""
     operands = x, w_gate, w_up, w_down
     programs = bridge.programs(activation, gradients, transposed, operands)
-    packed, *large, found = kept
-    way = memory.on_the_host(found, packed, programs.parts[0][0])
+    packed, *large, number = kept
+    way = memory.on_the_host(number, packed, programs.parts[0][0])
     of_sum = None if of_l1 is None else of_l1 / len(of_y)
     if x.is_cuda:
         launched = programs.launched_backward(way, x.device, of_sum is not None)
         if launched is not None:
-            parts = [packed[begin:] for begin, _ in programs.parts]
-            return launched(_given((*operands, *parts, *large, of_y, of_sum)))
+            begin, others = packed.data_ptr(), (*large, of_y, of_sum)
+            parts = [begin + packed.itemsize * place for place, _ in programs.parts]
+            found = launched(x, [*_places(operands), *parts, *_places(others)])
+            memory.let_jax_wait(x.device)
+            return found
     parts = [memory.part(packed, *place) for place in programs.parts]
     return memory.run(programs.backward(way), [*operands], parts, large, of_y, of_sum)
 

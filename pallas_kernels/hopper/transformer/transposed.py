@@ -37,8 +37,8 @@ def transposed(matrix: jax.Array) -> jax.Array:
     kernel = plgpu.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((n, m), matrix.dtype),
-        grid=(pl.cdiv(m, _ROWS), pl.cdiv(n, _COLUMNS)),
-        grid_names=("rows", "columns"),
+        grid=(pl.cdiv(m, _ROWS) * pl.cdiv(n, _COLUMNS),),
+        grid_names=("block",),
         kernel_name="transposed",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -48,7 +48,8 @@ def transposed(matrix: jax.Array) -> jax.Array:
 
 
 def _kernel(source, target):
-    _transpose(source, target, lax.axis_index("rows"), lax.axis_index("columns"))
+    number, across = lax.axis_index("block"), pl.cdiv(source.shape[1], _COLUMNS)
+    _transpose(source, target, lax.div(number, across), lax.rem(number, across))
 
 
 @primitive

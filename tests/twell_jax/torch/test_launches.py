@@ -1,6 +1,7 @@
 """Programs of kernels that torch launches: what is read of lowered ones, and where arrays lie."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from twell_jax.torch import bridge, launches, lowered, sparse_ffn  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-BLOCK = 2048, 5632
+BLOCK, CPU = (2048, 5632), torch.device("cpu")
 
 
 def lowered_block(tokens, gated=True, dtype=torch.bfloat16, *, as_in_models=False, way=None):
@@ -47,7 +48,7 @@ def lowered_block(tokens, gated=True, dtype=torch.bfloat16, *, as_in_models=Fals
 
 def assert_all_that_is_read_was_written(listing):
     arrays, known = listing.arrays, set(range(listing.operands))
-    known |= {n for n, a in enumerate(arrays) if a.value is not None}
+    known |= {n for n, a in enumerate(arrays) if a.is_zero}
     for kernel in listing.kernels:
         in_place = set(kernel.operands).intersection(kernel.results)  # may be empty memory
         assert known.issuperset(set(kernel.operands) - in_place)
@@ -128,11 +129,52 @@ RETURN = "return %y : tensor<4xf32>"
             [kernel("add", "%y", "%a", "%b").replace("mosaic_gpu_v2", "else")],
             "stablehlo.custom_call @else",
         ),
+        (
+            [kernel("add", "%c", "%a", "%b"), kernel("add", "%y", "%c", "%c", in_place=0)],
+            "that it also has as another",
+        ),
+        (["%y = stablehlo.constant dense<0.0> : tensor<4xf32>"], "a result is none of a kernel"),
+        (
+            [
+                "%c = stablehlo.constant dense<2.0> : tensor<4xf32>",
+                kernel("add", "%y", "%a", "%c"),
+            ],
+            "stablehlo.constant",
+        ),
+        (
+            [
+                "%c = stablehlo.constant dense<2.0> : tensor<f32>",
+                "%d = stablehlo.pad %a, %c, low = [1], high = [-1], interior = [0] : "
+                "(tensor<4xf32>, tensor<f32>) -> tensor<4xf32>",
+                kernel("add", "%y", "%d", "%b"),
+            ],
+            "stablehlo",
+        ),
     ],
 )
 def test_what_kernels_cannot_do_is_refused(lines, message):
     with pytest.raises(lowered.NotOnlyKernels, match=message):
         lowered.read(parsed("\n".join([*lines, RETURN])))
+
+
+@pytest.mark.parametrize("with_l1", [True, False])
+def test_each_operand_of_the_usual_backward_has_its_place(monkeypatch, with_l1):
+    monkeypatch.setattr(launches.mgpu.core, "_ABI_V2", False, raising=False)
+    got = []
+    monkeypatch.setattr(launches, "_launch", lambda module, device: lambda a, _: got.append([*a]))
+    tensors = [torch.empty(8192, 2048, dtype=torch.float16, device="meta")] * 4
+    with on_device("NVIDIA H200"):
+        programs = bridge.programs("relu", "sparse", (False,) * 4, tensors)
+        made = programs.launched_backward(Way.SPARSE, CPU, with_l1)
+    _, _, _, *large = programs.results
+    given = 2**40 * np.arange(1, 4 + len(programs.parts) + len(large) + 2 + with_l1)
+    x, *_, of_y, last = map(int, given)
+    of_y = of_y if with_l1 else last
+    gradients = made.run(CPU, [*map(int, given)], 0)
+    assert [a.shape for a in gradients] == 4 * [(8192, 2048)]
+    found = {address for kernel in got for address in kernel}
+    assert {x, of_y} <= found and (last in found)  # kernels read them where they are
+    assert {a.data_ptr() for a in gradients} <= found
 
 
 def array_at(address):
@@ -150,23 +192,26 @@ def on_the_host(monkeypatch):
     monkeypatch.setattr(launches, "_launch", lambda module, device: {b"add": add}[module])
 
 
-def test_kernels_get_their_arrays_and_constants_and_keep_operands(on_the_host):
-    zero = "%z = stablehlo.constant dense<{}> : tensor<4xf32>".format
+def addresses(*tensors):
+    return [a.data_ptr() for a in tensors]
+
+
+def test_each_call_has_zeros_of_its_own_and_keeps_operands(on_the_host):
     lines = [
-        zero("2.0"),
+        "%z = stablehlo.constant dense<0.0> : tensor<4xf32>",
         kernel("add", "%c", "%a", "%b"),
         kernel("add", "%d", "%c", "%z"),
-        kernel("add", "%e", "%z", "%d", in_place=0),  # z is read by others in later calls
+        kernel("add", "%e", "%z", "%d", in_place=0),  # which are then no zeros any more
         "%dead = stablehlo.add %e, %d : tensor<4xf32>",
         kernel("add", "%y", "%z", "%e", in_place=0),
         RETURN,
     ]
-    made = launches.program(lowered.read(parsed("\n".join(lines))), torch.device("cpu"))
+    made = launches.program(lowered.read(parsed("\n".join(lines))), CPU)
     for _ in range(3):
         a, b = torch.from_numpy(seeds.rng().standard_normal((2, 4)).astype(np.float32))
         kept = a.clone(), b.clone()
-        (y,) = made.run([a, b], 0)
-        torch.testing.assert_close(y, a + b + 6)
+        (y,) = made.run(CPU, addresses(a, b), 0)
+        assert torch.equal(y, a + b)
         assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
 
 
@@ -183,8 +228,8 @@ def test_arrays_share_memory_only_if_none_is_needed_any_more(on_the_host, seed):
         expected[new] = expected[x] + expected[y]
         names.append(new)
     listing = lowered.read(parsed("\n".join([*lines, RETURN])))
-    made = launches.program(listing, torch.device("cpu"))
-    (y,) = made.run(inputs, 0)
+    made = launches.program(listing, CPU)
+    (y,) = made.run(CPU, addresses(*inputs), 0)
     np.testing.assert_array_equal(y.numpy(), expected["%y"])
     assert made.common <= 7 * 256  # as few as are needed at a time
 
@@ -209,6 +254,15 @@ def test_a_gpu_computes_the_block(tokens, gated):
 
 
 @pytest.mark.gpu
+def test_a_thread_that_has_done_nothing_else_can_launch():
+    x, *weights = on_the_gpu(8)
+    expected = sparse_ffn(x, *weights, implementation="mosaic")
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(sparse_ffn, x, *weights, implementation="mosaic")
+    assert torch.equal(call.result(), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [8, 2048])
 def test_a_cuda_graph_holds_the_block(tokens):
     x, *weights = on_the_gpu(tokens)
@@ -226,10 +280,10 @@ def test_a_cuda_graph_holds_the_block(tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "calls", "message"),
-    [(1536, 0, "call the block once with these shapes before"), (100, 1, "JAX launches this call")],
+    [(2048, 0, "call the block once with these shapes before"), (100, 1, "JAX launches this call")],
 )
 def test_a_cuda_graph_is_refused_what_it_cannot_hold(tokens, calls, message):
-    tensors = on_the_gpu(tokens)
+    tensors = [a.cuda() for a in operands(tokens, 2048, 4096)]  # as no other test has
     for _ in range(calls):
         sparse_ffn(*tensors, implementation="mosaic")
     with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
