@@ -6,11 +6,11 @@ All are called from Python as a model calls them, first forward through `LAYERS`
 gradients, backward through all; so what the host takes for a call is part of the time. The weights
 of w_down are a view of `[D, H]`, as models have them; in rows "kernels, laid out" they are `[H, D]`
 in memory, as after `lay_out`, and so they are for the published kernels, of which there are rows,
-too, with a checkout of them. "forward, CUDA graph" has all layers in a graph, as servers do for few
-tokens.
+too, with a checkout of them. Rows "kernels, by use" have the neurons as after `order_by_use`.
+"forward, CUDA graph" has all layers in a graph, as servers do for few tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from benchmarks import published, record, torch_decoder
 from benchmarks.ffn import LAYERS, describe, draw
 from benchmarks.torch_ffn import compiled, dense_block
+from twell_jax import order_by_use
 from twell_jax import sparse_ffn as in_jax
 from twell_jax.torch import sparse_ffn
 
@@ -67,23 +68,37 @@ def measure(
     torch.compiler.reset()  # it compiles a function for so many shapes, and no more
     blocks: dict[str, Callable] = {"torch": dense_block}
     blocks[BASELINE], worked = compiled(dense_block, *_leaves(tokens, triples[0], direction))
-    laid_out, blocks["kernels"] = "kernels, laid out", partial(sparse_ffn, implementation="mosaic")
-    if direction != BOTH:
-        blocks[laid_out] = blocks["kernels"]
+    blocks["kernels"] = partial(sparse_ffn, implementation="mosaic")
+    laid_out, by_use = "kernels, laid out", "kernels, by use"
+    blocks[laid_out if direction != BOTH else by_use] = blocks["kernels"]
     if checkout is not None and direction != GRAPH:
         form = published.differentiable if direction == BOTH else published.forward
         blocks["published"] = form(checkout)
     rows = []
     for name, block in blocks.items():
-        by_neuron = name in (laid_out, "published")
-        given = [_contiguous(*triple) for triple in triples] if by_neuron else triples
+        given, expected = triples, reference
+        if name in (laid_out, "published"):
+            given = [_contiguous(*triple) for triple in triples]
+        elif name == by_use:
+            orders = [_order(x, layer) for layer in layers]
+            given = [_moved(*pair) for pair in zip(triples, orders, strict=True)]
+            expected = [*reference[:2], *(a[orders[0]] for a in reference[2:])]
         leaves = [_leaves(tokens, triple, direction) for triple in given]
-        row = _timed(partial(run, block), leaves, reference, captured=direction == GRAPH)
+        row = _timed(partial(run, block), leaves, expected, captured=direction == GRAPH)
         rows.append(case | {"implementation": name} | row)
     (baseline,) = (row for row in rows if row["implementation"] == BASELINE)
     baseline["compiled"] = worked
     for row in rows:
         yield row | {"baseline": BASELINE, "speedup": baseline["ms"] / row["ms"]}
+
+
+def _order(x: jax.Array, layer: Sequence[jax.Array]) -> torch.Tensor:
+    _, stats = jax.jit(in_jax)(x, *layer)
+    return torch.from_dlpack(order_by_use(stats.tiles, stats.nnz)).long()
+
+
+def _moved(triple: Operands, order: torch.Tensor) -> Operands:
+    return _as_in_models(*(a[order] for a in triple))
 
 
 def _timed(

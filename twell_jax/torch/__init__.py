@@ -18,6 +18,7 @@ from twell_jax.ffn import Rectifier
 from twell_jax.torch.models import replace_mlps
 from twell_jax.torch.module import SparseMLP, collect_l1, collect_stats, lay_out
 from twell_jax.torch.operator import sparse_ffn
+from twell_jax.torch.order import order_by_use
 from twell_jax.torch.stats import FFNStats
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "collect_l1",
     "collect_stats",
     "lay_out",
+    "order_by_use",
     "replace_mlps",
     "sparse_ffn",
 ]
